@@ -1,0 +1,109 @@
+"""The ranks of one job and the process groups that they share."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from distcache.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this rank is, its device, and one process group per thread that communicates.
+
+    `device_group`: rows, gradients and control, in program order, from the main thread only.
+    `host_group`: gloo, small CPU tensors and objects, from the main thread only.
+    `planning_group`: gloo, used by the planner's background thread only.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    backend: str
+    timeout_s: float
+    device_group: dist.ProcessGroup
+    host_group: dist.ProcessGroup
+    planning_group: dist.ProcessGroup
+    store: dist.Store
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is global rank 0, which writes files and the screen."""
+        return self.rank == 0
+
+
+def pick_device(device: str, local_rank: int) -> torch.device:
+    """`auto`, `cpu` or `cuda` to this rank's device; local ranks share GPUs round-robin."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("trainer.device=cuda, but torch sees no CUDA device: use device=cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def pick_backend(backend: str, device: torch.device, local_size: int) -> str:
+    """`auto`, `gloo` or `nccl` to the device group's backend; NCCL wants a GPU per rank."""
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    if backend == "auto":
+        return "nccl" if gpus >= local_size and gpus > 0 else "gloo"
+    if backend == "nccl" and gpus < local_size:
+        raise ConfigError(
+            f"trainer.backend=nccl needs a GPU per rank: {local_size} local ranks, {gpus} GPUs; "
+            "use trainer.backend=gloo, whose ranks may share a GPU"
+        )
+    return backend
+
+
+def open_world(device: str = "auto", backend: str = "auto", timeout_s: float = 300.0) -> World:
+    """Join the job that torchrun's environment describes; without one, a world of one rank.
+
+    Raises ConfigError for a device or backend that this machine does not have.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    where = pick_device(device, local_rank)
+    name = pick_backend(backend, where, local_size)
+    timeout = timedelta(seconds=timeout_s)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    if "RANK" in os.environ:
+        dist.init_process_group(name, timeout=timeout, rank=rank, world_size=size)
+    else:
+        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    store = dist.distributed_c10d._get_default_store()
+    default = dist.distributed_c10d._get_default_group()
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        device=where,
+        backend=name,
+        timeout_s=timeout_s,
+        device_group=default,
+        host_group=dist.new_group(backend="gloo", timeout=timeout),
+        planning_group=dist.new_group(backend="gloo", timeout=timeout),
+        store=store,
+    )
+
+
+def close_world(world: World, orderly: bool = True) -> None:
+    """Leave the job; `orderly` ends wait for one another first.
+
+    A process that ends with live gloo groups aborts now and then, so every end comes here.
+    """
+    if not dist.is_initialized():
+        return
+    if orderly:
+        dist.barrier(group=world.host_group)
+    dist.destroy_process_group()

@@ -1,0 +1,183 @@
+"""The typed config tree: one dataclass per Hydra group, a docstring and a unit per field.
+
+Only the trainer and the entry points see these; everything below takes plain arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class ModelConfig:
+    """Group `model`: the dense network behind the embedding tables."""
+
+    name: str = MISSING
+    """`dlrm` or `dcn_v2`."""
+    embedding_dim: int = 16
+    """Width D of every embedding table, in elements; a multiple of 4 for `hybrid`."""
+    table_dims: list[int] | None = None
+    """Width of each table, in elements; null: `embedding_dim` for all (`dcn_v2` only)."""
+    pooling: str = "sum"
+    """How a bag's rows become one vector: `sum` or `mean`."""
+    dense_arch: list[int] = MISSING
+    """Layer sizes of the bottom MLP over dense features; `dlrm` ends in `embedding_dim`."""
+    over_arch: list[int] = MISSING
+    """Layer sizes of the top MLP; ends in 1 (the logit)."""
+    cross_layers: int = 3
+    """`dcn_v2`: number of cross layers."""
+    cross_rank: int = 512
+    """`dcn_v2`: rank of each cross layer's factorised weight."""
+
+
+@dataclass
+class DataConfig:
+    """Group `data`: where batches come from."""
+
+    name: str = MISSING
+    """`synthetic` or `criteo`."""
+    global_batch_size: int = 2048
+    """Samples of one step over all ranks (B)."""
+    table_rows: list[int] = MISSING
+    """Rows of each table; one categorical feature per table."""
+    dense_features: int = 13
+    """Number of dense (float) features of a sample."""
+    on_bad_id: str = "error"
+    """An id outside its table: `error`, or `hash` (taken modulo the table's rows)."""
+    bag_size: Any = 1
+    """Synthetic: ids per bag. An int is fixed, a float is a mean; a list gives one per table."""
+    zipf: float = 1.05
+    """Synthetic: Zipf exponent of the ids (0 is uniform)."""
+    weighted: bool = False
+    """Synthetic: draw a weight per id (sum pooling only)."""
+    samples: int | None = None
+    """Synthetic: samples of an epoch; null: unlimited, never repeating."""
+    path: str | None = None
+    """Criteo: a file, or a glob of files, of tab-separated Criteo lines."""
+    on_bad_line: str = "error"
+    """Criteo: a malformed line: `error`, or `skip` with a count."""
+
+
+@dataclass
+class CacheConfig:
+    """Group `cache`: slots on the device, and how far the planner looks ahead."""
+
+    rows: int | None = None
+    """Slots per rank (C). At most one of rows, ratio, bytes; none means ratio 0.015."""
+    ratio: float | None = None
+    """Slots per rank as a share of each group's rows, in (0, 1]."""
+    bytes: int | None = None
+    """Device bytes per rank for rows and their optimizer state."""
+    lookahead: int = 8
+    """L: steps known beyond the step being decided."""
+    prefetch: int = 1
+    """P: steps that movement may run ahead of training."""
+    policy: str = "lookahead"
+    """Which rows leave first: `lookahead` (window-Belady) or `lru`."""
+    tail: str = "lru"
+    """`lookahead`: order of the rows without a use in the window: `lru`."""
+    placement: str = "replicated"
+    """How cached rows lie over ranks: `replicated`."""
+    reduction: str = "ordered"
+    """Row-gradient sum: `ordered` (same bits whatever the buffer) or `native` (the library's)."""
+
+
+@dataclass
+class StoreConfig:
+    """Group `store`: where whole tables live."""
+
+    name: str = "memory"
+    """`memory`: anonymous shared host memory, one store per node."""
+
+
+@dataclass
+class ParallelConfig:
+    """Group `parallel`: the layout of tables and gradients over ranks."""
+
+    mode: str = MISSING
+    """`data`, `hybrid`, `resident` or `host`."""
+    sharding: str = "auto"
+    """`hybrid`: `auto` (TorchRec's planner), `table_wise`, `row_wise` or `column_wise`."""
+
+
+@dataclass
+class OptimConfig:
+    """Group `optim`: the same values in every mode, whatever a library's default."""
+
+    name: str = MISSING
+    """`sgd`, `adagrad`, `rowwise_adagrad` or `adam`."""
+    dense_lr: float = 0.1
+    """Learning rate of the dense parameters."""
+    embedding_lr: float = 0.1
+    """Learning rate of the embedding rows."""
+    eps: float = 1e-8
+    """Added to the denominator (Adagrad, row-wise Adagrad, Adam)."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Adam's decay rates."""
+    initial_accumulator: float = 0.0
+    """Initial value of Adagrad's sum of squares."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0 to the full rate."""
+    decay_start: int = 0
+    """Step at which polynomial (quadratic) decay starts."""
+    decay_steps: int = 0
+    """Steps of decay to 0; 0: no decay."""
+
+
+@dataclass
+class TrainerConfig:
+    """Group `trainer`: how long, on what, and how it is watched."""
+
+    steps: int | None = None
+    """Training steps; null: one epoch."""
+    seed: int = 0
+    """Seed of initial weights and sample order."""
+    backend: str = "auto"
+    """torch.distributed backend of the device group: `auto`, `gloo` or `nccl`."""
+    device: str = "auto"
+    """`auto`, `cpu` or `cuda`."""
+    dtype: str = "float32"
+    """`float32`; `float64` for checks."""
+    eval_every: int | None = None
+    """Training steps between evaluations; null: only at the end."""
+    eval_steps: int = 0
+    """Global batches of one evaluation; 0: none."""
+    log_every: int = 100
+    """Training steps between log lines."""
+    log_level: str = "INFO"
+    """Level of the `distcache` logger."""
+    timeout_s: float = 300.0
+    """Seconds that a wait on other ranks may last."""
+    resume: str | None = None
+    """A run folder, or its `model/`, to go on from."""
+    validate_plans: bool = False
+    """Check every law on every plan (debug; slow)."""
+
+
+@dataclass
+class RunConfig:
+    """Group-less section `run`: the run folder and what is left in it."""
+
+    dir: str = "runs/${now:%Y-%m-%d_%H-%M-%S}"
+    """The run folder."""
+    save: bool = True
+    """Write `model/` at the end (always on Ctrl-C and on a non-finite loss)."""
+    digest: str = "auto"
+    """SHA-256 over the final state: `true`, `false`, or `auto` (tables of at most 4 GiB)."""
+
+
+@dataclass
+class Config:
+    """The whole tree."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    run: RunConfig = field(default_factory=RunConfig)

@@ -1,0 +1,78 @@
+"""One rank's slice of one global batch, as plain CPU tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class JaggedIds:
+    """Bags of ids of F features and b samples, feature-major (the order of a KeyedJaggedTensor).
+
+    `values`: int64 `[n]`, original ids. `offsets`: int64 `[F * b + 1]`; bag (f, i) is
+    `values[offsets[f * b + i] : offsets[f * b + i + 1]]`. `weights`: float `[n]` or None.
+    All on the CPU.
+    """
+
+    features: tuple[str, ...]
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """b: samples of this slice (may be 0)."""
+        return (len(self.offsets) - 1) // max(len(self.features), 1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A rank's slice of one global batch.
+
+    `dense`: float `[b, F_dense]`; `ids`: bags of every feature; `labels`: float `[b]` in {0, 1};
+    `global_size`: B, samples over all ranks of this step; `index`: training step or, for
+    `kind="eval"`, evaluation batch; `first_sample`: position of this slice in the global batch.
+    """
+
+    dense: Tensor
+    ids: JaggedIds
+    labels: Tensor
+    global_size: int
+    index: int
+    epoch: int
+    first_sample: int
+    kind: str = "train"
+
+
+def slice_bounds(global_size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """The contiguous samples [start, stop) of a global batch that `rank` takes (may be empty)."""
+    return rank * global_size // world_size, (rank + 1) * global_size // world_size
+
+
+class BatchSource(Protocol):
+    """Random access to batches: the order of samples is a function of (seed, epoch, step) alone."""
+
+    features: tuple[str, ...]
+    table_rows: tuple[int, ...]
+    dense_features: int
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Training steps of one epoch (the last batch may be ragged); None: unlimited."""
+        ...
+
+    @property
+    def eval_batches(self) -> int | None:
+        """Held-out global batches; None: unlimited."""
+        ...
+
+    def train_batch(self, step: int, rank: int, world_size: int) -> Batch:
+        """This rank's slice of training step `step`, counted from 0 across epochs."""
+        ...
+
+    def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
+        """This rank's slice of held-out global batch `index`."""
+        ...

@@ -1,0 +1,35 @@
+"""Errors that a user can act on: each names the value, the key and the way out."""
+
+from __future__ import annotations
+
+
+class DistcacheError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(DistcacheError):
+    """A key has a wrong value, or two keys contradict each other."""
+
+
+class DataError(DistcacheError):
+    """Input data is malformed: the message names the file and line, or the feature and sample."""
+
+
+class StepTooLargeError(DistcacheError):
+    """A step needs more distinct rows of one home than that home has slots."""
+
+
+class MemoryTooSmallError(DistcacheError):
+    """Host or device memory does not hold what was asked for."""
+
+
+class PeerError(DistcacheError):
+    """Another rank failed, is missing, or disagrees; the message names it."""
+
+
+class NonFiniteLossError(DistcacheError):
+    """The summed loss is not finite; nothing was applied, and the state before it was saved."""
+
+
+class PlanError(DistcacheError):
+    """A plan breaks a law, or a batch does not match its plan."""
