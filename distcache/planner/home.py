@@ -1,0 +1,255 @@
+"""The planner of one home: distinct rows, hits, slots for misses, victims. Pure NumPy.
+
+Only the home plans its rows, so the index (8 bytes per row: slot and last window reference) is
+divided over the ranks. `HomePlanner` serves caches; `ResidentPlanner` and `PassThroughPlanner`
+give the other modes the same labels from the same code.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distcache.errors import StepTooLargeError
+from distcache.layout import RowLayout
+from distcache.planner.distinct import by_index
+from distcache.planner.victims import SlotTable
+
+
+@dataclass(frozen=True)
+class Ingested:
+    """A step's rows at their home. `local`: distinct local rows `[U_h]` in canonical order;
+    `previous`: last step before it that names each row (-1: none); `replies`: for each rank, the
+    canonical index within this home of every row that it asked for."""
+
+    step: int
+    kind: str
+    local: np.ndarray
+    previous: np.ndarray
+    replies: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class HomeDecision:
+    """A home's part of a step. `slots` `[U_h]`: device slots (global numbers); `fetch`: indices
+    into the part of rows to fetch, ascending; rows are row numbers of the layout."""
+
+    step: int
+    kind: str
+    slots: np.ndarray
+    fetch: np.ndarray
+    fetch_rows: np.ndarray
+    evict_slots: np.ndarray
+    evict_rows: np.ndarray
+    latest_use: int
+    replies: tuple[np.ndarray, ...]
+
+
+class HomePlanner:
+    """Plans the rows of `home` into its own range of `slots` device slots.
+
+    `lookahead` is L, `prefetch` P. A step is decided when the ids through step + L are ingested
+    (or the stream ended): call `ingest` in stream order, then `plan` in stream order.
+    `use_window=False` is the policy `lru`: only holds and last uses count.
+    """
+
+    def __init__(
+        self, layout: RowLayout, home: int, slots: int, prefetch: int, use_window: bool = True
+    ) -> None:
+        self.layout, self.home, self.slots = layout, home, slots
+        self.use_window = use_window
+        self._slot_of = np.full(layout.local_rows, -1, dtype=np.int32)
+        self._last_reference = np.full(layout.local_rows, -1, dtype=np.int32)
+        self._table = SlotTable(slots, prefetch)
+        self._window: deque[Ingested] = deque()
+        self._planned = -1
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index over this home's rows."""
+        return self._slot_of.nbytes + self._last_reference.nbytes
+
+    def ingest(self, step: int, kind: str, requests: Sequence[np.ndarray]) -> Ingested:
+        """Take the rows (int64, homed here) that every rank names in `step`, in rank order."""
+        entry = take_requests(self.layout, self._last_reference, (step, kind), requests)
+        if self.use_window:
+            self._refer(entry)
+        self._window.append(entry)
+        return entry
+
+    def _refer(self, entry: Ingested) -> None:
+        """Cached rows whose last use is planned already learn their next use now."""
+        slots = self._slot_of[entry.local[entry.previous <= self._planned]]
+        self._table.wanted(slots[slots >= 0], entry.step)
+
+    def plan(self) -> HomeDecision:
+        """Decide the oldest ingested step. Raises StepTooLargeError and decides nothing when its
+        distinct rows exceed the slots."""
+        entry = self._window[0]
+        if len(entry.local) > self.slots:
+            raise StepTooLargeError(
+                f"step {entry.step}: home rank {self.home} has {len(entry.local)} distinct rows "
+                f"for {self.slots} slots"
+            )
+        self._window.popleft()
+        self._planned = entry.step
+        table, local = self._table, entry.local
+        slots = self._slot_of[local]
+        hit = slots >= 0
+        table.hold(slots[hit], entry.step)
+        fetch = np.flatnonzero(~hit)
+        filled, latest = table.take(len(fetch), entry.step)
+        leaving = table.row[filled]
+        evicted = leaving >= 0
+        self._slot_of[leaving[evicted]] = -1
+        arriving = local[fetch]
+        self._slot_of[arriving] = filled
+        table.row[filled] = arriving
+        slots[fetch] = filled
+        table.hold(filled, entry.step)
+        self._look_ahead(entry.step)
+        table.used(slots, entry.step)
+        base = self.home * self.slots
+        return HomeDecision(
+            step=entry.step,
+            kind=entry.kind,
+            slots=slots.astype(np.int64) + base,
+            fetch=fetch,
+            fetch_rows=self._rows(arriving),
+            evict_slots=filled[evicted].astype(np.int64) + base,
+            evict_rows=self._rows(leaving[evicted]),
+            latest_use=latest,
+            replies=entry.replies,
+        )
+
+    def _look_ahead(self, step: int) -> None:
+        """Next uses, within the window, of the rows that `step` uses."""
+        if not self.use_window:
+            return
+        for later in self._window:
+            rows = later.local[later.previous == step]
+            self._table.wanted(self._slot_of[rows], later.step)
+
+    def _rows(self, local: np.ndarray) -> np.ndarray:
+        return self.layout.row(self.home, local.astype(np.int64))
+
+    def restore(self, slot_row: np.ndarray, step: int) -> None:
+        """Forget the window and start again from what the device holds after `step`.
+
+        `slot_row` int64 `[slots]`: the row in each of this home's slots, -1 free.
+        """
+        self._window.clear()
+        self._planned = step
+        self._slot_of.fill(-1)
+        self._last_reference.fill(-1)
+        local = np.where(slot_row >= 0, self.layout.local(np.maximum(slot_row, 0)), -1)
+        held = local >= 0
+        self._slot_of[local[held]] = np.flatnonzero(held)
+        self._table.restore(local.astype(np.int32), step)
+
+
+class ResidentPlanner:
+    """All rows on every device: slot = row, nothing moves (mode `resident`)."""
+
+    def __init__(self, layout: RowLayout, home: int) -> None:
+        self.layout, self.home = layout, home
+        self.slots = layout.local_rows
+        self._position = np.full(layout.local_rows, -1, dtype=np.int32)
+        self._window: deque[Ingested] = deque()
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the scratch array that finds distinct rows."""
+        return self._position.nbytes
+
+    def ingest(self, step: int, kind: str, requests: Sequence[np.ndarray]) -> Ingested:
+        """As `HomePlanner.ingest`."""
+        entry = take_requests(self.layout, self._position, (step, kind), requests)
+        self._window.append(entry)
+        return entry
+
+    def plan(self) -> HomeDecision:
+        """As `HomePlanner.plan`: every row is a hit."""
+        entry = self._window.popleft()
+        rows = self.layout.row(self.home, entry.local)
+        none = np.empty(0, np.int64)
+        return HomeDecision(
+            entry.step, entry.kind, rows, none, none, none, none, -1, entry.replies
+        )
+
+    def restore(self, slot_row: np.ndarray, step: int) -> None:
+        """Forget the window."""
+        self._window.clear()
+
+
+class PassThroughPlanner:
+    """No cache: every row comes from the store and leaves after its step (mode `host`).
+
+    Slots interleave over homes, so that the buffer may grow with the largest step.
+    """
+
+    def __init__(self, layout: RowLayout, home: int) -> None:
+        self.layout, self.home = layout, home
+        self.slots = layout.local_rows
+        self._position = np.full(layout.local_rows, -1, dtype=np.int32)
+        self._window: deque[Ingested] = deque()
+        self._previous = (np.empty(0, np.int64), np.empty(0, np.int64), -1)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the scratch array that finds distinct rows."""
+        return self._position.nbytes
+
+    def ingest(self, step: int, kind: str, requests: Sequence[np.ndarray]) -> Ingested:
+        """As `HomePlanner.ingest`."""
+        entry = take_requests(self.layout, self._position, (step, kind), requests)
+        self._window.append(entry)
+        return entry
+
+    def plan(self) -> HomeDecision:
+        """As `HomePlanner.plan`: the rows of the step before leave, all of this step's come in."""
+        entry = self._window.popleft()
+        rows = self.layout.row(self.home, entry.local)
+        size = self.layout.world_size
+        slots = np.arange(len(rows), dtype=np.int64) * size + self.home
+        old_slots, old_rows, latest = self._previous
+        self._previous = (slots, rows, entry.step)
+        return HomeDecision(
+            step=entry.step,
+            kind=entry.kind,
+            slots=slots,
+            fetch=np.arange(len(rows), dtype=np.int64),
+            fetch_rows=rows,
+            evict_slots=old_slots,
+            evict_rows=old_rows,
+            latest_use=latest,
+            replies=entry.replies,
+        )
+
+    def restore(self, slot_row: np.ndarray, step: int) -> None:
+        """Forget the window; the rows still in the buffer leave before the next step."""
+        self._window.clear()
+        slots = np.flatnonzero(slot_row >= 0)
+        self._previous = (slots, slot_row[slots], step)
+
+
+Planner = HomePlanner | ResidentPlanner | PassThroughPlanner
+
+
+def take_requests(
+    layout: RowLayout, position: np.ndarray, label: tuple[int, str], requests: Sequence[np.ndarray]
+) -> Ingested:
+    """Distinct local rows over all ranks' requests; `position` int32 `[ceil(V / W)]` is scratch
+    that ends up holding, for every row named, the step that named it last."""
+    step, kind = label
+    rows = np.concatenate(requests) if len(requests) > 1 else requests[0]
+    local = layout.local(rows)
+    previous = position[local]
+    first, inverse = by_index(local, position)
+    distinct = local[first]
+    position[distinct] = step
+    cuts = np.cumsum([len(request) for request in requests])[:-1]
+    return Ingested(step, kind, distinct, previous[first], tuple(np.split(inverse, cuts)))
