@@ -16,7 +16,11 @@ class DataError(DistcacheError):
 
 
 class StepTooLargeError(DistcacheError):
-    """A step needs more distinct rows of one home than that home has slots."""
+    """A step needs more distinct rows (`rows`) of one home than that home has `slots`."""
+
+    def __init__(self, message: str, rows: int = 0, slots: int = 0) -> None:
+        super().__init__(message)
+        self.rows, self.slots = rows, slots
 
 
 class MemoryTooSmallError(DistcacheError):

@@ -92,7 +92,9 @@ class HomePlanner:
         if len(entry.local) > self.slots:
             raise StepTooLargeError(
                 f"step {entry.step}: home rank {self.home} has {len(entry.local)} distinct rows "
-                f"for {self.slots} slots"
+                f"for {self.slots} slots",
+                rows=len(entry.local),
+                slots=self.slots,
             )
         self._window.popleft()
         self._planned = entry.step

@@ -1,0 +1,132 @@
+"""Tables of one model by group, and a batch's ids as rows and bags of each group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distcache.data.batch import JaggedIds
+from distcache.errors import ConfigError
+from distcache.layout import RowLayout, TableSpec, group_tables
+
+
+@dataclass(frozen=True)
+class TableGroup:
+    """Tables of one width with one store, cache and plan.
+
+    `tables`: indices into the model's tables; `features`: indices into the ids' features, in
+    their order; `offsets` int64 `[F]`: first row of each feature's table; `mean` `[F]`: whether
+    the feature's bags are means.
+    """
+
+    layout: RowLayout
+    tables: tuple[int, ...]
+    features: tuple[int, ...]
+    offsets: np.ndarray
+    mean: tuple[bool, ...]
+
+    @property
+    def dim(self) -> int:
+        """Width D."""
+        return self.layout.dim
+
+
+@dataclass(frozen=True)
+class GroupBags:
+    """The ids of one local batch that read one group, K = F * b bags, feature-major.
+
+    `rows`: int64 `[n]` row numbers (NumPy); `offsets`: int64 `[K + 1]`; `bag_of`: int64 `[n]`;
+    `weights`: `[n]` or None; `scale`: `[K, 1]` (1 / bag length for mean bags) or None.
+    """
+
+    rows: np.ndarray
+    offsets: Tensor
+    bag_of: Tensor
+    weights: Tensor | None
+    scale: Tensor | None
+
+
+def make_groups(
+    tables: Sequence[TableSpec], features: Sequence[str], world_size: int
+) -> list[TableGroup]:
+    """Group `tables` by width for ids whose features come in the order `features`.
+
+    Raises ConfigError for a feature that no table reads or that two tables read.
+    """
+    reader: dict[str, int] = {}
+    for index, table in enumerate(tables):
+        for feature in table.features:
+            if feature in reader:
+                raise ConfigError(
+                    f"feature {feature!r} is read by tables {tables[reader[feature]].name!r} and "
+                    f"{table.name!r}: give each its own copy of the feature"
+                )
+            reader[feature] = index
+    missing = [feature for feature in features if feature not in reader]
+    if missing:
+        raise ConfigError(f"no table reads the features {missing}")
+    groups = []
+    for members in group_tables(tables):
+        layout = RowLayout([tables[i] for i in members], world_size)
+        own = [i for i, feature in enumerate(features) if reader[feature] in members]
+        at = [members.index(reader[features[i]]) for i in own]
+        groups.append(
+            TableGroup(
+                layout=layout,
+                tables=tuple(members),
+                features=tuple(own),
+                offsets=layout.offsets[at],
+                mean=tuple(layout.tables[i].pooling == "mean" for i in at),
+            )
+        )
+    return groups
+
+
+def group_bags(group: TableGroup, ids: JaggedIds, dtype: torch.dtype) -> GroupBags:
+    """The part of `ids` that reads `group`, as rows; `dtype` is that of weights and scales."""
+    batch = ids.batch_size
+    offsets, values, weights = ids.offsets, ids.values, ids.weights
+    if len(group.features) != len(ids.features):
+        offsets, values, weights = _select(ids, group.features)
+    lengths = offsets.diff()
+    per_feature = lengths.view(len(group.features), batch).sum(1).numpy()
+    rows = values.numpy() + np.repeat(group.offsets, per_feature)
+    bag_of = torch.repeat_interleave(lengths)
+    scale = None
+    if any(group.mean):
+        counts = lengths.clamp(min=1).to(dtype)
+        mean = torch.tensor(group.mean).repeat_interleave(batch)
+        scale = torch.where(mean, counts.reciprocal(), torch.ones((), dtype=dtype)).unsqueeze(1)
+    return GroupBags(
+        rows, offsets, bag_of, None if weights is None else weights.to(dtype), scale
+    )
+
+
+def _select(ids: JaggedIds, features: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Offsets, values and weights of some features, in order."""
+    batch = ids.batch_size
+    starts = ids.offsets[::batch] if batch else ids.offsets[:1].repeat(len(ids.features) + 1)
+    spans = [slice(int(starts[f]), int(starts[f + 1])) for f in features]
+    lengths = ids.offsets.diff().view(len(ids.features), batch)[list(features)].reshape(-1)
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    values = torch.cat([ids.values[span] for span in spans])
+    weights = None if ids.weights is None else torch.cat([ids.weights[span] for span in spans])
+    return offsets, values, weights
+
+
+def join_pooled(groups: Sequence[TableGroup], pooled: Sequence[Tensor], batch: int) -> Tensor:
+    """Pooled bags `[F_g * b, D_g]` of every group -> `[b, sum of widths]` in feature order."""
+    if len(groups) == 1:
+        dim = groups[0].dim
+        width = len(groups[0].features) * dim
+        return pooled[0].view(-1, batch, dim).transpose(0, 1).reshape(batch, width)
+    columns: dict[int, Tensor] = {}
+    for group, bags in zip(groups, pooled, strict=True):
+        for place, feature in enumerate(group.features):
+            columns[feature] = bags[place * batch : (place + 1) * batch]
+    return torch.cat([columns[feature] for feature in sorted(columns)], dim=1)

@@ -1,0 +1,55 @@
+"""Bags from a step's row leaf, differentiable: the gradient of a leaf is in canonical order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distcache import ops
+from distcache.pipeline.groups import GroupBags
+from distcache.step_plan import StepPlan
+
+
+class DeviceBags:
+    """The index tensors of one local batch and its plan on the device, for one group."""
+
+    def __init__(self, bags: GroupBags, plan: StepPlan, device: torch.device) -> None:
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        self.offsets, self.bag_of = move(bags.offsets), move(bags.bag_of)
+        self.weights = None if bags.weights is None else move(bags.weights)
+        self.scale = None if bags.scale is None else move(bags.scale)
+        self.positions, self.order = move(plan.positions), move(plan.order)
+        self.touched, self.segments = move(plan.touched), move(plan.segments)
+        self.distinct = plan.distinct
+
+
+class PooledLookup(torch.autograd.Function):
+    """`(leaf [U, D], bags) -> pooled [K, D]`; backward sums occurrences in their order.
+
+    The row gradient is the same code in every mode and depends on nothing but the ids and the
+    bag gradients (`embedding_bag`'s own backward changes its bits with the labels).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, bags: DeviceBags) -> Tensor:
+        """Sum (or average) every bag's rows."""
+        ctx.bags = bags
+        pooled = ops.pooled_lookup(leaf, bags.positions, bags.offsets, bags.weights)
+        return pooled if bags.scale is None else pooled.mul_(bags.scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Local row gradients `[U, D]`, zero for rows that only other ranks named."""
+        bags = ctx.bags
+        gradient = gradient.contiguous() if bags.scale is None else gradient * bags.scale
+        touched = ops.row_gradients(
+            gradient, bags.bag_of, bags.order, bags.segments, bags.weights
+        )
+        if len(bags.touched) == bags.distinct:
+            return touched, None
+        out = gradient.new_zeros((bags.distinct, gradient.shape[1]))
+        return out.index_copy_(0, bags.touched, touched), None
