@@ -36,8 +36,8 @@ def pooled_lookup(
 ) -> Tensor:
     """Sum the rows of each bag: `[K, D]`, in the dtype of `rows`; an empty bag is 0.
 
-    `rows`: float `[U, D]`; `positions`: `[n]`, the row of each id; `offsets`: `[K + 1]`, bag k holds
-    the ids offsets[k] to offsets[k + 1]; `weights`: float `[n]`, or None for ones.
+    `rows`: float `[U, D]`; `positions`: `[n]`, the row of each id; `offsets`: `[K + 1]`, bag k has
+    the ids [offsets[k], offsets[k + 1]); `weights`: float `[n]`, or None for ones.
     """
     return _segment_sum(rows, positions, offsets, weights)
 
