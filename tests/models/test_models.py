@@ -1,0 +1,157 @@
+"""DLRM and DCN v2: equal to TorchRec's modules, and what `initialise` promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from distcache.errors import ConfigError
+from distcache.models import DLRM, DCNv2, build_model, initialise
+
+FEATURES, DIM, DENSE, BATCH = 5, 8, 7, 12
+
+
+def make(name, dtype=torch.float64, seed=3):
+    model = build_model(name, DENSE, [DIM] * FEATURES, [16, DIM], [20, 10, 1], 2, 6)
+    return initialise(model, seed, dtype)
+
+
+def inputs(batch=BATCH, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randn(batch, DENSE, generator=generator, dtype=dtype)
+    return dense, torch.randn(batch, FEATURES * DIM, generator=generator, dtype=dtype)
+
+
+def torchrec_collection():
+    """One table per feature; row i of every table becomes sample i's pooled vector."""
+    modules = pytest.importorskip("torchrec.modules.embedding_modules")
+    configs = pytest.importorskip("torchrec.modules.embedding_configs")
+    tables = [
+        configs.EmbeddingBagConfig(
+            name=f"t{f}", embedding_dim=DIM, num_embeddings=BATCH, feature_names=[f"f{f}"]
+        )
+        for f in range(FEATURES)
+    ]
+    return modules.EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
+
+
+def set_parameters(target: nn.Module, source: nn.Module, prefix: str) -> None:
+    """Copy the linear layers of `source` into those of `target`, in order."""
+    ours = [m for m in source.modules() if isinstance(m, nn.Linear)]
+    theirs = [m for m in target.modules() if isinstance(m, nn.Linear)]
+    assert len(ours) == len(theirs), prefix
+    for one, other in zip(ours, theirs, strict=True):
+        other.load_state_dict(one.state_dict())
+
+
+@pytest.mark.parametrize("name", ["dlrm", "dcn_v2"])
+def test_equal_to_torchrec(name):
+    dlrm = pytest.importorskip("torchrec.models.dlrm")
+    sparse = pytest.importorskip("torchrec.sparse.jagged_tensor")
+    model, collection = make(name), torchrec_collection()
+    if name == "dlrm":
+        theirs = dlrm.DLRM(collection, DENSE, [16, DIM], [20, 10, 1])
+    else:
+        theirs = dlrm.DLRM_DCN(collection, DENSE, [16, DIM], [20, 10, 1], 2, 6)
+    theirs = theirs.double()
+    set_parameters(theirs.dense_arch, model.dense_arch, "dense")
+    set_parameters(theirs.over_arch, model.over_arch, "over")
+    if name == "dcn_v2":
+        cross = theirs.inter_arch.crossnet
+        for layer in range(2):
+            cross.V_kernels[layer].data.copy_(model.cross.down[layer].weight)
+            cross.W_kernels[layer].data.copy_(model.cross.up[layer].weight)
+            cross.bias[layer].data.copy_(model.cross.up[layer].bias)
+    dense, pooled = inputs()
+    pooled = pooled.float().double()  # TorchRec's collection pools in float32
+    for feature, bag in enumerate(collection.embedding_bags.values()):
+        bag.weight.data = pooled[:, feature * DIM : (feature + 1) * DIM].contiguous()
+    ids = sparse.KeyedJaggedTensor.from_lengths_sync(
+        keys=[f"f{f}" for f in range(FEATURES)],
+        values=torch.arange(BATCH).repeat(FEATURES),
+        lengths=torch.ones(FEATURES * BATCH, dtype=torch.int32),
+    )
+    logits = model(dense, pooled)
+    assert logits.shape == (BATCH,)
+    torch.testing.assert_close(logits, theirs(dense, ids).squeeze(1), rtol=1e-12, atol=1e-12)
+    assert logits.std() > 1e-3
+
+
+def test_dlrm_interaction_is_every_pair_once():
+    model = make("dlrm")
+    dense, pooled = inputs(1)
+    bottom = model.dense_arch(dense)
+    vectors = [bottom[0], *pooled.view(FEATURES, DIM)]
+    pairs = [
+        vectors[i] @ vectors[j] for i in range(FEATURES + 1) for j in range(i + 1, FEATURES + 1)
+    ]
+    expected = torch.cat([bottom[0], torch.stack(pairs)])
+    found = model.interaction(bottom, pooled.view(1, FEATURES, DIM))[0]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["dlrm", "dcn_v2"])
+def test_empty_slice_gives_zero_gradients(name):
+    model = make(name, torch.float32)
+    dense, pooled = inputs(0, torch.float32)
+    pooled.requires_grad_()
+    logits = model(dense, pooled)
+    assert logits.shape == (0,)
+    logits.sum().backward()
+    assert pooled.grad.shape == pooled.shape
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), key
+
+
+@pytest.mark.parametrize("name", ["dlrm", "dcn_v2"])
+def test_gradients_reach_every_parameter(name):
+    model = make(name)
+    dense, pooled = inputs()
+    pooled.requires_grad_()
+    model(dense, pooled).square().sum().backward()
+    assert pooled.grad.abs().sum(dim=0).min() > 0
+    for key, parameter in model.named_parameters():
+        assert parameter.grad.abs().sum() > 0, key
+
+
+def test_initialise_is_a_function_of_the_seed():
+    first, again, other = make("dlrm"), make("dlrm"), make("dlrm", seed=4)
+    torch.randn(3)  # the global generator plays no part
+    single = make("dlrm", torch.float32)
+    for key, value in first.state_dict().items():
+        assert value.dtype == torch.float64
+        assert torch.equal(value, again.state_dict()[key])
+        assert torch.equal(value, single.state_dict()[key].double())
+        assert not torch.equal(value, other.state_dict()[key])
+
+
+def test_initialise_has_the_spread_of_dlrm():
+    model = initialise(DLRM(400, 3, 300, [300], [8, 1]), 1)
+    layer = model.dense_arch[0]
+    assert abs(layer.weight.std().item() / (2 / 700) ** 0.5 - 1) < 0.02
+    assert abs(layer.bias.std().item() / (1 / 300) ** 0.5 - 1) < 0.15
+
+
+def test_dcn_takes_tables_of_different_widths():
+    model = initialise(build_model("dcn_v2", 3, [4, 8, 16], [5], [1], 1, 2), 0)
+    assert isinstance(model, DCNv2)
+    assert model(torch.randn(6, 3), torch.randn(6, 28)).shape == (6,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("mlp", 3, [4], [4], [1]), "'dlrm' or 'dcn_v2'"),
+        (("dlrm", 3, [4, 8], [4], [1]), "model.table_dims"),
+        (("dlrm", 3, [4, 4], [8], [1]), "must end in 4"),
+        (("dlrm", 3, [4, 4], [4], [2]), "model.over_arch"),
+        (("dlrm", 3, [4, 4], [], [1]), "model.dense_arch"),
+        (("dlrm", 0, [4, 4], [4], [1]), "dense"),
+        (("dcn_v2", 3, [4, 8], [4], [8, 0, 1]), "every size at least 1"),
+        (("dcn_v2", 3, [4, 8], [4], [8, 1], 2, 0), "model.cross_rank=0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        build_model(*arguments)
