@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+STARTED = time.monotonic()
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +31,15 @@ def shared_data() -> Path:
         if place.is_dir():
             return place
     pytest.skip(f"no sample files at {' or '.join(map(str, places))}: set DISTCACHE_SHARED")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip `gpu` tests without a CUDA device, and `slow` ones once $DISTCACHE_SLOW_S are over."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+    budget = os.environ.get("DISTCACHE_SLOW_S")
+    if budget and item.get_closest_marker("slow") and time.monotonic() - STARTED > float(budget):
+        pytest.skip(f"the time for slow tests is over: DISTCACHE_SLOW_S={budget}")
