@@ -1,0 +1,227 @@
+"""`hybrid`: TorchRec's DistributedModelParallel, tables sharded over ranks, the rest under DDP.
+
+The loss of a rank is its share of the global mean, sum / B, and gradients are summed over ranks:
+DDP through a hook that does not divide, TorchRec with its division by W switched off. Rows are
+updated inside backward, so ranks agree on the loss before it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from distcache.comm.counters import CollectiveCounters, count_collectives, summing_hook
+from distcache.comm.world import World
+from distcache.data.batch import Batch
+from distcache.errors import DataError
+from distcache.parallel.base import OptimizerSpec, Parallel, Step, StepResult
+from distcache.parallel.hybrid_meter import StepClock, nbytes_by_part
+from distcache.parallel.hybrid_spec import HybridSpec, check_spec, load_torchrec
+
+
+def dense_optimizer(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> Any:
+    """The dense part's optimizer, its state made now, so that a checkpoint can be read into it.
+
+    The rows' own, but Adagrad for `rowwise_adagrad`. The learning rate starts at 0.
+    """
+    parameters = list(parameters)
+    if spec.name == "sgd":
+        return torch.optim.SGD(parameters, lr=0.0)
+    if spec.name != "adam":
+        return torch.optim.Adagrad(
+            parameters, lr=0.0, eps=spec.eps, initial_accumulator_value=spec.initial_accumulator
+        )
+    adam = torch.optim.Adam(parameters, lr=0.0, betas=spec.betas, eps=spec.eps)
+    for parameter in parameters:
+        adam.state[parameter] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return adam
+
+
+class HybridParallel(Parallel):
+    """TorchRec's hybrid layout. Every method is called by all ranks in order.
+
+    TorchRec exchanges equal numbers of samples over every backend only when the local batches are
+    equal, and some of its kernels refuse an empty one; so each slice is padded to ceil(B / W)
+    with samples that have no ids, whose logits are cut off before the loss: they add exactly zero.
+    """
+
+    def __init__(self, world: World, spec: HybridSpec, model: nn.Module) -> None:
+        """Shard the tables and wrap `model` (`model(dense, pooled) -> logits`). Collective.
+
+        Raises ConfigError for what TorchRec cannot do here, or when it does not load.
+        """
+        check_spec(spec, world)
+        self._torchrec = load_torchrec()
+        self._world, self._spec, self._model = world, spec, model
+        self._steps = 0
+        self.counters = CollectiveCounters()
+        self._clock = StepClock(world.device)
+        self._divided = self._torchrec.divide_gradients(False)
+        self._dmp = self._torchrec.build(world, spec, model)
+        self._weights = self._torchrec.weights(self._dmp, spec)
+        self._row_states = self._torchrec.row_states(self._dmp, spec)
+        self._dense = dense_optimizer(spec.optimizer, model.parameters())
+        self._dmp._dmp_wrapped_module.register_comm_hook(
+            world.device_group, summing_hook(self.counters)
+        )
+
+    def stream(self, batches: Iterable[Batch]) -> Iterator[Step]:
+        """The batches as they come: TorchRec plans nothing ahead."""
+        return (Step(batch) for batch in batches)
+
+    def train_step(self, step: Step, stop: bool = False) -> StepResult:
+        """Forward, agreement on the loss, backward with the rows' update, dense update."""
+        batch = step.batch
+        self._dmp.train()
+        if self._spec.optimizer.name == "adam":
+            self._torchrec.set_row_step(self._dmp, self._steps)
+        with self._clock.step():
+            with count_collectives(self.counters):
+                logits = self._logits(batch)
+            labels = batch.labels.to(logits)
+            loss_sum = binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+            result = self._agree(loss_sum.detach(), batch.global_size, stop)
+            if result.bad_ranks:
+                return result
+            self._dense.zero_grad()
+            with count_collectives(self.counters):
+                (loss_sum / batch.global_size).backward()
+            self._dense.step()
+        self._steps += 1
+        return result
+
+    def _logits(self, batch: Batch) -> Tensor:
+        """Logits `[b]` of this rank's slice, run at the size that all ranks share."""
+        ids, count = batch.ids, batch.dense.size(0)
+        if (ids.weights is not None) != self._spec.weighted:
+            raise DataError(
+                f"batch {batch.index} has {'no ' if ids.weights is None else ''}weights, but the "
+                f"model was built with weighted={self._spec.weighted}"
+            )
+        size = -(-batch.global_size // self._world.size)
+        dense = batch.dense.new_zeros(size, batch.dense.size(1))
+        dense[:count] = batch.dense
+        device = self._world.device
+        return self._dmp(dense.to(device), self._torchrec.jagged(ids, size, device))[:count]
+
+    def _agree(self, loss_sum: Tensor, global_size: int, stop: bool) -> StepResult:
+        """Sum loss, stop request and a flag per rank over ranks, float64 `[2 + W]`."""
+        vector = torch.zeros(2 + self._world.size, dtype=torch.float64, device=loss_sum.device)
+        vector[0] = loss_sum.double() / global_size
+        vector[1] = float(stop)
+        vector[2 + self._world.rank] = (~torch.isfinite(loss_sum)).double()
+        dist.all_reduce(vector, group=self._world.device_group)
+        loss, stops, *flags = vector.tolist()
+        bad = tuple(rank for rank, flag in enumerate(flags) if flag > 0)
+        return StepResult(loss=loss, bad_ranks=bad, stop=stops > 0)
+
+    @torch.no_grad()
+    def eval_step(self, step: Step) -> Tensor:
+        """Logits `[b]` of this rank's slice; changes no weight, counts no bytes."""
+        self._dmp.eval()
+        return self._logits(step.batch)
+
+    def set_lr(self, dense_lr: float, embedding_lr: float) -> None:
+        """Learning rates of the coming steps, the very next one included."""
+        for group in self._dense.param_groups:
+            group["lr"] = dense_lr
+        self._torchrec.set_row_lr(self._dmp, embedding_lr)
+
+    def flush(self) -> None:
+        """Nothing: the shards are the tables."""
+
+    def table_block(self, table: int, start: int, stop: int) -> Tensor | None:
+        """Rows [start, stop) of a table, `[stop - start, D]` on the CPU of rank 0."""
+        name = self._spec.tables[table].name
+        return self._torchrec.gather_rows(self._weights[name], start, stop, self._world)
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """The dense parameters by the given model's own names, in its order."""
+        return {name: value.detach() for name, value in self._model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Shards of tables and row states as ShardedTensor, dense tensors, and the steps applied.
+
+        All are the trained memory itself: filling them in place loads them.
+        """
+        state: dict[str, Any] = {"counters.steps": self._steps}
+        for name, weight in self._weights.items():
+            state[f"tables.{name}.weight"] = weight
+            for key, value in self._row_states[name].items():
+                state[f"tables.{name}.{key}"] = value
+        for name, parameter in self._model.named_parameters():
+            state[f"dense.{name}"] = parameter.detach()
+            for key, value in self._dense.state[parameter].items():
+                if isinstance(value, Tensor):
+                    state[f"dense_optim.{name}.{key}"] = value
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy what `state_dict` of this layout gave (same world size and sharding) back."""
+        for key, mine in self.state_dict().items():
+            if not isinstance(mine, Tensor):
+                continue
+            if hasattr(mine, "local_shards"):
+                pairs = zip(mine.local_shards(), state[key].local_shards(), strict=True)
+                for here, there in pairs:
+                    here.tensor.copy_(there.tensor)
+            else:
+                mine.copy_(state[key])
+        self._steps = int(state["counters.steps"])
+
+    def summary(self) -> dict[str, Any]:
+        """This mode's values of `summary.json`. Collective.
+
+        Bytes sent are means over ranks, memory is that of the fullest rank. On the CPU
+        `peak_device_bytes` is shards, their optimizer state, dense parameters, gradients and
+        state; pooled vectors in flight are activations and excluded. `forward_backward` holds
+        the whole step: TorchRec sums gradients and updates rows inside backward.
+        """
+        sent = torch.tensor(list(self.counters.values().values()), dtype=torch.float64)
+        dist.all_reduce(sent, group=self._world.host_group)
+        embedding, dense = nbytes_by_part(self._weights, self._row_states, self._dense)
+        peak = embedding + dense
+        if self._world.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._world.device)
+        held = torch.tensor([embedding, peak])
+        dist.all_reduce(held, op=dist.ReduceOp.MAX, group=self._world.host_group)
+        means = (round(value / self._world.size) for value in sent.tolist())
+        nothing = ("ingest", "plan", "gather", "write_back", "fill", "sync", "apply")
+        return {
+            **dict(zip(self.counters.values(), means, strict=True)),
+            "embedding_device_bytes": int(held[0]),
+            "peak_device_bytes": int(held[1]),
+            "stage_ms": {"forward_backward": self._clock.median_ms()} | dict.fromkeys(nothing),
+            "table_rows": sum(table.rows for table in self._spec.tables),
+            **dict.fromkeys(
+                (
+                    "cache_rows",
+                    "hit_rate",
+                    "hit_rate_lookups",
+                    "rows_fetched",
+                    "rows_written_back",
+                    "host_to_device_bytes",
+                    "device_to_host_bytes",
+                )
+            ),
+        }
+
+    def close(self) -> None:
+        """Drop DDP and the shards, before the process group goes; safe to call twice."""
+        if self._dmp is None:
+            return
+        self._dmp = self._dense = None
+        self._weights, self._row_states = {}, {}
+        self._torchrec.divide_gradients(self._divided)
+        gc.collect()  # DDP lies in reference cycles, and aborts when it outlives its group
