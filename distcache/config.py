@@ -161,12 +161,14 @@ class TrainerConfig:
 class RunConfig:
     """Group-less section `run`: the run folder and what is left in it."""
 
-    dir: str = "runs/${now:%Y-%m-%d_%H-%M-%S}"
-    """The run folder."""
+    dir: str = "runs/${now:%Y-%m-%d_%H-%M-%S}-${parallel.mode}"
+    """The run folder; a relative path starts at the working directory."""
     save: bool = True
     """Write `model/` at the end (always on Ctrl-C and on a non-finite loss)."""
     digest: str = "auto"
     """SHA-256 over the final state: `true`, `false`, or `auto` (tables of at most 4 GiB)."""
+    sweep_ranks: int = 1
+    """Ranks of each job of a `--multirun` sweep, all on this machine."""
 
 
 @dataclass

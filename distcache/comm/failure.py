@@ -1,0 +1,73 @@
+"""Which rank failed first: recorded by each failing rank in a store that all ranks share."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import torch.distributed as dist
+
+from distcache.errors import DistcacheError, PeerError
+
+GRACE_S = 2.0
+"""How long a rank that fails because of another waits for that one's record, seconds."""
+
+NETWORK_WORDS = ("connection closed by peer", "connection reset", "socket", "gloo", "nccl")
+"""Words in a RuntimeError of torch that say that another rank went away."""
+
+
+def record_failure(store: dist.Store | None, rank: int, error: BaseException) -> None:
+    """Record that `rank` failed with `error`; records keep the order in which they were made."""
+    if store is None:
+        return
+    record = {"rank": rank, "message": describe(error), "secondary": is_secondary(error)}
+    try:
+        store.set(f"failure/{store.add('failure/count', 1)}", json.dumps(record))
+    except (RuntimeError, dist.DistError):
+        return  # The store died with the rank that served it; there is nobody left to tell.
+
+
+def first_failure(store: dist.Store | None) -> tuple[int, str] | None:
+    """(rank, message) of the failure that came first, a cause before its consequences; or None."""
+    if store is None:
+        return None
+    try:
+        count = store.add("failure/count", 0)
+        keys = [f"failure/{number}" for number in range(1, count + 1)]
+        records = [json.loads(store.get(key)) for key in keys if store.check([key])]
+    except (RuntimeError, dist.DistError):
+        return None
+    records.sort(key=lambda record: record["secondary"])
+    return (records[0]["rank"], records[0]["message"]) if records else None
+
+
+def cause_of(
+    store: dist.Store | None, rank: int, error: BaseException, grace_s: float = GRACE_S
+) -> tuple[int, str]:
+    """Record this rank's failure; return the (rank, message) that caused it, maybe its own.
+
+    A failure that another rank must have caused waits up to `grace_s` seconds for that one.
+    """
+    deadline = time.monotonic() + (grace_s if is_secondary(error) else 0.0)
+    first = first_failure(store)
+    while first is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+        first = first_failure(store)
+    record_failure(store, rank, error)
+    return first_failure(store) or (rank, describe(error))
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether an error says that another rank failed or went away."""
+    if isinstance(error, PeerError | dist.DistError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in NETWORK_WORDS)
+
+
+def describe(error: BaseException) -> str:
+    """The error's message; its type where it has none or is not one of this package's."""
+    text = str(error).strip()
+    if isinstance(error, DistcacheError) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

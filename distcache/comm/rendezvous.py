@@ -1,0 +1,96 @@
+"""What the ranks of one launch agree on before any process group exists.
+
+torchrun gives every rank the address of a key-value store. Rank 0 alone composes the
+configuration and publishes what came of it there; the others wait for that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from distcache.errors import ConfigError, PeerError
+
+TIMEOUT_S = 300.0
+"""How long the ranks wait for rank 0's configuration, seconds."""
+
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in the launch: global and local rank and world sizes."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+
+def find_place() -> Place:
+    """This process's place by torchrun's environment variables; alone without them."""
+    if "RANK" not in os.environ:
+        return Place()
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"RANK is set in the environment, but {' and '.join(missing)} is not: start ranks with "
+            "torchrun, or unset RANK"
+        )
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    return Place(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
+
+def open_store(place: Place, timeout_s: float = TIMEOUT_S) -> dist.Store | None:
+    """The launch's key-value store, under keys of this run and restart; None for a lone rank.
+
+    torchrun's agent serves it; without an agent (TORCHELASTIC_USE_AGENT_STORE is not True) rank 0
+    does, on the port that `init_process_group` will share.
+    """
+    if place.world_size == 1:
+        return None
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ.get("MASTER_PORT", "29500")),
+        is_master=place.rank == 0 and not agent,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"distcache/{run}/{restart}", store)
+
+
+def publish(store: dist.Store | None, world_size: int, value: dict[str, Any]) -> None:
+    """Rank 0: hand a JSON value to all other ranks, and wait a few seconds for them to read it.
+
+    The wait matters where rank 0 itself serves the store and is about to exit.
+    """
+    if store is None:
+        return
+    store.set("handover", json.dumps(value))
+    deadline = time.monotonic() + 5.0
+    while store.add("handover/read", 0) < world_size - 1 and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+
+
+def receive(store: dist.Store, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+    """Other ranks: wait for what rank 0 publishes; PeerError after `timeout_s` seconds."""
+    deadline = time.monotonic() + timeout_s
+    # Polled, because a blocking wait inside the store would not see Ctrl-C.
+    while not store.check(["handover"]):
+        if time.monotonic() > deadline:
+            raise PeerError(f"rank 0 published no configuration within {timeout_s:.0f} s")
+        time.sleep(POLL_S)
+    value = json.loads(store.get("handover"))
+    store.add("handover/read", 1)
+    return value

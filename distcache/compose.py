@@ -1,0 +1,180 @@
+"""From the command line to a checked `Config`: Hydra runs in one process per launch, on rank 0."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from distcache.comm.rendezvous import Place
+from distcache.config import Config
+from distcache.config_check import check
+from distcache.errors import ConfigError
+from distcache.paths import conf_dir
+from distcache.processes import run_job, train_command
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """What came of the command line.
+
+    `text`: the whole config tree as YAML, or None where there is nothing to run (`--help`,
+    `--cfg job`, a sweep, an error); then `exit_code` says how every rank ends.
+    """
+
+    text: str | None
+    exit_code: int = 0
+
+
+def register_schema() -> None:
+    """Make the config tree known to Hydra, which then checks every key and type against it."""
+    ConfigStore.instance().store(name="config_schema", node=Config)
+
+
+def compose_command_line(place: Place) -> Composed:
+    """Run Hydra over `sys.argv`; SystemExit for errors that Hydra has printed.
+
+    Raises ConfigError for a sweep under several ranks. A sweep of one rank runs here, each job in
+    fresh processes.
+    """
+    if place.world_size > 1 and asks_for_sweep(sys.argv[1:]):
+        raise sweep_refusal(place.world_size)
+    register_schema()
+    configs: list[DictConfig] = []
+    codes: list[int] = []
+
+    def task(config: DictConfig) -> None:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            if place.world_size > 1:
+                raise sweep_refusal(place.world_size)
+            codes.append(_run_sweep_job(config))
+        else:
+            configs.append(config)
+
+    # Hydra's decorator is applied here so that importing this module touches no configuration.
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(task)()
+    if configs:
+        return Composed(to_text(configs[0]))
+    return Composed(None, 1 if any(codes) else 0)
+
+
+def compose_overrides(overrides: Sequence[str]) -> str:
+    """Compose without a command line; the config tree as YAML. Hydra's errors come as they are."""
+    register_schema()
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        return to_text(hydra.compose("train", overrides=list(overrides)))
+
+
+def to_text(config: DictConfig) -> str:
+    """A composed tree as YAML with all interpolations resolved.
+
+    Raises ConfigError for keys outside the tree (`+key=value`) and for values that are missing.
+    """
+    schema = OmegaConf.structured(Config)
+    unknown = sorted(_keys(config) - _keys(schema))
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], _keys(schema), n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "`--cfg job` shows all keys"
+        raise ConfigError(f"{', '.join(unknown)}: no such key: {hint}")
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ConfigError(f"{', '.join(missing)}: a value is needed; give one or choose a group")
+    try:
+        return OmegaConf.to_yaml(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error)) from error
+
+
+def to_config(text: str) -> Config:
+    """The typed tree of a YAML text of `to_text`."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text))
+        config = OmegaConf.to_object(merged)
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(str(error)) from error
+    if not isinstance(config, Config):
+        raise ConfigError(f"no configuration: {text[:80]!r}")
+    config.run.digest = config.run.digest.lower()  # a bool on the command line arrives as "True"
+    return config
+
+
+def checked_config(text: str, place: Place) -> Config:
+    """The typed tree, every value checked; warnings are logged. Raises ConfigError."""
+    config = to_config(text)
+    for warning in check(config, place.world_size, place.local_size):
+        log.warning(warning)
+    return config
+
+
+def asks_for_sweep(arguments: Sequence[str]) -> bool:
+    """Whether Hydra would read a command line as a sweep."""
+    flags = [argument for argument in arguments if argument.startswith("-")]
+    long = [flag for flag in flags if len(flag) > 3 and "--multirun".startswith(flag)]
+    return bool(long) or "-m" in flags or "hydra.mode=MULTIRUN" in arguments
+
+
+def sweep_refusal(world_size: int) -> ConfigError:
+    """The error of `--multirun` under torchrun."""
+    return ConfigError(
+        f"--multirun under torchrun would start every job of the sweep in each of {world_size} "
+        "ranks: run `python -m distcache.train --multirun "
+        f"run.sweep_ranks={world_size} key=a,b ...` without torchrun; it starts each job with "
+        "that many ranks, one job after the other"
+    )
+
+
+def _run_sweep_job(config: DictConfig) -> int:
+    """Run one job of a sweep in fresh processes; its exit code."""
+    settings = HydraConfig.get()
+    overrides = list(settings.overrides.task)
+    if any(override.startswith("run.dir=") for override in overrides):
+        raise ConfigError(
+            "run.dir in a sweep would put all jobs into one folder: give hydra.sweep.dir=<folder>"
+        )
+    # The job itself checks its configuration: the parent never looks at a device.
+    folder = Path(settings.runtime.output_dir)
+    arguments = [*_config_flags(sys.argv[1:]), *overrides, f"run.dir={folder}"]
+    ranks = int(config.run.sweep_ranks)
+    code = run_job(train_command(ranks, arguments), ranks)
+    if code:
+        log.error("job %s of the sweep ended with exit code %d: %s", settings.job.num, code, folder)
+    return code
+
+
+def _config_flags(arguments: Sequence[str]) -> list[str]:
+    """The flags of a command line that say where configuration lies."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for short, name in (("-cp", "path"), ("-cn", "name"), ("-cd", "dir")):
+        parser.add_argument(short, f"--config-{name}")
+    known, _ = parser.parse_known_args(list(arguments))
+    values: dict[str, Any] = vars(known)
+    return [
+        f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None
+    ]
+
+
+def _keys(config: DictConfig, prefix: str = "") -> set[str]:
+    """Dotted keys of a tree, with those of its sections."""
+    found = set()
+    for key in config.keys():  # noqa: SIM118 - iterating a DictConfig leaves missing values out
+        name = f"{prefix}{key}"
+        found.add(name)
+        node = config._get_node(key)
+        if isinstance(node, DictConfig) and not node._is_none():
+            found |= _keys(node, f"{name}.")
+    return found

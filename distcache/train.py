@@ -1,0 +1,155 @@
+"""Train: `torchrun [...] -m distcache.train key=value ...`, or `python -m distcache.train`.
+
+1. Rank 0 composes and checks the configuration; the other ranks receive it, or the exit code.
+2. Every rank joins the world.
+3. Rank 0 writes `config.yaml` and `environment.json` into the run folder.
+4. The trainer trains.
+5. Every rank leaves the world; the first failing rank's error comes first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from distcache.comm.failure import cause_of, describe
+from distcache.comm.rendezvous import Place, find_place, open_store, publish, receive
+from distcache.comm.world import World, close_world, open_world
+from distcache.compose import Composed, checked_config, compose_command_line, to_config
+from distcache.config import Config
+from distcache.environment import write_environment
+from distcache.errors import DistcacheError
+from distcache.logs import set_up_logging
+
+log = logging.getLogger("distcache.train")
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+def main() -> int:
+    """Run this rank of a training job; its exit code."""
+    place = Place()
+    store = None
+    try:
+        place = find_place()
+        set_up_logging("INFO", place.rank, place.world_size)
+        store = open_store(place)
+        composed = agree(place, store)
+        if composed.text is None:
+            return composed.exit_code
+        return run(to_config(composed.text), place, store)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of stdout went away (`--help | head`); what is left in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        return report(error, place, store)
+
+
+def agree(place: Place, store: dist.Store | None) -> Composed:
+    """Rank 0: compose, check and publish. Others: receive. The same value on every rank."""
+    if place.rank > 0 and store is not None:
+        return Composed(**receive(store))
+    composed, agreed = Composed(None, 1), Composed(None, 1)
+    try:
+        composed = compose_command_line(place)
+        if composed.text is not None:
+            checked_config(composed.text, place)
+        agreed = composed
+    except SystemExit as stop:
+        agreed = Composed(None, exit_code(stop))
+    except KeyboardInterrupt:
+        agreed = Composed(None, INTERRUPTED)
+    except DistcacheError as error:
+        show(error)
+    finally:
+        # Whatever happened, also an error nobody expected: the other ranks must hear of it.
+        publish(store, place.world_size, asdict(agreed))
+    return agreed
+
+
+def run(config: Config, place: Place, store: dist.Store | None) -> int:
+    """Train with a checked configuration on this rank; the exit code."""
+    # Imported here: `--help`, `--cfg job` and the parent of a sweep need no trainer.
+    from distcache.trainer import train
+
+    set_up_logging(config.trainer.log_level, place.rank, place.world_size)
+    world: World | None = None
+    try:
+        trainer = config.trainer
+        world = open_world(trainer.device, trainer.backend, trainer.timeout_s)
+        run_dir = Path(config.run.dir)
+        if world.is_first:
+            open_run_folder(run_dir, config, world)
+        result = train(config, world, run_dir)
+        close_world(world)
+        return 128 + result.stopped_by if result.stopped_by else 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        return report(error, place, store)
+    finally:
+        if world is not None:
+            close_world(world, orderly=False)
+
+
+def open_run_folder(run_dir: Path, config: Config, world: World) -> None:
+    """Make the run folder, and write `config.yaml` and `environment.json` into it."""
+    resume = config.trainer.resume
+    again = resume is not None and run_dir.resolve() in Path(resume, "model").resolve().parents
+    if (run_dir / "summary.json").exists() and not again:
+        log.warning("run.dir=%s holds a finished run, which this one overwrites", run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    write_environment(run_dir, world.size)
+    log.info(
+        "%s on %d rank(s), %s, %s; run folder %s",
+        config.parallel.mode,
+        world.size,
+        world.device.type,
+        world.backend,
+        run_dir,
+    )
+
+
+def report(error: Exception, place: Place, store: dist.Store | None) -> int:
+    """Say which rank failed first and why, in a line; exit code 1.
+
+    The rank whose failure caused the others' says it; they only say that they stopped.
+    """
+    rank, message = cause_of(store, place.rank, error)
+    if rank == place.rank:
+        show(error)
+    else:
+        log.error("stopped because rank %d failed: %s", rank, message.splitlines()[0])
+        log.debug("what this rank saw", exc_info=error)
+    return 1
+
+
+def show(error: Exception) -> None:
+    """A line for an error that a user can act on, a traceback for any other."""
+    if isinstance(error, DistcacheError):
+        log.error(describe(error))
+        log.debug("where it came from", exc_info=error)
+    else:
+        log.error(describe(error), exc_info=error)
+
+
+def exit_code(stop: SystemExit) -> int:
+    """The number that a SystemExit ends a process with."""
+    if stop.code is None:
+        return 0
+    return stop.code if isinstance(stop.code, int) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
