@@ -1,0 +1,92 @@
+"""What a run of a cached mode counts for `summary.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distcache.comm.counters import CollectiveCounters
+from distcache.comm.world import World
+from distcache.pipeline.planning import PlannedStep
+from distcache.pipeline.rows import GroupRows
+
+
+class StepStatistics:
+    """Counts over all training steps of this process."""
+
+    def __init__(self) -> None:
+        self.distinct = 0
+        self.misses = 0
+        self.lookups = 0
+        self.lookup_hits = 0
+        self.row_buffer_bytes = 0
+
+    def add(self, planned: PlannedStep, rows: Sequence[GroupRows]) -> None:
+        """Count one training step. Row buffers: the rows' copies, their gradients and the sums
+        (3 U D), and what was fetched and evicted, (D + S) each."""
+        buffers = 0
+        for plan, group in zip(planned.plans, rows, strict=True):
+            self.distinct += plan.distinct
+            self.misses += plan.misses
+            self.lookups += len(plan.positions)
+            self.lookup_hits += plan.lookup_hits
+            moved = plan.misses + len(plan.evict_slots)
+            item = group.cache.dtype.itemsize
+            buffers += 3 * plan.distinct * group.cache.dim * item + moved * group.row_bytes
+        self.row_buffer_bytes = max(self.row_buffer_bytes, buffers)
+
+    def hit_rate(self) -> float | None:
+        """Distinct rows found cached when planned / distinct rows, so far; None before any."""
+        return 1 - self.misses / self.distinct if self.distinct else None
+
+    def summary(
+        self,
+        world: World,
+        rows: Sequence[GroupRows],
+        counters: CollectiveCounters,
+        dense_bytes: int,
+    ) -> dict[str, Any]:
+        """Values of `summary.json`, over all ranks; called by all of them.
+
+        `dense_bytes`: parameters, gradients and optimizer state of the dense part.
+        """
+        counts = [group.counts for group in rows]
+        totals = torch.tensor(
+            [
+                self.lookups,
+                self.lookup_hits,
+                sum(c.rows_fetched for c in counts),
+                sum(c.rows_written_back for c in counts),
+                sum(c.host_to_device_bytes for c in counts),
+                sum(c.device_to_host_bytes for c in counts),
+                *counters.values().values(),
+            ],
+            dtype=torch.int64,
+        )
+        dist.all_reduce(totals, group=world.host_group)
+        lookups, hits, *moved, row_bytes, dense, planning = totals.tolist()
+        embedding = sum(group.cache.device_bytes for group in rows) + self.row_buffer_bytes
+        peak = torch.tensor([embedding, embedding + dense_bytes], dtype=torch.int64)
+        if world.device.type == "cuda":
+            peak[1] = torch.cuda.max_memory_allocated(world.device)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=world.host_group)
+        names = (
+            "rows_fetched",
+            "rows_written_back",
+            "host_to_device_bytes",
+            "device_to_host_bytes",
+        )
+        return {
+            "hit_rate": self.hit_rate(),
+            "hit_rate_lookups": hits / lookups if lookups else None,
+            **dict(zip(names, moved, strict=True)),
+            "collective_bytes": row_bytes // world.size,
+            "dense_collective_bytes": dense // world.size,
+            "planning_bytes": planning // world.size,
+            "embedding_device_bytes": int(peak[0]),
+            "peak_device_bytes": int(peak[1]),
+            "cache_rows": sum(group.cache.slots for group in rows),
+        }

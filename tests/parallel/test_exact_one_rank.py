@@ -1,0 +1,177 @@
+"""World size 1: `data` and `host` have `resident`'s bits; all agree with the independent trainer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import reference_trainer
+import torch
+from scenarios import Outcome, Scenario, run_mode, table
+
+from distcache.comm.world import World, close_world, open_world
+from distcache.errors import DataError, StepTooLargeError
+from distcache.parallel.base import OptimizerSpec
+from distcache.parallel.cached import CachedSettings
+
+OPTIMIZERS = {
+    "sgd": (OptimizerSpec("sgd"), 0.1),
+    "adagrad": (OptimizerSpec("adagrad", initial_accumulator=0.1), 0.005),
+    "rowwise_adagrad": (OptimizerSpec("rowwise_adagrad", initial_accumulator=0.1), 0.005),
+    "adam": (OptimizerSpec("adam"), 0.005),
+}
+TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = open_world("cpu", "gloo", 60)
+    yield world
+    close_world(world)
+
+
+def scenario(optimizer: str, **changes: object) -> Scenario:
+    spec, lr = OPTIMIZERS[optimizer]
+    return replace(Scenario(TABLES, spec, lr), **changes)
+
+
+def same_bits(one: Outcome, other: Outcome) -> None:
+    assert one.loss_digest == other.loss_digest
+    assert one.state_digest == other.state_digest
+
+
+def slots_of(spare: int) -> tuple[int, ...]:
+    return (170 + spare, 7)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_cache_size_window_and_policy_has_the_bits_of_resident(world, optimizer) -> None:
+    case = scenario(optimizer, steps=40, weighted=True, last_batch=5)
+    resident = run_mode(world, case, CachedSettings("resident"))
+    for spare, lookahead, prefetch, policy in (
+        (0, 0, 0, "lookahead"),
+        (0, 8, 3, "lookahead"),
+        (20, 2, 1, "lru"),
+        (178, 3, 1, "lookahead"),
+    ):
+        settings = CachedSettings(
+            "data", slots_of(spare), lookahead, prefetch, policy, validate=True
+        )
+        found = run_mode(world, case, settings)
+        same_bits(found, resident)
+        assert 0 < found.summary["hit_rate"] < 1
+    same_bits(run_mode(world, case, CachedSettings("host")), resident)
+    same_bits(run_mode(world, case, CachedSettings("data", slots_of(0)), evals=3), resident)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_agrees_with_the_independent_trainer(world: World, optimizer, dtype) -> None:
+    steps = 200 if dtype is torch.float64 or optimizer == "sgd" else 20
+    case = scenario(optimizer, steps=steps, dtype=dtype, weighted=True)
+    start = run_mode(world, replace(case, steps=0), CachedSettings("resident", dtype=dtype))
+    found = run_mode(world, case, CachedSettings("data", slots_of(4), dtype=dtype))
+    check_against_trainer(case, start, found)
+
+
+def check_against_trainer(case: Scenario, start: Outcome, found: Outcome) -> None:
+    """Losses within 1e-9 (float64) or 1e-5, weights within 1e-10, or ten times the drift of the
+    trainer itself when it takes its samples in reverse."""
+    readers = {f: spec.name for spec in case.tables for f in spec.features}
+    settings = reference_trainer.Settings(
+        optimizer=case.optimizer.name,
+        feature_tables=tuple(readers[f] for f in case.features),
+        dense_lr=case.lr,
+        embedding_lr=case.lr,
+        eps=case.optimizer.eps,
+        betas=case.optimizer.betas,
+        initial_accumulator=case.optimizer.initial_accumulator,
+        pooling={spec.name: spec.pooling for spec in case.tables},
+    )
+    tables = {name: torch.from_numpy(value) for name, value in start.tables.items()}
+    dense = {name: torch.from_numpy(value) for name, value in start.dense.items()}
+    batches = [case.batch(step) for step in range(case.steps)]
+    expected, reverse = (
+        reference_trainer.train(tables, dense, case.model(), replace(settings, reverse=r), batches)
+        for r in (False, True)
+    )
+    ours = reference_trainer.Trained(
+        found.losses,
+        {name: torch.from_numpy(value) for name, value in found.tables.items()},
+        {name: torch.from_numpy(value) for name, value in found.dense.items()},
+    )
+    loss, weight = reference_trainer.difference(ours, expected)
+    loss_drift, weight_drift = reference_trainer.difference(reverse, expected)
+    print(
+        f"{case.optimizer.name} {case.dtype}: losses differ by {loss:.1e} (the trainer itself, "
+        f"reversed: {loss_drift:.1e}), weights by {weight:.1e} ({weight_drift:.1e})"
+    )
+    double = case.dtype is torch.float64
+    assert loss <= max(1e-9 if double else 1e-5, 10 * loss_drift)
+    if double:
+        assert weight <= max(1e-10, 10 * weight_drift)
+
+
+def test_mean_pooling_agrees_with_the_independent_trainer(world: World) -> None:
+    tables = (table("a", 300, pooling="mean"), table("b", 40, features=2), table("c", 7, dim=4))
+    case = scenario("adagrad", tables=tables, steps=200, dtype=torch.float64)
+    start = run_mode(world, replace(case, steps=0), CachedSettings("resident", dtype=case.dtype))
+    found = run_mode(world, case, CachedSettings("data", (190, 7), dtype=case.dtype))
+    check_against_trainer(case, start, found)
+
+
+@pytest.mark.parametrize(("batch", "bag"), [(50, 1), (2000, 3)])
+def test_small_and_large_batches_with_evictions_in_most_steps(world: World, batch, bag) -> None:
+    tables = (table("a", 60_000, dim=4), table("b", 9000, dim=4))
+    case = scenario("adagrad", tables=tables, global_batch=batch, bag=bag, steps=60, skew=2.0)
+    resident = run_mode(world, case, CachedSettings("resident"))
+    slots = 110 if batch == 50 else 6500
+    found = run_mode(world, case, CachedSettings("data", (slots,), 4, 1))
+    same_bits(found, resident)
+    assert found.summary["rows_written_back"] > slots
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("batch", [25, 600, 5000])
+def test_grid_of_caches_at_200_steps(world: World, optimizer, batch) -> None:
+    tables = (table("a", 90_000, dim=4), table("b", 9000, dim=4))
+    case = scenario(optimizer, tables=tables, global_batch=batch, steps=200, skew=2.0, bag=3)
+    case = replace(case, weighted=True)
+    resident = run_mode(world, case, CachedSettings("resident"))
+    need = min(99_000, 2 * (batch * 3 + 40))
+    for lookahead, prefetch, policy in ((0, 0, "lookahead"), (16, 4, "lookahead"), (4, 2, "lru")):
+        found = run_mode(
+            world, case, CachedSettings("data", (need,), lookahead, prefetch, policy)
+        )
+        same_bits(found, resident)
+
+
+def test_a_step_that_does_not_fit_is_refused_with_the_number_that_does(world: World) -> None:
+    case = scenario("sgd", global_batch=200)
+    with pytest.raises(StepTooLargeError, match=r"step 0 .* set cache.rows=(\d+)") as refusal:
+        run_mode(world, case, CachedSettings("data", (40, 7)))
+    enough = int(str(refusal.value).split("cache.rows=")[1].split()[0])
+    assert enough > 40
+
+
+def test_a_bad_id_is_named_before_it_is_looked_up(world: World) -> None:
+    case = scenario("sgd", steps=3)
+    good = case.batch
+    bad = good(1)
+    bad.ids.values[-1] = 10**6
+    object.__setattr__(case, "batch", lambda step, *a: bad if step == 1 else good(step, *a))
+    with pytest.raises(DataError, match=r"a_0.*1000000.*300 rows"):
+        run_mode(world, case, CachedSettings("data", slots_of(0)))
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(world: World) -> None:
+    case = scenario("adam", steps=2)
+    clean = run_mode(world, replace(case, steps=1), CachedSettings("resident"))
+    good = case.batch
+    bad = good(1)
+    bad.dense[0, 0] = float("nan")
+    object.__setattr__(case, "batch", lambda step, *a: bad if step == 1 else good(step, *a))
+    found = run_mode(world, case, CachedSettings("data", slots_of(0)))
+    assert found.state_digest == clean.state_digest
+    assert found.losses[0] == clean.losses[0] and found.losses[1] != found.losses[1]

@@ -1,0 +1,165 @@
+"""Small training runs with awkward shapes, the same in every mode and at every world size."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from distcache.comm.world import World
+from distcache.data.batch import Batch, JaggedIds, slice_bounds
+from distcache.layout import TableSpec
+from distcache.models import initialise
+from distcache.parallel.base import OptimizerSpec
+from distcache.parallel.cached import CachedParallel, CachedSettings
+
+
+class SmallNet(nn.Module):
+    """An MLP over dense features and pooled rows: `(dense [b, F], pooled [b, P]) -> [b]`."""
+
+    def __init__(self, dense_features: int, pooled: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(dense_features + pooled, 16), nn.ReLU(), nn.Linear(16, 1)
+        )
+
+    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        return self.layers(torch.cat([dense, pooled], dim=1)).squeeze(1)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Tables, bags and optimizer of a run. `bag`: largest number of ids in a bag (0 to bag)."""
+
+    tables: tuple[TableSpec, ...]
+    optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec("sgd"))
+    lr: float = 0.1
+    global_batch: int = 24
+    last_batch: int | None = None
+    steps: int = 30
+    bag: int = 3
+    weighted: bool = False
+    skew: float = 3.0
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    empty_ranks: bool = False
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """All features, those of later tables first, to be unlike the order of tables."""
+        return tuple(f for table in reversed(self.tables) for f in table.features)
+
+    @property
+    def pooled_width(self) -> int:
+        """Sum of the features' widths."""
+        return sum(table.dim * len(table.features) for table in self.tables)
+
+    def model(self) -> nn.Module:
+        """The dense part with its initial weights."""
+        return initialise(SmallNet(5, self.pooled_width), self.seed, self.dtype)
+
+    def batch(self, step: int, rank: int = 0, world: int = 1, kind: str = "train") -> Batch:
+        """This rank's slice of a step."""
+        size = self.global_batch
+        if self.last_batch is not None and step == self.steps - 1 and kind == "train":
+            size = self.last_batch
+        rng = np.random.default_rng([self.seed, step, kind == "eval"])
+        readers = {f: table for table in self.tables for f in table.features}
+        lengths, values, weights = [], [], []
+        low, high = slice_bounds(size, rank, world)
+        if self.empty_ranks and world > 1:
+            low, high = slice_bounds(size, max(rank - 1, 0), world - 1)
+            high = low if rank == 0 else high
+        dense = rng.standard_normal((size, 5))
+        labels = (rng.random(size) < 0.3).astype(np.float64)
+        for feature in self.features:
+            rows = readers[feature].rows
+            counts = rng.integers(0, self.bag + 1, size) if self.bag > 1 else np.ones(size, int)
+            ids = (rng.random(counts.sum()) ** self.skew * rows).astype(np.int64)
+            weight = rng.uniform(0.5, 1.5, counts.sum())
+            edges = np.concatenate(([0], np.cumsum(counts)))
+            mine = slice(edges[low], edges[high])
+            lengths.append(counts[low:high])
+            values.append(ids[mine])
+            weights.append(weight[mine])
+        offsets = np.concatenate(([0], np.cumsum(np.concatenate(lengths)))).astype(np.int64)
+        jagged = JaggedIds(
+            self.features,
+            torch.from_numpy(np.concatenate(values)),
+            torch.from_numpy(offsets),
+            torch.from_numpy(np.concatenate(weights)).to(self.dtype) if self.weighted else None,
+        )
+        return Batch(
+            dense=torch.from_numpy(dense[low:high]).to(self.dtype),
+            ids=jagged,
+            labels=torch.from_numpy(labels[low:high]).to(self.dtype),
+            global_size=size,
+            index=step,
+            epoch=0,
+            first_sample=low,
+            kind=kind,
+        )
+
+
+def table(name: str, rows: int, dim: int = 8, features: int = 1, pooling: str = "sum") -> TableSpec:
+    """A table read by `features` features."""
+    return TableSpec(name, rows, dim, tuple(f"{name}_{i}" for i in range(features)), pooling)
+
+
+@dataclass
+class Outcome:
+    """Losses, digests, final weights by table and dense state, and the mode's summary."""
+
+    losses: list[float]
+    loss_digest: str
+    state_digest: str
+    tables: dict[str, np.ndarray]
+    dense: dict[str, np.ndarray]
+    summary: dict
+    cached: np.ndarray | None = None
+
+
+def run_mode(world: World, scenario: Scenario, settings: CachedSettings, evals: int = 0) -> Outcome:
+    """Train `scenario` in a cached mode; an evaluation batch every `evals` steps (0: none)."""
+    mode = CachedParallel(
+        world, scenario.tables, scenario.features, scenario.model(), scenario.optimizer, settings
+    )
+
+    def batches():
+        for step in range(scenario.steps):
+            yield scenario.batch(step, world.rank, world.size)
+            if evals and step % evals == evals - 1:
+                yield scenario.batch(1000 + step, world.rank, world.size, "eval")
+
+    mode.set_lr(scenario.lr, scenario.lr)
+    losses = []
+    for step in mode.stream(batches()):
+        if step.batch.kind == "eval":
+            mode.eval_step(step)
+        else:
+            losses.append(mode.train_step(step).loss)
+    return finish(mode, scenario, losses)
+
+
+def finish(mode, scenario: Scenario, losses: list[float]) -> Outcome:
+    """Flush, digest and close."""
+    mode.flush()
+    tables = {
+        spec.name: mode.table_block(index, 0, spec.rows).clone().numpy()
+        for index, spec in enumerate(scenario.tables)
+    }
+    dense = {name: value.cpu().clone().numpy() for name, value in mode.dense_state().items()}
+    state = hashlib.sha256()
+    for value in (*tables.values(), *dense.values()):
+        state.update(np.ascontiguousarray(value))
+    chain = hashlib.sha256()
+    for loss in losses:
+        chain.update(struct.pack("<d", loss))
+    cached = mode.rows[0].cache.weight.clone().cpu().numpy()
+    summary = mode.summary()
+    mode.close()
+    return Outcome(losses, chain.hexdigest(), state.hexdigest(), tables, dense, summary, cached)
