@@ -56,6 +56,7 @@ def set_rate(optimizer, lr):
         optimizer.param_groups[0]["lr"] = lr
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(NAMES),
