@@ -1,0 +1,232 @@
+"""Slots for rows on the device, with their optimizer state; moves rows and decides nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distcache.errors import MemoryTooSmallError, PlanError
+from distcache.store.available import describe_bytes, require_memory
+
+Index = Tensor | np.ndarray
+"""int64 `[m]`, on the CPU."""
+
+FREE = -1
+"""`slot_row` of a slot that holds no row."""
+
+_WAY_OUT = "lower cache.rows (or cache.ratio, cache.bytes), or use more memory"
+
+
+class DeviceCache:
+    """C slots of one group on one rank.
+
+    `weight` `[C, D]` and `state` `[C, S]` (None where S = 0) lie on the device; they are plain
+    tensors, neither parameters nor buffers. What the slots hold is kept on the host in NumPy:
+    `slot_row` int64 `[C]` (row number, or FREE) and `dirty` bool `[C]` (changed since its fill).
+    The bookkeeping advances when the method is called; the device follows in stream order.
+    Slots and rows given to a method are int64 `[m]` on the CPU, slots distinct where they are
+    written. Wrong use raises PlanError naming slot and row before anything changes.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        dim: int,
+        state_width: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        way_out: str = _WAY_OUT,
+    ) -> None:
+        """C = `slots` free slots of D = `dim` and S = `state_width` elements of `dtype`.
+
+        `way_out`: what a user can change when the device's memory does not hold them.
+        Raises MemoryTooSmallError then.
+        """
+        self.dim, self.state_width, self.dtype = dim, state_width, dtype
+        self.device = torch.device(device)
+        self._way_out = way_out
+        self.weight, self.state = self._allocate(slots)
+        self.slot_row = np.full(slots, FREE, dtype=np.int64)
+        self.dirty = np.zeros(slots, dtype=np.bool_)
+
+    @property
+    def slots(self) -> int:
+        """C: the number of slots."""
+        return len(self.slot_row)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of weights and state on the device."""
+        return self._bytes(self.slots)
+
+    def fill(self, slots: Index, rows: Index, weight: Tensor, state: Tensor | None) -> None:
+        """Put `rows`, just fetched, into free `slots`; they are clean.
+
+        `weight` `[m, D]`, `state` `[m, S]` or None, on any device. Pinned sources may be reused
+        once the current stream is past this call.
+        """
+        at, new = self._slots(slots), self._rows(slots, rows)
+        self._check_values(at, weight, state)
+        held = self.slot_row[at]
+        if (held != FREE).any():
+            i = int(np.argmax(held != FREE))
+            raise PlanError(
+                f"slot {at[i]} still holds row {held[i]}: evict it before row {new[i]} is put there"
+            )
+        self.slot_row[at] = new
+        if not np.array_equal(self.slot_row[at], new):
+            i = int(np.argmax(self.slot_row[at] != new))
+            self.slot_row[at] = FREE
+            raise PlanError(f"slot {at[i]} is given twice, to row {new[i]} and to another one")
+        self.dirty[at] = False
+        self._copy_in(at, weight, state)
+
+    def read(self, slots: Index) -> tuple[Tensor, Tensor | None]:
+        """Copies of rows and their state on the device: `[m, D]`, `[m, S]` or None.
+
+        A slot that was just evicted may be read until it is filled again.
+        """
+        where = self._to_device(self._slots(slots))
+        state = None if self.state is None else self.state.index_select(0, where)
+        return self.weight.index_select(0, where), state
+
+    def gather(self, slots: Index) -> Tensor:
+        """Copies of a step's rows on the device, `[U, D]`; every slot must hold a row."""
+        at = self._held(slots, "read")
+        return self.weight.index_select(0, self._to_device(at))
+
+    def write(self, slots: Index, weight: Tensor, state: Tensor | None) -> None:
+        """Replace rows and state in place (after `apply`) and mark them dirty.
+
+        `slots` are distinct and hold rows; `weight` `[m, D]`, `state` `[m, S]` or None.
+        """
+        at = self._held(slots, "write")
+        self._check_values(at, weight, state)
+        self.dirty[at] = True
+        self._copy_in(at, weight, state)
+
+    def evict(self, slots: Index, rows: Index) -> tuple[Tensor, Tensor]:
+        """Free `slots`, which must hold exactly `rows`; the dirty ones among them.
+
+        Returns (slots, rows), int64 `[k]` each, on the CPU: what must be written back. Their
+        values stay readable (`read`) until the slots are filled again.
+        """
+        at, expected = self._slots(slots), self._rows(slots, rows)
+        wrong = self.slot_row[at] != expected
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            held = self.slot_row[at[i]]
+            what = "is free" if held == FREE else f"holds row {held}"
+            raise PlanError(f"slot {at[i]} {what}, but row {expected[i]} was to leave it")
+        dirty = self.dirty[at]
+        self.slot_row[at] = FREE
+        self.dirty[at] = False
+        return torch.from_numpy(at[dirty]), torch.from_numpy(expected[dirty])
+
+    def dirty_slots(self, among: range | None = None) -> Tensor:
+        """Dirty slots, ascending, int64 on the CPU, within the contiguous range `among` (or all).
+
+        Their rows are `slot_row` there.
+        """
+        among = range(self.slots) if among is None else among
+        if among.step != 1 or among.start < 0 or among.stop > self.slots:
+            raise PlanError(f"slots {among} are not a contiguous part of [0, {self.slots})")
+        return torch.from_numpy(np.flatnonzero(self.dirty[among.start : among.stop]) + among.start)
+
+    def clean(self, slots: Index) -> None:
+        """Mark `slots` as written back; they keep their rows."""
+        self.dirty[self._held(slots, "clean")] = False
+
+    def ensure(self, slots: int) -> None:
+        """Have at least `slots` slots; what the present ones hold is kept.
+
+        Raises MemoryTooSmallError when the device cannot hold old and new at once.
+        """
+        old = self.slots
+        if slots <= old:
+            return
+        weight, state = self._allocate(slots)
+        weight[:old] = self.weight
+        if state is not None and self.state is not None:
+            state[:old] = self.state
+        self.weight, self.state = weight, state
+        self.slot_row = np.concatenate((self.slot_row, np.full(slots - old, FREE, np.int64)))
+        self.dirty = np.concatenate((self.dirty, np.zeros(slots - old, np.bool_)))
+
+    def _bytes(self, slots: int) -> int:
+        return slots * (self.dim + self.state_width) * self.dtype.itemsize
+
+    def _allocate(self, slots: int) -> tuple[Tensor, Tensor | None]:
+        """Zeroed weights and state of `slots` slots; MemoryTooSmallError when there is no room."""
+        what = f"a cache of {slots} slots x ({self.dim} + {self.state_width} of state)"
+        if self.device.type == "cpu":
+            require_memory(self._bytes(slots), what, self._way_out)
+        try:
+            weight = torch.zeros(slots, self.dim, dtype=self.dtype, device=self.device)
+            state = None
+            if self.state_width:
+                state = torch.zeros(slots, self.state_width, dtype=self.dtype, device=self.device)
+        except RuntimeError as error:  # torch.OutOfMemoryError, or the CPU allocator's refusal
+            raise MemoryTooSmallError(
+                f"{self.device} did not give {describe_bytes(self._bytes(slots))} for {what}, "
+                f"{self.dtype}: {str(error).splitlines()[0]}; {self._way_out}"
+            ) from error
+        return weight, state
+
+    def _slots(self, slots: Index) -> np.ndarray:
+        """`slots` as NumPy int64; PlanError for one outside [0, C)."""
+        at = _numpy(slots, "slots")
+        if len(at) and (at.min() < 0 or at.max() >= self.slots):
+            bad = int(at[(at < 0) | (at >= self.slots)][0])
+            raise PlanError(f"slot {bad} is outside [0, {self.slots})")
+        return at
+
+    def _rows(self, slots: Index, rows: Index) -> np.ndarray:
+        """`rows` as NumPy int64, one for each of `slots`."""
+        new = _numpy(rows, "rows")
+        if len(new) != len(slots):
+            raise PlanError(f"{len(slots)} slots for {len(new)} rows")
+        if len(new) and new.min() < 0:
+            i = int(np.argmin(new))
+            raise PlanError(f"slot {int(slots[i])} cannot hold row {new[i]}")
+        return new
+
+    def _held(self, slots: Index, verb: str) -> np.ndarray:
+        """`slots` as NumPy int64; PlanError for one that is free."""
+        at = self._slots(slots)
+        free = self.slot_row[at] == FREE
+        if free.any():
+            raise PlanError(f"slot {at[int(np.argmax(free))]} holds no row: nothing to {verb}")
+        return at
+
+    def _check_values(self, at: np.ndarray, weight: Tensor, state: Tensor | None) -> None:
+        """PlanError unless weight is `[m, D]` and state `[m, S]` (or None), of this dtype."""
+        for name, tensor, width in (
+            ("weight", weight, self.dim),
+            ("state", state, self.state_width),
+        ):
+            want = ((len(at), width), self.dtype) if width else None
+            got = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+            if got != want:
+                raise PlanError(f"{name} for {len(at)} slots must be {want}, got {got}")
+
+    def _copy_in(self, at: np.ndarray, weight: Tensor, state: Tensor | None) -> None:
+        where = self._to_device(at)
+        for target, values in ((self.weight, weight), (self.state, state)):
+            if target is not None and values is not None:
+                target.index_copy_(0, where, values.to(self.device, non_blocking=True))
+
+    def _to_device(self, at: np.ndarray) -> Tensor:
+        return torch.from_numpy(at).to(self.device, non_blocking=True)
+
+
+def _numpy(index: Index, name: str) -> np.ndarray:
+    """An index argument as NumPy int64 `[m]`; PlanError for another dtype, shape or device."""
+    if isinstance(index, Tensor):
+        if index.device.type != "cpu":
+            raise PlanError(f"{name} must be on the CPU, got {index.device}")
+        index = index.numpy()
+    if index.dtype != np.int64 or index.ndim != 1:
+        raise PlanError(f"{name} must be int64 [m], got {index.dtype} {list(index.shape)}")
+    return index

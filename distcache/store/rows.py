@@ -1,0 +1,248 @@
+"""The rows of one group in shared host memory: one store per node, laid out by row number."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from distcache.comm.agree import together
+from distcache.comm.world import World
+from distcache.errors import ConfigError, DistcacheError, PlanError
+from distcache.layout import RowLayout
+from distcache.store.base import Rows
+from distcache.store.initial import block_rows, initial_rows
+from distcache.store.memory import SharedMemory, describe_bytes, require_memory
+
+log = logging.getLogger(__name__)
+
+_PAGE = 4096
+_WAY_OUT = (
+    "use fewer or narrower rows (data.table_rows, model.embedding_dim), an optimizer with less "
+    "state per row (optim), or a machine or control group with more memory"
+)
+
+
+def store_bytes(
+    layouts: Sequence[RowLayout], state_widths: Sequence[int], dtype: torch.dtype
+) -> int:
+    """Bytes of host memory that the stores of all groups take on one node."""
+    pairs = zip(layouts, state_widths, strict=True)
+    return sum(sum(_part_bytes(layout, width, dtype)) for layout, width in pairs)
+
+
+def create_stores(
+    layouts: Sequence[RowLayout], state_widths: Sequence[int], dtype: torch.dtype, world: World
+) -> list[RowStore]:
+    """The stores of all groups, checked as a whole before the first is made; called by all ranks.
+
+    Raises MemoryTooSmallError on every rank when some node's memory does not hold them all.
+    """
+    needed = store_bytes(layouts, state_widths, dtype)
+
+    def check() -> None:
+        if not world.local_rank:
+            require_memory(needed, "the tables and their optimizer state", _WAY_OUT)
+
+    together(world, check)
+    stores: list[RowStore] = []
+    try:
+        for layout, width in zip(layouts, state_widths, strict=True):
+            stores.append(RowStore.create(layout, width, dtype, world))
+    except DistcacheError:
+        for store in stores:
+            store.close()
+        raise
+    return stores
+
+
+class RowStore:
+    """Weights `[V, D]` and optimizer state `[V, S]` of one group, shared by a node's ranks.
+
+    Both are contiguous, in row number order. On several nodes each node has all V rows, of which
+    those whose home lies on another node stay as they were initialised.
+    """
+
+    def __init__(
+        self, layout: RowLayout, state_width: int, dtype: torch.dtype, world: World
+    ) -> None:
+        """Make and map the memory; called by all ranks. See `create`."""
+        if dtype not in (torch.float32, torch.float64):
+            raise ConfigError(f"rows of {dtype}: trainer.dtype must be float32 or float64")
+        self.layout, self.state_width, self.dtype = layout, state_width, dtype
+        self._world = world
+        first, second = _part_bytes(layout, state_width, dtype)
+        what = f"{layout.rows} rows x ({layout.dim} + {state_width} of state), {dtype}"
+        memory = SharedMemory.create(first + second, world, what, _WAY_OUT)
+        self._weight: Tensor | None = memory.tensor(0, (layout.rows, layout.dim), dtype)
+        self._state: Tensor | None = None
+        if state_width:
+            self._state = memory.tensor(first, (layout.rows, state_width), dtype)
+        memory.close()  # from here on the tensors hold the mapping
+        self.nbytes = first + second
+
+    @classmethod
+    def create(
+        cls, layout: RowLayout, state_width: int, dtype: torch.dtype, world: World
+    ) -> RowStore:
+        """A store of zeros; called by all ranks, mapped by the local ranks of each node.
+
+        `state_width`: S, floats of optimizer state per row; `dtype`: float32 or float64.
+        Raises MemoryTooSmallError on every rank when some node cannot hold it.
+        """
+        return cls(layout, state_width, dtype, world)
+
+    @property
+    def weight(self) -> Tensor:
+        """All weights, `[V, D]`, shared with the other local ranks."""
+        if self._weight is None:
+            raise DistcacheError("the row store is closed")
+        return self._weight
+
+    @property
+    def state(self) -> Tensor | None:
+        """All optimizer state, `[V, S]`, shared with the other local ranks; None when S = 0."""
+        if self._weight is None:
+            raise DistcacheError("the row store is closed")
+        return self._state
+
+    def initialise(
+        self, seed: int, table_indices: Sequence[int], initial_state: float = 0.0
+    ) -> None:
+        """Give every row its initial weight and state; called by all ranks, and a barrier.
+
+        The local ranks of a node share its blocks round-robin, each on its share of the cores;
+        the values depend on (seed, table index in the model, block) alone. Logs GB/s.
+        """
+        if len(table_indices) != len(self.layout.tables):
+            raise ConfigError(
+                f"{len(table_indices)} table indices for {len(self.layout.tables)} tables"
+            )
+        world, began = self._world, time.perf_counter()
+        # NumPy, not torch, in these threads: each would bring a pool of OpenMP threads of its own.
+        weight = self.weight.numpy()
+        state = None if self.state is None else self.state.numpy()
+
+        def fill(block: tuple[int, int, int]) -> None:
+            position, start, stop = block
+            spec, offset = self.layout.tables[position], int(self.layout.offsets[position])
+            values = initial_rows(seed, table_indices[position], spec.rows, spec.dim, start, stop)
+            weight[offset + start : offset + stop] = values.numpy()
+            if state is not None:
+                state[offset + start : offset + stop] = initial_state
+
+        def fill_mine() -> None:
+            mine = islice(_blocks(self.layout), world.local_rank, None, world.local_size)
+            threads = max(1, len(os.sched_getaffinity(0)) // world.local_size)
+            with ThreadPoolExecutor(threads, "distcache-initialise") as pool:
+                for _ in pool.map(fill, mine):
+                    pass
+
+        together(world, fill_mine)
+        if not world.local_rank:
+            seconds = max(time.perf_counter() - began, 1e-9)
+            log.info(
+                "initialised %d rows of %d tables, %s, by %d local ranks in %.2f s: %.2f GB/s",
+                self.layout.rows,
+                len(self.layout.tables),
+                describe_bytes(self.nbytes),
+                world.local_size,
+                seconds,
+                self.nbytes / seconds / 1e9,
+            )
+
+    def gather(self, rows: Tensor, out: Rows | None = None) -> Rows:
+        """Copies of `rows` (int64 `[m]`, on the CPU): weight `[m, D]`, state `[m, S]` or None.
+
+        With `out` they are written there (contiguous tensors of exactly these shapes).
+        Raises PlanError for a row outside [0, V), or wrong shapes.
+        """
+        weight_out, state_out = (None, None) if out is None else out
+        if out is not None:
+            self._check_values(rows, weight_out, state_out)
+        with _RowErrors(rows, self.layout.rows):
+            weight = torch.index_select(self.weight, 0, rows, out=weight_out)
+            if self.state is None:
+                return weight, None
+            return weight, torch.index_select(self.state, 0, rows, out=state_out)
+
+    def scatter(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
+        """Write `rows` (int64 `[m]`, distinct, on the CPU): `weight` `[m, D]`, `state` `[m, S]`.
+
+        Raises PlanError for a row outside [0, V), or wrong shapes.
+        """
+        self._check_values(rows, weight, state)
+        with _RowErrors(rows, self.layout.rows):
+            self.weight.index_copy_(0, rows, weight)
+            if self.state is not None and state is not None:
+                self.state.index_copy_(0, rows, state)
+
+    def table(self, index: int) -> Rows:
+        """Views, in original ids, of table `index` of the layout: `[rows, D]`, `[rows, S]` or None.
+
+        On several nodes only the rows at home on this node are up to date.
+        """
+        start, stop = (int(self.layout.offsets[index + i]) for i in (0, 1))
+        state = self.state
+        return self.weight[start:stop], None if state is None else state[start:stop]
+
+    def close(self) -> None:
+        """Let go of the rows; safe to call twice.
+
+        Views that someone still holds stay valid; the memory goes with the last of them.
+        """
+        self._weight = self._state = None
+
+    def _check_values(self, rows: Tensor, weight: Tensor | None, state: Tensor | None) -> None:
+        """PlanError unless weight and state are on the CPU and as wide and long as they must be."""
+        for name, tensor, width in (
+            ("weight", weight, self.layout.dim),
+            ("state", state, self.state_width),
+        ):
+            got = None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device)
+            want = ((len(rows), width), self.dtype, rows.device) if width else None
+            if got != want:
+                raise PlanError(f"{name} of {len(rows)} rows must be {want}, got {got}")
+
+
+class _RowErrors:
+    """Turns torch's index errors into PlanError with the row; costs nothing when all is well."""
+
+    def __init__(self, rows: Tensor, limit: int) -> None:
+        self._rows, self._limit = rows, limit
+
+    def __enter__(self) -> None:
+        rows = self._rows
+        if rows.dtype != torch.int64 or rows.dim() != 1 or rows.device.type != "cpu":
+            raise PlanError(
+                f"row numbers must be int64 [m] on the CPU, got {rows.dtype} {list(rows.shape)} "
+                f"on {rows.device}"
+            )
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, IndexError | RuntimeError):
+            return
+        bad = self._rows[(self._rows < 0) | (self._rows >= self._limit)]
+        if len(bad):
+            raise PlanError(f"row {int(bad[0])} is outside [0, {self._limit})") from error
+
+
+def _part_bytes(layout: RowLayout, state_width: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of the weights, up to where the state begins (a page), and bytes of the state."""
+    weight = layout.rows * layout.dim * dtype.itemsize
+    state = layout.rows * state_width * dtype.itemsize
+    return (-(-weight // _PAGE) * _PAGE if state else weight), state
+
+
+def _blocks(layout: RowLayout) -> Iterator[tuple[int, int, int]]:
+    """(table of the layout, first id, end id) of every block of rows, in row order."""
+    size = block_rows(layout.dim)
+    for position, table in enumerate(layout.tables):
+        for start in range(0, table.rows, size):
+            yield position, start, min(start + size, table.rows)

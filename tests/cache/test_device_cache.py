@@ -1,0 +1,263 @@
+"""The device cache: what it holds, what is dirty, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from distcache.cache.device_cache import FREE, DeviceCache
+from distcache.errors import MemoryTooSmallError, PlanError
+from distcache.store import available
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        ],
+    ),
+]
+DIM = 4
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def rows_of(rows: Tensor, version: int, state_width: int) -> tuple[Tensor, Tensor | None]:
+    """Weight and state that tell row and version."""
+    weight = (rows[:, None] * 1000 + version * 10 + torch.arange(DIM)).double()
+    if not state_width:
+        return weight, None
+    return weight, (-rows[:, None] * 1000.0 - version - torch.arange(state_width)).double()
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=[0, 1, 8])
+def cache(request: pytest.FixtureRequest, device: str) -> DeviceCache:
+    return DeviceCache(10, DIM, request.param, torch.float64, device)
+
+
+def fill(cache: DeviceCache, slots: Tensor, rows: Tensor, version: int = 0) -> None:
+    cache.fill(slots, rows, *rows_of(rows, version, cache.state_width))
+
+
+def assert_rows(cache: DeviceCache, slots: Tensor, rows: Tensor, version: int) -> None:
+    """Slots hold these rows' values, in weight and state."""
+    weight, state = cache.read(slots)
+    want, want_state = rows_of(rows, version, cache.state_width)
+    assert weight.device.type == cache.device.type
+    assert torch.equal(weight.cpu(), want)
+    assert torch.equal(cache.gather(slots).cpu(), want)
+    if want_state is None:
+        assert state is None
+    else:
+        assert torch.equal(state.cpu(), want_state)
+
+
+def test_new_cache_is_empty(cache: DeviceCache) -> None:
+    assert cache.slots == 10
+    assert cache.weight.shape == (10, DIM)
+    assert type(cache.weight) is Tensor and not cache.weight.requires_grad
+    assert cache.slot_row.tolist() == [FREE] * 10 and cache.slot_row.dtype == np.int64
+    assert not cache.dirty.any()
+    assert cache.device_bytes == 10 * (DIM + cache.state_width) * 8
+    assert len(cache.dirty_slots()) == 0
+
+
+def test_fill_write_evict(cache: DeviceCache) -> None:
+    slots, rows = ints(7, 2, 9), ints(100, 5, 33)
+    fill(cache, slots, rows)
+    assert_rows(cache, slots, rows, 0)
+    assert cache.slot_row[[7, 2, 9]].tolist() == [100, 5, 33]
+    assert not cache.dirty.any()
+
+    cache.write(ints(9, 7), *rows_of(ints(33, 100), 1, cache.state_width))
+    assert_rows(cache, ints(7, 9), ints(100, 33), 1)
+    assert_rows(cache, ints(2), ints(5), 0)
+    assert cache.dirty_slots().tolist() == [7, 9]
+    assert cache.dirty_slots(range(0, 8)).tolist() == [7]
+    assert cache.dirty_slots(range(8, 10)).tolist() == [9]
+    assert cache.dirty_slots(range(3, 3)).tolist() == []
+
+    out_slots, out_rows = cache.evict(ints(2, 9), ints(5, 33))
+    assert (out_slots.tolist(), out_rows.tolist()) == ([9], [33])
+    assert torch.equal(cache.read(out_slots)[0].cpu(), rows_of(ints(33), 1, 0)[0])
+    assert cache.slot_row[[2, 9]].tolist() == [FREE, FREE]
+    assert cache.dirty_slots().tolist() == [7]
+
+    fill(cache, ints(9), ints(6))
+    assert torch.equal(cache.gather(ints(9)).cpu(), rows_of(ints(6), 0, 0)[0])
+    assert cache.dirty_slots().tolist() == [7], "a filled slot is clean"
+
+
+def test_clean_keeps_the_row(cache: DeviceCache) -> None:
+    fill(cache, ints(1, 2), ints(10, 20))
+    cache.write(ints(1, 2), *rows_of(ints(10, 20), 1, cache.state_width))
+    cache.clean(ints(1))
+    assert cache.dirty_slots().tolist() == [2]
+    assert cache.evict(ints(1, 2), ints(10, 20))[1].tolist() == [20]
+
+
+def test_numpy_indices_and_nothing_to_do(cache: DeviceCache) -> None:
+    empty = np.empty(0, dtype=np.int64)
+    cache.fill(empty, empty, *rows_of(torch.from_numpy(empty), 0, cache.state_width))
+    cache.write(empty, *rows_of(torch.from_numpy(empty), 0, cache.state_width))
+    assert cache.gather(empty).shape == (0, DIM)
+    assert [len(part) for part in cache.evict(empty, empty)] == [0, 0]
+    slots, rows = np.array([3, 4]), np.array([8, 9])
+    cache.fill(slots, rows, *rows_of(torch.from_numpy(rows), 2, cache.state_width))
+    assert_rows(cache, ints(3, 4), ints(8, 9), 2)
+    slots[:] = 0
+    assert cache.slot_row.tolist() == [FREE] * 3 + [8, 9] + [FREE] * 5
+
+
+def test_ensure_keeps_what_is_there(cache: DeviceCache) -> None:
+    fill(cache, ints(0, 9), ints(1, 2))
+    cache.write(ints(9), *rows_of(ints(2), 3, cache.state_width))
+    cache.ensure(4)
+    assert cache.slots == 10
+    cache.ensure(25)
+    assert cache.slots == 25 and cache.weight.shape == (25, DIM)
+    assert_rows(cache, ints(0), ints(1), 0)
+    assert_rows(cache, ints(9), ints(2), 3)
+    assert cache.dirty_slots().tolist() == [9]
+    fill(cache, ints(24), ints(77))
+    assert_rows(cache, ints(24), ints(77), 0)
+    assert cache.device_bytes == 25 * (DIM + cache.state_width) * 8
+    assert (cache.slot_row[10:24] == FREE).all()
+
+
+@pytest.mark.parametrize("bad", [-1, 10, 1 << 40])
+@pytest.mark.parametrize("method", ["fill", "read", "gather", "write", "evict", "clean"])
+def test_slot_out_of_range(cache: DeviceCache, method: str, bad: int) -> None:
+    fill(cache, ints(0), ints(5))
+    slots, rows = ints(0, bad), ints(5, 6)
+    values = rows_of(rows, 1, cache.state_width)
+    args = {"fill": (rows, *values), "write": values, "evict": (rows,)}.get(method, ())
+    with pytest.raises(PlanError, match=f"slot {bad} is outside \\[0, 10\\)"):
+        getattr(cache, method)(slots, *args)
+    assert_rows(cache, ints(0), ints(5), 0)
+    assert cache.slot_row[0] == 5 and not cache.dirty.any()
+
+
+def test_refusals_name_slot_and_row_and_change_nothing(cache: DeviceCache) -> None:
+    fill(cache, ints(3, 4), ints(30, 40))
+    new = rows_of(ints(50, 60), 1, cache.state_width)
+    with pytest.raises(PlanError, match=r"slot 4 still holds row 40.*row 60"):
+        cache.fill(ints(5, 4), ints(50, 60), *new)
+    with pytest.raises(PlanError, match="slot 5 is given twice, to row 50"):
+        cache.fill(ints(5, 5), ints(50, 60), *new)
+    with pytest.raises(PlanError, match="slot 4 holds row 40, but row 41"):
+        cache.evict(ints(3, 4), ints(30, 41))
+    with pytest.raises(PlanError, match="slot 6 is free, but row 60"):
+        cache.evict(ints(3, 6), ints(30, 60))
+    with pytest.raises(PlanError, match="slot 6 holds no row: nothing to write"):
+        cache.write(ints(3, 6), *new)
+    with pytest.raises(PlanError, match="slot 6 holds no row: nothing to read"):
+        cache.gather(ints(6))
+    with pytest.raises(PlanError, match="slot 6 cannot hold row -2"):
+        cache.fill(ints(5, 6), ints(50, -2), *new)
+    with pytest.raises(PlanError, match="2 slots for 1 rows"):
+        cache.evict(ints(3, 4), ints(30))
+    for among in (range(0, 11), range(-1, 3), range(0, 10, 2)):
+        with pytest.raises(PlanError, match="not a contiguous part"):
+            cache.dirty_slots(among)
+    assert cache.slot_row.tolist() == [FREE] * 3 + [30, 40] + [FREE] * 5
+    assert_rows(cache, ints(3, 4), ints(30, 40), 0)
+    assert not cache.dirty.any()
+
+
+def test_wrong_index_and_value_forms(cache: DeviceCache) -> None:
+    weight, state = rows_of(ints(1, 2), 0, cache.state_width)
+    with pytest.raises(PlanError, match="slots must be int64"):
+        cache.read(torch.tensor([1, 2], dtype=torch.int32))
+    with pytest.raises(PlanError, match="rows must be int64"):
+        cache.fill(ints(1, 2), torch.tensor([[1], [2]]), weight, state)
+    with pytest.raises(PlanError, match="weight for 2 slots"):
+        cache.fill(ints(1, 2), ints(1, 2), weight[:, :3], state)
+    with pytest.raises(PlanError, match="weight for 2 slots"):
+        cache.fill(ints(1, 2), ints(1, 2), weight.float(), state)
+    wrong = torch.zeros(2, cache.state_width + 1, dtype=torch.float64)
+    with pytest.raises(PlanError, match="state for 2 slots"):
+        cache.fill(ints(1, 2), ints(1, 2), weight, wrong)
+    assert (cache.slot_row == FREE).all()
+
+
+def test_host_memory_is_checked_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = DeviceCache(4, DIM, 2, torch.float32, "cpu")
+    fill_bits = cache.weight.clone()
+    monkeypatch.setattr(available, "available_memory", lambda: 6 * 4 * 100 - 1)
+    with pytest.raises(MemoryTooSmallError) as caught:
+        cache.ensure(100)
+    assert cache.slots == 4 and torch.equal(cache.weight, fill_bits)
+    for part in ("(2400 bytes)", "(2399 bytes)", "100 slots x (4 + 2 of state)", "cache.rows"):
+        assert part in str(caught.value)
+    with pytest.raises(MemoryTooSmallError, match="say less"):
+        DeviceCache(100, DIM, 2, torch.float32, "cpu", "say less")
+    cache.ensure(99)
+
+
+def test_refusal_of_the_allocator_is_translated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> Tensor:
+        raise torch.OutOfMemoryError("out of memory. Tried\nlong story")
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    with pytest.raises(MemoryTooSmallError) as caught:
+        DeviceCache(1 << 20, DIM, 4, torch.float32, "cpu")
+    for part in ("cpu did not give 32.00 MiB (33554432 bytes)", "1048576 slots", "cache.rows"):
+        assert part in str(caught.value)
+    assert "long story" not in str(caught.value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_against_a_dictionary(data: st.DataObject) -> None:
+    """Random fills, writes and evictions: the cache is a dictionary slot -> (row, version)."""
+    state_width = data.draw(st.sampled_from([0, 3]))
+    cache = DeviceCache(6, DIM, state_width, torch.float64, "cpu")
+    held: dict[int, tuple[int, int]] = {}
+    dirty: set[int] = set()
+    next_row = 0
+    for version in range(1, data.draw(st.integers(1, 12))):
+        action = data.draw(st.sampled_from(["fill", "write", "evict", "clean", "ensure"]))
+        pool = sorted(set(range(cache.slots)) - set(held)) if action == "fill" else sorted(held)
+        slots = data.draw(st.permutations(pool))[: data.draw(st.integers(0, len(pool)))]
+        at = ints(*slots)
+        rows = ints(*(held[slot][0] for slot in slots if slot in held))
+        if action == "fill":
+            rows = ints(*range(next_row, next_row + len(slots)))
+            next_row += len(slots)
+            fill(cache, at, rows, version)
+            held |= {slot: (int(row), version) for slot, row in zip(slots, rows, strict=True)}
+        elif action == "write":
+            cache.write(at, *rows_of(rows, version, state_width))
+            held |= {slot: (held[slot][0], version) for slot in slots}
+            dirty |= set(slots)
+        elif action == "evict":
+            out_slots, out_rows = cache.evict(at, rows)
+            assert set(out_slots.tolist()) == dirty & set(slots)
+            assert out_rows.tolist() == [held[slot][0] for slot in out_slots.tolist()]
+            for slot in slots:
+                del held[slot]
+            dirty -= set(slots)
+        elif action == "clean":
+            cache.clean(at)
+            dirty -= set(slots)
+        else:
+            cache.ensure(min(cache.slots + version, 20))
+        assert cache.dirty_slots().tolist() == sorted(dirty)
+        assert np.flatnonzero(cache.slot_row != FREE).tolist() == sorted(held)
+        for slot, (row, then) in held.items():
+            assert cache.slot_row[slot] == row
+            assert_rows(cache, ints(slot), ints(row), then)
