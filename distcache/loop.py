@@ -1,0 +1,101 @@
+"""The training loop: steps and evaluations along a schedule, until its end or a reason to stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from distcache.checkpoint import TrainerState
+from distcache.comm.world import World
+from distcache.data.batch import Batch
+from distcache.digest import chain_loss
+from distcache.errors import PlanError
+from distcache.evaluate import EvalResult, Evaluation
+from distcache.metrics.progress import Progress
+from distcache.metrics.timing import StepTimes
+from distcache.parallel.base import Parallel, Step, StepResult
+from distcache.schedule import Schedule
+from distcache.stop import StopRequest
+
+
+@dataclass
+class Outcome:
+    """How far the loop came and what it saw: equal on all ranks, but for the times.
+
+    `evaluation` is that of the final state; None where training stopped before it. `bad`: the
+    result of a step whose loss is not finite; it is not part of `state`.
+    """
+
+    state: TrainerState
+    times: StepTimes = field(default_factory=StepTimes)
+    final_loss: float | None = None
+    evaluation: EvalResult | None = None
+    bad: StepResult | None = None
+
+
+@dataclass
+class Loop:
+    """One pass over a schedule; `rates` gives the dense and the embedding rate of a step."""
+
+    mode: Parallel
+    world: World
+    schedule: Schedule
+    rates: Callable[[int], tuple[float, float]]
+    stop: StopRequest
+    report: Progress
+    outcome: Outcome
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    mark: float = 0.0
+
+    def run(self, batches: Iterable[Batch]) -> Outcome:
+        """Go through the batches, which the mode draws ahead of training as it needs them.
+
+        Ends after the same step on all ranks: at the end of the schedule, when some rank was
+        asked to stop, or at a loss that is not finite. What the mode has drawn ahead is dropped.
+        """
+        stream = self.mode.stream(batches)
+        self.mark = time.perf_counter()
+        try:
+            for step in stream:
+                run = self.evaluate if step.batch.kind == "eval" else self.train
+                if run(step):
+                    break
+        finally:
+            close = getattr(stream, "close", None)
+            if close is not None:
+                close()
+        return self.outcome
+
+    def train(self, step: Step) -> bool:
+        """One training step; whether the loop is over."""
+        outcome, index = self.outcome, step.batch.index
+        if index != outcome.state.step:
+            raise PlanError(
+                f"the {type(self.mode).__name__} stream gave training step {index} where "
+                f"{outcome.state.step} is due"
+            )
+        self.mode.set_lr(*self.rates(index))
+        began = time.perf_counter()
+        result = self.mode.train_step(step, stop=self.stop.requested)
+        ended = time.perf_counter()
+        if result.bad_ranks or not math.isfinite(result.loss):
+            outcome.bad = result
+            return True
+        outcome.times.add(ended - began, ended - self.mark, step.batch.global_size)
+        self.mark = ended
+        outcome.state = TrainerState(index + 1, chain_loss(outcome.state.loss_digest, result.loss))
+        outcome.final_loss, outcome.evaluation = result.loss, None
+        self.report.step(index + 1, step.batch.epoch, result, outcome.times, self.mode)
+        return result.stop
+
+    def evaluate(self, step: Step) -> bool:
+        """One evaluation batch; whether the loop is over (a stop need not wait for a long one)."""
+        self.evaluation.add(self.mode.eval_step(step), step.batch.labels)
+        if self.evaluation.batches == self.schedule.eval_batches:
+            self.outcome.evaluation = self.evaluation.finish(self.world)
+            self.report.evaluation(self.outcome.state.step, self.outcome.evaluation)
+            self.evaluation = Evaluation()
+        self.mark = time.perf_counter()
+        return self.stop.agreed(self.world) is not None

@@ -1,0 +1,215 @@
+"""The training run, from a config to a summary; read `train` and `Run.go` as tables of contents."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from distcache import build, checkpoint
+from distcache.checkpoint import RunIdentity, TrainerState
+from distcache.comm.first import on_first
+from distcache.comm.world import World
+from distcache.config import Config
+from distcache.data.batch import BatchSource
+from distcache.digest import state_digest, wants_state_digest
+from distcache.errors import NonFiniteLossError
+from distcache.layout import TableSpec
+from distcache.loop import Loop, Outcome
+from distcache.metrics.progress import Progress
+from distcache.metrics.record import SUMMARY_KEYS, plain, write_json
+from distcache.parallel.base import Parallel
+from distcache.schedule import Schedule, make_schedule
+from distcache.stop import StopRequest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to: the summary, and the signal that stopped it (None: it ran to its end)."""
+
+    summary: dict[str, Any]
+    stopped_by: int | None
+
+
+def train(config: Config, world: World, run_dir: Path) -> TrainResult:
+    """Train as `config` says and leave `model/`, `metrics.jsonl`, `summary.json` in `run_dir`.
+
+    All ranks of `world` call this with the same arguments, from their main thread. An orderly stop
+    (Ctrl-C, SIGTERM) returns normally. Raises NonFiniteLossError after saving the state before
+    the step; ConfigError for settings that contradict each other, the data or a checkpoint.
+    """
+    source = build.build_source(config)
+    tables = build.build_tables(config, source)
+    model = build.build_dense(config, tables)
+    mode = build.build_parallel(config, world, tables, model, source)
+    return Run(config, world, run_dir, source, tables, mode).go(build.build_rates(config))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's parts: settings, ranks, folder, data, tables, and the model in its mode."""
+
+    config: Config
+    world: World
+    run_dir: Path
+    source: BatchSource
+    tables: Sequence[TableSpec]
+    mode: Parallel
+
+    def go(self, rates: Callable[[int], tuple[float, float]]) -> TrainResult:
+        """Resume, train, save, digest, summarise; the mode is closed whatever happens.
+
+        `rates`: the dense and the embedding learning rate of a step.
+        """
+        try:
+            start = self.resume()
+            schedule = self.schedule(start)
+            with StopRequest() as stop:
+                outcome = self.run_steps(start, schedule, rates, stop)
+                stopped_by = stop.agreed(self.world)
+                measured = self.mode.summary()
+                self.save(outcome, stopped_by)
+                digest = self.digest()
+                summary = self.summarise(start, outcome, measured, digest)
+            return TrainResult(summary, stopped_by)
+        finally:
+            self.mode.close()
+
+    def resume(self) -> TrainerState:
+        """The state under `trainer.resume`, put into the mode; the beginning where that is null."""
+        path = self.config.trainer.resume
+        if path is None:
+            return TrainerState()
+        return checkpoint.load(Path(path), self.mode, self.identity(), self.world)
+
+    def schedule(self, start: TrainerState) -> Schedule:
+        """The batches to come, from `start` on."""
+        want = self.config.trainer
+        schedule = make_schedule(
+            self.source, start.step, want.steps, want.eval_every, want.eval_steps
+        )
+        if self.world.is_first and schedule.first_step >= schedule.steps:
+            logger.warning(
+                "nothing to train: %d steps are done and trainer.steps is %d",
+                schedule.first_step,
+                schedule.steps,
+            )
+        if self.world.is_first and schedule.eval_batches < want.eval_steps:
+            logger.warning(
+                "trainer.eval_steps=%d, but %d batches are held out: these are taken",
+                want.eval_steps,
+                schedule.eval_batches,
+            )
+        return schedule
+
+    def run_steps(
+        self,
+        start: TrainerState,
+        schedule: Schedule,
+        rates: Callable[[int], tuple[float, float]],
+        stop: StopRequest,
+    ) -> Outcome:
+        """Train and evaluate along the schedule."""
+        batches = schedule.batches(self.source, self.world.rank, self.world.size)
+        with self.progress(schedule) as report:
+            loop = Loop(self.mode, self.world, schedule, rates, stop, report, Outcome(start))
+            return loop.run(batches)
+
+    def progress(self, schedule: Schedule) -> Progress:
+        """The report to screen and `metrics.jsonl`, which only rank 0 writes."""
+        path = self.run_dir / "metrics.jsonl" if self.world.is_first else None
+        return Progress(path, schedule, self.config.trainer.log_every)
+
+    def save(self, outcome: Outcome, stopped_by: int | None) -> None:
+        """Make the tables whole, and write `model/` where asked, stopped or not finite.
+
+        Raises NonFiniteLossError after that, where the loss was not finite.
+        """
+        self.mode.flush()
+        if self.config.run.save or stopped_by is not None or outcome.bad is not None:
+            folder = self.run_dir / "model"
+            checkpoint.save(folder, self.mode, self.identity(), outcome.state, self.world)
+        if outcome.bad is not None:
+            self.refuse(outcome)
+        if stopped_by is not None and self.world.is_first:
+            logger.warning(
+                "stopped by %s after step %s; go on with trainer.resume=%s",
+                signal.Signals(stopped_by).name,
+                f"{outcome.state.step:,}",
+                self.run_dir,
+            )
+
+    def refuse(self, outcome: Outcome) -> NoReturn:
+        """Say which step and which ranks, and where the state is."""
+        ranks = ", ".join(map(str, outcome.bad.bad_ranks)) if outcome.bad else ""
+        raise NonFiniteLossError(
+            f"step {outcome.state.step}: the loss is not finite"
+            f"{f' on rank {ranks}' if ranks else ' when summed over ranks'}; nothing was applied, "
+            f"and the state before this step is in {self.run_dir / 'model'}. Lower optim.dense_lr "
+            "or optim.embedding_lr, or look at the data of this step"
+        )
+
+    def digest(self) -> str | None:
+        """The state digest where `run.digest` asks for it."""
+        dtype = build.dtype_of(self.config)
+        if not wants_state_digest(self.config.run.digest, self.tables, dtype):
+            return None
+        return state_digest(self.mode, self.tables, dtype, self.world)
+
+    def summarise(
+        self,
+        start: TrainerState,
+        outcome: Outcome,
+        measured: dict[str, Any],
+        digest: str | None,
+    ) -> dict[str, Any]:
+        """The summary, equal on all ranks; rank 0 writes it to `summary.json`.
+
+        `measured`: what only the mode knows. `steps` and all measures are this process's.
+        """
+        evaluation = outcome.evaluation
+        values = measured | {
+            "mode": self.config.parallel.mode,
+            "world_size": self.world.size,
+            "first_step": start.step,
+            "steps": outcome.state.step - start.step,
+            "global_batch_size": self.config.data.global_batch_size,
+            "final_loss": outcome.final_loss,
+            "eval_auc": evaluation and evaluation.auc,
+            "eval_logloss": evaluation and evaluation.logloss,
+            "eval_ne": evaluation and evaluation.ne,
+            "samples_per_second": outcome.times.samples_per_second(),
+            "step_ms": outcome.times.step_ms(),
+            "table_rows": sum(table.rows for table in self.tables),
+            "loss_digest": outcome.state.loss_digest.hex() or None,
+            "state_digest": digest,
+        }
+        unknown = sorted(set(values) - set(SUMMARY_KEYS))
+        if unknown and self.world.is_first:
+            logger.warning("left out of summary.json, which does not have them: %s", unknown)
+
+        def write() -> dict[str, Any]:
+            summary = plain({key: values.get(key) for key in SUMMARY_KEYS})
+            write_json(self.run_dir / "summary.json", summary)
+            return summary
+
+        return on_first(self.world, write)
+
+    def identity(self) -> RunIdentity:
+        """What a checkpoint of this run has in common with a run that resumes it."""
+        config = self.config
+        return RunIdentity(
+            mode=config.parallel.mode,
+            world_size=self.world.size,
+            dtype=config.trainer.dtype,
+            optimizer=config.optim.name,
+            seed=config.trainer.seed,
+            global_batch_size=config.data.global_batch_size,
+            steps_per_epoch=self.source.steps_per_epoch,
+            tables=tuple((table.name, table.rows, table.dim) for table in self.tables),
+        )

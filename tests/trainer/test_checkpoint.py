@@ -1,0 +1,216 @@
+"""Checkpoints: complete or not there, of this run or refused, each value once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch.distributed.checkpoint import FileSystemReader
+from toy_parallel import TABLES, ToyParallel
+
+from distcache import checkpoint
+from distcache.checkpoint import RunIdentity, TrainerState
+from distcache.checkpoint_blocks import BlockSavePlanner
+from distcache.comm.world import close_world, open_world
+from distcache.errors import ConfigError, DistcacheError
+
+IDENTITY = RunIdentity(
+    mode="data",
+    world_size=1,
+    dtype="float64",
+    optimizer="adagrad",
+    seed=0,
+    global_batch_size=16,
+    steps_per_epoch=6,
+    tables=tuple((table.name, table.rows, table.dim) for table in TABLES),
+)
+STATE = TrainerState(8, b"\1" * 32)
+
+
+@pytest.fixture
+def world():
+    """A world of this process alone."""
+    world = open_world("cpu", timeout_s=60)
+    yield world
+    close_world(world)
+
+
+class Plain(ToyParallel):
+    """Gives any values as its state."""
+
+    def __init__(self, world, values: dict[str, Any]) -> None:
+        super().__init__(world)
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        """The given values."""
+        return dict(self.values)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep what was loaded."""
+        self.values = state
+
+
+def test_round_trip_without_a_warning(world, tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    values = {"t": torch.arange(12.0).view(4, 3), "scalar": torch.tensor(3), "c": {"n": 4}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.save(tmp_path / "model", Plain(world, values), IDENTITY, STATE, world)
+        empty = {"t": torch.zeros(4, 3), "scalar": torch.tensor(0), "c": {"n": 0}}
+        mode = Plain(world, empty)
+        assert checkpoint.load(tmp_path, mode, IDENTITY, world) == STATE
+    assert torch.equal(mode.values["t"], values["t"])
+    assert mode.values["scalar"] == 3
+    assert mode.values["c"] == {"n": 4}
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("block_bytes", [1, 24, 40, 1 << 20])
+def test_blocks_give_the_same_values(world, tmp_path, monkeypatch, block_bytes):
+    monkeypatch.setattr(
+        checkpoint, "BlockSavePlanner", lambda: BlockSavePlanner(block_bytes=block_bytes)
+    )
+    big = torch.arange(70.0).view(7, 10)
+    values = {"view": big[:, 2:5], "vector": torch.arange(5), "none": torch.zeros(1, 0)}
+    checkpoint.save(tmp_path / "model", Plain(world, values), IDENTITY, STATE, world)
+    empty = {name: torch.zeros_like(value) for name, value in values.items()}
+    mode = Plain(world, empty)
+    checkpoint.load(tmp_path / "model", mode, IDENTITY, world)
+    for name, value in values.items():
+        assert torch.equal(mode.values[name], value), name
+    stored = FileSystemReader(tmp_path / "model").read_metadata().state_dict_metadata["view"]
+    assert len(stored.chunks) == {1: 7, 24: 4, 40: 3, 1 << 20: 1}[block_bytes] or block_bytes == 24
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"world_size": 2}, "nproc-per-node was 1, is 2"),
+        ({"mode": "hybrid"}, r"parallel\.mode was data, is hybrid"),
+        ({"dtype": "float32"}, r"trainer\.dtype was float64, is float32"),
+        ({"optimizer": "sgd"}, "optim was adagrad, is sgd"),
+        ({"seed": 1}, r"trainer\.seed was 0, is 1"),
+        ({"global_batch_size": 32}, r"data\.global_batch_size was 16, is 32"),
+        ({"steps_per_epoch": None}, "was 6, is None"),
+        ({"tables": IDENTITY.tables[:1]}, "number of tables was 2, is 1"),
+        (
+            {"tables": (IDENTITY.tables[0], ("t_cat_1", 8, 4))},
+            "t_cat_1 with 7 rows x 4, is t_cat_1 with 8 rows x 4",
+        ),
+    ],
+)
+def test_another_run_is_refused_before_anything_changes(world, tmp_path, change, message):
+    checkpoint.save(tmp_path / "model", ToyParallel(world), IDENTITY, STATE, world)
+    mode = ToyParallel(world)
+    with torch.no_grad():
+        mode.bags[0].weight.fill_(5.0)
+    with pytest.raises(ConfigError, match=message):
+        checkpoint.load(tmp_path, mode, replace(IDENTITY, **change), world)
+    assert (mode.bags[0].weight == 5.0).all()
+
+
+@pytest.mark.parametrize("mode", ["resident", "host"])
+def test_modes_of_one_format_read_one_another(world, tmp_path, mode):
+    checkpoint.save(tmp_path / "model", ToyParallel(world), IDENTITY, STATE, world)
+    other = replace(IDENTITY, mode=mode)
+    assert checkpoint.load(tmp_path, ToyParallel(world), other, world) == STATE
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "message"),
+    [
+        ({"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.ones(2)}, "b"),
+        ({"a": torch.ones(2), "b": torch.ones(2)}, {"a": torch.ones(2)}, "does not have: b"),
+        ({"a": torch.ones(2)}, {"a": torch.ones(3)}, "[Ss]ize"),
+    ],
+)
+def test_other_values_are_refused(world, tmp_path, saved, asked, message):
+    checkpoint.save(tmp_path / "model", Plain(world, saved), IDENTITY, STATE, world)
+    with pytest.raises(DistcacheError, match=message):
+        checkpoint.load(tmp_path, Plain(world, asked), IDENTITY, world)
+
+
+def test_no_checkpoint_says_what_is_there(world, tmp_path):
+    (tmp_path / "model.partial").mkdir()
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"found: model\.partial, summary\.json"):
+        checkpoint.load(tmp_path, ToyParallel(world), IDENTITY, world)
+    with pytest.raises(ConfigError, match="no such folder"):
+        checkpoint.load(tmp_path / "other", ToyParallel(world), IDENTITY, world)
+
+
+def test_a_failed_save_keeps_the_older_one(world, tmp_path):
+    folder = tmp_path / "model"
+    checkpoint.save(folder, Plain(world, {"a": torch.ones(2)}), IDENTITY, STATE, world)
+    broken = Plain(world, {"a": torch.zeros(2), "b": lambda: None})  # cannot be pickled
+    with pytest.raises(DistcacheError, match="could not be written: rank 0"):
+        checkpoint.save(folder, broken, IDENTITY, replace(STATE, step=9), world)
+    mode = Plain(world, {"a": torch.zeros(2)})
+    assert checkpoint.load(tmp_path, mode, IDENTITY, world).step == 8
+    assert mode.values["a"].tolist() == [1, 1]
+    checkpoint.save(folder, mode, IDENTITY, replace(STATE, step=9), world)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+    assert checkpoint.load(tmp_path, mode, IDENTITY, world).step == 9
+
+
+def test_a_swap_cut_short_is_found_and_mended(world, tmp_path):
+    folder, mode = tmp_path / "model", Plain(world, {"a": torch.ones(2)})
+    checkpoint.save(folder, mode, IDENTITY, STATE, world)
+    folder.rename(tmp_path / "model.old")
+    assert checkpoint.load(tmp_path, mode, IDENTITY, world) == STATE
+    assert checkpoint.load(folder, mode, IDENTITY, world) == STATE
+    checkpoint.make_room(folder, tmp_path / "model.partial")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def save_and_load_apart(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Save what all ranks hold; load where only rank 0 asks for the table; a lone failure."""
+    world, home, seen = open_world("cpu", timeout_s=60), Path(folder), {}
+    identity = replace(IDENTITY, world_size=world_size)
+    table, mine = torch.arange(40_000.0).view(10_000, 4), torch.ones(3)
+    checkpoint.BlockSavePlanner = lambda: BlockSavePlanner(block_bytes=20_000)
+    mode = Plain(world, {"table": table, "dense": mine})
+    checkpoint.save(home / "model", mode, identity, STATE, world)
+    asked = {"dense": torch.zeros(3)} | ({"table": torch.zeros(10_000, 4)} if rank == 0 else {})
+    mode = Plain(world, asked)
+    checkpoint.load(home, mode, identity, world)
+    seen["dense"] = mode.values["dense"].tolist()
+    seen["equal"] = "table" not in mode.values or torch.equal(mode.values["table"], table)
+    mode.values = {"dense": mine} | ({"broken": lambda: None} if rank == 1 else {})
+    try:
+        checkpoint.save(home / "model", mode, identity, STATE, world)
+    except DistcacheError as error:
+        seen["error"] = str(error)
+    seen["first"] = _refused_by_rank_0(world, home)
+    close_world(world)
+    return seen
+
+
+def _refused_by_rank_0(world, home: Path) -> str:
+    (home / "file").write_text("")
+    try:
+        checkpoint.save(home / "file" / "model", Plain(world, {}), IDENTITY, STATE, world)
+    except (OSError, DistcacheError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_two_ranks_share_the_writing_and_need_not_all_read(tmp_path):
+    first, second = run_ranks(save_and_load_apart, 2, str(tmp_path))
+    assert first["dense"] == second["dense"] == [1, 1, 1]
+    assert first["equal"]
+    sizes = [os.path.getsize(path) for path in (tmp_path / "model").glob("*.distcp")]
+    assert len(sizes) == 2
+    assert 160_000 < sum(sizes) < 260_000  # one copy of 160 kB and the headers of nine blocks
+    assert min(sizes) > 60_000
+    assert "could not be written: rank 1" in second["error"] == first["error"]
+    assert first["first"].startswith("FileExistsError")
+    assert second["first"].startswith("DistcacheError: rank 0: FileExistsError")
