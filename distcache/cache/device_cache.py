@@ -15,6 +15,9 @@ Index = Tensor | np.ndarray
 FREE = -1
 """`slot_row` of a slot that holds no row."""
 
+FOREIGN = -2
+"""`slot_row` of a slot that holds a row of another rank's home, whose number only that one keeps."""
+
 _WAY_OUT = "lower cache.rows (or cache.ratio, cache.bytes), or use more memory"
 
 
@@ -63,14 +66,16 @@ class DeviceCache:
     def fill(self, slots: Index, rows: Index, weight: Tensor, state: Tensor | None) -> None:
         """Put `rows`, just fetched, into free `slots`; they are clean.
 
+        Rows of other ranks' homes are all named FOREIGN; their slots need not be free.
         `weight` `[m, D]`, `state` `[m, S]` or None, on any device. Pinned sources may be reused
         once the current stream is past this call.
         """
         at, new = self._slots(slots), self._rows(slots, rows)
         self._check_values(at, weight, state)
-        held = self.slot_row[at]
-        if (held != FREE).any():
-            i = int(np.argmax(held != FREE))
+        held, own = self.slot_row[at], new != FOREIGN
+        taken = own & (held != FREE) & (held != FOREIGN)
+        if taken.any():
+            i = int(np.argmax(taken))
             raise PlanError(
                 f"slot {at[i]} still holds row {held[i]}: evict it before row {new[i]} is put there"
             )
@@ -134,6 +139,10 @@ class DeviceCache:
             raise PlanError(f"slots {among} are not a contiguous part of [0, {self.slots})")
         return torch.from_numpy(np.flatnonzero(self.dirty[among.start : among.stop]) + among.start)
 
+    def mark_dirty(self, slots: Index) -> None:
+        """Mark `slots`, whose rows were changed in place on the device."""
+        self.dirty[self._held(slots, "change")] = True
+
     def clean(self, slots: Index) -> None:
         """Mark `slots` as written back; they keep their rows."""
         self.dirty[self._held(slots, "clean")] = False
@@ -187,8 +196,8 @@ class DeviceCache:
         new = _numpy(rows, "rows")
         if len(new) != len(slots):
             raise PlanError(f"{len(slots)} slots for {len(new)} rows")
-        if len(new) and new.min() < 0:
-            i = int(np.argmin(new))
+        if (bad := (new < 0) & (new != FOREIGN)).any():
+            i = int(np.argmax(bad))
             raise PlanError(f"slot {int(slots[i])} cannot hold row {new[i]}")
         return new
 
