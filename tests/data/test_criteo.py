@@ -1,0 +1,310 @@
+"""Criteo lines: the real sample, generated files, and everything that can be wrong with a line."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+from batch_checks import check_slices
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distcache.data import CriteoSource, CriteoSpec, criteo
+from distcache.data.criteo import find_files
+from distcache.data.criteo_text import parse_block, parse_line
+from distcache.errors import ConfigError, DataError
+
+ROWS = np.array(
+    [
+        1460,
+        583,
+        10131227,
+        2202608,
+        305,
+        24,
+        12517,
+        633,
+        3,
+        93145,
+        5683,
+        8351593,
+        3194,
+        27,
+        14992,
+        5461306,
+        10,
+        5652,
+        2173,
+        4,
+        7046547,
+        18,
+        15,
+        286181,
+        105,
+        142572,
+    ]
+)
+
+
+def line(label="0", integers=None, ids=None, index=0) -> str:
+    integers = integers or [str(index + i) for i in range(13)]
+    ids = ids or [f"{(index + 1) * 2654435761 * (i + 1) % 2**32:08x}" for i in range(26)]
+    return "\t".join([label, *integers, *ids])
+
+
+def lines(count: int) -> list[str]:
+    return [line(str(i % 3 // 2), index=i) for i in range(count)]
+
+
+def write(path, text: list[str], end: str = "\n"):
+    path.write_bytes((end.join(text) + end).encode())
+    return path
+
+
+def source(path, batch=8, **spec) -> CriteoSource:
+    return CriteoSource(CriteoSpec(path, ROWS, batch, **spec))
+
+
+def plain(text: bytes, rows=ROWS):
+    """The definition: every line by itself, good ones and the numbers of the bad."""
+    good, bad = [], []
+    parts = text.split(b"\n")
+    for number, part in enumerate(parts[:-1] if parts[-1] == b"" else parts):
+        try:
+            good.append(parse_line(part, rows))
+        except DataError:
+            bad.append(number)
+    return good, bad
+
+
+def same_as_plain(text: bytes) -> None:
+    bad = []
+    rows, count = parse_block(text, ROWS, lambda number, error: bad.append(number))
+    good, expected_bad = plain(text)
+    assert bad == expected_bad and count == len(good) + len(bad)
+    assert rows.labels.tolist() == [row[0] for row in good]
+    assert rows.integers.tolist() == [row[1] for row in good]
+    assert rows.ids.tolist() == [row[2] for row in good]
+
+
+def test_real_sample_parses_as_line_by_line(shared_data):
+    text = (shared_data / "criteo_kaggle_sample.txt").read_bytes()
+    same_as_plain(text)
+    assert len(plain(text)[0]) == 1999
+
+
+def test_real_sample_as_batches(shared_data):
+    stream = source(shared_data / "criteo_kaggle_sample.txt", batch=128)
+    assert stream.steps_per_epoch == math.ceil(1713 / 128) and stream.eval_batches == 3
+    assert stream.skipped_lines == 0 and stream.dense_features == 13
+    check_slices(stream, 0, "train")
+    check_slices(stream, stream.steps_per_epoch - 1, "train")
+    check_slices(stream, stream.steps_per_epoch, "train")
+    check_slices(stream, 2, "eval", world_sizes=(1, 2, 3, 40))
+    # The held-out lines are the last 286, in order; the first of them, read by hand:
+    text = (shared_data / "criteo_kaggle_sample.txt").read_text().splitlines()
+    fields = text[1713].split("\t")
+    first = stream.eval_batch(0, 0, 1)
+    assert first.labels[0].item() == float(fields[0])
+    expected = [math.log(1 + max(int(x), 0)) if x else 0.0 for x in fields[1:14]]
+    np.testing.assert_allclose(first.dense[0].numpy(), expected, rtol=1e-6)
+    ids = first.ids.values.reshape(26, 128)[:, 0].tolist()
+    assert ids == [int(x or "0", 16) % int(r) for x, r in zip(fields[14:], ROWS, strict=True)]
+
+
+def test_an_epoch_shuffles_the_first_six_sevenths(tmp_path):
+    path = write(tmp_path / "a.txt", lines(70))
+    stream = source(path, batch=25)
+    assert (stream.steps_per_epoch, stream.eval_batches) == (3, 1)
+
+    def seen(steps):
+        return [
+            round(math.expm1(x))
+            for s in steps
+            for x in stream.train_batch(s, 0, 1).dense[:, 0].tolist()
+        ]
+
+    first, second = seen(range(3)), seen(range(3, 6))
+    assert sorted(first) == sorted(second) == list(range(60))
+    assert first != second and first != list(range(60))
+    assert [stream.train_batch(s, 0, 1).global_size for s in range(3)] == [25, 25, 10]
+    assert stream.train_batch(4, 0, 1).epoch == 1
+    held_out = stream.eval_batch(0, 0, 1)
+    assert [round(math.expm1(x)) for x in held_out.dense[:, 0].tolist()] == list(range(60, 70))
+    with pytest.raises(DataError, match="batch 1 of 1"):
+        stream.eval_batch(1, 0, 1)
+    again, other = source(path, batch=25), source(path, batch=25, seed=1)
+    assert torch.equal(again.train_batch(1, 0, 1).dense, stream.train_batch(1, 0, 1).dense)
+    assert not torch.equal(other.train_batch(1, 0, 1).dense, stream.train_batch(1, 0, 1).dense)
+
+
+def test_world_size_larger_than_the_batch(tmp_path):
+    stream = source(write(tmp_path / "a.txt", lines(14)), batch=4)
+    check_slices(stream, 1, "train", world_sizes=(1, 4, 9))
+
+
+def test_values_of_fields(tmp_path):
+    integers = ["", "-3", "0", "7", "-0", "999999999999999999", *["1"] * 7]
+    ids = ["", "0", "FFFFFFFF", "ffffffff", "00000000000000000000000000ff", "1" * 20, *["a"] * 20]
+    text = [line("1", integers, ids), *lines(6)]
+    for end in ("\n", "\r\n"):
+        stream = source(write(tmp_path / "a.txt", text, end), batch=7, dtype=torch.float64)
+        where = np.flatnonzero(stream._labels == 1)[0]
+        assert stream._dense[where, :6].tolist() == [
+            0.0,
+            0.0,
+            0.0,
+            math.log(8),
+            0.0,
+            math.log1p(999999999999999999),
+        ]
+        assert stream._ids[where, :7].tolist() == [
+            0,
+            0,
+            0xFFFFFFFF % 10131227,
+            0xFFFFFFFF % 2202608,
+            255,
+            int("1" * 20, 16) % 24,
+            10,
+        ]
+        batch = stream.train_batch(0, 0, 1)
+        assert batch.dense.dtype == batch.labels.dtype == torch.float64
+
+
+def test_large_tables_keep_their_ids(tmp_path):
+    rows = ROWS.copy()
+    rows[0] = 2**32
+    path = write(tmp_path / "a.txt", [line(ids=["fffffffe", *["0"] * 25])] * 7)
+    stream = CriteoSource(CriteoSpec(path, rows, 6))
+    assert stream.train_batch(0, 0, 1).ids.values[0].item() == 0xFFFFFFFE
+
+
+BAD_LINES = {
+    "missing field": ("\t".join(line().split("\t")[:-1]), "39 tab-separated fields instead of 40"),
+    "extra field": (line() + "\t", "41 tab-separated fields"),
+    "extra field first": ("0\t" + line(), "41 tab-separated fields"),
+    "empty line": ("", "1 tab-separated fields"),
+    "label 2": (line("2"), r"field 1 \(label\) is '2', not 0 or 1"),
+    "label empty": (line(""), r"field 1 \(label\) is ''"),
+    "label 01": (line("01"), r"field 1 \(label\) is '01'"),
+    "integer": (line(integers=["1", "1.5", *["3"] * 11]), r"field 3 \(integer 2\) is '1\.5'"),
+    "minus": (line(integers=["1", "-", *["3"] * 11]), r"field 3 \(integer 2\) is '-'"),
+    "minus within": (line(integers=["1-2", *["3"] * 12]), r"field 2 \(integer 1\) is '1-2'"),
+    "two minus": (line(integers=["--2", *["3"] * 12]), r"field 2 \(integer 1\) is '--2'"),
+    "long integer": (line(integers=["1" * 19, *["3"] * 12]), "at most 18 digits"),
+    "space": (line(integers=[" 1", *["3"] * 12]), r"field 2 \(integer 1\) is ' 1'"),
+    "not hex": (
+        line(ids=["a", "xyz", *["3"] * 24]),
+        r"field 16 \(id 2, feature cat_1\) is 'xyz', not hexadecimal",
+    ),
+    "0x": (line(ids=[*["3"] * 25, "0x1f"]), r"field 40 \(id 26, feature cat_25\) is '0x1f'"),
+    "underscore": (line(ids=["1_0", *["3"] * 25]), "'1_0'"),
+    "return": (line(ids=["1\r", *["3"] * 25]), r"field 15"),
+}
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_LINES.values(), ids=BAD_LINES.keys())
+def test_a_malformed_line_is_named_or_skipped(tmp_path, caplog, bad, message):
+    good = lines(20)
+    path = write(tmp_path / "a.txt", [*good[:11], bad, *good[11:]])
+    with pytest.raises(DataError, match=message) as error:
+        source(path)
+    assert f"{path}:12: " in str(error.value)
+    assert "data.on_bad_line=skip" in str(error.value)
+    with caplog.at_level(logging.WARNING, logger="distcache"):
+        stream = source(path, on_bad_line="skip")
+    assert stream.skipped_lines == 1
+    assert "skipped 1 of 21 lines" in caplog.text and f"{path}:12" in caplog.text
+    clean = source(write(tmp_path / "b.txt", good))
+    assert torch.equal(clean.train_batch(1, 0, 1).dense, stream.train_batch(1, 0, 1).dense)
+    assert torch.equal(
+        clean.train_batch(1, 0, 1).ids.values, stream.train_batch(1, 0, 1).ids.values
+    )
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 39),
+            st.text("0123456789abcdefAFxg-+ _\t\r", max_size=20),
+        ),
+        max_size=12,
+    ),
+    st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_blocks_equal_lines_on_damaged_text(changes, ends):
+    text = [line(index=i).split("\t") for i in range(5)]
+    for number, (field, value) in enumerate(changes):
+        text[number % 5][field] = value
+    block = "\n".join("\t".join(fields) for fields in text) + ("\n" if ends else "")
+    same_as_plain(block.encode())
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=100, deadline=None)
+def test_blocks_equal_lines_on_any_bytes(text):
+    if text:
+        same_as_plain(text)
+
+
+def test_blocks_of_a_file_join(tmp_path, monkeypatch):
+    text = lines(50)
+    path = tmp_path / "a.txt"
+    path.write_text("\n".join(text))  # no line end at the end
+    whole = source(path)
+    for size in (1, 100, 1000, 4096):
+        monkeypatch.setattr(criteo, "_BLOCK_BYTES", size)
+        parts = source(path)
+        assert np.array_equal(parts._ids, whole._ids) and len(parts._ids) == 50
+    path.write_text("\n".join([*text[:30], "broken", *text[30:]]))
+    with pytest.raises(DataError, match=r"a\.txt:31: "):
+        source(path)
+
+
+def test_globs_read_files_in_natural_order(tmp_path):
+    text = lines(30)
+    for name, part in (("day_10", text[20:]), ("day_2", text[10:20]), ("day_1", text[:10])):
+        write(tmp_path / name, part)
+    assert [p.name for p in find_files(str(tmp_path / "day_*"))] == ["day_1", "day_2", "day_10"]
+    whole = source(write(tmp_path / "all.txt", text))
+    for paths in (
+        str(tmp_path / "day_*"),
+        [tmp_path / "day_1", tmp_path / "day_2", str(tmp_path / "day_1?")],
+    ):
+        assert np.array_equal(source(paths)._ids, whole._ids)
+    write(tmp_path / "day_2", [*text[:3], "broken"])
+    with pytest.raises(DataError, match=r"day_2:4: 1 tab"):
+        source(str(tmp_path / "day_*"))
+
+
+def test_missing_and_empty_files_are_named(tmp_path):
+    with pytest.raises(DataError, match="no such file"):
+        source(tmp_path / "nowhere.txt")
+    with pytest.raises(DataError, match="no such file and nothing matches"):
+        source(str(tmp_path / "*.txt"))
+    with pytest.raises(DataError, match="is not a file; for all files of a folder give a glob"):
+        source(tmp_path)
+    with pytest.raises(DataError, match="names no file"):
+        source([])
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    with pytest.raises(DataError, match=r"empty\.txt is empty"):
+        source(empty)
+    with pytest.raises(DataError, match="1 good lines"):
+        source(write(tmp_path / "one.txt", lines(1)))
+    with pytest.raises(DataError, match=r"0 good lines in .* \(skipped: 2\)"):
+        source(write(tmp_path / "bad.txt", ["bad", "bad"]), on_bad_line="skip")
+
+
+def test_bad_settings_are_named(tmp_path):
+    path = write(tmp_path / "a.txt", lines(7))
+    with pytest.raises(ConfigError, match="26 tables"):
+        CriteoSource(CriteoSpec(path, [10] * 25))
+    with pytest.raises(ConfigError, match=r"data\.on_bad_line='drop'"):
+        source(path, on_bad_line="drop")
+    with pytest.raises(ConfigError, match="float16"):
+        source(path, dtype=torch.float16)
