@@ -79,12 +79,11 @@ class DeviceCache:
             raise PlanError(
                 f"slot {at[i]} still holds row {held[i]}: evict it before row {new[i]} is put there"
             )
-        self.slot_row[at] = new
+        self.slot_row[at] = new  # a free slot is not dirty
         if not np.array_equal(self.slot_row[at], new):
             i = int(np.argmax(self.slot_row[at] != new))
             self.slot_row[at] = FREE
             raise PlanError(f"slot {at[i]} is given twice, to row {new[i]} and to another one")
-        self.dirty[at] = False
         self._copy_in(at, weight, state)
 
     def read(self, slots: Index) -> tuple[Tensor, Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -75,25 +76,23 @@ def test_an_error_on_one_rank_reaches_all() -> None:
 
 
 def wrong_file(rank: int, size: int) -> str:
-    """The creator's process id names another process here: no foreign file is mapped."""
+    """The creator's descriptor names another file here: no foreign file is mapped."""
     world = open_world("cpu", timeout_s=60)
-    real = os.getpid
-    if rank == 0:
-        other = os.open("/dev/null", os.O_RDWR)
-        os.getpid = os.getppid
+    other = os.memfd_create("other")
+    os.ftruncate(other, 8192)
+    make = memory._make
+    memory._make = lambda *args: dataclasses.replace(make(*args), fd=other)
     try:
         SharedMemory.create(8192, world, "the tables", "use less")
         return "ok"
     except PeerError as error:
         return str(error)
     finally:
-        os.getpid = real
-        if rank == 0:
-            os.close(other)
+        memory._make = make
         close_world(world)
 
 
-def test_another_process_of_that_id_is_noticed() -> None:
+def test_a_foreign_file_is_noticed() -> None:
     for message in run_ranks(wrong_file, 2):
         assert "cannot map the node's shared memory" in message
         assert "one process namespace" in message
