@@ -24,7 +24,7 @@ from distcache.comm.world import World, close_world, open_world
 from distcache.compose import Composed, checked_config, compose_command_line, to_config
 from distcache.config import Config
 from distcache.environment import write_environment
-from distcache.errors import DistcacheError
+from distcache.errors import ConfigError, DistcacheError
 from distcache.logs import set_up_logging
 
 log = logging.getLogger("distcache.train")
@@ -90,6 +90,7 @@ def run(config: Config, place: Place, store: dist.Store | None) -> int:
         run_dir = Path(config.run.dir)
         if world.is_first:
             open_run_folder(run_dir, config, world)
+        dist.barrier(group=world.host_group)  # the folder is there before any rank writes into it
         result = train(config, world, run_dir)
         close_world(world)
         return 128 + result.stopped_by if result.stopped_by else 0
@@ -103,14 +104,22 @@ def run(config: Config, place: Place, store: dist.Store | None) -> int:
 
 
 def open_run_folder(run_dir: Path, config: Config, world: World) -> None:
-    """Make the run folder, and write `config.yaml` and `environment.json` into it."""
+    """Make the run folder, and write `config.yaml` and `environment.json` into it.
+
+    Raises ConfigError where that is not possible.
+    """
     resume = config.trainer.resume
     again = resume is not None and run_dir.resolve() in Path(resume, "model").resolve().parents
     if (run_dir / "summary.json").exists() and not again:
         log.warning("run.dir=%s holds a finished run, which this one overwrites", run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
-    write_environment(run_dir, world.size)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+        write_environment(run_dir, world.size)
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={run_dir} cannot be written ({error.strerror}): name another folder"
+        ) from error
     log.info(
         "%s on %d rank(s), %s, %s; run folder %s",
         config.parallel.mode,

@@ -1,0 +1,53 @@
+"""`distcache.train` with a stand-in for the trainer; what it does is chosen by `trainer.seed`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import types
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from distcache.errors import DataError, PeerError
+
+OK, RANK_FAILS, PEER_FIRST, BUG, STOPPED, SLEEPS, VANISHES = range(7)
+
+
+def train(config, world, run_dir):
+    """Leave a file per rank, then end in the way that the seed says."""
+    (run_dir / f"rank{world.rank}.json").write_text(json.dumps(config.trainer.eval_steps))
+    last = world.rank == world.size - 1
+    case = config.trainer.seed
+    if case == RANK_FAILS and last:
+        raise DataError("feature f3, table t_3: id 99 is beyond its 10 rows")
+    if case == PEER_FIRST:
+        if last:
+            time.sleep(0.5)
+            raise DataError("the cause")
+        raise PeerError("rank 1 sent an error")
+    if case == BUG and last:
+        raise ZeroDivisionError("a bug")
+    if case == SLEEPS:
+        (run_dir / "asleep").touch()
+        time.sleep(60)
+    if case == VANISHES and last:
+        os._exit(7)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=world.host_group)
+    if case == STOPPED:
+        return SimpleNamespace(summary={}, stopped_by=signal.SIGINT)
+    return SimpleNamespace(summary={"total": float(total)}, stopped_by=None)
+
+
+if __name__ == "__main__":
+    stub = types.ModuleType("distcache.trainer")
+    stub.train = train
+    sys.modules["distcache.trainer"] = stub
+    from distcache.train import main
+
+    sys.exit(main())
