@@ -109,7 +109,7 @@ def _payload(name: str, call: dict[str, Any], rank: int, world_size: int) -> tup
     if name == "reduce_scatter":
         parts = call["input_list"]
         return parts[0], gather_bytes(sum(part.nbytes for part in parts), world_size)
-    whole = call["output_tensor"] if name == "all_gather_into_tensor" else call["input"]
+    whole = call["output_tensor"] if name.startswith("all_gather") else call["input"]
     return whole, gather_bytes(whole.nbytes, world_size)
 
 
@@ -120,10 +120,12 @@ COUNTED = (
     "all_to_all",
     "all_gather",
     "all_gather_into_tensor",
+    "all_gather_single",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "reduce_scatter_single",
 )
-"""The functions of torch.distributed that `count_collectives` wraps."""
+"""The functions of torch.distributed that `count_collectives` wraps (`_single`: from 2.13 on)."""
 
 
 def _counted(
@@ -155,7 +157,7 @@ def count_collectives(counters: CollectiveCounters) -> Iterator[CollectiveCounte
     `planning_bytes`. Object collectives and process-group methods are not. The originals are put
     back on exit, also after an error; one such block at a time.
     """
-    originals = {name: getattr(dist, name) for name in COUNTED}
+    originals = {name: getattr(dist, name) for name in COUNTED if hasattr(dist, name)}
     try:
         for name, original in originals.items():
             setattr(dist, name, _counted(name, original, counters))

@@ -50,9 +50,9 @@ def dense_optimizer(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> 
 class HybridParallel(Parallel):
     """TorchRec's hybrid layout. Every method is called by all ranks in order.
 
-    TorchRec exchanges equal numbers of samples over every backend only when the local batches are
-    equal, and some of its kernels refuse an empty one; so each slice is padded to ceil(B / W)
-    with samples that have no ids, whose logits are cut off before the loss: they add exactly zero.
+    Row-wise tables need local batches of one size over gloo, and none that is empty; so each
+    slice is padded to ceil(B / W) samples, at most one more, with samples that have no ids, whose
+    logits are cut off before the loss: they add exactly zero.
     """
 
     def __init__(self, world: World, spec: HybridSpec, model: nn.Module) -> None:

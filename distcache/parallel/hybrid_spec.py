@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 from types import ModuleType
@@ -117,6 +118,13 @@ def _quieten() -> None:
         logger = logging.getLogger(name)
         if logger.level == logging.NOTSET and not debug:
             logger.setLevel(level)
+    # What TorchRec calls and torch is about to rename; nothing that a user could change.
+    for renamed in (
+        "(all_gather_into|reduce_scatter)_tensor",
+        "ShardedTensor",
+        "broadcast_buffers",
+    ):
+        warnings.filterwarnings("ignore", f".*{renamed}", FutureWarning)
 
 
 def load_torchrec() -> ModuleType:

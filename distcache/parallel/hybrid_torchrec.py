@@ -6,7 +6,6 @@ The only module that imports torchrec and fbgemm; `hybrid_spec.load_torchrec` im
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any
 
 import torch
@@ -89,17 +88,14 @@ def build(world: World, spec: HybridSpec, dense: nn.Module) -> DistributedModelP
     _apply_optimizer_in_backward(kind, ebc.parameters(), options)
     model = HybridModel(ebc, dense.to(world.device), spec.features)
     plan = shared_plan(world, spec, model)
-    with warnings.catch_warnings():
-        # DMP passes an argument to DDP that torch is about to rename.
-        warnings.simplefilter("ignore", FutureWarning)
-        dmp = DistributedModelParallel(
-            model,
-            env=ShardingEnv.from_process_group(world.device_group),
-            device=world.device,
-            plan=plan,
-            sharders=[EmbeddingBagCollectionSharder()],
-            init_parameters=False,  # True would reset the dense weights when they change device
-        )
+    dmp = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(world.device_group),
+        device=world.device,
+        plan=plan,
+        sharders=[EmbeddingBagCollectionSharder()],
+        init_parameters=False,  # True would reset the dense weights when they change device
+    )
     _write_initial(spec, dmp)
     return dmp
 
@@ -129,23 +125,31 @@ def column_shards(dim: int, world_size: int) -> int:
     return max(k for k in range(1, world_size + 1) if dim % (4 * k) == 0)
 
 
+def splits_rows(rows: int, world_size: int) -> bool:
+    """Whether shards of ceil(rows / W) rows, as TorchRec cuts them, leave no rank without one."""
+    return -(-rows // world_size) * (world_size - 1) < rows
+
+
 def _by_hand(world: World, spec: HybridSpec) -> dict[str, Any]:
-    """The chosen sharding of every table: a TorchRec generator by table name."""
-    if spec.sharding == "row_wise":
-        return {table.name: row_wise() for table in spec.tables}
-    if spec.sharding == "column_wise":
-        plans, first = {}, 0
-        for table in spec.tables:
-            count = column_shards(table.dim, world.size)
-            ranks = [(first + shard) % world.size for shard in range(count)]
-            plans[table.name], first = column_wise(ranks=ranks), first + count
-        return plans
-    plans, load = {}, [0] * world.size
-    # Largest table first, each to the rank that holds least so far.
-    for table in sorted(spec.tables, key=lambda table: -table.rows * table.dim):
-        rank = load.index(min(load))
-        load[rank] += table.rows * table.dim
-        plans[table.name] = table_wise(rank=rank)
+    """The chosen sharding of every table: a TorchRec generator by table name.
+
+    A table too small to give every rank a row (FBGEMM has no shard of none) or too narrow to
+    split its columns goes whole to one rank. Whole tables: largest first, each to the rank that
+    holds least so far.
+    """
+    plans: dict[str, Any] = {}
+    load = [0] * world.size
+    for index, table in enumerate(sorted(spec.tables, key=lambda table: -table.rows * table.dim)):
+        count = column_shards(table.dim, world.size)
+        if spec.sharding == "row_wise" and splits_rows(table.rows, world.size):
+            plans[table.name] = row_wise()
+        elif spec.sharding == "column_wise" and count > 1:
+            ranks = [(index + shard) % world.size for shard in range(count)]
+            plans[table.name] = column_wise(ranks=ranks)
+        else:
+            rank = load.index(min(load))
+            load[rank] += table.rows * table.dim
+            plans[table.name] = table_wise(rank=rank)
     return {table.name: plans[table.name] for table in spec.tables}
 
 
@@ -226,7 +230,7 @@ def row_states(
     for key, states in dmp.fused_optimizer.state_dict()["state"].items():
         name = key.removeprefix("ebc.embedding_bags.").removesuffix(".weight")
         for state, value in states.items():
-            if value.size().numel() > 0:  # SGD has an empty one
+            if 0 not in value.metadata().size:  # SGD has an empty one
                 found[name][state.removeprefix(f"{name}.")] = value
     return found
 
@@ -256,7 +260,7 @@ def gather_rows(tensor: ShardedTensor, start: int, stop: int, world: World) -> T
     Other ranks send the parts that they own, shard by shard, and get None.
     """
     local = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in tensor.local_shards()}
-    block = torch.empty(stop - start, tensor.size(1)) if world.is_first else None
+    block = torch.empty(stop - start, tensor.metadata().size[1]) if world.is_first else None
     for shard in tensor.metadata().shards_metadata:
         (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
         low, high = max(start, row), min(stop, row + rows)
