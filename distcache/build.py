@@ -10,10 +10,12 @@ from torch import nn
 from distcache.comm.world import World
 from distcache.config import Config
 from distcache.data.batch import BatchSource
+from distcache.data.criteo import CriteoSource, CriteoSpec
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
 from distcache.models.build import build_model, initialise
+from distcache.optim.schedule import LearningRate
 from distcache.parallel.base import OptimizerSpec, Parallel
 
 
@@ -42,7 +44,20 @@ def build_source(config: Config) -> BatchSource:
                 dtype=dtype_of(config),
             )
         )
-    raise ConfigError(f"data={data.name!r} is not 'synthetic' or 'criteo'")
+    if data.name != "criteo":
+        raise ConfigError(f"data={data.name!r} is not 'synthetic' or 'criteo'")
+    if data.path is None:
+        raise ConfigError("data=criteo reads files: give data.path=<a file or a glob of files>")
+    return CriteoSource(
+        CriteoSpec(
+            paths=data.path,
+            table_rows=data.table_rows,
+            global_batch_size=data.global_batch_size,
+            seed=config.trainer.seed,
+            on_bad_line=data.on_bad_line,
+            dtype=dtype_of(config),
+        )
+    )
 
 
 def build_tables(config: Config, source: BatchSource) -> list[TableSpec]:
@@ -59,14 +74,14 @@ def build_tables(config: Config, source: BatchSource) -> list[TableSpec]:
     ]
 
 
-def build_dense(config: Config, tables: Sequence[TableSpec]) -> nn.Module:
+def build_dense(config: Config, tables: Sequence[TableSpec], dense_features: int) -> nn.Module:
     """The dense model of group `model` with its initial weights, on the CPU.
 
-    `model(dense [b, F], pooled [b, sum of widths]) -> logits [b]`.
+    `model(dense [b, dense_features], pooled [b, sum of widths]) -> logits [b]`.
     """
     model = build_model(
         config.model.name,
-        config.data.dense_features,
+        dense_features,
         [table.dim for table in tables for _ in table.features],
         config.model.dense_arch,
         config.model.over_arch,
@@ -85,7 +100,12 @@ def optimizer_spec(config: Config) -> OptimizerSpec:
 
 def build_rates(config: Config) -> Callable[[int], tuple[float, float]]:
     """The dense and the embedding learning rate as a function of the training step."""
-    raise NotImplementedError
+    optim = config.optim
+    dense, embedding = (
+        LearningRate(base, optim.warmup_steps, optim.decay_start, optim.decay_steps)
+        for base in (optim.dense_lr, optim.embedding_lr)
+    )
+    return lambda step: (dense(step), embedding(step))
 
 
 def build_parallel(

@@ -10,10 +10,14 @@ import dataclasses
 import json
 import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -27,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of what a checkpoint holds."""
+
+SLOWEST_BYTES_PER_S = 20 << 20
+"""A rank that reads or writes its files slower than this is taken for one that hangs."""
 
 TRAINER_KEY = "trainer"
 """Name, beside the mode's values, of the JSON text with `RunIdentity` and `TrainerState`."""
@@ -83,15 +90,12 @@ def save(
     values[TRAINER_KEY] = describe(identity, state)
     partial = folder.with_name(folder.name + ".partial")
     on_first(world, lambda: make_room(folder, partial))
-    try:
-        dcp.save(
-            values,
-            storage_writer=dcp.FileSystemWriter(partial),
-            planner=BlockSavePlanner(),
-            process_group=world.host_group,
-        )
-    except CheckpointException as error:
-        fail(f"the checkpoint {folder} could not be written", error)
+    with file_group(world, identity) as group:
+        try:
+            writer, planner = dcp.FileSystemWriter(partial), BlockSavePlanner()
+            dcp.save(values, storage_writer=writer, planner=planner, process_group=group)
+        except CheckpointException as error:
+            fail(f"the checkpoint {folder} could not be written", error)
     on_first(world, lambda: swap(folder, partial))
     if world.is_first:
         logger.info("checkpoint at step %s: %s", f"{state.step:,}", folder)
@@ -107,17 +111,35 @@ def load(path: Path, mode: Parallel, identity: RunIdentity, world: World) -> Tra
     reader = dcp.FileSystemReader(folder)
     header: dict[str, Any] = {TRAINER_KEY: ""}
     values = mode.state_dict()
-    try:
-        dcp.load(header, storage_reader=reader, process_group=world.host_group)
-        state = check(folder, header[TRAINER_KEY], identity)
-        planner = CompleteLoadPlanner(other={TRAINER_KEY})
-        dcp.load(values, storage_reader=reader, planner=planner, process_group=world.host_group)
-    except CheckpointException as error:
-        fail(f"the checkpoint {folder} does not fit this run", error)
+    with file_group(world, identity) as group:
+        try:
+            dcp.load(header, storage_reader=reader, process_group=group)
+            state = check(folder, header[TRAINER_KEY], identity)
+            planner = CompleteLoadPlanner(other={TRAINER_KEY})
+            dcp.load(values, storage_reader=reader, planner=planner, process_group=group)
+        except CheckpointException as error:
+            fail(f"the checkpoint {folder} does not fit this run", error)
     mode.load_state_dict(values)
     if world.is_first:
         logger.info("resuming at step %s from %s", f"{state.step:,}", folder)
     return state
+
+
+@contextmanager
+def file_group(world: World, identity: RunIdentity) -> Iterator[dist.ProcessGroup]:
+    """A CPU group for the time of reading or writing files, whose patience grows with the tables.
+
+    The ranks wait for the slowest disk, which takes longer than `trainer.timeout_s` for large
+    tables; a rank that dies is noticed at once all the same.
+    """
+    elements = sum(rows * dim for _, rows, dim in identity.tables)
+    largest = 3 * 8 * elements  # Adam: weight and two moments, float64
+    patience = timedelta(seconds=world.timeout_s + largest / SLOWEST_BYTES_PER_S)
+    group = dist.new_group(backend="gloo", timeout=patience)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
 
 
 def describe(identity: RunIdentity, state: TrainerState) -> str:

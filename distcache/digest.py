@@ -7,6 +7,7 @@ import struct
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distcache.comm.first import on_first
@@ -17,6 +18,9 @@ from distcache.parallel.base import Parallel
 
 BLOCK_BYTES = 16 << 20
 """About how many bytes of a table are read and hashed at a time."""
+
+BEAT_BYTES = 1 << 30
+"""After so many bytes the ranks meet, so that none waits for rank 0 longer than its timeout."""
 
 AUTO_BYTES = 4 << 30
 """`run.digest=auto` hashes the state when all tables together have at most this many bytes."""
@@ -32,8 +36,8 @@ def chain_loss(previous: bytes, loss: float) -> bytes:
 
 def wants_state_digest(choice: str, tables: Sequence[TableSpec], dtype: torch.dtype) -> bool:
     """Whether `run.digest` (`true`, `false` or `auto`) asks for the state digest."""
-    if choice != "auto":
-        return choice == "true"
+    if choice.lower() != "auto":
+        return choice.lower() == "true"
     return sum(table.rows * table.dim for table in tables) * dtype.itemsize <= AUTO_BYTES
 
 
@@ -45,11 +49,15 @@ def state_digest(
     Hashed are the values' bytes in `dtype`, row after row; nothing else. Call after `flush`, on
     all ranks; every rank gets the hexadecimal digest.
     """
-    sha = hashlib.sha256()
+    sha, hashed = hashlib.sha256(), 0
     for index, table in enumerate(tables):
         rows = max(1, BLOCK_BYTES // (table.dim * dtype.itemsize))
         for start in range(0, table.rows, rows):
             block = mode.table_block(index, start, min(start + rows, table.rows))
+            hashed += rows * table.dim * dtype.itemsize
+            if hashed >= BEAT_BYTES:
+                dist.barrier(group=world.host_group)
+                hashed = 0
             if world.is_first:
                 if block is None:
                     raise DistcacheError(f"rank 0 got no rows of table {table.name!r} to hash")

@@ -22,7 +22,7 @@ from distcache.loop import Loop, Outcome
 from distcache.metrics.progress import Progress
 from distcache.metrics.record import SUMMARY_KEYS, plain, write_json
 from distcache.parallel.base import Parallel
-from distcache.schedule import Schedule, make_schedule
+from distcache.schedule import Schedule, check_batches, make_schedule
 from distcache.stop import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def train(config: Config, world: World, run_dir: Path) -> TrainResult:
     """
     source = build.build_source(config)
     tables = build.build_tables(config, source)
-    model = build.build_dense(config, tables)
+    model = build.build_dense(config, tables, source.dense_features)
     mode = build.build_parallel(config, world, tables, model, source)
     return Run(config, world, run_dir, source, tables, mode).go(build.build_rates(config))
 
@@ -115,7 +115,8 @@ class Run:
         stop: StopRequest,
     ) -> Outcome:
         """Train and evaluate along the schedule."""
-        batches = schedule.batches(self.source, self.world.rank, self.world.size)
+        drawn = schedule.batches(self.source, self.world.rank, self.world.size)
+        batches = check_batches(drawn, self.tables, self.config.data.on_bad_id)
         with self.progress(schedule) as report:
             loop = Loop(self.mode, self.world, schedule, rates, stop, report, Outcome(start))
             return loop.run(batches)
