@@ -1,6 +1,6 @@
 """Rows and homes: (table, id) <-> one row number in [0, V) per group, and the home rank of a row.
 
-Letters (V, T, D, S, W, ...) are those of the README's glossary. Everything here is NumPy on the CPU.
+Letters are those of the README's glossary. Everything here is NumPy on the CPU.
 """
 
 from __future__ import annotations
