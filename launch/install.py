@@ -117,7 +117,7 @@ def dry_run(target: Target, state: State | None, accelerator: str, index: list[s
         state = State(sys.version_info[:2], packages, Torch(TORCH, "..." if cuda else None))
     commands, why = rest_commands(target, state or State((0, 0)), accelerator, index)
     show(commands)
-    print(f"  ({why}; picked again by the torch that is there then)")
+    print(f"  ({why})")
 
 
 def install(target: Target, state: State | None, accelerator: str, index: list[str]) -> None:
