@@ -7,16 +7,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from distcache.cache.size import cache_slots
 from distcache.comm.world import World
 from distcache.config import Config
 from distcache.data.batch import BatchSource
 from distcache.data.criteo import CriteoSource, CriteoSpec
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError
-from distcache.layout import TableSpec
+from distcache.layout import TableSpec, group_tables
 from distcache.models.build import build_model, initialise
+from distcache.optim.rows import row_update
 from distcache.optim.schedule import LearningRate
 from distcache.parallel.base import OptimizerSpec, Parallel
+from distcache.parallel.cached import CachedParallel, CachedSettings
 
 
 def dtype_of(config: Config) -> torch.dtype:
@@ -115,5 +118,53 @@ def build_parallel(
     model: nn.Module,
     source: BatchSource,
 ) -> Parallel:
-    """The model and its tables in `parallel.mode`."""
-    raise ConfigError(f"parallel={config.parallel.mode!r} is not there yet")
+    """The model and its tables in `parallel.mode`; called by all ranks.
+
+    Raises ConfigError, or MemoryTooSmallError before anything is allocated.
+    """
+    features = tuple(source.features)
+    if config.parallel.mode == "hybrid":
+        from distcache.parallel.hybrid import HybridParallel  # loads TorchRec and FBGEMM
+        from distcache.parallel.hybrid_spec import HybridSpec
+
+        spec = HybridSpec(
+            tables=tuple(tables),
+            features=features,
+            optimizer=optimizer_spec(config),
+            seed=config.trainer.seed,
+            sharding=config.parallel.sharding,
+            weighted=config.data.weighted,
+            dtype=dtype_of(config),
+            local_batch_size=-(-config.data.global_batch_size // world.size),
+        )
+        return HybridParallel(world, spec, model)
+    settings = cached_settings(config, world, tables)
+    return CachedParallel(world, tables, features, model, optimizer_spec(config), settings)
+
+
+def cached_settings(config: Config, world: World, tables: Sequence[TableSpec]) -> CachedSettings:
+    """How the modes `data`, `resident` and `host` run; slots of each group in mode `data`."""
+    cache, optimizer = config.cache, optimizer_spec(config)
+    slots: list[int] = []
+    if config.parallel.mode == "data":
+        update = row_update(optimizer.name, 0.0)
+        groups = []
+        for members in group_tables(tables):
+            dim = tables[members[0]].dim
+            rows = sum(tables[index].rows for index in members)
+            groups.append((rows, dim, update.state_width(dim)))
+        slots = cache_slots(
+            cache.rows, cache.ratio, cache.bytes, groups, dtype_of(config).itemsize, world.size
+        )
+    return CachedSettings(
+        mode=config.parallel.mode,
+        slots=tuple(slots),
+        lookahead=cache.lookahead,
+        prefetch=cache.prefetch,
+        policy=cache.policy,
+        reduction=cache.reduction,
+        seed=config.trainer.seed,
+        dtype=dtype_of(config),
+        on_bad_id=config.data.on_bad_id,
+        validate=config.trainer.validate_plans,
+    )

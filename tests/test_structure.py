@@ -10,12 +10,46 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "distcache"
 FLOORS = (
-    ("config", "layout", "step_plan", "errors", "paths", "ops"),
+    (
+        "config",
+        "config_check",
+        "config_values",
+        "layout",
+        "step_plan",
+        "errors",
+        "paths",
+        "versions",
+        "ops",
+    ),
     ("store", "cache", "streams", "comm"),
     ("planner", "data", "models", "optim"),
     ("coordinator", "pipeline", "parallel", "embedding"),
-    ("trainer", "evaluate", "checkpoint", "metrics"),
-    ("train", "compare", "preprocess", "analyze", "plan", "export", "bench", "__init__"),
+    (
+        "trainer",
+        "evaluate",
+        "checkpoint",
+        "checkpoint_blocks",
+        "metrics",
+        "build",
+        "loop",
+        "schedule",
+        "stop",
+        "digest",
+    ),
+    (
+        "train",
+        "compose",
+        "environment",
+        "logs",
+        "processes",
+        "compare",
+        "preprocess",
+        "analyze",
+        "plan",
+        "export",
+        "bench",
+        "__init__",
+    ),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 FILES = sorted(PACKAGE.rglob("*.py"))

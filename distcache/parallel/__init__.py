@@ -1,0 +1,1 @@
+"""The four layouts behind one interface: `data`, `hybrid`, `resident`, `host`."""

@@ -85,9 +85,7 @@ class CachedParallel(Parallel):
         self.counters, self._uncounted = CollectiveCounters(), CollectiveCounters()
         self.link = Link(world, world.device_group, self.counters, "the device group")
         spec = optimizer
-        self.update = row_update(
-            spec.name, 0.0, spec.eps, spec.betas, spec.initial_accumulator
-        )
+        self.update = row_update(spec.name, 0.0, spec.eps, spec.betas, spec.initial_accumulator)
         self.rows = self._make_rows()
         self.dense = DenseGradients(self.model.parameters(), self.link)
         self.dense_optimizer = dense_optimizer(
@@ -154,9 +152,7 @@ class CachedParallel(Parallel):
             spec, offset = self.tables[table], int(group.layout.offsets[place])
             for start in range(0, spec.rows, size):
                 stop = min(start + size, spec.rows)
-                block = initial_rows(
-                    self.settings.seed, table, spec.rows, group.dim, start, stop
-                )
+                block = initial_rows(self.settings.seed, table, spec.rows, group.dim, start, stop)
                 cache.weight[offset + start : offset + stop] = block.to(cache.weight)
         if cache.state is not None:
             cache.state.fill_(initial)
@@ -318,9 +314,7 @@ class CachedParallel(Parallel):
             return
         self.applied += 1
         count = int(self.applied)
-        for rows, plan, gradient in zip(
-            self.rows, flight.planned.plans, flight.sums, strict=True
-        ):
+        for rows, plan, gradient in zip(self.rows, flight.planned.plans, flight.sums, strict=True):
             rows.apply(plan, gradient, self.embedding_lr, count)
         self.dense_optimizer.step()
 
@@ -408,8 +402,9 @@ class CachedParallel(Parallel):
         values["table_rows"] = [table.rows for table in self.tables]
         if self.settings.mode != "data":
             values["cache_rows"] = None
+            values["hit_rate"] = values["hit_rate_lookups"] = None
         if self.settings.mode == "resident":
-            moved = ("hit_rate", "hit_rate_lookups", "rows_fetched", "rows_written_back")
+            moved = ("rows_fetched", "rows_written_back")
             for key in (*moved, "host_to_device_bytes", "device_to_host_bytes"):
                 values[key] = None
         return values

@@ -96,7 +96,7 @@ class PlanExchange:
         Returns the verdict; for every group the parts of all homes and the latest last use among
         all victims; and the largest refusal, if some home refused the step.
         """
-        size, rank = self._link.world.size, self._link.world.rank
+        size = self._link.world.size
         numbers = np.full((self._groups, 3), -1, dtype=np.int64)
         if refusal is not None:
             numbers[refusal.group] = (refusal.rows, refusal.slots, refusal.group)

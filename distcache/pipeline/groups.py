@@ -101,9 +101,7 @@ def group_bags(group: TableGroup, ids: JaggedIds, dtype: torch.dtype) -> GroupBa
         counts = lengths.clamp(min=1).to(dtype)
         mean = torch.tensor(group.mean).repeat_interleave(batch)
         scale = torch.where(mean, counts.reciprocal(), torch.ones((), dtype=dtype)).unsqueeze(1)
-    return GroupBags(
-        rows, offsets, bag_of, None if weights is None else weights.to(dtype), scale
-    )
+    return GroupBags(rows, offsets, bag_of, None if weights is None else weights.to(dtype), scale)
 
 
 def _select(ids: JaggedIds, features: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -46,9 +46,7 @@ class PooledLookup(torch.autograd.Function):
         """Local row gradients `[U, D]`, zero for rows that only other ranks named."""
         bags = ctx.bags
         gradient = gradient.contiguous() if bags.scale is None else gradient * bags.scale
-        touched = ops.row_gradients(
-            gradient, bags.bag_of, bags.order, bags.segments, bags.weights
-        )
+        touched = ops.row_gradients(gradient, bags.bag_of, bags.order, bags.segments, bags.weights)
         if len(bags.touched) == bags.distinct:
             return touched, None
         out = gradient.new_zeros((bags.distinct, gradient.shape[1]))

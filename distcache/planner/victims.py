@@ -151,4 +151,3 @@ class SlotTable:
         occupied = np.flatnonzero(held).astype(np.int32)
         self._idle = deque([(step - self.prefetch - 1, occupied)] if len(occupied) else [])
         self._soon, self._used = {}, deque()
-

@@ -17,9 +17,7 @@ def block_rows(dim: int) -> int:
     return max(1, BLOCK_ELEMENTS // dim)
 
 
-def initial_rows(
-    seed: int, table: int, table_rows: int, dim: int, start: int, stop: int
-) -> Tensor:
+def initial_rows(seed: int, table: int, table_rows: int, dim: int, start: int, stop: int) -> Tensor:
     """Rows [start, stop) of a new table: uniform in +-sqrt(1 / table_rows), as TorchRec's default.
 
     `table` is the table's index in the model. Returns float32 `[stop - start, dim]` on the CPU,

@@ -1,4 +1,4 @@
-"""World size 1: `data` and `host` have `resident`'s bits; all agree with the independent trainer."""
+"""World size 1: `data` and `host` have the bits of `resident`; all agree with another trainer."""
 
 from __future__ import annotations
 
@@ -96,9 +96,7 @@ def test_grid_of_caches_at_200_steps(world: World, optimizer, batch) -> None:
     resident = run_mode(world, case, CachedSettings("resident"))
     need = min(99_000, 2 * (batch * 3 + 40))
     for lookahead, prefetch, policy in ((0, 0, "lookahead"), (16, 4, "lookahead"), (4, 2, "lru")):
-        found = run_mode(
-            world, case, CachedSettings("data", (need,), lookahead, prefetch, policy)
-        )
+        found = run_mode(world, case, CachedSettings("data", (need,), lookahead, prefetch, policy))
         same_bits(found, resident)
 
 
