@@ -16,7 +16,7 @@ FREE = -1
 """`slot_row` of a slot that holds no row."""
 
 FOREIGN = -2
-"""`slot_row` of a slot that holds a row of another rank's home, whose number only that one keeps."""
+"""`slot_row` of a slot with a row of another rank's home, which alone keeps the number."""
 
 _WAY_OUT = "lower cache.rows (or cache.ratio, cache.bytes), or use more memory"
 

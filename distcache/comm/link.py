@@ -101,7 +101,7 @@ class _Diagnosis:
 
 
 def explain(world: World, what: str, error: BaseException) -> PeerError:
-    """The PeerError for a wait of this rank that failed: asks the store who failed or is missing."""
+    """The PeerError for a failed wait of this rank: asks the store who failed or is missing."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     try:
         world.store.set(f"distcache/waiting/{world.rank}", what)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from distcache.cache.device_cache import DeviceCache
 from distcache.comm.agree import together
@@ -284,7 +284,7 @@ class CachedParallel(Parallel):
         self.dense.zero()
         logits = self._predict(flight)
         labels = batch.labels.to(logits)
-        total = F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+        total = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
         flight.loss = total / batch.global_size
         flight.loss.backward()
 
