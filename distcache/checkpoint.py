@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from distcache.checkpoint_blocks import BlockSavePlanner, CompleteLoadPlanner
 from distcache.comm.first import on_first
@@ -92,8 +93,10 @@ def save(
     on_first(world, lambda: make_room(folder, partial))
     with file_group(world, identity) as group:
         try:
-            writer, planner = dcp.FileSystemWriter(partial), BlockSavePlanner()
-            dcp.save(values, storage_writer=writer, planner=planner, process_group=group)
+            writer, planner = FileSystemWriter(partial), BlockSavePlanner()
+            state_dict_saver.save(
+                values, storage_writer=writer, planner=planner, process_group=group
+            )
         except CheckpointException as error:
             fail(f"the checkpoint {folder} could not be written", error)
     on_first(world, lambda: swap(folder, partial))
@@ -108,15 +111,17 @@ def load(path: Path, mode: Parallel, identity: RunIdentity, world: World) -> Tra
     values, before anything is changed.
     """
     folder = find(path)
-    reader = dcp.FileSystemReader(folder)
+    reader = FileSystemReader(folder)
     header: dict[str, Any] = {TRAINER_KEY: ""}
     values = mode.state_dict()
     with file_group(world, identity) as group:
         try:
-            dcp.load(header, storage_reader=reader, process_group=group)
+            state_dict_loader.load(header, storage_reader=reader, process_group=group)
             state = check(folder, header[TRAINER_KEY], identity)
             planner = CompleteLoadPlanner(other={TRAINER_KEY})
-            dcp.load(values, storage_reader=reader, planner=planner, process_group=group)
+            state_dict_loader.load(
+                values, storage_reader=reader, planner=planner, process_group=group
+            )
         except CheckpointException as error:
             fail(f"the checkpoint {folder} does not fit this run", error)
     mode.load_state_dict(values)
@@ -135,7 +140,7 @@ def file_group(world: World, identity: RunIdentity) -> Iterator[dist.ProcessGrou
     elements = sum(rows * dim for _, rows, dim in identity.tables)
     largest = 3 * 8 * elements  # Adam: weight and two moments, float64
     patience = timedelta(seconds=world.timeout_s + largest / SLOWEST_BYTES_PER_S)
-    group = dist.new_group(backend="gloo", timeout=patience)
+    group: Any = dist.new_group(backend="gloo", timeout=patience)
     try:
         yield group
     finally:

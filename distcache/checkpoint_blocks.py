@@ -7,15 +7,19 @@ import io
 from collections.abc import Iterator
 
 import torch
-from torch.distributed.checkpoint import (
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
     LoadPlan,
     SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
 )
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from distcache.errors import ConfigError
 

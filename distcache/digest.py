@@ -69,4 +69,4 @@ def state_digest(
 
 
 def _update(sha: hashlib._Hash, values: Tensor, dtype: torch.dtype) -> None:
-    sha.update(values.detach().to("cpu", dtype).reshape(-1).contiguous().numpy())
+    sha.update(values.detach().to("cpu", dtype).reshape(-1).contiguous().numpy().data)

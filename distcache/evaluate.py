@@ -54,7 +54,8 @@ class Evaluation:
             )
         dist.broadcast(values, src=0, group=world.host_group)
         *found, samples = values.tolist()
-        return EvalResult(*(None if np.isnan(value) else value for value in found), int(samples))
+        area, loss, ne = (None if np.isnan(value) else value for value in found)
+        return EvalResult(area, loss, ne, int(samples))
 
 
 def gather_columns(local: Tensor, world: World) -> Tensor | None:

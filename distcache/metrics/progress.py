@@ -44,7 +44,7 @@ class Progress:
         if self._file is None or (done % self._log_every and done != self._steps):
             return
         step_ms, interval_s, rate = times.recent(self._log_every)
-        live: dict[str, Any] = mode.progress() if hasattr(mode, "progress") else {}
+        live: dict[str, Any] = getattr(mode, "progress", dict)()
         self._file.write(
             step=done,
             epoch=epoch,

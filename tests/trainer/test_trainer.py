@@ -271,3 +271,10 @@ def test_a_stream_out_of_order_is_refused(world, tmp_path):
     run = Run(toy_config(), world, tmp_path, ToySource(), TABLES, Swapped(world))
     with pytest.raises(DistcacheError, match="step 1 where 0 is due"):
         run.go(lambda step: (0.1, 0.1))
+
+
+def test_an_evaluation_of_an_earlier_state_is_not_the_summary_s(world, tmp_path):
+    changes = {"trainer__eval_every": 4, "trainer__eval_steps": 2, "run__save": False}
+    result, _, _ = toy_run(world, tmp_path, stop_after=4, **changes)  # evaluated after step 3
+    assert "eval_auc" in (tmp_path / "metrics.jsonl").read_text()
+    assert (result.summary["steps"], result.summary["eval_auc"]) == (6, None)
