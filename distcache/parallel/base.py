@@ -99,6 +99,10 @@ class Parallel(ABC):
     def summary(self) -> dict[str, Any]:
         """This mode's values of `summary.json`; None where a value does not exist here."""
 
+    def progress(self) -> dict[str, float]:
+        """This rank's numbers for a log line, so far (`hit_rate` where there is one); no wait."""
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """Stop threads and free tables; safe to call twice."""

@@ -409,6 +409,11 @@ class CachedParallel(Parallel):
                 values[key] = None
         return values
 
+    def progress(self) -> dict[str, float]:
+        """See `Parallel.progress`."""
+        rate = self.statistics.hit_rate() if self.settings.mode == "data" else None
+        return {} if rate is None else {"hit_rate": rate}
+
     def close(self) -> None:
         """Let go of stores and gradients; the planner's thread ends with its stream."""
         for rows in self.rows:
