@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distcache.cache.device_cache import FREE, DeviceCache
+from distcache.cache.device_cache import FOREIGN, FREE, DeviceCache
 from distcache.errors import MemoryTooSmallError, PlanError
 from distcache.store import available
 
@@ -166,8 +166,8 @@ def test_refusals_name_slot_and_row_and_change_nothing(cache: DeviceCache) -> No
         cache.write(ints(3, 6), *new)
     with pytest.raises(PlanError, match="slot 6 holds no row: nothing to read"):
         cache.gather(ints(6))
-    with pytest.raises(PlanError, match="slot 6 cannot hold row -2"):
-        cache.fill(ints(5, 6), ints(50, -2), *new)
+    with pytest.raises(PlanError, match="slot 6 cannot hold row -3"):
+        cache.fill(ints(5, 6), ints(50, -3), *new)
     with pytest.raises(PlanError, match="2 slots for 1 rows"):
         cache.evict(ints(3, 4), ints(30))
     for among in (range(0, 11), range(-1, 3), range(0, 10, 2)):
@@ -261,3 +261,16 @@ def test_against_a_dictionary(data: st.DataObject) -> None:
         for slot, (row, then) in held.items():
             assert cache.slot_row[slot] == row
             assert_rows(cache, ints(slot), ints(row), then)
+
+
+def test_rows_of_other_homes_come_and_go_without_a_name() -> None:
+    cache = DeviceCache(4, 2, 0, torch.float32, "cpu")
+    one, two = torch.ones(2, 2), torch.full((2, 2), 2.0)
+    cache.fill(ints(0, 1), ints(7, FOREIGN), one, None)
+    cache.mark_dirty(ints(0, 1))
+    cache.fill(ints(1, 2), ints(FOREIGN, FOREIGN), two, None)
+    assert cache.slot_row.tolist() == [7, FOREIGN, FOREIGN, FREE]
+    assert cache.dirty.tolist() == [True, False, False, False]
+    assert cache.gather(ints(0, 1, 2))[:, 0].tolist() == [1.0, 2.0, 2.0]
+    with pytest.raises(PlanError, match="slot 0 still holds row 7"):
+        cache.fill(ints(0), ints(9), one[:1], None)
