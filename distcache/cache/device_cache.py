@@ -79,7 +79,8 @@ class DeviceCache:
             raise PlanError(
                 f"slot {at[i]} still holds row {held[i]}: evict it before row {new[i]} is put there"
             )
-        self.slot_row[at] = new  # a free slot is not dirty
+        self.slot_row[at] = new
+        self.dirty[at] = False  # a free slot is clean already, one of another home may not be
         if not np.array_equal(self.slot_row[at], new):
             i = int(np.argmax(self.slot_row[at] != new))
             self.slot_row[at] = FREE
