@@ -15,6 +15,7 @@ import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -52,8 +53,8 @@ def compose_command_line(place: Place) -> Composed:
     Raises ConfigError for a sweep under several ranks. A sweep of one rank runs here, each job in
     fresh processes.
     """
-    if place.world_size > 1 and asks_for_sweep(sys.argv[1:]):
-        raise sweep_refusal(place.world_size)
+    if asks_for_sweep(sys.argv[1:]):
+        _check_sweep(place, sys.argv[1:])
     register_schema()
     configs: list[DictConfig] = []
     codes: list[int] = []
@@ -74,10 +75,14 @@ def compose_command_line(place: Place) -> Composed:
 
 
 def compose_overrides(overrides: Sequence[str]) -> str:
-    """Compose without a command line; the config tree as YAML. Hydra's errors come as they are."""
+    """Compose without a command line; the config tree as YAML. Raises ConfigError."""
     register_schema()
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        return to_text(hydra.compose("train", overrides=list(overrides)))
+    try:
+        with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+            return to_text(hydra.compose("train", overrides=list(overrides)))
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = f"\n{error.__cause__}" if error.__cause__ is not None else ""
+        raise ConfigError(f"{error}{cause}") from error
 
 
 def to_text(config: DictConfig) -> str:
@@ -128,6 +133,12 @@ def asks_for_sweep(arguments: Sequence[str]) -> bool:
     return bool(long) or "-m" in flags or "hydra.mode=MULTIRUN" in arguments
 
 
+def override(key: str, value: object) -> str:
+    """A Hydra override whose value is taken as it is, whatever signs it holds."""
+    text = str(value).replace("\\", "\\\\").replace("'", "\\'")
+    return f"{key}='{text}'"
+
+
 def sweep_refusal(world_size: int) -> ConfigError:
     """The error of `--multirun` under torchrun."""
     return ConfigError(
@@ -138,18 +149,25 @@ def sweep_refusal(world_size: int) -> ConfigError:
     )
 
 
+def _check_sweep(place: Place, arguments: Sequence[str]) -> None:
+    """Raise ConfigError for a sweep under several ranks, or into one folder."""
+    if place.world_size > 1:
+        raise sweep_refusal(place.world_size)
+    for argument in arguments:
+        if argument.startswith("run.dir="):
+            raise ConfigError(
+                f"{argument} in a sweep would put all jobs into one folder: name the folder of the "
+                "sweep with hydra.sweep.dir=<folder>"
+            )
+
+
 def _run_sweep_job(config: DictConfig) -> int:
     """Run one job of a sweep in fresh processes; its exit code."""
     settings = HydraConfig.get()
-    overrides = list(settings.overrides.task)
-    if any(override.startswith("run.dir=") for override in overrides):
-        raise ConfigError(
-            "run.dir in a sweep would put all jobs into one folder: give hydra.sweep.dir=<folder>"
-        )
     # The job itself checks its configuration: the parent never looks at a device.
     folder = Path(settings.runtime.output_dir)
-    arguments = [*_config_flags(sys.argv[1:]), *overrides, f"run.dir={folder}"]
-    ranks = int(config.run.sweep_ranks)
+    flags, ranks = _config_flags(sys.argv[1:]), int(config.run.sweep_ranks)
+    arguments = [*flags, *settings.overrides.task, override("run.dir", folder)]
     code = run_job(train_command(ranks, arguments), ranks)
     if code:
         log.error("job %s of the sweep ended with exit code %d: %s", settings.job.num, code, folder)

@@ -1,0 +1,185 @@
+"""Compare: `python -m distcache.compare [key=value ...] modes=data,hybrid world_size=2`.
+
+1. The configuration of every mode is composed and checked.
+2. Each mode trains in fresh processes, one after the other; repeats go round all modes in turn.
+3. What the runs left is read and laid side by side: table.md, table.csv, results.jsonl, plots.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from distcache.comm.rendezvous import Place
+from distcache.compare_runs import ModeRun, read_run
+from distcache.compare_table import markdown, write_files
+from distcache.compose import checked_config, compose_overrides, override
+from distcache.config_values import CHOICES, one_of
+from distcache.errors import ConfigError, DistcacheError
+from distcache.logs import set_up_logging
+from distcache.processes import run_job, train_command
+
+log = logging.getLogger("distcache.compare")
+
+WINDOWS = 50
+"""About how many lines of metrics a run shall leave, so that its spread can be told."""
+
+USAGE = """python -m distcache.compare [key=value ...] [modes=...] [world_size=...] ...
+
+  modes=data,hybrid,resident,host   modes to run, the first is the one others are compared with
+                                    (default: data,hybrid)
+  world_size=2                      ranks of every run, all on this machine (default: 2)
+  repeats=1                         runs of each mode, taken in turns; from 2 on, noise is the
+                                    spread between runs instead of the spread within one
+  out=compare/<time>                folder of the runs, logs, table and plots
+  key=value                         overrides for every run, as of distcache.train
+"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to compare: modes in order, ranks and repeats of each, the folder, and overrides."""
+
+    modes: tuple[str, ...]
+    world_size: int
+    repeats: int
+    out: Path
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A mode's overrides: frequent metrics and no checkpoint, unless the user says otherwise.
+
+    `refusal`: why its configuration was refused, so that it does not run.
+    """
+
+    mode: str
+    arguments: tuple[str, ...]
+    refusal: str | None = None
+
+
+def main() -> int:
+    """Run a comparison by the command line; 0, or 1 if a mode failed."""
+    set_up_logging()
+    parser = argparse.ArgumentParser(prog="distcache.compare", usage=USAGE)
+    parser.add_argument("overrides", nargs="*", help="key=value")
+    try:
+        return compare(parse(parser.parse_args().overrides))
+    except KeyboardInterrupt:
+        log.error("interrupted; the run that was going on has been stopped")
+        return 130
+    except DistcacheError as error:
+        log.error(str(error))
+        return 1
+
+
+def parse(arguments: Sequence[str]) -> Request:
+    """The request of a command line; ConfigError for values that make no sense."""
+    own = {"modes": "data,hybrid", "world_size": "2", "repeats": "1"}
+    own["out"] = f"compare/{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    overrides = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key in own:
+            own[key] = value
+        elif key in ("parallel", "parallel.mode", "run.dir"):
+            raise ConfigError(f"{argument}: a comparison sets {key} itself: use modes= and out=")
+        else:
+            overrides.append(argument)
+    modes = tuple(name.strip() for name in own["modes"].strip("[]").split(","))
+    for mode in modes:
+        one_of("modes", mode, CHOICES["parallel.mode"])
+    if len(set(modes)) < len(modes):
+        raise ConfigError(f"modes={own['modes']} names a mode twice: use repeats=2")
+    for key in ("world_size", "repeats"):
+        if not own[key].isdigit() or int(own[key]) < 1:
+            raise ConfigError(f"{key}={own[key]}: give a whole number of at least 1")
+    return Request(
+        modes, int(own["world_size"]), int(own["repeats"]), Path(own["out"]), tuple(overrides)
+    )
+
+
+def compare(request: Request) -> int:
+    """Run, read, report; 0, or 1 if a mode failed. Raises ConfigError if no mode can run."""
+    jobs = prepare(request)
+    request.out.mkdir(parents=True, exist_ok=True)
+    runs = [
+        run_mode(request, job, repeat)
+        for repeat in range(request.repeats)
+        for job in jobs
+        if repeat == 0 or job.refusal is None
+    ]
+    command = shlex.join([Path(sys.executable).name, "-m", "distcache.compare", *sys.argv[1:]])
+    write_files(request.out, runs, command)
+    sys.stdout.write(f"\n{markdown(runs)}\n")
+    sys.stdout.flush()
+    log.info("table, runs and plots are in %s", request.out)
+    for run in runs:
+        if run.error is not None:
+            log.error("%s failed (exit code %s): %s", run.name, run.exit_code, run.error)
+    return 1 if any(run.error is not None for run in runs) else 0
+
+
+def prepare(request: Request) -> list[Job]:
+    """Compose and check every mode's configuration; ConfigError if all are refused."""
+    place = Place(world_size=request.world_size, local_size=request.world_size)
+    given = {word.partition("=")[0] for word in request.overrides}
+    jobs, errors = [], []
+    for mode in request.modes:
+        arguments = [f"parallel={mode}", *request.overrides]
+        if "run.save" not in given:
+            arguments.append("run.save=false")
+        try:
+            steps = checked_config(compose_overrides(arguments), place).trainer.steps
+            if steps is not None and "trainer.log_every" not in given:
+                arguments.append(f"trainer.log_every={max(1, steps // WINDOWS)}")
+            jobs.append(Job(mode, tuple(arguments)))
+        except ConfigError as error:
+            jobs.append(Job(mode, tuple(arguments), refusal=str(error)))
+            errors.append(error)
+    if len(errors) == len(jobs):
+        raise errors[0]
+    return jobs
+
+
+def run_mode(request: Request, job: Job, repeat: int) -> ModeRun:
+    """Train one mode in fresh processes and read what it left; a failure is part of the result."""
+    mode = job.mode
+    name = mode if request.repeats == 1 else f"{mode}-{repeat + 1}"
+    folder = request.out / name
+    if job.refusal is not None:
+        return ModeRun(mode, name, folder, exit_code=None, seconds=0.0, error=job.refusal)
+    log_file = request.out / f"{name}.log"
+    arguments = [*job.arguments, override("run.dir", folder)]
+    started = time.monotonic()
+    log.info("%s: %d rank(s), log in %s", name, request.world_size, log_file)
+
+    def tell() -> None:
+        log.info("%s: %.0f s, %s", name, time.monotonic() - started, last_line(log_file))
+
+    code = run_job(
+        train_command(request.world_size, arguments), request.world_size, log_file, on_wait=tell
+    )
+    run = read_run(mode, name, folder, code, time.monotonic() - started, log_file)
+    rate = run.number("samples_per_second")
+    speed = "" if rate is None else f", {rate:,.0f} samples/s"
+    log.info("%s: %s in %.1f s%s", name, "failed" if run.error else "done", run.seconds, speed)
+    return run
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log with anything in it."""
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no output yet"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

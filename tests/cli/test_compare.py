@@ -1,0 +1,253 @@
+"""The comparison: what it runs, what it says of what came of it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fabricated import summary, write_run
+from launching import CHECKOUT, STUB, environment
+
+from distcache import compare as entry
+from distcache.compare import Request, parse, prepare
+from distcache.compare_runs import (
+    Spread,
+    is_noise,
+    largest_loss_difference,
+    log_tail,
+    read_run,
+    spread,
+)
+from distcache.compare_table import markdown, write_files
+from distcache.errors import ConfigError
+
+
+def run_of(folder: Path, mode: str, name: str | None = None, **values):
+    """A fabricated run, read back."""
+    extra = {key: values.pop(key) for key in ("scatter", "drift") if key in values}
+    where = folder / (name or mode)
+    write_run(where, summary(mode, **values), **extra)
+    return read_run(mode, name or mode, where, 0, 1.0, folder / "log")
+
+
+def cells(table: str, label: str) -> list[str]:
+    """The cells of the table's line with this label."""
+    (line,) = [line for line in table.splitlines() if line.startswith(f"| {label} ")]
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def test_the_command_line():
+    request = parse(["optim=adam", "modes=data,host", "world_size=3", "repeats=2", "out=here"])
+    assert request == Request(("data", "host"), 3, 2, Path("here"), ("optim=adam",))
+    assert parse(["modes=[data,hybrid]"]).modes == ("data", "hybrid")
+    assert parse([]).modes == ("data", "hybrid")
+    assert parse([]).out.parent == Path("compare")
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("modes=data,ddp", "modes=ddp"),
+        ("modes=data,data", "twice"),
+        ("modes=", "modes="),
+        ("world_size=0", "world_size=0"),
+        ("repeats=two", "repeats=two"),
+        ("parallel=data", "use modes="),
+        ("run.dir=x", "out="),
+    ],
+)
+def test_values_that_make_no_sense(word, named):
+    with pytest.raises(ConfigError, match=named):
+        parse([word])
+
+
+def test_what_each_mode_is_told(monkeypatch):
+    request = parse(["modes=data,host", "trainer.steps=500", "optim=adam"])
+    assert [job.arguments for job in prepare(request)] == [
+        (f"parallel={mode}", "trainer.steps=500", "optim=adam", "run.save=false",
+         "trainer.log_every=10")
+        for mode in ("data", "host")
+    ]  # fmt: skip
+    request = parse(["modes=data", "run.save=true", "trainer.log_every=3"])
+    assert prepare(request)[0].arguments == (
+        "parallel=data",
+        "run.save=true",
+        "trainer.log_every=3",
+    )
+
+
+def test_a_mode_that_is_refused_does_not_stop_the_others():
+    request = parse(["modes=data,hybrid", "optim=adam", "trainer.device=cpu"])
+    data, hybrid = prepare(request)
+    assert data.refusal is None
+    assert "fbgemm has no Adam" in hybrid.refusal
+    with pytest.raises(ConfigError, match=r"cache\.ratio=3"):
+        prepare(parse(["modes=data,host", "cache.ratio=3"]))
+
+
+def test_the_table(tmp_path):
+    runs = [
+        run_of(tmp_path, "data"),
+        run_of(tmp_path, "hybrid", ms=12.2, digest="b", drift=1e-6),
+        run_of(tmp_path, "resident", ms=6.0),
+    ]
+    table = markdown(runs)
+    assert cells(table, "step ms, median") == ["12.00", "12.20", "6.00"]
+    assert cells(table, "hit rate of distinct rows") == ["0.8300", "-", "-"]
+    assert cells(table, "speed relative to data") == ["-", "0.98x (noise)", "2.00x"]
+    assert cells(table, "largest relative loss difference to data") == ["-", "1e-06", "0"]
+    assert cells(table, "bits of losses / final state as data") == [
+        "-",
+        "differ / differ",
+        "same / same",
+    ]
+    # 1.9e6 bytes a step are 1,855.5 KiB
+    assert cells(table, "rows and row gradients sent, KiB per rank and step")[0] == "1,855.5"
+    assert "hybrid 12.20 ms" in table and "noise: the ranges overlap" in table
+    assert "more than noise (ranges over 47 windows of one run)" in table
+
+
+def test_one_mode_needs_no_relation(tmp_path):
+    table = markdown([run_of(tmp_path, "data")])
+    assert "relative" not in table and "*" not in table
+
+
+def test_no_digest_is_neither_same_nor_different(tmp_path):
+    runs = [run_of(tmp_path, "data"), run_of(tmp_path, "host", state_digest=None)]
+    assert cells(markdown(runs), "bits of losses")[1] == "same / -"
+
+
+def test_the_spread_of_windows_leaves_the_first_steps_out(tmp_path):
+    found = spread([run_of(tmp_path, "data", scatter=0.05)])
+    assert 11.4 <= found.low < found.median == 12.0 < found.high <= 12.6
+    few = run_of(tmp_path, "data", name="few", steps=24)
+    assert spread([few]) is None
+    assert "too few measurements" in markdown([few, run_of(tmp_path, "host")])
+
+
+def test_the_spread_of_repeats_is_the_range_of_their_medians(tmp_path):
+    runs = [run_of(tmp_path, "data", f"data-{i}", ms=ms) for i, ms in enumerate((12, 14, 13))]
+    assert spread(runs) == Spread(13, 12, 14, "3 runs")
+    others = [run_of(tmp_path, "host", f"host-{i}", ms=ms) for i, ms in enumerate((13.9, 20, 19))]
+    table = markdown([*runs, *others])
+    assert cells(table, "step ms, median") == ["13.00", "19.00"]
+    assert cells(table, "speed relative to data")[1] == "0.68x (noise)"
+
+
+@pytest.mark.parametrize(("low", "noise"), [(1.9, True), (2.0, True), (2.1, False)])
+def test_noise_is_an_overlap(low, noise):
+    one, other = Spread(1.5, 1.0, 2.0, ""), Spread(2.5, low, 3.0, "")
+    assert is_noise(one, other) is is_noise(other, one) is noise
+
+
+def test_losses_are_compared_at_common_steps(tmp_path):
+    one, other = run_of(tmp_path, "data"), run_of(tmp_path, "host", steps=40, drift=1e-3)
+    assert largest_loss_difference(one, other) == pytest.approx(1e-3, rel=1e-2)
+    assert largest_loss_difference(one, read_run("x", "x", tmp_path, 1, 0, tmp_path / "no")) is None
+
+
+def test_the_files(tmp_path):
+    failed = read_run("host", "host", tmp_path / "host", 1, 1.0, tmp_path / "no.log")
+    runs = [run_of(tmp_path, "data"), run_of(tmp_path, "hybrid"), failed]
+    write_files(tmp_path, runs, "python -m distcache.compare modes=data,hybrid,host")
+    assert (tmp_path / "plots.png").read_bytes()[:4] == b"\x89PNG"
+    text = (tmp_path / "table.md").read_text()
+    assert "modes=data,hybrid,host" in text and "plots.png" in text
+    assert "host failed (exit code 1)" in text
+    with (tmp_path / "table.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == ["data", "hybrid", "host"]
+    assert (rows[0]["step_ms.median"], rows[1]["hit_rate"], rows[2]["exit_code"]) == (
+        "12.0",
+        "",
+        "1",
+    )
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert lines[0]["summary"]["step_ms"] == {"median": 12.0, "p90": pytest.approx(13.2)}
+    assert (lines[2]["summary"], lines[2]["exit_code"]) == (None, 1)
+
+
+def test_files_without_a_run_that_succeeded(tmp_path):
+    failed = read_run("host", "host", tmp_path / "host", 1, 1.0, tmp_path / "no.log")
+    write_files(tmp_path, [failed], "x")
+    assert "no mode ran to its end" in (tmp_path / "table.md").read_text()
+    assert not (tmp_path / "plots.png").exists()
+
+
+def test_the_tail_of_a_log_starts_at_its_first_error(tmp_path):
+    path = tmp_path / "x.log"
+    path.write_text("\n".join(["start", "rank 1: error: the cause", *["torchrun says"] * 60]))
+    assert log_tail(path).splitlines()[1] == "rank 1: error: the cause"
+    path.write_text("\n".join(f"line {number}" for number in range(60)))
+    assert log_tail(path).splitlines()[-1] == "line 59"
+
+
+def test_runs_go_round_and_a_failing_mode_is_told(tmp_path, monkeypatch, capsys):
+    def command(ranks: int, arguments: list[str]) -> list[str]:
+        assert ranks == 1
+        return [sys.executable, STUB, *arguments]
+
+    monkeypatch.setattr(entry, "train_command", command)
+    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
+    monkeypatch.chdir(tmp_path)
+    words = ["modes=data,host", "world_size=1", "repeats=2", "out=o", "trainer.seed=11"]
+    monkeypatch.setattr(sys, "argv", ["compare", *words])
+    assert entry.main() == 1
+    said = capsys.readouterr()
+    assert said.out.index("data-1: done") < said.out.index("host-1: failed")
+    assert said.out.index("host-1: failed") < said.out.index("data-2: done")
+    assert "| step ms, median" in said.out
+    assert "host-1 failed (exit code 1)" in said.err and "id 99 is beyond" in said.err
+    assert "Hardware: " in (tmp_path / "o" / "table.md").read_text()
+    made = {path.name for path in (tmp_path / "o").iterdir()}
+    assert made >= {"data-1", "data-1.log", "table.md", "table.csv", "results.jsonl", "plots.png"}
+
+
+def test_nothing_runs_when_every_mode_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["compare", "modes=data,host", "cache.row=3"])
+    assert entry.main() == 1
+    assert "cache.row" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+INTERRUPTED = f"""
+import sys
+from distcache import compare
+launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+compare.train_command = lambda ranks, arguments: [*launcher, {STUB!r}, *arguments]
+sys.exit(compare.main())
+"""
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines that name a folder."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(path.read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return [line for line in lines if str(folder) in line]
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_no_process(tmp_path):
+    words = ["modes=data,host", f"out={tmp_path}/o", "trainer.seed=5"]
+    command = [sys.executable, "-c", INTERRUPTED, *words]
+    parent = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "o" / "data" / "asleep").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(processes_of(tmp_path)) >= 4  # the comparison, torchrun, two ranks
+    parent.send_signal(signal.SIGINT)
+    said = parent.communicate(timeout=60)[1]
+    assert (parent.returncode, "interrupted" in said) == (130, True)
+    assert processes_of(tmp_path) == []
+    assert not (tmp_path / "o" / "host").exists()

@@ -1,0 +1,78 @@
+"""Places, and what rank 0 hands to the other ranks before any process group exists."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from distcache.comm.rendezvous import Place, find_place, open_store, publish, receive
+from distcache.errors import ConfigError, PeerError
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Set torchrun's variables to these and no others."""
+
+    def launch(**values: object) -> None:
+        for name in NAMES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+
+    return launch
+
+
+def test_alone_without_torchrun(launched):
+    launched()
+    assert find_place() == Place(0, 1, 0, 1)
+    assert open_store(find_place()) is None
+    publish(None, 1, {"text": None})
+
+
+def test_torchruns_variables(launched):
+    launched(RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4, MASTER_ADDR="h")
+    assert find_place() == Place(5, 8, 1, 4)
+
+
+def test_half_an_environment_is_refused(launched):
+    launched(RANK=1)
+    with pytest.raises(ConfigError, match="WORLD_SIZE and MASTER_ADDR"):
+        find_place()
+
+
+def test_what_rank_0_publishes_all_receive():
+    store, received = dist.HashStore(), []
+
+    def other() -> None:
+        received.append(receive(store, timeout_s=20))
+
+    threads = [threading.Thread(target=other) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    publish(store, 4, {"text": "a: 1", "exit_code": 0})
+    for thread in threads:
+        thread.join()
+    assert received == [{"text": "a: 1", "exit_code": 0}] * 3
+
+
+def test_a_silent_rank_0_is_named():
+    with pytest.raises(PeerError, match="rank 0 published no configuration"):
+        receive(dist.HashStore(), timeout_s=0.1)
+
+
+def test_keys_carry_the_run_and_its_restart(launched, monkeypatch):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launched(MASTER_ADDR="127.0.0.1", MASTER_PORT=server.port)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job7")
+    stores = []
+    for restart in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        stores.append(open_store(Place(0, 2, 0, 2), timeout_s=10))
+    stores[0].set("handover", "{}")
+    assert server.check(["distcache/job7/0/handover"])
+    assert not stores[1].check(["handover"])

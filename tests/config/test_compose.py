@@ -1,0 +1,159 @@
+"""Every group and experiment composes, is typed, and passes the checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distcache.comm.rendezvous import Place
+from distcache.compose import checked_config, compose_overrides, to_config
+from distcache.config import Config
+from distcache.errors import ConfigError
+from distcache.paths import conf_dir
+
+GROUPS = ("model", "data", "cache", "store", "parallel", "optim", "trainer")
+KAGGLE_ROWS = [
+    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
+    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
+]
+TERABYTE_ROWS = [
+    *(40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282, 10),
+    *(2209, 11938, 155, 4, 976, 14, 40000000, 40000000, 40000000, 590152, 12973, 108, 36),
+]
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
+def compose(*overrides: str) -> Config:
+    return checked_config(compose_overrides(overrides), Place(0, 2, 0, 2))
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> str:
+    path = tmp_path / "train.txt"
+    path.write_text("")
+    return f"data.path={path}"
+
+
+@pytest.mark.parametrize(
+    ("group", "option"), [(group, option) for group in GROUPS for option in options(group)]
+)
+def test_every_option_composes_and_passes(group, option, lines):
+    config = compose(f"{group}={option}", *([lines] if option == "criteo" else []))
+    if group not in ("cache", "trainer"):
+        chosen = getattr(config, group)
+        assert (chosen.mode if group == "parallel" else chosen.name) == option
+
+
+@pytest.mark.parametrize("name", options("experiment"))
+@pytest.mark.parametrize("data", [None, "synthetic"])
+def test_every_experiment_composes_and_passes(name, data, lines):
+    overrides = [f"experiment={name}"]
+    if data is not None:
+        overrides += [f"data={data}", "trainer.steps=10"]
+    elif name.startswith("criteo"):
+        overrides.append(lines)
+    config = compose(*overrides)
+    assert len(config.data.table_rows) == 26
+    assert config.data.table_rows == (
+        KAGGLE_ROWS if name in ("quickstart", "criteo_kaggle") else TERABYTE_ROWS
+    )
+
+
+def test_experiments_have_the_published_settings(lines):
+    kaggle = compose("experiment=criteo_kaggle", lines)
+    assert (kaggle.model.name, kaggle.model.embedding_dim) == ("dlrm", 16)
+    assert kaggle.model.dense_arch == [512, 256, 64, 16]
+    assert kaggle.model.over_arch == [512, 256, 1]
+    assert (kaggle.optim.name, kaggle.optim.dense_lr, kaggle.optim.embedding_lr) == (
+        "sgd",
+        0.1,
+        0.1,
+    )
+    assert (kaggle.data.global_batch_size, kaggle.trainer.steps) == (128, None)
+    terabyte = compose("experiment=criteo_terabyte", lines)
+    assert (terabyte.model.embedding_dim, terabyte.data.global_batch_size) == (64, 2048)
+    assert terabyte.model.dense_arch == [512, 256, 64]
+    assert terabyte.model.over_arch == [512, 512, 256, 1]
+    mlperf = compose("experiment=mlperf")
+    assert (mlperf.model.name, mlperf.model.embedding_dim) == ("dcn_v2", 128)
+    assert mlperf.model.dense_arch == [512, 256, 128]
+    assert mlperf.model.over_arch == [1024, 1024, 512, 256, 1]
+    assert (mlperf.model.cross_layers, mlperf.model.cross_rank) == (3, 512)
+    assert (mlperf.optim.name, mlperf.optim.dense_lr, mlperf.optim.embedding_lr) == (
+        "adagrad",
+        0.005,
+        0.005,
+    )
+    assert mlperf.data.global_batch_size == 65536
+    assert sum(mlperf.data.bag_size) == 214
+    assert mlperf.trainer.steps is None
+    quick = compose("experiment=quickstart")
+    assert (quick.cache.ratio, quick.data.global_batch_size) == (0.015, 2048)
+    assert quick.model.embedding_dim == 16
+
+
+def test_the_command_line_beats_the_experiment():
+    config = compose(
+        "experiment=quickstart", "model=dcn_v2", "cache.ratio=null", "cache.rows=900", "optim=adam"
+    )
+    assert config.model.name == "dcn_v2"
+    assert (config.cache.rows, config.cache.ratio) == (900, None)
+    assert config.optim.name == "adam"
+
+
+def test_one_epoch_is_the_default_of_data_that_ends(lines):
+    assert compose("data=criteo", lines).trainer.steps is None
+    assert compose().trainer.steps == 200
+
+
+def test_the_dense_arch_follows_the_width():
+    assert compose("model.embedding_dim=32").model.dense_arch[-1] == 32
+
+
+def test_a_run_folder_says_its_mode():
+    assert compose("parallel=host").run.dir.endswith("-host")
+    assert compose("run.dir=here").run.dir == "here"
+
+
+@pytest.mark.parametrize("word", ["true", "false", "auto", "True"])
+def test_digest_takes_words_and_booleans(word):
+    assert compose(f"run.digest={word}").run.digest == word.lower()
+
+
+def test_bag_sizes_keep_their_types():
+    sizes = compose("data.table_rows=[5,6,7]", "data.bag_size=[1,2.5,3]").data.bag_size
+    assert sizes == [1, 2.5, 3]
+    assert [type(size) for size in sizes] == [int, float, int]
+
+
+def test_the_text_that_ranks_share_is_the_whole_tree():
+    text = compose_overrides(["optim=adam", "optim.eps=1e-7", "cache.ratio=0.1"])
+    config = to_config(text)
+    assert (config.optim.eps, config.cache.ratio, config.optim.betas) == (1e-7, 0.1, [0.9, 0.999])
+    assert "${" not in text
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("cache.row=5", "cache.row"),
+        ("cache.rows=many", "cache.rows"),
+        ("model=transformer", "model/transformer"),
+        ("experiment=mlpref", "experiment/mlpref"),
+        ("data.table_rows=[3,x]", "data.table_rows[1]"),
+        ("optim.dense_lr=[1]", "optim.dense_lr"),
+        ("+cache.lookahed=3", "did you mean cache.lookahead"),
+        ("+speed=1", "speed: no such key"),
+        ("data.table_rows=???", "data.table_rows: a value is needed"),
+        ("optim.dense_lr=${optim.rate}", "rate"),
+        ("rows==", "rows=="),
+    ],
+)
+def test_wrong_keys_types_and_groups_are_named(override, named):
+    with pytest.raises(ConfigError, match=None) as caught:
+        compose(override)
+    assert named in str(caught.value)
