@@ -54,10 +54,15 @@ class CollectiveCounters:
     """
 
     def __init__(self) -> None:
-        self.collective_bytes = 0
-        self.dense_collective_bytes = 0
-        self.planning_bytes = 0
         self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all that was counted."""
+        with self._lock:
+            self.collective_bytes = 0
+            self.dense_collective_bytes = 0
+            self.planning_bytes = 0
 
     def count(self, category: str, nbytes: int) -> None:
         """Add `nbytes` to a category: one of CATEGORIES, else DistcacheError."""

@@ -18,7 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from distcache.comm.counters import CollectiveCounters, count_collectives, summing_hook
 from distcache.comm.world import World
-from distcache.data.batch import Batch
+from distcache.data.batch import Batch, JaggedIds
 from distcache.errors import DataError
 from distcache.parallel.base import OptimizerSpec, Parallel, Step, StepResult
 from distcache.parallel.hybrid_meter import StepClock, nbytes_by_part
@@ -53,6 +53,9 @@ class HybridParallel(Parallel):
     Row-wise tables need local batches of one size over gloo, and none that is empty; so each
     slice is padded to ceil(B / W) samples, at most one more, with samples that have no ids, whose
     logits are cut off before the loss: they add exactly zero.
+
+    FBGEMM's Adam adds eps after bias correction, `torch.optim.SparseAdam` before it: with `adam`
+    (CUDA only) this mode agrees with the others as far as eps is small.
     """
 
     def __init__(self, world: World, spec: HybridSpec, model: nn.Module) -> None:
@@ -63,7 +66,7 @@ class HybridParallel(Parallel):
         check_spec(spec, world)
         self._torchrec = load_torchrec()
         self._world, self._spec, self._model = world, spec, model
-        self._steps = 0
+        self._steps, self._rehearsed = 0, False
         self.counters = CollectiveCounters()
         self._clock = StepClock(world.device)
         self._divided = self._torchrec.divide_gradients(False)
@@ -83,6 +86,8 @@ class HybridParallel(Parallel):
         """Forward, agreement on the loss, backward with the rows' update, dense update."""
         batch = step.batch
         self._dmp.train()
+        if not self._rehearsed:
+            self._rehearse(batch.dense.size(1))
         if self._spec.optimizer.name == "adam":
             self._torchrec.set_row_step(self._dmp, self._steps)
         with self._clock.step():
@@ -99,6 +104,24 @@ class HybridParallel(Parallel):
             self._dense.step()
         self._steps += 1
         return result
+
+    def _rehearse(self, dense_features: int) -> None:
+        """Let DDP order its gradient buckets before the first step counts.
+
+        It reorders them after two backwards, and from three ranks on a sum's last bits depend on
+        its place in the buffer: without this, a resumed run would differ in its first two steps.
+        No ids and a zero gradient: no row and no parameter changes.
+        """
+        names, device = self._spec.features, self._world.device
+        weights = torch.empty(0) if self._spec.weighted else None
+        offsets = torch.zeros(len(names) + 1, dtype=torch.int64)
+        ids = JaggedIds(names, torch.empty(0, dtype=torch.int64), offsets, weights)
+        for _ in range(2):
+            dense = torch.zeros(1, dense_features, device=device)
+            logits = self._dmp(dense, self._torchrec.jagged(ids, 1, device))
+            (logits * 0).sum().backward()
+        self.counters.reset()
+        self._rehearsed = True
 
     def _logits(self, batch: Batch) -> Tensor:
         """Logits `[b]` of this rank's slice, run at the size that all ranks share."""

@@ -182,6 +182,12 @@ def test_stop_and_resume_is_bitwise(two_ranks: list) -> None:
             np.testing.assert_array_equal(one, two)
 
 
+def test_gradient_buckets_keep_their_order_from_the_first_step_on(two_ranks: list) -> None:
+    orders = two_ranks[0]["buckets"]
+    assert len(orders[0]) == 4
+    assert orders == [orders[0]] * 4
+
+
 def _copy(hybrid: HybridParallel) -> dict:
     copies = {}
     for key, value in hybrid.state_dict().items():
@@ -234,6 +240,19 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_rates_act_at_once(two_ran
         assert seen == [((1,), False, True), True, ((1,), False, True), True, (True, True)]
 
 
+def _bucket_orders(world: World, rank: int, size: int) -> list:
+    hybrid = _hybrid(world, OPTIMIZERS[0], "table_wise")
+    orders, wrapped = [], hybrid._dmp._dmp_wrapped_module
+    step = Step(cases.rank_slice(cases.whole_batch(0, 8), rank, size))
+    names = {id(p): name for name, p in hybrid._model.named_parameters()}
+    for _ in range(4):
+        hybrid.train_step(step)
+        buckets = wrapped.reducer._get_zeros_like_grad_buckets()
+        orders.append([names[id(p)] for bucket in buckets for p in bucket.parameters()])
+    hybrid.close()
+    return orders
+
+
 def _bytes(world: World, rank: int, size: int) -> list:
     out = []
     for sharding in ("table_wise", "row_wise"):
@@ -260,6 +279,7 @@ def _two_ranks(rank: int, size: int, folder: str) -> dict:
         "resume": _save_and_go_on(world, rank, size, folder),
         "bad": _bad_loss_and_rates(world, rank, size),
         "bytes": _bytes(world, rank, size),
+        "buckets": _bucket_orders(world, rank, size),
     }
     close_world(world)
     return results
