@@ -188,7 +188,8 @@ def test_the_tail_of_a_log_starts_at_its_first_error(tmp_path):
     assert log_tail(path).splitlines()[-1] == "line 59"
 
 
-def test_runs_go_round_and_a_failing_mode_is_told(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("repeats", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_runs_go_round_and_a_failing_mode_is_told(repeats, tmp_path, monkeypatch, capsys):
     def command(ranks: int, arguments: list[str]) -> list[str]:
         assert ranks == 1
         return [sys.executable, STUB, *arguments]
@@ -196,17 +197,23 @@ def test_runs_go_round_and_a_failing_mode_is_told(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(entry, "train_command", command)
     monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
     monkeypatch.chdir(tmp_path)
-    words = ["modes=data,host", "world_size=1", "repeats=2", "out=o", "trainer.seed=11"]
+    words = ["modes=data,host", "world_size=1", f"repeats={repeats}", "out=o", "trainer.seed=11"]
     monkeypatch.setattr(sys, "argv", ["compare", *words])
     assert entry.main() == 1
     said = capsys.readouterr()
-    assert said.out.index("data-1: done") < said.out.index("host-1: failed")
-    assert said.out.index("host-1: failed") < said.out.index("data-2: done")
+    names = ["data", "host"] if repeats == 1 else ["data-1", "host-1", "data-2", "host-2"]
+    ends = [f"{name}: {'failed' if 'host' in name else 'done'} in" for name in names]
+    places = [said.out.index(end) for end in ends]
+    assert places == sorted(places)
     assert "| step ms, median" in said.out
-    assert "host-1 failed (exit code 1)" in said.err and "id 99 is beyond" in said.err
+    assert f"{names[1]} failed (exit code 1)" in said.err and "id 99 is beyond" in said.err
     assert "Hardware: " in (tmp_path / "o" / "table.md").read_text()
     made = {path.name for path in (tmp_path / "o").iterdir()}
-    assert made >= {"data-1", "data-1.log", "table.md", "table.csv", "results.jsonl", "plots.png"}
+    assert made == {
+        *("table.md", "table.csv", "results.jsonl", "plots.png"),
+        *names,
+        *(f"{name}.log" for name in names),
+    }
 
 
 def test_nothing_runs_when_every_mode_is_refused(tmp_path, monkeypatch, capsys):

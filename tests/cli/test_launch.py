@@ -37,7 +37,9 @@ def test_one_folder_and_one_configuration(tmp_path):
     assert done.stdout.count("run folder") == 1
 
 
-@pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job", "cache.rows=77"]])
+@pytest.mark.parametrize(
+    "flags", [pytest.param(["--help"], marks=pytest.mark.slow), ["--cfg", "job", "cache.rows=77"]]
+)
 def test_questions_are_answered_once_and_end(tmp_path, flags):
     done = train(flags, tmp_path, ranks=2, program=TRAIN)
     assert done.returncode == 0, done.stderr
@@ -50,8 +52,8 @@ def test_questions_are_answered_once_and_end(tmp_path, flags):
     ("arguments", "named"),
     [
         (["cache.row=5"], "cache.row"),
-        (["cache.ratio=7"], "cache.ratio=7"),
-        (["--multirun", "optim=sgd,adam"], "run.sweep_ranks=2"),
+        pytest.param(["cache.ratio=7"], "cache.ratio=7", marks=pytest.mark.slow),
+        pytest.param(["--multirun", "optim=sgd,adam"], "run.sweep_ranks=2", marks=pytest.mark.slow),
     ],
 )
 def test_a_wrong_command_line_ends_all_ranks_quickly(tmp_path, arguments, named):
@@ -87,7 +89,9 @@ def test_other_ends(tmp_path, seed, code, first):
     assert first is None or messages(done.stderr)[0] == first
 
 
-@pytest.mark.parametrize("arguments", [["run.dir=run"], ["cache.ratio=7"]])
+@pytest.mark.parametrize(
+    "arguments", [pytest.param(["run.dir=run"], marks=pytest.mark.slow), ["cache.ratio=7"]]
+)
 def test_ranks_without_torchruns_agent(tmp_path, arguments, free_port):
     """Rank 0 serves the store itself, and stays until the others have read from it."""
     ranks = []
