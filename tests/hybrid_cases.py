@@ -5,15 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from distcache.comm.world import World
 from distcache.data.batch import Batch, JaggedIds, slice_bounds
 from distcache.layout import TableSpec
 from distcache.parallel.base import OptimizerSpec
+from distcache.parallel.hybrid import HybridParallel
+from distcache.parallel.hybrid_spec import HybridSpec
 from distcache.store.initial import initial_rows
 
 FEATURES = ("d", "a", "c", "b")
 DENSE = 3
 SEED = 11
 RATES = (0.005, 0.005)
+OPTIMIZERS = [
+    OptimizerSpec("sgd"),
+    OptimizerSpec("adagrad", eps=1e-8, initial_accumulator=0.1),
+    OptimizerSpec("rowwise_adagrad", eps=1e-8, initial_accumulator=0.1),
+]
 
 
 def tables(pooling: str = "mean") -> tuple[TableSpec, ...]:
@@ -139,3 +147,46 @@ class Unsharded:
                     total += weight.grad.square().mean(1, keepdim=True)
                     weight -= RATES[1] * weight.grad / (total.sqrt() + self.optimizer.eps)
         return loss.item()
+
+
+def hybrid_of(
+    world: World, optimizer: OptimizerSpec, sharding: str, weighted: bool = False
+) -> HybridParallel:
+    """The toy model under `hybrid`."""
+    pooling = "sum" if weighted else "mean"
+    spec = HybridSpec(
+        tables=tables(pooling),
+        features=FEATURES,
+        optimizer=optimizer,
+        seed=SEED,
+        sharding=sharding,
+        weighted=weighted,
+    )
+    hybrid = HybridParallel(world, spec, Toy())
+    hybrid.set_lr(*RATES)
+    return hybrid
+
+
+def whole_tables(hybrid: HybridParallel) -> list:
+    """All tables on rank 0, as NumPy arrays, read ten rows at a time."""
+    hybrid.flush()
+    blocks = []
+    for index, table in enumerate(tables()):
+        parts = [
+            hybrid.table_block(index, low, min(low + 10, table.rows))
+            for low in range(0, table.rows, 10)
+        ]
+        blocks.append(None if parts[0] is None else torch.cat(parts).numpy())
+    return blocks
+
+
+def copy_state(hybrid: HybridParallel) -> dict:
+    """Copies of all local tensors of the state."""
+    copies = {}
+    for key, value in hybrid.state_dict().items():
+        shards = value.local_shards() if hasattr(value, "local_shards") else None
+        if shards is not None:
+            copies |= {f"{key}/{i}": s.tensor.clone() for i, s in enumerate(shards)}
+        else:
+            copies[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    return copies

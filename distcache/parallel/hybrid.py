@@ -69,8 +69,8 @@ class HybridParallel(Parallel):
         self._steps, self._rehearsed = 0, False
         self.counters = CollectiveCounters()
         self._clock = StepClock(world.device)
-        self._divided = self._torchrec.divide_gradients(False)
         self._dmp = self._torchrec.build(world, spec, model)
+        self._divided = self._torchrec.divide_gradients(False)
         self._weights = self._torchrec.weights(self._dmp, spec)
         self._row_states = self._torchrec.row_states(self._dmp, spec)
         self._dense = dense_optimizer(spec.optimizer, model.parameters())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import hybrid_cases as cases
 import numpy as np
 import pytest
@@ -13,47 +11,13 @@ from ranks import run_ranks
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.errors import ConfigError
-from distcache.layout import TableSpec
-from distcache.parallel.base import OptimizerSpec, Step
+from distcache.parallel.base import Step
 from distcache.parallel.hybrid import HybridParallel
-from distcache.parallel.hybrid_spec import HybridSpec, check_spec, load_torchrec
+from distcache.parallel.hybrid_spec import load_torchrec
 
 SIZES = [8, 7, 1, 5, 2, 3] + [8] * 14
-OPTIMIZERS = [
-    OptimizerSpec("sgd"),
-    OptimizerSpec("adagrad", eps=1e-8, initial_accumulator=0.1),
-    OptimizerSpec("rowwise_adagrad", eps=1e-8, initial_accumulator=0.1),
-]
+OPTIMIZERS = cases.OPTIMIZERS
 SHARDINGS = ["auto", "table_wise", "row_wise", "column_wise"]
-
-
-def _hybrid(
-    world: World, optimizer: OptimizerSpec, sharding: str, weighted: bool = False
-) -> HybridParallel:
-    pooling = "sum" if weighted else "mean"
-    spec = HybridSpec(
-        tables=cases.tables(pooling),
-        features=cases.FEATURES,
-        optimizer=optimizer,
-        seed=cases.SEED,
-        sharding=sharding,
-        weighted=weighted,
-    )
-    hybrid = HybridParallel(world, spec, cases.Toy())
-    hybrid.set_lr(*cases.RATES)
-    return hybrid
-
-
-def _whole_tables(hybrid: HybridParallel) -> list:
-    hybrid.flush()
-    blocks = []
-    for index, table in enumerate(cases.tables()):
-        parts = [
-            hybrid.table_block(index, low, min(low + 10, table.rows))
-            for low in range(0, table.rows, 10)
-        ]
-        blocks.append(None if parts[0] is None else torch.cat(parts).numpy())
-    return blocks
 
 
 def _train(hybrid: HybridParallel, rank: int, size: int, weighted: bool = False) -> list[float]:
@@ -74,8 +38,8 @@ def _grid(rank: int, size: int, settings: list) -> list:
 def _train_all(world: World, rank: int, size: int, settings: list) -> list:
     out = []
     for optimizer, sharding, weighted in settings:
-        hybrid = _hybrid(world, optimizer, sharding, weighted)
-        before = _whole_tables(hybrid)
+        hybrid = cases.hybrid_of(world, optimizer, sharding, weighted)
+        before = cases.whole_tables(hybrid)
         losses = _train(hybrid, rank, size, weighted)
         last = cases.rank_slice(cases.whole_batch(99, 5, weighted), rank, size)
         logits = hybrid.eval_step(Step(last)).numpy()
@@ -84,7 +48,7 @@ def _train_all(world: World, rank: int, size: int, settings: list) -> list:
             name: [shard.shard_sizes for shard in value.metadata().shards_metadata]
             for name, value in hybrid._weights.items()
         }
-        out.append((losses, before, _whole_tables(hybrid), dense, logits, split))
+        out.append((losses, before, cases.whole_tables(hybrid), dense, logits, split))
         hybrid.close()
     return out
 
@@ -157,20 +121,20 @@ def _save_and_go_on(world: World, rank: int, size: int, folder: str) -> list:
         path = f"{folder}/{optimizer.name}-{sharding}"
         whole = [cases.whole_batch(i, b) for i, b in enumerate(SIZES[:10])]
         steps = [Step(cases.rank_slice(batch, rank, size)) for batch in whole]
-        straight = _hybrid(world, optimizer, sharding)
+        straight = cases.hybrid_of(world, optimizer, sharding)
         losses = [straight.train_step(step).loss for step in steps[:5]]
         dcp.save(straight.state_dict(), checkpoint_id=path)
         straight.eval_step(steps[0])
         losses += [straight.train_step(step).loss for step in steps[5:]]
-        expected = _whole_tables(straight)
+        expected = cases.whole_tables(straight)
         straight.close()
-        resumed = _hybrid(world, optimizer, sharding)
+        resumed = cases.hybrid_of(world, optimizer, sharding)
         state = resumed.state_dict()
         dcp.load(state, checkpoint_id=path)
         resumed.load_state_dict(state)
         assert resumed.state_dict()["counters.steps"] == 5
         again = [resumed.train_step(step).loss for step in steps[5:]]
-        out.append((losses[5:], again, expected, _whole_tables(resumed)))
+        out.append((losses[5:], again, expected, cases.whole_tables(resumed)))
         resumed.close()
     return out
 
@@ -188,19 +152,8 @@ def test_gradient_buckets_keep_their_order_from_the_first_step_on(two_ranks: lis
     assert orders == [orders[0]] * 4
 
 
-def _copy(hybrid: HybridParallel) -> dict:
-    copies = {}
-    for key, value in hybrid.state_dict().items():
-        shards = value.local_shards() if hasattr(value, "local_shards") else None
-        if shards is not None:
-            copies |= {f"{key}/{i}": s.tensor.clone() for i, s in enumerate(shards)}
-        else:
-            copies[key] = value.clone() if isinstance(value, torch.Tensor) else value
-    return copies
-
-
 def _bad_loss_and_rates(world: World, rank: int, size: int) -> list:
-    hybrid = _hybrid(world, OPTIMIZERS[1], "row_wise")
+    hybrid = cases.hybrid_of(world, OPTIMIZERS[1], "row_wise")
     good = Step(cases.rank_slice(cases.whole_batch(0, 8), rank, size))
     poisoned = Step(cases.rank_slice(cases.whole_batch(1, 8), rank, size))
     if rank == 1:
@@ -208,9 +161,9 @@ def _bad_loss_and_rates(world: World, rank: int, size: int) -> list:
         poisoned.batch.dense[1, 0] = float("-inf")
     out = []
     for _ in range(2):  # before and after the first applied step
-        before = _copy(hybrid)
+        before = cases.copy_state(hybrid)
         result = hybrid.train_step(poisoned)
-        after = _copy(hybrid)
+        after = cases.copy_state(hybrid)
         same = all(
             torch.equal(value, after[key]) if isinstance(value, torch.Tensor) else True
             for key, value in before.items()
@@ -220,9 +173,9 @@ def _bad_loss_and_rates(world: World, rank: int, size: int) -> list:
         )
         out.append(hybrid.train_step(good, stop=rank == 1).stop)
     hybrid.set_lr(0.0, 0.0)
-    before = _copy(hybrid)
+    before = cases.copy_state(hybrid)
     hybrid.train_step(good)
-    after = _copy(hybrid)
+    after = cases.copy_state(hybrid)
     frozen = all(
         torch.equal(before[key], after[key])
         for key in before
@@ -241,7 +194,7 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_rates_act_at_once(two_ran
 
 
 def _bucket_orders(world: World, rank: int, size: int) -> list:
-    hybrid = _hybrid(world, OPTIMIZERS[0], "table_wise")
+    hybrid = cases.hybrid_of(world, OPTIMIZERS[0], "table_wise")
     orders, wrapped = [], hybrid._dmp._dmp_wrapped_module
     step = Step(cases.rank_slice(cases.whole_batch(0, 8), rank, size))
     names = {id(p): name for name, p in hybrid._model.named_parameters()}
@@ -253,10 +206,34 @@ def _bucket_orders(world: World, rank: int, size: int) -> list:
     return orders
 
 
+def _planner_fails(world: World, rank: int, size: int) -> str:
+    from distcache.parallel import hybrid_sharding
+
+    def fails(*_: object) -> None:
+        raise MemoryError("not enough HBM")
+
+    planned = hybrid_sharding._planned
+    hybrid_sharding._planned = fails if rank == 0 else planned
+    try:
+        cases.hybrid_of(world, OPTIMIZERS[0], "auto")
+    except ConfigError as error:
+        return str(error)
+    finally:
+        hybrid_sharding._planned = planned
+    return "no error"
+
+
+def test_a_planner_that_fails_on_rank_0_is_heard_on_all(two_ranks: list) -> None:
+    for results in two_ranks:
+        assert (
+            "parallel.sharding=row_wise. It says: MemoryError: not enough HBM" in results["fails"]
+        )
+
+
 def _bytes(world: World, rank: int, size: int) -> list:
     out = []
     for sharding in ("table_wise", "row_wise"):
-        hybrid = _hybrid(world, OPTIMIZERS[1], sharding)
+        hybrid = cases.hybrid_of(world, OPTIMIZERS[1], sharding)
         assert load_torchrec().comm_ops.get_gradient_division() is False
         for index in range(2):
             batch = cases.whole_batch(index, 8)
@@ -275,6 +252,7 @@ def _bytes(world: World, rank: int, size: int) -> list:
 def _two_ranks(rank: int, size: int, folder: str) -> dict:
     world = open_world("cpu", "gloo", 60)
     results = {
+        "fails": _planner_fails(world, rank, size),
         "grid": _train_all(world, rank, size, SAMPLE),
         "resume": _save_and_go_on(world, rank, size, folder),
         "bad": _bad_loss_and_rates(world, rank, size),
@@ -321,57 +299,3 @@ def test_bytes_of_known_steps(two_ranks: list) -> None:
         assert counted["collective_bytes"] == steps * 2 * whole // 2
         assert counted["dense_collective_bytes"] == steps * dense
         assert summary["collective_bytes"] == counted["collective_bytes"]
-
-
-def test_row_wise_and_column_wise_fall_back_where_a_table_cannot_be_split() -> None:
-    torchrec = load_torchrec()
-    assert [torchrec.splits_rows(rows, 4) for rows in (3, 4, 5, 6, 7, 8)] == [
-        False,
-        True,
-        False,
-        False,
-        True,
-        True,
-    ]
-    assert [torchrec.column_shards(dim, 4) for dim in (4, 8, 12, 16, 20, 64)] == [1, 2, 3, 4, 1, 4]
-
-
-def _world(device: str = "cpu", backend: str = "gloo", size: int = 2) -> World:
-    fields = dict.fromkeys(("device_group", "host_group", "planning_group", "store"))
-    place = torch.device(device)
-    return World(0, size, 0, size, device=place, backend=backend, timeout_s=1.0, **fields)
-
-
-@pytest.mark.parametrize(
-    ("change", "world", "words"),
-    [
-        ({"dtype": torch.float64}, {}, "trainer.dtype=float32"),
-        ({"optimizer": OptimizerSpec("adam")}, {}, "optim=adam"),
-        ({"sharding": "grid"}, {}, "parallel.sharding='grid'"),
-        ({"tables": (TableSpec("t", 9, 6, ("a",)),), "features": ("a",)}, {}, "embedding_dim=8"),
-        ({"weighted": True}, {}, "weights need 'sum'"),
-        ({"features": ("a", "b")}, {}, r"read features \['a', 'b', 'c', 'd'\]"),
-        ({"tables": (*cases.tables(), TableSpec("t", 9, 8, ("a",)))}, {}, "several tables"),
-        ({}, {"device": "cuda"}, "trainer.backend=nccl"),
-    ],
-)
-def test_refuses_with_the_way_out(change: dict, world: dict, words: str) -> None:
-    spec = HybridSpec(cases.tables(), cases.FEATURES, OptimizerSpec("sgd"), seed=0)
-    check_spec(spec, _world())
-    with pytest.raises(ConfigError, match=words):
-        check_spec(dataclasses.replace(spec, **change), _world(**world))
-
-
-def test_a_missing_or_broken_library_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(ConfigError, match="needs torchrec and fbgemm_gpu, not installed"):
-            load_torchrec()
-
-    def broken(name: str) -> None:
-        raise OSError("undefined symbol: _ZN3c10")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("importlib.import_module", broken)
-        with pytest.raises(ConfigError, match=r"does not load under torch .* undefined symbol"):
-            load_torchrec()
