@@ -22,11 +22,11 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from distcache.checkpoint_blocks import BlockSavePlanner, CompleteLoadPlanner
 from distcache.comm.first import on_first
 from distcache.comm.world import World
 from distcache.errors import ConfigError, DistcacheError
 from distcache.parallel.base import Parallel
+from distcache.run.blocks import BlockSavePlanner, CompleteLoadPlanner
 
 logger = logging.getLogger(__name__)
 

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from distcache.cli.compare_runs import ModeRun, read_run
+from distcache.cli.compare_table import markdown, write_files
+from distcache.cli.compose import checked_config, compose_overrides, override
+from distcache.cli.logs import set_up_logging
+from distcache.cli.processes import run_job, train_command
 from distcache.comm.rendezvous import Place
-from distcache.compare_runs import ModeRun, read_run
-from distcache.compare_table import markdown, write_files
-from distcache.compose import checked_config, compose_overrides, override
 from distcache.config_values import CHOICES, one_of
 from distcache.errors import ConfigError, DistcacheError
-from distcache.logs import set_up_logging
-from distcache.processes import run_job, train_command
 
 log = logging.getLogger("distcache.compare")
 

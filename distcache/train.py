@@ -18,14 +18,14 @@ from pathlib import Path
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
+from distcache.cli.compose import Composed, checked_config, compose_command_line, to_config
+from distcache.cli.environment import write_environment
+from distcache.cli.logs import set_up_logging
 from distcache.comm.failure import cause_of, describe
 from distcache.comm.rendezvous import Place, find_place, open_store, publish, receive
 from distcache.comm.world import World, close_world, open_world
-from distcache.compose import Composed, checked_config, compose_command_line, to_config
 from distcache.config import Config
-from distcache.environment import write_environment
 from distcache.errors import ConfigError, DistcacheError
-from distcache.logs import set_up_logging
 
 log = logging.getLogger("distcache.train")
 

@@ -9,21 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from distcache import build, checkpoint
+from distcache import checkpoint
 from distcache.checkpoint import RunIdentity, TrainerState
 from distcache.comm.first import on_first
 from distcache.comm.world import World
 from distcache.config import Config
 from distcache.data.batch import BatchSource
-from distcache.digest import state_digest, wants_state_digest
 from distcache.errors import NonFiniteLossError
 from distcache.layout import TableSpec
-from distcache.loop import Loop, Outcome
 from distcache.metrics.progress import Progress
 from distcache.metrics.record import SUMMARY_KEYS, plain, write_json
 from distcache.parallel.base import Parallel
-from distcache.schedule import Schedule, check_batches, make_schedule
-from distcache.stop import StopRequest
+from distcache.run import build
+from distcache.run.digest import state_digest, wants_state_digest
+from distcache.run.loop import Loop, Outcome
+from distcache.run.schedule import Schedule, check_batches, make_schedule
+from distcache.run.stop import StopRequest
 
 logger = logging.getLogger(__name__)
 

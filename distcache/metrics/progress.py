@@ -11,7 +11,7 @@ from distcache.evaluate import EvalResult
 from distcache.metrics.record import MetricsFile
 from distcache.metrics.timing import StepTimes
 from distcache.parallel.base import Parallel, StepResult
-from distcache.schedule import Schedule
+from distcache.run.schedule import Schedule
 
 logger = logging.getLogger("distcache.trainer")
 

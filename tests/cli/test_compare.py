@@ -15,8 +15,7 @@ from fabricated import summary, write_run
 from launching import CHECKOUT, STUB, environment
 
 from distcache import compare as entry
-from distcache.compare import Request, parse, prepare
-from distcache.compare_runs import (
+from distcache.cli.compare_runs import (
     Spread,
     is_noise,
     largest_loss_difference,
@@ -24,7 +23,8 @@ from distcache.compare_runs import (
     read_run,
     spread,
 )
-from distcache.compare_table import markdown, write_files
+from distcache.cli.compare_table import markdown, write_files
+from distcache.compare import Request, parse, prepare
 from distcache.errors import ConfigError
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from distcache import environment
-from distcache.environment import commit, describe_environment, write_environment
-from distcache.logs import set_up_logging
+from distcache.cli import environment
+from distcache.cli.environment import commit, describe_environment, write_environment
+from distcache.cli.logs import set_up_logging
 
 
 def test_hardware_versions_and_command(tmp_path):

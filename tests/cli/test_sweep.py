@@ -7,10 +7,10 @@ import sys
 import pytest
 from launching import CHECKOUT, STUB
 
-from distcache import compose
 from distcache import train as entry
+from distcache.cli import compose
+from distcache.cli.compose import asks_for_sweep, compose_command_line
 from distcache.comm.rendezvous import Place
-from distcache.compose import asks_for_sweep, compose_command_line
 from distcache.errors import ConfigError
 
 

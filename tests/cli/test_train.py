@@ -16,8 +16,8 @@ import pytest
 from launching import STUB, environment, train
 
 from distcache import train as entry
+from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.rendezvous import Place
-from distcache.compose import compose_overrides, to_config
 from distcache.errors import ConfigError, DataError
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from distcache.cli.compose import checked_config, compose_overrides, to_config
 from distcache.comm.rendezvous import Place
-from distcache.compose import checked_config, compose_overrides, to_config
 from distcache.config import Config
 from distcache.errors import ConfigError
 from distcache.paths import conf_dir

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from distcache import config_check
-from distcache.compose import compose_overrides, to_config
+from distcache.cli.compose import compose_overrides, to_config
 from distcache.config_check import check
 from distcache.errors import ConfigError
 

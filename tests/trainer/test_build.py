@@ -6,10 +6,10 @@ import pytest
 import torch
 from toy_parallel import toy_config
 
-from distcache import build
 from distcache.errors import ConfigError, DataError
 from distcache.parallel.base import OptimizerSpec
-from distcache.schedule import check_batches, make_schedule
+from distcache.run import build
+from distcache.run.schedule import check_batches, make_schedule
 
 
 def test_synthetic_data_tables_and_dense_model_fit_together():

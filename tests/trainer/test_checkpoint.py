@@ -17,9 +17,9 @@ from toy_parallel import TABLES, ToyParallel
 
 from distcache import checkpoint
 from distcache.checkpoint import RunIdentity, TrainerState
-from distcache.checkpoint_blocks import BlockSavePlanner
 from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError, DistcacheError
+from distcache.run.blocks import BlockSavePlanner
 
 IDENTITY = RunIdentity(
     mode="data",

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from distcache.compare_plots import plot
-from distcache.compare_runs import (
+from distcache.cli.compare_plots import plot
+from distcache.cli.compare_runs import (
     ModeRun,
     Spread,
     is_noise,

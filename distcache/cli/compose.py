@@ -20,12 +20,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from distcache.cli.processes import run_job, train_command
 from distcache.comm.rendezvous import Place
 from distcache.config import Config
 from distcache.config_check import check
 from distcache.errors import ConfigError
 from distcache.paths import conf_dir
-from distcache.processes import run_job, train_command
 
 log = logging.getLogger(__name__)
 

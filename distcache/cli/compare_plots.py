@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from distcache.compare_runs import ModeRun, spread
+from distcache.cli.compare_runs import ModeRun, spread
 
 log = logging.getLogger(__name__)
 

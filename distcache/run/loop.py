@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from distcache.checkpoint import TrainerState
 from distcache.comm.world import World
 from distcache.data.batch import Batch
-from distcache.digest import chain_loss
 from distcache.errors import PlanError
 from distcache.evaluate import EvalResult, Evaluation
 from distcache.metrics.progress import Progress
 from distcache.metrics.timing import StepTimes
 from distcache.parallel.base import Parallel, Step, StepResult
-from distcache.schedule import Schedule
-from distcache.stop import StopRequest
+from distcache.run.digest import chain_loss
+from distcache.run.schedule import Schedule
+from distcache.run.stop import StopRequest
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""What the entry points share: composing the configuration, processes, logs, tables, plots."""
