@@ -20,31 +20,11 @@ from distcache.comm.counters import CollectiveCounters, count_collectives, summi
 from distcache.comm.world import World
 from distcache.data.batch import Batch, JaggedIds
 from distcache.errors import DataError
-from distcache.parallel.base import OptimizerSpec, Parallel, Step, StepResult
+from distcache.optim.dense import dense_optimizer
+from distcache.optim.dense_state import state_tensors
+from distcache.parallel.base import Parallel, Step, StepResult
 from distcache.parallel.hybrid_meter import StepClock, nbytes_by_part
 from distcache.parallel.hybrid_spec import HybridSpec, check_spec, load_torchrec
-
-
-def dense_optimizer(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> Any:
-    """The dense part's optimizer, its state made now, so that a checkpoint can be read into it.
-
-    The rows' own, but Adagrad for `rowwise_adagrad`. The learning rate starts at 0.
-    """
-    parameters = list(parameters)
-    if spec.name == "sgd":
-        return torch.optim.SGD(parameters, lr=0.0)
-    if spec.name != "adam":
-        return torch.optim.Adagrad(
-            parameters, lr=0.0, eps=spec.eps, initial_accumulator_value=spec.initial_accumulator
-        )
-    adam = torch.optim.Adam(parameters, lr=0.0, betas=spec.betas, eps=spec.eps)
-    for parameter in parameters:
-        adam.state[parameter] = {
-            "step": torch.tensor(0.0),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    return adam
 
 
 class HybridParallel(Parallel):
@@ -73,7 +53,10 @@ class HybridParallel(Parallel):
         self._divided = self._torchrec.divide_gradients(False)
         self._weights = self._torchrec.weights(self._dmp, spec)
         self._row_states = self._torchrec.row_states(self._dmp, spec)
-        self._dense = dense_optimizer(spec.optimizer, model.parameters())
+        rows = spec.optimizer
+        self._dense = dense_optimizer(
+            model.parameters(), rows.name, 0.0, rows.eps, rows.betas, rows.initial_accumulator
+        )
         self._dmp._dmp_wrapped_module.register_comm_hook(
             world.device_group, summing_hook(self.counters)
         )
@@ -184,9 +167,9 @@ class HybridParallel(Parallel):
                 state[f"tables.{name}.{key}"] = value
         for name, parameter in self._model.named_parameters():
             state[f"dense.{name}"] = parameter.detach()
-            for key, value in self._dense.state[parameter].items():
-                if isinstance(value, Tensor):
-                    state[f"dense_optim.{name}.{key}"] = value
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        for name, value in state_tensors(self._dense, names).items():
+            state[f"dense_optim.{name}"] = value
         return state
 
     @torch.no_grad()
