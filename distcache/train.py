@@ -14,6 +14,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 from omegaconf import OmegaConf
@@ -160,5 +161,18 @@ def exit_code(stop: SystemExit) -> int:
     return stop.code if isinstance(stop.code, int) else 1
 
 
+def leave(code: int) -> NoReturn:
+    """End the process with `code` once everything is written, without the interpreter's teardown.
+
+    The work and the process groups have ended by then; destructors of torch's communication
+    threads that run at teardown abort the process now and then, which would turn a finished run
+    into a failed one.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
