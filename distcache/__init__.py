@@ -1,0 +1,44 @@
+"""Exact data-parallel training of recommendation models over cached embedding rows.
+
+The library's names are imported when they are first used, for they bring TorchRec along.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distcache import optim
+    from distcache.embedding import (
+        CachedEmbeddingBagCollection,
+        RowOptimizer,
+        clip_grad_norm_,
+        lookahead,
+    )
+
+__all__ = [
+    "CachedEmbeddingBagCollection",
+    "RowOptimizer",
+    "clip_grad_norm_",
+    "lookahead",
+    "optim",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'distcache' has no attribute {name!r}")
+    if name == "optim":
+        return importlib.import_module("distcache.optim")
+    try:
+        return getattr(importlib.import_module("distcache.embedding"), name)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"distcache.{name} needs {error.name}, which is not installed: see launch/setup.sh for "
+            "the torchrec and fbgemm that fit your torch"
+        ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -147,6 +147,11 @@ class DeviceCache:
         """Mark `slots` as written back; they keep their rows."""
         self.dirty[self._held(slots, "clean")] = False
 
+    def forget(self) -> None:
+        """Free every slot, whatever it holds, without a write-back."""
+        self.slot_row.fill(FREE)
+        self.dirty.fill(False)
+
     def ensure(self, slots: int) -> None:
         """Have at least `slots` slots; what the present ones hold is kept.
 

@@ -27,8 +27,9 @@ def together(world: World, work: Callable[[], T]) -> list[T]:
         value = work()
     except Exception as error:
         caught = error
-    outcomes: list[Any] = [None] * world.size
-    dist.all_gather_object(outcomes, (value, _portable(caught)), group=world.host_group)
+    outcomes: list[Any] = [(value, None)] * world.size
+    if world.size > 1:
+        dist.all_gather_object(outcomes, (value, _portable(caught)), group=world.host_group)
     if caught is not None:
         raise caught
     for rank, (_, failure) in enumerate(outcomes):

@@ -30,10 +30,15 @@ class Link:
     """
 
     def __init__(
-        self, world: World, group: dist.ProcessGroup, counters: CollectiveCounters, name: str
+        self,
+        world: World,
+        group: dist.ProcessGroup | None,
+        counters: CollectiveCounters,
+        name: str,
     ) -> None:
         self.world, self.group, self.counters, self.name = world, group, counters, name
-        self._staged = world.device.type == "cuda" and dist.get_backend(group) == "gloo"
+        on_gpu = world.size > 1 and world.device.type == "cuda"
+        self._staged = on_gpu and dist.get_backend(group) == "gloo"
 
     def all_to_all(
         self,

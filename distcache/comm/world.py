@@ -19,6 +19,7 @@ class World:
     `device_group`: rows, gradients and control, in program order, from the main thread only.
     `host_group`: gloo, small CPU tensors and objects, from the main thread only.
     `planning_group`: gloo, used by the planner's background thread only.
+    A world of one rank may have none (None): it never communicates.
     """
 
     rank: int
@@ -28,9 +29,9 @@ class World:
     device: torch.device
     backend: str
     timeout_s: float
-    device_group: dist.ProcessGroup
-    host_group: dist.ProcessGroup
-    planning_group: dist.ProcessGroup
+    device_group: dist.ProcessGroup | None
+    host_group: dist.ProcessGroup | None
+    planning_group: dist.ProcessGroup | None
     store: dist.Store
 
     @property

@@ -31,6 +31,7 @@ from distcache.optim.dense_state import load_state, state_tensors
 from distcache.optim.rows import row_update
 from distcache.parallel.base import OptimizerSpec, Parallel, Step, StepResult
 from distcache.parallel.statistics import StepStatistics
+from distcache.pipeline.build import home_planners, join_rows, make_caches, make_stores
 from distcache.pipeline.groups import TableGroup, join_pooled, make_groups
 from distcache.pipeline.lookup import DeviceBags, PooledLookup
 from distcache.pipeline.planning import (
@@ -41,9 +42,9 @@ from distcache.pipeline.planning import (
 )
 from distcache.pipeline.rows import GroupRows
 from distcache.pipeline.schedule import InFlight, SerialSchedule, Stage, StageClock
-from distcache.planner.home import HomePlanner, PassThroughPlanner, Planner, ResidentPlanner
+from distcache.planner.home import PassThroughPlanner, Planner, ResidentPlanner
 from distcache.store.initial import block_rows, initial_rows
-from distcache.store.rows import create_stores
+from distcache.store.rows import RowStore
 
 _STOP_S = 60.0
 """Longest wait for the planner's last exchange after an orderly stop."""
@@ -119,31 +120,20 @@ class CachedParallel(Parallel):
 
     def _make_rows(self) -> list[GroupRows]:
         """Stores (one per node, initialised by its ranks) and device slots of every group."""
-        settings, world = self.settings, self.world
-        widths = [self.update.state_width(group.dim) for group in self.groups]
-        layouts = [group.layout for group in self.groups]
-        stores: list = [None] * len(layouts)
-        if settings.mode != "resident":
-            stores = create_stores(layouts, widths, settings.dtype, world)
-        rows = []
-        for index, group in enumerate(self.groups):
-            slots = {"resident": group.layout.rows, "host": world.size}.get(settings.mode)
-            slots = settings.slots[index] if slots is None else slots
-            width = widths[index]
-
-            def make(slots: int = slots, group: TableGroup = group, width: int = width):
-                return DeviceCache(slots, group.dim, width, settings.dtype, world.device)
-
-            made: list[DeviceCache] = []
-            together(world, lambda make=make, made=made: made.append(make()))
-            store = stores[index]
-            initial = self.update.initial_state(group.dim)
-            if store is not None:
-                store.initialise(settings.seed, group.tables, initial)
-            else:
-                self._initialise_resident(group, made[0], initial)
-            rows.append(GroupRows(group, made[0], store, self.update, self.link))
-        return rows
+        settings, world, groups = self.settings, self.world, self.groups
+        stores: Sequence[RowStore | None] = [None] * len(groups)
+        slots = settings.slots
+        if settings.mode == "resident":
+            slots = [group.layout.rows for group in groups]
+        else:
+            stores = make_stores(world, groups, self.update, settings.dtype, settings.seed)
+        if settings.mode == "host":
+            slots = [world.size] * len(groups)
+        caches = make_caches(world, groups, slots, self.update, settings.dtype)
+        if settings.mode == "resident":
+            for group, cache in zip(groups, caches, strict=True):
+                self._initialise_resident(group, cache, self.update.initial_state(group.dim))
+        return join_rows(groups, caches, stores, self.update, self.link)
 
     def _initialise_resident(self, group: TableGroup, cache: DeviceCache, initial: float) -> None:
         """Every row in the slot of its own number, from the bits that a store would have."""
@@ -160,16 +150,14 @@ class CachedParallel(Parallel):
 
     def _make_planner(self) -> StreamPlanner:
         settings, rank = self.settings, self.world.rank
-        planners: list[Planner] = []
-        for group, rows in zip(self.groups, self.rows, strict=True):
-            if settings.mode == "resident":
-                planners.append(ResidentPlanner(group.layout, rank))
-            elif settings.mode == "host":
-                planners.append(PassThroughPlanner(group.layout, rank))
-            else:
-                own = rows.cache.slots // self.world.size
-                window = settings.policy == "lookahead"
-                planners.append(HomePlanner(group.layout, rank, own, settings.prefetch, window))
+        layouts = [group.layout for group in self.groups]
+        planners: Sequence[Planner]
+        if settings.mode == "resident":
+            planners = [ResidentPlanner(layout, rank) for layout in layouts]
+        elif settings.mode == "host":
+            planners = [PassThroughPlanner(layout, rank) for layout in layouts]
+        else:
+            planners = home_planners(self.rows, rank, settings.prefetch, settings.policy)
         grows = settings.mode == "host"
         link = Link(self.world, self.world.planning_group, self.counters, "the planning group")
         return StreamPlanner(

@@ -1,0 +1,325 @@
+"""The cached tables behind a collection: stores, caches, planner, and the one step that is open."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from distcache.cache.size import cache_slots
+from distcache.comm.agree import together
+from distcache.comm.counters import CollectiveCounters
+from distcache.comm.failure import record_failure
+from distcache.comm.link import Link
+from distcache.comm.world import World
+from distcache.coordinator import reduce_rows
+from distcache.data.batch import Batch, JaggedIds
+from distcache.data.check import check_ids
+from distcache.embedding.ids import ReadIds
+from distcache.embedding.micro import join_ids
+from distcache.embedding.open_step import OpenStep
+from distcache.errors import ConfigError, DistcacheError, PlanError
+from distcache.layout import TableSpec
+from distcache.optim.rows import RowUpdate
+from distcache.pipeline.build import home_planners, join_rows, make_caches, make_stores, own_slots
+from distcache.pipeline.groups import make_groups
+from distcache.pipeline.planning import PlannedStep, PlanningSettings, StreamPlanner
+from distcache.pipeline.rows import GroupRows
+
+if TYPE_CHECKING:
+    from distcache.embedding.stream import Lookahead
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """How the rows of a collection are cached and summed; see `CachedEmbeddingBagCollection`."""
+
+    rows: int | None = None
+    ratio: float | None = None
+    bytes: int | None = None
+    lookahead: int = 8
+    prefetch: int = 1
+    policy: str = "lookahead"
+    reduction: str = "ordered"
+    gradient_reduction: str = "mean"
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    on_bad_id: str = "error"
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("policy", ("lookahead", "lru")),
+            ("reduction", ("ordered", "native")),
+            ("gradient_reduction", ("mean", "sum")),
+            ("on_bad_id", ("error", "hash")),
+            ("dtype", (torch.float32, torch.float64)),
+        ):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"{name}={value!r} is not {known[0]!r} or {known[1]!r}")
+        for name in ("lookahead", "prefetch"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least 0")
+
+
+class CachedTables:
+    """Tables of one collection as rows in slots over the node's store.
+
+    Called by all ranks of `world` in the same order, but for what says otherwise. One step at a
+    time is open: `current`, the last whose rows were moved.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        tables: Sequence[TableSpec],
+        lookups: Sequence[int],
+        update: RowUpdate,
+        settings: CacheSettings,
+    ) -> None:
+        """`lookups`: the table of each lookup, in order."""
+        self.world, self.tables, self.update = world, list(tables), update
+        self.settings, self._lookups = settings, [self.tables[table] for table in lookups]
+        self.fingerprint = zlib.crc32(repr((tables, lookups, update, settings)).encode())
+        self._agree()
+        names = [feature for table in tables for feature in table.features]
+        self.groups = make_groups(tables, names, world.size)
+        self.counters = CollectiveCounters()
+        self.link = Link(world, world.device_group, self.counters, "the device group")
+        with library_words():
+            self.rows = self._make_rows()
+        self.planner = self._make_planner()
+        self.current: OpenStep | None = None
+        self.steps = 0
+        """Optimizer steps applied so far."""
+        self.closed = False
+        self._moved = -1
+        self._ahead = False
+        self._streams: list[weakref.ref[Lookahead]] = []
+        self.show_leaves: Callable[[list[Tensor]], None] = lambda leaves: None
+        """Called with the leaves of the current step, or [] when it has none any more."""
+
+    def _agree(self) -> None:
+        """All ranks make the same collection."""
+        seen = together(self.world, lambda: self.fingerprint)
+        others = [rank for rank, number in enumerate(seen) if number != seen[0]]
+        if others:
+            raise ConfigError(
+                f"ranks {others} make another CachedEmbeddingBagCollection than rank 0: tables, "
+                "optimizer and settings must be the same on all ranks"
+            )
+
+    def _make_rows(self) -> list[GroupRows]:
+        settings, update, dtype = self.settings, self.update, self.settings.dtype
+        slots = cache_slots(
+            settings.rows,
+            settings.ratio,
+            settings.bytes,
+            [(g.layout.rows, g.dim, update.state_width(g.dim)) for g in self.groups],
+            dtype.itemsize,
+            self.world.size,
+        )
+        stores = make_stores(self.world, self.groups, update, dtype, settings.seed)
+        caches = make_caches(self.world, self.groups, slots, update, dtype)
+        return join_rows(self.groups, caches, stores, update, self.link)
+
+    def _make_planner(self) -> StreamPlanner:
+        settings, world = self.settings, self.world
+        link = Link(world, world.planning_group, self.counters, "the planning group")
+        return StreamPlanner(
+            link,
+            self.groups,
+            home_planners(self.rows, world.rank, settings.prefetch, settings.policy),
+            [rows.cache.slots for rows in self.rows],
+            PlanningSettings(
+                lookahead=settings.lookahead,
+                prefetch=settings.prefetch,
+                dtype=settings.dtype,
+                fingerprint=self.fingerprint,
+                prepare=self._checked,
+            ),
+        )
+
+    def _checked(self, batch: Batch) -> Batch:
+        """`batch` with every id inside its table; DataError names the one that is not."""
+        rows, names = zip(*((table.rows, table.name) for table in self._lookups), strict=True)
+        ids = check_ids(batch.ids, rows, names, on_bad_id=self.settings.on_bad_id)
+        return replace(batch, ids=ids)
+
+    # --- plans ------------------------------------------------------------------------------
+
+    @property
+    def streams(self) -> list[Lookahead]:
+        """The look-aheads that are alive and have not ended, the latest first."""
+        alive = [stream for ref in reversed(self._streams) if (stream := ref()) is not None]
+        return [stream for stream in alive if not stream.ended]
+
+    def start_stream(self, stream: Lookahead) -> None:
+        """`stream` is about to plan ahead: the others halt, planning goes on from the device."""
+        self.require_open()
+        self.halt()
+        self._streams = [weakref.ref(other) for other in (*reversed(self.streams),)]
+        if stream not in self.streams:
+            self._streams.append(weakref.ref(stream))
+        self._settle()
+        self._ahead = True
+
+    def plan_inline(self, read: ReadIds, kind: str) -> PlannedStep:
+        """Plan one batch now (L = 0), with running look-aheads halted before; to be opened next."""
+        self.halt()
+        self._settle()
+        try:
+            with library_words():
+                batch = as_batch([read], 0, kind)
+                return next(self.planner.planned([batch], lambda: False, ahead=False))
+        except BaseException:
+            self._ahead = True
+            raise
+
+    def halt(self) -> None:
+        """Stop every look-ahead's planner; its plans that have not moved are made again later."""
+        for stream in self.streams:
+            stream.halt()
+
+    def _settle(self) -> None:
+        """Planning goes on from what the device holds, without plans that did not move; local."""
+        if self._ahead:
+            rank = self.world.rank
+            held = [rows.held_rows(own_slots(rows, rank)) for rows in self.rows]
+            self.planner.restore(self._moved, held)
+        self._ahead = False
+
+    # --- steps ------------------------------------------------------------------------------
+
+    def open(self, planned: PlannedStep, reads: list[ReadIds]) -> OpenStep:
+        """Move the rows of a planned step to the device; it is the current one from then on."""
+        self.end_current()
+        with torch.inference_mode(False), torch.no_grad():
+            pairs = list(zip(self.rows, planned.plans, strict=True))
+            for rows, plan in pairs:
+                rows.write_back(plan)
+            gathered = [rows.gather(plan) for rows, plan in pairs]
+            for (rows, plan), values in zip(pairs, gathered, strict=True):
+                rows.fill(plan, values)
+        self._moved = planned.step
+        self.current = OpenStep(planned, reads, self.groups, self._leaves, self._reduced)
+        return self.current
+
+    def opened(self) -> OpenStep:
+        """The current step."""
+        if self.current is None:
+            raise PlanError("no step is open")
+        return self.current
+
+    def end_current(self) -> None:
+        """The current step ends; PlanError if its gradients were neither applied nor dropped."""
+        step = self.current
+        if step is None:
+            return
+        if step.pending:
+            raise PlanError(
+                f"step {step.number} has row gradients that were neither applied nor dropped: "
+                "call ebc.step() (or ebc.optimizer.zero_grad()) before the next batch; to add up "
+                "the gradients of k batches read them with lookahead(batches, ebc, accumulate=k)"
+            )
+        step.close()
+        self.show_leaves([])
+        self.current = None
+
+    def _leaves(self, planned: PlannedStep) -> list[Tensor]:
+        leaves = [rows.leaf(plan) for rows, plan in zip(self.rows, planned.plans, strict=True)]
+        self.show_leaves(leaves)
+        return leaves
+
+    def _reduced(self, planned: PlannedStep, gradients: list[Tensor]) -> list[Tensor]:
+        """Row gradients summed over the ranks, then multiplied once by 1 / W if it is a mean."""
+        native, size = self.settings.reduction == "native", self.world.size
+        sums = [
+            reduce_rows(self.link, plan, gradient, native)
+            for plan, gradient in zip(planned.plans, gradients, strict=True)
+        ]
+        if size > 1 and self.settings.gradient_reduction == "mean":
+            for gradient in sums:
+                gradient.mul_(1.0 / size)
+        return sums
+
+    def apply(self, lr: float) -> None:
+        """One optimizer step on the rows of the current step, if it has gradients."""
+        step = self.current
+        if step is None or not step.ready() or step.leaves is None:
+            return
+        self.steps += 1
+        for rows, plan, leaf in zip(self.rows, step.planned.plans, step.leaves, strict=True):
+            if leaf.grad is not None:
+                rows.apply(plan, leaf.grad, lr, self.steps)
+        for leaf in step.leaves:
+            leaf.grad = None
+        step.close()
+        self.show_leaves([])
+
+    def forget_cached(self) -> None:
+        """The store has changed under the cache: all rows are read anew; local."""
+        for rows in self.rows:
+            rows.cache.forget()
+        self._ahead = True
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the other ranks why this one will not come."""
+        record_failure(self.world.store, self.world.rank, error)
+
+    # --- the end ----------------------------------------------------------------------------
+
+    def require_open(self) -> None:
+        """Raise PlanError once closed."""
+        if self.closed:
+            raise PlanError("the CachedEmbeddingBagCollection is closed: make a new one")
+
+    def close(self) -> None:
+        """Stop planning and let go of the tables; safe to call twice, on one rank alone too."""
+        for stream in self.streams:
+            stream.close()
+        self.closed = True
+        if self.current is not None:
+            self.current.close()
+            self.current = None
+        for rows in self.rows:
+            if rows.store is not None:
+                rows.store.close()
+
+
+_WORDS = (
+    ("data.on_bad_id=hash", "on_bad_id='hash'"),
+    ("data.table_rows, model.embedding_dim", "num_embeddings, embedding_dim"),
+    ("data.global_batch_size", "the batch size"),
+    ("cache.", ""),
+    ("trainer.", ""),
+    ("data.", ""),
+)
+"""The keys of the command line, and what a user of the library gives instead."""
+
+
+@contextmanager
+def library_words() -> Iterator[None]:
+    """Errors of the parts below name the arguments of the library, not command-line keys."""
+    try:
+        yield
+    except DistcacheError as error:
+        text = str(error)
+        for key, word in _WORDS:
+            text = text.replace(key, word)
+        error.args = (text,)
+        raise
+
+
+def as_batch(reads: Sequence[ReadIds], index: int, kind: str = "train") -> Batch:
+    """The ids of one plan's micro-batches as the planner takes them; `index` comes back with it."""
+    ids: JaggedIds = join_ids([read.ids for read in reads])
+    none = torch.empty(0)
+    return Batch(none, ids, none, ids.batch_size, index, 0, 0, kind)

@@ -1,0 +1,305 @@
+"""`lookahead(batches, ebc)`: any iterable of batches, planned ahead of the training loop.
+
+A thread reads batches and plans them; the loop gets each batch when its plan is made, and the
+collection finds the plan when the batch comes through the model. A look-ahead can halt, when
+another batch is planned in between (evaluation): what has not moved is then planned again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distcache.comm.failure import record_failure
+from distcache.data.batch import Batch
+from distcache.embedding.core import CachedTables, as_batch, library_words
+from distcache.embedding.ids import IdReader, ReadIds, find_ids
+from distcache.errors import ConfigError, PlanError
+from distcache.pipeline.planning import PlannedStep, PlanningThread, StreamPlanner
+
+if TYPE_CHECKING:
+    from distcache.embedding.collection import CachedEmbeddingBagCollection
+
+T = TypeVar("T")
+
+_STOP_S = 60.0
+"""Longest wait for the planner's last exchange with the other ranks."""
+
+
+def lookahead(
+    batches: Iterable[T],
+    ebc: CachedEmbeddingBagCollection,
+    accumulate: int = 1,
+    ids: Callable[[T], KeyedJaggedTensor] | None = None,
+) -> Lookahead[T]:
+    """Iterate over `batches`, planned ahead for `ebc`; called by all ranks.
+
+    Reads L + P optimizer steps ahead (`lookahead` and `prefetch` of the collection) and yields
+    every batch as it is. Each must go through the model in this order; a batch that is skipped or
+    changed raises PlanError. `accumulate=k`: k batches make one optimizer step. `ids(batch)`
+    gives a batch's `KeyedJaggedTensor`; without it, it is looked for. Iterators of different
+    length end where the first rank's ends. Raises ConfigError for a wrong argument, and what goes
+    wrong with a batch (DataError, StepTooLargeError) at its turn.
+    """
+    tables = getattr(ebc, "tables", None)
+    if not isinstance(tables, CachedTables):
+        raise ConfigError(
+            f"lookahead(batches, ebc) takes one CachedEmbeddingBagCollection, got "
+            f"{type(ebc).__name__}: put all tables of a model into one collection (they may "
+            "differ in width)"
+        )
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigError(f"accumulate={accumulate!r} must be a whole number of at least 1")
+    wanted = ebc.reader.lookups.features
+    find = ids if ids is not None else lambda batch: find_ids(batch, wanted)
+    return Lookahead(batches, tables, ebc.reader, find, accumulate)
+
+
+class _Ahead(Generic[T]):
+    """The batches of one plan, kept until its rows have moved."""
+
+    def __init__(self, position: int, batches: list[T], reads: list[ReadIds]) -> None:
+        self.position, self.batches, self.reads = position, batches, reads
+
+
+class _Source(Generic[T]):
+    """The user's batches as the planner reads them, from its thread; can go back to kept ones."""
+
+    def __init__(
+        self,
+        batches: Iterable[T],
+        reader: IdReader,
+        find: Callable[[T], KeyedJaggedTensor],
+        accumulate: int,
+    ) -> None:
+        self._batches, self._iterator = batches, None
+        self._reader, self._find, self._accumulate = reader, find, accumulate
+        self._next = 0
+        self.kept: dict[int, _Ahead[T]] = {}
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        ahead = self.kept.get(self._next)
+        if ahead is None:
+            if self._iterator is None:
+                self._iterator = iter(self._batches)
+            batches = list(itertools.islice(self._iterator, self._accumulate))
+            if not batches:
+                raise StopIteration
+            reads = [self._reader.read(self._find(batch)) for batch in batches]
+            ahead = self.kept[self._next] = _Ahead(self._next, batches, reads)
+        self._next += 1
+        return as_batch(ahead.reads, ahead.position)
+
+    def go_back(self, position: int) -> None:
+        """Give the batches from plan `position` on once more; only while no thread reads."""
+        self._next = position
+
+
+class _Runner:
+    """The planner's thread, which may be halted and started again; knows no Lookahead."""
+
+    def __init__(self, planner: StreamPlanner, depth: int, timeout_s: float) -> None:
+        self._planner, self._depth, self._timeout_s = planner, depth, timeout_s
+        self._thread: PlanningThread | None = None
+        self._steps: Iterator[PlannedStep] = iter(())
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None
+
+    def start(self, source: _Source) -> None:
+        _running.add(self)
+        self._thread = PlanningThread(self._planner, source, self._depth)
+        self._steps = iter(self._thread)
+
+    def take(self) -> PlannedStep | None:
+        """The next plan, or None at the end."""
+        return next(self._steps, None)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank ends with `error`: tell those who ask; the others are not told to stop."""
+        if self._thread is not None:
+            world = self._planner.link.world
+            record_failure(world.store, world.rank, error)
+
+    def stop(self) -> None:
+        """End the thread, with a last word to the other ranks."""
+        thread, self._thread = self._thread, None
+        self._steps = iter(())
+        if thread is not None:
+            thread.stop(self._timeout_s)
+
+
+_running: weakref.WeakSet[_Runner] = weakref.WeakSet()
+
+
+def _at_exit() -> None:
+    """End the threads that still run; after an error say so, for the others wait in vain."""
+    error = getattr(sys, "last_value", None)
+    for runner in list(_running):
+        if error is None:
+            runner.stop()
+        else:
+            runner.fail(error)
+
+
+atexit.register(_at_exit)
+
+
+class Lookahead(Generic[T]):
+    """An iterator over batches whose rows are planned ahead; made by `lookahead`."""
+
+    def __init__(
+        self,
+        batches: Iterable[T],
+        tables: CachedTables,
+        reader: IdReader,
+        find: Callable[[T], KeyedJaggedTensor],
+        accumulate: int,
+    ) -> None:
+        self._batches, self._tables, self._reader = batches, tables, reader
+        self._source = _Source(batches, reader, find, accumulate)
+        timeout_s = min(tables.world.timeout_s, _STOP_S)
+        self._runner = _Runner(tables.planner, tables.settings.prefetch + 1, timeout_s)
+        weakref.finalize(self, self._runner.stop).atexit = False
+        self._plans: dict[int, PlannedStep] = {}
+        self._opened = -1
+        self._yielded = (0, 0)
+        self._pending: deque[tuple[int, int]] = deque()
+        self._exhausted = False
+
+    def __iter__(self) -> Lookahead[T]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __next__(self) -> T:
+        position, micro = self._yielded
+        if self._exhausted or (position > self._opened and not self._plan(position)):
+            self._exhausted = True
+            self._runner.stop()
+            raise StopIteration
+        ahead = self._source.kept[position]
+        self._yielded = (position, micro + 1)
+        if micro + 1 == len(ahead.reads):
+            self._yielded = (position + 1, 0)
+        self._pending.append((position, micro))
+        ahead.reads[micro].mark()
+        return ahead.batches[micro]
+
+    # --- the collection's side --------------------------------------------------------------
+
+    @property
+    def awaits(self) -> bool:
+        """Whether a batch was given out that has not come through the model."""
+        return bool(self._pending)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self._exhausted and not self._pending
+
+    def claims(self, features: KeyedJaggedTensor, by_content: bool) -> bool:
+        """Whether `features` is the next batch that should come, or of its plan.
+
+        `by_content`: also a batch that was built anew with the same ids. Raises PlanError for a
+        batch out of turn, or one that was changed since it was read.
+        """
+        if not self._pending:
+            return False
+        expected = self._pending[0]
+        for place in self._pending:
+            read = self._read_at(place)
+            if not read.is_of(features):
+                continue
+            if place[0] not in (expected[0], self._opened):
+                raise PlanError(
+                    f"batch {place[0]} of the look-ahead came to the collection, but batch "
+                    f"{expected[0]} was skipped: every batch that lookahead yields must go "
+                    "through the model once, in order (filter the batches before lookahead reads "
+                    "them)"
+                )
+            if not read.is_unchanged(features, self._reader.read):
+                raise self._altered(place[0])
+            self._to_front(place)
+            return True
+        return by_content and self._read_at(expected).has_ids_of(features, self._reader.read)
+
+    def open_next(self) -> int:
+        """Open the plan of the batch just claimed unless it is open; its micro-batch index."""
+        position, micro = self._pending[0]
+        if position != self._opened:
+            if not self._plan(position):
+                raise PlanError("the planner ended before a batch that it had planned")
+            tables, ahead = self._tables, self._source.kept[position]
+            tables.end_current()
+            tables.open(self._plans.pop(position), ahead.reads)
+            self._source.kept.pop(self._opened, None)
+            self._opened = position
+        self._pending.popleft()
+        return micro
+
+    def altered(self) -> PlanError:
+        """The error for a batch that is none of those given out."""
+        return self._altered(self._pending[0][0])
+
+    def _altered(self, position: int) -> PlanError:
+        return PlanError(
+            f"the ids that came to the collection are not those of batch {position}, which "
+            "lookahead gave out next: its plan is for the ids as they were read. Change batches "
+            "before lookahead reads them (a loader must not reuse its buffers), give each to the "
+            "model as it is (.to(device) may be called on it), or use no lookahead"
+        )
+
+    def _read_at(self, place: tuple[int, int]) -> ReadIds:
+        return self._source.kept[place[0]].reads[place[1]]
+
+    def _to_front(self, place: tuple[int, int]) -> None:
+        self._pending.remove(place)
+        self._pending.appendleft(place)
+
+    # --- planning ---------------------------------------------------------------------------
+
+    def _plan(self, position: int) -> bool:
+        """Wait until plan `position` is made; False if the batches end before."""
+        if position in self._plans:
+            return True
+        if not self._runner.running:
+            self._tables.start_stream(self)
+            self._runner.start(self._source)
+        try:
+            with library_words():
+                while position not in self._plans:
+                    planned = self._runner.take()
+                    if planned is None:
+                        return False
+                    self._plans[planned.batch.index] = planned
+        except BaseException:
+            self.close()
+            raise
+        return True
+
+    def halt(self) -> None:
+        """Stop planning; plans that have not moved are made again when they are asked for."""
+        if self._runner.running or self._plans:
+            self._runner.stop()
+            self._plans.clear()
+            self._source.go_back(self._opened + 1)
+
+    def close(self) -> None:
+        """Stop reading ahead; the collection goes on from what its cache holds."""
+        self._exhausted = True
+        self._runner.stop()
+        self._plans.clear()
+        self._pending.clear()

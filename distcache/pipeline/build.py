@@ -1,0 +1,83 @@
+"""From groups of tables to the parts that move their rows: stores, caches and planners."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from distcache.cache.device_cache import DeviceCache
+from distcache.comm.agree import together
+from distcache.comm.link import Link
+from distcache.comm.world import World
+from distcache.optim.rows import RowUpdate
+from distcache.pipeline.groups import TableGroup
+from distcache.pipeline.rows import GroupRows
+from distcache.planner.home import HomePlanner
+from distcache.store.rows import RowStore, create_stores
+
+
+def make_caches(
+    world: World,
+    groups: Sequence[TableGroup],
+    slots: Sequence[int],
+    update: RowUpdate,
+    dtype: torch.dtype,
+) -> list[DeviceCache]:
+    """A cache of `slots[g]` slots for every group; called by all ranks, fails on all or none."""
+
+    def make() -> list[DeviceCache]:
+        return [
+            DeviceCache(count, group.dim, update.state_width(group.dim), dtype, world.device)
+            for count, group in zip(slots, groups, strict=True)
+        ]
+
+    made: list[DeviceCache] = []
+    together(world, lambda: made.extend(make()))
+    return made
+
+
+def make_stores(
+    world: World,
+    groups: Sequence[TableGroup],
+    update: RowUpdate,
+    dtype: torch.dtype,
+    seed: int,
+) -> list[RowStore]:
+    """The node's store of every group with its initial rows and state; called by all ranks."""
+    widths = [update.state_width(group.dim) for group in groups]
+    stores = create_stores([group.layout for group in groups], widths, dtype, world)
+    for group, store in zip(groups, stores, strict=True):
+        store.initialise(seed, group.tables, update.initial_state(group.dim))
+    return stores
+
+
+def join_rows(
+    groups: Sequence[TableGroup],
+    caches: Sequence[DeviceCache],
+    stores: Sequence[RowStore | None],
+    update: RowUpdate,
+    link: Link,
+) -> list[GroupRows]:
+    """Each group's cache over its store."""
+    return [
+        GroupRows(group, cache, store, update, link)
+        for group, cache, store in zip(groups, caches, stores, strict=True)
+    ]
+
+
+def home_planners(
+    rows: Sequence[GroupRows], rank: int, prefetch: int, policy: str
+) -> list[HomePlanner]:
+    """The planners of this rank's homes: home h plans its own C / W slots of each group."""
+    window = policy == "lookahead"
+    return [
+        HomePlanner(of.group.layout, rank, len(own_slots(of, rank)), prefetch, window)
+        for of in rows
+    ]
+
+
+def own_slots(rows: GroupRows, rank: int) -> range:
+    """The slots that this rank's home plans."""
+    own = rows.cache.slots // rows.group.layout.world_size
+    return range(rank * own, (rank + 1) * own)

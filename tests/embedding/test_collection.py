@@ -1,0 +1,274 @@
+"""One rank: the collection is TorchRec's, exactly, whatever the cache holds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from ebc_cases import (
+    BATCH,
+    STEPS,
+    UPDATES,
+    Clicks,
+    Pooled,
+    assert_close,
+    assert_same,
+    batches,
+    cached,
+    configs,
+    dlrm,
+    draw,
+    loss_of,
+    mixed_configs,
+    train,
+    train_plain,
+    weights_of,
+    written_back,
+)
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+
+from distcache import lookahead
+from distcache.embedding.core import CachedTables
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def validated(ebc) -> CachedTables:
+    """The tables behind `ebc`, with every plan checked fully."""
+    planner = ebc.tables.planner
+    planner.settings = dataclasses.replace(planner.settings, validate=True)
+    return ebc.tables
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_dlrm_trains_as_with_torchrecs_own_tables(name) -> None:
+    ebc = cached(name)
+    model = dlrm(ebc)
+    start = weights_of(model)
+    losses = train(model, ebc, lookahead(batches(), ebc))
+    plain, final = train_plain(name, configs(), start, dlrm, batches())
+    assert losses == pytest.approx(plain, rel=1e-5)
+    assert_close(weights_of(model), final)
+    assert written_back(ebc.tables) > 0
+    assert not torch.equal(final["over_arch.model.1.weight"], start["over_arch.model.1.weight"])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_widths_means_and_shared_features_train_as_torchrecs(weighted) -> None:
+    tables = mixed_configs()
+    if weighted:
+        tables = [dataclasses.replace(t, pooling=configs()[0].pooling) for t in tables]
+    data = batches(tables=tables, weighted=weighted)
+    ebc = cached("adagrad", tables, is_weighted=weighted, rows=700)
+    model = Pooled(ebc)
+    start = weights_of(model)
+    losses = train(model, ebc, lookahead(data, ebc))
+
+    def plain(own: EmbeddingBagCollection) -> Pooled:
+        own._is_weighted = weighted
+        return Pooled(own)
+
+    expected, final = train_plain("adagrad", tables, start, plain, data)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert_close(weights_of(model), final)
+
+
+def outcome(name="adam", tables=None, read_ahead=True, data=None, **settings):
+    """Losses and weights of one run, and how many rows it wrote back."""
+    ebc = cached(name, tables, **settings)
+    checked = validated(ebc)
+    model = dlrm(ebc) if tables is None else Pooled(ebc)
+    data = data if data is not None else batches()
+    losses = train(model, ebc, lookahead(data, ebc) if read_ahead else data)
+    found = weights_of(model), ebc.optimizer.state_dict()["state"], losses
+    moved = written_back(checked)
+    ebc.close()
+    return found, moved
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_cache_window_policy_and_inline_planning_have_the_same_bits(name) -> None:
+    (weights, state, losses), _ = outcome(name, ratio=1.0, rows=None)
+    for settings in (
+        {"rows": 170, "lookahead": 0, "prefetch": 0},
+        {"rows": 170, "lookahead": 8, "prefetch": 3},
+        {"rows": 200, "lookahead": 2, "policy": "lru"},
+        {"rows": 170, "read_ahead": False},
+        {"rows": 468, "read_ahead": False},
+    ):
+        (own, own_state, own_losses), moved = outcome(name, **settings)
+        assert own_losses == losses, settings
+        assert_same(own, weights)
+        for table in state:
+            assert_same(own_state[table], state[table])
+        assert moved > 100 or settings["rows"] > 200
+
+
+def test_the_same_bits_with_two_groups_means_and_empty_batches() -> None:
+    tables = mixed_configs()
+    data = batches(8, tables=tables)
+    data.insert(3, draw(99, size=1, tables=tables))
+    data.insert(5, Clicks(*empty(tables)))
+    (weights, _, losses), _ = outcome("adagrad", tables, data=data, ratio=1.0, rows=None)
+    for settings in ({"rows": 600}, {"rows": 600, "read_ahead": False}):
+        (own, _, own_losses), moved = outcome("adagrad", tables, data=data, **settings)
+        torch.testing.assert_close(own_losses, losses, rtol=0, atol=0, equal_nan=True)
+        assert_same(own, weights)
+        assert moved > 0
+
+
+def empty(tables) -> tuple:
+    """A batch of one sample without any id."""
+    batch = draw(1, size=1, tables=tables)
+    keys = batch.sparse_features.keys()
+    none = torch.zeros(0, dtype=torch.int64)
+    lengths = torch.zeros(len(keys), dtype=torch.int64)
+    return batch.dense_features, KeyedJaggedTensor(keys, none, lengths=lengths), batch.labels
+
+
+@pytest.mark.parametrize("steps", [20, 19])
+def test_accumulated_micro_batches_are_one_step(steps) -> None:
+    def run(rows: int | None, read_ahead: bool = True):
+        ebc = cached("adagrad", mixed_configs(), rows=rows, ratio=None if rows else 1.0)
+        model, dense = Pooled(ebc), None
+        dense = torch.optim.SGD(model.parameters(), 0.1)
+        data = batches(steps, tables=mixed_configs())
+        for i, batch in enumerate(lookahead(data, ebc, accumulate=4)):
+            size = 4 if i < 16 or steps == 20 else 3
+            (loss_of(model, batch) / size).backward()
+            if i % 4 == 3 or i == steps - 1:
+                ebc.step()
+                dense.step()
+                dense.zero_grad()
+        assert ebc.tables.steps == 5
+        return weights_of(model)
+
+    small = run(1000)
+    assert_same(small, run(None))
+    big = cached("adagrad", mixed_configs(), rows=1000)
+    model = Pooled(big)
+    data = batches(steps, tables=mixed_configs())
+    train(model, big, lookahead([joined(data[at : at + 4]) for at in range(0, steps, 4)], big))
+    assert_close(small, weights_of(model))
+
+
+def joined(parts: list[Clicks]) -> Clicks:
+    """Several batches as one."""
+    size = len(parts[0].labels)
+    keys = parts[0].sparse_features.keys()
+    dicts = [p.sparse_features.to_dict() for p in parts]
+    ids = KeyedJaggedTensor(
+        keys,
+        torch.cat([d[key].values() for key in keys for d in dicts]),
+        lengths=torch.cat([d[key].lengths() for key in keys for d in dicts]),
+    )
+    assert size == BATCH
+    return Clicks(
+        torch.cat([p.dense_features for p in parts]), ids, torch.cat([p.labels for p in parts])
+    )
+
+
+@pytest.mark.parametrize("how", ["inline", "before the batch", "read ahead", "pulled ahead"])
+def test_evaluation_in_the_middle_changes_nothing(how) -> None:
+    (weights, _, losses), _ = outcome("adam", rows=170)
+    ebc = cached("adam", rows=170)
+    checked = validated(ebc)
+    model = dlrm(ebc)
+    held_out = [draw(1000 + step) for step in range(3)]
+
+    def evaluate() -> list[torch.Tensor]:
+        model.eval()
+        stream = lookahead(held_out, ebc) if how == "read ahead" else held_out
+        with torch.no_grad():
+            out = [model(b.dense_features, b.sparse_features) for b in stream]
+        model.train()
+        return out
+
+    def loop(stream):
+        pulled = None
+        for number, batch in enumerate(stream):
+            if how == "before the batch" and number % 4 == 1:
+                evaluate()
+            if how == "pulled ahead":  # as a loop that copies the next batch meanwhile
+                pulled, batch = batch, pulled
+                if batch is None:
+                    continue
+            yield batch
+            if how != "before the batch" and number % 4 == 1:
+                first = evaluate()
+                assert all(torch.equal(a, b) for a, b in zip(first, evaluate(), strict=True))
+        if pulled is not None:
+            yield pulled
+
+    found = train(model, ebc, loop(lookahead(batches(), ebc)))
+    assert found == losses
+    assert_same(weights_of(model), weights)
+    assert checked.steps == STEPS
+
+
+def test_an_evaluation_batch_sees_the_trained_rows() -> None:
+    ebc = cached("sgd", rows=170)
+    model = dlrm(ebc)
+    train(model, ebc, lookahead(batches(), ebc))
+    own = EmbeddingBagCollection(configs())
+    own.load_state_dict(ebc.state_dict())
+    batch = draw(77)
+    model.eval()
+    with torch.inference_mode():
+        mine, theirs = ebc(batch.sparse_features), own(batch.sparse_features)
+    torch.testing.assert_close(mine.values(), theirs.values())
+    train(model.train(), ebc, lookahead(batches(3), ebc))
+
+
+def test_keys_names_and_dtypes_are_torchrecs() -> None:
+    tables = mixed_configs()
+    ebc, own = cached("sgd", tables, rows=800), EmbeddingBagCollection(tables)
+    own.load_state_dict(ebc.state_dict())
+    ids = draw(4, tables=tables).sparse_features
+    parts = {key: ids[key] for key in ids.keys()}  # noqa: SIM118
+    more = draw(5, tables=[dataclasses.replace(configs()[0], feature_names=["other"])])
+    parts["other"] = more.sparse_features["other"]
+    order = ["other", *reversed(ids.keys())]
+    shuffled = KeyedJaggedTensor(
+        order,
+        torch.cat([parts[key].values() for key in order]).int(),
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64)]
+                          + [parts[key].lengths() for key in order]).cumsum(0),
+    )
+    for given in (ids, shuffled):
+        mine, theirs = ebc(given), own(given)
+        assert mine.keys() == theirs.keys() == ebc.embedding_names
+        assert mine.keys() == ["f0@t0", "f1", "g", "f2", "f0@t2", "f3"]
+        assert mine.length_per_key() == theirs.length_per_key()
+        assert mine.values().dtype == torch.float32
+        torch.testing.assert_close(mine.values(), theirs.values())
+    assert ebc.embedding_bag_configs() == tables and not ebc.is_weighted()
+    assert ebc.device == torch.device("cpu")
+    assert list(ebc.parameters()) == list(ebc.buffers()) == []
+
+
+def test_the_dense_part_may_be_compiled() -> None:
+    ebc = cached("adagrad", rows=170)
+    model = dlrm(ebc)
+    compiled = torch.compile(model, backend="eager")
+    losses = train(compiled, ebc, lookahead(batches(4), ebc), dense_of(model))
+    ebc.close()
+    other = cached("adagrad", rows=170)
+    plain = dlrm(other)
+    assert losses == pytest.approx(train(plain, other, batches(4)), rel=1e-6)
+
+
+def dense_of(model):
+    """The dense optimizer of a model that is wrapped."""
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_float64_tables_give_float64() -> None:
+    ebc = cached("sgd", rows=200, dtype=torch.float64)
+    model = Pooled(ebc).double()
+    train(model, ebc, lookahead(batches(3), ebc), dense_of(model))
+    assert weights_of(model)["ebc.embedding_bags.t0.weight"].dtype == torch.float64
