@@ -114,6 +114,7 @@ def agree(link: Link, loss: Tensor, stop: bool) -> Agreement:
     control[2 + world.rank] = float(not torch.isfinite(control[0]))
     on_device = control.to(world.device)
     link.all_reduce(on_device, PLANNING, "loss and control")
+    link.settle("the step's end")
     values = on_device.tolist()
     bad = tuple(rank for rank, flag in enumerate(values[2:]) if flag)
     return Agreement(loss=values[0], bad_ranks=bad, stop=values[1] > 0)

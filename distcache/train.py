@@ -87,7 +87,7 @@ def run(config: Config, place: Place, store: dist.Store | None) -> int:
     world: World | None = None
     try:
         trainer = config.trainer
-        world = open_world(trainer.device, trainer.backend, trainer.timeout_s)
+        world = open_world(trainer.device, trainer.backend, trainer.timeout_s, store)
         run_dir = Path(config.run.dir)
         if world.is_first:
             open_run_folder(run_dir, config, world)

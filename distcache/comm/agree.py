@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
+from distcache.comm.link import host_link
 from distcache.comm.world import World
-from distcache.errors import DistcacheError, PeerError
+from distcache.errors import ConfigError, DistcacheError, PeerError
 
 T = TypeVar("T")
 
@@ -19,24 +19,44 @@ def together(world: World, work: Callable[[], T]) -> list[T]:
     Called by all ranks, in the main thread; it ends when every rank's work has ended, so it is a
     barrier too. Where the work of some ranks raises, those ranks raise their own error and the
     others the first failing rank's (its class if it is a DistcacheError, else PeerError), so
-    that nobody waits for a rank that gave up. Values must be picklable.
+    that nobody waits for a rank that gave up. Values must be picklable. Raises PeerError naming
+    the ranks that do not come within `world.timeout_s`.
     """
-    value: Any = None
+    value = b""
     caught: Exception | None = None
     try:
-        value = work()
+        value = pickle.dumps(work())
     except Exception as error:
         caught = error
-    outcomes: list[Any] = [(value, None)] * world.size
-    if world.size > 1:
-        dist.all_gather_object(outcomes, (value, _portable(caught)), group=world.host_group)
+    what = getattr(work, "__qualname__", type(work).__name__)
+    outcomes = host_link(world).gather_objects((value, _portable(caught)), what)
     if caught is not None:
         raise caught
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
             kind, message = failure
             raise kind(f"rank {rank}: {message}")
-    return [value for value, _ in outcomes]
+    return [pickle.loads(value) for value, _ in outcomes]
+
+
+def agree_on(world: World, values: Mapping[str, Any]) -> None:
+    """Raise ConfigError on every rank unless all ranks give equal `values`; called by all ranks.
+
+    The error names the first key that differs and two ranks' values. Values must be picklable.
+    """
+    first, *others = together(world, lambda: dict(values))
+    for rank, other in enumerate(others, start=1):
+        for key in first | other:
+            one, two = (_show(given, key) for given in (first, other))
+            if one != two:
+                raise ConfigError(
+                    f"the ranks differ: {key} is {one} on rank 0 and {two} on rank {rank}; start "
+                    "all ranks with the same configuration, data and package versions"
+                )
+
+
+def _show(values: Mapping[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "not there"
 
 
 def _portable(error: Exception | None) -> tuple[type[DistcacheError], str] | None:

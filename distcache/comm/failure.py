@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -27,18 +28,47 @@ def record_failure(store: dist.Store | None, rank: int, error: BaseException) ->
         return  # The store died with the rank that served it; there is nobody left to tell.
 
 
+@dataclass(frozen=True)
+class Failure:
+    """A recorded failure; `secondary`: it only says that another rank failed or is missing."""
+
+    rank: int
+    text: str
+    secondary: bool
+
+    @property
+    def message(self) -> str:
+        """What the other ranks say about it."""
+        return (
+            self.text if self.secondary else f"stopped because rank {self.rank} failed: {self.text}"
+        )
+
+
 def first_failure(store: dist.Store | None) -> tuple[int, str] | None:
     """(rank, message) of the failure that came first, a cause before its consequences; or None."""
+    failures = _recorded(store)
+    return (failures[0].rank, failures[0].text) if failures else None
+
+
+def failure_of_others(store: dist.Store | None, rank: int) -> Failure | None:
+    """The first failure of another rank than `rank`, a cause before its consequences; or None."""
+    return next((failure for failure in _recorded(store) if failure.rank != rank), None)
+
+
+def _recorded(store: dist.Store | None) -> list[Failure]:
+    """All recorded failures: causes first, each kind in the order in which it was recorded."""
     if store is None:
-        return None
+        return []
     try:
         count = store.add("failure/count", 0)
         keys = [f"failure/{number}" for number in range(1, count + 1)]
         records = [json.loads(store.get(key)) for key in keys if store.check([key])]
     except (RuntimeError, dist.DistError):
-        return None
-    records.sort(key=lambda record: record["secondary"])
-    return (records[0]["rank"], records[0]["message"]) if records else None
+        return []
+    failures = [
+        Failure(record["rank"], record["message"], record["secondary"]) for record in records
+    ]
+    return sorted(failures, key=lambda failure: failure.secondary)
 
 
 def cause_of(

@@ -1,25 +1,32 @@
 """One process group as one thread uses it: collectives that count bytes and name who is missing.
 
-gloo has no all-to-all for CUDA tensors, so those are staged through host memory here, in one
-place. With one rank every collective is a copy.
+A gloo wait is taken in slices: a rank that waits longer than one says so in the job's store, and
+looks there for failures of others, so that an exception reaches it within seconds whatever it
+waits for. gloo has no all-to-all for CUDA tensors, so those are staged through host memory here,
+in one place. With one rank every collective is a copy.
 """
 
 from __future__ import annotations
 
+import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distcache.comm.counters import CollectiveCounters
-from distcache.comm.failure import first_failure
+from distcache.comm.counters import PLANNING, CollectiveCounters
+from distcache.comm.rollcall import Waiting
 from distcache.comm.world import World
-from distcache.errors import PeerError
 
-_ROLL_CALL_S = 3.0
-"""How long a rank whose wait failed listens for the others before it names the missing."""
+_SLICE_S = 1.0
+"""How long a rank waits before it announces that, and between its looks for failures, seconds."""
+
+_PAUSE_S = 5e-5
+"""Between two looks at a CUDA event, seconds."""
 
 
 class Link:
@@ -37,8 +44,8 @@ class Link:
         name: str,
     ) -> None:
         self.world, self.group, self.counters, self.name = world, group, counters, name
-        on_gpu = world.size > 1 and world.device.type == "cuda"
-        self._staged = on_gpu and dist.get_backend(group) == "gloo"
+        self._on_host = world.size == 1 or dist.get_backend(group) == "gloo"
+        self._staged = world.device.type == "cuda" and self._on_host
 
     def all_to_all(
         self,
@@ -57,73 +64,91 @@ class Link:
         self.counters.count_all_to_all(
             category, tensor, send_counts, self.world.rank, self.world.size
         )
-        source = tensor.cpu() if self._staged else tensor.contiguous()
+        source = (tensor.cpu() if self._staged else tensor).contiguous()
         out = source.new_empty((sum(receive_counts), *tensor.shape[1:]))
-        with _Diagnosis(self, what):
-            dist.all_to_all_single(
-                out, source, list(receive_counts), list(send_counts), group=self.group
-            )
+        splits = list(receive_counts), list(send_counts)
+        self._wait(
+            lambda: dist.all_to_all_single(out, source, *splits, group=self.group, async_op=True),
+            what,
+        )
         return out.to(tensor.device) if self._staged else out
 
     def all_reduce(self, tensor: Tensor, category: str, what: str) -> None:
-        """Sum `tensor` over the ranks in place."""
+        """Sum `tensor` (contiguous) over the ranks in place."""
         if self.world.size == 1:
             return
         self.counters.count_all_reduce(category, tensor, self.world.size)
-        with _Diagnosis(self, what):
-            dist.all_reduce(tensor, group=self.group)
+        self._wait(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), what)
 
     def all_gather(self, tensor: Tensor, category: str, what: str) -> list[Tensor]:
-        """Every rank's `tensor` (equal shapes), in rank order."""
+        """Every rank's `tensor` (on the CPU, equal shapes), in rank order; on gloo groups only."""
         if self.world.size == 1:
             return [tensor]
         out = [torch.empty_like(tensor) for _ in range(self.world.size)]
         self.counters.count(category, tensor.nbytes * (self.world.size - 1))
-        with _Diagnosis(self, what):
-            dist.all_gather(out, tensor, group=self.group)
+        self._wait(lambda: dist.all_gather(out, tensor, group=self.group, async_op=True), what)
         return out
 
-    def barrier(self, what: str) -> None:
-        """Wait for all ranks."""
-        if self.world.size == 1:
+    def gather_objects(self, value: Any, what: str) -> list[Any]:
+        """Every rank's `value` (picklable), in rank order; on gloo groups only."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [int(s) for s in self.all_gather(torch.tensor([len(data)]), PLANNING, what)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = data
+        parts = self.all_gather(padded, PLANNING, what)
+        return [
+            pickle.loads(part[:size].numpy().tobytes())
+            for part, size in zip(parts, sizes, strict=True)
+        ]
+
+    def settle(self, what: str) -> None:
+        """Wait on the host for all work on this rank's current CUDA stream.
+
+        gloo's waits are the host's already; NCCL's only order streams, and a host that then reads
+        a result would hang in the driver where nothing can name the rank that it waits for.
+        """
+        if self._on_host or self.world.size == 1:
             return
-        with _Diagnosis(self, what):
-            dist.barrier(group=self.group)
+        event = torch.cuda.Event()
+        event.record()
+        waiting = Waiting(self.world, self.name, what)
+        began = looked = time.monotonic()
+        while not event.query():
+            time.sleep(_PAUSE_S)
+            now = time.monotonic()
+            if now - began > self.world.timeout_s:
+                raise waiting.explain(TimeoutError("the device group's work did not end"))
+            if now - looked > _SLICE_S:
+                looked = now
+                waiting.announce()
+        waiting.over()
+
+    def _wait(self, issue: Callable[[], Any], what: str) -> None:
+        """Start a collective and wait for it: on the host (gloo) or on the stream (NCCL)."""
+        waiting = Waiting(self.world, self.name, what)
+        try:
+            work = issue()
+            if not self._on_host:
+                work.wait()
+                return
+            while not _done(work):
+                waiting.announce()
+        except RuntimeError as error:
+            raise waiting.explain(error) from error
+        waiting.over()
 
 
-class _Diagnosis:
-    """Turns a failed wait into a PeerError that names the culprit."""
-
-    def __init__(self, link: Link, what: str) -> None:
-        self.link, self.what = link, what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
-            raise explain(self.link.world, f"{self.link.name}: {self.what}", error) from error
-
-
-def explain(world: World, what: str, error: BaseException) -> PeerError:
-    """The PeerError for a failed wait of this rank: asks the store who failed or is missing."""
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _done(work: Any) -> bool:
+    """Wait for `work` for one slice; whether it is done. Raises RuntimeError if it failed."""
     try:
-        world.store.set(f"distcache/waiting/{world.rank}", what)
-        deadline = time.monotonic() + _ROLL_CALL_S
-        absent = [rank for rank in range(world.size) if rank != world.rank]
-        while absent and time.monotonic() < deadline:
-            failure = first_failure(world.store)
-            if failure is not None and failure[0] != world.rank:
-                return PeerError(f"stopped because rank {failure[0]} failed: {failure[1]}")
-            absent = [r for r in absent if not world.store.check([f"distcache/waiting/{r}"])]
-            time.sleep(0.1)
-    except RuntimeError:  # the store itself is gone: its host was the one that left
-        return PeerError(f"rank {world.rank} waited in {what}: the job's store is gone ({reason})")
-    if absent:
-        names = ", ".join(f"rank {rank}" for rank in absent)
-        return PeerError(
-            f"rank {world.rank} waited in {what}; {names} did not come within "
-            f"trainer.timeout_s={world.timeout_s:g} or ended ({reason})"
-        )
-    return PeerError(f"rank {world.rank} waited in {what}, as did all others ({reason})")
+        work.wait(timedelta(seconds=_SLICE_S))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # raises what went wrong, unless it was done just now
+    return True
+
+
+def host_link(world: World) -> Link:
+    """The host group as the main thread uses it outside a step; its bytes are not counted."""
+    return Link(world, world.host_group, CollectiveCounters(), "the host group")

@@ -9,7 +9,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from distcache.comm.liveness import announce_process
 from distcache.errors import ConfigError
+
+_WATCHDOG_S = timedelta(seconds=30)
+"""How much longer than the ranks themselves NCCL's watchdog waits."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,15 @@ def pick_backend(backend: str, device: torch.device, local_size: int) -> str:
     return backend
 
 
-def open_world(device: str = "auto", backend: str = "auto", timeout_s: float = 300.0) -> World:
+def open_world(
+    device: str = "auto",
+    backend: str = "auto",
+    timeout_s: float = 300.0,
+    store: dist.Store | None = None,
+) -> World:
     """Join the job that torchrun's environment describes; without one, a world of one rank.
 
+    `store`: where the ranks record failures and look for them; None is the process groups' own.
     Raises ConfigError for a device or backend that this machine does not have.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -75,13 +85,17 @@ def open_world(device: str = "auto", backend: str = "auto", timeout_s: float = 3
     where = pick_device(device, local_rank)
     name = pick_backend(backend, where, local_size)
     timeout = timedelta(seconds=timeout_s)
+    # NCCL's watchdog ends the process when it sees a timeout: later than the rank itself does.
+    patience = timeout + _WATCHDOG_S if name == "nccl" else timeout
     if where.type == "cuda":
         torch.cuda.set_device(where)
     if "RANK" in os.environ:
-        dist.init_process_group(name, timeout=timeout, rank=rank, world_size=size)
+        dist.init_process_group(name, timeout=patience, rank=rank, world_size=size)
     else:
-        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    store = dist.distributed_c10d._get_default_store()
+        alone = dist.HashStore()
+        dist.init_process_group(name, store=alone, rank=0, world_size=1, timeout=patience)
+    store = store or dist.distributed_c10d._get_default_store()
+    announce_process(store, rank)
     default = dist.distributed_c10d._get_default_group()
     return World(
         rank=rank,
@@ -107,4 +121,6 @@ def close_world(world: World, orderly: bool = True) -> None:
         return
     if orderly:
         dist.barrier(group=world.host_group)
+    elif world.backend == "nccl":
+        world.device_group.abort()  # without it, leaving waits for kernels that never end
     dist.destroy_process_group()

@@ -25,29 +25,24 @@ from distcache.comm.world import World
 from distcache.coordinator import DenseGradients, agree, reduce_rows
 from distcache.data.batch import Batch
 from distcache.data.check import check_ids
+from distcache.errors import DataError, PeerError, PlanError
 from distcache.layout import TableSpec
 from distcache.optim.dense import dense_optimizer
 from distcache.optim.dense_state import load_state, state_tensors
 from distcache.optim.rows import row_update
 from distcache.parallel.base import OptimizerSpec, Parallel, Step, StepResult
+from distcache.parallel.same import check_same
 from distcache.parallel.statistics import StepStatistics
 from distcache.pipeline.build import home_planners, join_rows, make_caches, make_stores
+from distcache.pipeline.feed import StepFeed
 from distcache.pipeline.groups import TableGroup, join_pooled, make_groups
 from distcache.pipeline.lookup import DeviceBags, PooledLookup
-from distcache.pipeline.planning import (
-    PlannedStep,
-    PlanningSettings,
-    PlanningThread,
-    StreamPlanner,
-)
+from distcache.pipeline.planning import PlannedStep, PlanningSettings, StreamPlanner
 from distcache.pipeline.rows import GroupRows
 from distcache.pipeline.schedule import InFlight, SerialSchedule, Stage, StageClock
 from distcache.planner.home import PassThroughPlanner, Planner, ResidentPlanner
 from distcache.store.initial import block_rows, initial_rows
 from distcache.store.rows import RowStore
-
-_STOP_S = 60.0
-"""Longest wait for the planner's last exchange after an orderly stop."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +74,7 @@ class CachedParallel(Parallel):
         optimizer: OptimizerSpec,
         settings: CachedSettings,
     ) -> None:
+        check_same(world, tables, features, model, optimizer, settings)
         self.world, self.tables, self.settings = world, list(tables), settings
         self.features = tuple(features)
         self.model = model.to(world.device, settings.dtype)
@@ -94,7 +90,7 @@ class CachedParallel(Parallel):
         )
         self.embedding_lr = 0.0
         self.applied = torch.zeros((), dtype=torch.int64)
-        self._failed = False
+        self._bad_ranks: tuple[int, ...] = ()
         self.clock = StageClock()
         self.statistics = StepStatistics()
         movement = (
@@ -115,6 +111,7 @@ class CachedParallel(Parallel):
             (*movement, Stage("forward", "compute", self._forward)), self.clock
         )
         self.planner = self._make_planner()
+        self.feed = StepFeed(self.planner, self.rows, settings.prefetch + 1)
 
     # --- building ---------------------------------------------------------------------------
 
@@ -181,6 +178,11 @@ class CachedParallel(Parallel):
             reader = {f: table for table in self.tables for f in table.features}
             self._table_of_feature = [reader[feature] for feature in self.features]
         tables = self._table_of_feature
+        if batch.ids.features != self.features:
+            raise DataError(
+                f"batch {batch.index} has the features {list(batch.ids.features)}; this model "
+                f"reads {list(self.features)}, in this order"
+            )
         ids = check_ids(
             batch.ids,
             [table.rows for table in tables],
@@ -196,13 +198,12 @@ class CachedParallel(Parallel):
 
     def stream(self, batches: Iterable[Batch]) -> Iterator[Step]:
         """Plan ahead on a thread of its own; see `Parallel.stream`."""
-        thread = PlanningThread(self.planner, batches, self.settings.prefetch + 1)
+        steps = self.feed.steps(batches)
         try:
-            for planned in thread:
+            for planned in steps:
                 yield Step(planned.batch, planned)
         finally:
-            limit = min(self.world.timeout_s, _STOP_S)
-            thread.stop(1.0 if self._failed else limit)
+            steps.close()
 
     def train_step(self, step: Step, stop: bool = False) -> StepResult:
         """See `Parallel.train_step`."""
@@ -230,11 +231,8 @@ class CachedParallel(Parallel):
         return flight.logits
 
     def _run(self, schedule: SerialSchedule, flight: InFlight, timed: bool) -> None:
-        try:
+        with self.feed.running(flight.planned):
             schedule.run(flight, timed)
-        except BaseException:
-            self._failed = True
-            raise
 
     def _write_back(self, flight: InFlight) -> None:
         for rows, plan in zip(self.rows, flight.planned.plans, strict=True):
@@ -293,6 +291,9 @@ class CachedParallel(Parallel):
         agreement = agree(self.link, flight.loss, flight.stop)
         if not agreement.bad_ranks and not math.isfinite(agreement.loss):
             agreement = replace(agreement, bad_ranks=tuple(range(self.world.size)))
+        # Sticky: after a loss that is not finite nothing applies, whoever goes on.
+        self._bad_ranks = self._bad_ranks or agreement.bad_ranks
+        agreement = replace(agreement, bad_ranks=self._bad_ranks)
         flight.agreement = agreement
 
     @torch.no_grad()
@@ -315,10 +316,30 @@ class CachedParallel(Parallel):
     # --- whole tables -----------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Bring every dirty row to the store; a barrier."""
+        """Bring every dirty row to the store; a barrier.
+
+        Nobody writes unless all ranks have the same last step: an error, on all ranks, if a step
+        failed half-way on one of them. After an error that the stream raised they have.
+        """
+        steps = together(self.world, self._whole_steps)
+        if len(set(steps)) > 1:
+            counts = ", ".join(f"rank {rank}: {run}" for rank, run in enumerate(steps))
+            raise PeerError(
+                f"the ranks have run different steps, so nothing was written ({counts}); go on "
+                "from the last checkpoint"
+            )
         for rows in self.rows:
             rows.flush()
         together(self.world, lambda: None)
+
+    def _whole_steps(self) -> tuple[int, int]:
+        """The last step that was run and the number of those applied; PlanError if one failed."""
+        if self.feed.failed:
+            raise PlanError(
+                f"a step after {self.feed.run_step} failed half-way: what this rank holds is the "
+                "state of no step; go on from the last checkpoint"
+            )
+        return self.feed.run_step, int(self.applied)
 
     def _table(self, table: int) -> tuple[Tensor, Tensor | None]:
         """Views of a table's weights and state in original ids."""
@@ -403,7 +424,8 @@ class CachedParallel(Parallel):
         return {} if rate is None else {"hit_rate": rate}
 
     def close(self) -> None:
-        """Let go of stores and gradients; the planner's thread ends with its stream."""
+        """End the stream, if one is open, and let go of stores and gradients."""
+        self.feed.close()
         for rows in self.rows:
             if rows.store is not None:
                 rows.store.close()

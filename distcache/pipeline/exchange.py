@@ -1,24 +1,34 @@
 """The planners' conversation: headers, requests to homes, decisions to all. CPU group, one thread.
 
 Every exchange starts with a header from each rank, so that an end, a stop or an error of one rank
-is known to all at the same step.
+is known to all at the same step. All ranks make the same exchanges in the same order.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 import torch
 
 from distcache.comm.counters import PLANNING
+from distcache.comm.failure import describe
 from distcache.comm.link import Link
 from distcache.errors import PeerError
 from distcache.planner.assemble import HomePart, Request
 from distcache.planner.home import HomeDecision
+
+REQUESTS, DECISIONS = 0, 1
+"""The two kinds of exchange."""
+
+KINDS = ("train", "eval")
+"""Kinds of batches; any other is `KINDS[-1] + 1` in a header."""
+
+_HEADER = 6
+"""Numbers of a header: status, exchange, step, digest, kind of the batch and its index."""
 
 
 class Status(IntEnum):
@@ -33,20 +43,26 @@ class Status(IntEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the ranks agree on: the strongest status and the ranks that said it."""
+    """What the ranks agree on: the strongest status and the ranks that said it.
+
+    `message`: with ERROR, what went wrong on the first of them.
+    """
 
     status: Status
     ranks: tuple[int, ...]
+    message: str = ""
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """Why one home refuses a step: its group, distinct rows and slots."""
+class Decided:
+    """What all homes decided about a step. `rows` int64 `[W, G]`: distinct rows by home and group
+    (also if the verdict is TOO_LARGE). If it is OK, for every group: `parts`, those of all homes,
+    and `latest_use`, the latest last use among all victims."""
 
-    home: int
-    group: int
-    rows: int
-    slots: int
+    verdict: Verdict
+    rows: np.ndarray
+    parts: list[list[HomePart]] = field(default_factory=list)
+    latest_use: list[int] = field(default_factory=list)
 
 
 class PlanExchange:
@@ -61,21 +77,31 @@ class PlanExchange:
         self._digest = fingerprint & 0x7FFFFFFF
 
     def requests(
-        self, status: Status, step: int, requests: Sequence[Request] | None
+        self,
+        status: Status,
+        step: int,
+        batch: tuple[str, int],
+        requests: Sequence[Request],
+        error: BaseException | None = None,
     ) -> tuple[Verdict, list[list[np.ndarray]]]:
         """Send each group's rows to their homes.
 
-        Returns the verdict and, if it is OK, for every group the rows that each rank names here.
+        `batch`: kind and index of the local batch; `requests`: by group, none if `status` is not
+        OK; `error`: why, if it is ERROR. Returns the verdict and, if it is OK, for every group the
+        rows that each rank names here.
         """
         size = self._link.world.size
         counts = np.zeros((self._groups, size), dtype=np.int64)
-        if requests is not None:
+        if requests:
             counts[:] = [request.counts for request in requests]
-        headers = self._headers(status, step, counts.reshape(-1))
-        verdict = self._verdict(headers, step)
-        if verdict.status is not Status.OK or requests is None:
+        kind = KINDS.index(batch[0]) if batch[0] in KINDS else len(KINDS)
+        about = [status, REQUESTS, step, self._digest, kind, batch[1]]
+        headers = self._headers(about, counts)
+        verdict = self._verdict(headers, error)
+        if verdict.status is not Status.OK:
             return verdict, []
-        incoming = headers[:, 3:].reshape(size, self._groups, size)[:, :, self._link.world.rank]
+        incoming = headers[:, _HEADER : _HEADER + counts.size].reshape(size, self._groups, size)
+        incoming = incoming[:, :, self._link.world.rank]
         parts = [request.rows[home] for home in range(size) for request in requests]
         received = self._all_to_all(
             parts, counts.sum(0), incoming.sum(1), np.int64, f"requests of step {step}"
@@ -87,28 +113,26 @@ class PlanExchange:
         self,
         status: Status,
         step: int,
-        decisions: Sequence[HomeDecision] | None,
+        rows: Sequence[int],
+        decisions: Sequence[HomeDecision],
         requests: Sequence[Request],
-        refusal: Refusal | None = None,
-    ) -> tuple[Verdict, list[list[HomePart]], list[int], Refusal | None]:
+        error: BaseException | None = None,
+    ) -> Decided:
         """Send this home's decisions to all ranks.
 
-        Returns the verdict; for every group the parts of all homes and the latest last use among
-        all victims; and the largest refusal, if some home refused the step.
+        `rows`: distinct rows of this home in each group; `decisions`: by group, none if `status`
+        is not OK; `error`: why, if it is ERROR.
         """
         size = self._link.world.size
-        numbers = np.full((self._groups, 3), -1, dtype=np.int64)
-        if refusal is not None:
-            numbers[refusal.group] = (refusal.rows, refusal.slots, refusal.group)
-        elif decisions is not None:
-            numbers[:] = [(len(d.slots), len(d.fetch), d.latest_use) for d in decisions]
-        headers = self._headers(status, step, numbers.reshape(-1))
-        verdict = self._verdict(headers, step)
-        numbers = headers[:, 3:].reshape(size, self._groups, 3)
-        if verdict.status is Status.TOO_LARGE:
-            return verdict, [], [], _largest_refusal(numbers, verdict.ranks)
-        if verdict.status is not Status.OK or decisions is None:
-            return verdict, [], [], None
+        numbers = np.zeros((self._groups, 3), dtype=np.int64)
+        numbers[:, 0] = rows
+        if decisions:
+            numbers[:, 1:] = [(len(d.fetch), d.latest_use) for d in decisions]
+        headers = self._headers([status, DECISIONS, step, self._digest, 0, 0], numbers)
+        verdict = self._verdict(headers, error)
+        numbers = headers[:, _HEADER : _HEADER + numbers.size].reshape(size, self._groups, 3)
+        if verdict.status is not Status.OK:
+            return Decided(verdict, numbers[:, :, 0])
         parts, outgoing = [], []
         for to in range(size):
             mine = [part for d in decisions for part in (d.slots, d.fetch, d.replies[to])]
@@ -126,26 +150,33 @@ class PlanExchange:
             for g in range(self._groups)
         ]
         self._extend_digest(homes)
-        return verdict, homes, numbers[:, :, 2].max(0).tolist(), None
+        return Decided(verdict, numbers[:, :, 0], homes, numbers[:, :, 2].max(0).tolist())
 
-    def _headers(self, status: Status, step: int, numbers: np.ndarray) -> np.ndarray:
-        """Every rank's [status, step, digest, numbers...], `[W, 3 + len(numbers)]`."""
-        own = torch.from_numpy(np.concatenate(([int(status), step, self._digest], numbers)))
-        what = f"header of step {step}"
-        return torch.stack(self._link.all_gather(own, PLANNING, what)).numpy()
+    def _headers(self, about: list[int], numbers: np.ndarray) -> np.ndarray:
+        """Every rank's header, `about` and `numbers`; all exchanges' are of one length."""
+        own = np.zeros(_HEADER + self._groups * max(3, self._link.world.size), dtype=np.int64)
+        own[:_HEADER] = about
+        own[_HEADER : _HEADER + numbers.size] = numbers.reshape(-1)
+        what = f"header of step {about[2]}"
+        gathered = self._link.all_gather(torch.from_numpy(own), PLANNING, what)
+        return torch.stack(gathered).numpy()
 
-    def _verdict(self, headers: np.ndarray, step: int) -> Verdict:
+    def _verdict(self, headers: np.ndarray, error: BaseException | None) -> Verdict:
+        """The strongest status. Raises PeerError if the ranks are not at the same point."""
         status = Status(int(headers[:, 0].max()))
         ranks = tuple(np.flatnonzero(headers[:, 0] == status).tolist())
-        if status is Status.OK:
-            own = headers[self._link.world.rank]
-            for rank, other in enumerate(headers):
-                if (other[1:3] != own[1:3]).any():
-                    raise PeerError(
-                        f"rank {rank} plans step {other[1]} with digest {other[2]:#x}, rank "
-                        f"{self._link.world.rank} step {own[1]} with {own[2]:#x}: the ranks run "
-                        "different configurations, data or package versions"
-                    )
+        if status is Status.ERROR:
+            text = None if error is None else describe(error)
+            texts = self._link.gather_objects(text, "errors of the planners")
+            return Verdict(status, ranks, str(texts[ranks[0]]))
+        mine = self._link.world.rank
+        compared = slice(1, _HEADER) if status is Status.OK else slice(1, 3)
+        for rank, other in enumerate(headers):
+            if (other[compared] != headers[mine][compared]).any():
+                raise PeerError(
+                    f"rank {rank} plans {_point(other)}, but rank {mine} {_point(headers[mine])}: "
+                    "the ranks run different configurations, data or package versions"
+                )
         return Verdict(status, ranks)
 
     def _all_to_all(
@@ -174,18 +205,17 @@ class PlanExchange:
                 self._digest = zlib.crc32(np.ascontiguousarray(part.slots), self._digest)
 
 
+def _point(header: np.ndarray) -> str:
+    """Where a rank stands, by its header."""
+    exchange, step, digest, kind, index = header[1:_HEADER].tolist()
+    if exchange == DECISIONS:
+        return f"the decisions of step {step} with digest {digest:#x}"
+    name = KINDS[kind] if kind < len(KINDS) else "other"
+    return f"step {step} ({name} batch {index}) with digest {digest:#x}"
+
+
 def _split(flat: np.ndarray, lengths: np.ndarray) -> list[list[np.ndarray]]:
     """Cut `flat` into `lengths[i][j]` long pieces, row by row."""
     pieces = np.split(flat, np.cumsum(lengths.reshape(-1))[:-1])
     width = lengths.shape[1]
     return [pieces[i : i + width] for i in range(0, len(pieces), width)]
-
-
-def _largest_refusal(numbers: np.ndarray, homes: Sequence[int]) -> Refusal:
-    """The refusal with the most rows among the homes that refuse a step."""
-    refusals = []
-    for home in homes:
-        group = int(np.flatnonzero(numbers[home, :, 2] >= 0)[0])
-        rows, slots = numbers[home, group, :2].tolist()
-        refusals.append(Refusal(home, group, rows, slots))
-    return max(refusals, key=lambda refusal: refusal.rows)

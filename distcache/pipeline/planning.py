@@ -15,14 +15,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from distcache.comm.failure import first_failure, record_failure
+from distcache.comm.failure import failure_of_others
 from distcache.comm.link import Link
 from distcache.data.batch import Batch
-from distcache.errors import PeerError, PlanError, StepTooLargeError
-from distcache.pipeline.exchange import PlanExchange, Refusal, Status, Verdict
+from distcache.errors import PeerError, PlanError
+from distcache.pipeline.exchange import PlanExchange, Status, Verdict
 from distcache.pipeline.groups import GroupBags, TableGroup, group_bags
+from distcache.pipeline.room import too_large
 from distcache.planner.assemble import Request, assemble, make_request, next_move_after
 from distcache.planner.home import HomeDecision, Planner
 from distcache.step_plan import StepPlan, check_plan, check_plan_fully
@@ -31,6 +33,9 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 """How often a waiting thread looks whether it should stop."""
+
+_LEAVING_S = 2.0
+"""How long a rank that another one leaves behind waits for a reason, seconds."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +89,9 @@ class StreamPlanner:
     ) -> None:
         self.link, self.groups, self.planners = link, list(groups), list(planners)
         self.slots, self.settings = list(slots), settings
+        self.ingested = 0
+        """Steps whose ids are known to all homes; the last of them may be undecided."""
         self._exchange = PlanExchange(link, len(self.groups), settings.fingerprint)
-        self._ingested = 0
         self._move_after = [-1] * len(self.groups)
 
     def planned(
@@ -94,7 +100,7 @@ class StreamPlanner:
         """Plans of `batches` in order, until the first rank ends, stops or fails.
 
         `ahead=False` uses a window of L = 0 (planning inline). Raises what went wrong, on every
-        rank at the same step.
+        rank after the same step.
         """
         window = self.settings.lookahead if ahead else 0
         waiting: deque[_Waiting] = deque()
@@ -103,7 +109,7 @@ class StreamPlanner:
         while True:
             verdict, error = self._ingest(iterator, waiting, stop())
             if verdict.status is Status.STOP:
-                self._ingested -= len(waiting)
+                self._after_stop(verdict, stop)
                 return
             if verdict.status is not Status.OK:
                 failure = error
@@ -115,12 +121,14 @@ class StreamPlanner:
         if failure is not None:
             raise failure
 
-    def restore(self, step: int, held: Sequence) -> None:
-        """Forget undecided and unmoved plans: go on after `step` from the rows that the device
-        holds (`held`: int64 array of each group's own slots, -1 free)."""
-        self._ingested = step + 1
+    def restore(self, step: int, slot_rows: Sequence[np.ndarray]) -> None:
+        """Forget undecided and unmoved plans: go on after `step` from what the device holds.
+
+        `slot_rows`: for each group, the rows in its planner's `own_slots`, int64, -1 for none.
+        """
+        self.ingested = step + 1
         self._move_after = [step] * len(self.groups)
-        for planner, rows in zip(self.planners, held, strict=True):
+        for planner, rows in zip(self.planners, slot_rows, strict=True):
             planner.restore(rows, step)
 
     def _ingest(
@@ -129,21 +137,22 @@ class StreamPlanner:
         """Bring the next batch's rows to their homes, or learn why there is none."""
         started = time.perf_counter()
         status, error, entry = self._next(iterator) if not stop else (Status.STOP, None, None)
-        step = self._ingested
-        requests = entry.requests if entry is not None else None
-        verdict, rows = self._exchange.requests(status, step, requests)
+        step = self.ingested
+        batch = ("", 0) if entry is None else (entry.batch.kind, entry.batch.index)
+        requests = [] if entry is None else entry.requests
+        verdict, rows = self._exchange.requests(status, step, batch, requests, error)
         if verdict.status is Status.OK and entry is not None:
             for planner, by_rank in zip(self.planners, rows, strict=True):
                 planner.ingest(step, entry.batch.kind, by_rank)
             entry.seconds = time.perf_counter() - started
             waiting.append(entry)
-            self._ingested += 1
+            self.ingested += 1
         elif verdict.status is Status.ERROR and error is None:
-            error = self._peer_error(verdict)
+            error = _peer_error(verdict)
         elif verdict.status is Status.END and status is Status.OK:
             log.warning(
-                "the data of rank %s ended at step %d; this rank had more, which is left unread",
-                verdict.ranks,
+                "the data of %s ended after %d batches, this rank's did not: all ranks end there",
+                ", ".join(f"rank {rank}" for rank in verdict.ranks),
                 step,
             )
         return verdict, error
@@ -153,38 +162,58 @@ class StreamPlanner:
     ) -> tuple[Status, BaseException | None, _Waiting | None]:
         """The next local batch as rows, or END, or what went wrong with it."""
         try:
-            batch = self.settings.prepare(next(iterator))
+            batch = next(iterator)
+        except StopIteration:
+            return Status.END, None, None
+        except Exception as error:
+            return Status.ERROR, error, None
+        try:
+            batch = self.settings.prepare(batch)
             bags = [group_bags(group, batch.ids, self.settings.dtype) for group in self.groups]
             requests = [
                 make_request(group.layout, bag.rows)
                 for group, bag in zip(self.groups, bags, strict=True)
             ]
-        except StopIteration:
-            return Status.END, None, None
         except Exception as error:
-            record_failure(self.link.world.store, self.link.world.rank, error)
             return Status.ERROR, error, None
-        return Status.OK, None, _Waiting(self._ingested, batch, bags, requests, 0.0)
+        return Status.OK, None, _Waiting(self.ingested, batch, bags, requests, 0.0)
+
+    def _after_stop(self, verdict: Verdict, stop: Callable[[], bool]) -> None:
+        """Return once this rank stops as well; PeerError if it does not, as another one failed
+        or left the stream alone."""
+        world, deadline = self.link.world, time.monotonic() + _LEAVING_S
+        while not stop() and time.monotonic() < deadline:
+            failure = failure_of_others(world.store, world.rank)
+            if failure is not None:
+                raise PeerError(failure.message)
+            time.sleep(_POLL_S)
+        if not stop():
+            raise PeerError(
+                f"rank {verdict.ranks[0]} stopped reading its stream after {self.ingested} "
+                f"batches, but rank {world.rank} goes on: stop all ranks after the same step"
+            )
 
     def _decide(self, entry: _Waiting) -> PlannedStep:
         """Decide one step with all other homes; raises on every rank if one of them cannot."""
         started = time.perf_counter()
-        own, status, refusal, error = self._decide_home(entry)
-        verdict, homes, latest, refused = self._exchange.decisions(
-            status, entry.step, own, entry.requests, refusal
-        )
-        if refused is not None:
-            raise self._too_large(entry.step, refused)
-        if verdict.status is not Status.OK or own is None:
-            raise error or self._peer_error(verdict)
+        rows = [planner.due_rows for planner in self.planners]
+        own, status, error = self._decide_home(rows)
+        decided = self._exchange.decisions(status, entry.step, rows, own, entry.requests, error)
+        if decided.verdict.status is Status.TOO_LARGE:
+            own_slots = [planner.slots for planner in self.planners]
+            raise too_large(entry.step, self.groups, decided.rows, own_slots)
+        if decided.verdict.status is not Status.OK:
+            raise error or _peer_error(decided.verdict)
         plans = []
         for group, request in enumerate(entry.requests):
-            before = self._move_after[group]
             move_after = next_move_after(
-                entry.step, self.settings.prefetch, [latest[group]], before
+                entry.step,
+                self.settings.prefetch,
+                [decided.latest_use[group]],
+                self._move_after[group],
             )
             self._move_after[group] = move_after
-            plan = assemble(request, homes[group], own[group], move_after)
+            plan = assemble(request, decided.parts[group], own[group], move_after)
             if self.settings.validate:
                 check_plan_fully(plan, self.slots[group])
             else:
@@ -194,41 +223,19 @@ class StreamPlanner:
         return PlannedStep(entry.step, entry.batch, entry.bags, plans, seconds)
 
     def _decide_home(
-        self, entry: _Waiting
-    ) -> tuple[list[HomeDecision] | None, Status, Refusal | None, BaseException | None]:
-        """This home's decisions, or how it fails."""
-        rank = self.link.world.rank
-        decisions: list[HomeDecision] = []
+        self, rows: Sequence[int]
+    ) -> tuple[list[HomeDecision], Status, BaseException | None]:
+        """This home's decisions; none, and why, if it has too few slots for `rows` or fails."""
+        if any(count > p.slots for count, p in zip(rows, self.planners, strict=True)):
+            return [], Status.TOO_LARGE, None
         try:
-            for planner in self.planners:
-                decisions.append(planner.plan())
-        except StepTooLargeError as error:
-            group = len(decisions)
-            refusal = Refusal(rank, group, error.rows, error.slots)
-            return None, Status.TOO_LARGE, refusal, error
+            return [planner.plan() for planner in self.planners], Status.OK, None
         except Exception as error:
-            record_failure(self.link.world.store, rank, error)
-            return None, Status.ERROR, None, error
-        return decisions, Status.OK, None, None
+            return [], Status.ERROR, error
 
-    def _too_large(self, step: int, refused: Refusal) -> StepTooLargeError:
-        world = self.link.world.size
-        own = self.groups[refused.group].layout.rows
-        total = sum(group.layout.rows for group in self.groups)
-        enough = -(-refused.rows * world * total // own)
-        return StepTooLargeError(
-            f"step {step} needs {refused.rows} distinct rows of home rank {refused.home}, which "
-            f"has {refused.slots} slots of {refused.slots * world} on each device: set "
-            f"cache.rows={enough} or more (the smallest that holds this step), or lower "
-            "data.global_batch_size",
-            rows=refused.rows,
-            slots=refused.slots,
-        )
 
-    def _peer_error(self, verdict: Verdict) -> PeerError:
-        failure = first_failure(self.link.world.store)
-        rank, message = failure if failure is not None else (verdict.ranks[0], "see its output")
-        return PeerError(f"stopped because rank {rank} failed: {message}")
+def _peer_error(verdict: Verdict) -> PeerError:
+    return PeerError(f"stopped because rank {verdict.ranks[0]} failed: {verdict.message}")
 
 
 class PlanningThread:

@@ -33,7 +33,6 @@ class GroupRows:
     """The rows of one group on one rank: device slots over the node's store.
 
     `store` is None in mode `resident`, where every row has its slot and nothing moves.
-    `slots`: this home's own range of slots (in `resident` and `host`: see `own_slots`).
     """
 
     def __init__(
@@ -99,9 +98,9 @@ class GroupRows:
         self._store_rows(dirty[own], rows[own])
         self.cache.clean(dirty)
 
-    def held_rows(self, slots: range) -> np.ndarray:
-        """The rows in this home's own `slots`, int64, -1 free."""
-        held = self.cache.slot_row[slots.start : slots.stop]
+    def held_rows(self, slots: slice) -> np.ndarray:
+        """This home's rows in `slots`, int64; -1 where one is free or holds another home's row."""
+        held = self.cache.slot_row[slots]
         return np.where(held >= 0, held, -1)
 
     def _store_rows(self, slots: Tensor, rows: Tensor) -> None:

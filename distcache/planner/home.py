@@ -72,6 +72,16 @@ class HomePlanner:
         """Bytes of the index over this home's rows."""
         return self._slot_of.nbytes + self._last_reference.nbytes
 
+    @property
+    def own_slots(self) -> slice:
+        """This home's slots among those of the device."""
+        return slice(self.home * self.slots, (self.home + 1) * self.slots)
+
+    @property
+    def due_rows(self) -> int:
+        """Distinct rows of the oldest ingested step, which `plan` would decide."""
+        return len(self._window[0].local)
+
     def ingest(self, step: int, kind: str, requests: Sequence[np.ndarray]) -> Ingested:
         """Take the rows (int64, homed here) that every rank names in `step`, in rank order."""
         entry = take_requests(self.layout, self._last_reference, (step, kind), requests)
@@ -167,6 +177,16 @@ class ResidentPlanner:
         """Bytes of the scratch array that finds distinct rows."""
         return self._position.nbytes
 
+    @property
+    def own_slots(self) -> slice:
+        """All slots of the device."""
+        return slice(None)
+
+    @property
+    def due_rows(self) -> int:
+        """As `HomePlanner.due_rows`."""
+        return len(self._window[0].local)
+
     def ingest(self, step: int, kind: str, requests: Sequence[np.ndarray]) -> Ingested:
         """As `HomePlanner.ingest`."""
         entry = take_requests(self.layout, self._position, (step, kind), requests)
@@ -202,6 +222,16 @@ class PassThroughPlanner:
     def index_bytes(self) -> int:
         """Bytes of the scratch array that finds distinct rows."""
         return self._position.nbytes
+
+    @property
+    def own_slots(self) -> slice:
+        """All slots of the device."""
+        return slice(None)
+
+    @property
+    def due_rows(self) -> int:
+        """As `HomePlanner.due_rows`."""
+        return len(self._window[0].local)
 
     def ingest(self, step: int, kind: str, requests: Sequence[np.ndarray]) -> Ingested:
         """As `HomePlanner.ingest`."""

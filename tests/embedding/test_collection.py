@@ -236,8 +236,9 @@ def test_keys_names_and_dtypes_are_torchrecs() -> None:
     shuffled = KeyedJaggedTensor(
         order,
         torch.cat([parts[key].values() for key in order]).int(),
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64)]
-                          + [parts[key].lengths() for key in order]).cumsum(0),
+        offsets=torch.cat(
+            [torch.zeros(1, dtype=torch.int64)] + [parts[key].lengths() for key in order]
+        ).cumsum(0),
     )
     for given in (ids, shuffled):
         mine, theirs = ebc(given), own(given)

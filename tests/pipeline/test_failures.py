@@ -1,0 +1,182 @@
+"""Ranks that raise, die or hang: the others name them within seconds, or within the timeout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from itertools import chain
+
+import pytest
+from ends import End, Job
+from protocol_cases import Raises, batches, caught, make, state, train
+
+from distcache.comm.agree import together
+from distcache.comm.failure import cause_of
+from distcache.comm.world import World, close_world, open_world
+
+TIMEOUT_S = 6.0
+SOON_S = 5.0
+"""Less than the timeout, more than a slow machine needs."""
+
+
+def leave(world: World, error: Exception | None) -> tuple[int, str] | None:
+    """End this rank as the command line does: record the failure, then leave."""
+    cause = cause_of(world.store, world.rank, error) if error is not None else None
+    close_world(world, orderly=error is None)
+    return cause
+
+
+def attempt(world: World, action) -> dict:
+    """Run `action`; how it failed, the cause, how long it took and what a flush says then."""
+    began, error = time.monotonic(), None
+    try:
+        action()
+    except Exception as caught_error:
+        error = caught_error
+    took = time.monotonic() - began
+    said = "" if error is None else f"{type(error).__name__}: {error}"
+    return {"error": said, "took": took, "cause": leave(world, error)}
+
+
+def model_raises(rank: int, size: int, at_apply: bool) -> dict:
+    world = open_world("cpu", "gloo", 60)
+    model = Raises(2 if rank == 1 and not at_apply else None)
+    mode = make(world, lookahead=1, prefetch=1, model=model)
+    if at_apply and rank == 1:
+        step = mode.dense_optimizer.step
+
+        def failing() -> None:
+            if int(mode.applied) == 3:
+                raise ValueError("the optimizer fails in step 2")
+            step()
+
+        mode.dense_optimizer.step = failing
+    losses: list[float] = []
+    flushed: list[str] = []
+
+    def go() -> None:
+        try:
+            for step in mode.stream(batches(world, range(6))):
+                losses.append(mode.train_step(step).loss)
+        except ValueError:
+            flushed.append(caught(mode._whole_steps))
+            raise
+
+    seen = attempt(world, go)
+    return seen | {"steps": len(losses), "flushed": flushed, "applied": int(mode.applied)}
+
+
+def dies(rank: int, size: int, where: str, how: str) -> dict:
+    """Rank 1 dies or hangs; the others wait in `where`."""
+    world = open_world("cpu", "gloo", TIMEOUT_S)
+    end = (lambda: os.kill(os.getpid(), signal.SIGKILL)) if how == "dies" else hang
+
+    def go() -> None:
+        if where == "together":
+            together(world, end if rank == 1 else int)
+            return
+        mode = make(world, lookahead=1, prefetch=1)
+        if where == "exchange":  # its data never come, and the others' planners wait for them
+            source = batches(world, range(2))
+            if rank == 1:
+                source = chain(source, (end() for _ in range(1)))
+            else:
+                source = chain(source, batches(world, range(2, 6)))
+            train(mode, source)
+        else:
+            train(mode, batches(world, range(6)), at_step=lambda s: s == 2 and rank == 1 and end())
+
+    return attempt(world, go)
+
+
+def hang() -> None:
+    time.sleep(3 * TIMEOUT_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def late(rank: int, size: int) -> dict:
+    """A rank that is slow, but in time: nobody fails."""
+    world = open_world("cpu", "gloo", TIMEOUT_S)
+
+    def go() -> None:
+        mode = make(world)
+        train(mode, batches(world, range(3)), at_step=lambda s: time.sleep(2.5 * (rank == s == 1)))
+        state(mode)
+
+    return attempt(world, go)
+
+
+CASES = {
+    "raises": (model_raises, 3, False),
+    "applies": (model_raises, 2, True),
+    "kill exchange": (dies, 3, "exchange", "dies"),
+    "kill gradients": (dies, 3, "gradients", "dies"),
+    "kill together": (dies, 2, "together", "dies"),
+    "hang exchange": (dies, 2, "exchange", "hangs"),
+    "hang gradients": (dies, 3, "gradients", "hangs"),
+    "late": (late, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def all_ends() -> dict[str, list[End]]:
+    """How every rank of every case ended; cases run a few at a time."""
+    found, names = {}, list(CASES)
+    for start in range(0, len(names), 3):
+        jobs = {name: Job(CASES[name][0], *CASES[name][1:]) for name in names[start : start + 3]}
+        found |= {name: job.ends(100) for name, job in jobs.items()}
+    return found
+
+
+def test_an_error_in_a_step_reaches_the_others_within_seconds(all_ends) -> None:
+    for rank, end in enumerate(all_ends["raises"]):
+        assert end.exitcode == 0, end
+        if rank == 1:
+            assert end.value["error"] == "ValueError: the model fails in step 2"
+            assert "failed half-way" in end.value["flushed"][0]
+        else:
+            assert end.value["error"].startswith("PeerError: "), end
+            assert "rank 1 failed: ValueError: the model fails in step 2" in end.value["error"]
+        assert end.value["cause"] == (1, "ValueError: the model fails in step 2")
+        assert end.value["steps"] == 2 and end.value["applied"] == 2
+        assert end.value["took"] < 30
+
+
+def test_an_error_after_a_step_was_agreed(all_ends) -> None:
+    other, failing = all_ends["applies"]
+    assert failing.value["error"] == "ValueError: the optimizer fails in step 2"
+    assert "rank 1 failed: ValueError: the optimizer fails" in other.value["error"]
+    assert other.value["steps"] == 3 and failing.value["steps"] == 2
+
+
+@pytest.mark.parametrize("where", ["exchange", "gradients", "together"])
+def test_a_rank_that_dies_is_named(all_ends, where: str) -> None:
+    ends = all_ends[f"kill {where}"]
+    assert ends[1].value is None and ends[1].exitcode == -signal.SIGKILL
+    for rank, end in enumerate(ends):
+        if rank == 1:
+            continue
+        assert end.exitcode == 0
+        assert end.value["error"].startswith("PeerError: "), end
+        assert "rank 1 ended without a word" in end.value["error"]
+        assert "rank 2" not in end.value["error"].partition(";")[2]
+        assert end.value["took"] < 30
+
+
+@pytest.mark.parametrize("where", ["exchange", "gradients"])
+def test_a_rank_that_hangs_is_named(all_ends, where: str) -> None:
+    ends = all_ends[f"hang {where}"]
+    for rank, end in enumerate(ends):
+        if rank == 1:
+            continue
+        assert end.value["error"].startswith("PeerError: rank "), end
+        missing = end.value["error"].partition(";")[2]
+        assert "rank 1 did not come within trainer.timeout_s=6" in missing
+        assert "rank 2" not in missing and "rank 0" not in missing
+        assert TIMEOUT_S - 1 < end.value["took"] < 3 * TIMEOUT_S
+
+
+def test_a_slow_rank_is_waited_for(all_ends) -> None:
+    assert [end.value["error"] for end in all_ends["late"]] == ["", ""]
+    assert [end.exitcode for end in all_ends["late"]] == [0, 0]
