@@ -48,7 +48,8 @@ def header(module: str, arguments: Sequence[str], settings: dict[str, Any], worl
     """
     record = {"kind": "environment", **describe_environment(world)}
     # Without the interpreter's and the checkout's paths, which say nothing elsewhere.
-    record["command"] = ["python", "-m", module, *arguments]
+    launcher = ["torchrun", "--standalone", "--nproc-per-node", str(world)]
+    record["command"] = [*(launcher if world > 1 else ["python"]), "-m", module, *arguments]
     record["load_average"] = list(os.getloadavg())
     record["settings"] = settings
     return record

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hydra.errors import HydraException, MissingConfigException
+
 from distcache.comm.rendezvous import Place
 from distcache.compose import checked_config, compose_overrides
 from distcache.config import Config
@@ -25,4 +27,8 @@ def compose_setting(size: str, overrides: Sequence[str], place: Place) -> Config
     """The checked configuration of a size; later overrides win. Raises ConfigError."""
     if size not in SIZES:
         raise ConfigError(f"size={size} is not {' or '.join(SIZES)}")
-    return checked_config(compose_overrides([*SIZES[size], *overrides]), place)
+    try:
+        text = compose_overrides([*SIZES[size], *overrides])
+    except (HydraException, MissingConfigException) as error:
+        raise ConfigError(str(error).strip().replace("\n", " ")) from error
+    return checked_config(text, place)

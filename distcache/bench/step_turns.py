@@ -9,22 +9,32 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from distcache import build
 from distcache.bench.contenders import Contender, ModeContender
 from distcache.bench.report import Record
 from distcache.bench.spread import ratios, rotated, spread
 from distcache.bench.step_batches import BatchBank, Feed
+from distcache.bench.yardsticks import (
+    YARDSTICKS,
+    FusedTables,
+    TorchTables,
+    YardstickSpec,
+    check_yardstick,
+)
 from distcache.comm.world import World
 from distcache.config import Config
 from distcache.errors import ConfigError
+from distcache.layout import TableSpec
+from distcache.optim.rows import row_update
 from distcache.parallel.hybrid_spec import load_torchrec
 from distcache.store.available import require_memory
+from distcache.versions import fbgemm_here
 
 log = logging.getLogger("distcache.bench.step")
 
@@ -42,16 +52,18 @@ def build_contenders(
     """
     source = build.build_source(config)
     tables = build.build_tables(config, source)
-    modes = [_here(mode, world) for mode in modes]
-    _check_memory(modes, sum(table.rows * table.dim for table in tables) * 4, config, world)
+    modes = [_here(mode, config, world) for mode in modes]
+    update = row_update(config.optim.name, 0.0)
+    floats = sum(table.rows * (table.dim + update.state_width(table.dim)) for table in tables)
+    _check_memory(modes, floats * build.dtype_of(config).itemsize, world)
     bank = BatchBank(source, world.rank, world.size)
     contenders: list[Contender] = []
     for mode in modes:
         began = time.perf_counter()
         model = build.build_dense(config, tables, source.dense_features)
         feed = bank.feed()
-        if mode in ("fused", "bag"):
-            contenders.append(_yardstick(mode, config, tables, model, feed))
+        if mode in YARDSTICKS:
+            contenders.append(_yardstick(mode, config, world, (tables, model, feed)))
         else:
             own = replace(config, parallel=replace(config.parallel, mode=mode))
             parallel = build.build_parallel(own, world, tables, model, source)
@@ -62,29 +74,39 @@ def build_contenders(
     return contenders, bank
 
 
-def _here(mode: str, world: World) -> str:
+def _here(mode: str, config: Config, world: World) -> str:
     """`mode`, or `bag` for `fused` on a GPU for which FBGEMM has no kernels here."""
-    if mode in ("fused", "bag") and world.size > 1:
-        raise ConfigError(f"modes={mode} runs on one rank: leave it out, or take modes=hybrid")
-    if mode != "fused" or world.device.type != "cuda":
+    if mode not in YARDSTICKS:
         return mode
+    if world.size > 1:
+        raise ConfigError(f"modes={mode} runs on one rank: leave it out, or take modes=hybrid")
+    reason = ""
+    if mode == "fused" and world.device.type == "cuda":
+        reason = _no_cuda_kernels()
+        mode = "bag" if reason else mode
+    check_yardstick(mode, config.optim, build.dtype_of(config), world.device)
+    if reason:
+        log.warning("`bag` (torch.nn.EmbeddingBag) stands in for `fused`: %s", reason)
+    return mode
+
+
+def _no_cuda_kernels() -> str:
+    """Why FBGEMM's fused tables cannot run on a GPU here; empty where they can."""
     try:
         load_torchrec()
-        if torch._C._dispatch_has_kernel_for_dispatch_key(
-            "fbgemm::split_embedding_codegen_lookup_sgd_function_pt2", "CUDA"
-        ):
-            return mode
-        reason = "this build of fbgemm has no CUDA kernels"
     except ConfigError as error:
-        reason = str(error)
-    log.warning("`bag` (torch.nn.EmbeddingBag) stands in for `fused`: %s", reason)
-    return "bag"
+        return str(error)
+    if "fbgemm-gpu" not in fbgemm_here():
+        return "the fbgemm here is the CPU build"
+    return ""
 
 
-def _check_memory(modes: Sequence[str], table_bytes: int, config: Config, world: World) -> None:
-    """MemoryTooSmallError unless the host holds the tables of every mode at once (SGD's size)."""
+def _check_memory(modes: Sequence[str], table_bytes: int, world: World) -> None:
+    """MemoryTooSmallError unless the host holds the tables of every mode at once.
+
+    `data` and `host` have one store per node, `resident` a copy per rank, `hybrid` shards.
+    """
     on_host = [mode for mode in modes if mode in ("data", "host") or world.device.type == "cpu"]
-    # `data` and `host` have one store per node, `resident` a copy per rank.
     copies = sum(world.local_size if mode == "resident" else 1 for mode in on_host)
     if world.local_rank == 0:
         require_memory(
@@ -94,22 +116,22 @@ def _check_memory(modes: Sequence[str], table_bytes: int, config: Config, world:
         )
 
 
-def _yardstick(mode: str, config: Config, tables: Sequence, model: Any, feed: Feed) -> Contender:
-    from distcache.bench import yardsticks
-    from distcache.comm.world import pick_device
-
+def _yardstick(
+    mode: str, config: Config, world: World, parts: tuple[Sequence[TableSpec], nn.Module, Feed]
+) -> Contender:
+    tables, model, feed = parts
     dense_lr, embedding_lr = build.build_rates(config)(0)
-    spec = yardsticks.YardstickSpec(
+    spec = YardstickSpec(
         tables=tables,
         optimizer=build.optimizer_spec(config),
         dense_lr=dense_lr,
         embedding_lr=embedding_lr,
         seed=config.trainer.seed,
-        device=pick_device(config.trainer.device, 0),
+        device=world.device,
     )
     if mode == "bag":
-        return yardsticks.TorchTables(spec, model, feed)
-    return yardsticks.FusedTables(spec, model, feed, load_torchrec())
+        return TorchTables(spec, model, feed)
+    return FusedTables(spec, model, feed, load_torchrec())
 
 
 class Turns:

@@ -19,12 +19,32 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from distcache.bench.contenders import Contender
 from distcache.bench.step_batches import Feed
+from distcache.config import OptimConfig
 from distcache.data.batch import Batch
 from distcache.errors import ConfigError
 from distcache.layout import RowLayout, TableSpec
 from distcache.optim.dense import dense_optimizer
 from distcache.parallel.base import OptimizerSpec
 from distcache.store.initial import block_rows, initial_rows
+
+YARDSTICKS = ("fused", "bag")
+"""The values of `modes` that are made here."""
+
+
+def check_yardstick(
+    mode: str, optim: OptimConfig, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise ConfigError for settings that a yardstick does not have."""
+    if dtype != torch.float32:
+        raise ConfigError(f"modes={mode} trains in float32: set trainer.dtype=float32")
+    if mode == "bag":
+        if optim.name == "rowwise_adagrad":
+            raise ConfigError("modes=bag has no optimizer=rowwise_adagrad: take modes=fused")
+        return
+    if optim.name == "adam" and device.type == "cpu":
+        raise ConfigError("modes=fused has no optimizer=adam on the CPU: take modes=bag")
+    if optim.initial_accumulator and optim.name in ("adagrad", "rowwise_adagrad"):
+        raise ConfigError("modes=fused starts Adagrad's sums at 0: set optim.initial_accumulator=0")
 
 
 @dataclass(frozen=True)
@@ -118,10 +138,6 @@ class FusedTables(Yardstick):
             settings["eps"] = optimizer.eps
         if optimizer.name == "adam":
             settings["beta1"], settings["beta2"] = optimizer.betas
-        if optimizer.initial_accumulator and "adagrad" in optimizer.name:
-            raise ConfigError(
-                "the yardstick `fused` starts Adagrad's sums at 0: set optim.initial_accumulator=0"
-            )
         self.ebc = FusedEmbeddingBagCollection(
             tables=[torchrec._config(table) for table in spec.tables],
             optimizer_type=kinds[optimizer.name],
@@ -176,7 +192,7 @@ class TorchTables(Yardstick):
             return torch.optim.SparseAdam(
                 [self.bag.weight], rate, betas=optimizer.betas, eps=optimizer.eps
             )
-        raise ConfigError(f"the yardstick `bag` has no optimizer={optimizer.name}: use another")
+        raise ConfigError(f"modes=bag has no optimizer={optimizer.name}")
 
     def form(self, batch: Batch) -> Any:
         """Row numbers int64 `[n]` and offsets int64 `[F b + 1]`, feature-major."""
