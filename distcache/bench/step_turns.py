@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from itertools import combinations
 from types import TracebackType
 
@@ -66,12 +67,19 @@ def build_contenders(
             contenders.append(_yardstick(mode, config, world, (tables, model, feed)))
         else:
             own = replace(config, parallel=replace(config.parallel, mode=mode))
-            parallel = build.build_parallel(own, world, tables, model, source)
+            parallel = build.build_parallel(own, _own_group(world), tables, model, source)
             parallel.set_lr(*build.build_rates(config)(0))
             ahead = config.cache.lookahead + config.cache.prefetch + 3 if mode in _CACHED else 0
             contenders.append(ModeContender(mode, parallel, feed, ahead))
         log.info("%s is there, after %.1f s", mode, time.perf_counter() - began)
     return contenders, bank
+
+
+def _own_group(world: World) -> World:
+    """`world` with a planning group for one contender: its planning thread must not meet those of
+    the others on one group. Collective."""
+    timeout = timedelta(seconds=world.timeout_s)
+    return replace(world, planning_group=dist.new_group(backend="gloo", timeout=timeout))
 
 
 def _here(mode: str, config: Config, world: World) -> str:
