@@ -1,0 +1,143 @@
+"""What takes turns in the step bench: the parallel modes, and yardsticks of other libraries."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from distcache.bench.step_batches import Feed
+from distcache.parallel.base import Parallel, Step
+from distcache.parallel.cached import CachedParallel
+from distcache.pipeline.planning import PlannedStep
+
+
+@dataclass
+class Traffic:
+    """Rows of all steps so far over all groups, and the most distinct ones of any step."""
+
+    distinct: int = 0
+    misses: int = 0
+    evictions: int = 0
+    most_distinct: int = 0
+    steady: bool = False
+    """Whether every row that the last step fetched sent one away."""
+
+    def add(self, planned: PlannedStep) -> None:
+        """Note the plans of one step."""
+        plans = planned.plans
+        distinct, misses = sum(p.distinct for p in plans), sum(p.misses for p in plans)
+        evictions = sum(len(p.evict_slots) for p in plans)
+        self.distinct += distinct
+        self.misses += misses
+        self.evictions += evictions
+        self.most_distinct = max(self.most_distinct, distinct)
+        # Evictions are those of this rank's home; on one rank they are all.
+        self.steady = evictions > 0 and all(len(p.evict_slots) == len(p.fetch_rows) for p in plans)
+
+
+class Contender(ABC):
+    """A model with its tables that trains a step at a time on batches of its own feed."""
+
+    name: str
+    ahead: int = 0
+    """Steps of the stream that it reads before it trains them."""
+
+    @abstractmethod
+    def prepare(self, steps: int) -> None:
+        """Make ready, outside the timed part, what a data loader would: the next `steps` steps."""
+
+    @abstractmethod
+    def step(self) -> float:
+        """Train on the next batch; the loss, mean over the global batch."""
+
+    def stage_seconds(self) -> dict[str, float]:
+        """Seconds so far by stage; empty where there are no stages."""
+        return {}
+
+    def rows(self) -> dict[str, int]:
+        """Rows so far: `distinct`, `misses` and `evictions`; empty where none is planned."""
+        return {}
+
+    def steady(self) -> bool:
+        """Whether the last step was like all that follow."""
+        return True
+
+    def summary(self) -> dict[str, Any]:
+        """Values of the record of this contender; called by all ranks."""
+        return {}
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of threads and tables."""
+
+
+class ModeContender(Contender):
+    """One of the package's own modes, driven as training drives it, planning thread included."""
+
+    def __init__(self, name: str, mode: Parallel, feed: Feed, ahead: int) -> None:
+        self.name, self.mode, self.ahead = name, mode, ahead
+        self.traffic = Traffic()
+        self.wait_seconds = 0.0
+        self._stream = mode.stream(feed)
+
+    def prepare(self, steps: int) -> None:
+        """Nothing: planning runs beside training, and counts."""
+
+    def step(self) -> float:
+        """See `Contender.step`."""
+        started = time.perf_counter()
+        step: Step = next(self._stream)
+        self.wait_seconds += time.perf_counter() - started
+        if isinstance(step.plans, PlannedStep):
+            self.traffic.add(step.plans)
+        return self.mode.train_step(step).loss
+
+    def stage_seconds(self) -> dict[str, float]:
+        """See `Contender.stage_seconds`; `wait` is that for the plan."""
+        if not isinstance(self.mode, CachedParallel):
+            return {}
+        return {**self.mode.clock.seconds, "wait": self.wait_seconds}
+
+    def rows(self) -> dict[str, int]:
+        """See `Contender.rows`; evictions are those of this rank's home."""
+        if self.name != "data":
+            return {}
+        traffic = self.traffic
+        names = ("distinct", "misses", "evictions")
+        return {name: getattr(traffic, name) for name in names}
+
+    def steady(self) -> bool:
+        """`data`: every fetched row sends one away; the other modes: always."""
+        return self.name != "data" or self.traffic.steady
+
+    def summary(self) -> dict[str, Any]:
+        """The mode's own counts, and the bound on its device bytes."""
+        summary = self.mode.summary()
+        keys = ("embedding_device_bytes", "cache_rows")
+        values = {key: summary.get(key) for key in keys}
+        if isinstance(self.mode, CachedParallel):
+            values["embedding_bytes_bound"] = embedding_bound(self.mode, self.traffic)
+        return values
+
+    def close(self) -> None:
+        """See `Contender.close`."""
+        close = getattr(self._stream, "close", None)
+        if close is not None:
+            close()
+        self.mode.close()
+
+
+def embedding_bound(mode: CachedParallel, traffic: Traffic) -> int:
+    """slots (D + S) + 3 U D + 2 U (D + S), in bytes: slots, the rows' copies, gradients and sums,
+    and staging of at most U fetched and U outgoing rows, for the largest step's U.
+
+    In mode `host` all rows of the step before leave: the same bound.
+    """
+    total = 0
+    for rows in mode.rows:
+        cache, distinct = rows.cache, traffic.most_distinct
+        total += cache.slots * rows.row_bytes
+        total += 3 * distinct * cache.dim * cache.dtype.itemsize + 2 * distinct * rows.row_bytes
+    return total

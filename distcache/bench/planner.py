@@ -1,0 +1,280 @@
+"""Ids per second of the whole plan on one core: `python -m distcache.bench.planner`.
+
+Requests, ingest, plan and assembly of all ranks run one after the other in this process, in steady
+eviction, beside ways to find a batch's distinct rows alone, in turns over the same ids. Drawing
+ids is not timed, and neither is the ranks' exchange, which needs processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from distcache import build
+from distcache.bench.options import at_least, option, parse, split_arguments, usage
+from distcache.bench.plan_runs import (
+    PlanningRun,
+    Seconds,
+    distinct_contenders,
+    inner_parts,
+    run_argsort,
+    run_distinct,
+)
+from distcache.bench.plan_tables import YARDSTICK, tables
+from distcache.bench.report import Record, Report, check_out, header, to_markdown, write_report
+from distcache.bench.setting import compose_setting
+from distcache.bench.spread import ratios, rotated, spread
+from distcache.cache.size import cache_slots
+from distcache.comm.rendezvous import Place
+from distcache.config import Config
+from distcache.data.batch import BatchSource, slice_bounds
+from distcache.errors import ConfigError, DistcacheError
+from distcache.layout import RowLayout
+from distcache.logs import set_up_logging
+from distcache.step_plan import StepPlan
+
+log = logging.getLogger("distcache.bench.planner")
+
+MODULE = "distcache.bench.planner"
+PURPOSE = "Ids per second of the whole plan on one core, beside np.unique on the same ids."
+
+
+@dataclass(frozen=True)
+class PlannerOptions:
+    """The keys of the command line."""
+
+    size: str = option("kaggle", "table sizes: kaggle (33,762,577 rows) or small")
+    batch: int = option(16384, "samples of a step over all ranks, one id per table each")
+    worlds: tuple[int, ...] = option((1, 2), "numbers of ranks, simulated in this process")
+    steps: int = option(10, "steps of each contender in a repetition")
+    repetitions: int = option(7, "repetitions, in each of which every contender has its turn")
+    warmup: int = option(400, "most steps before measuring; it starts once every miss evicts")
+    pin: bool = option(True, "run on one core only")
+    out: str = option("", "the report, a .md file; JSON lines go beside it")
+
+    def __post_init__(self) -> None:
+        at_least(1, batch=self.batch, steps=self.steps, repetitions=self.repetitions)
+        at_least(1, worlds=min(self.worlds), warmup=self.warmup)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the bench; the exit code."""
+    given = tuple(sys.argv[1:] if arguments is None else arguments)
+    set_up_logging("INFO")
+    if "--help" in given or "-h" in given:
+        sys.stdout.write(usage(PlannerOptions, MODULE, PURPOSE))
+        return 0
+    try:
+        line = split_arguments(given)
+        options = parse(PlannerOptions, line.given)
+        out = check_out(options.out)
+        overrides = (f"data.global_batch_size={options.batch}", *line.overrides)
+        config = compose_setting(options.size, overrides, Place())
+        head = header(MODULE, given, asdict(options), 1)
+        with one_core(options.pin):
+            records = measure(options, config)
+        report = Report("Planner", MODULE, given, asdict(options), records, tables)
+        sys.stdout.write(to_markdown(report, head))
+        if out is not None:
+            write_report(report, head, out)
+    except DistcacheError as error:
+        log.error("%s", error)
+        return 1
+    return 0
+
+
+@contextlib.contextmanager
+def one_core(pin: bool) -> Iterator[None]:
+    """One torch thread, and (`pin`) one core, while open."""
+    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
+    torch.set_num_threads(1)
+    try:
+        if pin:
+            os.sched_setaffinity(0, {max(cores)})
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(threads)
+
+
+class IdStream:
+    """Row numbers of the steps of a click stream, each id drawn once."""
+
+    def __init__(self, source: BatchSource, layout: RowLayout, batch: int) -> None:
+        self._source, self._offsets, self._batch = source, layout.offsets[:-1], batch
+        self._step = 0
+
+    def draw(self, steps: int) -> list[np.ndarray]:
+        """Rows int64 `[T, b]` of the coming steps."""
+        drawn = []
+        for step in range(self._step, self._step + steps):
+            values = self._source.train_batch(step, 0, 1).ids.values.numpy()
+            drawn.append(values.reshape(len(self._offsets), self._batch) + self._offsets[:, None])
+        self._step += steps
+        return drawn
+
+
+def by_rank(rows: np.ndarray, world: int) -> list[np.ndarray]:
+    """Rows `[T, b]` as each rank's int64 `[n]`: contiguous samples, feature-major."""
+    bounds = [slice_bounds(rows.shape[1], rank, world) for rank in range(world)]
+    return [np.ascontiguousarray(rows[:, low:high]).reshape(-1) for low, high in bounds]
+
+
+def measure(options: PlannerOptions, config: Config) -> list[Record]:
+    """Warm up, take turns, and summarise: the records of the report."""
+    if config.data.bag_size != 1:
+        raise ConfigError(f"data.bag_size={config.data.bag_size}: this bench takes bags of one id")
+    source = build.build_source(config)
+    tables = build.build_tables(config, source)
+    layouts = {world: RowLayout(tables, world) for world in options.worlds}
+    runs = {world: _planning_run(layout, config) for world, layout in layouts.items()}
+    stream = IdStream(source, next(iter(layouts.values())), options.batch)
+    steady = _warm_up(runs, stream, options.warmup)
+    rows = next(iter(layouts.values())).rows
+    turns = _Turns(runs, rows, stream.draw(1)[0].reshape(-1))
+    for repetition in range(options.repetitions):
+        turns.take(repetition, stream.draw(options.steps))
+    records = [*turns.records, *_rates(turns.records), *_part_records(runs, turns, options)]
+    records += [_inner_record(run, stream.draw(options.steps)) for run in runs.values()]
+    records += [_index_record(run, steady[world]) for world, run in runs.items()]
+    return records
+
+
+def _planning_run(layout: RowLayout, config: Config) -> PlanningRun:
+    cache = config.cache
+    group = (layout.rows, layout.dim, 0)
+    slots = cache_slots(cache.rows, cache.ratio, cache.bytes, [group], 4, layout.world_size)
+    return PlanningRun(layout, slots[0], cache.lookahead, cache.prefetch)
+
+
+def _warm_up(runs: dict[int, PlanningRun], stream: IdStream, most: int) -> dict[int, bool]:
+    """Plan until every fetched row sends one away; whether each world came so far."""
+    steady = dict.fromkeys(runs, False)
+    for _ in range(most):
+        (rows,) = stream.draw(1)
+        for world, run in runs.items():
+            plans = run.step(by_rank(rows, world))
+            steady[world] = bool(plans) and 0 < plans[0].misses <= _evictions(plans)
+        if all(steady.values()):
+            break
+    else:
+        log.warning("no steady eviction within warmup=%d steps: give more", most)
+    for run in runs.values():
+        run.seconds.clear()
+        run.counts.clear()
+    return steady
+
+
+def _evictions(plans: Sequence[StepPlan]) -> int:
+    return sum(len(plan.evict_slots) for plan in plans)
+
+
+class _Turns:
+    """Every contender's turn over the same ids, in rotating order."""
+
+    def __init__(self, runs: dict[int, PlanningRun], rows: int, sample: np.ndarray) -> None:
+        self._runs = {f"plan, W = {world}": (world, run) for world, run in runs.items()}
+        self._distinct = distinct_contenders(rows)
+        self.names = [*self._runs, *self._distinct]
+        self.records: list[Record] = []
+        self.argsort: dict[int, float] = dict.fromkeys(runs, 0.0)
+        for find in self._distinct.values():
+            run_distinct(find, [sample])  # the first call of each loads code and touches pages
+
+    def take(self, repetition: int, batches: Sequence[np.ndarray]) -> None:
+        """One repetition over `batches` (rows `[T, b]`)."""
+        flat = [rows.reshape(-1) for rows in batches]
+        ids = sum(len(rows) for rows in flat)
+        for name in rotated(self.names, repetition):
+            if name in self._runs:
+                seconds = self._plan(*self._runs[name], batches)
+            else:
+                seconds = run_distinct(self._distinct[name], flat)
+            self.records.append(
+                {
+                    "kind": "turn",
+                    "contender": name,
+                    "repetition": repetition,
+                    "ids": ids,
+                    "seconds": seconds,
+                }
+            )
+
+    def _plan(self, world: int, run: PlanningRun, batches: Sequence[np.ndarray]) -> float:
+        before, plans = sum(run.seconds.values()), []
+        for rows in [by_rank(batch, world) for batch in batches]:
+            plans += run.step(rows)
+        self.argsort[world] += run_argsort(plans)
+        return sum(run.seconds.values()) - before
+
+
+def _rates(turns: Sequence[Record]) -> list[Record]:
+    """Ids per second of every contender, and its ratio to `np.unique` within each repetition."""
+    rates: dict[str, list[float]] = {}
+    for turn in sorted(turns, key=lambda turn: turn["repetition"]):
+        rates.setdefault(turn["contender"], []).append(turn["ids"] / turn["seconds"])
+    records = []
+    for name, values in rates.items():
+        ratio = ratios(values, rates[YARDSTICK])
+        records.append(
+            {
+                "kind": "rate",
+                "contender": name,
+                "ids_per_second": spread(values),
+                "ratio_to": YARDSTICK,
+                "ratio": spread(ratio),
+            }
+        )
+    return records
+
+
+def _part_records(
+    runs: dict[int, PlanningRun], turns: _Turns, options: PlannerOptions
+) -> list[Record]:
+    """Milliseconds per step and rank of every part, over all turns."""
+    records = []
+    steps = options.steps * options.repetitions
+    for world, run in runs.items():
+        scale = 1e3 / (steps * world)
+        parts = {name: value * scale for name, value in run.seconds.items()}
+        inside = {"argsort": turns.argsort[world] * scale}
+        records.append({"kind": "parts", "world_size": world, "ms": parts, "inside_ms": inside})
+    return records
+
+
+def _inner_record(run: PlanningRun, batches: Sequence[np.ndarray]) -> Record:
+    """Milliseconds per step and rank of what happens inside `ingest` and `plan`."""
+    world = run.layout.world_size
+    with inner_parts(run) as seconds:
+        for rows in batches:
+            run.step(by_rank(rows, world))
+    ms: Seconds = {name: 1e3 * value / (len(batches) * world) for name, value in seconds.items()}
+    return {"kind": "inside", "world_size": world, "ms": ms}
+
+
+def _index_record(run: PlanningRun, steady: bool) -> Record:
+    counts = run.counts
+    return {
+        "kind": "index",
+        "world_size": run.layout.world_size,
+        "rows": run.layout.rows,
+        "index_bytes": run.index_bytes,
+        "bytes_per_row": run.index_bytes / run.layout.rows,
+        "slots": sum(home.slots for home in run.homes),
+        "steady_eviction": steady,
+        "steps": counts["steps"],
+        "distinct_per_step": counts["distinct"] / counts["steps"],
+        "misses_per_step": counts["misses"] / counts["steps"],
+        "evictions_per_step": counts["evictions"] / counts["steps"],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

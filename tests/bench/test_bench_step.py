@@ -1,0 +1,185 @@
+"""The step's bench at a small size: it trains what training trains, and its numbers agree."""
+
+from __future__ import annotations
+
+import threading
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from bench_checks import check_spread, of, read_report
+from ranks import run_ranks
+
+from distcache.bench.setting import compose_setting
+from distcache.bench.step import main
+from distcache.bench.step_batches import BatchBank
+from distcache.bench.step_tables import tables
+from distcache.build import build_source
+from distcache.comm.rendezvous import Place
+
+ARGUMENTS = ["size=small", "batch=64", "ratio=0.05", "steps=3", "lead=1", "repetitions=2"]
+STAGES = {"write_back", "gather", "fill", "forward_backward", "sync", "apply", "ingest", "plan"}
+
+
+def bench(out, *arguments):
+    """The header and records of a run."""
+    assert main([*ARGUMENTS, *arguments, f"out={out}"]) == 0
+    return read_report(out, tables)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """One run of everyone who needs no TorchRec."""
+    out = tmp_path_factory.mktemp("bench") / "step.md"
+    return bench(out, "modes=data,resident,host,bag")
+
+
+def test_every_mode_takes_every_turn(report):
+    _, records = report
+    turns = of(records, "turn")
+    assert [(turn["repetition"], turn["mode"]) for turn in turns] == [
+        *((0, mode) for mode in ("data", "resident", "host", "bag")),
+        *((1, mode) for mode in ("resident", "host", "bag", "data")),
+    ]
+    for turn in turns:
+        assert len(turn["step_ms"]) == 3
+        assert min(turn["step_ms"]) > 0
+        assert set(turn["stage_ms"]) == (set() if turn["mode"] == "bag" else STAGES | {"wait"})
+
+
+def test_medians_and_ratios_are_of_the_turns(report):
+    _, records = report
+    medians = {}
+    for mode in of(records, "mode"):
+        turns = [turn for turn in of(records, "turn") if turn["mode"] == mode["mode"]]
+        turns.sort(key=lambda turn: turn["repetition"])
+        check_spread(mode["step_ms"], [ms for turn in turns for ms in turn["step_ms"]])
+        medians[mode["mode"]] = [float(np.median(turn["step_ms"])) for turn in turns]
+        assert mode["turn_medians_ms"] == medians[mode["mode"]]
+    pairs = of(records, "ratio")
+    assert [(p["numerator"], p["denominator"]) for p in pairs] == list(combinations(medians, 2))
+    for pair in pairs:
+        above, below = medians[pair["numerator"]], medians[pair["denominator"]]
+        values = [a / b for a, b in zip(above, below, strict=True)]
+        assert pair["repetitions"] == values
+        check_spread(pair["ratio"], values)
+
+
+def test_all_train_the_same_steps_in_steady_eviction(report):
+    _, records = report
+    modes = {mode["mode"]: mode for mode in of(records, "mode")}
+    loss = modes["resident"]["loss"]
+    assert modes["data"]["loss"] == modes["host"]["loss"] == loss
+    assert modes["bag"]["loss"] == pytest.approx(loss, rel=1e-5)
+    rows = modes["data"]["rows_per_step"]
+    assert modes["data"]["steady_eviction"] is True
+    assert rows["distinct"] > rows["misses"] == rows["evictions"] > 0
+    assert modes["data"]["warmup_steps"] >= 20
+    for mode in ("data", "resident", "host"):
+        assert 0 < modes[mode]["embedding_device_bytes"] <= modes[mode]["embedding_bytes_bound"]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad"])
+def test_fused_tables_train_the_same(tmp_path, optimizer):
+    pytest.importorskip("torchrec")
+    _, records = bench(
+        tmp_path / "fused.md",
+        "modes=resident,fused",
+        f"optimizer={optimizer}",
+        "warmup=4",
+        "optim.embedding_lr=0.05",
+        "optim.dense_lr=0.05",
+    )
+    resident, fused = (mode["loss"] for mode in of(records, "mode"))
+    assert fused == pytest.approx(resident, rel=1e-3)
+    assert fused != pytest.approx(0.6931, abs=1e-4)  # both have learnt something
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_torch_tables_train_the_same(tmp_path, optimizer):
+    arguments = ("modes=resident,bag", f"optimizer={optimizer}", "warmup=4")
+    _, records = bench(tmp_path / "bag.md", *arguments)
+    resident, bag = (mode["loss"] for mode in of(records, "mode"))
+    assert bag == pytest.approx(resident, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["modes=bag", "optimizer=rowwise_adagrad"], "rowwise_adagrad"),
+        (["modes=fused", "optimizer=adam"], "adam"),
+        (["modes=fused", "optimizer=adagrad", "optim.initial_accumulator=0.1"], "accumulator"),
+        (["modes=bag", "trainer.dtype=float64"], "float32"),
+        (["modes=data", "ratio=0.001"], "cache.rows="),
+        (["modes=data,resident", "width=40000000"], "modes=data,resident"),
+        (["out=report.txt"], ".md"),
+        (["nonsense"], "key=value"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(capsys, arguments, says):
+    assert main(["size=small", "batch=64", *arguments]) == 1
+    assert says in capsys.readouterr().err
+    assert not torch.distributed.is_initialized()
+
+
+def two_ranks(rank, world_size, modes, out):
+    """Both ranks run the bench; the exit code."""
+    arguments = (f"modes={modes}", "parallel.sharding=table_wise", "warmup=5", f"out={out}")
+    return main([*ARGUMENTS, *arguments])
+
+
+@pytest.mark.parametrize(
+    "modes", ["data,resident", pytest.param("data,hybrid,resident,host", marks=pytest.mark.slow)]
+)
+def test_two_ranks(tmp_path, modes):
+    out = tmp_path / "two.md"
+    if "hybrid" in modes:
+        pytest.importorskip("torchrec")
+    assert run_ranks(two_ranks, 2, modes, str(out)) == [0, 0]
+    head, records = read_report(out, tables)
+    assert head["command"][:4] == ["torchrun", "--standalone", "--nproc-per-node", "2"]
+    found = {mode["mode"]: mode for mode in of(records, "mode")}
+    assert list(found) == modes.split(",")
+    data = found["data"]
+    assert data["world_size"] == 2
+    assert data["rows_per_step"]["evictions"] > 0
+    for name, mode in found.items():
+        close = 1e-5 if name == "hybrid" else 0.0
+        assert mode["loss"] == pytest.approx(data["loss"], rel=close, abs=0.0)
+
+
+def test_one_rank_yardsticks_are_refused_on_two(monkeypatch):
+    from distcache.bench import step_turns
+    from distcache.errors import ConfigError
+
+    class Two:
+        size, device = 2, torch.device("cpu")
+
+    with pytest.raises(ConfigError, match="one rank"):
+        step_turns._here("fused", compose_setting("small", (), Place()), Two())
+
+
+def test_a_bank_hands_every_feed_the_same_batches_and_drops_what_all_have_read():
+    source = build_source(compose_setting("small", ("data.global_batch_size=8",), Place()))
+    bank = BatchBank(source, 0, 1)
+    first, second = bank.feed(), bank.feed()
+    bank.fill(3)
+    batches = [next(first) for _ in range(3)]
+    assert [batch.index for batch in batches] == [0, 1, 2]
+    assert next(second) is batches[0]
+    bank.fill(4)
+    assert sorted(bank._batches) == [1, 2, 3]
+    taken: list = []
+    reader = threading.Thread(target=lambda: taken.extend(first), daemon=True)
+    reader.start()
+    bank.fill(6)
+    bank.finish()
+    reader.join(10)
+    assert [batch.index for batch in taken] == [3, 4, 5]
+    assert [batch.index for batch in second] == [1, 2, 3, 4, 5]
+
+
+def test_help(capsys):
+    assert main(["--help"]) == 0
+    assert "modes=data,resident,host,fused" in capsys.readouterr().out
