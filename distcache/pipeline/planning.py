@@ -35,7 +35,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A batch, its bags and plans by group, and how long planning took (seconds)."""
+    """A batch, its bags and plans by group, and seconds: of planning, and waited for it."""
 
     step: int
     batch: Batch
@@ -53,6 +53,7 @@ class _Waiting:
     bags: list[GroupBags]
     requests: list[Request]
     seconds: float
+    load_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -190,16 +191,20 @@ class StreamPlanner:
             else:
                 check_plan(plan)
             plans.append(plan)
-        seconds = {"ingest": entry.seconds, "plan": time.perf_counter() - started}
+        spent = time.perf_counter() - started - entry.load_seconds
+        seconds = {"ingest": entry.seconds, "load": entry.load_seconds, "plan": spent}
         return PlannedStep(entry.step, entry.batch, entry.bags, plans, seconds)
 
     def _decide_home(
         self, entry: _Waiting
     ) -> tuple[list[HomeDecision] | None, Status, Refusal | None, BaseException | None]:
-        """This home's decisions, or how it fails."""
+        """This home's decisions, with the batch's dense features and labels; or how it fails."""
         rank = self.link.world.rank
         decisions: list[HomeDecision] = []
+        began = time.perf_counter()
         try:
+            entry.batch = entry.batch.loaded()
+            entry.load_seconds = time.perf_counter() - began
             for planner in self.planners:
                 decisions.append(planner.plan())
         except StepTooLargeError as error:
@@ -243,11 +248,13 @@ class PlanningThread:
 
     def __iter__(self) -> Iterator[PlannedStep]:
         while True:
+            began = time.perf_counter()
             item = self._take()
             if item is None:
                 return
             if isinstance(item, BaseException):
                 raise item
+            item.seconds["wait"] = time.perf_counter() - began
             yield item
 
     def _take(self) -> PlannedStep | BaseException | None:
