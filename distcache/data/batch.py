@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -35,6 +37,10 @@ class Batch:
     `dense`: float `[b, F_dense]`; `ids`: bags of every feature; `labels`: float `[b]` in {0, 1};
     `global_size`: B, samples over all ranks of this step; `index`: training step or, for
     `kind="eval"`, evaluation batch; `first_sample`: position of this slice in the global batch.
+
+    Look-ahead needs ids alone, so a source may leave dense features and labels where they are:
+    then `load` gives both, and until `loaded` they are `unloaded` tensors, which have a shape but
+    no values (torch refuses to read them).
     """
 
     dense: Tensor
@@ -45,6 +51,19 @@ class Batch:
     epoch: int
     first_sample: int
     kind: str = "train"
+    load: Callable[[], tuple[Tensor, Tensor]] | None = None
+
+    def loaded(self) -> Batch:
+        """This batch with its dense features and labels; itself where it has them."""
+        if self.load is None:
+            return self
+        dense, labels = self.load()
+        return replace(self, dense=dense, labels=labels, load=None)
+
+
+def unloaded(*shape: int) -> Tensor:
+    """A tensor of `shape` on the meta device, in the place of values not loaded yet."""
+    return torch.empty(shape, device="meta")
 
 
 def slice_bounds(global_size: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from distcache.comm.counters import CollectiveCounters, count_collectives, summing_hook
 from distcache.comm.world import World
 from distcache.data.batch import Batch, JaggedIds
+from distcache.data.prefetch import Prefetch
 from distcache.errors import DataError
 from distcache.optim.dense import dense_optimizer
 from distcache.optim.dense_state import state_tensors
@@ -62,8 +63,11 @@ class HybridParallel(Parallel):
         )
 
     def stream(self, batches: Iterable[Batch]) -> Iterator[Step]:
-        """The batches as they come: TorchRec plans nothing ahead."""
-        return (Step(batch) for batch in batches)
+        """The batches as they come, drawn just ahead of the step: TorchRec plans nothing."""
+        with Prefetch(batches) as ahead:
+            for batch in ahead:
+                self._clock.add_load(ahead.load_s, ahead.wait_s)
+                yield Step(batch)
 
     def train_step(self, step: Step, stop: bool = False) -> StepResult:
         """Forward, agreement on the loss, backward with the rows' update, dense update."""
@@ -204,11 +208,12 @@ class HybridParallel(Parallel):
         dist.all_reduce(held, op=dist.ReduceOp.MAX, group=self._world.host_group)
         means = (round(value / self._world.size) for value in sent.tolist())
         nothing = ("ingest", "plan", "gather", "write_back", "fill", "sync", "apply")
+        stages = {"forward_backward": self._clock.median_ms()} | dict.fromkeys(nothing)
         return {
             **dict(zip(self.counters.values(), means, strict=True)),
             "embedding_device_bytes": int(held[0]),
             "peak_device_bytes": int(held[1]),
-            "stage_ms": {"forward_backward": self._clock.median_ms()} | dict.fromkeys(nothing),
+            "stage_ms": stages | self._clock.load_ms(),
             "table_rows": sum(table.rows for table in self._spec.tables),
             **dict.fromkeys(
                 (

@@ -21,6 +21,17 @@ class StepClock:
         self._cuda = device.type == "cuda"
         self._times_ms: list[float] = []
         self._pending: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._loads: list[tuple[float, float]] = []
+
+    def add_load(self, load_s: float, wait_s: float) -> None:
+        """Note seconds: a batch took to load beside the steps, and a step waited for it."""
+        self._loads.append((load_s, wait_s))
+
+    def load_ms(self) -> dict[str, float]:
+        """Mean milliseconds per batch of `load` and `wait`."""
+        count = max(1, len(self._loads))
+        load, wait = (1e3 * sum(pair[i] for pair in self._loads) / count for i in (0, 1))
+        return {"load": load, "wait": wait}
 
     @contextmanager
     def step(self) -> Iterator[None]:

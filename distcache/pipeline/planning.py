@@ -40,7 +40,7 @@ _LEAVING_S = 2.0
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A batch, its bags and plans by group, and how long planning took (seconds)."""
+    """A batch, its bags and plans by group, and seconds: of planning, and waited for it."""
 
     step: int
     batch: Batch
@@ -58,6 +58,7 @@ class _Waiting:
     bags: list[GroupBags]
     requests: list[Request]
     seconds: float
+    load_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ class StreamPlanner:
         """Decide one step with all other homes; raises on every rank if one of them cannot."""
         started = time.perf_counter()
         rows = [planner.due_rows for planner in self.planners]
-        own, status, error = self._decide_home(rows)
+        own, status, error = self._decide_home(entry, rows)
         decided = self._exchange.decisions(status, entry.step, rows, own, entry.requests, error)
         if decided.verdict.status is Status.TOO_LARGE:
             own_slots = [planner.slots for planner in self.planners]
@@ -219,16 +220,21 @@ class StreamPlanner:
             else:
                 check_plan(plan)
             plans.append(plan)
-        seconds = {"ingest": entry.seconds, "plan": time.perf_counter() - started}
+        spent = time.perf_counter() - started - entry.load_seconds
+        seconds = {"ingest": entry.seconds, "load": entry.load_seconds, "plan": spent}
         return PlannedStep(entry.step, entry.batch, entry.bags, plans, seconds)
 
     def _decide_home(
-        self, rows: Sequence[int]
+        self, entry: _Waiting, rows: Sequence[int]
     ) -> tuple[list[HomeDecision], Status, BaseException | None]:
-        """This home's decisions; none, and why, if it has too few slots for `rows` or fails."""
+        """This home's decisions, with the batch's dense features and labels; none, and why, if it
+        has too few slots for `rows` or fails."""
         if any(count > p.slots for count, p in zip(rows, self.planners, strict=True)):
             return [], Status.TOO_LARGE, None
+        began = time.perf_counter()
         try:
+            entry.batch = entry.batch.loaded()
+            entry.load_seconds = time.perf_counter() - began
             return [planner.plan() for planner in self.planners], Status.OK, None
         except Exception as error:
             return [], Status.ERROR, error
@@ -250,11 +256,13 @@ class PlanningThread:
 
     def __iter__(self) -> Iterator[PlannedStep]:
         while True:
+            began = time.perf_counter()
             item = self._take()
             if item is None:
                 return
             if isinstance(item, BaseException):
                 raise item
+            item.seconds["wait"] = time.perf_counter() - began
             yield item
 
     def _take(self) -> PlannedStep | BaseException | None:

@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from distcache.build import build_dense, build_parallel, build_source, build_tables
 
 from distcache.bench.setting import compose_setting
-from distcache.build import build_dense, build_parallel, build_source, build_tables
 from distcache.comm.rendezvous import Place
 from distcache.comm.world import close_world, open_world
 from distcache.layout import RowLayout
