@@ -92,9 +92,7 @@ def table_specs(configs: Sequence[EmbeddingBagConfig]) -> list[TableSpec]:
     return specs
 
 
-def initialise_as_told(
-    config: EmbeddingBagConfig, table: int, weight: Tensor, seed: int
-) -> None:
+def initialise_as_told(config: EmbeddingBagConfig, table: int, weight: Tensor, seed: int) -> None:
     """Change initial rows `[rows, D]`, uniform in +-sqrt(1 / rows), to what `config` asks for.
 
     A range (`weight_init_min`, `weight_init_max`) maps them; an `init_fn` of the user's fills
