@@ -123,7 +123,7 @@ def test_a_skipped_batch_is_an_error() -> None:
     stream = lookahead(batches(), ebc)
     train(model, ebc, [next(stream)])
     next(stream)
-    with pytest.raises(PlanError, match="batch 1 was skipped.*filter the batches before"):
+    with pytest.raises(PlanError, match=r"batch 1 was skipped.*filter the batches before"):
         train(model, ebc, [next(stream)])
 
 
@@ -139,7 +139,7 @@ def test_an_altered_batch_is_an_error(how) -> None:
             ids = batch.sparse_features.to("cpu")
             ids._values = ids.values() // 2
             batch = Clicks(batch.dense_features, ids, batch.labels)
-        with pytest.raises(PlanError, match="not those of batch 0.*before lookahead reads them"):
+        with pytest.raises(PlanError, match=r"not those of batch 0.*before lookahead reads them"):
             train(model, ebc, [batch])
         break
 
@@ -188,7 +188,7 @@ def test_batches_of_many_forms() -> None:
         assert batch is form
         train(model, ebc, [one])
     assert ebc.tables.planner._ingested == len(forms)
-    with pytest.raises(ConfigError, match="no KeyedJaggedTensor.*ids=lambda batch"):
+    with pytest.raises(ConfigError, match=r"no KeyedJaggedTensor.*ids=lambda batch"):
         next(lookahead([one.labels], ebc))
     two = (one.sparse_features, draw(4).sparse_features)
     with pytest.raises(ConfigError, match="2 KeyedJaggedTensors"):
@@ -214,7 +214,7 @@ def test_forwards_without_backward_change_nothing() -> None:
         loss_of(model, batch)
     ebc.optimizer.zero_grad()
     assert_same(weights_of(model), before)
-    with pytest.raises(PlanError, match="without a backward pass"):
+    with pytest.raises(PlanError, match=r"without a backward pass"):
         ebc.step()
     fresh, _ = made()
     fresh.step()
@@ -273,7 +273,7 @@ def test_backward_twice_or_too_late_is_an_error() -> None:
         loss.backward()
     ebc.optimizer.zero_grad()
     early, late = loss_of(model, next(stream)), loss_of(model, next(stream))
-    with pytest.raises(PlanError, match="a step that has ended"):
+    with pytest.raises(PlanError, match=r"a step that has ended"):
         early.backward()
     late.backward()
     ebc.step()
@@ -283,7 +283,7 @@ def test_a_step_in_the_middle_of_its_micro_batches_is_an_error() -> None:
     ebc, model = made()
     stream = lookahead(batches(), ebc, accumulate=3)
     loss_of(model, next(stream)).backward()
-    with pytest.raises(PlanError, match="3 micro-batches.*of which 1"):
+    with pytest.raises(PlanError, match=r"3 micro-batches.*of which 1"):
         ebc.step()
     with pytest.raises(PlanError, match="3 micro-batches"):
         distcache.clip_grad_norm_(model.parameters(), ebc, 1.0)
@@ -445,7 +445,7 @@ def test_bad_ids_keys_and_sizes_are_named() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     ebc, model = made()
-    with pytest.raises(ConfigError, match="give one of distcache.optim"):
+    with pytest.raises(ConfigError, match=r"give one of distcache.optim"):
         distcache.CachedEmbeddingBagCollection(configs(), optimizer=torch.optim.SGD)
     for settings, message in (
         ({"rows": 10, "ratio": 0.5}, "at most one of rows, ratio, bytes"),
@@ -465,7 +465,7 @@ def test_wrong_arguments_are_named() -> None:
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(PlanError, match=r"neither copied nor pickled.*state_dict\(\)"):
             copied(model)
-    with pytest.raises(ConfigError, match="cannot become cpu, torch.float64"):
+    with pytest.raises(ConfigError, match=r"cannot become cpu, torch.float64"):
         model.double()
     assert model.to("cpu") is model
     with pytest.raises(ConfigError, match="no other group"):

@@ -325,3 +325,32 @@ def test_checkpoints_nodes_and_failures() -> None:
     assert kinds == (PeerError, DataError)
     assert "rank 1 failed" in texts[0] and "id 1000000" in texts[0] and "id 1000000" in texts[1]
     assert first["steps"] == second["steps"] == 3
+
+
+def some_ranks(rank: int, size: int) -> dict:
+    """Ranks 1 and 2 of three train without rank 0."""
+    group = dist.new_group([1, 2])
+    found = {}
+    if rank:
+        ebc = cached("sgd", rows=400, process_group=group, timeout_s=60)
+        assert (ebc.tables.world.rank, ebc.tables.world.size) == (rank - 1, 2)
+        for batch in lookahead(mine(rank - 1, 2, 6), ebc):
+            ebc(batch.sparse_features).values().sum().backward()
+            ebc.step()
+        found = weights_of(ebc)
+    return found
+
+
+def some_ranks_of_three(rank: int, size: int) -> dict:
+    return in_job(some_ranks)(rank, size)
+
+
+@pytest.mark.slow
+def test_a_group_of_some_ranks() -> None:
+    found = [as_arrays(own, back=True) for own in run_ranks(some_ranks_of_three, 3)]
+    assert_same(found[1], found[2])
+    alone = cached("sgd", rows=400)
+    for batch in batches(6):
+        (alone(batch.sparse_features).values().sum() / 2).backward()
+        alone.step()
+    assert_close(found[1], weights_of(alone))
