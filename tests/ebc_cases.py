@@ -114,6 +114,25 @@ def part(batch: Clicks, rank: int, world_size: int) -> Clicks:
     return Clicks(batch.dense_features[low:high], local, batch.labels[low:high])
 
 
+def joined(parts: list[Clicks]) -> Clicks:
+    """Several batches as one, their samples in order."""
+    keys = list(parts[0].sparse_features.keys())
+    dicts = [batch.sparse_features.to_dict() for batch in parts]
+    pieces = [one[key] for key in keys for one in dicts]
+    weighted = parts[0].sparse_features.weights_or_none() is not None
+    ids = KeyedJaggedTensor(
+        keys,
+        torch.cat([piece.values() for piece in pieces]),
+        torch.cat([piece.weights() for piece in pieces]) if weighted else None,
+        torch.cat([piece.lengths() for piece in pieces]),
+    )
+    return Clicks(
+        torch.cat([batch.dense_features for batch in parts]),
+        ids,
+        torch.cat([batch.labels for batch in parts]),
+    )
+
+
 class Pooled(nn.Module):
     """A model for tables of different widths: linear over all pooled embeddings."""
 

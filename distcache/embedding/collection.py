@@ -172,13 +172,13 @@ class CachedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def reduce(self) -> None:
         """Sum the step's row gradients over the ranks, if backward has not done so.
 
-        The end of the last backward pass does it; this is for a loss that on some rank does not
-        depend on the embeddings. Called by all ranks. Raises PlanError before the last
-        micro-batch.
+        The end of the last backward pass does it; a rank whose loss did not depend on the
+        embeddings, so that backward did not come here, calls this instead. Raises PlanError
+        before the last micro-batch.
         """
         self.tables.require_open()
         if self.tables.current is not None:
-            self.tables.current.ready()
+            self.tables.current.ready(without_backward=True)
 
     def flush(self) -> None:
         """Bring every changed row to host memory; called by all ranks."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +23,8 @@ from distcache.data.check import check_ids
 from distcache.embedding.ids import ReadIds
 from distcache.embedding.micro import join_ids
 from distcache.embedding.open_step import OpenStep
-from distcache.errors import ConfigError, DistcacheError, PlanError
+from distcache.embedding.settings import CacheSettings, library_words
+from distcache.errors import ConfigError, PlanError
 from distcache.layout import TableSpec
 from distcache.optim.rows import RowUpdate
 from distcache.pipeline.build import home_planners, join_rows, make_caches, make_stores, own_slots
@@ -34,39 +34,6 @@ from distcache.pipeline.rows import GroupRows
 
 if TYPE_CHECKING:
     from distcache.embedding.stream import Lookahead
-
-
-@dataclass(frozen=True)
-class CacheSettings:
-    """How the rows of a collection are cached and summed; see `CachedEmbeddingBagCollection`."""
-
-    rows: int | None = None
-    ratio: float | None = None
-    bytes: int | None = None
-    lookahead: int = 8
-    prefetch: int = 1
-    policy: str = "lookahead"
-    reduction: str = "ordered"
-    gradient_reduction: str = "mean"
-    dtype: torch.dtype = torch.float32
-    seed: int = 0
-    on_bad_id: str = "error"
-
-    def __post_init__(self) -> None:
-        for name, known in (
-            ("policy", ("lookahead", "lru")),
-            ("reduction", ("ordered", "native")),
-            ("gradient_reduction", ("mean", "sum")),
-            ("on_bad_id", ("error", "hash")),
-            ("dtype", (torch.float32, torch.float64)),
-        ):
-            value = getattr(self, name)
-            if value not in known:
-                raise ConfigError(f"{name}={value!r} is not {known[0]!r} or {known[1]!r}")
-        for name in ("lookahead", "prefetch"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least 0")
 
 
 class CachedTables:
@@ -292,30 +259,6 @@ class CachedTables:
         for rows in self.rows:
             if rows.store is not None:
                 rows.store.close()
-
-
-_WORDS = (
-    ("data.on_bad_id=hash", "on_bad_id='hash'"),
-    ("data.table_rows, model.embedding_dim", "num_embeddings, embedding_dim"),
-    ("data.global_batch_size", "the batch size"),
-    ("cache.", ""),
-    ("trainer.", ""),
-    ("data.", ""),
-)
-"""The keys of the command line, and what a user of the library gives instead."""
-
-
-@contextmanager
-def library_words() -> Iterator[None]:
-    """Errors of the parts below name the arguments of the library, not command-line keys."""
-    try:
-        yield
-    except DistcacheError as error:
-        text = str(error)
-        for key, word in _WORDS:
-            text = text.replace(key, word)
-        error.args = (text,)
-        raise
 
 
 def as_batch(reads: Sequence[ReadIds], index: int, kind: str = "train") -> Batch:

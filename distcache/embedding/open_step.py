@@ -141,11 +141,15 @@ class OpenStep:
             leaf.grad = None
         self.reduced = False
 
-    def ready(self) -> bool:
-        """Whether there is something to apply. Raises PlanError where a step would lose part."""
+    def ready(self, without_backward: bool = False) -> bool:
+        """Whether there is something to apply, summed by then; all ranks ask.
+
+        Raises PlanError where a step would lose part, and, unless `without_backward`, where no
+        backward pass has come here.
+        """
         if self.leaves is None or not self._forwarded:
             return False
-        if self._backed and not self.pending:
+        if (self._backed or self.reduced) and not self.pending:
             return False  # dropped by zero_grad
         total = len(self.reads)
         if len(self._forwarded) < total:
@@ -154,10 +158,11 @@ class OpenStep:
                 f"which {len(self._forwarded)} have gone through the model: call step() after "
                 "the last"
             )
-        if not self._backed:
+        if not (self._backed or self.reduced or without_backward):
             raise PlanError(
                 f"step {self.number}: step() without a backward pass through the collection; call "
-                "loss.backward() first, or no step()"
+                "loss.backward() first, or no step(); where the loss of this rank alone does not "
+                "depend on the embeddings, call ebc.reduce() after its backward"
             )
         self.reduce()
         return True

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distcache.embedding.core import CachedTables
 from distcache.embedding.whole import Part, WholeTables
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, PlanError
 from distcache.optim.rows import RowUpdate
 
 if TYPE_CHECKING:
@@ -64,6 +64,13 @@ class RowOptimizer(torch.optim.Optimizer):
             raise ConfigError("a RowOptimizer has the rows of its collection and no other group")
         super().add_param_group(param_group)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise PlanError: the rows are not the optimizer's to copy."""
+        raise PlanError(
+            "a RowOptimizer can be neither copied nor pickled: save its state_dict(), and load "
+            "that into the one of a new collection"
+        )
+
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """Whole-table state in original ids, after a flush; called by all ranks.
 
@@ -74,7 +81,7 @@ class RowOptimizer(torch.optim.Optimizer):
         tables = self._tables
         state: dict[str, dict[str, Any]] = {}
         for index, (spec, (_, values)) in enumerate(WholeTables(tables).views()):
-            state[spec.name] = {"step": torch.tensor(float(tables.steps))}
+            state[spec.name] = {"step": torch.tensor(tables.steps)}
             for name, columns in self._update.state_columns(spec.dim).items():
                 if values is not None:
                     state[tables.tables[index].name][name] = values[:, columns]

@@ -7,22 +7,19 @@ another batch is planned in between (evaluation): what has not moved is then pla
 
 from __future__ import annotations
 
-import atexit
-import itertools
-import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distcache.comm.failure import record_failure
-from distcache.data.batch import Batch
-from distcache.embedding.core import CachedTables, as_batch, library_words
+from distcache.embedding.ahead import Runner, Source
+from distcache.embedding.core import CachedTables
 from distcache.embedding.ids import IdReader, ReadIds, find_ids
-from distcache.errors import ConfigError, PlanError
-from distcache.pipeline.planning import PlannedStep, PlanningThread, StreamPlanner
+from distcache.embedding.settings import library_words
+from distcache.errors import ConfigError, PeerError, PlanError
+from distcache.pipeline.planning import PlannedStep
 
 if TYPE_CHECKING:
     from distcache.embedding.collection import CachedEmbeddingBagCollection
@@ -62,100 +59,6 @@ def lookahead(
     return Lookahead(batches, tables, ebc.reader, find, accumulate)
 
 
-class _Ahead(Generic[T]):
-    """The batches of one plan, kept until its rows have moved."""
-
-    def __init__(self, position: int, batches: list[T], reads: list[ReadIds]) -> None:
-        self.position, self.batches, self.reads = position, batches, reads
-
-
-class _Source(Generic[T]):
-    """The user's batches as the planner reads them, from its thread; can go back to kept ones."""
-
-    def __init__(
-        self,
-        batches: Iterable[T],
-        reader: IdReader,
-        find: Callable[[T], KeyedJaggedTensor],
-        accumulate: int,
-    ) -> None:
-        self._batches, self._iterator = batches, None
-        self._reader, self._find, self._accumulate = reader, find, accumulate
-        self._next = 0
-        self.kept: dict[int, _Ahead[T]] = {}
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        ahead = self.kept.get(self._next)
-        if ahead is None:
-            if self._iterator is None:
-                self._iterator = iter(self._batches)
-            batches = list(itertools.islice(self._iterator, self._accumulate))
-            if not batches:
-                raise StopIteration
-            reads = [self._reader.read(self._find(batch)) for batch in batches]
-            ahead = self.kept[self._next] = _Ahead(self._next, batches, reads)
-        self._next += 1
-        return as_batch(ahead.reads, ahead.position)
-
-    def go_back(self, position: int) -> None:
-        """Give the batches from plan `position` on once more; only while no thread reads."""
-        self._next = position
-
-
-class _Runner:
-    """The planner's thread, which may be halted and started again; knows no Lookahead."""
-
-    def __init__(self, planner: StreamPlanner, depth: int, timeout_s: float) -> None:
-        self._planner, self._depth, self._timeout_s = planner, depth, timeout_s
-        self._thread: PlanningThread | None = None
-        self._steps: Iterator[PlannedStep] = iter(())
-
-    @property
-    def running(self) -> bool:
-        return self._thread is not None
-
-    def start(self, source: _Source) -> None:
-        _running.add(self)
-        self._thread = PlanningThread(self._planner, source, self._depth)
-        self._steps = iter(self._thread)
-
-    def take(self) -> PlannedStep | None:
-        """The next plan, or None at the end."""
-        return next(self._steps, None)
-
-    def fail(self, error: BaseException) -> None:
-        """This rank ends with `error`: tell those who ask; the others are not told to stop."""
-        if self._thread is not None:
-            world = self._planner.link.world
-            record_failure(world.store, world.rank, error)
-
-    def stop(self) -> None:
-        """End the thread, with a last word to the other ranks."""
-        thread, self._thread = self._thread, None
-        self._steps = iter(())
-        if thread is not None:
-            thread.stop(self._timeout_s)
-
-
-_running: weakref.WeakSet[_Runner] = weakref.WeakSet()
-
-
-def _at_exit() -> None:
-    """End the threads that still run; after an error say so, for the others wait in vain."""
-    error = getattr(sys, "last_value", None)
-    for runner in list(_running):
-        if error is None:
-            runner.stop()
-        else:
-            runner.fail(error)
-
-
-atexit.register(_at_exit)
-
-
 class Lookahead(Generic[T]):
     """An iterator over batches whose rows are planned ahead; made by `lookahead`."""
 
@@ -168,9 +71,9 @@ class Lookahead(Generic[T]):
         accumulate: int,
     ) -> None:
         self._batches, self._tables, self._reader = batches, tables, reader
-        self._source = _Source(batches, reader, find, accumulate)
+        self._source = Source(batches, reader, find, accumulate)
         timeout_s = min(tables.world.timeout_s, _STOP_S)
-        self._runner = _Runner(tables.planner, tables.settings.prefetch + 1, timeout_s)
+        self._runner = Runner(tables.planner, tables.settings.prefetch + 1, timeout_s)
         weakref.finalize(self, self._runner.stop).atexit = False
         self._plans: dict[int, PlannedStep] = {}
         self._opened = -1
@@ -293,7 +196,11 @@ class Lookahead(Generic[T]):
     def halt(self) -> None:
         """Stop planning; plans that have not moved are made again when they are asked for."""
         if self._runner.running or self._plans:
-            self._runner.stop()
+            if not self._runner.stop():
+                raise PeerError(
+                    f"the planner did not halt within {_STOP_S:g} s: another rank goes on without "
+                    "this one, or the batches that lookahead reads are slower than that"
+                )
             self._plans.clear()
             self._source.go_back(self._opened + 1)
 

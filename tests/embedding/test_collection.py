@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 from ebc_cases import (
-    BATCH,
     STEPS,
     UPDATES,
     Clicks,
@@ -19,6 +18,7 @@ from ebc_cases import (
     configs,
     dlrm,
     draw,
+    joined,
     loss_of,
     mixed_configs,
     train,
@@ -130,13 +130,15 @@ def empty(tables) -> tuple:
     return batch.dense_features, KeyedJaggedTensor(keys, none, lengths=lengths), batch.labels
 
 
-@pytest.mark.parametrize("steps", [20, 19])
-def test_accumulated_micro_batches_are_one_step(steps) -> None:
-    def run(rows: int | None, read_ahead: bool = True):
-        ebc = cached("adagrad", mixed_configs(), rows=rows, ratio=None if rows else 1.0)
-        model, dense = Pooled(ebc), None
+@pytest.mark.parametrize(("steps", "weighted"), [(20, False), (19, True)])
+def test_accumulated_micro_batches_are_one_step(steps, weighted) -> None:
+    how = {"tables": mixed_configs(), "is_weighted": weighted}
+    data = batches(steps, tables=how["tables"], weighted=weighted)
+
+    def run(rows: int | None):
+        ebc = cached("adagrad", rows=rows, ratio=None if rows else 1.0, **how)
+        model = Pooled(ebc)
         dense = torch.optim.SGD(model.parameters(), 0.1)
-        data = batches(steps, tables=mixed_configs())
         for i, batch in enumerate(lookahead(data, ebc, accumulate=4)):
             size = 4 if i < 16 or steps == 20 else 3
             (loss_of(model, batch) / size).backward()
@@ -149,27 +151,10 @@ def test_accumulated_micro_batches_are_one_step(steps) -> None:
 
     small = run(1000)
     assert_same(small, run(None))
-    big = cached("adagrad", mixed_configs(), rows=1000)
+    big = cached("adagrad", rows=1000, **how)
     model = Pooled(big)
-    data = batches(steps, tables=mixed_configs())
     train(model, big, lookahead([joined(data[at : at + 4]) for at in range(0, steps, 4)], big))
     assert_close(small, weights_of(model))
-
-
-def joined(parts: list[Clicks]) -> Clicks:
-    """Several batches as one."""
-    size = len(parts[0].labels)
-    keys = parts[0].sparse_features.keys()
-    dicts = [p.sparse_features.to_dict() for p in parts]
-    ids = KeyedJaggedTensor(
-        keys,
-        torch.cat([d[key].values() for key in keys for d in dicts]),
-        lengths=torch.cat([d[key].lengths() for key in keys for d in dicts]),
-    )
-    assert size == BATCH
-    return Clicks(
-        torch.cat([p.dense_features for p in parts]), ids, torch.cat([p.labels for p in parts])
-    )
 
 
 @pytest.mark.parametrize("how", ["inline", "before the batch", "read ahead", "pulled ahead"])

@@ -1,0 +1,122 @@
+"""Behind a look-ahead: the batches that its planner has read, and the planner's thread.
+
+Both are known to the thread, so neither knows the look-ahead: dropping that ends the thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distcache.comm.failure import record_failure
+from distcache.data.batch import Batch
+from distcache.embedding.core import as_batch
+from distcache.embedding.ids import IdReader, ReadIds
+from distcache.pipeline.planning import PlannedStep, PlanningThread, StreamPlanner
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class Ahead(Generic[T]):
+    """The batches of one plan, kept until its rows have moved."""
+
+    def __init__(self, position: int, batches: list[T], reads: list[ReadIds]) -> None:
+        self.position, self.batches, self.reads = position, batches, reads
+
+
+class Source(Generic[T]):
+    """The user's batches as the planner reads them, from its thread; can go back to kept ones."""
+
+    def __init__(
+        self,
+        batches: Iterable[T],
+        reader: IdReader,
+        find: Callable[[T], KeyedJaggedTensor],
+        accumulate: int,
+    ) -> None:
+        self._batches, self._iterator = batches, None
+        self._reader, self._find, self._accumulate = reader, find, accumulate
+        self._next = 0
+        self.kept: dict[int, Ahead[T]] = {}
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        ahead = self.kept.get(self._next)
+        if ahead is None:
+            if self._iterator is None:
+                self._iterator = iter(self._batches)
+            batches = list(itertools.islice(self._iterator, self._accumulate))
+            if not batches:
+                raise StopIteration
+            reads = [self._reader.read(self._find(batch)) for batch in batches]
+            ahead = self.kept[self._next] = Ahead(self._next, batches, reads)
+        self._next += 1
+        return as_batch(ahead.reads, ahead.position)
+
+    def go_back(self, position: int) -> None:
+        """Give the batches from plan `position` on once more; only while no thread reads."""
+        self._next = position
+
+
+class Runner:
+    """The planner's thread, which may be halted and started again; knows no Lookahead."""
+
+    def __init__(self, planner: StreamPlanner, depth: int, timeout_s: float) -> None:
+        self._planner, self._depth, self._timeout_s = planner, depth, timeout_s
+        self._thread: PlanningThread | None = None
+        self._steps: Iterator[PlannedStep] = iter(())
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None
+
+    def start(self, source: Source) -> None:
+        _running.add(self)
+        self._thread = PlanningThread(self._planner, source, self._depth)
+        self._steps = iter(self._thread)
+
+    def take(self) -> PlannedStep | None:
+        """The next plan, or None at the end."""
+        return next(self._steps, None)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank ends with `error`: tell those who ask; the others are not told to stop."""
+        if self._thread is not None:
+            world = self._planner.link.world
+            record_failure(world.store, world.rank, error)
+
+    def stop(self) -> bool:
+        """End the thread, with a last word to the other ranks; False if it did not end in time."""
+        thread, self._thread = self._thread, None
+        self._steps = iter(())
+        if thread is None or thread.stop(self._timeout_s):
+            return True
+        log.warning("the planner's thread did not end within %g s", self._timeout_s)
+        return False
+
+
+_running: weakref.WeakSet[Runner] = weakref.WeakSet()
+
+
+def _at_exit() -> None:
+    """End the threads that still run; after an error say so, for the others wait in vain."""
+    error = getattr(sys, "last_value", None)
+    for runner in list(_running):
+        if error is None:
+            runner.stop()
+        else:
+            runner.fail(error)
+
+
+atexit.register(_at_exit)

@@ -1,0 +1,53 @@
+"""The example runs as it says, and scripts that stop in the middle end in peace."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LEFT = """
+import sys
+import torch
+torch.set_num_threads(1)
+from ebc_cases import batches, cached, dlrm, train
+from distcache import lookahead
+ebc = cached()
+model = dlrm(ebc)
+stream = lookahead(batches(), ebc)
+train(model, ebc, [next(stream)])
+if len(sys.argv) > 1:
+    raise ValueError("on purpose")
+"""
+
+
+def run(checkout: Path, *command: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = f"{checkout}:{checkout / 'tests'}"
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        env.pop(name, None)
+    return subprocess.run(
+        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=200
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_example_learns(checkout, ranks) -> None:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    example = (str(checkout / "examples" / "train_dlrm.py"), "--steps", "100", "--batch-size", "64")
+    done = run(checkout, *(launch if ranks == 2 else ()), *example)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 2 and losses[1] < losses[0] < 0.8
+    assert "'t_0" in done.stdout or "embedding_bags.t_0.weight': (200000, 16)" in done.stdout
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_a_script_may_end_in_the_middle_of_a_look_ahead(checkout, error) -> None:
+    done = run(checkout, "-c", LEFT, *(["error"] if error else []))
+    assert done.returncode == int(error), done.stderr
+    assert ("on purpose" in done.stderr) == error
