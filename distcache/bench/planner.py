@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from distcache import build
 from distcache.bench.options import at_least, option, parse, split_arguments, usage
 from distcache.bench.plan_runs import (
     PlanningRun,
@@ -32,12 +31,13 @@ from distcache.bench.report import Record, Report, check_out, header, to_markdow
 from distcache.bench.setting import compose_setting
 from distcache.bench.spread import ratios, rotated, spread
 from distcache.cache.size import cache_slots
+from distcache.cli.logs import set_up_logging
 from distcache.comm.rendezvous import Place
 from distcache.config import Config
 from distcache.data.batch import BatchSource, slice_bounds
 from distcache.errors import ConfigError, DistcacheError
 from distcache.layout import RowLayout
-from distcache.logs import set_up_logging
+from distcache.run import build
 from distcache.step_plan import StepPlan
 
 log = logging.getLogger("distcache.bench.planner")

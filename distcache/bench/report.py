@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distcache.bench.options import show
-from distcache.environment import describe_environment
+from distcache.cli.environment import describe_environment
 from distcache.errors import ConfigError
 
 Record = dict[str, Any]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from hydra.errors import HydraException, MissingConfigException
 
+from distcache.cli.compose import checked_config, compose_overrides
 from distcache.comm.rendezvous import Place
-from distcache.compose import checked_config, compose_overrides
 from distcache.config import Config
 from distcache.errors import ConfigError
 

@@ -19,11 +19,11 @@ from distcache.bench.report import Report, check_out, header, to_markdown, write
 from distcache.bench.setting import compose_setting
 from distcache.bench.step_tables import tables
 from distcache.bench.step_turns import Turns, build_contenders
+from distcache.cli.logs import set_up_logging
 from distcache.comm.rendezvous import Place, find_place
 from distcache.comm.world import close_world, open_world
 from distcache.config import Config
 from distcache.errors import ConfigError, DistcacheError
-from distcache.logs import set_up_logging
 
 log = logging.getLogger("distcache.bench.step")
 

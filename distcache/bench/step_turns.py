@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distcache import build
 from distcache.bench.contenders import Contender, ModeContender
 from distcache.bench.report import Record
 from distcache.bench.spread import ratios, rotated, spread
@@ -34,6 +33,7 @@ from distcache.errors import ConfigError
 from distcache.layout import TableSpec
 from distcache.optim.rows import row_update
 from distcache.parallel.hybrid_spec import load_torchrec
+from distcache.run import build
 from distcache.store.available import require_memory
 from distcache.versions import fbgemm_here
 

@@ -7,59 +7,30 @@ from the store and leaves after it). Only the planner and the size of the cache 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from distcache.cache.device_cache import DeviceCache
 from distcache.comm.agree import together
 from distcache.comm.counters import CollectiveCounters
 from distcache.comm.link import Link
 from distcache.comm.world import World
-from distcache.coordinator import DenseGradients, agree, reduce_rows
 from distcache.data.batch import Batch
-from distcache.data.check import check_ids
-from distcache.errors import DataError, PeerError, PlanError
+from distcache.errors import PeerError, PlanError
 from distcache.layout import TableSpec
 from distcache.optim.dense import dense_optimizer
 from distcache.optim.dense_state import load_state, state_tensors
 from distcache.optim.rows import row_update
 from distcache.parallel.base import OptimizerSpec, Parallel, Step, StepResult
+from distcache.parallel.cached_parts import BatchCheck, CachedSettings, make_planner, make_rows
+from distcache.parallel.cached_step import CachedStep
 from distcache.parallel.same import check_same
 from distcache.parallel.statistics import StepStatistics
-from distcache.pipeline.build import home_planners, join_rows, make_caches, make_stores
 from distcache.pipeline.feed import StepFeed
-from distcache.pipeline.groups import TableGroup, join_pooled, make_groups
-from distcache.pipeline.lookup import DeviceBags, PooledLookup
-from distcache.pipeline.planning import PlannedStep, PlanningSettings, StreamPlanner
-from distcache.pipeline.rows import GroupRows
-from distcache.pipeline.schedule import InFlight, SerialSchedule, Stage, StageClock
-from distcache.planner.home import PassThroughPlanner, Planner, ResidentPlanner
-from distcache.store.initial import block_rows, initial_rows
-from distcache.store.rows import RowStore
-
-
-@dataclass(frozen=True)
-class CachedSettings:
-    """How a cached mode runs. `slots`: C of each group (only mode `data` reads it)."""
-
-    mode: str
-    slots: Sequence[int] = ()
-    lookahead: int = 8
-    prefetch: int = 1
-    policy: str = "lookahead"
-    reduction: str = "ordered"
-    seed: int = 0
-    dtype: torch.dtype = torch.float32
-    on_bad_id: str = "error"
-    validate: bool = False
-    fingerprint: int = 0
+from distcache.pipeline.groups import make_groups
+from distcache.pipeline.schedule import InFlight, SerialSchedule, StageClock
 
 
 class CachedParallel(Parallel):
@@ -83,118 +54,22 @@ class CachedParallel(Parallel):
         self.link = Link(world, world.device_group, self.counters, "the device group")
         spec = optimizer
         self.update = row_update(spec.name, 0.0, spec.eps, spec.betas, spec.initial_accumulator)
-        self.rows = self._make_rows()
-        self.dense = DenseGradients(self.model.parameters(), self.link)
+        self.rows = make_rows(self.groups, self.update, self.link, settings)
         self.dense_optimizer = dense_optimizer(
-            self.dense.parameters, spec.name, 0.0, spec.eps, spec.betas, spec.initial_accumulator
+            self.model.parameters(), spec.name, 0.0, spec.eps, spec.betas, spec.initial_accumulator
         )
-        self.embedding_lr = 0.0
-        self.applied = torch.zeros((), dtype=torch.int64)
-        self._bad_ranks: tuple[int, ...] = ()
-        self.clock = StageClock()
-        self.statistics = StepStatistics()
-        movement = (
-            Stage("write_back", "copy_out", self._write_back),
-            Stage("gather", "host", self._gather),
-            Stage("fill", "copy_in", self._fill),
-        )
-        self._train = SerialSchedule(
-            (
-                *movement,
-                Stage("forward_backward", "compute", self._forward_backward),
-                Stage("sync", "communication", self._sync),
-                Stage("apply", "compute", self._apply),
-            ),
-            self.clock,
-        )
-        self._eval = SerialSchedule(
-            (*movement, Stage("forward", "compute", self._forward)), self.clock
-        )
-        self.planner = self._make_planner()
+        self.step = CachedStep(self.groups, self.rows, self.model, self.dense_optimizer, settings)
+        self.clock, self.statistics = StageClock(), StepStatistics()
+        self._train = SerialSchedule(self.step.training, self.clock)
+        self._eval = SerialSchedule(self.step.evaluation, self.clock)
+        check = BatchCheck(tables, features, settings.on_bad_id)
+        self.planner = make_planner(world, self.rows, self.counters, settings, check)
         self.feed = StepFeed(self.planner, self.rows, settings.prefetch + 1)
 
-    # --- building ---------------------------------------------------------------------------
-
-    def _make_rows(self) -> list[GroupRows]:
-        """Stores (one per node, initialised by its ranks) and device slots of every group."""
-        settings, world, groups = self.settings, self.world, self.groups
-        stores: Sequence[RowStore | None] = [None] * len(groups)
-        slots = settings.slots
-        if settings.mode == "resident":
-            slots = [group.layout.rows for group in groups]
-        else:
-            stores = make_stores(world, groups, self.update, settings.dtype, settings.seed)
-        if settings.mode == "host":
-            slots = [world.size] * len(groups)
-        caches = make_caches(world, groups, slots, self.update, settings.dtype)
-        if settings.mode == "resident":
-            for group, cache in zip(groups, caches, strict=True):
-                self._initialise_resident(group, cache, self.update.initial_state(group.dim))
-        return join_rows(groups, caches, stores, self.update, self.link)
-
-    def _initialise_resident(self, group: TableGroup, cache: DeviceCache, initial: float) -> None:
-        """Every row in the slot of its own number, from the bits that a store would have."""
-        size = block_rows(group.dim)
-        for place, table in enumerate(group.tables):
-            spec, offset = self.tables[table], int(group.layout.offsets[place])
-            for start in range(0, spec.rows, size):
-                stop = min(start + size, spec.rows)
-                block = initial_rows(self.settings.seed, table, spec.rows, group.dim, start, stop)
-                cache.weight[offset + start : offset + stop] = block.to(cache.weight)
-        if cache.state is not None:
-            cache.state.fill_(initial)
-        cache.slot_row[:] = np.arange(group.layout.rows)
-
-    def _make_planner(self) -> StreamPlanner:
-        settings, rank = self.settings, self.world.rank
-        layouts = [group.layout for group in self.groups]
-        planners: Sequence[Planner]
-        if settings.mode == "resident":
-            planners = [ResidentPlanner(layout, rank) for layout in layouts]
-        elif settings.mode == "host":
-            planners = [PassThroughPlanner(layout, rank) for layout in layouts]
-        else:
-            planners = home_planners(self.rows, rank, settings.prefetch, settings.policy)
-        grows = settings.mode == "host"
-        link = Link(self.world, self.world.planning_group, self.counters, "the planning group")
-        return StreamPlanner(
-            link,
-            self.groups,
-            planners,
-            [None if grows else rows.cache.slots for rows in self.rows],
-            PlanningSettings(
-                lookahead=settings.lookahead,
-                prefetch=settings.prefetch,
-                dtype=settings.dtype,
-                validate=settings.validate,
-                fingerprint=settings.fingerprint,
-                prepare=self._checked,
-            ),
-        )
-
-    def _checked(self, batch: Batch) -> Batch:
-        """`batch` with every id inside its table; DataError names the one that is not."""
-        if self._table_of_feature is None:
-            reader = {f: table for table in self.tables for f in table.features}
-            self._table_of_feature = [reader[feature] for feature in self.features]
-        tables = self._table_of_feature
-        if batch.ids.features != self.features:
-            raise DataError(
-                f"batch {batch.index} has the features {list(batch.ids.features)}; this model "
-                f"reads {list(self.features)}, in this order"
-            )
-        ids = check_ids(
-            batch.ids,
-            [table.rows for table in tables],
-            [table.name for table in tables],
-            batch.first_sample,
-            self.settings.on_bad_id,
-        )
-        return replace(batch, ids=ids)
-
-    _table_of_feature: list[TableSpec] | None = None
-
-    # --- the step ---------------------------------------------------------------------------
+    @property
+    def applied(self) -> Tensor:
+        """Optimizer steps applied so far, int64."""
+        return self.step.applied
 
     def stream(self, batches: Iterable[Batch]) -> Iterator[Step]:
         """Plan ahead on a thread of its own; see `Parallel.stream`."""
@@ -234,82 +109,9 @@ class CachedParallel(Parallel):
         with self.feed.running(flight.planned):
             schedule.run(flight, timed)
 
-    def _write_back(self, flight: InFlight) -> None:
-        for rows, plan in zip(self.rows, flight.planned.plans, strict=True):
-            rows.write_back(plan)
-
-    def _gather(self, flight: InFlight) -> None:
-        flight.gathered = [
-            rows.gather(plan) for rows, plan in zip(self.rows, flight.planned.plans, strict=True)
-        ]
-
-    def _fill(self, flight: InFlight) -> None:
-        for rows, plan, values in zip(
-            self.rows, flight.planned.plans, flight.gathered, strict=True
-        ):
-            rows.fill(plan, values)
-        flight.gathered = []
-
-    def _predict(self, flight: InFlight) -> Tensor:
-        """Logits `[b]` of the local batch from the leaves of its rows."""
-        planned, device = flight.planned, self.world.device
-        pooled = [
-            PooledLookup.apply(leaf, DeviceBags(bags, plan, device))
-            for leaf, bags, plan in zip(flight.leaves, planned.bags, planned.plans, strict=True)
-        ]
-        batch = planned.batch
-        dense = batch.dense.to(device, self.settings.dtype)
-        return self.model(dense, join_pooled(self.groups, pooled, len(batch.labels)))
-
-    def _take_leaves(self, planned: PlannedStep) -> list[Tensor]:
-        return [rows.leaf(plan) for rows, plan in zip(self.rows, planned.plans, strict=True)]
-
-    def _forward_backward(self, flight: InFlight) -> None:
-        batch = flight.planned.batch
-        flight.leaves = [leaf.requires_grad_() for leaf in self._take_leaves(flight.planned)]
-        self.dense.zero()
-        logits = self._predict(flight)
-        labels = batch.labels.to(logits)
-        total = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-        flight.loss = total / batch.global_size
-        flight.loss.backward()
-
-    @torch.no_grad()
-    def _forward(self, flight: InFlight) -> None:
-        flight.leaves = self._take_leaves(flight.planned)
-        flight.logits = self._predict(flight)
-
-    def _sync(self, flight: InFlight) -> None:
-        """Program order: row gradients of each group, dense chunks, loss and control."""
-        native = self.settings.reduction == "native"
-        for leaf, plan in zip(flight.leaves, flight.planned.plans, strict=True):
-            gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-            flight.sums.append(reduce_rows(self.link, plan, gradient, native))
-        self.dense.sum()
-        if flight.loss is None:
-            raise RuntimeError("sync comes after forward_backward")
-        agreement = agree(self.link, flight.loss, flight.stop)
-        if not agreement.bad_ranks and not math.isfinite(agreement.loss):
-            agreement = replace(agreement, bad_ranks=tuple(range(self.world.size)))
-        # Sticky: after a loss that is not finite nothing applies, whoever goes on.
-        self._bad_ranks = self._bad_ranks or agreement.bad_ranks
-        agreement = replace(agreement, bad_ranks=self._bad_ranks)
-        flight.agreement = agreement
-
-    @torch.no_grad()
-    def _apply(self, flight: InFlight) -> None:
-        """Update rows and dense part; a step whose summed loss is not finite changes nothing."""
-        if flight.agreement is None or flight.agreement.bad_ranks:
-            return
-        self.applied += 1
-        count = int(self.applied)
-        for rows, plan, gradient in zip(self.rows, flight.planned.plans, flight.sums, strict=True):
-            rows.apply(plan, gradient, self.embedding_lr, count)
-        self.dense_optimizer.step()
-
     def set_lr(self, dense_lr: float, embedding_lr: float) -> None:
         """See `Parallel.set_lr`."""
-        self.embedding_lr = embedding_lr
+        self.step.embedding_lr = embedding_lr
         for group in self.dense_optimizer.param_groups:
             group["lr"] = dense_lr
 
@@ -400,7 +202,7 @@ class CachedParallel(Parallel):
 
     def summary(self) -> dict[str, Any]:
         """See `Parallel.summary`; called by all ranks."""
-        dense = self.dense.flat.nbytes * 2 + sum(
+        dense = self.step.dense.flat.nbytes * 2 + sum(
             value.nbytes
             for state in self.dense_optimizer.state.values()
             for value in state.values()
@@ -429,5 +231,5 @@ class CachedParallel(Parallel):
         for rows in self.rows:
             if rows.store is not None:
                 rows.store.close()
-        for parameter in self.dense.parameters:
+        for parameter in self.step.dense.parameters:
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""Whether the cache has room for a step: what is expected before training, what is refused in it."""
+"""Whether the cache has room for a step: what to expect before training, what is refused in it."""
 
 from __future__ import annotations
 

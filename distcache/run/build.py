@@ -19,7 +19,8 @@ from distcache.models.build import build_model, initialise
 from distcache.optim.rows import row_update
 from distcache.optim.schedule import LearningRate
 from distcache.parallel.base import OptimizerSpec, Parallel
-from distcache.parallel.cached import CachedParallel, CachedSettings
+from distcache.parallel.cached import CachedParallel
+from distcache.parallel.cached_parts import CachedSettings
 
 
 def dtype_of(config: Config) -> torch.dtype:

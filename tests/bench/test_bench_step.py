@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from bench_checks import check_spread, of, read_report
-from distcache.build import build_source
 from ranks import run_ranks
 
 from distcache.bench.setting import compose_setting
@@ -17,6 +16,7 @@ from distcache.bench.step import main
 from distcache.bench.step_batches import BatchBank
 from distcache.bench.step_tables import tables
 from distcache.comm.rendezvous import Place
+from distcache.run.build import build_source
 
 ARGUMENTS = ["size=small", "batch=64", "ratio=0.05", "steps=3", "lead=1", "repetitions=2"]
 STAGES = {"write_back", "gather", "fill", "forward_backward", "sync", "apply", "ingest", "plan"}

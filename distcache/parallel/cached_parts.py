@@ -1,0 +1,132 @@
+"""What a cached mode is made of: its stores and slots, its planner, its check of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from distcache.cache.device_cache import DeviceCache
+from distcache.comm.counters import CollectiveCounters
+from distcache.comm.link import Link
+from distcache.comm.world import World
+from distcache.data.batch import Batch
+from distcache.data.check import check_ids
+from distcache.errors import DataError
+from distcache.layout import TableSpec
+from distcache.optim.rows import RowUpdate
+from distcache.pipeline.build import home_planners, join_rows, make_caches, make_stores
+from distcache.pipeline.groups import TableGroup
+from distcache.pipeline.planning import PlanningSettings, StreamPlanner
+from distcache.pipeline.rows import GroupRows
+from distcache.planner.home import PassThroughPlanner, Planner, ResidentPlanner
+from distcache.store.initial import block_rows, initial_rows
+from distcache.store.rows import RowStore
+
+
+@dataclass(frozen=True)
+class CachedSettings:
+    """How a cached mode runs. `slots`: C of each group (only mode `data` reads it)."""
+
+    mode: str
+    slots: Sequence[int] = ()
+    lookahead: int = 8
+    prefetch: int = 1
+    policy: str = "lookahead"
+    reduction: str = "ordered"
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    on_bad_id: str = "error"
+    validate: bool = False
+    fingerprint: int = 0
+
+
+def make_rows(
+    groups: Sequence[TableGroup], update: RowUpdate, link: Link, settings: CachedSettings
+) -> list[GroupRows]:
+    """Stores (one per node, initialised by its ranks) and device slots of every group."""
+    world = link.world
+    stores: Sequence[RowStore | None] = [None] * len(groups)
+    slots = settings.slots
+    if settings.mode == "resident":
+        slots = [group.layout.rows for group in groups]
+    else:
+        stores = make_stores(world, groups, update, settings.dtype, settings.seed)
+    if settings.mode == "host":
+        slots = [world.size] * len(groups)
+    caches = make_caches(world, groups, slots, update, settings.dtype)
+    if settings.mode == "resident":
+        for group, cache in zip(groups, caches, strict=True):
+            initialise_resident(group, cache, settings.seed, update.initial_state(group.dim))
+    return join_rows(groups, caches, stores, update, link)
+
+
+def initialise_resident(group: TableGroup, cache: DeviceCache, seed: int, state: float) -> None:
+    """Every row in the slot of its own number, from the bits that a store would have."""
+    size = block_rows(group.dim)
+    for place, table in enumerate(group.tables):
+        rows, offset = group.layout.tables[place].rows, int(group.layout.offsets[place])
+        for start in range(0, rows, size):
+            stop = min(start + size, rows)
+            block = initial_rows(seed, table, rows, group.dim, start, stop)
+            cache.weight[offset + start : offset + stop] = block.to(cache.weight)
+    if cache.state is not None:
+        cache.state.fill_(state)
+    cache.slot_row[:] = np.arange(group.layout.rows)
+
+
+def make_planner(
+    world: World,
+    rows: Sequence[GroupRows],
+    counters: CollectiveCounters,
+    settings: CachedSettings,
+    prepare: Callable[[Batch], Batch],
+) -> StreamPlanner:
+    """The planner of this rank's homes; `prepare` checks a batch before it is planned."""
+    layouts = [of.group.layout for of in rows]
+    planners: Sequence[Planner]
+    if settings.mode == "resident":
+        planners = [ResidentPlanner(layout, world.rank) for layout in layouts]
+    elif settings.mode == "host":
+        planners = [PassThroughPlanner(layout, world.rank) for layout in layouts]
+    else:
+        planners = home_planners(rows, world.rank, settings.prefetch, settings.policy)
+    grows = settings.mode == "host"
+    return StreamPlanner(
+        Link(world, world.planning_group, counters, "the planning group"),
+        [of.group for of in rows],
+        planners,
+        [None if grows else of.cache.slots for of in rows],
+        PlanningSettings(
+            lookahead=settings.lookahead,
+            prefetch=settings.prefetch,
+            dtype=settings.dtype,
+            validate=settings.validate,
+            fingerprint=settings.fingerprint,
+            prepare=prepare,
+        ),
+    )
+
+
+class BatchCheck:
+    """Every id inside its table, every feature in its place; DataError names what is not."""
+
+    def __init__(
+        self, tables: Sequence[TableSpec], features: Sequence[str], on_bad_id: str
+    ) -> None:
+        reader = {feature: table for table in tables for feature in table.features}
+        self._features, self._on_bad_id = tuple(features), on_bad_id
+        self._rows = [reader[feature].rows for feature in features]
+        self._names = [reader[feature].name for feature in features]
+
+    def __call__(self, batch: Batch) -> Batch:
+        """`batch`, with ids brought into their tables where `on_bad_id` says so."""
+        if batch.ids.features != self._features:
+            raise DataError(
+                f"batch {batch.index} has the features {list(batch.ids.features)}; this model "
+                f"reads {list(self._features)}, in this order"
+            )
+        ids = check_ids(batch.ids, self._rows, self._names, batch.first_sample, self._on_bad_id)
+        return replace(batch, ids=ids)
