@@ -37,10 +37,14 @@ class Link:
     """
 
     def __init__(
-        self, world: World, group: dist.ProcessGroup, counters: CollectiveCounters, name: str
+        self,
+        world: World,
+        group: dist.ProcessGroup | None,
+        counters: CollectiveCounters,
+        name: str,
     ) -> None:
         self.world, self.group, self.counters, self.name = world, group, counters, name
-        self._on_host = dist.get_backend(group) == "gloo"
+        self._on_host = world.size == 1 or dist.get_backend(group) == "gloo"
         self._staged = world.device.type == "cuda" and self._on_host
 
     def all_to_all(
