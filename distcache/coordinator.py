@@ -58,9 +58,7 @@ def reduce_rows(link: Link, plan: StepPlan, gradient: Tensor, native: bool = Fal
     own = plan.home_counts[world.rank]
     sums = gradient.new_zeros((own, gradient.shape[1]))
     sources = plan.source_rows.to(gradient.device)
-    parts = zip(
-        sources.split(plan.source_counts), received.split(plan.source_counts), strict=True
-    )
+    parts = zip(sources.split(plan.source_counts), received.split(plan.source_counts), strict=True)
     for rows, part in parts:
         # Rows are distinct within a source: a pass of plain additions, no atomics.
         sums.index_copy_(0, rows, sums.index_select(0, rows).add_(part))

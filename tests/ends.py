@@ -52,9 +52,7 @@ class Job:
     `agent=False`: in rank 0, as without torchrun.
     """
 
-    def __init__(
-        self, function: Callable, world_size: int, *args: Any, agent: bool = True
-    ) -> None:
+    def __init__(self, function: Callable, world_size: int, *args: Any, agent: bool = True) -> None:
         # Forked from a fresh process that has imported the package once: a second less per rank.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["distcache.parallel.cached"])

@@ -39,7 +39,9 @@ class Failure:
     @property
     def message(self) -> str:
         """What the other ranks say about it."""
-        return self.text if self.secondary else f"stopped because rank {self.rank} failed: {self.text}"
+        return (
+            self.text if self.secondary else f"stopped because rank {self.rank} failed: {self.text}"
+        )
 
 
 def first_failure(store: dist.Store | None) -> tuple[int, str] | None:

@@ -1,4 +1,4 @@
-"""Whether the cache has room for a step: what is expected before training, what is refused in it."""
+"""Whether the cache has room for a step: expected before training, refused while it runs."""
 
 from __future__ import annotations
 

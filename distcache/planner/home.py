@@ -198,9 +198,7 @@ class ResidentPlanner:
         entry = self._window.popleft()
         rows = self.layout.row(self.home, entry.local)
         none = np.empty(0, np.int64)
-        return HomeDecision(
-            entry.step, entry.kind, rows, none, none, none, none, -1, entry.replies
-        )
+        return HomeDecision(entry.step, entry.kind, rows, none, none, none, none, -1, entry.replies)
 
     def restore(self, slot_row: np.ndarray, step: int) -> None:
         """Forget the window."""
