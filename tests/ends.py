@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ranks import free_port
 
 
 @dataclass
@@ -24,10 +25,18 @@ class End:
     at: float
 
 
-def _child(function: Callable, rank: int, size: int, port: int, pipe: Connection, args: tuple):
+def _child(
+    function: Callable,
+    rank: int,
+    size: int,
+    agent: bool,
+    port: int,
+    pipe: Connection,
+    args: tuple,
+) -> None:
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     here |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    here |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
+    here |= {"TORCHELASTIC_USE_AGENT_STORE": agent, "TORCHELASTIC_RESTART_COUNT": 0}
     os.environ.update({key: str(value) for key, value in here.items()})
     torch.set_num_threads(1)
     try:
@@ -38,25 +47,37 @@ def _child(function: Callable, rank: int, size: int, port: int, pipe: Connection
 
 
 class Job:
-    """Ranks that run; as under torchrun, their store lives in this process and outlives them."""
+    """Ranks that run; as under torchrun, their store lives in this process and outlives them.
 
-    def __init__(self, function: Callable, world_size: int, *args: Any) -> None:
-        context = mp.get_context("spawn")
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    `agent=False`: in rank 0, as without torchrun.
+    """
+
+    def __init__(self, function: Callable, world_size: int, *args: Any, agent: bool = True) -> None:
+        # Forked from a fresh process that has imported the package once: a second less per rank.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["distcache.parallel.cached"])
+        self._store = None
+        if agent:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = self._store.port if self._store else free_port()
         self._pipes, self._children = {}, []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            arguments = (function, rank, world_size, self._store.port, sender, args)
+            arguments = (function, rank, world_size, agent, port, sender, args)
             child = context.Process(target=_child, args=arguments, daemon=True)
             child.start()
             sender.close()
             self._pipes[receiver] = rank
             self._children.append(child)
 
-    def ends(self, timeout: float = 120) -> list[End]:
-        """Wait for all ranks; how each ended. TimeoutError names those that did not."""
-        found: dict[int, End] = {}
-        deadline, pipes = time.monotonic() + timeout, dict(self._pipes)
+    def ends(self, timeout: float = 120, but: Sequence[int] = ()) -> list[End]:
+        """How each rank ended, except the ranks `but`, which are killed when the others are done.
+
+        TimeoutError names those that are not done in `timeout` seconds.
+        """
+        found = {rank: End(None, None, 0.0) for rank in but}
+        deadline = time.monotonic() + timeout
+        pipes = {pipe: rank for pipe, rank in self._pipes.items() if rank not in but}
         try:
             while pipes:
                 ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
@@ -69,15 +90,11 @@ class Job:
                     except EOFError:
                         found[rank] = End(None, None, time.monotonic())
             for rank, child in enumerate(self._children):
-                child.join(max(0.1, deadline - time.monotonic()))
-                found[rank].exitcode = child.exitcode
+                if rank not in but:
+                    child.join(max(0.1, deadline - time.monotonic()))
+                    found[rank].exitcode = child.exitcode
         finally:
             for child in self._children:
                 child.kill()
                 child.join()
         return [found[rank] for rank in range(len(self._children))]
-
-
-def all_ends(jobs: Sequence[Job], timeout: float = 120) -> list[list[End]]:
-    """The ends of jobs that run side by side."""
-    return [job.ends(timeout) for job in jobs]

@@ -28,7 +28,7 @@ def together(world: World, work: Callable[[], T]) -> list[T]:
         value = pickle.dumps(work())
     except Exception as error:
         caught = error
-    what = getattr(work, "__qualname__", type(work).__name__)
+    what = getattr(work, "__qualname__", type(work).__name__).partition(".<locals>")[0]
     outcomes = host_link(world).gather_objects((value, _portable(caught)), what)
     if caught is not None:
         raise caught

@@ -57,17 +57,19 @@ def failure_of_others(store: dist.Store | None, rank: int) -> Failure | None:
 
 def _recorded(store: dist.Store | None) -> list[Failure]:
     """All recorded failures: causes first, each kind in the order in which it was recorded."""
-    if store is None:
-        return []
     try:
-        count = store.add("failure/count", 0)
-        keys = [f"failure/{number}" for number in range(1, count + 1)]
-        records = [json.loads(store.get(key)) for key in keys if store.check([key])]
+        return _read(store)
     except (RuntimeError, dist.DistError):
         return []
-    failures = [
-        Failure(record["rank"], record["message"], record["secondary"]) for record in records
-    ]
+
+
+def _read(store: dist.Store | None) -> list[Failure]:
+    if store is None:
+        return []
+    count = store.add("failure/count", 0)
+    keys = [f"failure/{number}" for number in range(1, count + 1)]
+    found = [json.loads(store.get(key)) for key in keys if store.check([key])]
+    failures = [Failure(item["rank"], item["message"], item["secondary"]) for item in found]
     return sorted(failures, key=lambda failure: failure.secondary)
 
 
@@ -79,10 +81,11 @@ def cause_of(
     A failure that another rank must have caused waits up to `grace_s` seconds for that one.
     """
     deadline = time.monotonic() + (grace_s if is_secondary(error) else 0.0)
-    first = first_failure(store)
-    while first is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-        first = first_failure(store)
+    try:
+        while not _read(store) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    except (RuntimeError, dist.DistError):
+        return rank, describe(error)  # The store has gone, and every look at it would be logged.
     record_failure(store, rank, error)
     return first_failure(store) or (rank, describe(error))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -90,6 +91,9 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """What an error says, in one line, without the source position and advice that gloo adds."""
     text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    if not text:
+        return type(error).__name__
+    line = text.splitlines()[0].partition(". This is typically caused")[0]
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", line)

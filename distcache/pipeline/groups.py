@@ -112,17 +112,23 @@ def _select(ids: JaggedIds, features: tuple[int, ...]) -> tuple[Tensor, Tensor, 
     lengths = ids.offsets.diff().view(len(ids.features), batch)[list(features)].reshape(-1)
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, out=offsets[1:])
-    values = torch.cat([ids.values[span] for span in spans])
-    weights = None if ids.weights is None else torch.cat([ids.weights[span] for span in spans])
-    return offsets, values, weights
+    return offsets, _joined(ids.values, spans), _joined(ids.weights, spans)
+
+
+def _joined(values: Tensor | None, spans: list[slice]) -> Tensor | None:
+    """Some spans of `values`, in order; tables that no feature reads have none."""
+    if values is None:
+        return None
+    return torch.cat([values[span] for span in spans]) if spans else values[:0]
 
 
 def join_pooled(groups: Sequence[TableGroup], pooled: Sequence[Tensor], batch: int) -> Tensor:
     """Pooled bags `[F_g * b, D_g]` of every group -> `[b, sum of widths]` in feature order."""
     if len(groups) == 1:
         dim = groups[0].dim
-        width = len(groups[0].features) * dim
-        return pooled[0].view(-1, batch, dim).transpose(0, 1).reshape(batch, width)
+        features = len(groups[0].features)
+        by_feature = pooled[0].view(features, batch, dim)
+        return by_feature.transpose(0, 1).reshape(batch, features * dim)
     columns: dict[int, Tensor] = {}
     for group, bags in zip(groups, pooled, strict=True):
         for place, feature in enumerate(group.features):

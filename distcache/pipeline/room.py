@@ -1,4 +1,4 @@
-"""Whether the cache has room for a step: what to expect before training, what is refused in it."""
+"""Whether the cache has room for a step: expected before training, refused while it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from distcache.pipeline.groups import TableGroup
 log = logging.getLogger(__name__)
 
 _DEVIATIONS = 3.0
-"""Homes share rows by a hash: the fullest has about so many standard deviations above the mean."""
+"""The fullest home of the largest of many steps is about so many standard deviations above the
+mean; the variance is at most the mean, as rows come and fall to homes nearly independently."""
 
 
 class Expecting(Protocol):
@@ -100,5 +101,4 @@ def _expected_rows(source: Expecting, group: TableGroup, batch: int) -> int:
         for table in group.tables
     )
     mean = total / world
-    spread = math.sqrt(mean * (1 - 1 / world))
-    return min(size, max(1, math.ceil(mean + _DEVIATIONS * spread)))
+    return min(size, max(1, math.ceil(mean + _DEVIATIONS * math.sqrt(mean))))

@@ -19,7 +19,17 @@ from distcache.comm.rendezvous import Place
 from distcache.run.build import build_source
 
 ARGUMENTS = ["size=small", "batch=64", "ratio=0.05", "steps=3", "lead=1", "repetitions=2"]
-STAGES = {"write_back", "gather", "fill", "forward_backward", "sync", "apply", "ingest", "plan"}
+STAGES = {
+    "load",
+    "write_back",
+    "gather",
+    "fill",
+    "forward_backward",
+    "sync",
+    "apply",
+    "ingest",
+    "plan",
+}
 
 
 def bench(out, *arguments):

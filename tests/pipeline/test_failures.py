@@ -15,9 +15,7 @@ from distcache.comm.agree import together
 from distcache.comm.failure import cause_of
 from distcache.comm.world import World, close_world, open_world
 
-TIMEOUT_S = 6.0
-SOON_S = 5.0
-"""Less than the timeout, more than a slow machine needs."""
+TIMEOUT_S = 4.0
 
 
 def leave(world: World, error: Exception | None) -> tuple[int, str] | None:
@@ -77,22 +75,30 @@ def dies(rank: int, size: int, where: str, how: str) -> dict:
             together(world, end if rank == 1 else int)
             return
         mode = make(world, lookahead=1, prefetch=1)
-        if where == "exchange":  # its data never come, and the others' planners wait for them
-            source = batches(world, range(2))
-            if rank == 1:
-                source = chain(source, (end() for _ in range(1)))
-            else:
-                source = chain(source, batches(world, range(2, 6)))
-            train(mode, source)
+        if where == "exchange":  # its next batch never comes, and the others' planners wait for it
+            rest = after(1.0, end) if rank == 1 else batches(world, range(2, 6))
+            train(mode, chain(batches(world, range(2)), rest))
         else:
             train(mode, batches(world, range(6)), at_step=lambda s: s == 2 and rank == 1 and end())
 
     return attempt(world, go)
 
 
+def after(seconds: float, action):
+    """An iterator that does `action` in its first step, once the others are waiting."""
+    time.sleep(seconds)
+    yield action()
+
+
 def hang() -> None:
-    time.sleep(3 * TIMEOUT_S)
-    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(20 * TIMEOUT_S)
+
+
+def host_dies(rank: int, size: int) -> dict:
+    """Rank 0, which serves the store, dies; the other waits in `together`."""
+    world = open_world("cpu", "gloo", TIMEOUT_S)
+    work = (lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == 0 else int
+    return attempt(world, lambda: together(world, work))
 
 
 def late(rank: int, size: int) -> dict:
@@ -115,6 +121,7 @@ CASES = {
     "kill together": (dies, 2, "together", "dies"),
     "hang exchange": (dies, 2, "exchange", "hangs"),
     "hang gradients": (dies, 3, "gradients", "hangs"),
+    "kill host": (host_dies, 2),
     "late": (late, 2),
 }
 
@@ -123,9 +130,12 @@ CASES = {
 def all_ends() -> dict[str, list[End]]:
     """How every rank of every case ended; cases run a few at a time."""
     found, names = {}, list(CASES)
-    for start in range(0, len(names), 3):
-        jobs = {name: Job(CASES[name][0], *CASES[name][1:]) for name in names[start : start + 3]}
-        found |= {name: job.ends(100) for name, job in jobs.items()}
+    for start in range(0, len(names), 5):
+        jobs = {
+            name: Job(*CASES[name], agent=name != "kill host") for name in names[start : start + 5]
+        }
+        for name, job in jobs.items():
+            found[name] = job.ends(100, but=(1,) if name.startswith("hang") else ())
     return found
 
 
@@ -160,8 +170,15 @@ def test_a_rank_that_dies_is_named(all_ends, where: str) -> None:
         assert end.exitcode == 0
         assert end.value["error"].startswith("PeerError: "), end
         assert "rank 1 ended without a word" in end.value["error"]
+        waited = {"exchange": "the planning group: header of step 2", "together": "host group"}
+        assert waited.get(where, "the device group") in end.value["error"]
         assert "rank 2" not in end.value["error"].partition(";")[2]
         assert end.value["took"] < 30
+
+
+def test_the_rank_that_serves_the_store_is_named_too(all_ends) -> None:
+    error = all_ends["kill host"][1].value["error"]
+    assert error.startswith("PeerError: rank 1 waited in the host group: int; rank 0 ended, and")
 
 
 @pytest.mark.parametrize("where", ["exchange", "gradients"])
@@ -172,7 +189,7 @@ def test_a_rank_that_hangs_is_named(all_ends, where: str) -> None:
             continue
         assert end.value["error"].startswith("PeerError: rank "), end
         missing = end.value["error"].partition(";")[2]
-        assert "rank 1 did not come within trainer.timeout_s=6" in missing
+        assert "rank 1 did not come within trainer.timeout_s=4" in missing
         assert "rank 2" not in missing and "rank 0" not in missing
         assert TIMEOUT_S - 1 < end.value["took"] < 3 * TIMEOUT_S
 

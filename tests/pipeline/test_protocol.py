@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from ends import Job
 from protocol_cases import (
     CASE,
     batches,
@@ -16,7 +17,6 @@ from protocol_cases import (
     train,
     warnings,
 )
-from ranks import run_ranks
 
 from distcache.comm.world import World, close_world, open_world
 
@@ -154,7 +154,9 @@ def run(rank: int, size: int) -> dict:
 @pytest.fixture(scope="module")
 def seen() -> list[dict]:
     """What every rank saw in each part."""
-    return run_ranks(run, WORLD, timeout=200)
+    ends = Job(run, WORLD).ends(200)
+    assert all(isinstance(end.value, dict) for end in ends), ends
+    return [end.value for end in ends]
 
 
 def part(seen: list[dict], name: str) -> list[dict]:

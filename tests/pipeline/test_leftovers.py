@@ -1,0 +1,45 @@
+"""After a run nothing is left: no thread, no file, no shared memory, and every exit code is 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+def check(repetitions: int, *arguments: str, code: int = 0) -> None:
+    """Two ranks' short runs: every exit code is `code`, and no file stays."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
+    before = set(os.listdir("/dev/shm"))
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "short_runs.py"), str(repetitions), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=30 + 20 * repetitions,
+    )
+    assert done.returncode == 0, done.stderr
+    mine = {name for name in set(os.listdir("/dev/shm")) - before if "distcache" in name}
+    assert not mine
+    codes = [json.loads(line) for line in done.stdout.splitlines()]
+    assert codes == [[code, code]] * repetitions, (codes, done.stderr)
+
+
+def test_nothing_is_left() -> None:
+    check(3)
+
+
+def test_a_failed_run_ends_in_order_too() -> None:
+    check(2, "fails", code=1)
+
+
+@pytest.mark.slow
+def test_nothing_is_left_twenty_times() -> None:
+    check(20)
+    check(20, "fails", code=1)

@@ -1,0 +1,97 @@
+"""Run two ranks again and again, each an interpreter that ends on its own, and print how they end.
+
+`python short_runs.py <repetitions> [fails]` prints one JSON list per repetition: the ranks' exit
+codes. A rank that leaves threads, files or mapped memory behind ends with code 3; with `fails` the
+model of rank 1 raises, and both ranks end with code 1. The ranks are forked from this process,
+which has imported everything and started nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+from protocol_cases import Raises, batches, make, state, train
+from ranks import free_port
+
+from distcache.comm.failure import cause_of
+from distcache.comm.world import close_world, open_world
+
+RANKS = 2
+
+
+def run() -> None:
+    """Stop one stream with plans on their way, end another, leave a third one half-read."""
+    world = open_world("cpu", "gloo", 60)
+    mode = make(world, 8, 8)
+    train(mode, batches(world, range(6)), stop_at=1 if world.rank == 0 else None)
+    train(mode, batches(world, range(2, 4)))
+    state(mode)
+    stream = mode.stream(batches(world, range(4, 6)))
+    mode.train_step(next(stream))
+    mode.close()
+    del mode, stream
+    close_world(world)
+
+
+def fail() -> None:
+    """End as the command line does when the model of rank 1 raises, with plans on their way."""
+    world = open_world("cpu", "gloo", 60)
+    mode = make(world, 8, 8, model=Raises(2 if world.rank else None))
+    try:
+        train(mode, batches(world, range(6)))
+    except Exception as error:
+        cause_of(world.store, world.rank, error)
+    finally:
+        mode.close()
+        close_world(world, orderly=False)
+
+
+def left_behind() -> list[str]:
+    """What should not be there any more."""
+    gc.collect()
+    left = [thread.name for thread in threading.enumerate() if "distcache" in thread.name]
+    left += [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd" in line]
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(link)
+        except OSError:
+            continue
+        if "memfd" in target or target.startswith("/dev/shm"):
+            left.append(target)
+    return left
+
+
+def repeat(fails: bool) -> list[int]:
+    """Exit codes of one repetition, by rank."""
+    processes, port = [], free_port()
+    for rank in range(RANKS):
+        process = os.fork()
+        if process == 0:
+            here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS}
+            here |= {"LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1"}
+            here |= {"MASTER_PORT": port}
+            os.environ.update({key: str(value) for key, value in here.items()})
+            if fails:
+                fail()
+                sys.exit(1)
+            run()
+            left = left_behind()
+            sys.stderr.write(f"rank {rank} left {left}\n" if left else "")
+            sys.exit(3 if left else 0)
+        processes.append(process)
+    return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+
+
+def main() -> None:
+    """Repeat as often as the first argument says."""
+    for _ in range(int(sys.argv[1])):
+        print(json.dumps(repeat("fails" in sys.argv)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
