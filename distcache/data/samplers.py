@@ -2,7 +2,7 @@
 
 No index of all samples is kept: an epoch's order is a keyed permutation that maps a position to
 a sample by itself (a Feistel network over the next power of two, with cycle walking; Black and
-Rogaway, 2002).
+Rogaway, 2002). Where samples lie on a disk, blocks of neighbours stay near each other in time.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from distcache.data.hashing import key_of, mix64
 from distcache.errors import ConfigError, DataError
 
 _ROUNDS = 6
+POOL_BLOCKS = 256
+"""Blocks whose samples a `BlockOrder` mixes with each other."""
 
 
 @dataclass(frozen=True)
@@ -103,3 +105,46 @@ class SampleOrder:
             left ^= mix64(right + np.uint64(key_of(self.seed, epoch, round_))) & left_mask
             right ^= mix64(left + np.uint64(key_of(self.seed, epoch, round_ + 1))) & right_mask
         return (left << shift) | right
+
+
+class BlockOrder:
+    """An order of samples on a disk: blocks of neighbours drawn at random, mixed in pools.
+
+    An epoch goes through pools of `POOL_BLOCKS` random blocks of `block` consecutive samples; in a
+    pool every sample may come at any place. So a pool's worth of training reads few places of the
+    disk, each of them whole. The last samples, less than a block, are in the last pool; blocks are
+    counted from another sample in each epoch. With a single pool it is `SampleOrder`.
+    """
+
+    def __init__(self, samples: int, seed: int, block: int) -> None:
+        if block < 1:
+            raise ConfigError(f"data.shuffle_block={block}: give a number of samples of at least 1")
+        self.samples, self.seed, self.block = samples, seed, block
+        self._pool = block * POOL_BLOCKS
+        self._all = SampleOrder(samples, seed) if samples <= self._pool else None
+        self._blocks = SampleOrder(samples // block, key_of(seed, 1))
+
+    def positions(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Samples int64 `[stop - start]` at positions [start, stop) of `epoch`."""
+        if self._all is not None:
+            return self._all.positions(epoch, start, stop)
+        if start < 0 or stop < start or stop > self.samples:
+            raise DataError(
+                f"positions [{start}, {stop}) do not lie in an epoch of {self.samples} samples"
+            )
+        shift = key_of(self.seed, 2, epoch) % self.samples
+        pools = range(start // self._pool, -(-stop // self._pool))
+        parts = [self._in_pool(epoch, pool, start, stop) for pool in pools]
+        samples = np.concatenate([np.empty(0, np.int64), *parts]) + shift
+        return np.where(samples >= self.samples, samples - self.samples, samples)
+
+    def _in_pool(self, epoch: int, pool: int, start: int, stop: int) -> np.ndarray:
+        """Samples at the positions in [start, stop) that lie in one pool."""
+        begin = pool * self._pool
+        end = min(begin + self._pool, self.samples)
+        inner = SampleOrder(end - begin, key_of(self.seed, 3, pool))
+        places = inner.positions(epoch, max(start, begin) - begin, min(stop, end) - begin)
+        whole = self.samples // self.block
+        low, high = pool * POOL_BLOCKS, min((pool + 1) * POOL_BLOCKS, whole)
+        blocks = np.append(self._blocks.positions(epoch, low, high), whole)  # then the ragged one
+        return blocks[places // self.block] * self.block + places % self.block

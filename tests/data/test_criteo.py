@@ -157,9 +157,9 @@ def test_values_of_fields(tmp_path):
             0.0,
             0.0,
             0.0,
-            math.log(8),
+            float(np.float32(math.log(8))),
             0.0,
-            math.log1p(999999999999999999),
+            float(np.float32(math.log1p(999999999999999999))),
         ]
         assert stream._ids[where, :7].tolist() == [
             0,

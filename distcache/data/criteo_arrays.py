@@ -1,0 +1,91 @@
+"""Criteo samples that `python -m distcache.preprocess` left on the disk, by memory map."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from distcache.data.criteo_batches import BatchSettings, CriteoBatches
+from distcache.data.raw.manifest import Manifest, open_array, read_manifest
+from distcache.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+
+class CriteoArrays(CriteoBatches):
+    """The `BatchSource` of a preprocessed folder: nothing is read but what a batch needs.
+
+    `table_rows`: None, or what the folder must have. Dense features and labels are read when a
+    batch is loaded. Raises DataError for a folder that is unfinished, damaged or cut.
+    """
+
+    def __init__(
+        self, folder: str | Path, settings: BatchSettings, table_rows: Sequence[int] | None = None
+    ) -> None:
+        self.folder = Path(folder)
+        self.manifest: Manifest = read_manifest(self.folder)
+        manifest = self.manifest
+        if table_rows is not None and tuple(table_rows) != manifest.table_rows:
+            raise ConfigError(
+                f"data.table_rows={list(table_rows)}, but {folder} was preprocessed to "
+                f"{list(manifest.table_rows)}: leave data.table_rows out (null), or preprocess "
+                "again with those rows"
+            )
+        super().__init__(
+            settings,
+            manifest.table_rows,
+            manifest.samples,
+            manifest.train_samples,
+            manifest.multi_hot,
+        )
+        self._arrays: dict[str, _Mapped] = {
+            name: _Mapped(self.folder, manifest, f"{name}.npy")
+            for name in ("labels", "dense", "ids")
+        }
+        logger.info(
+            "%s: %s samples, %s held out, fingerprint %s",
+            folder,
+            f"{manifest.samples:,}",
+            f"{manifest.samples - manifest.train_samples:,}",
+            manifest.fingerprint[:16],
+        )
+
+    def read_ids(self, lines: np.ndarray) -> np.ndarray:
+        """See `CriteoBatches.read_ids`."""
+        return self._arrays["ids"].take(lines)
+
+    def read_rest(self, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See `CriteoBatches.read_rest`."""
+        return self._arrays["dense"].take(lines), self._arrays["labels"].take(lines)
+
+    def counts(self, table: int) -> np.ndarray:
+        """How often each row of a table occurs in training samples, int64 `[rows]`, by map."""
+        return open_array(self.folder, self.manifest, f"counts/cat_{table}.npy")
+
+
+class _Mapped:
+    """An array file by memory map, whose length is looked at before every read.
+
+    Reading beyond the end of a file that was cut would kill the process.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, name: str) -> None:
+        self._path = folder / name
+        self._bytes = manifest.arrays[name].bytes if name in manifest.arrays else 0
+        self._values = open_array(folder, manifest, name).view(np.ndarray)
+
+    def take(self, lines: np.ndarray) -> np.ndarray:
+        """Rows `lines` int64 `[b]`, copied."""
+        try:
+            size = self._path.stat().st_size
+        except OSError as error:
+            raise DataError(f"data.path: {self._path} is gone ({error.strerror})") from error
+        if size != self._bytes:
+            raise DataError(
+                f"data.path: {self._path} has {size:,} bytes and had {self._bytes:,} at the "
+                "start: it was changed while it was read"
+            )
+        return np.take(self._values, lines, axis=0)

@@ -1,0 +1,138 @@
+"""Batches of Criteo samples, whatever holds them: text in memory, or arrays on the disk."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distcache.data.batch import Batch, JaggedIds, slice_bounds, unloaded
+from distcache.data.criteo_text import IDS, INTEGERS
+from distcache.data.hashing import key_of
+from distcache.data.raw.multi_hot import bags
+from distcache.data.samplers import BatchSpans, BlockOrder, SampleOrder, SampleSpan
+from distcache.errors import ConfigError, DataError
+
+SHUFFLE_BLOCK = 4096
+"""Consecutive samples that are read together when an epoch is shuffled."""
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """How samples become batches. Raises ConfigError that names the key.
+
+    `shuffle`: training samples in an order of (seed, epoch) that moves blocks of `shuffle_block`
+    neighbours (see `BlockOrder`), or in their own; `dtype`: float32 or float64, of dense features
+    and labels (the features have float32's precision in both).
+    """
+
+    global_batch_size: int = 2048
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    shuffle: bool = True
+    shuffle_block: int = SHUFFLE_BLOCK
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.float32, torch.float64):
+            raise ConfigError(f"data comes in float32 or float64, not {self.dtype}")
+
+
+class CriteoBatches(ABC):
+    """A `BatchSource` of samples [0, train_samples) to train on and the rest held out, in order.
+
+    Features are `cat_0` to `cat_25`. `bag_sizes`: ids per bag of each table (`multi_hot.bags`),
+    None for one. Two sources of the same samples give the same batches. `deferred`: dense features
+    and labels are read when a batch is loaded.
+    """
+
+    deferred = True
+
+    def __init__(
+        self,
+        settings: BatchSettings,
+        table_rows: Sequence[int],
+        samples: int,
+        train_samples: int,
+        bag_sizes: Sequence[int] | None = None,
+    ) -> None:
+        self.table_rows = tuple(int(rows) for rows in table_rows)
+        self.features = tuple(f"cat_{index}" for index in range(IDS))
+        self.dense_features = INTEGERS
+        self.samples, self.train_samples = samples, train_samples
+        self._dtype, self._bag_sizes = settings.dtype, bag_sizes
+        self._train = BatchSpans(train_samples, settings.global_batch_size)
+        self._eval = BatchSpans(samples - train_samples, settings.global_batch_size)
+        seed = key_of(settings.seed, 0)
+        self._order: SampleOrder | BlockOrder = SampleOrder(train_samples, seed, shuffle=False)
+        if settings.shuffle:
+            self._order = BlockOrder(train_samples, seed, settings.shuffle_block)
+
+    @abstractmethod
+    def read_ids(self, lines: np.ndarray) -> np.ndarray:
+        """Ids `[b, 26]` of samples `lines` int64 `[b]`."""
+
+    @abstractmethod
+    def read_rest(self, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Dense features float32 `[b, 13]` and labels uint8 `[b]` of samples `lines`."""
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Training steps of one epoch."""
+        return self._train.per_epoch
+
+    @property
+    def eval_batches(self) -> int | None:
+        """Held-out global batches."""
+        return self._eval.per_epoch
+
+    def train_batch(self, step: int, rank: int, world_size: int) -> Batch:
+        """This rank's slice of training step `step`, counted from 0 across epochs."""
+        span = self._train.locate(step)
+        low, high = slice_bounds(span.size, rank, world_size)
+        lines = self._order.positions(span.epoch, span.start + low, span.start + high)
+        return self._batch(lines, span, step, low, "train")
+
+    def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
+        """This rank's slice of held-out global batch `index`."""
+        if index >= (self._eval.per_epoch or 0):
+            raise DataError(f"held-out batch {index} of {self.eval_batches} does not exist")
+        span = self._eval.locate(index)
+        low, high = slice_bounds(span.size, rank, world_size)
+        lines = np.arange(span.start + low, span.start + high) + self.train_samples
+        return self._batch(lines, span, index, low, "eval")
+
+    def _batch(self, lines: np.ndarray, span: SampleSpan, index: int, low: int, kind: str) -> Batch:
+        def load() -> tuple[Tensor, Tensor]:
+            dense, labels = (torch.from_numpy(part) for part in self.read_rest(lines))
+            return dense.to(self._dtype), labels.to(self._dtype)
+
+        batch = Batch(
+            dense=unloaded(len(lines), INTEGERS),
+            ids=self._jagged(self.read_ids(lines)),
+            labels=unloaded(len(lines)),
+            global_size=span.size,
+            index=index,
+            epoch=span.epoch,
+            first_sample=low,
+            kind=kind,
+            load=load,
+        )
+        return batch if self.deferred else batch.loaded()
+
+    def _jagged(self, ids: np.ndarray) -> JaggedIds:
+        """Bags of all features from ids `[b, 26]`."""
+        if self._bag_sizes is None:
+            values = ids.T.astype(np.int64, order="C").ravel()
+            offsets = torch.arange(len(values) + 1)
+        else:
+            columns = ids.T.astype(np.int64, order="C")
+            tables = zip(columns, self.table_rows, self._bag_sizes, strict=True)
+            parts = [bags(c, t, rows, size).ravel() for t, (c, rows, size) in enumerate(tables)]
+            values = np.concatenate(parts)
+            lengths = torch.tensor(list(self._bag_sizes)).repeat_interleave(len(ids))
+            offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+        return JaggedIds(self.features, torch.from_numpy(values), offsets)

@@ -1,0 +1,196 @@
+"""One preprocessing job, from text to a folder of arrays; read `preprocess` as a table of contents.
+
+Everything unfinished lies in `work/` of the output folder and is found again by the same command:
+`plan.json` says what the work is of, parts and tables are complete when they have their name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from distcache.data.raw import finish
+from distcache.data.raw.files import InputFile, find_files, inspect
+from distcache.data.raw.manifest import NAME, Manifest, read_manifest, write_manifest
+from distcache.data.raw.part import PartReport, PartTask, parse_part, read_report
+from distcache.data.raw.pool import Pool
+from distcache.data.raw.settings import PreprocessSettings
+from distcache.data.raw.spool import Spool
+from distcache.data.raw.work import Progress, Work, bad_line, part_name
+from distcache.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def preprocess(settings: PreprocessSettings, progress: Progress) -> Manifest:
+    """Do the job, or what is left of it; a finished one is recognised.
+
+    Raises DataError for malformed input, ConfigError for an output folder that holds something
+    else.
+    """
+    began = time.perf_counter()
+    files = [inspect(path, "input") for path in find_files(list(settings.input), "input")]
+    pool = Pool(settings.workers_for())
+    work = Work(settings, files, progress, pool)
+    done = open_work(work)
+    if done is not None:
+        logger.info("%s is complete already: nothing to do", settings.output)
+        return done
+    with alone(work), pool:
+        manifest = finish_work(work)
+    shutil.rmtree(work.folder)
+    _say_rate(work, time.perf_counter() - began)
+    return manifest
+
+
+def finish_work(work: Work) -> Manifest:
+    """All stages, each going on where it was stopped."""
+    parse(work)
+    plan = finish.split_samples(work)
+    tables = finish.count_tables(work, plan)
+    finish.assemble(work, plan, tables)
+    manifest = finish.settle_arrays(work, plan, tables)
+    write_manifest(work.output, manifest)
+    return manifest
+
+
+@contextmanager
+def alone(work: Work) -> Iterator[None]:
+    """Keep other processes from the same work. Raises ConfigError while one is at it."""
+    with (work.folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"output={work.output}: another process is working on it: wait for it, or name "
+                "another folder"
+            ) from None
+        yield
+
+
+def open_work(work: Work) -> Manifest | None:
+    """Begin, or go on where an earlier run of the same job was stopped; the result if complete."""
+    plan = {
+        "settings": work.settings.identity(),
+        "inputs": [[f.path, f.bytes, f.mtime_ns] for f in work.files],
+    }
+    if (work.output / NAME).exists():
+        manifest = read_manifest(work.output)
+        wanted = [(Path(f.path).name, f.bytes) for f in work.files]
+        same = [(entry["name"], entry["bytes"]) for entry in manifest.inputs] == wanted
+        if not same or manifest.settings != work.settings.identity():
+            raise ConfigError(
+                f"output={work.output} holds the result of another job: name another folder, or "
+                "remove it"
+            )
+        shutil.rmtree(work.folder, ignore_errors=True)
+        return manifest
+    path = work.folder / "plan.json"
+    if path.exists():
+        if json.loads(path.read_text()) != plan:
+            raise ConfigError(
+                f"output={work.output} holds the unfinished work of another job, or the input has "
+                f"changed since: name another folder, or remove {work.folder}"
+            )
+        for partial in (work.folder / "parts").glob("*.partial-*"):
+            shutil.rmtree(partial, ignore_errors=True)
+        return None
+    if work.output.is_dir() and any(entry.name != "work" for entry in work.output.iterdir()):
+        raise ConfigError(f"output={work.output} is not empty: name a new folder")
+    (work.folder / "parts").mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(plan))
+    partial.rename(path)
+    return None
+
+
+def parse(work: Work) -> None:
+    """Parse every part that is not complete; `work.parts` has the reports of all then."""
+    settings = work.settings
+    spool = Spool(work.folder / "spool", settings.part, 2 * work.pool.workers)
+    known = {key: report for key in _known_parts(work) if (report := _report(work, key))}
+    work.parts = dict(known)
+    if known:
+        logger.info("going on: %d parts are parsed already", len(known))
+    failed: list[tuple[tuple[int, int], PartReport]] = []
+    keys: dict[str, tuple[int, int]] = {}
+
+    def tasks() -> Iterator[PartTask]:
+        for key, file, start, stop, read in _ranges(work, spool):
+            if failed:
+                return
+            keys[part_name(key)] = key
+            parts = str(work.folder / "parts")
+            skip = settings.on_bad_line == "skip"
+            rows = settings.table_rows
+            yield PartTask(part_name(key), file, start, stop, parts, rows, skip, read)
+
+    def ended(task: PartTask) -> None:
+        if Path(task.file.path).parent == spool.folder:
+            spool.finished(task.file)
+
+    with work.progress("parse", sum(file.bytes for file in work.files), "B") as bar:
+        for task, report in work.pool.run(parse_part, tasks(), on_end=ended):
+            key = keys[task.name]
+            if report.complete:
+                work.parts[key] = report
+                work.cpu_s += report.cpu_s
+                work.text_bytes += report.text_bytes
+            else:
+                failed.append((key, report))
+            bar.update(task.read_bytes)
+    if failed:
+        raise bad_line(work, *min(failed, key=lambda entry: entry[0]))
+
+
+def _known_parts(work: Work) -> list[tuple[int, int]]:
+    """Keys of the parts whose folders are there."""
+    names = [entry.name for entry in (work.folder / "parts").iterdir()]
+    keys = [tuple(map(int, name.split("-"))) for name in names if ".partial" not in name]
+    return sorted((key[0], key[1]) for key in keys)
+
+
+def _report(work: Work, key: tuple[int, int]) -> PartReport | None:
+    return read_report(work.part_folder(key))
+
+
+def _ranges(work: Work, spool: Spool) -> Iterator[tuple[tuple[int, int], InputFile, int, int, int]]:
+    """(key, file, start, stop, bytes of the input) of every part that is to be parsed."""
+    size = work.settings.part
+    packed = []
+    for number, file in enumerate(work.files):
+        if file.gzip:
+            pieces = spool.known_pieces(number)
+            if pieces is None or any((number, at) not in work.parts for at in range(pieces)):
+                packed.append((number, file))
+            continue
+        for index in range(-(-file.bytes // size)):
+            start, stop = index * size, min((index + 1) * size, file.bytes)
+            if (number, index) not in work.parts:
+                yield (number, index), file, start, stop, stop - start
+    if packed:
+        threads = min(len(packed), work.pool.workers)
+        pieces = spool.pieces(packed, lambda *key: key in work.parts, threads)
+        for number, index, piece, read in pieces:
+            yield (number, index), piece, 0, piece.bytes, read
+
+
+def _say_rate(work: Work, seconds: float) -> None:
+    """Log the rate of the whole job: text by time, and by processor time of all its parts."""
+    if not work.text_bytes:
+        return
+    mega = work.text_bytes / 1e6
+    logger.info(
+        "%s MB of text in %.1f s: %.0f MB/s; %.0f MB/s per core (%.1f core seconds)",
+        f"{mega:,.0f}",
+        seconds,
+        mega / seconds,
+        mega / max(work.cpu_s, 1e-9),
+        work.cpu_s,
+    )

@@ -1,0 +1,231 @@
+"""One part of the text, parsed: arrays of its samples and counts of its ids, as raw files.
+
+A part is complete when its folder has its final name; `report.json` in it says what it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from distcache.data.criteo_text import (
+    IDS,
+    INTEGERS,
+    CriteoRows,
+    dense_of,
+    id_dtype,
+    parse_block,
+)
+from distcache.data.raw.columns import parse_columns
+from distcache.data.raw.files import Block, InputFile, read_range, whole_lines
+from distcache.errors import DataError
+
+BLOCK_BYTES = 4 << 20
+"""Bytes of text that are parsed at once."""
+SHOWN = 10
+"""Malformed lines that a report quotes."""
+
+
+@dataclass(frozen=True)
+class PartTask:
+    """Lines that begin in [start, stop) of `file`, to be parsed into `folder`/`name`.
+
+    `table_rows`: rows that ids are hashed to, or None to keep values. `read_bytes`: of the input
+    that this part stands for (compressed ones where the input is gzip).
+    """
+
+    name: str
+    file: InputFile
+    start: int
+    stop: int
+    folder: str
+    table_rows: tuple[int, ...] | None
+    skip_bad: bool
+    read_bytes: int
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """What a part holds. `bad`: line (from 0 in the part) and reason of the first malformed ones.
+
+    `lengths`: distinct ids of each table, `missing`: samples without an id of each table.
+    `cpu_s`: processor seconds that it took. A part with `complete` false was given up at its
+    first malformed line.
+    """
+
+    name: str
+    text_bytes: int
+    lines: int
+    samples: int
+    bad_lines: int
+    bad: list[tuple[int, str]]
+    id_dtype: str
+    lengths: list[int] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
+    cpu_s: float = 0.0
+    complete: bool = True
+
+
+def parse_part(task: PartTask) -> PartReport:
+    """Parse a part into its folder. Raises DataError for a file that changed meanwhile."""
+    began = time.process_time()
+    parser = _Parser(task)
+    blocks = list(parser.rows())
+    if parser.bad and not task.skip_bad:
+        return parser.report(complete=False)
+    samples = _join(blocks, task.table_rows)
+    blocks.clear()
+    partial = Path(task.folder, f"{task.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    samples.labels.tofile(partial / "labels.bin")
+    samples.integers.tofile(partial / "dense.bin")
+    samples.ids.tofile(partial / "ids.bin")
+    if samples.missing is not None:
+        pack_missing(samples.missing).tofile(partial / "missing.bin")
+    lengths, missing = write_runs(partial, samples.ids, samples.missing)
+    report = parser.report(
+        samples=len(samples.labels),
+        id_dtype=samples.ids.dtype.str,
+        lengths=lengths,
+        missing=missing,
+        cpu_s=time.process_time() - began,
+    )
+    (partial / "report.json").write_text(json.dumps(asdict(report)))
+    try:
+        partial.rename(Path(task.folder, task.name))
+    except OSError:
+        # A worker that outlived a killed run for a moment has finished the same part.
+        if read_report(Path(task.folder, task.name)) is None:
+            raise
+        shutil.rmtree(partial)
+    return report
+
+
+def read_report(folder: Path) -> PartReport | None:
+    """The report of a complete part; None where there is none."""
+    try:
+        return PartReport(**json.loads((folder / "report.json").read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def write_runs(
+    folder: Path, ids: np.ndarray, missing: np.ndarray | None
+) -> tuple[list[int], list[int]]:
+    """Write distinct ids (rising) and how often each occurs, table after table.
+
+    `ids` `[n, 26]`; missing ones are not counted. Returns distinct and missing ids by table.
+    """
+    lengths, absent = [], []
+    with (folder / "values.bin").open("wb") as values, (folder / "counts.bin").open("wb") as counts:
+        for table in range(ids.shape[1]):
+            column = np.ascontiguousarray(ids[:, table])
+            if missing is not None:
+                column = column[~missing[:, table]]
+            distinct, occurrences = np.unique(column, return_counts=True)
+            distinct.tofile(values)
+            occurrences.astype(np.uint32).tofile(counts)
+            lengths.append(len(distinct))
+            absent.append(len(ids) - len(column))
+    return lengths, absent
+
+
+def pack_missing(missing: np.ndarray) -> np.ndarray:
+    """uint32 `[n]`: bit t says that the id of table t is missing. `missing`: bool `[n, 26]`."""
+    bits = np.zeros(len(missing), dtype=np.uint32)
+    for table in range(missing.shape[1]):
+        bits |= missing[:, table].astype(np.uint32) << np.uint32(table)
+    return bits
+
+
+class _Parser:
+    """Parses a part block by block, and notes malformed lines."""
+
+    def __init__(self, task: PartTask) -> None:
+        self.task = task
+        rows = task.table_rows
+        self.table_rows = None if rows is None else np.array(rows, dtype=np.int64)
+        self.text_bytes = self.lines = self.bad_lines = 0
+        self.bad: list[tuple[int, str]] = []
+
+    def rows(self) -> Iterator[CriteoRows]:
+        """Rows of each block, `integers` as dense features; ends at the first malformed line
+        unless they are skipped."""
+        task = self.task
+        chunks = read_range(task.file, task.start, task.stop, BLOCK_BYTES)
+        for block in whole_lines(chunks):
+            self.text_bytes += len(block.text)
+            rows = None if block.too_long else parse_columns(block.text, self.table_rows)
+            if rows is None:
+                rows, lines = self._exactly(block)
+                self.lines += lines
+            else:
+                self.lines += len(rows.labels)
+            if self.bad and not task.skip_bad:
+                return
+            yield rows
+
+    def _exactly(self, block: Block) -> tuple[CriteoRows, int]:
+        """The rows of a block that has something odd in it, and its number of lines."""
+
+        def on_error(line: int, error: DataError) -> None:
+            if len(self.bad) < SHOWN:
+                self.bad.append((self.lines + line, str(block.explain(line, error))))
+            self.bad_lines += 1
+
+        rows, lines = parse_block(block.text, self.table_rows, on_error)
+        return CriteoRows(rows.labels, dense_of(rows.integers), rows.ids, rows.missing), lines
+
+    def report(
+        self,
+        samples: int = 0,
+        id_dtype: str = "",
+        lengths: list[int] | None = None,
+        missing: list[int] | None = None,
+        cpu_s: float = 0.0,
+        complete: bool = True,
+    ) -> PartReport:
+        """The report of what was parsed."""
+        return PartReport(
+            name=self.task.name,
+            text_bytes=self.text_bytes,
+            lines=self.lines,
+            samples=samples,
+            bad_lines=self.bad_lines,
+            bad=self.bad,
+            id_dtype=id_dtype,
+            lengths=lengths or [],
+            missing=missing or [],
+            cpu_s=cpu_s,
+            complete=complete,
+        )
+
+
+def _join(blocks: list[CriteoRows], table_rows: tuple[int, ...] | None) -> CriteoRows:
+    """The rows of all blocks; values as uint32 where all of them fit."""
+    dtype = id_dtype(table_rows)
+    if table_rows is None and all(_fits(block.ids) for block in blocks):
+        dtype = np.dtype(np.uint32)
+    ids = [block.ids.astype(dtype, copy=False) for block in blocks]
+    missing = None
+    if table_rows is None:
+        missing = np.concatenate([np.empty((0, IDS), bool), *(b.missing for b in blocks)])
+    return CriteoRows(
+        np.concatenate([np.empty(0, np.uint8), *(block.labels for block in blocks)]),
+        np.concatenate([np.empty((0, INTEGERS), np.float32), *(b.integers for b in blocks)]),
+        np.concatenate([np.empty((0, IDS), dtype), *ids]),
+        missing,
+    )
+
+
+def _fits(ids: np.ndarray) -> bool:
+    """Whether every value is below 2^32."""
+    return ids.dtype == np.uint32 or not len(ids) or int(ids.max()) < 2**32
