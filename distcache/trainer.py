@@ -15,7 +15,13 @@ from distcache.comm.first import on_first
 from distcache.comm.world import World
 from distcache.config import Config
 from distcache.data.batch import BatchSource
-from distcache.errors import NonFiniteLossError
+from distcache.errors import (
+    DataError,
+    DistcacheError,
+    NonFiniteLossError,
+    PeerError,
+    StepTooLargeError,
+)
 from distcache.layout import TableSpec
 from distcache.metrics.progress import Progress
 from distcache.metrics.record import SUMMARY_KEYS, plain, write_json
@@ -23,7 +29,7 @@ from distcache.parallel.base import Parallel
 from distcache.run import build
 from distcache.run.digest import state_digest, wants_state_digest
 from distcache.run.loop import Loop, Outcome
-from distcache.run.schedule import Schedule, check_batches, make_schedule
+from distcache.run.schedule import Schedule, make_schedule
 from distcache.run.stop import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -116,11 +122,26 @@ class Run:
         stop: StopRequest,
     ) -> Outcome:
         """Train and evaluate along the schedule."""
-        drawn = schedule.batches(self.source, self.world.rank, self.world.size)
-        batches = check_batches(drawn, self.tables, self.config.data.on_bad_id)
+        batches = schedule.batches(self.source, self.world.rank, self.world.size)
+        outcome = Outcome(start)
         with self.progress(schedule) as report:
-            loop = Loop(self.mode, self.world, schedule, rates, stop, report, Outcome(start))
-            return loop.run(batches)
+            loop = Loop(self.mode, self.world, schedule, rates, stop, report, outcome)
+            try:
+                return loop.run(batches)
+            except (DataError, StepTooLargeError, PeerError):
+                self.rescue(outcome)
+                raise
+
+    def rescue(self, outcome: Outcome) -> None:
+        """Save the steps before one that could not be planned, where all ranks stand after them."""
+        if outcome.state.step == outcome.start_step:
+            return
+        folder = self.run_dir / "model"
+        try:
+            self.mode.flush()
+            checkpoint.save(folder, self.mode, self.identity(), outcome.state, self.world)
+        except DistcacheError as error:
+            logger.warning("the steps before the error are not saved: %s", error)
 
     def progress(self, schedule: Schedule) -> Progress:
         """The report to screen and `metrics.jsonl`, which only rank 0 writes."""

@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from distcache.data.batch import JaggedIds
+from distcache.data.batch import Batch, JaggedIds
 from distcache.errors import ConfigError, DataError
+from distcache.layout import TableSpec
 
 _ID_DTYPES = (torch.int64, torch.int32)
 
@@ -104,3 +105,25 @@ def _check_weights(ids: JaggedIds) -> None:
             f"weights are {weights.dtype} of shape {list(weights.shape)} for {len(ids.values)} "
             f"ids; give one float per id, shape [{len(ids.values)}]"
         )
+
+
+class BatchCheck:
+    """Every id inside its table, every feature in its place; DataError names what is not."""
+
+    def __init__(
+        self, tables: Sequence[TableSpec], features: Sequence[str], on_bad_id: str
+    ) -> None:
+        reader = {feature: table for table in tables for feature in table.features}
+        self._features, self._on_bad_id = tuple(features), on_bad_id
+        self._rows = [reader[feature].rows for feature in features]
+        self._names = [reader[feature].name for feature in features]
+
+    def __call__(self, batch: Batch) -> Batch:
+        """`batch`, with ids brought into their tables where `on_bad_id` says so."""
+        if batch.ids.features != self._features:
+            raise DataError(
+                f"batch {batch.index} has the features {list(batch.ids.features)}; this model "
+                f"reads {list(self._features)}, in this order"
+            )
+        ids = check_ids(batch.ids, self._rows, self._names, batch.first_sample, self._on_bad_id)
+        return replace(batch, ids=ids)

@@ -18,13 +18,14 @@ from distcache.comm.counters import CollectiveCounters
 from distcache.comm.link import Link
 from distcache.comm.world import World
 from distcache.data.batch import Batch
+from distcache.data.check import BatchCheck
 from distcache.errors import PeerError, PlanError
 from distcache.layout import TableSpec
 from distcache.optim.dense import dense_optimizer
 from distcache.optim.dense_state import load_state, state_tensors
 from distcache.optim.rows import row_update
 from distcache.parallel.base import OptimizerSpec, Parallel, Step, StepResult
-from distcache.parallel.cached_parts import BatchCheck, CachedSettings, make_planner, make_rows
+from distcache.parallel.cached_parts import CachedSettings, make_planner, make_rows
 from distcache.parallel.cached_step import CachedStep
 from distcache.parallel.same import check_same
 from distcache.parallel.statistics import StepStatistics

@@ -1,9 +1,9 @@
-"""What a cached mode is made of: its stores and slots, its planner, its check of a batch."""
+"""What a cached mode is made of: its stores and slots, and its planner."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,9 +13,6 @@ from distcache.comm.counters import CollectiveCounters
 from distcache.comm.link import Link
 from distcache.comm.world import World
 from distcache.data.batch import Batch
-from distcache.data.check import check_ids
-from distcache.errors import DataError
-from distcache.layout import TableSpec
 from distcache.optim.rows import RowUpdate
 from distcache.pipeline.build import home_planners, join_rows, make_caches, make_stores
 from distcache.pipeline.groups import TableGroup
@@ -108,25 +105,3 @@ def make_planner(
             prepare=prepare,
         ),
     )
-
-
-class BatchCheck:
-    """Every id inside its table, every feature in its place; DataError names what is not."""
-
-    def __init__(
-        self, tables: Sequence[TableSpec], features: Sequence[str], on_bad_id: str
-    ) -> None:
-        reader = {feature: table for table in tables for feature in table.features}
-        self._features, self._on_bad_id = tuple(features), on_bad_id
-        self._rows = [reader[feature].rows for feature in features]
-        self._names = [reader[feature].name for feature in features]
-
-    def __call__(self, batch: Batch) -> Batch:
-        """`batch`, with ids brought into their tables where `on_bad_id` says so."""
-        if batch.ids.features != self._features:
-            raise DataError(
-                f"batch {batch.index} has the features {list(batch.ids.features)}; this model "
-                f"reads {list(self._features)}, in this order"
-            )
-        ids = check_ids(batch.ids, self._rows, self._names, batch.first_sample, self._on_bad_id)
-        return replace(batch, ids=ids)

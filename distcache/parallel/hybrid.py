@@ -19,6 +19,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from distcache.comm.counters import CollectiveCounters, count_collectives, summing_hook
 from distcache.comm.world import World
 from distcache.data.batch import Batch, JaggedIds
+from distcache.data.check import BatchCheck
 from distcache.data.prefetch import Prefetch
 from distcache.errors import DataError
 from distcache.optim.dense import dense_optimizer
@@ -64,7 +65,8 @@ class HybridParallel(Parallel):
 
     def stream(self, batches: Iterable[Batch]) -> Iterator[Step]:
         """The batches as they come, drawn just ahead of the step: TorchRec plans nothing."""
-        with Prefetch(batches) as ahead:
+        check = BatchCheck(self._spec.tables, self._spec.features, self._spec.on_bad_id)
+        with Prefetch(map(check, batches)) as ahead:
             for batch in ahead:
                 self._clock.add_load(ahead.load_s, ahead.wait_s)
                 yield Step(batch)

@@ -39,6 +39,7 @@ class HybridSpec:
     weighted: bool = False
     dtype: torch.dtype = torch.float32
     local_batch_size: int = 512
+    on_bad_id: str = "error"
 
 
 def check_spec(spec: HybridSpec, world: World) -> None:

@@ -21,6 +21,7 @@ from distcache.optim.schedule import LearningRate
 from distcache.parallel.base import OptimizerSpec, Parallel
 from distcache.parallel.cached import CachedParallel
 from distcache.parallel.cached_parts import CachedSettings
+from distcache.pipeline.room import warn_if_too_small
 
 
 def dtype_of(config: Config) -> torch.dtype:
@@ -137,10 +138,14 @@ def build_parallel(
             weighted=config.data.weighted,
             dtype=dtype_of(config),
             local_batch_size=-(-config.data.global_batch_size // world.size),
+            on_bad_id=config.data.on_bad_id,
         )
         return HybridParallel(world, spec, model)
     settings = cached_settings(config, world, tables)
-    return CachedParallel(world, tables, features, model, optimizer_spec(config), settings)
+    mode = CachedParallel(world, tables, features, model, optimizer_spec(config), settings)
+    if config.parallel.mode == "data" and world.is_first:
+        warn_if_too_small(source, mode.groups, settings.slots, config.data.global_batch_size)
+    return mode
 
 
 def cached_settings(config: Config, world: World, tables: Sequence[TableSpec]) -> CachedSettings:

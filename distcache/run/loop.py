@@ -33,6 +33,10 @@ class Outcome:
     final_loss: float | None = None
     evaluation: EvalResult | None = None
     bad: StepResult | None = None
+    start_step: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start_step = self.state.step
 
 
 @dataclass

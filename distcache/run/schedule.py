@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from distcache.data.batch import Batch, BatchSource
-from distcache.data.check import check_ids
-from distcache.errors import ConfigError, DataError
-from distcache.layout import TableSpec
+from distcache.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -69,21 +67,3 @@ def make_schedule(
         eval_every=eval_every,
         eval_batches=eval_steps if held_out is None else min(eval_steps, held_out),
     )
-
-
-def check_batches(
-    batches: Iterable[Batch], tables: Sequence[TableSpec], on_bad_id: str
-) -> Iterator[Batch]:
-    """The batches with every id inside its table, before any mode sees them.
-
-    `on_bad_id`: `error` (DataError naming feature, table, id, sample) or `hash`.
-    """
-    of_feature = {feature: table for table in tables for feature in table.features}
-    for batch in batches:
-        missing = [feature for feature in batch.ids.features if feature not in of_feature]
-        if missing:
-            raise DataError(f"no table is read by feature {missing[0]!r}")
-        read = [of_feature[feature] for feature in batch.ids.features]
-        rows, names = [table.rows for table in read], [table.name for table in read]
-        ids = check_ids(batch.ids, rows, names, batch.first_sample, on_bad_id)
-        yield batch if ids is batch.ids else replace(batch, ids=ids)

@@ -19,17 +19,8 @@ from distcache.comm.rendezvous import Place
 from distcache.run.build import build_source
 
 ARGUMENTS = ["size=small", "batch=64", "ratio=0.05", "steps=3", "lead=1", "repetitions=2"]
-STAGES = {
-    "load",
-    "write_back",
-    "gather",
-    "fill",
-    "forward_backward",
-    "sync",
-    "apply",
-    "ingest",
-    "plan",
-}
+STAGES = {"ingest", "load", "plan", "write_back", "gather", "fill"}
+STAGES |= {"forward_backward", "sync", "apply"}
 
 
 def bench(out, *arguments):

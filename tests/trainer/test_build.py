@@ -6,10 +6,11 @@ import pytest
 import torch
 from toy_parallel import toy_config
 
+from distcache.data.check import BatchCheck
 from distcache.errors import ConfigError, DataError
 from distcache.parallel.base import OptimizerSpec
 from distcache.run import build
-from distcache.run.schedule import check_batches, make_schedule
+from distcache.run.schedule import make_schedule
 
 
 def test_synthetic_data_tables_and_dense_model_fit_together():
@@ -89,6 +90,7 @@ def test_ids_outside_a_table_are_named_or_hashed():
     small[1] = type(small[1])("t_cat_1", 3, 4, ("cat_1",))
     schedule = make_schedule(source, 0, 3, None, 0)
     with pytest.raises(DataError, match=r"cat_1.*t_cat_1"):
-        list(check_batches(schedule.batches(source, 0, 1), small, "error"))
-    for batch in check_batches(schedule.batches(source, 0, 1), small, "hash"):
+        list(map(BatchCheck(small, source.features, "error"), schedule.batches(source, 0, 1)))
+    hashed = BatchCheck(small, source.features, "hash")
+    for batch in map(hashed, schedule.batches(source, 0, 1)):
         assert int(batch.ids.values[16:].max()) < 3
