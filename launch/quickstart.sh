@@ -17,9 +17,7 @@ fi
 distcache_setup "${dry[@]}"
 
 compare=(
-    "$PYTHON" -m distcache.compare modes=data,hybrid world_size=2
-    experiment=criteo_kaggle data=synthetic cache.ratio=0.015
-    data.global_batch_size=2048 trainer.steps=200 trainer.log_every=50 run.save=false "$@"
+    "$PYTHON" -m distcache.compare modes=data,hybrid world_size=2 experiment=quickstart "$@"
 )
 cd "$CHECKOUT"
 if [[ ${#dry[@]} -gt 0 ]]; then
