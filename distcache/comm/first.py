@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
+from distcache.comm.link import host_link
 from distcache.comm.world import World
 from distcache.errors import DistcacheError
 
@@ -17,21 +16,23 @@ def on_first(world: World, action: Callable[[], Any]) -> Any:
     Where it raises, every rank raises: rank 0 the error itself, the others a DistcacheError that
     quotes it (of the same class where that class is one of this package's).
     """
-    outcome: list[Any] = [None, None]
+    outcome: tuple[Any, tuple[type[DistcacheError], str] | None] = (None, None)
     error: Exception | None = None
     if world.is_first:
         try:
-            outcome[1] = action()
+            outcome = (action(), None)
         except Exception as caught:
             error = caught
-            outcome[0] = (_public_type(caught), f"rank 0: {type(caught).__name__}: {caught}")
-    dist.broadcast_object_list(outcome, src=0, group=world.host_group)
+            message = f"rank 0: {type(caught).__name__}: {caught}"
+            outcome = (None, (_public_type(caught), message))
+    what = getattr(action, "__qualname__", type(action).__name__).partition(".<locals>")[0]
+    value, failure = host_link(world).gather_objects(outcome, what)[0]
     if error is not None:
         raise error
-    if outcome[0] is not None:
-        kind, message = outcome[0]
+    if failure is not None:
+        kind, message = failure
         raise kind(message)
-    return outcome[1]
+    return value
 
 
 def _public_type(error: Exception) -> type[DistcacheError]:

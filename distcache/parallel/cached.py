@@ -186,7 +186,12 @@ class CachedParallel(Parallel):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Parallel.load_state_dict`; tables were filled in place, before any step."""
+        """See `Parallel.load_state_dict`; tables were filled in place, before any step.
+
+        Raises PlanError after a step: cached rows would hide what was filled in.
+        """
+        if self.feed.run_step >= 0:
+            raise PlanError("a step was run: load a checkpoint before the first step")
         self.applied.copy_(state["applied_steps"])
         prefix = "dense."
         self.model.load_state_dict(

@@ -21,7 +21,7 @@ import torch
 from distcache.comm.failure import failure_of_others
 from distcache.comm.link import Link
 from distcache.data.batch import Batch
-from distcache.errors import PeerError, PlanError
+from distcache.errors import ConfigError, PeerError, PlanError
 from distcache.pipeline.exchange import PlanExchange, Status, Verdict
 from distcache.pipeline.groups import GroupBags, TableGroup, group_bags
 from distcache.pipeline.room import too_large
@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 """How often a waiting thread looks whether it should stop."""
+
+_MOST = 2**31 - 1
+"""Slots and the rows of a home are int32 in the index and on the wire."""
 
 _LEAVING_S = 2.0
 """How long a rank that another one leaves behind waits for a reason, seconds."""
@@ -88,6 +91,12 @@ class StreamPlanner:
         slots: Sequence[int | None],
         settings: PlanningSettings,
     ) -> None:
+        for group, count in zip(groups, slots, strict=True):
+            if max(group.layout.local_rows, count or 0) > _MOST:
+                raise ConfigError(
+                    f"{group.layout.rows} rows of width {group.dim} in {count} slots: plans number "
+                    f"slots, and the rows of one home, up to {_MOST}; use more ranks or fewer slots"
+                )
         self.link, self.groups, self.planners = link, list(groups), list(planners)
         self.slots, self.settings = list(slots), settings
         self.ingested = 0

@@ -8,13 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 from ends import Job
-from protocol_cases import batches, make, state, train
+from protocol_cases import batches, caught, make, state, train
 from scenarios import Scenario, run_mode, table
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.data.batch import Batch, JaggedIds
+from distcache.errors import ConfigError
+from distcache.layout import TableSpec
 from distcache.parallel.base import OptimizerSpec
 from distcache.parallel.cached import CachedSettings
+from distcache.pipeline.groups import make_groups
+from distcache.pipeline.planning import PlanningSettings, StreamPlanner
 
 ADAM = OptimizerSpec("adam")
 MODES = ("resident", "data", "host")
@@ -86,9 +90,20 @@ def bad_losses(world: World) -> list:
     return seen
 
 
+def late_load(world: World) -> str:
+    """A checkpoint is loaded after a step."""
+    mode = make(world)
+    saved = mode.state_dict()
+    train(mode, batches(world, range(1)))
+    error = caught(lambda: mode.load_state_dict(saved))
+    mode.close()
+    return error
+
+
 def run(rank: int, size: int) -> dict:
     world = open_world("cpu", "gloo", 60)
     seen = {"shapes": shapes(world), "bad": bad_losses(world)}
+    seen["late load"] = late_load(world)
     close_world(world)
     return seen
 
@@ -120,3 +135,16 @@ def test_after_a_loss_that_is_not_finite_nothing_applies(by_world, size: int) ->
         for bad_ranks, unchanged in rank["bad"]:
             assert bad_ranks == [(), (), *[(size - 1,)] * 3]
             assert unchanged
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_checkpoint_is_loaded_before_the_first_step(by_world, size: int) -> None:
+    for rank in by_world[size]:
+        assert rank["late load"].startswith("PlanError: a step was run")
+
+
+def test_more_slots_than_plans_can_number_are_refused() -> None:
+    groups = make_groups([TableSpec("a", 2**33, 1, ("f",))], ["f"], 4)
+    settings = PlanningSettings(0, 0, torch.float32)
+    with pytest.raises(ConfigError, match="up to 2147483647"):
+        StreamPlanner(None, groups, [None], [2**31], settings)
