@@ -42,7 +42,8 @@ class DataConfig:
     global_batch_size: int = 2048
     """Samples of one step over all ranks (B)."""
     table_rows: list[int] = MISSING
-    """Rows of each table; one categorical feature per table."""
+    """Rows of each table; one categorical feature per table. Criteo: empty for what the folder
+    says, or for Criteo Kaggle's where `path` is text."""
     dense_features: int = 13
     """Number of dense (float) features of a sample."""
     on_bad_id: str = "error"
@@ -56,9 +57,14 @@ class DataConfig:
     samples: int | None = None
     """Synthetic: samples of an epoch; null: unlimited, never repeating."""
     path: str | None = None
-    """Criteo: a file, or a glob of files, of tab-separated Criteo lines."""
+    """Criteo: a folder that distcache.preprocess made, or text: a file, or a glob of files, of
+    tab-separated Criteo lines, plain or gzip."""
     on_bad_line: str = "error"
     """Criteo: a malformed line: `error`, or `skip` with a count."""
+    shuffle: bool = True
+    """Criteo: training samples in an order of (seed, epoch); false: in their own."""
+    shuffle_block: int = 4096
+    """Criteo: consecutive samples that stay together when shuffled; 256 such blocks are mixed."""
 
 
 @dataclass

@@ -10,6 +10,7 @@ from pathlib import Path
 from distcache.config import CacheConfig, Config, DataConfig, ModelConfig, OptimConfig
 from distcache.config_values import (
     CHOICES,
+    CRITEO_TABLES,
     LEAST,
     at_least,
     lookup,
@@ -20,7 +21,7 @@ from distcache.config_values import (
 from distcache.errors import ConfigError
 from distcache.versions import require_hybrid
 
-CRITEO_TABLES, CRITEO_DENSE = 26, 13
+CRITEO_DENSE = 13
 
 
 def check(config: Config, world_size: int, local_size: int) -> list[str]:
@@ -45,7 +46,8 @@ def check(config: Config, world_size: int, local_size: int) -> list[str]:
 
 
 def _check_data(data: DataConfig) -> None:
-    positive_list("data.table_rows", data.table_rows)
+    if data.name != "criteo" or data.table_rows:
+        positive_list("data.table_rows", data.table_rows)
     sizes = data.bag_size if isinstance(data.bag_size, list) else [data.bag_size]
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int | float):
@@ -67,12 +69,19 @@ def _check_data(data: DataConfig) -> None:
 def _check_criteo(data: DataConfig) -> None:
     if data.path is None:
         raise ConfigError(
-            "data.path is not set, and data=criteo reads files: give data.path=<file or glob>, or "
-            "data=synthetic for a click stream over the same tables"
+            "data.path is not set, and data=criteo reads files: give data.path=<folder that "
+            "python -m distcache.preprocess made, text file or glob>, or data=synthetic for a "
+            "click stream"
         )
-    if not any(Path(name).is_file() for name in glob.glob(data.path)):
+    if Path(data.path).is_dir():
+        if not (Path(data.path) / "manifest.json").is_file():
+            raise ConfigError(
+                f"data.path={data.path} is a folder without manifest.json: finish the run of "
+                "python -m distcache.preprocess that makes it, or give a glob of text files"
+            )
+    elif not any(Path(name).is_file() for name in glob.glob(data.path)):
         raise ConfigError(f"data.path={data.path}: no such file (working directory {Path.cwd()})")
-    tables, dense = len(data.table_rows), data.dense_features
+    tables, dense = len(data.table_rows) or CRITEO_TABLES, data.dense_features
     if tables != CRITEO_TABLES:
         raise ConfigError(
             f"data.table_rows has {tables} entries, but a Criteo line has {CRITEO_TABLES} "
@@ -214,7 +223,7 @@ def _check_hybrid(config: Config, device: str) -> None:
 def _warnings(config: Config, world_size: int) -> list[str]:
     found, data, cache = [], config.data, config.cache
     total = sum(data.table_rows)
-    if config.parallel.mode == "data" and cache.rows is not None and cache.rows > total:
+    if config.parallel.mode == "data" and cache.rows is not None and 0 < total < cache.rows:
         found.append(f"cache.rows={cache.rows} is capped: the tables have {total} rows")
     if data.global_batch_size < world_size:
         found.append(

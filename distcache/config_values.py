@@ -9,6 +9,8 @@ from typing import Any
 from distcache.config import Config, DataConfig
 from distcache.errors import ConfigError
 
+CRITEO_TABLES = 26
+
 CHOICES = {
     "model.name": ("dlrm", "dcn_v2"),
     "model.pooling": ("sum", "mean"),
@@ -36,6 +38,7 @@ LEAST = {
     "data.dense_features": 1,
     "data.zipf": 0,
     "data.samples": 1,
+    "data.shuffle_block": 1,
     "cache.rows": 1,
     "cache.bytes": 1,
     "cache.lookahead": 0,
@@ -85,8 +88,8 @@ def positive_list(key: str, values: Sequence[int]) -> None:
 
 def same_length(key: str, values: Sequence[Any], data: DataConfig) -> None:
     """Raise ConfigError unless there is one value per table."""
-    if len(values) != len(data.table_rows):
+    tables = len(data.table_rows) or (CRITEO_TABLES if data.name == "criteo" else 0)
+    if len(values) != tables:
         raise ConfigError(
-            f"{key} has {len(values)} entries, data.table_rows has {len(data.table_rows)}: "
-            "give one per table"
+            f"{key} has {len(values)} entries, data.table_rows has {tables}: give one per table"
         )

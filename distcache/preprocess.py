@@ -17,8 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from distcache.cli.logs import set_up_logging
-from distcache.data.raw.job import preprocess
-from distcache.data.raw.manifest import verify
+from distcache.data.raw.manifest import Manifest, verify
 from distcache.data.raw.settings import MLPERF_BAGS, PRESETS, PreprocessSettings
 from distcache.errors import ConfigError, DistcacheError
 
@@ -49,7 +48,7 @@ def main() -> int:
             log.info("%s is whole: fingerprint %s", given.output, manifest.fingerprint)
             return 0
         settings = make_settings(given)
-        manifest = preprocess(settings, progress_bar)
+        manifest = run(settings)
         log.info(
             "%s: %s samples (%s train), %s rows in %d tables, fingerprint %s",
             settings.output,
@@ -66,6 +65,17 @@ def main() -> int:
         log.error("%s", error)
         return 1
     return 0
+
+
+def run(settings: PreprocessSettings) -> Manifest:
+    """Do the job with a progress bar for each stage. Raises ConfigError without pyarrow."""
+    try:
+        from distcache.data.raw.job import preprocess
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"preprocessing needs {error.name}, which is not installed: install distcache[data]"
+        ) from error
+    return preprocess(settings, progress_bar)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:

@@ -51,6 +51,17 @@ class CriteoSpec:
             raise ConfigError(f"data.on_bad_line={self.on_bad_line!r} is not 'error' or 'skip'")
         self.batches()
 
+    @classmethod
+    def of(
+        cls,
+        paths: str | Path | Sequence[str | Path],
+        table_rows: Sequence[int],
+        on_bad_line: str,
+        batches: BatchSettings,
+    ) -> CriteoSpec:
+        """A spec from settings that other sources share."""
+        return cls(paths, table_rows, on_bad_line=on_bad_line, **vars(batches))
+
     def batches(self) -> BatchSettings:
         """The settings that do not speak of files."""
         return BatchSettings(

@@ -31,7 +31,7 @@ class CriteoArrays(CriteoBatches):
         if table_rows is not None and tuple(table_rows) != manifest.table_rows:
             raise ConfigError(
                 f"data.table_rows={list(table_rows)}, but {folder} was preprocessed to "
-                f"{list(manifest.table_rows)}: leave data.table_rows out (null), or preprocess "
+                f"{list(manifest.table_rows)}: use data.table_rows=[], or preprocess "
                 "again with those rows"
             )
         super().__init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -12,6 +13,9 @@ from distcache.comm.world import World
 from distcache.config import Config
 from distcache.data.batch import BatchSource
 from distcache.data.criteo import CriteoSource, CriteoSpec
+from distcache.data.criteo_arrays import CriteoArrays
+from distcache.data.criteo_batches import BatchSettings
+from distcache.data.raw.settings import KAGGLE_ROWS
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables
@@ -53,16 +57,17 @@ def build_source(config: Config) -> BatchSource:
         raise ConfigError(f"data={data.name!r} is not 'synthetic' or 'criteo'")
     if data.path is None:
         raise ConfigError("data=criteo reads files: give data.path=<a file or a glob of files>")
-    return CriteoSource(
-        CriteoSpec(
-            paths=data.path,
-            table_rows=data.table_rows,
-            global_batch_size=data.global_batch_size,
-            seed=config.trainer.seed,
-            on_bad_line=data.on_bad_line,
-            dtype=dtype_of(config),
-        )
+    settings = BatchSettings(
+        data.global_batch_size,
+        config.trainer.seed,
+        dtype_of(config),
+        data.shuffle,
+        data.shuffle_block,
     )
+    if Path(data.path).is_dir():
+        return CriteoArrays(data.path, settings, data.table_rows or None)
+    rows = data.table_rows or KAGGLE_ROWS
+    return CriteoSource(CriteoSpec.of(data.path, rows, data.on_bad_line, settings))
 
 
 def build_tables(config: Config, source: BatchSource) -> list[TableSpec]:

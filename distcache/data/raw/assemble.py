@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import time
@@ -16,9 +15,6 @@ from distcache.data.criteo_text import IDS, INTEGERS
 from distcache.data.raw.part import PartReport
 from distcache.data.raw.settings import MISSING, OUT_OF_VOCABULARY
 from distcache.data.raw.tables import TableReport
-
-HASHED_BYTES = 16 << 20
-"""Bytes under one hash of a file's checksum."""
 
 
 @dataclass(frozen=True)
@@ -122,34 +118,6 @@ def _write_at(path: Path, first: int, values: np.ndarray) -> None:
         np.lib.format.read_array_header_1_0(file)
         file.seek(file.tell() + first * values[:1].nbytes)
         values.tofile(file)
-
-
-@dataclass(frozen=True)
-class HashTask:
-    """Hashes of consecutive blocks of a file from byte `start` on, `blocks` of them."""
-
-    path: str
-    start: int
-    blocks: int
-
-
-def hash_blocks(task: HashTask) -> tuple[bytes, float]:
-    """The SHA-256 of each block, one after the other, and the processor seconds spent."""
-    began, digests = time.process_time(), b""
-    with open(task.path, "rb") as file:
-        file.seek(task.start)
-        for _ in range(task.blocks):
-            digests += hashlib.sha256(file.read(HASHED_BYTES)).digest()
-    return digests, time.process_time() - began
-
-
-def hash_tasks(path: Path, blocks: int = 16) -> list[HashTask]:
-    """Tasks that together hash a whole file, in order."""
-    total = -(-path.stat().st_size // HASHED_BYTES)
-    return [
-        HashTask(str(path), start * HASHED_BYTES, min(blocks, total - start))
-        for start in range(0, total, blocks)
-    ]
 
 
 def settle(path: Path, target: Path) -> None:

@@ -11,15 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from distcache.data.criteo_text import IDS, id_dtype
-from distcache.data.raw.assemble import (
-    HASHED_BYTES,
-    AssembleTask,
-    assemble_part,
-    hash_blocks,
-    hash_tasks,
-    make_arrays,
-    settle,
-)
+from distcache.data.raw.assemble import AssembleTask, assemble_part, make_arrays, settle
+from distcache.data.raw.checksum import HASHED_BYTES, hash_blocks, hash_tasks
 from distcache.data.raw.count import ENTRY_BYTES, Run
 from distcache.data.raw.manifest import Manifest, describe_array
 from distcache.data.raw.part import PartReport, write_runs

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from distcache.data.raw.assemble import hash_blocks, hash_tasks
+from distcache.data.raw.checksum import hash_blocks, hash_tasks
 from distcache.errors import DataError
 
 NAME = "manifest.json"

@@ -1,0 +1,54 @@
+"""Criteo lines for tests, and what they say, read the plain way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from distcache.data.criteo_text import dense_of, parse_line
+from distcache.errors import DataError
+
+ROWS = (1000, 7, 5000, 300, 305, 24, 500, 633, 3, 100, 83, 51, 94, 27, 92, 61, 10, 52, 73, 4)
+ROWS = (*ROWS, 200, 18, 15, 81, 105, 72)
+
+
+def make_lines(count: int, seed: int = 0, missing: float = 0.1) -> list[bytes]:
+    """Lines of `count` samples, ids skewed, some fields empty."""
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, 2, count)
+    integers = np.floor(np.exp(random.random((count, 13)) * 9)).astype(int) - 3
+    ids = np.floor(np.exp(random.random((count, 26)) * 6)).astype(np.uint64)
+    ids = (ids * np.uint64(2654435761)) % np.uint64(2**32)
+    empty = random.random((count, 39)) < missing
+    lines = []
+    for i in range(count):
+        fields = [str(labels[i]), *map(str, integers[i]), *(f"{value:08x}" for value in ids[i])]
+        shown = [fields[0], *("" if e else f for e, f in zip(empty[i], fields[1:], strict=True))]
+        lines.append("\t".join(shown).encode())
+    return lines
+
+
+def write_lines(path: Path, lines: list[bytes]) -> Path:
+    """A file of these lines."""
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+def read_plainly(
+    text: bytes, rows: tuple[int, ...] | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
+    """Labels, dense features and ids of the good lines of a text; numbers from 1 of the bad."""
+    parts = text.split(b"\n")
+    parts = parts[:-1] if parts[-1] == b"" else parts
+    good, bad = [], []
+    table_rows = None if rows is None else np.array(rows)
+    for number, line in enumerate(parts, start=1):
+        try:
+            good.append(parse_line(line, table_rows))
+        except DataError:
+            bad.append(number)
+    labels = np.array([row[0] for row in good], dtype=np.uint8)
+    dense = dense_of(np.array([row[1] for row in good], dtype=np.int64).reshape(-1, 13))
+    ids = np.array([row[2] for row in good], dtype=np.uint64).reshape(-1, 26)
+    return labels, dense, ids, bad

@@ -1,0 +1,140 @@
+"""Counts over runs, vocabularies, look-up, bags: against the plain way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distcache.data.raw.assemble import distinct_of, look_up
+from distcache.data.raw.count import Run, merge_runs
+from distcache.data.raw.multi_hot import bags
+from distcache.data.raw.part import write_runs
+from distcache.data.raw.settings import FIRST, MISSING
+from distcache.data.raw.tables import TableTask, build_table, read_table_report
+
+
+def make_runs(tmp_path: Path, columns: list[np.ndarray]) -> list[Run]:
+    """A run for each column of ids, as parts leave them (with another table before)."""
+    runs = []
+    for number, column in enumerate(columns):
+        folder = tmp_path / f"run{number}"
+        folder.mkdir()
+        ids = np.stack([column[::-1] // 2, column], axis=1)
+        lengths, _ = write_runs(folder, ids, None)
+        runs.append(Run(str(folder), column.dtype.str, lengths[0], lengths[1]))
+    return runs
+
+
+def draw(dtype: str, seed: int = 0, parts: int = 5) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    top = 40 if dtype == "<u8" else 30
+    return [
+        np.floor(2 ** (random.random(random.integers(1, 400)) * top)).astype(dtype)
+        for _ in range(parts)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["<u4", "<u8", "<i4"])
+@pytest.mark.parametrize("most", [1, 10, 100, 10**6])
+def test_merged_runs_are_the_counts_of_all(tmp_path, dtype, most):
+    columns = draw(dtype)
+    expected = np.unique(np.concatenate(columns), return_counts=True)
+    chunks = list(merge_runs(make_runs(tmp_path, columns), most))
+    assert np.array_equal(np.concatenate([v for v, _ in chunks]), expected[0])
+    assert np.array_equal(np.concatenate([c for _, c in chunks]), expected[1])
+    if most <= 100:
+        assert len(chunks) > 3
+        assert max(len(values) for values, _ in chunks) <= max(2 * most, len(columns))
+
+
+def test_skewed_ids_in_one_range_are_split_still(tmp_path):
+    columns = [np.arange(i, 3000, 3, dtype=np.uint32) for i in range(3)]
+    chunks = list(merge_runs(make_runs(tmp_path, columns), 100))
+    assert max(len(values) for values, _ in chunks) <= 100
+    assert np.concatenate([v for v, _ in chunks]).tolist() == list(range(3000))
+
+
+def vocabulary(tmp_path: Path, columns: list[np.ndarray], most: int, **options) -> TableTask:
+    values = {"table": 3, "missing": 7, "rows": None, "min_count": 1, "bag": 1} | options
+    return TableTask(
+        runs=make_runs(tmp_path, columns),
+        most=most,
+        folder=str(tmp_path / "table"),
+        counts_path=str(tmp_path / "counts.npy"),
+        vocabulary_path=str(tmp_path / "vocabulary.npy"),
+        **values,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["<u4", "<u8"])
+@pytest.mark.parametrize("most", [20, 10**6])
+@pytest.mark.parametrize("min_count", [1, 3, 10**6])
+def test_vocabulary_by_falling_count(tmp_path, dtype, most, min_count, monkeypatch):
+    monkeypatch.setattr("distcache.data.raw.tables._CHUNK", 17)
+    random = np.random.default_rng(1)
+    columns = [(random.zipf(1.3, 300) % 5000).astype(dtype) for _ in range(4)]
+    task = vocabulary(tmp_path, columns, most, min_count=min_count)
+    report, _ = build_table(task)
+    assert read_table_report(tmp_path / "table") == report
+    counted = Counter(np.concatenate(columns).tolist())
+    kept = sorted((i for i, n in counted.items() if n >= min_count), key=lambda i: (-counted[i], i))
+    assert report.rows == len(kept) + FIRST
+    names, counts = np.load(tmp_path / "vocabulary.npy"), np.load(tmp_path / "counts.npy")
+    assert names[FIRST:].tolist() == kept
+    assert counts.tolist() == [
+        sum(n for n in counted.values() if n < min_count),
+        7,
+        *(counted[i] for i in kept),
+    ]
+    asked = np.array([*counted, 4999, 5001, 2**32 - 1], dtype=dtype)
+    row = {value: at for at, value in enumerate(kept, start=FIRST)}
+    found = look_up(asked, tmp_path / "table", report)
+    assert found.tolist() == [row.get(value, 0) for value in asked.tolist()]
+
+
+def test_a_table_without_ids(tmp_path):
+    report, _ = build_table(vocabulary(tmp_path, [], 10))
+    assert report.rows == FIRST and np.load(tmp_path / "counts.npy").tolist() == [0, 7]
+    assert look_up(np.array([5], np.uint32), tmp_path / "table", report).tolist() == [0]
+    assert MISSING == 1
+
+
+def test_hashed_counts_and_bags(tmp_path):
+    random = np.random.default_rng(2)
+    columns = [random.integers(0, 50, 100).astype(np.int32) for _ in range(3)]
+    (tmp_path / "one").mkdir()
+    (tmp_path / "many").mkdir()
+    build_table(vocabulary(tmp_path / "one", columns, 10, rows=60))
+    single = np.bincount(np.concatenate(columns), minlength=60)
+    assert np.load(tmp_path / "one/counts.npy").tolist() == single.tolist()
+    build_table(vocabulary(tmp_path / "many", columns, 10, rows=60, bag=5))
+    expected = np.zeros(60, dtype=np.int64)
+    for ids in bags(np.concatenate(columns).astype(np.int64), 3, 60, 5):
+        for one in ids:
+            expected[one] += 1
+    assert np.load(tmp_path / "many/counts.npy").tolist() == expected.tolist()
+
+
+def test_bags_are_a_function_of_table_and_id():
+    ids = np.array([4, 0, 4, 9_999_999], dtype=np.int64)
+    drawn = bags(ids, 2, 10**7, 8)
+    assert drawn.shape == (4, 8) and drawn[:, 0].tolist() == ids.tolist()
+    assert drawn[0].tolist() == drawn[2].tolist() == bags(ids[:1], 2, 10**7, 8)[0].tolist()
+    assert len(np.unique(drawn)) == 3 * 8
+    assert drawn.min() >= 0 and drawn.max() < 10**7
+    assert not np.array_equal(bags(ids, 3, 10**7, 8), drawn)
+    assert bags(ids, 2, 10**7, 1).tolist() == ids[:, None].tolist()
+    # These very numbers are part of what a preprocessed folder means.
+    assert bags(np.array([5]), 1, 1000, 4).tolist() == [[5, 419, 540, 655]]
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
+def test_distinct_values_and_places(dtype):
+    values = np.random.default_rng(3).integers(0, 50, 400).astype(dtype)
+    distinct, inverse = distinct_of(values)
+    assert distinct.tolist() == sorted(set(values.tolist()))
+    assert np.array_equal(distinct[inverse], values)
+    assert [len(part) for part in distinct_of(values[:0])] == [0, 0]
