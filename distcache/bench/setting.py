@@ -12,9 +12,10 @@ from distcache.config import Config
 from distcache.errors import ConfigError
 
 SIZES = {
-    "kaggle": ("experiment=quickstart",),
+    "kaggle": ("experiment=quickstart", "optim=sgd"),
     "small": (
         "experiment=quickstart",
+        "optim=sgd",
         "data.table_rows=[20000,5000,1000,200,10,3]",
         "cache.ratio=0.1",
     ),
