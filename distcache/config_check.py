@@ -8,6 +8,12 @@ import math
 from pathlib import Path
 
 from distcache.config import CacheConfig, Config, DataConfig, ModelConfig, OptimConfig
+from distcache.config_data import (
+    check_held_out,
+    check_interactions,
+    check_own_keys,
+    check_parquet,
+)
 from distcache.config_values import (
     CHOICES,
     LEAST,
@@ -45,7 +51,8 @@ def check(config: Config, world_size: int, local_size: int) -> list[str]:
 
 
 def _check_data(data: DataConfig) -> None:
-    positive_list("data.table_rows", data.table_rows)
+    if data.name != "interactions" or data.table_rows:
+        positive_list("data.table_rows", data.table_rows)
     sizes = data.bag_size if isinstance(data.bag_size, list) else [data.bag_size]
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int | float):
@@ -56,8 +63,10 @@ def _check_data(data: DataConfig) -> None:
         at_least("data.bag_size", size, 0)
     if isinstance(data.bag_size, list):
         same_length("data.bag_size", data.bag_size, data)
-    if data.name == "criteo":
-        _check_criteo(data)
+    check_own_keys(data)
+    check_held_out(data)
+    if data.name in _DATA_CHECKS:
+        _DATA_CHECKS[data.name](data)
     elif data.path is not None:
         raise ConfigError(
             f"data.path={data.path} is set, but data=synthetic reads no file: use data=criteo"
@@ -92,6 +101,13 @@ def _check_criteo(data: DataConfig) -> None:
             )
 
 
+_DATA_CHECKS = {
+    "criteo": _check_criteo,
+    "parquet": check_parquet,
+    "interactions": check_interactions,
+}
+
+
 def _check_model(model: ModelConfig, data: DataConfig) -> None:
     positive_list("model.dense_arch", model.dense_arch)
     positive_list("model.over_arch", model.over_arch)
@@ -115,10 +131,11 @@ def _check_model(model: ModelConfig, data: DataConfig) -> None:
     if model.table_dims is not None:
         positive_list("model.table_dims", model.table_dims)
         same_length("model.table_dims", model.table_dims, data)
-    if data.weighted and model.pooling != "sum":
+    if (data.weighted or data.weight_columns) and model.pooling != "sum":
+        key = "data.weighted=true" if data.weighted else "data.weight_columns"
         raise ConfigError(
-            f"data.weighted=true with model.pooling={model.pooling}: torch's embedding_bag takes "
-            "per-sample weights with sum alone: use model.pooling=sum or data.weighted=false"
+            f"{key} with model.pooling={model.pooling}: torch's embedding_bag takes "
+            "per-sample weights with sum alone: use model.pooling=sum, or no weights"
         )
 
 
@@ -214,7 +231,7 @@ def _check_hybrid(config: Config, device: str) -> None:
 def _warnings(config: Config, world_size: int) -> list[str]:
     found, data, cache = [], config.data, config.cache
     total = sum(data.table_rows)
-    if config.parallel.mode == "data" and cache.rows is not None and cache.rows > total:
+    if config.parallel.mode == "data" and cache.rows is not None and 0 < total < cache.rows:
         found.append(f"cache.rows={cache.rows} is capped: the tables have {total} rows")
     if data.global_batch_size < world_size:
         found.append(

@@ -12,9 +12,15 @@ from distcache.errors import ConfigError
 CHOICES = {
     "model.name": ("dlrm", "dcn_v2"),
     "model.pooling": ("sum", "mean"),
-    "data.name": ("synthetic", "criteo"),
+    "data.name": ("synthetic", "criteo", "parquet", "interactions"),
     "data.on_bad_id": ("error", "hash"),
     "data.on_bad_line": ("error", "skip"),
+    "data.string_ids": ("hash", "hex"),
+    "data.nulls": ("error", "zero", "empty"),
+    "data.dense_transform": ("none", "log1p"),
+    "data.format": ("auto", "lines", "csv"),
+    "data.negative_sampling": ("uniform", "popularity"),
+    "data.held_out_by": ("last", "time"),
     "cache.policy": ("lookahead", "lru"),
     "cache.tail": ("lru",),
     "cache.placement": ("replicated",),
@@ -36,6 +42,8 @@ LEAST = {
     "data.dense_features": 1,
     "data.zipf": 0,
     "data.samples": 1,
+    "data.shuffle_rows": 0,
+    "data.negatives": 1,
     "cache.rows": 1,
     "cache.bytes": 1,
     "cache.lookahead": 0,
@@ -84,8 +92,8 @@ def positive_list(key: str, values: Sequence[int]) -> None:
 
 
 def same_length(key: str, values: Sequence[Any], data: DataConfig) -> None:
-    """Raise ConfigError unless there is one value per table."""
-    if len(values) != len(data.table_rows):
+    """Raise ConfigError unless there is one value per table, where the tables are known."""
+    if data.table_rows and len(values) != len(data.table_rows):
         raise ConfigError(
             f"{key} has {len(values)} entries, data.table_rows has {len(data.table_rows)}: "
             "give one per table"

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "distcache"
 FLOORS = (
-    "config config_check config_values layout step_plan errors paths versions ops",
+    "config config_check config_data config_values layout step_plan errors paths versions ops",
     "store cache streams comm",
     "planner data models optim",
     "coordinator pipeline parallel embedding",

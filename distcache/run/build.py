@@ -20,6 +20,10 @@ from distcache.optim.rows import row_update
 from distcache.optim.schedule import LearningRate
 from distcache.parallel.base import OptimizerSpec, Parallel
 from distcache.parallel.cached import CachedParallel, CachedSettings
+from distcache.run.sources import has_weights, interactions_source, parquet_source
+
+SOURCES = {"parquet": parquet_source, "interactions": interactions_source}
+"""Sources by `data.name`, made from the config and the dtype of dense features and labels."""
 
 
 def dtype_of(config: Config) -> torch.dtype:
@@ -47,8 +51,11 @@ def build_source(config: Config) -> BatchSource:
                 dtype=dtype_of(config),
             )
         )
+    if data.name in SOURCES:
+        return SOURCES[data.name](config, dtype_of(config))
     if data.name != "criteo":
-        raise ConfigError(f"data={data.name!r} is not 'synthetic' or 'criteo'")
+        known = " or ".join(map(repr, ("synthetic", "criteo", *SOURCES)))
+        raise ConfigError(f"data={data.name!r} is not {known}")
     if data.path is None:
         raise ConfigError("data=criteo reads files: give data.path=<a file or a glob of files>")
     return CriteoSource(
@@ -133,7 +140,7 @@ def build_parallel(
             optimizer=optimizer_spec(config),
             seed=config.trainer.seed,
             sharding=config.parallel.sharding,
-            weighted=config.data.weighted,
+            weighted=has_weights(config),
             dtype=dtype_of(config),
             local_batch_size=-(-config.data.global_batch_size // world.size),
         )
