@@ -155,7 +155,9 @@ def _fast_block(block: bytes, separator: bytes, fields: int) -> np.ndarray | Non
         table = csv.read_csv(
             pa.BufferReader(block),
             csv.ReadOptions(use_threads=False, column_names=list(types), block_size=len(block) + 1),
-            csv.ParseOptions(separator.decode(), quote_char=False, ignore_empty_lines=False),
+            csv.ParseOptions(
+                delimiter=separator.decode(), quote_char=False, ignore_empty_lines=False
+            ),
             csv.ConvertOptions(column_types=types, null_values=[], strings_can_be_null=False),
         )
     except pa.ArrowInvalid:
