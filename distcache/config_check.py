@@ -50,6 +50,24 @@ def check(config: Config, world_size: int, local_size: int) -> list[str]:
     return _warnings(config, world_size)
 
 
+def check_own(config: Config, local_size: int) -> None:
+    """The checks of `check` for callers who bring data, tables and model of their own."""
+    rules = [*((key, one_of, allowed) for key, allowed in CHOICES.items())]
+    rules += [(key, at_least, least) for key, least in LEAST.items()]
+    for key, rule, wanted in rules:
+        if key not in ("data.name", "model.name"):
+            rule(key, lookup(config, key), wanted)
+    _check_cache(config.cache)
+    _check_optim(config.optim)
+    if config.trainer.resume is not None and not Path(config.trainer.resume).is_dir():
+        raise ConfigError(
+            f"trainer.resume={config.trainer.resume} is no folder: give a run folder or its model/"
+        )
+    device = _check_device(config, local_size)
+    if config.parallel.mode == "hybrid":
+        _check_hybrid(config, device)
+
+
 def _check_data(data: DataConfig) -> None:
     if data.name != "interactions" or data.table_rows:
         positive_list("data.table_rows", data.table_rows)

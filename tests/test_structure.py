@@ -15,7 +15,7 @@ FLOORS = (
     "planner data models optim",
     "coordinator pipeline parallel embedding",
     "trainer evaluate checkpoint metrics run",
-    "train compare preprocess analyze plan export bench cli __init__",
+    "train fitting compare preprocess analyze plan export bench cli __init__",
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -35,6 +36,9 @@ class Batch:
     `dense`: float `[b, F_dense]`; `ids`: bags of every feature; `labels`: float `[b]` in {0, 1};
     `global_size`: B, samples over all ranks of this step; `index`: training step or, for
     `kind="eval"`, evaluation batch; `first_sample`: position of this slice in the global batch.
+
+    Where ranks bring batches of their own sizes, `global_size` is `UNKNOWN` until they have told
+    each other; then `largest` is the number of samples of the largest slice (None: ceil(B / W)).
     """
 
     dense: Tensor
@@ -45,6 +49,20 @@ class Batch:
     epoch: int
     first_sample: int
     kind: str = "train"
+    largest: int | None = None
+
+    def among(self, sizes: Sequence[int], rank: int) -> Batch:
+        """This slice of the global batch whose slices have `sizes` samples, by rank."""
+        return replace(
+            self,
+            global_size=max(sum(sizes), 1),  # a step without a sample is a loss of 0, not 0 / 0
+            first_sample=sum(sizes[:rank]),
+            largest=max(sizes),
+        )
+
+
+UNKNOWN = -1
+"""`Batch.global_size` before the ranks have told each other their sizes."""
 
 
 def slice_bounds(global_size: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from distcache.errors import DataError
 from distcache.parallel.base import OptimizerSpec, Parallel, Step, StepResult
 from distcache.parallel.hybrid_meter import StepClock, nbytes_by_part
 from distcache.parallel.hybrid_spec import HybridSpec, check_spec, load_torchrec
+from distcache.pipeline.sizes import agreed_batches
 
 
 def dense_optimizer(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> Any:
@@ -80,6 +81,8 @@ class HybridParallel(Parallel):
 
     def stream(self, batches: Iterable[Batch]) -> Iterator[Step]:
         """The batches as they come: TorchRec plans nothing ahead."""
+        if self._spec.agree_on_sizes:
+            batches = agreed_batches(batches, self._world)
         return (Step(batch) for batch in batches)
 
     def train_step(self, step: Step, stop: bool = False) -> StepResult:
@@ -131,7 +134,7 @@ class HybridParallel(Parallel):
                 f"batch {batch.index} has {'no ' if ids.weights is None else ''}weights, but the "
                 f"model was built with weighted={self._spec.weighted}"
             )
-        size = -(-batch.global_size // self._world.size)
+        size = batch.largest or -(-batch.global_size // self._world.size)
         dense = batch.dense.new_zeros(size, batch.dense.size(1))
         dense[:count] = batch.dense
         device = self._world.device

@@ -23,6 +23,7 @@ from distcache.data.batch import Batch
 from distcache.errors import PeerError, PlanError, StepTooLargeError
 from distcache.pipeline.exchange import PlanExchange, Refusal, Status, Verdict
 from distcache.pipeline.groups import GroupBags, TableGroup, group_bags
+from distcache.pipeline.sizes import agree_on_size
 from distcache.planner.assemble import Request, assemble, make_request, next_move_after
 from distcache.planner.home import HomeDecision, Planner
 from distcache.step_plan import StepPlan, check_plan, check_plan_fully
@@ -135,6 +136,7 @@ class StreamPlanner:
         if verdict.status is Status.OK and entry is not None:
             for planner, by_rank in zip(self.planners, rows, strict=True):
                 planner.ingest(step, entry.batch.kind, by_rank)
+            entry.batch = agree_on_size(self.link, entry.batch)
             entry.seconds = time.perf_counter() - started
             waiting.append(entry)
             self._ingested += 1

@@ -143,6 +143,7 @@ def build_parallel(
             weighted=has_weights(config),
             dtype=dtype_of(config),
             local_batch_size=-(-config.data.global_batch_size // world.size),
+            agree_on_sizes=config.data.name == "own",
         )
         return HybridParallel(world, spec, model)
     settings = cached_settings(config, world, tables)
