@@ -16,14 +16,21 @@ if TYPE_CHECKING:
         clip_grad_norm_,
         lookahead,
     )
+    from distcache.fitting import fit
+    from distcache.layout import TableSpec
 
 __all__ = [
     "CachedEmbeddingBagCollection",
     "RowOptimizer",
+    "TableSpec",
     "clip_grad_norm_",
+    "fit",
     "lookahead",
     "optim",
 ]
+
+_PLAIN = {"TableSpec": "distcache.layout", "fit": "distcache.fitting"}
+"""Names that need no TorchRec, and where they are."""
 
 
 def __getattr__(name: str) -> Any:
@@ -31,6 +38,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'distcache' has no attribute {name!r}")
     if name == "optim":
         return importlib.import_module("distcache.optim")
+    if name in _PLAIN:
+        return getattr(importlib.import_module(_PLAIN[name]), name)
     try:
         return getattr(importlib.import_module("distcache.embedding"), name)
     except ModuleNotFoundError as error:

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -81,14 +81,22 @@ KEYS = {
 
 
 def save(
-    folder: Path, mode: Parallel, identity: RunIdentity, state: TrainerState, world: World
+    folder: Path,
+    mode: Parallel,
+    identity: RunIdentity,
+    state: TrainerState,
+    world: World,
+    extra: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write the whole state of a run to `folder`; all ranks call this, after `mode.flush()`.
+
+    `extra`: values of this rank alone, under names that no other rank has.
 
     Raises DistcacheError when a rank cannot write; an older checkpoint is then still in place.
     """
     values = mode.state_dict()
     values[TRAINER_KEY] = describe(identity, state)
+    values.update(extra or {})
     partial = folder.with_name(folder.name + ".partial")
     on_first(world, lambda: make_room(folder, partial))
     with file_group(world, identity) as group:
@@ -104,8 +112,16 @@ def save(
         logger.info("checkpoint at step %s: %s", f"{state.step:,}", folder)
 
 
-def load(path: Path, mode: Parallel, identity: RunIdentity, world: World) -> TrainerState:
+def load(
+    path: Path,
+    mode: Parallel,
+    identity: RunIdentity,
+    world: World,
+    extra: dict[str, bytes] | None = None,
+) -> TrainerState:
     """Put the state under `path` (a run folder, or its `model/`) into `mode`; all ranks call this.
+
+    `extra`: names of values of this rank alone, which are put there.
 
     Raises ConfigError where there is no checkpoint or it is one of another run, naming both
     values, before anything is changed.
@@ -113,7 +129,7 @@ def load(path: Path, mode: Parallel, identity: RunIdentity, world: World) -> Tra
     folder = find(path)
     reader = FileSystemReader(folder)
     header: dict[str, Any] = {TRAINER_KEY: ""}
-    values = mode.state_dict()
+    values = mode.state_dict() | (extra or {})
     with file_group(world, identity) as group:
         try:
             state_dict_loader.load(header, storage_reader=reader, process_group=group)
@@ -124,6 +140,8 @@ def load(path: Path, mode: Parallel, identity: RunIdentity, world: World) -> Tra
             )
         except CheckpointException as error:
             fail(f"the checkpoint {folder} does not fit this run", error)
+    if extra is not None:
+        extra.update({name: values.pop(name) for name in extra})
     mode.load_state_dict(values)
     if world.is_first:
         logger.info("resuming at step %s from %s", f"{state.step:,}", folder)

@@ -38,14 +38,14 @@ class DataConfig:
     """Group `data`: where batches come from."""
 
     name: str = MISSING
-    """`synthetic` or `criteo`."""
+    """`synthetic`, `criteo`, `parquet` or `interactions`."""
     global_batch_size: int = 2048
     """Samples of one step over all ranks (B)."""
     table_rows: list[int] = MISSING
     """Rows of each table; one categorical feature per table. Criteo: empty for what the folder
-    says, or for Criteo Kaggle's where `path` is text."""
+    says, or for Criteo Kaggle's where `path` is text. Interactions: may be empty."""
     dense_features: int = 13
-    """Number of dense (float) features of a sample."""
+    """Synthetic, Criteo: number of dense (float) features of a sample."""
     on_bad_id: str = "error"
     """An id outside its table: `error`, or `hash` (taken modulo the table's rows)."""
     bag_size: Any = 1
@@ -57,14 +57,51 @@ class DataConfig:
     samples: int | None = None
     """Synthetic: samples of an epoch; null: unlimited, never repeating."""
     path: str | None = None
-    """Criteo: a folder that distcache.preprocess made, or text: a file, or a glob of files, of
-    tab-separated Criteo lines, plain or gzip."""
+    """Criteo, Parquet, interactions: a file, or a glob of files; Criteo lines may be gzip, and a
+    folder that distcache.preprocess made takes their place."""
     on_bad_line: str = "error"
-    """Criteo: a malformed line: `error`, or `skip` with a count."""
+    """Criteo, interactions: a malformed line: `error`, or `skip` with a count."""
     shuffle: bool = True
     """Criteo: training samples in an order of (seed, epoch); false: in their own."""
     shuffle_block: int = 4096
     """Criteo: consecutive samples that stay together when shuffled; 256 such blocks are mixed."""
+    held_out: float | None = None
+    """Parquet, interactions by time: share of the samples, the last ones, for evaluation; null: a
+    seventh."""
+    label_column: str | None = None
+    """Parquet: the column of labels, 0 or 1."""
+    dense_columns: list[str] = field(default_factory=list)
+    """Parquet: columns of dense features; none: one feature, the constant 1."""
+    id_columns: list[str] = field(default_factory=list)
+    """Parquet: columns of ids, one feature and table each; list columns are bags."""
+    weight_columns: Any = None
+    """Parquet: {id column: column with a weight for each of its ids}; sum pooling only."""
+    held_out_path: str | None = None
+    """Parquet: files for evaluation, instead of a share of `path`."""
+    string_ids: str = "hash"
+    """Parquet: strings as ids: `hash` (BLAKE2b-64 modulo the table's rows) or `hex` (their
+    hexadecimal value modulo the table's rows)."""
+    nulls: str = "error"
+    """Parquet: a missing value: `error`; `zero` (dense value 0, id row 0, list an empty bag); or
+    `empty` (the same, but a missing id leaves its bag)."""
+    dense_transform: str = "none"
+    """Parquet: dense values as they are (`none`) or as log(1 + max(x, 0)) (`log1p`)."""
+    shuffle_rows: int = 1 << 20
+    """Parquet: samples shuffled together, in whole row groups, which a rank keeps decoded; 0: file
+    order."""
+    format: str = "auto"
+    """Interactions: `lines` (user item item ...), `csv` (user, item, rating, time; the last two
+    may be absent), or `auto`: csv for names ending in .csv."""
+    delimiter: str = ","
+    """Interactions: what separates the fields of a CSV."""
+    min_rating: float | None = None
+    """Interactions: lower ratings are left out; null: all are positives."""
+    negatives: int = 4
+    """Interactions: sampled negatives per positive."""
+    negative_sampling: str = "uniform"
+    """Interactions: items as negatives: all alike (`uniform`), or by `popularity`."""
+    held_out_by: str = "last"
+    """Interactions: held out is each user's `last` one, or by `time` the latest share of all."""
 
 
 @dataclass

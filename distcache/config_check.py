@@ -8,6 +8,12 @@ import math
 from pathlib import Path
 
 from distcache.config import CacheConfig, Config, DataConfig, ModelConfig, OptimConfig
+from distcache.config_data import (
+    check_held_out,
+    check_interactions,
+    check_own_keys,
+    check_parquet,
+)
 from distcache.config_values import (
     CHOICES,
     CRITEO_TABLES,
@@ -45,8 +51,26 @@ def check(config: Config, world_size: int, local_size: int) -> list[str]:
     return _warnings(config, world_size)
 
 
+def check_own(config: Config, local_size: int) -> None:
+    """The checks of `check` for callers who bring data, tables and model of their own."""
+    rules = [*((key, one_of, allowed) for key, allowed in CHOICES.items())]
+    rules += [(key, at_least, least) for key, least in LEAST.items()]
+    for key, rule, wanted in rules:
+        if key not in ("data.name", "model.name"):
+            rule(key, lookup(config, key), wanted)
+    _check_cache(config.cache)
+    _check_optim(config.optim)
+    if config.trainer.resume is not None and not Path(config.trainer.resume).is_dir():
+        raise ConfigError(
+            f"trainer.resume={config.trainer.resume} is no folder: give a run folder or its model/"
+        )
+    device = _check_device(config, local_size)
+    if config.parallel.mode == "hybrid":
+        _check_hybrid(config, device)
+
+
 def _check_data(data: DataConfig) -> None:
-    if data.name != "criteo" or data.table_rows:
+    if data.name not in ("criteo", "interactions") or data.table_rows:
         positive_list("data.table_rows", data.table_rows)
     sizes = data.bag_size if isinstance(data.bag_size, list) else [data.bag_size]
     for size in sizes:
@@ -58,8 +82,10 @@ def _check_data(data: DataConfig) -> None:
         at_least("data.bag_size", size, 0)
     if isinstance(data.bag_size, list):
         same_length("data.bag_size", data.bag_size, data)
-    if data.name == "criteo":
-        _check_criteo(data)
+    check_own_keys(data)
+    check_held_out(data)
+    if data.name in _DATA_CHECKS:
+        _DATA_CHECKS[data.name](data)
     elif data.path is not None:
         raise ConfigError(
             f"data.path={data.path} is set, but data=synthetic reads no file: use data=criteo"
@@ -101,6 +127,13 @@ def _check_criteo(data: DataConfig) -> None:
             )
 
 
+_DATA_CHECKS = {
+    "criteo": _check_criteo,
+    "parquet": check_parquet,
+    "interactions": check_interactions,
+}
+
+
 def _check_model(model: ModelConfig, data: DataConfig) -> None:
     positive_list("model.dense_arch", model.dense_arch)
     positive_list("model.over_arch", model.over_arch)
@@ -124,10 +157,11 @@ def _check_model(model: ModelConfig, data: DataConfig) -> None:
     if model.table_dims is not None:
         positive_list("model.table_dims", model.table_dims)
         same_length("model.table_dims", model.table_dims, data)
-    if data.weighted and model.pooling != "sum":
+    if (data.weighted or data.weight_columns) and model.pooling != "sum":
+        key = "data.weighted=true" if data.weighted else "data.weight_columns"
         raise ConfigError(
-            f"data.weighted=true with model.pooling={model.pooling}: torch's embedding_bag takes "
-            "per-sample weights with sum alone: use model.pooling=sum or data.weighted=false"
+            f"{key} with model.pooling={model.pooling}: torch's embedding_bag takes "
+            "per-sample weights with sum alone: use model.pooling=sum, or no weights"
         )
 
 

@@ -14,9 +14,15 @@ CRITEO_TABLES = 26
 CHOICES = {
     "model.name": ("dlrm", "dcn_v2"),
     "model.pooling": ("sum", "mean"),
-    "data.name": ("synthetic", "criteo"),
+    "data.name": ("synthetic", "criteo", "parquet", "interactions"),
     "data.on_bad_id": ("error", "hash"),
     "data.on_bad_line": ("error", "skip"),
+    "data.string_ids": ("hash", "hex"),
+    "data.nulls": ("error", "zero", "empty"),
+    "data.dense_transform": ("none", "log1p"),
+    "data.format": ("auto", "lines", "csv"),
+    "data.negative_sampling": ("uniform", "popularity"),
+    "data.held_out_by": ("last", "time"),
     "cache.policy": ("lookahead", "lru"),
     "cache.tail": ("lru",),
     "cache.placement": ("replicated",),
@@ -39,6 +45,8 @@ LEAST = {
     "data.zipf": 0,
     "data.samples": 1,
     "data.shuffle_block": 1,
+    "data.shuffle_rows": 0,
+    "data.negatives": 1,
     "cache.rows": 1,
     "cache.bytes": 1,
     "cache.lookahead": 0,
@@ -87,9 +95,9 @@ def positive_list(key: str, values: Sequence[int]) -> None:
 
 
 def same_length(key: str, values: Sequence[Any], data: DataConfig) -> None:
-    """Raise ConfigError unless there is one value per table."""
+    """Raise ConfigError unless there is one value per table, where the tables are known."""
     tables = len(data.table_rows) or (CRITEO_TABLES if data.name == "criteo" else 0)
-    if len(values) != tables:
+    if tables and len(values) != tables:
         raise ConfigError(
             f"{key} has {len(values)} entries, data.table_rows has {tables}: give one per table"
         )

@@ -94,15 +94,19 @@ class Run:
             return TrainerState()
         return checkpoint.load(Path(path), self.mode, self.identity(), self.world)
 
+    def own_state(self, state: TrainerState) -> dict[str, bytes]:
+        """Values of this rank alone that belong into a checkpoint at `state`, by unique names."""
+        return {}
+
     def schedule(self, start: TrainerState) -> Schedule:
         """The batches to come, from `start` on."""
         want = self.config.trainer
         schedule = make_schedule(
             self.source, start.step, want.steps, want.eval_every, want.eval_steps
         )
-        if self.world.is_first and schedule.first_step >= schedule.steps:
+        if self.world.is_first and schedule.nothing_to_train:
             logger.warning(
-                "nothing to train: %d steps are done and trainer.steps is %d",
+                "nothing to train: %d steps are done and trainer.steps is %s",
                 schedule.first_step,
                 schedule.steps,
             )
@@ -139,7 +143,8 @@ class Run:
         folder = self.run_dir / "model"
         try:
             self.mode.flush()
-            checkpoint.save(folder, self.mode, self.identity(), outcome.state, self.world)
+            extra = self.own_state(outcome.state)
+            checkpoint.save(folder, self.mode, self.identity(), outcome.state, self.world, extra)
         except DistcacheError as error:
             logger.warning("the steps before the error are not saved: %s", error)
 
@@ -156,7 +161,8 @@ class Run:
         self.mode.flush()
         if self.config.run.save or stopped_by is not None or outcome.bad is not None:
             folder = self.run_dir / "model"
-            checkpoint.save(folder, self.mode, self.identity(), outcome.state, self.world)
+            extra = self.own_state(outcome.state)
+            checkpoint.save(folder, self.mode, self.identity(), outcome.state, self.world, extra)
         if outcome.bad is not None:
             self.refuse(outcome)
         if stopped_by is not None and self.world.is_first:
@@ -201,7 +207,7 @@ class Run:
             "world_size": self.world.size,
             "first_step": start.step,
             "steps": outcome.state.step - start.step,
-            "global_batch_size": self.config.data.global_batch_size,
+            "global_batch_size": self.identity().global_batch_size or None,
             "final_loss": outcome.final_loss,
             "eval_auc": evaluation and evaluation.auc,
             "eval_logloss": evaluation and evaluation.logloss,

@@ -10,12 +10,12 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "distcache"
 FLOORS = (
-    "config config_check config_values layout step_plan errors paths versions ops",
+    "config config_check config_data config_values layout step_plan errors paths versions ops",
     "store cache streams comm",
     "planner data models optim",
     "coordinator pipeline parallel embedding",
     "trainer evaluate checkpoint metrics run",
-    "train compare preprocess analyze plan export bench cli __init__",
+    "train fitting compare preprocess analyze plan export bench cli __init__",
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -91,9 +91,13 @@ def to_text(config: DictConfig) -> str:
     Raises ConfigError for keys outside the tree (`+key=value`) and for values that are missing.
     """
     schema = OmegaConf.structured(Config)
-    unknown = sorted(_keys(config) - _keys(schema))
+    known = _keys(schema)
+    # A key whose value may be a mapping (data.weight_columns) has keys of its own below it.
+    sections = {key.rpartition(".")[0] for key in known}
+    values = known - sections
+    unknown = sorted(k for k in _keys(config) - known if k.rpartition(".")[0] not in values)
     if unknown:
-        near = difflib.get_close_matches(unknown[0], _keys(schema), n=3)
+        near = difflib.get_close_matches(unknown[0], known, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "`--cfg job` shows all keys"
         raise ConfigError(f"{', '.join(unknown)}: no such key: {hint}")
     missing = sorted(OmegaConf.missing_keys(config))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -41,6 +41,9 @@ class Batch:
     Look-ahead needs ids alone, so a source may leave dense features and labels where they are:
     then `load` gives both, and until `loaded` they are `unloaded` tensors, which have a shape but
     no values (torch refuses to read them).
+
+    Where ranks bring batches of their own sizes, `global_size` is `UNKNOWN` until they have told
+    each other; then `largest` is the number of samples of the largest slice (None: ceil(B / W)).
     """
 
     dense: Tensor
@@ -52,6 +55,7 @@ class Batch:
     first_sample: int
     kind: str = "train"
     load: Callable[[], tuple[Tensor, Tensor]] | None = None
+    largest: int | None = None
 
     def loaded(self) -> Batch:
         """This batch with its dense features and labels; itself where it has them."""
@@ -59,6 +63,19 @@ class Batch:
             return self
         dense, labels = self.load()
         return replace(self, dense=dense, labels=labels, load=None)
+
+    def among(self, sizes: Sequence[int], rank: int) -> Batch:
+        """This slice of the global batch whose slices have `sizes` samples, by rank."""
+        return replace(
+            self,
+            global_size=max(sum(sizes), 1),  # a step without a sample is a loss of 0, not 0 / 0
+            first_sample=sum(sizes[:rank]),
+            largest=max(sizes),
+        )
+
+
+UNKNOWN = -1
+"""`Batch.global_size` before the ranks have told each other their sizes."""
 
 
 def unloaded(*shape: int) -> Tensor:

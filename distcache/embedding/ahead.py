@@ -19,7 +19,8 @@ from distcache.comm.failure import record_failure
 from distcache.data.batch import Batch
 from distcache.embedding.core import as_batch
 from distcache.embedding.ids import IdReader, ReadIds
-from distcache.pipeline.planning import PlannedStep, PlanningThread, StreamPlanner
+from distcache.pipeline.planning import PlannedStep, StreamPlanner
+from distcache.pipeline.thread import PlanningThread
 
 T = TypeVar("T")
 

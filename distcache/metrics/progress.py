@@ -55,15 +55,23 @@ class Progress:
         )
         hits = live.get("hit_rate")
         logger.info(
-            "step %s/%s  loss %.6f  %s samples/s  %.2f ms%s  ETA %s",
-            f"{done:,}",
-            f"{self._steps:,}",
+            "step %s  loss %.6f  %s samples/s  %.2f ms%s%s",
+            self._done(done),
             result.loss,
             f"{rate:,.0f}",
             step_ms,
             "" if hits is None else f"  hit {100 * hits:.2f} %",
-            timedelta(seconds=round(interval_s * (self._steps - done))),
+            self._eta(interval_s, done),
         )
+
+    def _done(self, done: int) -> str:
+        """`done` of how many steps, where that is known."""
+        return f"{done:,}" if self._steps is None else f"{done:,}/{self._steps:,}"
+
+    def _eta(self, interval_s: float, done: int) -> str:
+        if self._steps is None:
+            return ""
+        return f"  ETA {timedelta(seconds=round(interval_s * max(0, self._steps - done)))}"
 
     def evaluation(self, done: int, result: EvalResult) -> None:
         """Report an evaluation after `done` training steps."""
@@ -73,9 +81,8 @@ class Progress:
         self._file.write(step=done, **values)
         shown = ("none" if value is None else f"{value:.6f}" for value in values.values())
         logger.info(
-            "step %s/%s  AUC %s  log loss %s  NE %s  on %s held-out samples",
-            f"{done:,}",
-            f"{self._steps:,}",
+            "step %s  AUC %s  log loss %s  NE %s  on %s held-out samples",
+            self._done(done),
             *shown,
             f"{result.samples:,}",
         )

@@ -27,6 +27,7 @@ from distcache.optim.dense_state import state_tensors
 from distcache.parallel.base import Parallel, Step, StepResult
 from distcache.parallel.hybrid_meter import StepClock, nbytes_by_part
 from distcache.parallel.hybrid_spec import HybridSpec, check_spec, load_torchrec
+from distcache.pipeline.sizes import agreed_batches
 
 
 class HybridParallel(Parallel):
@@ -67,7 +68,8 @@ class HybridParallel(Parallel):
         """The batches as they come, drawn just ahead of the step: TorchRec plans nothing."""
         check = BatchCheck(self._spec.tables, self._spec.features, self._spec.on_bad_id)
         with Prefetch(map(check, batches)) as ahead:
-            for batch in ahead:
+            sized = agreed_batches(ahead, self._world) if self._spec.agree_on_sizes else ahead
+            for batch in sized:
                 self._clock.add_load(ahead.load_s, ahead.wait_s)
                 yield Step(batch)
 
@@ -120,7 +122,7 @@ class HybridParallel(Parallel):
                 f"batch {batch.index} has {'no ' if ids.weights is None else ''}weights, but the "
                 f"model was built with weighted={self._spec.weighted}"
             )
-        size = -(-batch.global_size // self._world.size)
+        size = batch.largest or -(-batch.global_size // self._world.size)
         dense = batch.dense.new_zeros(size, batch.dense.size(1))
         dense[:count] = batch.dense
         device = self._world.device

@@ -28,7 +28,8 @@ class HybridSpec:
 
     `features`: the order of the bags and of the pooled vectors; each is read by one table.
     `weighted`: batches carry a weight per id. `local_batch_size`: samples per rank and step that
-    TorchRec's planner (`sharding="auto"`) reckons with.
+    TorchRec's planner (`sharding="auto"`) reckons with. `agree_on_sizes`: ranks bring batches of
+    their own sizes, and tell each other before each step.
     """
 
     tables: tuple[TableSpec, ...]
@@ -40,6 +41,7 @@ class HybridSpec:
     dtype: torch.dtype = torch.float32
     local_batch_size: int = 512
     on_bad_id: str = "error"
+    agree_on_sizes: bool = False
 
 
 def check_spec(spec: HybridSpec, world: World) -> None:

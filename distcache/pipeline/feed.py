@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from distcache.comm.failure import record_failure
 from distcache.data.batch import Batch
 from distcache.errors import PlanError
-from distcache.pipeline.planning import PlannedStep, PlanningThread, StreamPlanner
+from distcache.pipeline.planning import PlannedStep, StreamPlanner
 from distcache.pipeline.rows import GroupRows
+from distcache.pipeline.thread import PlanningThread
 
 log = logging.getLogger(__name__)
 

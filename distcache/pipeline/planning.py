@@ -8,8 +8,6 @@ are known or the stream has ended, never from what happens to have arrived.
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,10 +19,11 @@ import torch
 from distcache.comm.failure import failure_of_others
 from distcache.comm.link import Link
 from distcache.data.batch import Batch
-from distcache.errors import ConfigError, PeerError, PlanError
+from distcache.errors import ConfigError, PeerError
 from distcache.pipeline.exchange import PlanExchange, Status, Verdict
 from distcache.pipeline.groups import GroupBags, TableGroup, group_bags
 from distcache.pipeline.room import too_large
+from distcache.pipeline.sizes import agree_on_size
 from distcache.planner.assemble import Request, assemble, make_request, next_move_after
 from distcache.planner.home import HomeDecision, Planner
 from distcache.step_plan import StepPlan, check_plan, check_plan_fully
@@ -154,6 +153,7 @@ class StreamPlanner:
         if verdict.status is Status.OK and entry is not None:
             for planner, by_rank in zip(self.planners, rows, strict=True):
                 planner.ingest(step, entry.batch.kind, by_rank)
+            entry.batch = agree_on_size(self.link, entry.batch)
             entry.seconds = time.perf_counter() - started
             waiting.append(entry)
             self.ingested += 1
@@ -251,57 +251,3 @@ class StreamPlanner:
 
 def _peer_error(verdict: Verdict) -> PeerError:
     return PeerError(f"stopped because rank {verdict.ranks[0]} failed: {verdict.message}")
-
-
-class PlanningThread:
-    """Runs a StreamPlanner's loop ahead of training, at most `depth` planned steps ahead."""
-
-    def __init__(self, planner: StreamPlanner, batches: Iterable[Batch], depth: int) -> None:
-        self._planner, self._batches = planner, batches
-        self._queue: queue.Queue[PlannedStep | BaseException | None] = queue.Queue(max(1, depth))
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="distcache-planner", daemon=True)
-        self._thread.start()
-
-    def __iter__(self) -> Iterator[PlannedStep]:
-        while True:
-            began = time.perf_counter()
-            item = self._take()
-            if item is None:
-                return
-            if isinstance(item, BaseException):
-                raise item
-            item.seconds["wait"] = time.perf_counter() - began
-            yield item
-
-    def _take(self) -> PlannedStep | BaseException | None:
-        while True:
-            try:
-                return self._queue.get(timeout=_POLL_S)
-            except queue.Empty:
-                if not self._thread.is_alive() and self._queue.empty():
-                    return PlanError("the planner's thread has ended without a word")
-
-    def stop(self, timeout_s: float) -> bool:
-        """Ask for one final exchange and wait for the thread; whether it ended in time.
-
-        Called by all ranks after the same step; plans not yet taken are dropped.
-        """
-        self._stop.set()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            for step in self._planner.planned(self._batches, self._stop.is_set):
-                self._put(step)
-            self._put(None)
-        except BaseException as error:
-            self._put(error)
-
-    def _put(self, item: PlannedStep | BaseException | None) -> None:
-        while not self._stop.is_set():
-            try:
-                return self._queue.put(item, timeout=_POLL_S)
-            except queue.Full:
-                continue

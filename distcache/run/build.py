@@ -26,6 +26,10 @@ from distcache.parallel.base import OptimizerSpec, Parallel
 from distcache.parallel.cached import CachedParallel
 from distcache.parallel.cached_parts import CachedSettings
 from distcache.pipeline.room import warn_if_too_small
+from distcache.run.sources import has_weights, interactions_source, parquet_source
+
+SOURCES = {"parquet": parquet_source, "interactions": interactions_source}
+"""Sources by `data.name`, made from the config and the dtype of dense features and labels."""
 
 
 def dtype_of(config: Config) -> torch.dtype:
@@ -53,8 +57,11 @@ def build_source(config: Config) -> BatchSource:
                 dtype=dtype_of(config),
             )
         )
+    if data.name in SOURCES:
+        return SOURCES[data.name](config, dtype_of(config))
     if data.name != "criteo":
-        raise ConfigError(f"data={data.name!r} is not 'synthetic' or 'criteo'")
+        known = " or ".join(map(repr, ("synthetic", "criteo", *SOURCES)))
+        raise ConfigError(f"data={data.name!r} is not {known}")
     if data.path is None:
         raise ConfigError("data=criteo reads files: give data.path=<a file or a glob of files>")
     settings = BatchSettings(
@@ -140,10 +147,11 @@ def build_parallel(
             optimizer=optimizer_spec(config),
             seed=config.trainer.seed,
             sharding=config.parallel.sharding,
-            weighted=config.data.weighted,
+            weighted=has_weights(config),
             dtype=dtype_of(config),
             local_batch_size=-(-config.data.global_batch_size // world.size),
             on_bad_id=config.data.on_bad_id,
+            agree_on_sizes=config.data.name == "own",
         )
         return HybridParallel(world, spec, model)
     settings = cached_settings(config, world, tables)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
 from distcache.data.batch import Batch, BatchSource
 from distcache.errors import ConfigError
@@ -13,14 +14,20 @@ from distcache.errors import ConfigError
 class Schedule:
     """Training steps [first_step, steps), and evaluations of `eval_batches` batches in between.
 
-    `eval_every`: training steps between evaluations; None: only at the end. Steps are counted
-    from 0 across epochs and across resumed processes, so evaluations fall on the same steps.
+    `steps` None: until the data ends. `eval_every`: training steps between evaluations; None: only
+    at the end. Steps are counted from 0 across epochs and across resumed processes, so evaluations
+    fall on the same steps.
     """
 
     first_step: int
-    steps: int
+    steps: int | None
     eval_every: int | None
     eval_batches: int
+
+    @property
+    def nothing_to_train(self) -> bool:
+        """Whether all steps are done."""
+        return self.steps is not None and self.first_step >= self.steps
 
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation follows training step `step`."""
@@ -31,9 +38,10 @@ class Schedule:
 
     def order(self) -> Iterator[tuple[str, int]]:
         """(`train`, step) and (`eval`, index) in order; evaluations use the same batches."""
-        if self.first_step >= self.steps and self.eval_batches:
+        if self.nothing_to_train and self.eval_batches:
             yield from (("eval", index) for index in range(self.eval_batches))
-        for step in range(self.first_step, self.steps):
+        steps = count(self.first_step) if self.steps is None else range(self.first_step, self.steps)
+        for step in steps:
             yield "train", step
             if self.evaluates_after(step):
                 yield from (("eval", index) for index in range(self.eval_batches))

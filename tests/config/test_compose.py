@@ -42,13 +42,24 @@ def lines(tmp_path: Path) -> str:
     ("group", "option"), [(group, option) for group in GROUPS for option in options(group)]
 )
 def test_every_option_composes_and_passes(group, option, lines):
-    config = compose(f"{group}={option}", *([lines] if option == "criteo" else []))
+    more = {"criteo": [lines], "interactions": [lines]}
+    more["parquet"] = [lines, "data.id_columns=[c]", "data.table_rows=[10]"]
+    config = compose(f"{group}={option}", *more.get(option, []))
     if group not in ("cache", "trainer"):
         chosen = getattr(config, group)
         assert (chosen.mode if group == "parallel" else chosen.name) == option
 
 
-@pytest.mark.parametrize("name", options("experiment"))
+def test_the_interactions_experiment_composes_and_passes(lines):
+    config = compose("experiment=interactions", lines)
+    assert (config.data.name, config.data.table_rows, config.optim.embedding_lr) == (
+        "interactions",
+        [],
+        0.1,
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in options("experiment") if name != "interactions"])
 @pytest.mark.parametrize("data", [None, "synthetic"])
 def test_every_experiment_composes_and_passes(name, data, lines):
     overrides = [f"experiment={name}"]

@@ -161,4 +161,3 @@ def test_models_widths_and_bags_from_the_command_line(checkout: Path, tmp_path: 
     assert digests(tmp_path / "data") == digests(tmp_path / "resident")
     found = summary(tmp_path / "data")
     assert 0 < found["hit_rate"] < 1 and found["collective_bytes"] > 0
-

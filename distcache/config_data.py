@@ -1,0 +1,111 @@
+"""The keys of group `data` that read files of columns or interactions, checked as a whole."""
+
+from __future__ import annotations
+
+import glob
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+from distcache.config import DataConfig
+from distcache.config_values import positive_list
+from distcache.errors import ConfigError
+
+KEYS = {
+    "parquet": (
+        *("label_column", "dense_columns", "id_columns", "weight_columns", "held_out_path"),
+        *("held_out", "string_ids", "nulls", "dense_transform", "shuffle_rows"),
+    ),
+    "interactions": (
+        *("format", "delimiter", "min_rating", "negatives", "negative_sampling"),
+        *("held_out_by", "held_out"),
+    ),
+}
+"""Keys that mean something to one or two sources alone."""
+
+SYNTHETIC_KEYS = ("bag_size", "weighted", "samples")
+
+
+def check_own_keys(data: DataConfig) -> None:
+    """Raise ConfigError for a key that the chosen source does not read."""
+    readers: dict[str, list[str]] = {}
+    for source, keys in KEYS.items():
+        for key in keys:
+            readers.setdefault(key, []).append(source)
+    if data.name in KEYS:
+        readers |= {key: ["synthetic"] for key in SYNTHETIC_KEYS}
+    for field in fields(DataConfig):
+        sources = readers.get(field.name, [data.name])
+        default = field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        value = getattr(data, field.name)
+        if data.name not in sources and value != default:
+            raise ConfigError(
+                f"data.{field.name}={value} is a key of data={' and data='.join(sources)} and "
+                f"means nothing to data={data.name}: leave it out"
+            )
+
+
+def check_parquet(data: DataConfig) -> None:
+    """Columns and tables of `data=parquet`."""
+    _check_path(data, "path")
+    if data.held_out_path is not None:
+        _check_path(data, "held_out_path")
+        if data.held_out is not None:
+            raise ConfigError(
+                f"data.held_out={data.held_out} and data.held_out_path={data.held_out_path} "
+                "contradict each other: give one of them"
+            )
+    if not data.label_column:
+        raise ConfigError("data.label_column is not set: name the column of labels")
+    if not data.id_columns:
+        raise ConfigError(
+            "data.id_columns is empty: name the columns of ids, each with its table's rows in "
+            "data.table_rows"
+        )
+    if len(data.id_columns) != len(data.table_rows):
+        raise ConfigError(
+            f"data.id_columns has {len(data.id_columns)} entries, data.table_rows "
+            f"{len(data.table_rows)}: give each column its table's rows"
+        )
+    positive_list("data.table_rows", data.table_rows)
+    weights = data.weight_columns or {}
+    if not isinstance(weights, dict) or not set(weights) <= set(data.id_columns):
+        raise ConfigError(
+            f"data.weight_columns={data.weight_columns}: give {{id column: weight column}}, its "
+            "keys from data.id_columns"
+        )
+    if data.on_bad_line != "error":
+        raise ConfigError(
+            f"data.on_bad_line={data.on_bad_line}: Parquet has no lines that could be left out; "
+            "data.nulls and data.on_bad_id say what becomes of odd values"
+        )
+
+
+def check_interactions(data: DataConfig) -> None:
+    """Files and tables of `data=interactions`."""
+    _check_path(data, "path")
+    if data.table_rows and (len(data.table_rows) != 2 or min(data.table_rows) < 1):
+        raise ConfigError(
+            f"data.table_rows={data.table_rows}: give the rows of users and items, or leave it "
+            "empty for the largest ids of the data"
+        )
+    if not data.delimiter:
+        raise ConfigError("data.delimiter is empty: give what separates the fields of the CSV")
+
+
+def check_held_out(data: DataConfig) -> None:
+    """The share that is held out."""
+    if data.held_out is not None and not 0 <= data.held_out < 1:
+        raise ConfigError(f"data.held_out={data.held_out}: give a share from 0 to below 1")
+
+
+def _check_path(data: DataConfig, key: str) -> None:
+    path = getattr(data, key)
+    if path is None:
+        raise ConfigError(
+            f"data.{key} is not set, and data={data.name} reads files: give "
+            f"data.{key}=<file or glob>"
+        )
+    if not any(Path(name).is_file() for name in (path, *glob.glob(path))):
+        raise ConfigError(f"data.{key}={path}: no such file (working directory {Path.cwd()})")

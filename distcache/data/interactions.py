@@ -1,0 +1,294 @@
+"""User-item interactions as clicks: every interaction is a positive, with sampled negatives."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from distcache.data.batch import Batch, JaggedIds, slice_bounds
+from distcache.data.files import input_files
+from distcache.data.hashing import hash_counters, key_of
+from distcache.data.interactions_text import Interactions, read_csv, read_user_lines
+from distcache.data.lines import BadLines
+from distcache.data.samplers import BatchSpans, SampleOrder, SampleSpan
+from distcache.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+FORMATS = ("auto", "lines", "csv")
+SAMPLINGS = ("uniform", "popularity")
+HELD_OUT_BY = ("last", "time")
+FEATURES = ("user", "item")
+_DRAWS = 16
+"""Draws for one negative; the last one stays even if the user has that item."""
+
+
+@dataclass(frozen=True)
+class InteractionsSpec:
+    """Which files to read, and how. Raises ConfigError that names the key.
+
+    `paths`: a file, a glob, or a sequence of either; `format`: `lines` (user item item ...), `csv`
+    (user, item, and maybe rating and time, separated by `delimiter`), or `auto`: csv for names
+    that end in .csv; `min_rating`: interactions rated below are left out; `negatives`: sampled for
+    each positive, all items alike (`uniform`) or as often as they occur (`popularity`);
+    `held_out_by`: each user's `last` interaction (of users with two or more), or by `time` the
+    latest share `held_out` of all; `table_rows`: users and items, empty for the largest id + 1.
+    """
+
+    paths: str | Path | Sequence[str | Path]
+    format: str = "auto"
+    delimiter: str = ","
+    min_rating: float | None = None
+    negatives: int = 4
+    sampling: str = "uniform"
+    held_out_by: str = "last"
+    held_out: float = 1 / 7
+    table_rows: Sequence[int] = ()
+    on_bad_id: str = "error"
+    on_bad_line: str = "error"
+    global_batch_size: int = 2048
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for key, value, allowed in (
+            ("format", self.format, FORMATS),
+            ("negative_sampling", self.sampling, SAMPLINGS),
+            ("held_out_by", self.held_out_by, HELD_OUT_BY),
+            ("on_bad_id", self.on_bad_id, ("error", "hash")),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"data.{key}={value!r} is not {' or '.join(allowed)}")
+        if self.negatives < 1:
+            raise ConfigError(f"data.negatives={self.negatives}: it must be at least 1")
+        if not 0 <= self.held_out < 1:
+            raise ConfigError(f"data.held_out={self.held_out}: give a share from 0 to below 1")
+        if not self.delimiter:
+            raise ConfigError("data.delimiter is empty: give what separates the fields of the CSV")
+        if self.table_rows and (len(self.table_rows) != 2 or min(self.table_rows) < 1):
+            raise ConfigError(
+                f"data.table_rows={list(self.table_rows)}: give the rows of users and items, or "
+                "leave it empty for the largest ids of the data"
+            )
+
+
+class InteractionsSource:
+    """The `BatchSource` of an `InteractionsSpec`; features `user` and `item`, one id each.
+
+    An epoch has 1 + `negatives` samples for each training positive, all shuffled; a negative is an
+    item that the user has not in training (held out: not at all), drawn from (seed, epoch,
+    position). The held-out positives keep their order and one set of negatives. There is one dense
+    feature, the constant 1. All interactions are in memory, about 32 bytes each on every rank.
+    """
+
+    dense_features = 1
+    features = FEATURES
+
+    def __init__(self, spec: InteractionsSpec) -> None:
+        self.spec = spec
+        self.bad_lines = BadLines(spec.on_bad_line)
+        found = self._read()
+        self.table_rows = self._rows_of(found)
+        found = self._inside(found)
+        held_out = self._held_out(found)
+        train, rest = found.take(~held_out), found.take(held_out)
+        if not len(train.users):
+            raise DataError(
+                f"data.path={spec.paths}: {len(found.users)} interactions leave none to train on; "
+                "lower data.held_out or data.min_rating, or give more lines"
+            )
+        self._train, self._eval = train, self._in_time_order(rest)
+        pool = np.unique(train.items) if spec.sampling == "uniform" else train.items
+        items = self.table_rows[1]
+        known = np.unique(train.users * items + train.items)
+        everything = np.union1d(known, rest.users * items + rest.items)
+        self._negatives = _Negatives(pool, items, known, everything, spec.seed)
+        each = 1 + spec.negatives
+        self._order = SampleOrder(len(train.users) * each, key_of(spec.seed, 0))
+        self._train_spans = BatchSpans(len(train.users) * each, spec.global_batch_size)
+        self._eval_spans = BatchSpans(len(rest.users) * each, spec.global_batch_size)
+        logger.info(
+            "%d interactions of %d users with %d items: %d train, %d are held out, %d negatives "
+            "each; tables of %d and %d rows",
+            len(found.users),
+            len(np.unique(found.users)),
+            len(np.unique(found.items)),
+            len(train.users),
+            len(rest.users),
+            spec.negatives,
+            *self.table_rows,
+        )
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Training steps of one epoch."""
+        return self._train_spans.per_epoch
+
+    @property
+    def eval_batches(self) -> int | None:
+        """Held-out global batches."""
+        return self._eval_spans.per_epoch
+
+    def train_batch(self, step: int, rank: int, world_size: int) -> Batch:
+        """This rank's slice of training step `step`, counted from 0 across epochs."""
+        span = self._train_spans.locate(step)
+        low, high = slice_bounds(span.size, rank, world_size)
+        samples = self._order.positions(span.epoch, span.start + low, span.start + high)
+        return self._batch(self._train, samples, span, step, low, "train")
+
+    def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
+        """This rank's slice of held-out global batch `index`."""
+        if index >= (self._eval_spans.per_epoch or 0):
+            raise DataError(f"held-out batch {index} of {self.eval_batches} does not exist")
+        span = self._eval_spans.locate(index)
+        low, high = slice_bounds(span.size, rank, world_size)
+        samples = np.arange(span.start + low, span.start + high)
+        return self._batch(self._eval, samples, span, index, low, "eval")
+
+    def _batch(
+        self,
+        positives: Interactions,
+        samples: np.ndarray,
+        span: SampleSpan,
+        index: int,
+        low: int,
+        kind: str,
+    ) -> Batch:
+        """Samples int64 `[b]`: 1 + negatives in a row for each positive, the positive first."""
+        which, place = np.divmod(samples, 1 + self.spec.negatives)
+        users, items = positives.users[which], positives.items[which].copy()
+        negative = np.flatnonzero(place)
+        items[negative] = self._negatives.draw(
+            users[negative], samples[negative], span.epoch if kind == "train" else None
+        )
+        values = torch.from_numpy(np.concatenate((users, items)))
+        return Batch(
+            dense=torch.ones(len(samples), 1, dtype=self.spec.dtype),
+            ids=JaggedIds(FEATURES, values, torch.arange(len(values) + 1)),
+            labels=torch.from_numpy(place == 0).to(self.spec.dtype),
+            global_size=span.size,
+            index=index,
+            epoch=span.epoch,
+            first_sample=low,
+            kind=kind,
+        )
+
+    def _read(self) -> Interactions:
+        """All interactions in file order, those rated too low left out."""
+        spec = self.spec
+        files = input_files("data.path", spec.paths, "a file of interactions")
+        kind = spec.format
+        if kind == "auto":
+            kind = "csv" if files[0].path.suffix == ".csv" else "lines"
+        if kind == "csv":
+            found = read_csv(files, spec.delimiter, self.bad_lines)
+        else:
+            found = read_user_lines(files, self.bad_lines)
+        self.bad_lines.report()
+        for key, wanted, column in (
+            ("min_rating", spec.min_rating is not None, found.ratings),
+            ("held_out_by=time", spec.held_out_by == "time", found.times),
+        ):
+            if wanted and column is None:
+                raise DataError(
+                    f"data.{key} was set, but {files[0].path} has no such column: give a CSV of "
+                    "user, item, rating, time, or leave the key out"
+                )
+        if found.ratings is not None and spec.min_rating is not None:
+            found = found.take(found.ratings >= spec.min_rating)
+        if not len(found.users):
+            raise DataError(
+                f"data.path: {files[0].path} has no interaction that could be used "
+                f"({self.bad_lines.count} malformed lines, data.min_rating={spec.min_rating})"
+            )
+        return found
+
+    def _rows_of(self, found: Interactions) -> tuple[int, int]:
+        """Rows of the tables of users and items."""
+        rows = self.spec.table_rows or (found.users.max() + 1, found.items.max() + 1)
+        users, items = (int(count) for count in rows)
+        if users * items >= 2**62:
+            raise DataError(
+                f"data.path: the ids reach {users - 1} (user) and {items - 1} (item), too far for "
+                "tables of a row per id; number them from 0, or give data.table_rows=[users,items] "
+                "with data.on_bad_id=hash"
+            )
+        return users, items
+
+    def _inside(self, found: Interactions) -> Interactions:
+        """The interactions with every id inside its table."""
+        columns = []
+        for ids, rows, name in zip(
+            (found.users, found.items), self.table_rows, FEATURES, strict=True
+        ):
+            if self.spec.on_bad_id == "error" and ids.max() >= rows:
+                raise DataError(
+                    f"data.path: {name} {ids.max()} is not in its table, which has {rows} rows "
+                    "(data.table_rows); leave data.table_rows out, or take such ids modulo the "
+                    "rows with data.on_bad_id=hash"
+                )
+            columns.append(ids % rows)
+        return Interactions(columns[0], columns[1], found.ratings, found.times)
+
+    def _held_out(self, found: Interactions) -> np.ndarray:
+        """A mask of the held-out interactions."""
+        count = len(found.users)
+        mask = np.zeros(count, dtype=bool)
+        if self.spec.held_out_by == "time" and found.times is not None:
+            order, rest = np.argsort(found.times, kind="stable"), int(count * self.spec.held_out)
+            latest = order[count - rest :]
+            mask[latest] = True
+            return mask
+        times = np.zeros(count) if found.times is None else found.times
+        order = np.lexsort((np.arange(count), times, found.users))
+        users = found.users[order]
+        change = users[1:] != users[:-1]
+        last = np.append(change, True)
+        alone = np.insert(change, 0, True) & last
+        mask[order[last & ~alone]] = True
+        return mask
+
+    def _in_time_order(self, found: Interactions) -> Interactions:
+        if found.times is None:
+            return found
+        return found.take(np.argsort(found.times, kind="stable"))
+
+
+@dataclass(frozen=True)
+class _Negatives:
+    """Draws items that a user has not.
+
+    `pool`: int64, the items to draw from, each entry alike; `items`: rows of the item table;
+    `known`, `everything`: sorted int64 user * items + item of the training and of all positives.
+    """
+
+    pool: np.ndarray
+    items: int
+    known: np.ndarray
+    everything: np.ndarray
+    seed: int
+
+    def draw(self, users: np.ndarray, samples: np.ndarray, epoch: int | None) -> np.ndarray:
+        """One item int64 for each user; `samples`: numbers of the samples in the epoch's data.
+
+        `epoch` None: for held-out samples, the same every time.
+        """
+        key = key_of(self.seed, 4) if epoch is None else key_of(self.seed, 3, epoch)
+        taken = self.everything if epoch is None else self.known
+        drawn = np.empty(len(users), dtype=np.int64)
+        open_ = np.arange(len(users))
+        for attempt in range(_DRAWS):
+            counters = samples[open_].astype(np.uint64) * np.uint64(_DRAWS) + np.uint64(attempt)
+            places = hash_counters(counters, key) % np.uint64(len(self.pool))
+            drawn[open_] = self.pool[places.astype(np.int64)]
+            pairs = users[open_] * self.items + drawn[open_]
+            at = np.minimum(np.searchsorted(taken, pairs), len(taken) - 1)
+            open_ = open_[taken[at] == pairs]
+            if not len(open_):
+                break
+        return drawn

@@ -1,0 +1,208 @@
+"""Your own data: any iterable of (dense, ids, labels) as a rank's slices, and where it stands."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distcache.data.batch import UNKNOWN, Batch, JaggedIds
+from distcache.errors import ConfigError, DataError
+
+
+class OwnBatches:
+    """The batches of one rank's iterable, over `epochs` passes, with a position for each of them.
+
+    An item is (dense `[b, F]`, ids, labels `[b]`), or an object with `dense_features`,
+    `sparse_features` and `labels`; ids are a KeyedJaggedTensor, `JaggedIds`, or (values, offsets)
+    or (values, offsets, weights), feature-major in the order of `features`. b may differ between
+    ranks and items. The position of the last `keep` items is remembered: the iterable's
+    `state_dict()` after each, where it has one; else the number of items, which are then read and
+    dropped to come back to it. `dense_features`: F of the last item.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], features: Sequence[str], epochs: int = 1, keep: int = 64
+    ) -> None:
+        if epochs < 1:
+            raise ConfigError(f"epochs={epochs}: it must be at least 1")
+        self._loader, self.features, self._epochs = loader, tuple(features), epochs
+        self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self._start: dict[str, Any] = {"epoch": 0, "items": 0, "loader": None}
+        self._positions: OrderedDict[int, bytes] = OrderedDict()
+        self._keep = keep
+        self._opened: Iterator[Any] | None = None
+        self.dense_features = 1
+
+    def __len__(self) -> int:
+        """Items of all passes, where the iterable knows; TypeError where it does not."""
+        return len(self._loader) * self._epochs  # type: ignore[arg-type]
+
+    def resume(self, position: bytes) -> None:
+        """Go on after the item that `position` was taken after; before `open`."""
+        self._start = pickle.loads(position)
+        if self._stateful != (self._start["loader"] is not None) and self._start["items"]:
+            was, now = ("with", "without") if self._start["loader"] else ("without", "with")
+            raise ConfigError(
+                f"the checkpoint is of a loader {was} state_dict, this one is {now}: resume with "
+                "the loader it was made with"
+            )
+        if self._start["loader"] is not None:
+            self._loader.load_state_dict(self._start["loader"])  # type: ignore[attr-defined]
+
+    def open(self) -> None:
+        """Begin the first pass, with its workers where it has some; from the main thread."""
+        self._set_epoch(self._start["epoch"])
+        self._opened = iter(self._loader)
+
+    def position(self, step: int) -> bytes:
+        """Where the iterable stood after the batch of training step `step - 1`."""
+        return self._positions.get(step, pickle.dumps(self._start))
+
+    def batches(self, first_step: int) -> Iterator[Batch]:
+        """Training batches from step `first_step` on; their global size is not known yet."""
+        step = first_step
+        for epoch in range(self._start["epoch"], self._epochs):
+            items, done = self._pass(epoch)
+            for item in items:
+                done += 1
+                state = self._loader.state_dict() if self._stateful else None  # type: ignore[attr-defined]
+                position = {"epoch": epoch, "items": done, "loader": state}
+                self._positions[step + 1] = pickle.dumps(position)
+                if len(self._positions) > self._keep:
+                    self._positions.popitem(last=False)
+                batch = as_batch(item, self.features, step, epoch)
+                self.dense_features = batch.dense.shape[1]
+                yield batch
+                step += 1
+
+    def close(self) -> None:
+        """Let go of the iterator and its workers."""
+        self._opened = None
+
+    def _pass(self, epoch: int) -> tuple[Iterator[Any], int]:
+        """The items of one pass still to come, and how many of it are done."""
+        first = epoch == self._start["epoch"]
+        if not first:
+            self._set_epoch(epoch)
+            again = iter(self._loader)
+            if again is self._loader:
+                raise ConfigError(
+                    f"epochs={self._epochs}, but the loader is an iterator, which can be read "
+                    "once: pass an object that makes a new iterator each time, such as a DataLoader"
+                )
+            return again, 0
+        items, self._opened = self._opened or iter(self._loader), None
+        done = self._start["items"]
+        if not self._stateful:
+            for _ in range(done):
+                next(items, None)
+        return items, done
+
+    def _set_epoch(self, epoch: int) -> None:
+        """Tell a distributed sampler its epoch, as it wants."""
+        set_epoch = getattr(getattr(self._loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+
+
+def eval_batches(
+    loader: Iterable[Any], features: Sequence[str], count: int, dense_features: int
+) -> Iterator[Batch]:
+    """`count` evaluation batches of one pass; empty ones where the iterable has fewer."""
+    items, number = iter(loader), 0
+    for number, item in enumerate(items, start=1):
+        batch = as_batch(item, features, number - 1, 0, "eval")
+        dense_features = batch.dense.shape[1]
+        yield batch
+        if number == count:
+            return
+    for index in range(number, count):
+        offsets = torch.zeros(1, dtype=torch.int64)
+        ids = JaggedIds(tuple(features), torch.zeros(0, dtype=torch.int64), offsets)
+        nothing = torch.zeros(0)
+        yield Batch(nothing.view(0, dense_features), ids, nothing, UNKNOWN, index, 0, 0, "eval")
+
+
+def as_batch(
+    item: Any, features: Sequence[str], index: int, epoch: int, kind: str = "train"
+) -> Batch:
+    """One item of an iterable as a slice of unknown place. Raises DataError that names the item."""
+    where = f"{kind} batch {index} of your loader"
+    if hasattr(item, "sparse_features") and hasattr(item, "dense_features"):
+        item = (item.dense_features, item.sparse_features, item.labels)
+    if not isinstance(item, tuple | list) or len(item) != 3:
+        raise DataError(f"{where} is a {_name(item)}; give (dense, ids, labels)")
+    dense, labels = _numbers(item[0], f"{where}: dense"), _numbers(item[2], f"{where}: labels")
+    if labels.dim() == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    ids = as_ids(item[1], tuple(features), where)
+    b = len(labels) if labels.dim() == 1 else -1
+    if dense.dim() != 2 or dense.shape[0] != b or ids.batch_size != b:
+        raise DataError(
+            f"{where}: dense is {list(dense.shape)}, labels {list(labels.shape)}, ids have "
+            f"{ids.batch_size} samples ({len(ids.offsets)} offsets for {len(features)} features); "
+            "give dense [b, F], labels [b], ids of b samples"
+        )
+    return Batch(dense, ids, labels, UNKNOWN, index, epoch, 0, kind)
+
+
+def as_ids(ids: Any, features: tuple[str, ...], where: str) -> JaggedIds:
+    """A KeyedJaggedTensor, `JaggedIds`, or (values, offsets[, weights]) as ids of `features`."""
+    if isinstance(ids, JaggedIds):
+        found = ids
+    elif hasattr(ids, "keys") and hasattr(ids, "lengths"):
+        lengths = ids.lengths().detach().cpu().long()
+        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        weights = ids.weights_or_none()
+        found = JaggedIds(
+            tuple(ids.keys()),
+            ids.values().detach().cpu(),
+            offsets,
+            None if weights is None else weights.detach().cpu(),
+        )
+    elif isinstance(ids, tuple | list) and len(ids) in (2, 3):
+        tensors = [torch.as_tensor(part).detach().cpu() for part in ids]
+        found = JaggedIds(features, *tensors)
+    else:
+        raise DataError(
+            f"{where}: ids are a {_name(ids)}; give a KeyedJaggedTensor or (values, offsets)"
+        )
+    if found.features == features:
+        return found
+    if sorted(found.features) != sorted(features):
+        raise DataError(
+            f"{where} has the features {list(found.features)}; the tables read {list(features)}"
+        )
+    return _reordered(found, features)
+
+
+def _reordered(ids: JaggedIds, features: tuple[str, ...]) -> JaggedIds:
+    """The same bags with their features in another order."""
+    b = ids.batch_size
+    order = [ids.features.index(feature) for feature in features]
+    spans = [slice(int(ids.offsets[f * b]), int(ids.offsets[(f + 1) * b])) for f in order]
+    lengths = ids.offsets.diff().view(len(features), b)[order].reshape(-1)
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    weights = None if ids.weights is None else torch.cat([ids.weights[span] for span in spans])
+    return JaggedIds(features, torch.cat([ids.values[span] for span in spans]), offsets, weights)
+
+
+def _numbers(values: Any, what: str) -> Tensor:
+    """A float tensor on the CPU."""
+    try:
+        tensor = torch.as_tensor(values).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{what} is a {_name(values)}, no tensor ({error})") from error
+    return tensor if tensor.dtype.is_floating_point else tensor.float()
+
+
+def _name(value: Any) -> str:
+    size = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    return f"{type(value).__name__}{size}"

@@ -1,0 +1,287 @@
+"""Parquet files as batches: label, dense features and bags of ids by the names of their columns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from distcache.data import parquet_columns
+from distcache.data.bags import BagColumn, gather, join
+from distcache.data.batch import Batch, JaggedIds, slice_bounds
+from distcache.data.block_cache import BlockCache
+from distcache.data.block_order import BlockOrder
+from distcache.data.files import input_files
+from distcache.data.parquet_columns import NULLS, ColumnRules, Place
+from distcache.data.parquet_files import IDS, NUMBERS, ParquetFiles, RowGroup, WantedColumn
+from distcache.data.samplers import BatchSpans, SampleSpan
+from distcache.data.string_ids import STRING_IDS
+from distcache.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ParquetSpec:
+    """Which files to read, and how. Raises ConfigError that names the key.
+
+    `paths`, `held_out_paths`: a file, a glob, or a sequence of either, in order of time;
+    `id_columns`: one feature and one table each, of `table_rows` rows; `weight_columns`: id column
+    -> column with a weight for each of its ids; `held_out`: share of the samples, the last ones,
+    that is evaluated on (with `held_out_paths`: those files instead); `shuffle_rows`: samples that
+    are shuffled together (0: file order); `rules`: what values mean; `dtype`: torch.float32 or
+    torch.float64, of dense features and labels.
+    """
+
+    paths: str | Path | Sequence[str | Path]
+    label_column: str
+    id_columns: Sequence[str]
+    table_rows: Sequence[int]
+    dense_columns: Sequence[str] = ()
+    weight_columns: Mapping[str, str] = field(default_factory=dict)
+    held_out: float = 1 / 7
+    held_out_paths: str | Path | Sequence[str | Path] | None = None
+    global_batch_size: int = 2048
+    seed: int = 0
+    shuffle_rows: int = 1 << 20
+    rules: ColumnRules = field(default_factory=ColumnRules)
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        ids, rows = list(self.id_columns), list(self.table_rows)
+        if not ids or len(ids) != len(rows) or any(count < 1 for count in rows):
+            raise ConfigError(
+                f"data.id_columns has {len(ids)} columns, data.table_rows {len(rows)} sizes "
+                f"({rows[:8]}): name at least one column, and give each its table's rows"
+            )
+        twice = sorted(name for name in set(ids) if ids.count(name) > 1)
+        if twice:
+            raise ConfigError(f"data.id_columns names {twice[0]!r} twice: leave one out")
+        strangers = sorted(set(self.weight_columns) - set(ids))
+        if strangers:
+            raise ConfigError(
+                f"data.weight_columns gives weights to {strangers[0]!r}, which data.id_columns "
+                "does not name: its keys are id columns"
+            )
+        if not 0 <= self.held_out < 1:
+            raise ConfigError(f"data.held_out={self.held_out}: give a share from 0 to below 1")
+        if self.shuffle_rows < 0:
+            raise ConfigError(f"data.shuffle_rows={self.shuffle_rows}: it must not be negative")
+        if self.rules.nulls not in NULLS:
+            raise ConfigError(f"data.nulls={self.rules.nulls!r} is not {' or '.join(NULLS)}")
+        if self.rules.string_ids not in STRING_IDS:
+            raise ConfigError(
+                f"data.string_ids={self.rules.string_ids!r} is not {' or '.join(STRING_IDS)}"
+            )
+
+    def wanted(self) -> list[WantedColumn]:
+        """The columns to read, and what they may be."""
+        found = [WantedColumn(self.label_column, "data.label_column", NUMBERS)]
+        found += [WantedColumn(name, "data.dense_columns", NUMBERS) for name in self.dense_columns]
+        found += [WantedColumn(name, "data.id_columns", IDS, True) for name in self.id_columns]
+        found += [
+            WantedColumn(name, "data.weight_columns", ("float", "integer"), True)
+            for name in self.weight_columns.values()
+        ]
+        return found
+
+
+class ParquetSource:
+    """The `BatchSource` of a `ParquetSpec`; features have the names of their columns.
+
+    Samples are shuffled within windows of row groups (see `BlockOrder`), the held-out ones keep
+    file order. A rank reads only the row groups that hold its slices, ids and dense features apart,
+    and keeps decoded row groups of about `shuffle_rows` samples (at least two row groups).
+    Without dense columns there is one dense feature, the constant 1. Raises DataError for missing
+    or malformed files.
+    """
+
+    def __init__(self, spec: ParquetSpec) -> None:
+        self.spec = spec
+        self.features = tuple(spec.id_columns)
+        self.table_rows = tuple(int(rows) for rows in spec.table_rows)
+        self.dense_features = max(1, len(spec.dense_columns))
+        files = input_files("data.path", spec.paths, "a Parquet file")
+        own = len(files)
+        if spec.held_out_paths is not None:
+            files += input_files("data.held_out_path", spec.held_out_paths, "a Parquet file")
+        self.files = ParquetFiles(files, spec.wanted())
+        groups = self.files.row_groups
+        rows = np.array([group.rows for group in groups], dtype=np.int64)
+        trains = sum(group.file < own for group in groups)
+        if spec.held_out_paths is None:
+            total = int(rows.sum())
+            share = Fraction(spec.held_out).limit_denominator(10_000)
+            train = total - -(-total * share.numerator // share.denominator)
+        else:
+            train = int(rows[:trains].sum())
+        if train == 0:
+            raise DataError(
+                f"data.path: {files[0].path} leaves nothing to train on: {int(rows.sum())} rows, "
+                "of which all are held out; lower data.held_out or give more rows"
+            )
+        self._split(rows, train)
+        largest = int(rows.max())
+        limit = self._order.widest + largest
+        self._ids, self._rest = BlockCache[list[BagColumn]](limit), BlockCache[tuple](limit)
+        logger.info(
+            "%d Parquet files with %d row groups: %d samples train, %d are held out; a rank keeps "
+            "at most %d decoded samples",
+            len(files),
+            len(groups),
+            train,
+            int(rows.sum()) - train,
+            limit,
+        )
+
+    def _split(self, rows: np.ndarray, train: int) -> None:
+        """Orders of the first `train` samples and of those after them."""
+        ends = np.cumsum(rows)
+        cut = int(np.searchsorted(ends, train, side="left"))  # the row group that is divided
+        inside = train - int(ends[cut] - rows[cut])
+        sizes = [*rows[:cut].tolist(), inside]
+        self._order = BlockOrder(sizes, self.spec.seed, self.spec.shuffle_rows)
+        rest = cut if inside < rows[cut] else cut + 1
+        self._eval_group, self._eval_skip = rest, inside if rest == cut else 0
+        held_out = rows[rest:].copy()
+        if len(held_out):
+            held_out[0] -= self._eval_skip
+        self._eval_order = BlockOrder(held_out.tolist(), self.spec.seed, 0)
+        self._train = BatchSpans(self._order.samples, self.spec.global_batch_size)
+        self._eval = BatchSpans(self._eval_order.samples, self.spec.global_batch_size)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Training steps of one epoch."""
+        return self._train.per_epoch
+
+    @property
+    def eval_batches(self) -> int | None:
+        """Held-out global batches."""
+        return self._eval.per_epoch
+
+    @property
+    def weighted(self) -> bool:
+        """Whether ids have weights."""
+        return bool(self.spec.weight_columns)
+
+    def train_batch(self, step: int, rank: int, world_size: int) -> Batch:
+        """This rank's slice of training step `step`, counted from 0 across epochs."""
+        span = self._train.locate(step)
+        groups, samples = self._order.places(span.epoch, span.start, span.stop)
+        return self._batch(groups, samples, span, step, (rank, world_size), "train")
+
+    def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
+        """This rank's slice of held-out global batch `index`."""
+        if index >= (self._eval.per_epoch or 0):
+            raise DataError(f"held-out batch {index} of {self.eval_batches} does not exist")
+        span = self._eval.locate(index)
+        blocks, samples = self._eval_order.places(0, span.start, span.stop)
+        samples += np.where(blocks == 0, self._eval_skip, 0)
+        groups = blocks + self._eval_group
+        return self._batch(groups, samples, span, index, (rank, world_size), "eval")
+
+    def _batch(
+        self,
+        groups: np.ndarray,
+        samples: np.ndarray,
+        span: SampleSpan,
+        index: int,
+        place: tuple[int, int],
+        kind: str,
+    ) -> Batch:
+        """The slice of a global batch that consists of `samples` of `groups`, int64 `[B]` each."""
+        low, high = slice_bounds(span.size, *place)
+        groups, samples = groups[low:high], samples[low:high]
+        dense, labels = self.dense_and_labels(groups, samples)
+        return Batch(
+            dense=dense,
+            ids=self.ids(groups, samples),
+            labels=labels,
+            global_size=span.size,
+            index=index,
+            epoch=span.epoch,
+            first_sample=low,
+            kind=kind,
+        )
+
+    def ids(self, groups: np.ndarray, samples: np.ndarray) -> JaggedIds:
+        """The bags of some samples, given as row groups and rows in them; reads ids alone."""
+        used, where = _by_group(groups)
+        held = [self._ids_of(group) for group in used]
+        parts = []
+        for feature in range(len(self.features)):
+            wanted = [(block[feature], samples[at]) for block, at in zip(held, where, strict=True)]
+            parts.append(gather(wanted, where, len(samples)))
+        return join(self.features, parts, self.spec.dtype if self.weighted else None)
+
+    def dense_and_labels(
+        self, groups: np.ndarray, samples: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dense features `[b, F_dense]` and labels `[b]` of some samples; reads these alone."""
+        dense = torch.ones(len(samples), self.dense_features, dtype=self.spec.dtype)
+        labels = torch.empty(len(samples), dtype=self.spec.dtype)
+        used, where = _by_group(groups)
+        for group, at in zip(used, where, strict=True):
+            own_dense, own_labels = self._dense_of(group)
+            if self.spec.dense_columns:
+                dense.numpy()[at] = own_dense[samples[at]]
+            labels.numpy()[at] = own_labels[samples[at]]
+        return dense, labels
+
+    def _ids_of(self, index: int) -> list[BagColumn]:
+        """The decoded id columns of a row group."""
+        group, spec = self.files.row_groups[index], self.spec
+
+        def decode() -> list[BagColumn]:
+            weights = spec.weight_columns
+            names = dict.fromkeys((*spec.id_columns, *weights.values()))
+            columns = self.files.read(group, list(names))
+            decoded = []
+            for name, rows in zip(spec.id_columns, self.table_rows, strict=True):
+                weight = None
+                if name in weights:
+                    weight = columns[weights[name]], self._place(group, weights[name])
+                decoded.append(
+                    parquet_columns.bags(
+                        columns[name], weight, rows, spec.rules, self._place(group, name)
+                    )
+                )
+            return decoded
+
+        return self._ids.get(index, group.rows, decode)
+
+    def _dense_of(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """The decoded dense features `[rows, F_dense]` and labels `[rows]` of a row group."""
+        group, spec = self.files.row_groups[index], self.spec
+
+        def decode() -> tuple[np.ndarray, np.ndarray]:
+            names = dict.fromkeys((spec.label_column, *spec.dense_columns))
+            columns = self.files.read(group, list(names))
+            dtype = torch.empty(0, dtype=spec.dtype).numpy().dtype
+            dense = np.empty((group.rows, len(spec.dense_columns)), dtype=dtype)
+            for at, name in enumerate(spec.dense_columns):
+                place = self._place(group, name)
+                dense[:, at] = parquet_columns.dense(columns[name], spec.rules, place)
+            label = spec.label_column
+            return dense, parquet_columns.labels(columns[label], self._place(group, label))
+
+        return self._rest.get(index, group.rows, decode)
+
+    def _place(self, group: RowGroup, column: str) -> Place:
+        return Place(self.files.files[group.file].path, column, group.first_row)
+
+
+def _by_group(groups: np.ndarray) -> tuple[list[int], list[np.ndarray]]:
+    """The distinct row groups, ascending, and where in the batch each one's samples stand."""
+    if not len(groups):
+        return [], []
+    used, inverse = np.unique(groups, return_inverse=True)
+    order = np.argsort(inverse, kind="stable")
+    cuts = np.cumsum(np.bincount(inverse))[:-1]
+    return used.tolist(), np.split(order, cuts)

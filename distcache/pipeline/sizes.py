@@ -1,0 +1,69 @@
+"""Global batches whose slices the ranks bring themselves: sizes are agreed step by step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from distcache.comm.counters import PLANNING, CollectiveCounters
+from distcache.comm.failure import record_failure
+from distcache.comm.link import Link
+from distcache.comm.world import World
+from distcache.data.batch import UNKNOWN, Batch
+from distcache.errors import PeerError
+
+log = logging.getLogger(__name__)
+
+_OK, _END, _ERROR = range(3)
+
+
+def agree_on_size(link: Link, batch: Batch) -> Batch:
+    """`batch` with its place among the slices of all ranks, where it does not know it.
+
+    All ranks call this with their slices of one step.
+    """
+    if batch.global_size != UNKNOWN:
+        return batch
+    own = torch.tensor([batch.ids.batch_size])
+    sizes = link.all_gather(own, PLANNING, f"sizes of {batch.kind} batch {batch.index}")
+    return batch.among([int(size) for size in sizes], link.world.rank)
+
+
+def agreed_batches(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
+    """The batches with their places among the slices of all ranks, until the first rank's end.
+
+    For streams that nobody plans, from the main thread: one small exchange per batch. An error of
+    one rank ends all.
+    """
+    link = Link(world, world.host_group, CollectiveCounters(), "the host group")
+    iterator, number = iter(batches), 0
+    while True:
+        status, batch, error = _OK, None, None
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            status = _END
+        except Exception as caught:
+            status, error = _ERROR, caught
+            record_failure(world.store, world.rank, caught)
+        own = torch.tensor([status, 0 if batch is None else batch.ids.batch_size])
+        headers = torch.stack(link.all_gather(own, PLANNING, f"sizes of batch {number}"))
+        worst = int(headers[:, 0].max())
+        ranks = (headers[:, 0] == worst).nonzero().flatten().tolist()
+        if error is not None:
+            raise error
+        if worst == _ERROR:
+            raise PeerError(f"stopped because rank {ranks[0]} failed: see its output")
+        if worst == _END or batch is None:
+            if batch is not None:
+                log.warning(
+                    "the data of rank %s ended at batch %d; this rank had more, which is left "
+                    "unread",
+                    ranks,
+                    number,
+                )
+            return
+        yield batch.among(headers[:, 1].tolist(), world.rank)
+        number += 1

@@ -1,0 +1,187 @@
+"""A run over your own data: each rank draws its slices from an iterable, and all end together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distcache import checkpoint
+from distcache.checkpoint import RunIdentity, TrainerState
+from distcache.comm.agree import together
+from distcache.comm.world import World
+from distcache.config import Config
+from distcache.data.batch import Batch
+from distcache.data.own import OwnBatches, eval_batches
+from distcache.errors import ConfigError
+from distcache.layout import TableSpec
+from distcache.run.loop import Loop, Outcome
+from distcache.run.schedule import Schedule
+from distcache.run.stop import StopRequest
+from distcache.trainer import Run
+
+
+@dataclass(frozen=True)
+class OwnSource:
+    """What the parts of a run ask of a source, for data that are drawn in order."""
+
+    features: tuple[str, ...]
+    table_rows: tuple[int, ...]
+    steps_per_epoch: None = None
+
+
+@dataclass(frozen=True)
+class OwnRun(Run):
+    """A `Run` whose batches come from `train` on each rank, and evaluations from `evaluate`.
+
+    Ends after the same step on all ranks: when the first rank's data end, at `trainer.steps`, or at
+    a stop. `eval_count`: batches of an evaluation, equal on all ranks.
+    """
+
+    train: OwnBatches = field(kw_only=True)
+    evaluate: Iterable[Any] | None = field(default=None, kw_only=True)
+    eval_count: int = field(default=0, kw_only=True)
+
+    def resume(self) -> TrainerState:
+        """See `Run.resume`; the loader goes back to where it was after the last trained batch."""
+        state, path = TrainerState(), self.config.trainer.resume
+        if path is not None:
+            own = {self._key(): b""}
+            state = checkpoint.load(Path(path), self.mode, self.identity(), self.world, own)
+            together(self.world, lambda: self.train.resume(own[self._key()]))
+        together(self.world, self.train.open)
+        return state
+
+    def own_state(self, state: TrainerState) -> dict[str, bytes]:
+        """The position of this rank's loader."""
+        return {self._key(): self.train.position(state.step)}
+
+    def _key(self) -> str:
+        return f"loader.{self.world.rank}"
+
+    def schedule(self, start: TrainerState) -> Schedule:
+        """Until the data end, or `trainer.steps`."""
+        want = self.config.trainer
+        return Schedule(start.step, want.steps, want.eval_every, self.eval_count)
+
+    def run_steps(
+        self,
+        start: TrainerState,
+        schedule: Schedule,
+        rates: Callable[[int], tuple[float, float]],
+        stop: StopRequest,
+    ) -> Outcome:
+        """Train until the end; then evaluate, where the last evaluation is of an earlier state."""
+        with self.progress(replace(schedule, steps=schedule.steps or self._expected())) as report:
+            loop = Loop(self.mode, self.world, schedule, rates, stop, report, Outcome(start))
+            outcome = loop.run(self._batches(schedule))
+            self.train.close()
+            late = outcome.evaluation is None and outcome.bad is None and self.eval_count > 0
+            if late and stop.agreed(self.world) is None:
+                loop.run(self._evaluation())
+            return outcome
+
+    def _batches(self, schedule: Schedule) -> Iterator[Batch]:
+        """Training and evaluation batches in the order of `schedule`."""
+        training, evaluation = self.train.batches(schedule.first_step), iter(())
+        for kind, index in schedule.order():
+            if kind == "eval" and index == 0:
+                evaluation = self._evaluation()
+            batch = next(training if kind == "train" else evaluation, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _evaluation(self) -> Iterator[Batch]:
+        width = self.train.dense_features
+        return eval_batches(self.evaluate or (), self.train.features, self.eval_count, width)
+
+    def _expected(self) -> int | None:
+        """Steps until the first rank's end, where all loaders know their lengths."""
+        lengths = [length for length in together(self.world, lambda: length_of(self.train))]
+        known = [length for length in lengths if length is not None]
+        return min(known) if len(known) == len(lengths) else None
+
+    def identity(self) -> RunIdentity:
+        """See `Run.identity`; the batches are of any size."""
+        return replace(super().identity(), global_batch_size=0)
+
+
+def length_of(items: Any) -> int | None:
+    """How many items there are, where that is known without reading them."""
+    try:
+        return len(items)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def count_evaluation(world: World, loader: Iterable[Any] | None, limit: int | None) -> int:
+    """Batches of an evaluation: those of the rank with the most, at most `limit`. Collective.
+
+    A loader that does not know its length is read once to count, unless there is a limit.
+    """
+
+    def count() -> int:
+        if loader is None:
+            return 0
+        if iter(loader) is loader:
+            raise ConfigError(
+                "eval_loader is an iterator, which can be read once: pass an object that makes a "
+                "new iterator each time, such as a DataLoader or a list"
+            )
+        length = length_of(loader)
+        if length is None:
+            length = limit if limit is not None else sum(1 for _ in loader)
+        return length if limit is None else min(length, limit)
+
+    return max(together(world, count))
+
+
+def share_weights(model: torch.nn.Module, world: World) -> None:
+    """Give all ranks rank 0's parameters and buffers. Collective."""
+    for value in (*model.parameters(), *model.buffers()):
+        whole = value.detach().cpu()
+        dist.broadcast(whole, src=0, group=world.host_group)
+        value.detach().copy_(whole)
+
+
+def table_specs(tables: Sequence[Any]) -> list[TableSpec]:
+    """`TableSpec`s as they are, TorchRec's `EmbeddingBagConfig`s as `TableSpec`s."""
+    found = []
+    for table in tables:
+        if not isinstance(table, TableSpec):
+            pooling = getattr(table.pooling, "name", table.pooling)
+            features = tuple(table.feature_names)
+            rows, dim = table.num_embeddings, table.embedding_dim
+            table = TableSpec(table.name, rows, dim, features, str(pooling).lower())
+        found.append(table)
+    if not found:
+        raise ConfigError("tables is empty: give at least one table")
+    return found
+
+
+def own_config(parallel: str, optimizer: str, settings: dict[str, Any], tables: int) -> Config:
+    """The config tree with `settings` (dotted keys) over its defaults. Raises ConfigError."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    config = Config()
+    config.data.name = config.model.name = "own"
+    config.data.table_rows = [1] * tables
+    config.model.dense_arch = config.model.over_arch = []
+    config.parallel.mode, config.optim.name = parallel, optimizer
+    config.run.dir = "runs/own"
+    tree = OmegaConf.structured(config)
+    for key, value in settings.items():
+        try:
+            OmegaConf.update(tree, key, value)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"settings[{key!r}]={value!r}: {error}") from error
+    whole = OmegaConf.to_object(tree)
+    if not isinstance(whole, Config):
+        raise ConfigError(f"no configuration: {settings}")
+    return whole

@@ -1,0 +1,42 @@
+"""Whole training runs over a source, from command-line overrides, in one set of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import run_ranks
+
+from distcache.cli.compose import compose_overrides, to_config
+from distcache.comm.world import close_world, open_world
+from distcache.trainer import train
+
+SMALL = ("trainer.device=cpu", "trainer.log_level=WARNING", "run.save=false", "trainer.steps=null")
+
+
+def _runs(rank: int, world_size: int, runs: Sequence[Sequence[str]], folder: str) -> list[dict]:
+    torch.set_num_threads(1)
+    world = open_world("cpu", timeout_s=60)
+    summaries = []
+    for number, overrides in enumerate(runs):
+        home = Path(folder) / f"w{world_size}-{number}"
+        if rank == 0:
+            home.mkdir(parents=True, exist_ok=True)
+        config = to_config(compose_overrides([*SMALL, *overrides]))
+        summaries.append(train(config, world, home).summary)
+    close_world(world)
+    return summaries
+
+
+def summaries(
+    runs: Sequence[Sequence[str]], folder: Path, world_size: int = 1, timeout: float = 120
+) -> list[dict[str, Any]]:
+    """The summaries of runs with these overrides, one after the other, at `world_size` ranks."""
+    return run_ranks(_runs, world_size, list(runs), str(folder), timeout=timeout)[0]
+
+
+def digests(summary: dict[str, Any]) -> tuple[str, str]:
+    """What must be the same bits."""
+    return summary["loss_digest"], summary["state_digest"]
