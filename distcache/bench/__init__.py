@@ -1,0 +1,1 @@
+"""Measurements: `python -m distcache.bench.<name> [key=value ...]`; `--help` shows the keys."""
