@@ -365,7 +365,7 @@ def test_command_says_what_went_wrong_and_verifies(text, tmp_path):
     )
     assert wrong.returncode == 1 and "nowhere" in wrong.stderr and "Traceback" not in wrong.stderr
     right = subprocess.run(
-        command(f"input={text}", f"output={tmp_path / 'out'}", "mode=hash", "rows=kaggle"),
+        command(f"input={text}", f"output={tmp_path / 'out'}", "min_count=2"),
         capture_output=True,
         text=True,
         check=True,

@@ -77,7 +77,7 @@ def test_vocabulary_by_falling_count(tmp_path, dtype, most, min_count, monkeypat
     random = np.random.default_rng(1)
     columns = [(random.zipf(1.3, 300) % 5000).astype(dtype) for _ in range(4)]
     task = vocabulary(tmp_path, columns, most, min_count=min_count)
-    report, _ = build_table(task)
+    report = build_table(task)
     assert read_table_report(tmp_path / "table") == report
     counted = Counter(np.concatenate(columns).tolist())
     kept = sorted((i for i, n in counted.items() if n >= min_count), key=lambda i: (-counted[i], i))
@@ -96,7 +96,7 @@ def test_vocabulary_by_falling_count(tmp_path, dtype, most, min_count, monkeypat
 
 
 def test_a_table_without_ids(tmp_path):
-    report, _ = build_table(vocabulary(tmp_path, [], 10))
+    report = build_table(vocabulary(tmp_path, [], 10))
     assert report.rows == FIRST and np.load(tmp_path / "counts.npy").tolist() == [0, 7]
     assert look_up(np.array([5], np.uint32), tmp_path / "table", report).tolist() == [0]
     assert MISSING == 1

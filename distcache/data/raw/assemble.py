@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,9 +45,8 @@ def make_arrays(folder: Path, samples: int, id_dtype: np.dtype) -> None:
         partial.rename(folder / f"{name}.npy")
 
 
-def assemble_part(task: AssembleTask) -> float:
-    """Write one part's samples; removes what it was made from. Processor seconds that it took."""
-    began = time.process_time()
+def assemble_part(task: AssembleTask) -> None:
+    """Write one part's samples, and remove what they were made from."""
     folder, arrays, count = Path(task.folder), Path(task.arrays), task.report.samples
     # Killed after this part was marked but before its files were gone: nothing is left to do.
     if not (folder / "assembled").exists():
@@ -63,7 +61,6 @@ def assemble_part(task: AssembleTask) -> float:
         (folder / "assembled").touch()
     for name in ("ids", "missing", "labels", "dense", "values", "counts"):
         (folder / f"{name}.bin").unlink(missing_ok=True)
-    return time.process_time() - began
 
 
 def _rows_of(

@@ -83,8 +83,7 @@ def count_tables(work: Work, plan: SamplePlan) -> list[TableReport]:
     largest = max((task.rows or 0 for task in todo if task.bag > 1), default=0)
     at_once = settings.workers_for(WORKER_BYTES + 16 * largest) if largest else None
     with work.progress("count", len(todo), "table") as bar:
-        for _task, (_report, cpu_s) in work.pool.run(build_table, todo, at_once):
-            work.cpu_s += cpu_s
+        for _ in work.pool.run(build_table, todo, at_once):
             bar.update(1)
     found = [read_table_report(Path(task.folder)) for task in tasks]
     return [report for report in found if report is not None]
@@ -143,8 +142,7 @@ def assemble(work: Work, plan: SamplePlan, tables: Sequence[TableReport]) -> Non
         for key, first in zip(plan.keys, plan.firsts, strict=True)
     ]
     with work.progress("write", plan.samples, "sample") as bar:
-        for task, cpu_s in work.pool.run(assemble_part, tasks):
-            work.cpu_s += cpu_s
+        for task, _ in work.pool.run(assemble_part, tasks):
             bar.update(task.report.samples)
 
 
@@ -160,9 +158,8 @@ def settle_arrays(work: Work, plan: SamplePlan, tables: Sequence[TableReport]) -
     hashes: dict[tuple[str, int], bytes] = {}
     total = sum((work.output / name).stat().st_size for name in names)
     with work.progress("check", total, "B") as bar:
-        for task, (digests, cpu_s) in work.pool.run(hash_blocks, tasks):
+        for task, digests in work.pool.run(hash_blocks, tasks):
             hashes[task.path, task.start] = digests
-            work.cpu_s += cpu_s
             bar.update(min(task.blocks * HASHED_BYTES, Path(task.path).stat().st_size - task.start))
     arrays = {
         name: describe_array(

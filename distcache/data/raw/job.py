@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import resource
 import shutil
 import time
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ def preprocess(settings: PreprocessSettings, progress: Progress) -> Manifest:
     Raises DataError for malformed input, ConfigError for an output folder that holds something
     else.
     """
-    began = time.perf_counter()
+    began, cpu_s = time.perf_counter(), core_seconds()
     files = [inspect(path, "input") for path in find_files(list(settings.input), "input")]
     pool = Pool(settings.workers_for())
     work = Work(settings, files, progress, pool)
@@ -45,7 +46,7 @@ def preprocess(settings: PreprocessSettings, progress: Progress) -> Manifest:
     with alone(work), pool:
         manifest = finish_work(work)
     shutil.rmtree(work.folder)
-    _say_rate(work, time.perf_counter() - began)
+    _say_rate(work, time.perf_counter() - began, core_seconds() - cpu_s)
     return manifest
 
 
@@ -140,7 +141,6 @@ def parse(work: Work) -> None:
             key = keys[task.name]
             if report.complete:
                 work.parts[key] = report
-                work.cpu_s += report.cpu_s
                 work.text_bytes += report.text_bytes
             else:
                 failed.append((key, report))
@@ -181,8 +181,14 @@ def _ranges(work: Work, spool: Spool) -> Iterator[tuple[tuple[int, int], InputFi
             yield (number, index), piece, 0, piece.bytes, read
 
 
-def _say_rate(work: Work, seconds: float) -> None:
-    """Log the rate of the whole job: text by time, and by processor time of all its parts."""
+def core_seconds() -> float:
+    """Processor seconds of this process and of its children that have ended."""
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in usage)
+
+
+def _say_rate(work: Work, seconds: float, cpu_s: float) -> None:
+    """Log the rate of the whole job: text by time, and by processor time of all its processes."""
     if not work.text_bytes:
         return
     mega = work.text_bytes / 1e6
@@ -191,6 +197,6 @@ def _say_rate(work: Work, seconds: float) -> None:
         f"{mega:,.0f}",
         seconds,
         mega / seconds,
-        mega / max(work.cpu_s, 1e-9),
-        work.cpu_s,
+        mega / max(cpu_s, 1e-9),
+        cpu_s,
     )

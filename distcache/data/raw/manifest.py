@@ -144,7 +144,7 @@ def verify(folder: Path) -> Manifest:
     for name, expected in manifest.arrays.items():
         open_array(folder, manifest, name)
         found = describe_array(
-            folder / name, [hash_blocks(task)[0] for task in hash_tasks(folder / name)]
+            folder / name, [hash_blocks(task) for task in hash_tasks(folder / name)]
         )
         if found != expected:
             raise DataError(

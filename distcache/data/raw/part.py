@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -56,8 +55,7 @@ class PartReport:
     """What a part holds. `bad`: line (from 0 in the part) and reason of the first malformed ones.
 
     `lengths`: distinct ids of each table, `missing`: samples without an id of each table.
-    `cpu_s`: processor seconds that it took. A part with `complete` false was given up at its
-    first malformed line.
+    A part with `complete` false was given up at its first malformed line.
     """
 
     name: str
@@ -69,13 +67,11 @@ class PartReport:
     id_dtype: str
     lengths: list[int] = field(default_factory=list)
     missing: list[int] = field(default_factory=list)
-    cpu_s: float = 0.0
     complete: bool = True
 
 
 def parse_part(task: PartTask) -> PartReport:
     """Parse a part into its folder. Raises DataError for a file that changed meanwhile."""
-    began = time.process_time()
     parser = _Parser(task)
     blocks = list(parser.rows())
     if parser.bad and not task.skip_bad:
@@ -96,7 +92,6 @@ def parse_part(task: PartTask) -> PartReport:
         id_dtype=samples.ids.dtype.str,
         lengths=lengths,
         missing=missing,
-        cpu_s=time.process_time() - began,
     )
     (partial / "report.json").write_text(json.dumps(asdict(report)))
     try:
@@ -190,7 +185,6 @@ class _Parser:
         id_dtype: str = "",
         lengths: list[int] | None = None,
         missing: list[int] | None = None,
-        cpu_s: float = 0.0,
         complete: bool = True,
     ) -> PartReport:
         """The report of what was parsed."""
@@ -204,7 +198,6 @@ class _Parser:
             id_dtype=id_dtype,
             lengths=lengths or [],
             missing=missing or [],
-            cpu_s=cpu_s,
             complete=complete,
         )
 

@@ -7,7 +7,6 @@ often enough in training samples, by falling count, equal counts by rising id.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,12 +53,8 @@ class TableReport:
     row_dtype: str = ""
 
 
-def build_table(task: TableTask) -> tuple[TableReport, float]:
-    """Count one table; leaves `report.json` in its work folder when all is written.
-
-    Returns what it wrote and the processor seconds spent.
-    """
-    began = time.process_time()
+def build_table(task: TableTask) -> TableReport:
+    """Count one table; leaves `report.json` in its work folder when all is written."""
     folder = Path(task.folder)
     folder.mkdir(parents=True, exist_ok=True)
     report = _hashed(task) if task.rows is not None else _vocabulary(task)
@@ -68,7 +63,7 @@ def build_table(task: TableTask) -> tuple[TableReport, float]:
     partial = folder / "report.json.partial"
     partial.write_text(json.dumps(asdict(report)))
     partial.rename(folder / "report.json")
-    return report, time.process_time() - began
+    return report
 
 
 def read_table_report(folder: Path) -> TableReport | None:

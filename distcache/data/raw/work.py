@@ -28,14 +28,13 @@ Progress = Callable[[str, int, str], AbstractContextManager[Bar]]
 
 @dataclass
 class Work:
-    """A job's state: settings, inputs, parts by (file, part), and what it cost so far."""
+    """A job's state: settings, inputs, parts by (file, part), and bytes of text parsed now."""
 
     settings: PreprocessSettings
     files: list[InputFile]
     progress: Progress
     pool: Pool
     parts: dict[tuple[int, int], PartReport] = field(default_factory=dict)
-    cpu_s: float = 0.0
     text_bytes: int = 0
 
     @property
