@@ -96,7 +96,8 @@ class OwnBatches:
                     "once: pass an object that makes a new iterator each time, such as a DataLoader"
                 )
             return again, 0
-        items, self._opened = self._opened or iter(self._loader), None
+        items = iter(self._loader) if self._opened is None else self._opened
+        self._opened = None
         done = self._start["items"]
         if not self._stateful:
             for _ in range(done):

@@ -121,8 +121,9 @@ def join_pooled(groups: Sequence[TableGroup], pooled: Sequence[Tensor], batch: i
     """Pooled bags `[F_g * b, D_g]` of every group -> `[b, sum of widths]` in feature order."""
     if len(groups) == 1:
         dim = groups[0].dim
-        width = len(groups[0].features) * dim
-        return pooled[0].view(-1, batch, dim).transpose(0, 1).reshape(batch, width)
+        features = len(groups[0].features)
+        by_feature = pooled[0].view(features, batch, dim)
+        return by_feature.transpose(0, 1).reshape(batch, features * dim)
     columns: dict[int, Tensor] = {}
     for group, bags in zip(groups, pooled, strict=True):
         for place, feature in enumerate(group.features):
