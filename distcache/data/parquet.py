@@ -15,10 +15,10 @@ from distcache.data import parquet_columns
 from distcache.data.bags import BagColumn, gather, join
 from distcache.data.batch import Batch, JaggedIds, slice_bounds
 from distcache.data.block_cache import BlockCache
-from distcache.data.row_group_order import RowGroupOrder
 from distcache.data.files import input_files
 from distcache.data.parquet_columns import NULLS, ColumnRules, Place
 from distcache.data.parquet_files import IDS, NUMBERS, ParquetFiles, RowGroup, WantedColumn
+from distcache.data.row_group_order import RowGroupOrder
 from distcache.data.samplers import BatchSpans, SampleSpan
 from distcache.data.string_ids import STRING_IDS
 from distcache.errors import ConfigError, DataError

@@ -16,9 +16,9 @@ from batch_checks import check_slices
 from parquet_files import ROWS, columns, source, write
 from source_runs import digests, summaries
 
-from distcache.data.row_group_order import RowGroupOrder
 from distcache.data.hashing import key_of
 from distcache.data.parquet_columns import ColumnRules
+from distcache.data.row_group_order import RowGroupOrder
 from distcache.data.samplers import SampleOrder
 from distcache.errors import ConfigError, DataError
 
