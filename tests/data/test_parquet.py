@@ -201,7 +201,7 @@ def test_nulls(tmp_path):
     assert bags_of(empty, 0) == [[3], [], [4], []]
     assert bags_of(empty, 1) == [[hash_of("w1", 1000)], [], [], []]
     with pytest.raises(DataError, match=r"a\.parquet, row 1, column 'x'.*data\.nulls=zero"):
-        source(path, **common).train_batch(0, 0, 1)
+        source(path, **common, id_columns=("c",), table_rows=(7,)).train_batch(0, 0, 1)
     for column, row in (("a", 2), ("b", 2)):
         stream = source(path, **common, dense_columns=("z",), id_columns=(column,), table_rows=(9,))
         with pytest.raises(DataError, match=rf"row {row}, column '{column}'.*null"):
