@@ -50,8 +50,9 @@ def fit(
     `tables`: `TableSpec`s or TorchRec's `EmbeddingBagConfig`s. `model(dense [b, F], pooled
     [b, sum of widths]) -> logits [b]`; all ranks start from rank 0's weights. `parallel`: `data`,
     `resident`, `host` or `hybrid`; `optimizer`: `sgd`, `adagrad`, `rowwise_adagrad` or `adam`.
-    `eval_loader`: held-out items, at the end and every `trainer.eval_every` steps. `settings`: keys
-    of the command line, such as `{"cache.rows": 10_000, "optim.dense_lr": 0.01}`.
+    `eval_loader`: held-out items, all of them (or `trainer.eval_steps` each time), at the end and
+    every `trainer.eval_every` steps. `settings`: keys of the command line, such as
+    `{"cache.rows": 10_000, "optim.dense_lr": 0.01}`.
 
     Leaves a run folder (`run.dir`, by default runs/own) and returns its summary. Without `world`,
     joins the job that torchrun's environment describes, or is one rank. Raises ConfigError and

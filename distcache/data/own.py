@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class OwnBatches:
         step = first_step
         for epoch in range(self._start["epoch"], self._epochs):
             items, done = self._pass(epoch)
-            for item in items:
+            for item in _read(items, "train", step):
                 done += 1
                 state = self._loader.state_dict() if self._stateful else None  # type: ignore[attr-defined]
                 position = {"epoch": epoch, "items": done, "loader": state}
@@ -96,11 +97,12 @@ class OwnBatches:
                     "once: pass an object that makes a new iterator each time, such as a DataLoader"
                 )
             return again, 0
-        items, self._opened = self._opened or iter(self._loader), None
+        items = iter(self._loader) if self._opened is None else self._opened
+        self._opened = None
         done = self._start["items"]
         if not self._stateful:
-            for _ in range(done):
-                next(items, None)
+            for _ in islice(_read(items, "train", 0), done):
+                pass
         return items, done
 
     def _set_epoch(self, epoch: int) -> None:
@@ -114,8 +116,8 @@ def eval_batches(
     loader: Iterable[Any], features: Sequence[str], count: int, dense_features: int
 ) -> Iterator[Batch]:
     """`count` evaluation batches of one pass; empty ones where the iterable has fewer."""
-    items, number = iter(loader), 0
-    for number, item in enumerate(items, start=1):
+    number = 0
+    for number, item in enumerate(_read(iter(loader), "eval", 0), start=1):
         batch = as_batch(item, features, number - 1, 0, "eval")
         dense_features = batch.dense.shape[1]
         yield batch
@@ -126,6 +128,21 @@ def eval_batches(
         ids = JaggedIds(tuple(features), torch.zeros(0, dtype=torch.int64), offsets)
         nothing = torch.zeros(0)
         yield Batch(nothing.view(0, dense_features), ids, nothing, UNKNOWN, index, 0, 0, "eval")
+
+
+def _read(items: Iterator[Any], kind: str, number: int) -> Iterator[Any]:
+    """The items; what the iterable raises becomes a DataError that names the item."""
+    while True:
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise DataError(
+                f"{kind} batch {number} of your loader: {type(error).__name__}: {error}"
+            ) from error
+        yield item
+        number += 1
 
 
 def as_batch(

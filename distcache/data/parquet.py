@@ -15,10 +15,10 @@ from distcache.data import parquet_columns
 from distcache.data.bags import BagColumn, gather, join
 from distcache.data.batch import Batch, JaggedIds, slice_bounds
 from distcache.data.block_cache import BlockCache
-from distcache.data.block_order import BlockOrder
 from distcache.data.files import input_files
 from distcache.data.parquet_columns import NULLS, ColumnRules, Place
 from distcache.data.parquet_files import IDS, NUMBERS, ParquetFiles, RowGroup, WantedColumn
+from distcache.data.row_group_order import RowGroupOrder
 from distcache.data.samplers import BatchSpans, SampleSpan
 from distcache.data.string_ids import STRING_IDS
 from distcache.errors import ConfigError, DataError
@@ -35,7 +35,7 @@ class ParquetSpec:
     -> column with a weight for each of its ids; `held_out`: share of the samples, the last ones,
     that is evaluated on (with `held_out_paths`: those files instead); `shuffle_rows`: samples that
     are shuffled together (0: file order); `rules`: what values mean; `dtype`: torch.float32 or
-    torch.float64, of dense features and labels.
+    torch.float64, of dense features and labels (the features have float32's precision in both).
     """
 
     paths: str | Path | Sequence[str | Path]
@@ -94,7 +94,7 @@ class ParquetSpec:
 class ParquetSource:
     """The `BatchSource` of a `ParquetSpec`; features have the names of their columns.
 
-    Samples are shuffled within windows of row groups (see `BlockOrder`), the held-out ones keep
+    Samples are shuffled within windows of row groups (see `RowGroupOrder`), the held-out ones keep
     file order. A rank reads only the row groups that hold its slices, ids and dense features apart,
     and keeps decoded row groups of about `shuffle_rows` samples (at least two row groups).
     Without dense columns there is one dense feature, the constant 1. Raises DataError for missing
@@ -145,13 +145,13 @@ class ParquetSource:
         cut = int(np.searchsorted(ends, train, side="left"))  # the row group that is divided
         inside = train - int(ends[cut] - rows[cut])
         sizes = [*rows[:cut].tolist(), inside]
-        self._order = BlockOrder(sizes, self.spec.seed, self.spec.shuffle_rows)
+        self._order = RowGroupOrder(sizes, self.spec.seed, self.spec.shuffle_rows)
         rest = cut if inside < rows[cut] else cut + 1
         self._eval_group, self._eval_skip = rest, inside if rest == cut else 0
         held_out = rows[rest:].copy()
         if len(held_out):
             held_out[0] -= self._eval_skip
-        self._eval_order = BlockOrder(held_out.tolist(), self.spec.seed, 0)
+        self._eval_order = RowGroupOrder(held_out.tolist(), self.spec.seed, 0)
         self._train = BatchSpans(self._order.samples, self.spec.global_batch_size)
         self._eval = BatchSpans(self._eval_order.samples, self.spec.global_batch_size)
 
@@ -263,8 +263,7 @@ class ParquetSource:
         def decode() -> tuple[np.ndarray, np.ndarray]:
             names = dict.fromkeys((spec.label_column, *spec.dense_columns))
             columns = self.files.read(group, list(names))
-            dtype = torch.empty(0, dtype=spec.dtype).numpy().dtype
-            dense = np.empty((group.rows, len(spec.dense_columns)), dtype=dtype)
+            dense = np.empty((group.rows, len(spec.dense_columns)), dtype=np.float32)
             for at, name in enumerate(spec.dense_columns):
                 place = self._place(group, name)
                 dense[:, at] = parquet_columns.dense(columns[name], spec.rules, place)

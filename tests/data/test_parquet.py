@@ -16,9 +16,9 @@ from batch_checks import check_slices
 from parquet_files import ROWS, columns, source, write
 from source_runs import digests, summaries
 
-from distcache.data.block_order import BlockOrder
 from distcache.data.hashing import key_of
 from distcache.data.parquet_columns import ColumnRules
+from distcache.data.row_group_order import RowGroupOrder
 from distcache.data.samplers import SampleOrder
 from distcache.errors import ConfigError, DataError
 
@@ -52,7 +52,7 @@ def seen(stream, steps) -> list[int]:
 @pytest.mark.parametrize("window", [0, 1, 25, 1000])
 def test_an_epoch_has_every_sample_once(window):
     sizes = [10, 3, 25, 1, 10, 10, 8]
-    order = BlockOrder(sizes, 7, window)
+    order = RowGroupOrder(sizes, 7, window)
     for epoch in range(3):
         found = []
         for start in range(0, 67, 9):
@@ -66,7 +66,7 @@ def test_an_epoch_has_every_sample_once(window):
 
 
 def test_windows_mix_their_blocks_and_no_others():
-    order = BlockOrder([10] * 30, 3, 40)
+    order = RowGroupOrder([10] * 30, 3, 40)
     firsts = []
     for epoch in range(4):
         for window in range(7):
@@ -79,7 +79,7 @@ def test_windows_mix_their_blocks_and_no_others():
 
 
 def test_one_window_is_the_order_of_all_samples():
-    order = BlockOrder([10, 3, 25], 5, 38)
+    order = RowGroupOrder([10, 3, 25], 5, 38)
     blocks, samples = order.places(2, 4, 30)
     expected = SampleOrder(38, key_of(5, 0)).positions(2, 4, 30)
     assert (np.array([0, 10, 13])[blocks] + samples).tolist() == expected.tolist()
@@ -201,7 +201,7 @@ def test_nulls(tmp_path):
     assert bags_of(empty, 0) == [[3], [], [4], []]
     assert bags_of(empty, 1) == [[hash_of("w1", 1000)], [], [], []]
     with pytest.raises(DataError, match=r"a\.parquet, row 1, column 'x'.*data\.nulls=zero"):
-        source(path, **common).train_batch(0, 0, 1)
+        source(path, **common, id_columns=("c",), table_rows=(7,)).train_batch(0, 0, 1)
     for column, row in (("a", 2), ("b", 2)):
         stream = source(path, **common, dense_columns=("z",), id_columns=(column,), table_rows=(9,))
         with pytest.raises(DataError, match=rf"row {row}, column '{column}'.*null"):
@@ -240,7 +240,8 @@ def test_log_of_dense_and_no_dense(tmp_path):
     rules = ColumnRules(nulls="zero", log1p=True)
     common = {"batch": 7, "shuffle_rows": 0, "held_out": 0, "dtype": torch.float64}
     batch = source(path, **common, dense_columns=("x",), rules=rules).train_batch(0, 0, 1)
-    assert batch.dense[:5, 0].tolist() == [0, 0, 0, math.log(8), math.log1p(10**18)]
+    expected = np.float32([0, 0, 0, math.log(8), math.log1p(10**18)]).tolist()
+    assert batch.dense[:5, 0].tolist() == expected and batch.dense.dtype == torch.float64
     none = source(path, **common, dense_columns=())
     assert none.dense_features == 1 and none.train_batch(0, 0, 1).dense.tolist() == [[1.0]] * 7
 

@@ -26,7 +26,7 @@ class _Epoch:
     windows: np.ndarray
 
 
-class BlockOrder:
+class RowGroupOrder:
     """Positions of an epoch to (block, sample inside it).
 
     `sizes`: samples of each block; `window`: samples shuffled together, at least; 0 keeps the

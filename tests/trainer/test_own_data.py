@@ -1,0 +1,438 @@
+"""distcache.fit: iterables per rank in every mode; lengths, sizes, forms, resuming, errors."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import TORCHRUN, environment
+from ranks import run_ranks
+from scenarios import Scenario, SmallNet, run_mode, table
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import distcache
+from distcache.comm.world import close_world, open_world
+from distcache.data.batch import JaggedIds
+from distcache.data.own import OwnBatches, as_batch
+from distcache.errors import ConfigError, DataError
+from distcache.parallel.base import OptimizerSpec
+from distcache.parallel.cached import CachedSettings
+
+SCENARIO = Scenario((table("t", 300, 8, 3),), OptimizerSpec("adagrad"), steps=12, weighted=False)
+"""Three features on one table; a rank's slice of step s is `SCENARIO.batch(s, rank, world)`."""
+ROWS = {"cache.rows": 160, "cache.lookahead": 3, "optim.dense_lr": 0.1, "optim.embedding_lr": 0.1}
+
+
+def item(step: int, rank: int, world: int, form: str = "tuple") -> Any:
+    """One item of a loader."""
+    batch = SCENARIO.batch(step, rank, world)
+    ids = batch.ids
+    if form == "kjt":
+        from torchrec import KeyedJaggedTensor
+
+        keys = list(reversed(ids.features))  # in another order than the tables read
+        b = ids.batch_size
+        parts = [ids.values[ids.offsets[f * b] : ids.offsets[(f + 1) * b]] for f in (2, 1, 0)]
+        lengths = ids.offsets.diff().view(3, b).flip(0).reshape(-1)
+        jagged = KeyedJaggedTensor.from_lengths_sync(keys, torch.cat(parts), lengths)
+        return batch.dense, jagged, batch.labels
+    if form == "jagged":
+        return batch.dense, ids, batch.labels.long().unsqueeze(1)
+    return batch.dense, (ids.values, ids.offsets), batch.labels
+
+
+class Items(Dataset):
+    """A map-style data set whose samples are whole slices."""
+
+    def __init__(self, rank: int, world: int, count: int = 12) -> None:
+        self.rank, self.world, self.count = rank, world, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int):
+        return item(index, self.rank, self.world)
+
+
+class Endless(IterableDataset):
+    """Without a length."""
+
+    def __init__(self, rank: int, world: int, count: int) -> None:
+        self.rank, self.world, self.count = rank, world, count
+
+    def __iter__(self):
+        return (item(step, self.rank, self.world) for step in range(self.count))
+
+
+class Resumable:
+    """An iterator with a state; `drawn` lists the items that were read."""
+
+    def __init__(self, rank: int, world: int, count: int = 12) -> None:
+        self.rank, self.world, self.count, self.at = rank, world, count, 0
+        self.drawn: list[int] = []
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == self.count:
+            raise StopIteration
+        self.drawn.append(self.at)
+        self.at += 1
+        return item(self.at - 1, self.rank, self.world)
+
+    def state_dict(self) -> dict:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.at = state["at"]
+
+
+def fit(world, folder: Path, loader, parallel="data", **settings):
+    """One run in `folder`: its summary. A checkpoint is left where `trainer.steps` ends it."""
+    save = "trainer__steps" in settings
+    own = {key.replace("__", "."): value for key, value in settings.items() if "__" in key}
+    rest = {key: value for key, value in settings.items() if "__" not in key}
+    result = distcache.fit(
+        loader,
+        SCENARIO.tables,
+        SCENARIO.model(),
+        parallel=parallel,
+        settings=ROWS | {"run.dir": str(folder), "run.save": save} | own,
+        world=world,
+        **rest,
+    )
+    return result.summary
+
+
+def digests(summary) -> tuple[str, str]:
+    return summary["loss_digest"], summary["state_digest"]
+
+
+def slices(rank: int, world: int, count: int = 12, form: str = "tuple") -> list:
+    return [item(step, rank, world, form) for step in range(count)]
+
+
+def forms(world, home: Path) -> dict[str, Any]:
+    """The same data as every kind of iterable."""
+    place = world.rank, world.size
+    loaders = {
+        "generator": (item(step, *place) for step in range(12)),
+        "kjt": slices(*place, form="kjt"),
+        "jagged": slices(*place, form="jagged"),
+        "workers": DataLoader(Items(*place), batch_size=None, num_workers=2, pin_memory=True),
+        "no length": DataLoader(Endless(*place, 12), batch_size=None),
+    }
+    return {name: fit(world, home / name, loader) for name, loader in loaders.items()}
+
+
+def resuming(world, home: Path) -> dict[str, Any]:
+    """Half of the steps, then the rest from the checkpoint."""
+    place, seen = (world.rank, world.size), {}
+    makers = {
+        "replayed": lambda: slices(*place),
+        "state": lambda: Resumable(*place),
+        "workers": lambda: DataLoader(Items(*place), batch_size=None, num_workers=1),
+    }
+    for name, make in makers.items():
+        first = fit(world, home / name, make(), trainer__steps=5)
+        loader = make()
+        rest = fit(world, home / f"{name}2", loader, trainer__resume=str(home / name))
+        seen[name] = (first["steps"], rest["first_step"], rest["steps"], digests(rest))
+        if name == "state":
+            seen["drawn again"] = loader.drawn
+    once = fit(world, home / "epochs", slices(*place, count=7), epochs=2)
+    fit(world, home / "half", Resumable7(*place), epochs=2, trainer__steps=9)
+    again = fit(
+        world, home / "half2", Resumable7(*place), epochs=2, trainer__resume=str(home / "half")
+    )
+    seen["epochs"] = digests(once) == digests(again), once["steps"]
+    return seen
+
+
+class Resumable7:
+    """Re-iterable, with a state inside the pass."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.place, self.at = (rank, world), 0
+
+    def __iter__(self):
+        while self.at < 7:
+            self.at += 1
+            yield item(self.at - 1, *self.place)
+        self.at = 0
+
+    def state_dict(self) -> dict:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.at = state["at"]
+
+
+def uneven(world, home: Path) -> dict[str, Any]:
+    """Sizes, lengths and evaluations that differ between ranks, in every mode."""
+    rank, seen = world.rank, {}
+
+    def lopsided(count):
+        return [
+            as_tuple(SCENARIO.batch(s, 0, 3) if rank == 0 and world.size > 1 else rest(s))
+            for s in range(count)
+        ]
+
+    def rest(step):
+        batch = SCENARIO.batch(step, 0, 1)
+        if world.size == 1:
+            return batch
+        return cut(batch, SCENARIO.global_batch // 3)
+
+    evals = [as_tuple(SCENARIO.batch(50 + n, rank, world.size)) for n in range(3 + 2 * rank)]
+    more = {"eval_loader": evals, "trainer__eval_every": 4}
+    for mode in ("data", "resident", "host", "hybrid"):
+        seen[mode] = fit(world, home / mode, lopsided(12 - 2 * rank), mode, **more)
+    seen["no eval"] = fit(world, home / "none", lopsided(12 - 2 * rank))
+    return seen
+
+
+def as_tuple(batch):
+    return batch.dense, batch.ids, batch.labels
+
+
+def cut(batch, first: int):
+    """The samples of a batch from `first` on."""
+    ids, b = batch.ids, batch.ids.batch_size
+    lengths = ids.offsets.diff().view(len(ids.features), b)[:, first:]
+    values = [
+        ids.values[ids.offsets[f * b + first] : ids.offsets[(f + 1) * b]]
+        for f in range(len(ids.features))
+    ]
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.reshape(-1).cumsum(0)])
+    jagged = JaggedIds(ids.features, torch.cat(values), offsets)
+    return replace(batch, dense=batch.dense[first:], labels=batch.labels[first:], ids=jagged)
+
+
+def failing(world, home: Path) -> dict[str, Any]:
+    """What goes wrong on the last rank, as every rank hears of it."""
+    last, place, seen = world.rank == world.size - 1, (world.rank, world.size), {}
+
+    def broken():
+        for step in range(12):
+            if step == 7 and last:
+                raise ValueError("disk on fire")
+            yield item(step, *place)
+
+    shape = slices(*place)
+    if last:
+        shape[4] = (shape[4][0][:, :2], shape[4][1], shape[4][2][:-1])
+    for mode in ("data", "hybrid"):
+        for name, loader in (("raises", broken()), ("shape", shape)):
+            try:
+                fit(world, home / f"{name}-{mode}", loader, mode)
+            except Exception as error:
+                seen[f"{name} {mode}"] = f"{type(error).__name__}: {error}"
+    return seen
+
+
+SCENES = {"forms": forms, "resuming": resuming, "uneven": uneven, "failing": failing}
+
+
+def play(rank: int, size: int, names: list[str], folder: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    multiprocessing.current_process()._config["daemon"] = False  # a daemon may have no workers
+    world = open_world("cpu", timeout_s=60)
+    source = run_mode(world, SCENARIO, CachedSettings("data", (160,), lookahead=3))
+    seen: dict[str, Any] = {"source losses": source.losses}
+    whole = fit(world, Path(folder) / "whole", slices(rank, size))
+    seen["whole"] = digests(whole)
+    seen["last loss"] = whole["final_loss"]
+    seen |= {name: SCENES[name](world, Path(folder)) for name in names}
+    close_world(world)
+    return seen
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def seen(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(f"own{request.param}")
+    found = run_ranks(play, request.param, [*SCENES], str(folder), timeout=200)
+    return found, request.param, folder
+
+
+def test_every_kind_of_iterable_trains_alike(seen):
+    ranks, _, folder = seen
+    for found in ranks:
+        for name, summary in found["forms"].items():
+            assert digests(summary) == ranks[0]["whole"], name
+            assert summary["steps"] == 12 and summary["global_batch_size"] is None
+    assert json.loads((folder / "whole" / "summary.json").read_text())["steps"] == 12
+
+
+def test_equal_to_a_source_with_the_same_slices(seen):
+    ranks, _, _ = seen
+    assert ranks[0]["last loss"] == ranks[0]["source losses"][-1]
+
+
+def test_resuming_is_exact(seen):
+    ranks, _, _ = seen
+    for found in ranks:
+        for name in ("replayed", "state", "workers"):
+            assert found["resuming"][name] == (5, 5, 7, found["whole"]), name
+        assert found["resuming"]["drawn again"] == list(range(5, 12))
+        assert found["resuming"]["epochs"] == (True, 14)
+
+
+def test_uneven_sizes_and_lengths(seen):
+    ranks, world, _ = seen
+    for found in ranks:
+        runs = found["uneven"]
+        assert digests(runs["data"]) == digests(runs["resident"]) == digests(runs["host"])
+        assert digests(runs["data"]) == digests(runs["no eval"])
+        for summary in runs.values():
+            assert summary["steps"] == 12 - 2 * (world - 1)  # the first rank's end
+        assert runs["hybrid"]["final_loss"] == pytest.approx(runs["data"]["final_loss"], rel=1e-5)
+        assert runs["hybrid"]["eval_auc"] == pytest.approx(runs["data"]["eval_auc"], abs=1e-3)
+        assert 0 < runs["data"]["eval_auc"] < 1
+    if world == 2:
+        lines = (seen[2] / "data" / "metrics.jsonl").read_text().splitlines()
+        evaluated = [json.loads(line) for line in lines if "eval_auc" in line]
+        assert [line["step"] for line in evaluated] == [4, 8, 10]
+
+
+def test_an_error_reaches_all_ranks(seen):
+    ranks, world, _ = seen
+    own, others = ranks[-1]["failing"], [found["failing"] for found in ranks[:-1]]
+    for mode in ("data", "hybrid"):
+        assert own[f"raises {mode}"] == (
+            "DataError: train batch 7 of your loader: ValueError: disk on fire"
+        )
+        size = 24 // world
+        assert (
+            f"train batch 4 of your loader: dense is [{size}, 2], labels [{size - 1}]"
+            in (own[f"shape {mode}"])
+        )
+        for found in others:
+            assert found[f"raises {mode}"].startswith("PeerError: stopped because rank 1 failed")
+            assert "PeerError" in found[f"shape {mode}"]
+
+
+# --- without ranks -------------------------------------------------------------------------------
+
+
+def test_global_batch_is_the_concatenation():
+    dense, ids, labels = item(3, 0, 1)
+    batch = as_batch((dense, ids, labels), SCENARIO.features, 3, 0).among([24, 0, 5], 2)
+    assert (batch.global_size, batch.first_sample, batch.largest) == (29, 24, 24)
+    assert as_batch((dense, ids, labels), SCENARIO.features, 3, 0).among([0, 0], 0).global_size == 1
+
+
+BAD_ITEMS = {
+    "two": (lambda d, i, y: (d, i), "is a tuple of 2; give"),
+    "dict": (lambda d, i, y: {"dense": d}, "is a dict; give"),
+    "dense": (lambda d, i, y: (d[0], i, y), r"dense is \[5\]"),
+    "labels": (lambda d, i, y: (d, i, y[1:]), r"labels \[23\], ids have 24"),
+    "ids": (lambda d, i, y: (d, 7, y), "ids are a int; give a KeyedJaggedTensor"),
+    "offsets": (lambda d, i, y: (d, (i[0], i[1][:-6]), y), "ids have 22 samples"),
+    "text": (lambda d, i, y: ("abc", i, y), "dense is a str, no tensor"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_ITEMS.values(), ids=BAD_ITEMS)
+def test_bad_items_are_named(change, message):
+    with pytest.raises(DataError, match=rf"train batch 3 of your loader.*{message}"):
+        as_batch(change(*item(3, 0, 1)), SCENARIO.features, 3, 0)
+
+
+def test_other_features():
+    dense, _, labels = item(0, 0, 1)
+    jagged = SCENARIO.batch(0).ids
+    with pytest.raises(DataError, match=r"has the features \['t_0', 't_1', 't_2'\]; .* \['a', 'b'"):
+        as_batch((dense, jagged, labels), ("a", "b", "c"), 0, 0)
+
+
+def test_positions_are_of_trained_batches_and_few():
+    own = OwnBatches(Resumable(0, 1), SCENARIO.features, keep=4)
+    own.open()
+    batches = own.batches(0)
+    for _ in range(9):
+        next(batches)
+    other = OwnBatches(Resumable(0, 1), SCENARIO.features)
+    other.resume(own.position(6))
+    other.open()
+    assert next(other.batches(6)).index == 6 and other._loader.drawn == [6]
+    assert len(own._positions) == 4
+
+
+def test_an_iterator_has_one_epoch():
+    own = OwnBatches(iter(slices(0, 1, 2)), SCENARIO.features, epochs=2)
+    own.open()
+    with pytest.raises(ConfigError, match="epochs=2, but the loader is an iterator"):
+        list(own.batches(0))
+
+
+def test_a_sampler_hears_of_its_epoch():
+    class Sampler:
+        epochs: list[int] = []  # noqa: RUF012
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    class Loader(list):
+        sampler = Sampler()
+
+    own = OwnBatches(Loader(slices(0, 1, 2)), SCENARIO.features, epochs=3)
+    own.open()
+    assert len(list(own.batches(0))) == 6 and Sampler.epochs == [0, 1, 2]
+
+
+def test_wrong_settings_are_named(tmp_path):
+    def start(**changes):
+        settings = changes.pop("settings", {})
+        return distcache.fit([], SCENARIO.tables, SmallNet(5, 24), settings=settings, **changes)
+
+    for changes, message in (
+        ({"parallel": "fast"}, "parallel.mode=fast"),
+        ({"optimizer": "lion"}, "optim.name=lion"),
+        ({"settings": {"cache.row": 3}}, r"settings\['cache.row'\]=3.*"),
+        ({"settings": {"cache.rows": "many"}}, r"settings\['cache.rows'\]='many'"),
+        ({"settings": {"cache.rows": 3, "cache.ratio": 0.1}}, "contradict each other"),
+        ({"settings": {"trainer.eval_every": 3}}, "there is no eval_loader"),
+        ({"settings": {"trainer.resume": str(tmp_path / "no")}}, "is no folder"),
+        ({"epochs": 0}, "epochs=0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            start(**changes)
+    with pytest.raises(ConfigError, match="tables is empty"):
+        distcache.fit([], [], SmallNet(5, 24))
+
+
+def test_torchrec_configs_are_tables():
+    from torchrec import EmbeddingBagConfig, PoolingType
+
+    from distcache.run.own import table_specs
+
+    config = EmbeddingBagConfig(
+        name="t", embedding_dim=8, num_embeddings=50, feature_names=["a"], pooling=PoolingType.MEAN
+    )
+    assert table_specs([config]) == [distcache.TableSpec("t", 50, 8, ("a",), "mean")]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_example_runs(checkout, tmp_path, ranks):
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher = [*TORCHRUN, "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*launcher, str(checkout / "examples" / "own_data.py")],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "20 steps, final loss 0." in done.stdout
