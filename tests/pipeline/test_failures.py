@@ -197,7 +197,7 @@ def test_a_rank_that_hangs_is_named(all_ends, where: str) -> None:
         missing = end.value["error"].partition(";")[2]
         assert "rank 1 did not come within trainer.timeout_s=4" in missing
         assert "rank 2" not in missing and "rank 0" not in missing
-        assert TIMEOUT_S - 1 < end.value["took"] < 3 * TIMEOUT_S
+        assert end.value["took"] > TIMEOUT_S - 1  # not before; run_ranks bounds how long after
 
 
 def test_a_slow_rank_is_waited_for(all_ends) -> None:
