@@ -81,6 +81,8 @@ REFUSED = {
     "data.path=x": ("data.path=x", "data=criteo"),
     "data=criteo": ("data.path", "data=synthetic"),
     "data=criteo data.path=/no/such/file": ("data.path=/no/such/file", "no such file"),
+    "data=criteo data.path=FOLDER": ("is a folder without manifest.json", "distcache.preprocess"),
+    "data=criteo data.path=HERE data.shuffle_block=0": ("data.shuffle_block=0", "at least 1"),
     "data=criteo data.path=HERE data.table_rows=[5,6]": ("data.table_rows has 2", "26"),
     "data=criteo data.path=HERE data.dense_features=4": ("data.dense_features=4", "13"),
     "data=criteo data.path=HERE data.bag_size=2": ("data.bag_size=2", "leave it out"),
@@ -119,7 +121,8 @@ def checked(overrides: list[str]) -> list[str]:
 def test_refused_with_key_value_and_way_out(overrides, tmp_path, no_fbgemm):
     (tmp_path / "lines").write_text("")
     with pytest.raises(ConfigError) as caught:
-        checked(overrides.replace("HERE", str(tmp_path / "lines")).split())
+        words = overrides.replace("HERE", str(tmp_path / "lines"))
+        checked(words.replace("FOLDER", str(tmp_path)).split())
     for words in REFUSED[overrides]:
         assert words in str(caught.value)
 
@@ -177,6 +180,16 @@ def test_warnings(no_fbgemm):
     assert "without a sample" in idle
     (shards,) = checked(["parallel=hybrid", "optim=rowwise_adagrad"])
     assert "row states of their own" in shards
+
+
+def test_a_preprocessed_folder_says_its_own_rows(tmp_path):
+    (tmp_path / "manifest.json").write_text("{}")
+    words = ["data=criteo", f"data.path={tmp_path}", "cache.rows=5000"]
+    assert checked(words) == []
+    dims = [f"model.table_dims={[8] * 26}".replace(" ", ""), "model=dcn_v2"]
+    assert checked([*words, *dims]) == []
+    with pytest.raises(ConfigError, match=r"model\.table_dims has 2 entries.*has 26"):
+        checked([*words, "model=dcn_v2", "model.table_dims=[8,8]"])
 
 
 def test_a_glob_of_files_is_found(tmp_path):

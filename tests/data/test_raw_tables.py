@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from distcache.data.raw.assemble import distinct_of, look_up
-from distcache.data.raw.count import Run, merge_runs
+from distcache.data.raw.count import Run, fewer_runs, merge_runs
 from distcache.data.raw.multi_hot import bags
 from distcache.data.raw.part import write_runs
 from distcache.data.raw.settings import FIRST, MISSING
@@ -48,6 +48,23 @@ def test_merged_runs_are_the_counts_of_all(tmp_path, dtype, most):
     if most <= 100:
         assert len(chunks) > 3
         assert max(len(values) for values, _ in chunks) <= max(2 * most, len(columns))
+
+
+@pytest.mark.parametrize("fan_in", [2, 3, 7])
+def test_many_runs_are_merged_in_groups(tmp_path, monkeypatch, fan_in):
+    monkeypatch.setattr("distcache.data.raw.count.FAN_IN", fan_in)
+    columns = [*draw("<u4", parts=15), np.array([2**40, 2**40, 7], dtype="<u8")]
+    runs = fewer_runs(make_runs(tmp_path, columns), 50, tmp_path / "groups")
+    assert len(runs) <= fan_in
+    assert len(list((tmp_path / "groups").iterdir())) == len(runs)
+    distinct, counts = np.unique(np.concatenate(columns).astype(np.uint64), return_counts=True)
+    chunks = list(merge_runs(runs, 50))
+    assert np.concatenate([v for v, _ in chunks]).tolist() == distinct.tolist()
+    assert np.concatenate([c for _, c in chunks]).tolist() == counts.tolist()
+    (tmp_path / "whole").mkdir()
+    build_table(vocabulary(tmp_path / "whole", columns, 50))
+    assert np.load(tmp_path / "whole/counts.npy").sum() == counts.sum() + 7
+    assert not (tmp_path / "whole/table/runs").exists()
 
 
 def test_skewed_ids_in_one_range_are_split_still(tmp_path):

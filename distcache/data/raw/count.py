@@ -6,6 +6,7 @@ of the runs so that each holds at most a given number of entries.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ import numpy as np
 
 ENTRY_BYTES = 64
 """Memory of an entry while its range is merged."""
+FAN_IN = 256
+"""Runs that are merged at once; more are merged in groups first."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Run:
     dtype: str
     start: int
     length: int
+    count_dtype: str = "<u4"
 
     def values(self, low: int = 0, high: int | None = None) -> np.ndarray:
         """The ids at places [low, high) of the run."""
@@ -31,12 +35,43 @@ class Run:
 
     def counts(self, low: int = 0, high: int | None = None) -> np.ndarray:
         """How often they occur, int64."""
-        return self._read("counts.bin", np.dtype(np.uint32), low, high).astype(np.int64)
+        return self._read("counts.bin", np.dtype(self.count_dtype), low, high).astype(np.int64)
 
     def _read(self, name: str, dtype: np.dtype, low: int, high: int | None) -> np.ndarray:
         count = (self.length if high is None else high) - low
         offset = (self.start + low) * dtype.itemsize
         return np.fromfile(Path(self.folder, name), dtype, count, offset=offset)
+
+
+def fewer_runs(runs: Sequence[Run], most: int, folder: Path) -> list[Run]:
+    """At most `FAN_IN` runs that say the same; new ones are written into `folder`.
+
+    What a range is cut by grows with the square of the runs that are merged at once.
+    """
+    level, made = list(runs), []
+    while len(level) > FAN_IN:
+        groups = [level[at : at + FAN_IN] for at in range(0, len(level), FAN_IN)]
+        below, level = made, []
+        made = [folder / f"{len(groups)}-{number}" for number in range(len(groups))]
+        for target, group in zip(made, groups, strict=True):
+            level.append(_write_merged(group, most, target))
+        for old in below:
+            shutil.rmtree(old)
+    return level
+
+
+def _write_merged(runs: Sequence[Run], most: int, folder: Path) -> Run:
+    """One run of several, in a folder of its own."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    dtype = max((np.dtype(run.dtype) for run in runs), key=lambda dtype: dtype.itemsize)
+    length = 0
+    with (folder / "values.bin").open("wb") as values, (folder / "counts.bin").open("wb") as counts:
+        for found, times in merge_runs(runs, most):
+            found.astype(dtype).tofile(values)
+            times.tofile(counts)
+            length += len(found)
+    return Run(str(folder), dtype.str, 0, length, np.dtype(np.int64).str)
 
 
 def merge_runs(runs: Sequence[Run], most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

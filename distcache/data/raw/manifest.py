@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,7 @@ class Manifest:
             "arrays": {name: file.checksum for name, file in sorted(self.arrays.items())},
         }
         text = json.dumps(seen, sort_keys=True)
-        values = self.__dict__ | {"fingerprint": hashlib.sha256(text.encode()).hexdigest()}
-        return Manifest(**values)
+        return replace(self, fingerprint=hashlib.sha256(text.encode()).hexdigest())
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -84,7 +83,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder. Raises DataError where there is none or it cannot be understood."""
     path = folder / NAME
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(
             f"data.path={folder} has no {NAME}: it is no result of python -m distcache.preprocess, "
@@ -102,7 +101,8 @@ def read_manifest(folder: Path) -> Manifest:
         }
         values["table_rows"] = tuple(values["table_rows"])
         values["multi_hot"] = values["multi_hot"] and tuple(values["multi_hot"])
-        return Manifest(**values | {"arrays": arrays})
+        values["arrays"] = arrays
+        return Manifest(**values)
     except (KeyError, TypeError) as error:
         raise DataError(f"data.path: {path} lacks or misspells something ({error})") from error
 

@@ -210,7 +210,8 @@ def _join(blocks: list[CriteoRows], table_rows: tuple[int, ...] | None) -> Crite
     ids = [block.ids.astype(dtype, copy=False) for block in blocks]
     missing = None
     if table_rows is None:
-        missing = np.concatenate([np.empty((0, IDS), bool), *(b.missing for b in blocks)])
+        masks = [block.missing for block in blocks if block.missing is not None]
+        missing = np.concatenate([np.empty((0, IDS), dtype=bool), *masks])
     return CriteoRows(
         np.concatenate([np.empty(0, np.uint8), *(block.labels for block in blocks)]),
         np.concatenate([np.empty((0, INTEGERS), np.float32), *(b.integers for b in blocks)]),

@@ -7,13 +7,14 @@ often enough in training samples, by falling count, equal counts by rising id.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from distcache.data.raw.count import Run, merge_runs
+from distcache.data.raw.count import Run, fewer_runs, merge_runs
 from distcache.data.raw.multi_hot import bags
 from distcache.data.raw.settings import FIRST
 
@@ -57,7 +58,9 @@ def build_table(task: TableTask) -> TableReport:
     """Count one table; leaves `report.json` in its work folder when all is written."""
     folder = Path(task.folder)
     folder.mkdir(parents=True, exist_ok=True)
+    task = replace(task, runs=fewer_runs(task.runs, task.most, folder / "runs"))
     report = _hashed(task) if task.rows is not None else _vocabulary(task)
+    shutil.rmtree(folder / "runs", ignore_errors=True)
     if task.bag > 1:
         _count_bags(Path(task.counts_path), task.table, task.bag)
     partial = folder / "report.json.partial"

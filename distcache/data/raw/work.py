@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from distcache.data.raw.files import InputFile
 from distcache.data.raw.part import SHOWN, PartReport
@@ -62,7 +62,7 @@ def bad_line(work: Work, key: tuple[int, int], report: PartReport) -> DataError:
     )
 
 
-def skipped_lines(work: Work) -> dict[str, object]:
+def skipped_lines(work: Work) -> dict[str, Any]:
     """How many malformed lines were left out, and the first ten: `file:line: reason`."""
     first, total, before = [], 0, {}
     for key in sorted(work.parts):
