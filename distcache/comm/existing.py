@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from distcache.comm.liveness import announce_process
 from distcache.comm.world import World
 from distcache.errors import ConfigError
 
@@ -60,6 +61,8 @@ def current_world(
             "torchrun does, or pass a process_group whose ranks are"
         )
     shared = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(f"distcache/{ranks[0]}/{seen[0][1]}", shared)
+    announce_process(store, rank)
     return World(
         rank=rank,
         size=size,
@@ -71,7 +74,7 @@ def current_world(
         device_group=new_group(backend),
         host_group=host_group,
         planning_group=new_group("gloo"),
-        store=dist.PrefixStore(f"distcache/{ranks[0]}/{seen[0][1]}", shared),
+        store=store,
     )
 
 
