@@ -70,7 +70,7 @@ def check_own(config: Config, local_size: int) -> None:
 
 
 def _check_data(data: DataConfig) -> None:
-    if data.name not in ("criteo", "interactions") or data.table_rows:
+    if data.name not in ("criteo", "parquet", "interactions") or data.table_rows:
         positive_list("data.table_rows", data.table_rows)
     sizes = data.bag_size if isinstance(data.bag_size, list) else [data.bag_size]
     for size in sizes:
