@@ -62,7 +62,7 @@ class DataConfig:
     on_bad_line: str = "error"
     """Criteo, interactions: a malformed line: `error`, or `skip` with a count."""
     shuffle: bool = True
-    """Criteo: training samples in an order of (seed, epoch); false: in their own."""
+    """Criteo, Parquet: training samples in an order of (seed, epoch); false: in their own."""
     shuffle_block: int = 4096
     """Criteo: consecutive samples that stay together when shuffled; 256 such blocks are mixed."""
     held_out: float | None = None
@@ -87,8 +87,7 @@ class DataConfig:
     dense_transform: str = "none"
     """Parquet: dense values as they are (`none`) or as log(1 + max(x, 0)) (`log1p`)."""
     shuffle_rows: int = 1 << 20
-    """Parquet: samples shuffled together, in whole row groups, which a rank keeps decoded; 0: file
-    order."""
+    """Parquet: samples shuffled together, in whole row groups, which a rank keeps decoded."""
     format: str = "auto"
     """Interactions: `lines` (user item item ...), `csv` (user, item, rating, time; the last two
     may be absent), or `auto`: csv for names ending in .csv."""

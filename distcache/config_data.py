@@ -13,12 +13,13 @@ from distcache.errors import ConfigError
 KEYS = {
     "parquet": (
         *("label_column", "dense_columns", "id_columns", "weight_columns", "held_out_path"),
-        *("held_out", "string_ids", "nulls", "dense_transform", "shuffle_rows"),
+        *("held_out", "string_ids", "nulls", "dense_transform", "shuffle", "shuffle_rows"),
     ),
     "interactions": (
         *("format", "delimiter", "min_rating", "negatives", "negative_sampling"),
         *("held_out_by", "held_out"),
     ),
+    "criteo": ("shuffle", "shuffle_block"),
 }
 """Keys that mean something to one or two sources alone."""
 

@@ -45,7 +45,7 @@ LEAST = {
     "data.zipf": 0,
     "data.samples": 1,
     "data.shuffle_block": 1,
-    "data.shuffle_rows": 0,
+    "data.shuffle_rows": 1,
     "data.negatives": 1,
     "cache.rows": 1,
     "cache.bytes": 1,

@@ -126,15 +126,18 @@ class Run:
         stop: StopRequest,
     ) -> Outcome:
         """Train and evaluate along the schedule."""
-        batches = schedule.batches(self.source, self.world.rank, self.world.size)
         outcome = Outcome(start)
         with self.progress(schedule) as report:
             loop = Loop(self.mode, self.world, schedule, rates, stop, report, outcome)
             try:
-                return loop.run(batches)
+                return self.walk(loop)
             except (DataError, StepTooLargeError, PeerError):
                 self.rescue(outcome)
                 raise
+
+    def walk(self, loop: Loop) -> Outcome:
+        """Go through the batches of the source."""
+        return loop.run(loop.schedule.batches(self.source, self.world.rank, self.world.size))
 
     def rescue(self, outcome: Outcome) -> None:
         """Save the steps before one that could not be planned, where all ranks stand after them."""

@@ -37,7 +37,7 @@ def write(path: Path, data: dict[str, Any] | pa.Table, group: int = 10) -> Path:
 
 
 def source(path: Any, batch: int = 16, **changes: Any) -> ParquetSource:
-    """The source of files that `columns` made."""
+    """The source of files that `columns` made; its batches come loaded."""
     settings = {
         "label_column": "y",
         "dense_columns": ("x", "z"),
@@ -45,4 +45,6 @@ def source(path: Any, batch: int = 16, **changes: Any) -> ParquetSource:
         "table_rows": ROWS,
         "global_batch_size": batch,
     }
-    return ParquetSource(ParquetSpec(path, **(settings | changes)))
+    made = ParquetSource(ParquetSpec(path, **(settings | changes)))
+    made.deferred = False
+    return made

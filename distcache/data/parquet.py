@@ -13,7 +13,7 @@ import torch
 
 from distcache.data import parquet_columns
 from distcache.data.bags import BagColumn, gather, join
-from distcache.data.batch import Batch, JaggedIds, slice_bounds
+from distcache.data.batch import Batch, JaggedIds, slice_bounds, unloaded
 from distcache.data.block_cache import BlockCache
 from distcache.data.files import input_files
 from distcache.data.parquet_columns import NULLS, ColumnRules, Place
@@ -98,8 +98,10 @@ class ParquetSource:
     file order. A rank reads only the row groups that hold its slices, ids and dense features apart,
     and keeps decoded row groups of about `shuffle_rows` samples (at least two row groups).
     Without dense columns there is one dense feature, the constant 1. Raises DataError for missing
-    or malformed files.
+    or malformed files. `deferred`: dense features and labels are read when a batch is loaded.
     """
+
+    deferred = True
 
     def __init__(self, spec: ParquetSpec) -> None:
         self.spec = spec
@@ -198,17 +200,18 @@ class ParquetSource:
         """The slice of a global batch that consists of `samples` of `groups`, int64 `[B]` each."""
         low, high = slice_bounds(span.size, *place)
         groups, samples = groups[low:high], samples[low:high]
-        dense, labels = self.dense_and_labels(groups, samples)
-        return Batch(
-            dense=dense,
+        batch = Batch(
+            dense=unloaded(len(samples), self.dense_features),
             ids=self.ids(groups, samples),
-            labels=labels,
+            labels=unloaded(len(samples)),
             global_size=span.size,
             index=index,
             epoch=span.epoch,
             first_sample=low,
             kind=kind,
+            load=lambda: self.dense_and_labels(groups, samples),
         )
+        return batch if self.deferred else batch.loaded()
 
     def ids(self, groups: np.ndarray, samples: np.ndarray) -> JaggedIds:
         """The bags of some samples, given as row groups and rows in them; reads ids alone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from distcache.data.batch import Batch
 from distcache.data.own import OwnBatches, eval_batches
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
+from distcache.metrics.progress import Progress
 from distcache.run.loop import Loop, Outcome
 from distcache.run.schedule import Schedule
-from distcache.run.stop import StopRequest
 from distcache.trainer import Run
 
 
@@ -68,22 +68,18 @@ class OwnRun(Run):
         want = self.config.trainer
         return Schedule(start.step, want.steps, want.eval_every, self.eval_count)
 
-    def run_steps(
-        self,
-        start: TrainerState,
-        schedule: Schedule,
-        rates: Callable[[int], tuple[float, float]],
-        stop: StopRequest,
-    ) -> Outcome:
+    def walk(self, loop: Loop) -> Outcome:
         """Train until the end; then evaluate, where the last evaluation is of an earlier state."""
-        with self.progress(replace(schedule, steps=schedule.steps or self._expected())) as report:
-            loop = Loop(self.mode, self.world, schedule, rates, stop, report, Outcome(start))
-            outcome = loop.run(self._batches(schedule))
-            self.train.close()
-            late = outcome.evaluation is None and outcome.bad is None and self.eval_count > 0
-            if late and stop.agreed(self.world) is None:
-                loop.run(self._evaluation())
-            return outcome
+        outcome = loop.run(self._batches(loop.schedule))
+        self.train.close()
+        late = outcome.evaluation is None and outcome.bad is None and self.eval_count > 0
+        if late and loop.stop.agreed(self.world) is None:
+            loop.run(self._evaluation())
+        return outcome
+
+    def progress(self, schedule: Schedule) -> Progress:
+        """See `Run.progress`; with the steps that the loaders know of."""
+        return super().progress(replace(schedule, steps=schedule.steps or self._expected()))
 
     def _batches(self, schedule: Schedule) -> Iterator[Batch]:
         """Training and evaluation batches in the order of `schedule`."""

@@ -36,7 +36,7 @@ def parquet_source(config: Config, dtype: torch.dtype) -> BatchSource:
             held_out_paths=data.held_out_path,
             global_batch_size=data.global_batch_size,
             seed=config.trainer.seed,
-            shuffle_rows=data.shuffle_rows,
+            shuffle_rows=data.shuffle_rows if data.shuffle else 0,
             rules=rules,
             dtype=dtype,
         )

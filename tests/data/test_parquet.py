@@ -126,6 +126,19 @@ def test_a_rank_reads_the_row_groups_of_its_slices(tmp_path):
     assert max(decoded) < 30
 
 
+def test_dense_features_are_read_when_a_batch_is_loaded(tmp_path):
+    stream = source(write(tmp_path / "a.parquet", columns(60)), 16)
+    whole = stream.train_batch(1, 0, 1)
+    stream = source(tmp_path / "a.parquet", 16)
+    stream.deferred = True
+    batch = stream.train_batch(1, 0, 1)
+    assert stream._ids.decoded > 0 == stream._rest.decoded
+    assert batch.dense.shape == (16, 2) and batch.dense.is_meta and batch.labels.is_meta
+    assert torch.equal(batch.ids.values, whole.ids.values)
+    assert torch.equal(batch.loaded().dense, whole.dense)
+    assert torch.equal(batch.loaded().labels, whole.labels)
+
+
 def test_held_out_files(tmp_path):
     write(tmp_path / "train.parquet", columns(30))
     write(tmp_path / "test.parquet", columns(12, seed=1))
@@ -453,10 +466,12 @@ def test_criteo_through_parquet_has_the_digests_of_its_text(shared_data, tmp_pat
     runs += [[*parquet, f"data.path={tmp_path / name}.parquet"] for name in ("one", "many")]
     runs += [[*parquet, f"data.path={tmp_path}/many.parquet", "data.shuffle_rows=300"]] * 2
     runs[-1] = [*runs[-1], "parallel=resident"]
+    runs += [[*run, "data.shuffle=false"] for run in (runs[0], runs[3])]
     found = summaries([[*run, *common] for run in runs], tmp_path / "runs", world_size)
     assert digests(found[1]) == digests(found[0]) == digests(found[2])
     assert found[1]["eval_auc"] == found[0]["eval_auc"]
     assert digests(found[3]) == digests(found[4]) != digests(found[0])
+    assert digests(found[5]) == digests(found[6]) != digests(found[0])  # file order
 
 
 def test_weighted_bags_train_alike_in_all_modes(tmp_path):

@@ -236,6 +236,9 @@ def failing(world, home: Path) -> dict[str, Any]:
                 fit(world, home / f"{name}-{mode}", loader, mode)
             except Exception as error:
                 seen[f"{name} {mode}"] = f"{type(error).__name__}: {error}"
+    resume = str(home / "raises-data")  # the steps before the error are saved
+    rest = fit(world, home / "rescued", slices(*place), trainer__resume=resume)
+    seen["rescued"] = rest["first_step"], digests(rest)
     return seen
 
 
@@ -305,6 +308,8 @@ def test_uneven_sizes_and_lengths(seen):
 
 def test_an_error_reaches_all_ranks(seen):
     ranks, world, _ = seen
+    for found in ranks:
+        assert found["failing"]["rescued"] == (7, found["whole"])
     own, others = ranks[-1]["failing"], [found["failing"] for found in ranks[:-1]]
     for mode in ("data", "hybrid"):
         assert own[f"raises {mode}"] == (
