@@ -32,7 +32,7 @@ def describe_environment(world_size: int) -> dict[str, Any]:
         },
         "system": platform.platform(),
         "versions": versions,
-        "commit": commit(Path(__file__).resolve().parent.parent),
+        "commit": commit(Path(__file__).resolve().parents[2]),
         "command": sys.argv,
         "threads": torch.get_num_threads(),
         "world_size": world_size,
