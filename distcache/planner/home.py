@@ -163,8 +163,8 @@ class HomePlanner:
         self._table.restore(local.astype(np.int32), step)
 
 
-class ResidentPlanner:
-    """All rows on every device: slot = row, nothing moves (mode `resident`)."""
+class _SlotFreePlanner:
+    """What the planners that choose no slots share: distinct rows, in stream order."""
 
     def __init__(self, layout: RowLayout, home: int) -> None:
         self.layout, self.home = layout, home
@@ -192,6 +192,10 @@ class ResidentPlanner:
         entry = take_requests(self.layout, self._position, (step, kind), requests)
         self._window.append(entry)
         return entry
+
+
+class ResidentPlanner(_SlotFreePlanner):
+    """All rows on every device: slot = row, nothing moves (mode `resident`)."""
 
     def plan(self) -> HomeDecision:
         """As `HomePlanner.plan`: every row is a hit."""
@@ -205,39 +209,15 @@ class ResidentPlanner:
         self._window.clear()
 
 
-class PassThroughPlanner:
+class PassThroughPlanner(_SlotFreePlanner):
     """No cache: every row comes from the store and leaves after its step (mode `host`).
 
     Slots interleave over homes, so that the buffer may grow with the largest step.
     """
 
     def __init__(self, layout: RowLayout, home: int) -> None:
-        self.layout, self.home = layout, home
-        self.slots = layout.local_rows
-        self._position = np.full(layout.local_rows, -1, dtype=np.int32)
-        self._window: deque[Ingested] = deque()
+        super().__init__(layout, home)
         self._previous = (np.empty(0, np.int64), np.empty(0, np.int64), -1)
-
-    @property
-    def index_bytes(self) -> int:
-        """Bytes of the scratch array that finds distinct rows."""
-        return self._position.nbytes
-
-    @property
-    def own_slots(self) -> slice:
-        """All slots of the device."""
-        return slice(None)
-
-    @property
-    def due_rows(self) -> int:
-        """As `HomePlanner.due_rows`."""
-        return len(self._window[0].local)
-
-    def ingest(self, step: int, kind: str, requests: Sequence[np.ndarray]) -> Ingested:
-        """As `HomePlanner.ingest`."""
-        entry = take_requests(self.layout, self._position, (step, kind), requests)
-        self._window.append(entry)
-        return entry
 
     def plan(self) -> HomeDecision:
         """As `HomePlanner.plan`: the rows of the step before leave, all of this step's come in."""
