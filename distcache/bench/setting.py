@@ -12,10 +12,9 @@ from distcache.config import Config
 from distcache.errors import ConfigError
 
 SIZES = {
-    "kaggle": ("experiment=quickstart", "optim=sgd"),
+    "kaggle": ("experiment=quickstart",),
     "small": (
         "experiment=quickstart",
-        "optim=sgd",
         "data.table_rows=[20000,5000,1000,200,10,3]",
         "cache.ratio=0.1",
     ),
