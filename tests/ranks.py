@@ -40,7 +40,8 @@ def run_ranks(function: Callable, world_size: int, *args: Any, timeout: float = 
     Raises RuntimeError with the traceback of the rank that failed first, or when a rank dies
     without a word; TimeoutError naming the ranks that are missing. No process outlives the call.
     """
-    context, port = mp.get_context("spawn"), free_port()
+    context, port = mp.get_context("forkserver"), free_port()
+    context.set_forkserver_preload(["distcache.parallel.cached"])  # imported once, not per rank
     results: dict[int, Any] = {}
     pipes, children = {}, []
     try:
