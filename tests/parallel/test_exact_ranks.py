@@ -72,7 +72,7 @@ def test_a_rank_without_a_single_id() -> None:
 def test_agrees_with_the_independent_trainer(world: int) -> None:
     for optimizer in ("sgd", "adam") if world == 2 else ("adagrad", "rowwise_adagrad"):
         case = scenario(optimizer, dtype=torch.float64, steps=60)
-        settings = CachedSettings("data", (236, 9), dtype=torch.float64)
+        settings = CachedSettings("data", (240, 12), dtype=torch.float64)
         jobs = [(replace(case, steps=0), settings, 0), (case, settings, 0)]
         start, found = run_ranks(run_jobs, world, jobs, timeout=300)[0]
         check_against_trainer(case, start, found)
@@ -80,7 +80,7 @@ def test_agrees_with_the_independent_trainer(world: int) -> None:
 
 def test_native_reduction_agrees_up_to_summation_order() -> None:
     case = scenario("adagrad", dtype=torch.float64)
-    ordered = CachedSettings("data", (236, 9), dtype=torch.float64)
+    ordered = CachedSettings("data", (240, 12), dtype=torch.float64)
     jobs = [(case, ordered, 0), (case, replace(ordered, reduction="native"), 0)]
     for one, other in run_ranks(run_jobs, 3, jobs, timeout=300):
         assert np.allclose(one.losses, other.losses, rtol=1e-12, atol=0)
@@ -96,7 +96,7 @@ def test_grid_of_ranks_and_optimizers(world: int, optimizer: str) -> None:
     for dtype in (torch.float32, torch.float64):
         steps = 200 if dtype is torch.float64 or optimizer == "sgd" else 20
         case = scenario(optimizer, dtype=dtype, steps=steps)
-        settings = CachedSettings("data", (236, 8), dtype=dtype)
+        settings = CachedSettings("data", (240, 12), dtype=dtype)
         jobs = [(replace(case, steps=0), settings, 0), (case, settings, 0)]
         start, found = run_ranks(run_jobs, world, jobs, timeout=300)[0]
         check_against_trainer(case, start, found)
