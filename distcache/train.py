@@ -115,6 +115,7 @@ def open_run_folder(run_dir: Path, config: Config, world: World) -> None:
         log.warning("run.dir=%s holds a finished run, which this one overwrites", run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "summary.json").unlink(missing_ok=True)  # until this run has one
         (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
         write_environment(run_dir, world.size)
     except OSError as error:

@@ -141,7 +141,7 @@ class Run:
 
     def rescue(self, outcome: Outcome) -> None:
         """Save the steps before one that could not be planned, where all ranks stand after them."""
-        if outcome.state.step == outcome.start_step:
+        if outcome.state.step == outcome.start_step or not self.mode.errors_are_common():
             return
         folder = self.run_dir / "model"
         try:

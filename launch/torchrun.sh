@@ -6,6 +6,10 @@
 # The same by hand:  torchrun --standalone --nproc-per-node 4 -m distcache.train key=value ...
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+if [[ "${1:-}" == --dry-run ]]; then
+    distcache_setup --dry-run
+    exit
+fi
 distcache_setup
 
 ranks="${RANKS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 2)')}"

@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,11 @@ def log_tail(path: Path, lines: int = TAIL_LINES) -> str:
     """The last lines of a log; from its first error on, if the end is torchrun's own report."""
     text = path.read_text(errors="replace").splitlines() if path.is_file() else []
     errors = [number for number, line in enumerate(text) if "error: " in line]
-    start = max(0, len(text) - lines)
-    if errors and errors[0] < start:
-        start = errors[0]
-    return "\n".join([f"the end of {path}:", *text[start : start + lines]])
+    start = errors[0] if errors else max(0, len(text) - lines)
+    shown = text[start : start + lines]
+    if errors:  # what follows is torchrun's own report
+        shown = list(takewhile(lambda line: "torch/distributed/elastic" not in line, shown))
+    return "\n".join([f"the end of {path}:", *shown])
 
 
 def spread(runs: Sequence[ModeRun]) -> Spread | None:

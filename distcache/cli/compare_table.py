@@ -23,7 +23,7 @@ KIB, MIB = 1 / 2**10, 1 / 2**20
 
 # label, summary key, factor, digits after the point, whether divided by the steps
 NUMBERS: tuple[tuple[str, str, float, str, bool], ...] = (
-    ("samples/s", "samples_per_second", 1, ",.0f", False),
+    ("samples/s, whole run", "samples_per_second", 1, ",.0f", False),
     ("step ms, median", "step_ms.median", 1, ",.2f", False),
     ("step ms, p90", "step_ms.p90", 1, ",.2f", False),
     ("hit rate of distinct rows", "hit_rate", 1, ".4f", False),
@@ -102,7 +102,7 @@ def relation_lines(modes: dict[str, list[ModeRun]]) -> list[tuple[str, list[str]
     if len(modes) == 1:
         return []
     return [
-        (f"speed relative to {base}", speed),
+        (f"speed relative to {base}, by median step", speed),
         (f"largest relative loss difference to {base}", losses),
         (f"bits of losses / final state as {base}", bits),
     ]

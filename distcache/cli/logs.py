@@ -26,6 +26,7 @@ def set_up_logging(level: str = "INFO", rank: int = 0, world_size: int = 1) -> N
 
     `level` holds for rank 0; other ranks log warnings and above, or all with DEBUG.
     """
+    logging.getLogger().setLevel(logging.WARNING)  # libraries announce themselves at INFO
     logger = logging.getLogger("distcache")
     for old in list(logger.handlers):
         logger.removeHandler(old)

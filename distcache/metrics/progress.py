@@ -43,14 +43,14 @@ class Progress:
         """
         if self._file is None or (done % self._log_every and done != self._steps):
             return
-        step_ms, interval_s, rate = times.recent(self._log_every)
+        interval_s, rate = times.recent(self._log_every)
         live: dict[str, Any] = getattr(mode, "progress", dict)()
         self._file.write(
             step=done,
             epoch=epoch,
             loss=result.loss,
             samples_per_second=rate,
-            step_ms=step_ms,
+            step_ms=1e3 * interval_s,
             **live,
         )
         hits = live.get("hit_rate")
@@ -59,7 +59,7 @@ class Progress:
             self._done(done),
             result.loss,
             f"{rate:,.0f}",
-            step_ms,
+            1e3 * interval_s,
             "" if hits is None else f"  hit {100 * hits:.2f} %",
             self._eta(interval_s, done),
         )

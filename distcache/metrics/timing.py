@@ -14,23 +14,22 @@ SKIPPED_STEPS = 10
 class StepTimes:
     """Host times of training steps, in seconds.
 
-    `steps`: time inside the training step; `intervals`: from the end of the step (or evaluation)
-    before to the end of this one, waits for batches and plans included; `samples`: of all ranks.
+    `intervals`: from the end of the step (or evaluation) before to the end of this one, waits for
+    batches and plans included; `samples`: of all ranks.
     """
 
-    steps: list[float] = field(default_factory=list)
     intervals: list[float] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
 
-    def add(self, step_s: float, interval_s: float, samples: int) -> None:
+    def add(self, interval_s: float, samples: int) -> None:
         """Record one training step."""
-        self.steps.append(step_s)
         self.intervals.append(interval_s)
         self.samples.append(samples)
 
     def step_ms(self) -> dict[str, float | None]:
-        """`median` and `p90` in milliseconds, without the first ten steps; None where none is."""
-        kept = np.asarray(self.steps[SKIPPED_STEPS:]) * 1e3
+        """`median` and `p90` of the intervals in milliseconds, without the first ten; None where
+        none is."""
+        kept = np.asarray(self.intervals[SKIPPED_STEPS:]) * 1e3
         if len(kept) == 0:
             return {"median": None, "p90": None}
         return {"median": float(np.median(kept)), "p90": float(np.percentile(kept, 90))}
@@ -40,12 +39,8 @@ class StepTimes:
         spent = sum(self.intervals[SKIPPED_STEPS:])
         return sum(self.samples[SKIPPED_STEPS:]) / spent if spent > 0 else None
 
-    def recent(self, count: int) -> tuple[float, float, float]:
-        """Of the last `count` steps: mean step ms, mean interval s, samples per second."""
-        steps, intervals = self.steps[-count:], self.intervals[-count:]
+    def recent(self, count: int) -> tuple[float, float]:
+        """Of the last `count` steps: mean interval in seconds, samples per second."""
+        intervals = self.intervals[-count:]
         spent = max(sum(intervals), 1e-9)
-        return (
-            1e3 * sum(steps) / max(len(steps), 1),
-            spent / max(len(intervals), 1),
-            sum(self.samples[-count:]) / spent,
-        )
+        return spent / max(len(intervals), 1), sum(self.samples[-count:]) / spent

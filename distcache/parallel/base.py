@@ -99,6 +99,10 @@ class Parallel(ABC):
     def summary(self) -> dict[str, Any]:
         """This mode's values of `summary.json`; None where a value does not exist here."""
 
+    def errors_are_common(self) -> bool:
+        """Whether what the stream raised was raised on all ranks, after the same whole step."""
+        return False
+
     def progress(self) -> dict[str, float]:
         """This rank's numbers for a log line, so far (`hit_rate` where there is one); no wait."""
         return {}

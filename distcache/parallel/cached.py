@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from distcache.comm.agree import together
-from distcache.comm.counters import CollectiveCounters
+from distcache.comm.counters import PLANNING, CollectiveCounters
 from distcache.comm.link import Link
 from distcache.comm.world import World
 from distcache.data.batch import Batch
@@ -64,7 +64,7 @@ class CachedParallel(Parallel):
         self._train = SerialSchedule(self.step.training, self.clock)
         self._eval = SerialSchedule(self.step.evaluation, self.clock)
         check = BatchCheck(tables, features, settings.on_bad_id)
-        self.planner = make_planner(world, self.rows, self.counters, settings, check)
+        self.planner = make_planner(world, self.rows, CollectiveCounters(), settings, check)
         self.feed = StepFeed(self.planner, self.rows, settings.prefetch + 1)
 
     @property
@@ -86,6 +86,7 @@ class CachedParallel(Parallel):
         flight = InFlight(step.plans, stop=stop)
         self._run(self._train, flight, timed=True)
         self.statistics.add(step.plans, self.rows)
+        self.counters.count(PLANNING, step.plans.planning_bytes)
         agreement = flight.agreement
         if agreement is None:
             raise RuntimeError("the schedule has no stage that agrees on the loss")
@@ -216,7 +217,6 @@ class CachedParallel(Parallel):
         )
         values = self.statistics.summary(self.world, self.rows, self.counters, dense)
         values["stage_ms"] = self.clock.mean_ms()
-        values["table_rows"] = [table.rows for table in self.tables]
         if self.settings.mode != "data":
             values["cache_rows"] = None
             values["hit_rate"] = values["hit_rate_lookups"] = None
@@ -225,6 +225,10 @@ class CachedParallel(Parallel):
             for key in (*moved, "host_to_device_bytes", "device_to_host_bytes"):
                 values[key] = None
         return values
+
+    def errors_are_common(self) -> bool:
+        """See `Parallel.errors_are_common`."""
+        return not self.feed.failed
 
     def progress(self) -> dict[str, float]:
         """See `Parallel.progress`."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from distcache.comm.counters import CollectiveCounters, count_collectives, summing_hook
+from distcache.comm.counters import PLANNING, CollectiveCounters, count_collectives, summing_hook
 from distcache.comm.world import World
 from distcache.data.batch import Batch, JaggedIds
 from distcache.data.check import BatchCheck
@@ -70,7 +70,8 @@ class HybridParallel(Parallel):
         with Prefetch(map(check, batches)) as ahead:
             sized = agreed_batches(ahead, self._world) if self._spec.agree_on_sizes else ahead
             for batch in sized:
-                self._clock.add_load(ahead.load_s, ahead.wait_s)
+                if batch.kind == "train":
+                    self._clock.add_load(ahead.load_s, ahead.wait_s)
                 yield Step(batch)
 
     def train_step(self, step: Step, stop: bool = False) -> StepResult:
@@ -134,6 +135,7 @@ class HybridParallel(Parallel):
         vector[0] = loss_sum.double() / global_size
         vector[1] = float(stop)
         vector[2 + self._world.rank] = (~torch.isfinite(loss_sum)).double()
+        self.counters.count_all_reduce(PLANNING, vector, self._world.size)
         dist.all_reduce(vector, group=self._world.device_group)
         loss, stops, *flags = vector.tolist()
         bad = tuple(rank for rank, flag in enumerate(flags) if flag > 0)
@@ -150,6 +152,10 @@ class HybridParallel(Parallel):
         for group in self._dense.param_groups:
             group["lr"] = dense_lr
         self._torchrec.set_row_lr(self._dmp, embedding_lr)
+
+    def errors_are_common(self) -> bool:
+        """See `Parallel.errors_are_common`: only where ranks exchange a word before each step."""
+        return self._spec.agree_on_sizes
 
     def flush(self) -> None:
         """Nothing: the shards are the tables."""

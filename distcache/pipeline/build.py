@@ -14,6 +14,7 @@ from distcache.optim.rows import RowUpdate
 from distcache.pipeline.groups import TableGroup
 from distcache.pipeline.rows import GroupRows
 from distcache.planner.home import HomePlanner
+from distcache.store.available import require_memory
 from distcache.store.rows import RowStore, create_stores
 
 
@@ -27,6 +28,14 @@ def make_caches(
     """A cache of `slots[g]` slots for every group; called by all ranks, fails on all or none."""
 
     def make() -> list[DeviceCache]:
+        if world.device.type == "cpu":  # pages come with their first touch: count all at once
+            pairs = zip(slots, groups, strict=True)
+            floats = sum(count * (g.dim + update.state_width(g.dim)) for count, g in pairs)
+            require_memory(
+                floats * dtype.itemsize * world.local_size,
+                f"the slots of {world.local_size} local ranks",
+                "lower cache.rows (or cache.ratio, cache.bytes), use fewer ranks or more memory",
+            )
         return [
             DeviceCache(count, group.dim, update.state_width(group.dim), dtype, world.device)
             for count, group in zip(slots, groups, strict=True)

@@ -49,6 +49,7 @@ class PlannedStep:
     bags: list[GroupBags]
     plans: list[StepPlan]
     seconds: dict[str, float]
+    planning_bytes: int = 0
 
 
 @dataclass
@@ -61,6 +62,7 @@ class _Waiting:
     requests: list[Request]
     seconds: float
     load_seconds: float = 0.0
+    planning_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class StreamPlanner:
         self, iterator: Iterator[Batch], waiting: deque[_Waiting], stop: bool
     ) -> tuple[Verdict, BaseException | None]:
         """Bring the next batch's rows to their homes, or learn why there is none."""
-        started = time.perf_counter()
+        started, sent = time.perf_counter(), self.link.counters.planning_bytes
         status, error, entry = self._next(iterator) if not stop else (Status.STOP, None, None)
         step = self.ingested
         batch = ("", 0) if entry is None else (entry.batch.kind, entry.batch.index)
@@ -155,6 +157,7 @@ class StreamPlanner:
                 planner.ingest(step, entry.batch.kind, by_rank)
             entry.batch = agree_on_size(self.link, entry.batch)
             entry.seconds = time.perf_counter() - started
+            entry.planning_bytes = self.link.counters.planning_bytes - sent
             waiting.append(entry)
             self.ingested += 1
         elif verdict.status is Status.ERROR and error is None:
@@ -205,7 +208,7 @@ class StreamPlanner:
 
     def _decide(self, entry: _Waiting) -> PlannedStep:
         """Decide one step with all other homes; raises on every rank if one of them cannot."""
-        started = time.perf_counter()
+        started, sent = time.perf_counter(), self.link.counters.planning_bytes
         rows = [planner.due_rows for planner in self.planners]
         own, status, error = self._decide_home(entry, rows)
         decided = self._exchange.decisions(status, entry.step, rows, own, entry.requests, error)
@@ -231,7 +234,8 @@ class StreamPlanner:
             plans.append(plan)
         spent = time.perf_counter() - started - entry.load_seconds
         seconds = {"ingest": entry.seconds, "load": entry.load_seconds, "plan": spent}
-        return PlannedStep(entry.step, entry.batch, entry.bags, plans, seconds)
+        sent = entry.planning_bytes + self.link.counters.planning_bytes - sent
+        return PlannedStep(entry.step, entry.batch, entry.bags, plans, seconds, sent)
 
     def _decide_home(
         self, entry: _Waiting, rows: Sequence[int]

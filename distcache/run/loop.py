@@ -81,13 +81,12 @@ class Loop:
                 f"{outcome.state.step} is due"
             )
         self.mode.set_lr(*self.rates(index))
-        began = time.perf_counter()
         result = self.mode.train_step(step, stop=self.stop.requested)
         ended = time.perf_counter()
         if result.bad_ranks or not math.isfinite(result.loss):
             outcome.bad = result
             return True
-        outcome.times.add(ended - began, ended - self.mark, step.batch.global_size)
+        outcome.times.add(ended - self.mark, step.batch.global_size)
         self.mark = ended
         outcome.state = TrainerState(index + 1, chain_loss(outcome.state.loss_digest, result.loss))
         outcome.final_loss, outcome.evaluation = result.loss, None

@@ -33,11 +33,11 @@ def test_metrics_file_appends_or_begins_anew(tmp_path):
 def test_times_leave_out_the_first_ten_steps():
     times = StepTimes()
     for _ in range(10):
-        times.add(9.0, 9.0, 16)
+        times.add(9.0, 16)
     assert times.step_ms() == {"median": None, "p90": None}
     assert times.samples_per_second() is None
     for step in range(1, 12):
-        times.add(step / 1000, 0.5, 16)
+        times.add(step / 1000, 16)
     assert times.step_ms() == pytest.approx({"median": 6.0, "p90": 10.0})
-    assert times.samples_per_second() == 32.0
-    assert times.recent(2) == pytest.approx((10.5, 0.5, 32.0))
+    assert times.samples_per_second() == pytest.approx(11 * 16 / 0.066)
+    assert times.recent(2) == pytest.approx((0.0105, 32 / 0.021))
