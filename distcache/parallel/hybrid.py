@@ -26,7 +26,7 @@ from distcache.optim.dense import dense_optimizer
 from distcache.optim.dense_state import state_tensors
 from distcache.parallel.base import Parallel, Step, StepResult
 from distcache.parallel.hybrid_meter import StepClock, nbytes_by_part
-from distcache.parallel.hybrid_spec import HybridSpec, check_spec, load_torchrec
+from distcache.parallel.hybrid_spec import HybridSpec, check_memory, check_spec, load_torchrec
 from distcache.pipeline.sizes import agreed_batches
 
 
@@ -44,9 +44,11 @@ class HybridParallel(Parallel):
     def __init__(self, world: World, spec: HybridSpec, model: nn.Module) -> None:
         """Shard the tables and wrap `model` (`model(dense, pooled) -> logits`). Collective.
 
-        Raises ConfigError for what TorchRec cannot do here, or when it does not load.
+        Raises ConfigError for what TorchRec cannot do here, or when it does not load, and
+        MemoryTooSmallError before anything is allocated.
         """
         check_spec(spec, world)
+        check_memory(spec, world)
         self._torchrec = load_torchrec()
         self._world, self._spec, self._model = world, spec, model
         self._steps, self._rehearsed = 0, False

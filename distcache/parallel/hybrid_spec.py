@@ -12,10 +12,13 @@ from types import ModuleType
 
 import torch
 
+from distcache.comm.agree import together
 from distcache.comm.world import World
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
+from distcache.optim.rows import row_update
 from distcache.parallel.base import OptimizerSpec
+from distcache.store.available import require_memory
 
 SHARDINGS = ("auto", "table_wise", "row_wise", "column_wise")
 
@@ -56,6 +59,28 @@ def check_spec(spec: HybridSpec, world: World) -> None:
         raise ConfigError(
             f"the tables read features {sorted(readers)}, the batches have {sorted(spec.features)}"
         )
+
+
+def check_memory(spec: HybridSpec, world: World) -> None:
+    """Raise MemoryTooSmallError where the shards of a node's ranks on the CPU do not fit it.
+
+    Called by all ranks, before anything is allocated; every rank learns of it.
+    """
+    if world.device.type != "cpu":
+        return
+    update = row_update(spec.optimizer.name, 0.0)
+    floats = sum(table.rows * (table.dim + update.state_width(table.dim)) for table in spec.tables)
+    share = floats * spec.dtype.itemsize * world.local_size // world.size
+
+    def check() -> None:
+        if world.local_rank == 0:
+            require_memory(
+                share,
+                f"the shards of {world.local_size} local ranks",
+                "use smaller tables, more nodes, or parallel=data on a machine with more memory",
+            )
+
+    together(world, check)
 
 
 def _check_kernels(spec: HybridSpec, world: World) -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from distcache.comm.world import World
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, MemoryTooSmallError
 from distcache.layout import TableSpec
 from distcache.parallel.base import OptimizerSpec
-from distcache.parallel.hybrid_spec import HybridSpec, check_spec, load_torchrec
+from distcache.parallel.hybrid_spec import HybridSpec, check_memory, check_spec, load_torchrec
+from distcache.store import available
 
 
 def test_row_wise_and_column_wise_fall_back_where_a_table_cannot_be_split() -> None:
@@ -69,3 +70,16 @@ def test_a_missing_or_broken_library_is_explained(monkeypatch: pytest.MonkeyPatc
         patch.setattr("importlib.import_module", broken)
         with pytest.raises(ConfigError, match=r"does not load under torch .* undefined symbol"):
             load_torchrec()
+
+
+def test_too_little_memory_is_said_before_anything_is_made(monkeypatch) -> None:
+    tables = (TableSpec("t", 1000, 8, ("a",)),)
+    alone = _world(size=1)
+    for optimizer, floats in (("sgd", 8), ("adagrad", 16), ("rowwise_adagrad", 9)):
+        spec = HybridSpec(tables, ("a",), OptimizerSpec(optimizer), seed=0)
+        needed = 1000 * floats * 4
+        monkeypatch.setattr(available, "available_memory", lambda needed=needed: needed)
+        check_memory(spec, alone)
+        monkeypatch.setattr(available, "available_memory", lambda needed=needed: needed - 1)
+        with pytest.raises(MemoryTooSmallError, match=f"{needed}.*parallel=data"):
+            check_memory(spec, alone)
