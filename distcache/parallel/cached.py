@@ -217,6 +217,7 @@ class CachedParallel(Parallel):
         )
         values = self.statistics.summary(self.world, self.rows, self.counters, dense)
         values["stage_ms"] = self.clock.mean_ms()
+        values["table_rows"] = sum(table.rows for table in self.tables)
         if self.settings.mode != "data":
             values["cache_rows"] = None
             values["hit_rate"] = values["hit_rate_lookups"] = None

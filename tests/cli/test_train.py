@@ -70,8 +70,11 @@ def test_overwriting_a_finished_run_is_said(tmp_path, world, caplog, monkeypatch
     (tmp_path / "summary.json").write_text("{}")
     assert "overwrites" not in caplog.text
     for resume in (tmp_path, tmp_path / "model"):
+        (tmp_path / "summary.json").write_text("{}")
         opened(tmp_path, world, f"trainer.resume={resume}")
         assert "overwrites" not in caplog.text
+    assert not (tmp_path / "summary.json").exists(), "until the new run has one of its own"
+    (tmp_path / "summary.json").write_text("{}")
     opened(tmp_path, world)
     assert f"run.dir={tmp_path} holds a finished run" in caplog.text
     assert json.loads((tmp_path / "environment.json").read_text())["world_size"] == 1
