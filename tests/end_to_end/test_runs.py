@@ -161,3 +161,20 @@ def test_models_widths_and_bags_from_the_command_line(checkout: Path, tmp_path: 
     assert digests(tmp_path / "data") == digests(tmp_path / "resident")
     found = summary(tmp_path / "data")
     assert 0 < found["hit_rate"] < 1 and found["collective_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_hybrid_has_the_losses_of_data_over_200_steps_of_sgd(checkout, tmp_path) -> None:
+    settings = ("trainer.steps=200", "trainer.log_every=1", "optim=sgd", "run.save=false")
+
+    def losses(name: str, *overrides: str) -> list[float]:
+        run(checkout, tmp_path / name, 2, *settings, *overrides)
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        found = [json.loads(line) for line in lines]
+        return [line["loss"] for line in found if "loss" in line]
+
+    expected = losses("data")
+    assert len(expected) == 200
+    for sharding in ("table_wise", "row_wise", "column_wise"):
+        found = losses(sharding, "parallel=hybrid", f"parallel.sharding={sharding}")
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -88,7 +88,7 @@ def test_small_and_large_batches_with_evictions_in_most_steps(world: World, batc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("batch", [25, 600, 5000])
+@pytest.mark.parametrize("batch", [25, 600, 7000])
 def test_grid_of_caches_at_200_steps(world: World, optimizer, batch) -> None:
     tables = (table("a", 90_000, dim=4), table("b", 9000, dim=4))
     case = scenario(optimizer, tables=tables, global_batch=batch, steps=200, skew=2.0, bag=3)
