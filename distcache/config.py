@@ -195,6 +195,10 @@ class TrainerConfig:
     """Seconds that a wait on other ranks may last."""
     resume: str | None = None
     """A run folder, or its `model/`, to go on from."""
+    schedule: str = "overlapped"
+    """`overlapped`: rows move beside the steps before; `serial`: one stage after the other."""
+    shake_ms: float = 0.0
+    """Longest random delay at every hand-over between threads, ms (debug; slow)."""
     validate_plans: bool = False
     """Check every law on every plan (debug; slow)."""
 

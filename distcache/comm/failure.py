@@ -99,8 +99,10 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """The error's message; its type where it has none or is not one of this package's."""
+    """The error's message; its type where it has none or is not one of this package's, and then
+    what was noted of where it happened."""
     text = str(error).strip()
     if isinstance(error, DistcacheError) and text:
         return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return (f"{type(error).__name__}: {text}" if text else type(error).__name__) + notes

@@ -1,4 +1,4 @@
-"""Behind a look-ahead: the batches that its planner has read, and the planner's thread.
+"""Behind a look-ahead: the batches that its planner has read, and the threads ahead.
 
 Both are known to the thread, so neither knows the look-ahead: dropping that ends the thread.
 """
@@ -10,7 +10,7 @@ import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -19,8 +19,9 @@ from distcache.comm.failure import record_failure
 from distcache.data.batch import Batch
 from distcache.embedding.core import as_batch
 from distcache.embedding.ids import IdReader, ReadIds
-from distcache.pipeline.planning import PlannedStep, StreamPlanner
-from distcache.pipeline.thread import PlanningThread
+from distcache.pipeline.planning import StreamPlanner
+from distcache.pipeline.schedule import InFlight, Stage
+from distcache.pipeline.threads import Pipeline
 
 T = TypeVar("T")
 
@@ -71,37 +72,56 @@ class Source(Generic[T]):
 
 
 class Runner:
-    """The planner's thread, which may be halted and started again; knows no Lookahead."""
+    """The pipeline's threads, which may be halted and started again; knows no Lookahead."""
 
-    def __init__(self, planner: StreamPlanner, depth: int, timeout_s: float) -> None:
+    def __init__(
+        self, planner: StreamPlanner, depth: int, timeout_s: float, movement: Sequence[Stage]
+    ) -> None:
+        """`movement`: the stages that move rows ahead of the loop; none: the loop moves them."""
         self._planner, self._depth, self._timeout_s = planner, depth, timeout_s
-        self._thread: PlanningThread | None = None
-        self._steps: Iterator[PlannedStep] = iter(())
+        self._movement = tuple(movement)
+        self._pipeline: Pipeline | None = None
 
     @property
     def running(self) -> bool:
-        return self._thread is not None
+        return self._pipeline is not None
 
     def start(self, source: Source) -> None:
         _running.add(self)
-        self._thread = PlanningThread(self._planner, source, self._depth)
-        self._steps = iter(self._thread)
+        self._pipeline = Pipeline(self._planner, source, self._depth, self._movement)
 
-    def take(self) -> PlannedStep | None:
-        """The next plan, or None at the end."""
-        return next(self._steps, None)
+    def take(self) -> InFlight | None:
+        """The next planned step, or None at the end."""
+        return None if self._pipeline is None else self._pipeline.queue.take()
+
+    def arrive(self, flight: InFlight, done: int) -> None:
+        """Wait for the rows of a step; what may follow step `done` moves on."""
+        if self._pipeline is not None:
+            self._pipeline.queue.arrive(flight, done)
+
+    def settle(self) -> None:
+        """Wait for the moves that come before the ranks' next exchange."""
+        if self._pipeline is not None and self._planner.link.world.size > 1:
+            self._pipeline.queue.settle()
+
+    def quiet(self) -> None:
+        """Let no row move until the next step arrives."""
+        if self._pipeline is not None:
+            self._pipeline.quiet()
 
     def fail(self, error: BaseException) -> None:
         """This rank ends with `error`: tell those who ask; the others are not told to stop."""
-        if self._thread is not None:
+        if self._pipeline is not None:
             world = self._planner.link.world
             record_failure(world.store, world.rank, error)
 
-    def stop(self) -> bool:
-        """End the thread, with a last word to the other ranks; False if it did not end in time."""
-        thread, self._thread = self._thread, None
-        self._steps = iter(())
-        if thread is None or thread.stop(self._timeout_s):
+    def stop(self, orderly: bool = True) -> bool:
+        """End the threads, with a last word to the other ranks; False if they did not in time.
+
+        `orderly`: after the same step on all ranks, with what was released moved before.
+        """
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is None or pipeline.stop(self._timeout_s, orderly):
             return True
         log.warning("the planner's thread did not end within %g s", self._timeout_s)
         return False
@@ -115,7 +135,7 @@ def _at_exit() -> None:
     error = getattr(sys, "last_value", None)
     for runner in list(_running):
         if error is None:
-            runner.stop()
+            runner.stop(orderly=False)
         else:
             runner.fail(error)
 

@@ -29,8 +29,10 @@ from distcache.layout import TableSpec
 from distcache.optim.rows import RowUpdate
 from distcache.pipeline.build import home_planners, join_rows, make_caches, make_stores, own_slots
 from distcache.pipeline.groups import make_groups
+from distcache.pipeline.movement import Movement
 from distcache.pipeline.planning import PlannedStep, PlanningSettings, StreamPlanner
 from distcache.pipeline.rows import GroupRows
+from distcache.pipeline.schedule import InFlight, Stage, run_stages
 
 if TYPE_CHECKING:
     from distcache.embedding.stream import Lookahead
@@ -62,6 +64,7 @@ class CachedTables:
         self.link = Link(world, world.device_group, self.counters, "the device group")
         with library_words():
             self.rows = self._make_rows()
+        self._movement = Movement(self.rows, self.link, with_bags=False).stages
         self.planner = self._make_planner()
         self.current: OpenStep | None = None
         self.steps = 0
@@ -138,14 +141,15 @@ class CachedTables:
         self._settle()
         self._ahead = True
 
-    def plan_inline(self, read: ReadIds, kind: str) -> PlannedStep:
+    def plan_inline(self, read: ReadIds, kind: str) -> InFlight:
         """Plan one batch now (L = 0), with running look-aheads halted before; to be opened next."""
         self.halt()
         self._settle()
         try:
             with library_words():
                 batch = as_batch([read], 0, kind)
-                return next(self.planner.planned([batch], lambda: False, ahead=False))
+                planned = next(self.planner.planned([batch], lambda: False, ahead=False))
+                return InFlight(planned)
         except BaseException:
             self._ahead = True
             raise
@@ -154,6 +158,11 @@ class CachedTables:
         """Stop every look-ahead's planner; its plans that have not moved are made again later."""
         for stream in self.streams:
             stream.halt()
+
+    def quiet(self) -> None:
+        """Between two steps: let no row move until the next batch; called by all ranks."""
+        for stream in self.streams:
+            stream.quiet()
 
     def _settle(self) -> None:
         """Planning goes on from what the device holds, without plans that did not move; local."""
@@ -165,18 +174,21 @@ class CachedTables:
 
     # --- steps ------------------------------------------------------------------------------
 
-    def open(self, planned: PlannedStep, reads: list[ReadIds]) -> OpenStep:
-        """Move the rows of a planned step to the device; it is the current one from then on."""
+    @property
+    def moves_ahead(self) -> tuple[Stage, ...]:
+        """The stages that a look-ahead's own thread runs; none where the loop does it."""
+        return self._movement if self.settings.schedule == "overlapped" else ()
+
+    def open(self, flight: InFlight, reads: list[ReadIds]) -> OpenStep:
+        """Make a planned step the current one, with its rows on the device."""
         self.end_current()
-        with torch.inference_mode(False), torch.no_grad():
-            pairs = list(zip(self.rows, planned.plans, strict=True))
-            for rows, plan in pairs:
-                rows.write_back(plan)
-            gathered = [rows.gather(plan) for rows, plan in pairs]
-            for (rows, plan), values in zip(pairs, gathered, strict=True):
-                rows.fill(plan, values)
-        self._moved = planned.step
-        self.current = OpenStep(planned, reads, self.groups, self._leaves, self._reduced)
+        if not flight.moved:
+            run_stages(self._movement, flight, "training")
+            flight.moved = True
+        for rows, counts in zip(self.rows, flight.counts, strict=True):
+            rows.counts.add(counts)
+        self._moved = flight.step
+        self.current = OpenStep(flight.planned, reads, self.groups, self._leaves, self._reduced)
         return self.current
 
     def opened(self) -> OpenStep:
@@ -208,6 +220,8 @@ class CachedTables:
     def _reduced(self, planned: PlannedStep, gradients: list[Tensor]) -> list[Tensor]:
         """Row gradients summed over the ranks, then multiplied once by 1 / W if it is a mean."""
         native, size = self.settings.reduction == "native", self.world.size
+        for stream in self.streams:
+            stream.settle()
         sums = [
             reduce_rows(self.link, plan, gradient, native)
             for plan, gradient in zip(planned.plans, gradients, strict=True)

@@ -21,6 +21,7 @@ class CacheSettings:
     lookahead: int = 8
     prefetch: int = 1
     policy: str = "lookahead"
+    schedule: str = "overlapped"
     reduction: str = "ordered"
     gradient_reduction: str = "mean"
     dtype: torch.dtype = torch.float32
@@ -30,6 +31,7 @@ class CacheSettings:
     def __post_init__(self) -> None:
         for name, known in (
             ("policy", ("lookahead", "lru")),
+            ("schedule", ("overlapped", "serial")),
             ("reduction", ("ordered", "native")),
             ("gradient_reduction", ("mean", "sum")),
             ("on_bad_id", ("error", "hash")),

@@ -19,7 +19,7 @@ from distcache.embedding.core import CachedTables
 from distcache.embedding.ids import IdReader, ReadIds, find_ids
 from distcache.embedding.settings import library_words
 from distcache.errors import ConfigError, PeerError, PlanError
-from distcache.pipeline.planning import PlannedStep
+from distcache.pipeline.schedule import InFlight
 
 if TYPE_CHECKING:
     from distcache.embedding.collection import CachedEmbeddingBagCollection
@@ -73,9 +73,10 @@ class Lookahead(Generic[T]):
         self._batches, self._tables, self._reader = batches, tables, reader
         self._source = Source(batches, reader, find, accumulate)
         timeout_s = min(tables.world.timeout_s, _STOP_S)
-        self._runner = Runner(tables.planner, tables.settings.prefetch + 1, timeout_s)
-        weakref.finalize(self, self._runner.stop).atexit = False
-        self._plans: dict[int, PlannedStep] = {}
+        depth = tables.settings.prefetch + 1
+        self._runner = Runner(tables.planner, depth, timeout_s, tables.moves_ahead)
+        weakref.finalize(self, self._runner.stop, orderly=False).atexit = False
+        self._plans: dict[int, InFlight] = {}
         self._opened = -1
         self._yielded = (0, 0)
         self._pending: deque[tuple[int, int]] = deque()
@@ -91,7 +92,6 @@ class Lookahead(Generic[T]):
         position, micro = self._yielded
         if self._exhausted or (position > self._opened and not self._plan(position)):
             self._exhausted = True
-            self._runner.stop()
             raise StopIteration
         ahead = self._source.kept[position]
         self._yielded = (position, micro + 1)
@@ -147,7 +147,9 @@ class Lookahead(Generic[T]):
                 raise PlanError("the planner ended before a batch that it had planned")
             tables, ahead = self._tables, self._source.kept[position]
             tables.end_current()
-            tables.open(self._plans.pop(position), ahead.reads)
+            flight = self._plans.pop(position)
+            self._runner.arrive(flight, flight.step - 1)
+            tables.open(flight, ahead.reads)
             self._source.kept.pop(self._opened, None)
             self._opened = position
         self._pending.popleft()
@@ -184,14 +186,22 @@ class Lookahead(Generic[T]):
         try:
             with library_words():
                 while position not in self._plans:
-                    planned = self._runner.take()
-                    if planned is None:
+                    flight = self._runner.take()
+                    if flight is None:
                         return False
-                    self._plans[planned.batch.index] = planned
+                    self._plans[flight.planned.batch.index] = flight
         except BaseException:
             self.close()
             raise
         return True
+
+    def settle(self) -> None:
+        """Wait for the moves that come before the ranks' next exchange."""
+        self._runner.settle()
+
+    def quiet(self) -> None:
+        """Let no row move until the next batch comes through the model."""
+        self._runner.quiet()
 
     def halt(self) -> None:
         """Stop planning; plans that have not moved are made again when they are asked for."""
@@ -207,6 +217,6 @@ class Lookahead(Generic[T]):
     def close(self) -> None:
         """Stop reading ahead; the collection goes on from what its cache holds."""
         self._exhausted = True
-        self._runner.stop()
+        self._runner.stop(orderly=False)
         self._plans.clear()
         self._pending.clear()

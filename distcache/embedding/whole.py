@@ -43,6 +43,7 @@ class WholeTables:
 
     def flush(self) -> None:
         """Bring every changed row to the store of its home's node, then to all nodes'."""
+        self._tables.quiet()
         for rows in self._tables.rows:
             rows.flush()
         together(self._world, lambda: None)

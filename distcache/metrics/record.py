@@ -21,6 +21,7 @@ SUMMARY_KEYS = (
     "samples_per_second",
     "step_ms",
     "stage_ms",
+    "stage_hidden_ms",
     "hit_rate",
     "hit_rate_lookups",
     "rows_fetched",

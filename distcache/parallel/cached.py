@@ -8,13 +8,12 @@ from the store and leaves after it). Only the planner and the size of the cache 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from distcache.comm.agree import together
-from distcache.comm.counters import PLANNING, CollectiveCounters
+from distcache.comm.counters import PLANNING, ROWS, CollectiveCounters
 from distcache.comm.link import Link
 from distcache.comm.world import World
 from distcache.data.batch import Batch
@@ -29,9 +28,18 @@ from distcache.parallel.cached_parts import CachedSettings, make_planner, make_r
 from distcache.parallel.cached_step import CachedStep
 from distcache.parallel.same import check_same
 from distcache.parallel.statistics import StepStatistics
+from distcache.pipeline.clock import StageClock
 from distcache.pipeline.feed import StepFeed
 from distcache.pipeline.groups import make_groups
-from distcache.pipeline.schedule import InFlight, SerialSchedule, StageClock
+from distcache.pipeline.schedule import (
+    InFlight,
+    OverlappedSchedule,
+    SerialSchedule,
+    movement_of,
+)
+from distcache.pipeline.shake import Shaker, shaker
+
+Schedule = OverlappedSchedule | SerialSchedule
 
 
 class CachedParallel(Parallel):
@@ -51,7 +59,7 @@ class CachedParallel(Parallel):
         self.features = tuple(features)
         self.model = model.to(world.device, settings.dtype)
         self.groups = make_groups(tables, features, world.size)
-        self.counters, self._uncounted = CollectiveCounters(), CollectiveCounters()
+        self.counters = CollectiveCounters()
         self.link = Link(world, world.device_group, self.counters, "the device group")
         spec = optimizer
         self.update = row_update(spec.name, 0.0, spec.eps, spec.betas, spec.initial_accumulator)
@@ -61,11 +69,26 @@ class CachedParallel(Parallel):
         )
         self.step = CachedStep(self.groups, self.rows, self.model, self.dense_optimizer, settings)
         self.clock, self.statistics = StageClock(), StepStatistics()
-        self._train = SerialSchedule(self.step.training, self.clock)
-        self._eval = SerialSchedule(self.step.evaluation, self.clock)
         check = BatchCheck(tables, features, settings.on_bad_id)
         self.planner = make_planner(world, self.rows, CollectiveCounters(), settings, check)
-        self.feed = StepFeed(self.planner, self.rows, settings.prefetch + 1)
+        self._train, self._eval = self._schedules(shaker(settings.shake_ms, world.rank))
+
+    def _schedules(self, shake: Shaker | None) -> tuple[Schedule, Schedule]:
+        """How the stages of training and of evaluation steps follow one another."""
+        step, clock, depth = self.step, self.clock, self.settings.prefetch + 1
+        if self.settings.schedule == "serial":
+            self.feed = StepFeed(self.planner, self.rows, depth, shake=shake)
+            kinds = (step.training, step.evaluation)
+            train, evaluate = (SerialSchedule(stages, clock, shake) for stages in kinds)
+            return train, evaluate
+        movement = movement_of(step.training)
+        self.feed = StepFeed(self.planner, self.rows, depth, movement, shake)
+        settle = self.feed.settle
+        train, evaluate = (
+            OverlappedSchedule(stages, clock, shake, settle)
+            for stages in (step.training, step.evaluation)
+        )
+        return train, evaluate
 
     @property
     def applied(self) -> Tensor:
@@ -76,17 +99,20 @@ class CachedParallel(Parallel):
         """Plan ahead on a thread of its own; see `Parallel.stream`."""
         steps = self.feed.steps(batches)
         try:
-            for planned in steps:
-                yield Step(planned.batch, planned)
+            for flight in steps:
+                yield Step(flight.planned.batch, flight.planned, flight)
         finally:
             steps.close()
 
     def train_step(self, step: Step, stop: bool = False) -> StepResult:
         """See `Parallel.train_step`."""
-        flight = InFlight(step.plans, stop=stop)
-        self._run(self._train, flight, timed=True)
-        self.statistics.add(step.plans, self.rows)
-        self.counters.count(PLANNING, step.plans.planning_bytes)
+        flight: InFlight = step.flight
+        flight.stop = stop
+        with self.feed.running(flight):
+            self._train.run(flight)
+        self.statistics.add(flight, self.rows)
+        self.counters.count(ROWS, flight.fill_bytes)
+        self.counters.count(PLANNING, flight.planned.planning_bytes)
         agreement = flight.agreement
         if agreement is None:
             raise RuntimeError("the schedule has no stage that agrees on the loss")
@@ -94,22 +120,12 @@ class CachedParallel(Parallel):
 
     def eval_step(self, step: Step) -> Tensor:
         """See `Parallel.eval_step`."""
-        flight = InFlight(step.plans)
-        counts = [replace(rows.counts) for rows in self.rows]
-        self.link.counters = self._uncounted
-        try:
-            self._run(self._eval, flight, timed=False)
-        finally:
-            self.link.counters = self.counters
-            for rows, before in zip(self.rows, counts, strict=True):
-                rows.counts = before
+        flight: InFlight = step.flight
+        with self.feed.running(flight):
+            self._eval.run(flight)
         if flight.logits is None:
             raise RuntimeError("the schedule has no stage that computes logits")
         return flight.logits
-
-    def _run(self, schedule: SerialSchedule, flight: InFlight, timed: bool) -> None:
-        with self.feed.running(flight.planned):
-            schedule.run(flight, timed)
 
     def set_lr(self, dense_lr: float, embedding_lr: float) -> None:
         """See `Parallel.set_lr`."""
@@ -125,6 +141,7 @@ class CachedParallel(Parallel):
         Nobody writes unless all ranks have the same last step: an error, on all ranks, if a step
         failed half-way on one of them. After an error that the stream raised they have.
         """
+        self.feed.quiet()
         steps = together(self.world, self._whole_steps)
         if len(set(steps)) > 1:
             counts = ", ".join(f"rank {rank}: {run}" for rank, run in enumerate(steps))
@@ -217,6 +234,7 @@ class CachedParallel(Parallel):
         )
         values = self.statistics.summary(self.world, self.rows, self.counters, dense)
         values["stage_ms"] = self.clock.mean_ms()
+        values["stage_hidden_ms"] = self.clock.hidden_ms()
         values["table_rows"] = sum(table.rows for table in self.tables)
         if self.settings.mode != "data":
             values["cache_rows"] = None

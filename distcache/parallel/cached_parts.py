@@ -25,7 +25,8 @@ from distcache.store.rows import RowStore
 
 @dataclass(frozen=True)
 class CachedSettings:
-    """How a cached mode runs. `slots`: C of each group (only mode `data` reads it)."""
+    """How a cached mode runs. `slots`: C of each group (only mode `data` reads it); `schedule`:
+    `overlapped` or `serial`; `shake_ms`: longest random delay at hand-overs between threads."""
 
     mode: str
     slots: Sequence[int] = ()
@@ -38,6 +39,8 @@ class CachedSettings:
     on_bad_id: str = "error"
     validate: bool = False
     fingerprint: int = 0
+    schedule: str = "overlapped"
+    shake_ms: float = 0.0
 
 
 def make_rows(

@@ -14,7 +14,8 @@ from distcache.comm.link import Link
 from distcache.coordinator import DenseGradients, agree, reduce_rows
 from distcache.parallel.cached_parts import CachedSettings
 from distcache.pipeline.groups import TableGroup, join_pooled
-from distcache.pipeline.lookup import DeviceBags, PooledLookup
+from distcache.pipeline.lookup import PooledLookup
+from distcache.pipeline.movement import Movement
 from distcache.pipeline.planning import PlannedStep
 from distcache.pipeline.rows import GroupRows
 from distcache.pipeline.schedule import InFlight, Stage
@@ -42,11 +43,7 @@ class CachedStep:
         self.embedding_lr = 0.0
         self.applied = torch.zeros((), dtype=torch.int64)
         self._bad_ranks: tuple[int, ...] = ()
-        movement = (
-            Stage("write_back", "copy_out", self._write_back),
-            Stage("gather", "host", self._gather),
-            Stage("fill", "copy_in", self._fill),
-        )
+        movement = Movement(rows, self.link, with_bags=True).stages
         self.training = (
             *movement,
             Stage("forward_backward", "compute", self._forward_backward),
@@ -55,31 +52,14 @@ class CachedStep:
         )
         self.evaluation = (*movement, Stage("forward", "compute", self._forward))
 
-    def _write_back(self, flight: InFlight) -> None:
-        for rows, plan in zip(self.rows, flight.planned.plans, strict=True):
-            rows.write_back(plan)
-
-    def _gather(self, flight: InFlight) -> None:
-        flight.gathered = [
-            rows.gather(plan) for rows, plan in zip(self.rows, flight.planned.plans, strict=True)
-        ]
-
-    def _fill(self, flight: InFlight) -> None:
-        for rows, plan, values in zip(
-            self.rows, flight.planned.plans, flight.gathered, strict=True
-        ):
-            rows.fill(plan, values)
-        flight.gathered = []
-
     def _predict(self, flight: InFlight) -> Tensor:
         """Logits `[b]` of the local batch from the leaves of its rows."""
-        planned, device = flight.planned, self.link.world.device
         pooled = [
-            PooledLookup.apply(leaf, DeviceBags(bags, plan, device))
-            for leaf, bags, plan in zip(flight.leaves, planned.bags, planned.plans, strict=True)
+            PooledLookup.apply(leaf, bags)
+            for leaf, bags in zip(flight.leaves, flight.bags, strict=True)
         ]
-        batch = planned.batch
-        dense = batch.dense.to(device, self.settings.dtype)
+        batch = flight.planned.batch
+        dense = batch.dense.to(self.link.world.device, self.settings.dtype)
         return self.model(dense, join_pooled(self.groups, pooled, len(batch.labels)))
 
     def _take_leaves(self, planned: PlannedStep) -> list[Tensor]:

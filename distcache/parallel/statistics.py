@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from distcache.comm.counters import CollectiveCounters
 from distcache.comm.world import World
-from distcache.pipeline.planning import PlannedStep
 from distcache.pipeline.rows import GroupRows
+from distcache.pipeline.schedule import InFlight
 
 
 class StepStatistics:
@@ -24,11 +24,16 @@ class StepStatistics:
         self.lookup_hits = 0
         self.row_buffer_bytes = 0
 
-    def add(self, planned: PlannedStep, rows: Sequence[GroupRows]) -> None:
-        """Count one training step. Row buffers: the rows' copies, their gradients and the sums
-        (3 U D), and what was fetched and evicted, (D + S) each."""
+    def add(self, flight: InFlight, rows: Sequence[GroupRows]) -> None:
+        """Count one training step, and its moves in `rows`.
+
+        Row buffers: the rows' copies, their gradients and the sums (3 U D), and what was fetched
+        and evicted, (D + S) each.
+        """
         buffers = 0
-        for plan, group in zip(planned.plans, rows, strict=True):
+        for counts, group in zip(flight.counts, rows, strict=True):
+            group.counts.add(counts)
+        for plan, group in zip(flight.planned.plans, rows, strict=True):
             self.distinct += plan.distinct
             self.misses += plan.misses
             self.lookups += len(plan.positions)

@@ -20,6 +20,7 @@ from distcache.comm.failure import failure_of_others
 from distcache.comm.link import Link
 from distcache.data.batch import Batch
 from distcache.errors import ConfigError, PeerError
+from distcache.pipeline.clock import Span, spanned
 from distcache.pipeline.exchange import PlanExchange, Status, Verdict
 from distcache.pipeline.groups import GroupBags, TableGroup, group_bags
 from distcache.pipeline.room import too_large
@@ -29,6 +30,9 @@ from distcache.planner.home import HomeDecision, Planner
 from distcache.step_plan import StepPlan, check_plan, check_plan_fully
 
 log = logging.getLogger(__name__)
+
+LANE = "planner"
+"""Where planning runs, for spans."""
 
 _POLL_S = 0.1
 """How often a waiting thread looks whether it should stop."""
@@ -42,13 +46,13 @@ _LEAVING_S = 2.0
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A batch, its bags and plans by group, and seconds: of planning, and waited for it."""
+    """A batch, its bags and plans by group, and when its planning ran."""
 
     step: int
     batch: Batch
     bags: list[GroupBags]
     plans: list[StepPlan]
-    seconds: dict[str, float]
+    spans: list[Span]
     planning_bytes: int = 0
 
 
@@ -60,8 +64,7 @@ class _Waiting:
     batch: Batch
     bags: list[GroupBags]
     requests: list[Request]
-    seconds: float
-    load_seconds: float = 0.0
+    spans: list[Span] = field(default_factory=list)
     planning_bytes: int = 0
 
 
@@ -156,7 +159,7 @@ class StreamPlanner:
             for planner, by_rank in zip(self.planners, rows, strict=True):
                 planner.ingest(step, entry.batch.kind, by_rank)
             entry.batch = agree_on_size(self.link, entry.batch)
-            entry.seconds = time.perf_counter() - started
+            entry.spans.append(Span("ingest", LANE, step, started, time.perf_counter()))
             entry.planning_bytes = self.link.counters.planning_bytes - sent
             waiting.append(entry)
             self.ingested += 1
@@ -189,7 +192,7 @@ class StreamPlanner:
             ]
         except Exception as error:
             return Status.ERROR, error, None
-        return Status.OK, None, _Waiting(self.ingested, batch, bags, requests, 0.0)
+        return Status.OK, None, _Waiting(self.ingested, batch, bags, requests)
 
     def _after_stop(self, verdict: Verdict, stop: Callable[[], bool]) -> None:
         """Return once this rank stops as well; PeerError if it does not, as another one failed
@@ -208,9 +211,12 @@ class StreamPlanner:
 
     def _decide(self, entry: _Waiting) -> PlannedStep:
         """Decide one step with all other homes; raises on every rank if one of them cannot."""
-        started, sent = time.perf_counter(), self.link.counters.planning_bytes
+        sent = self.link.counters.planning_bytes
+        with spanned(entry.spans, "load", LANE, entry.step):
+            load_error = self._load(entry)
+        started = time.perf_counter()
         rows = [planner.due_rows for planner in self.planners]
-        own, status, error = self._decide_home(entry, rows)
+        own, status, error = self._decide_home(rows, load_error)
         decided = self._exchange.decisions(status, entry.step, rows, own, entry.requests, error)
         if decided.verdict.status is Status.TOO_LARGE:
             own_slots = [planner.slots for planner in self.planners]
@@ -232,25 +238,31 @@ class StreamPlanner:
             else:
                 check_plan(plan)
             plans.append(plan)
-        spent = time.perf_counter() - started - entry.load_seconds
-        seconds = {"ingest": entry.seconds, "load": entry.load_seconds, "plan": spent}
+        entry.spans.append(Span("plan", LANE, entry.step, started, time.perf_counter()))
         sent = entry.planning_bytes + self.link.counters.planning_bytes - sent
-        return PlannedStep(entry.step, entry.batch, entry.bags, plans, seconds, sent)
+        return PlannedStep(entry.step, entry.batch, entry.bags, plans, entry.spans, sent)
 
-    def _decide_home(
-        self, entry: _Waiting, rows: Sequence[int]
-    ) -> tuple[list[HomeDecision], Status, BaseException | None]:
-        """This home's decisions, with the batch's dense features and labels; none, and why, if it
-        has too few slots for `rows` or fails."""
-        if any(count > p.slots for count, p in zip(rows, self.planners, strict=True)):
-            return [], Status.TOO_LARGE, None
-        began = time.perf_counter()
+    def _load(self, entry: _Waiting) -> Exception | None:
+        """Read the batch's dense features and labels; what went wrong with that."""
         try:
             entry.batch = entry.batch.loaded()
-            entry.load_seconds = time.perf_counter() - began
-            return [planner.plan() for planner in self.planners], Status.OK, None
         except Exception as error:
+            return error
+        return None
+
+    def _decide_home(
+        self, rows: Sequence[int], error: Exception | None
+    ) -> tuple[list[HomeDecision], Status, BaseException | None]:
+        """This home's decisions; none, and why, if it has too few slots for `rows` or fails, or
+        where its batch could not be loaded (`error`)."""
+        if any(count > p.slots for count, p in zip(rows, self.planners, strict=True)):
+            return [], Status.TOO_LARGE, None
+        if error is not None:
             return [], Status.ERROR, error
+        try:
+            return [planner.plan() for planner in self.planners], Status.OK, None
+        except Exception as failure:
+            return [], Status.ERROR, failure
 
 
 def _peer_error(verdict: Verdict) -> PeerError:

@@ -21,12 +21,19 @@ Rows = tuple[Tensor, Tensor | None]
 
 @dataclass
 class MoveCounts:
-    """What this rank's homes moved so far: rows, and bytes over the host link."""
+    """Rows that this rank's home moved, and their bytes over the host link."""
 
     rows_fetched: int = 0
     rows_written_back: int = 0
     host_to_device_bytes: int = 0
     device_to_host_bytes: int = 0
+
+    def add(self, other: MoveCounts) -> None:
+        """Count what another one counted."""
+        self.rows_fetched += other.rows_fetched
+        self.rows_written_back += other.rows_written_back
+        self.host_to_device_bytes += other.host_to_device_bytes
+        self.device_to_host_bytes += other.device_to_host_bytes
 
 
 class GroupRows:
@@ -46,31 +53,32 @@ class GroupRows:
         self.group, self.cache, self.store = group, cache, store
         self.update, self.link = update, link
         self.counts = MoveCounts()
+        """Of the training steps that were run, and of `flush`."""
         self.row_bytes = (cache.dim + cache.state_width) * cache.dtype.itemsize
 
-    def write_back(self, plan: StepPlan) -> None:
+    def write_back(self, plan: StepPlan, counts: MoveCounts) -> None:
         """Bring the dirty rows that leave to the store: cache[evict_slots] -> store[evict_rows]."""
         if len(plan.evict_slots):
-            self._store_rows(*self.cache.evict(plan.evict_slots, plan.evict_rows))
+            self._store_rows(*self.cache.evict(plan.evict_slots, plan.evict_rows), counts)
 
-    def gather(self, plan: StepPlan) -> Tensor | None:
+    def gather(self, plan: StepPlan, counts: MoveCounts) -> Tensor | None:
         """Read this home's fetched rows from the store, `[M_h, D + S]`; None without a store."""
         if self.store is None:
             return None
         weight, state = self.store.gather(plan.fetch_rows)
-        self.counts.rows_fetched += len(weight)
-        self.counts.host_to_device_bytes += len(weight) * self.row_bytes
+        counts.rows_fetched += len(weight)
+        counts.host_to_device_bytes += len(weight) * self.row_bytes
         return weight if state is None else torch.cat((weight, state), dim=1)
 
-    def fill(self, plan: StepPlan, gathered: Tensor | None) -> None:
-        """Share the fetched rows with all ranks and put them into their slots."""
+    def fill(self, plan: StepPlan, gathered: Tensor | None, link: Link) -> None:
+        """Share the fetched rows with all ranks over `link` and put them into their slots."""
         if gathered is None:
             return
-        rows = share_rows(self.link, plan, gathered.to(self.cache.device, non_blocking=True))
+        rows = share_rows(link, plan, gathered.to(self.cache.device, non_blocking=True))
         if plan.misses == 0:
             return
         names = np.full(plan.misses, FOREIGN, dtype=np.int64)
-        rank = self.link.world.rank
+        rank = link.world.rank
         start = sum(plan.fetch_counts[:rank])
         names[start : start + plan.fetch_counts[rank]] = plan.fetch_rows.numpy()
         slots = plan.fetch_slots
@@ -95,7 +103,7 @@ class GroupRows:
         dirty = self.cache.dirty_slots()
         rows = torch.from_numpy(self.cache.slot_row[dirty.numpy()])
         own = rows >= 0
-        self._store_rows(dirty[own], rows[own])
+        self._store_rows(dirty[own], rows[own], self.counts)
         self.cache.clean(dirty)
 
     def held_rows(self, slots: slice) -> np.ndarray:
@@ -103,10 +111,10 @@ class GroupRows:
         held = self.cache.slot_row[slots]
         return np.where(held >= 0, held, -1)
 
-    def _store_rows(self, slots: Tensor, rows: Tensor) -> None:
+    def _store_rows(self, slots: Tensor, rows: Tensor, counts: MoveCounts) -> None:
         if len(slots) == 0 or self.store is None:
             return
         weight, state = self.cache.read(slots)
         self.store.scatter(rows, weight.cpu(), None if state is None else state.cpu())
-        self.counts.rows_written_back += len(slots)
-        self.counts.device_to_host_bytes += len(slots) * self.row_bytes
+        counts.rows_written_back += len(slots)
+        counts.device_to_host_bytes += len(slots) * self.row_bytes

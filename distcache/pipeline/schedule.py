@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
 from distcache.coordinator import Agreement
+from distcache.pipeline.clock import Span, StageClock, spanned
+from distcache.pipeline.lookup import DeviceBags
 from distcache.pipeline.planning import PlannedStep
+from distcache.pipeline.rows import MoveCounts
+from distcache.pipeline.shake import Shaker
+
+TRAINING = ("compute", "communication")
+"""Streams whose stages run in the training loop; those of all others are movement."""
 
 
 @dataclass
@@ -19,13 +23,30 @@ class InFlight:
     """One step on its way through the stages; each stage fills in what the next ones read."""
 
     planned: PlannedStep
+    moved: bool = False
+    """Whether its rows are on the device."""
     gathered: list[Tensor | None] = field(default_factory=list)
+    bags: list[DeviceBags] = field(default_factory=list)
+    counts: list[MoveCounts] = field(default_factory=list)
+    fill_bytes: int = 0
     leaves: list[Tensor] = field(default_factory=list)
     sums: list[Tensor] = field(default_factory=list)
     loss: Tensor | None = None
     logits: Tensor | None = None
     stop: bool = False
     agreement: Agreement | None = None
+    spans: list[Span] = field(default_factory=list)
+    waits: list[Span] = field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        """Position in the stream of planned steps."""
+        return self.planned.step
+
+    @property
+    def move_after(self) -> int:
+        """The step after whose `apply` the rows of all groups may move."""
+        return max((plan.move_after for plan in self.planned.plans), default=-1)
 
 
 @dataclass(frozen=True)
@@ -37,36 +58,73 @@ class Stage:
     run: Callable[[InFlight], None]
 
 
-class StageClock:
-    """Host seconds spent in each stage, and how many steps they belong to."""
+def movement_of(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The stages that bring a step's rows to the device."""
+    return tuple(stage for stage in stages if stage.stream not in TRAINING)
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.steps = 0
 
-    def add(self, name: str, seconds: float) -> None:
-        """Add the time of one stage of one step."""
-        self.seconds[name] += seconds
-
-    def mean_ms(self) -> dict[str, float]:
-        """Milliseconds per step of each stage."""
-        return {name: 1e3 * total / max(1, self.steps) for name, total in self.seconds.items()}
+def run_stages(
+    stages: Sequence[Stage], flight: InFlight, lane: str, shake: Shaker | None = None
+) -> None:
+    """Take `flight` through `stages`, in order; an error is noted with stage and step."""
+    for stage in stages:
+        if shake is not None:
+            shake()
+        try:
+            with spanned(flight.spans, stage.name, lane, flight.step):
+                stage.run(flight)
+        except Exception as error:
+            error.add_note(f"in stage {stage.name} of step {flight.step}")
+            raise
 
 
 class SerialSchedule:
     """One step after the other, one stage after the other: the slow twin of every overlap."""
 
-    def __init__(self, stages: tuple[Stage, ...], clock: StageClock) -> None:
-        self.stages, self.clock = stages, clock
+    def __init__(self, stages: tuple[Stage, ...], clock: StageClock, shake: Shaker | None) -> None:
+        self._stages, self._clock, self._shake = stages, clock, shake
 
-    def run(self, step: InFlight, timed: bool = True) -> Any:
-        """Take `step` through all stages."""
-        for stage in self.stages:
-            started = time.perf_counter()
-            stage.run(step)
-            if timed:
-                self.clock.add(stage.name, time.perf_counter() - started)
-        if timed:
-            for name, seconds in step.planned.seconds.items():
-                self.clock.add(name, seconds)
-            self.clock.steps += 1
+    def run(self, flight: InFlight) -> None:
+        """Take a step through all stages."""
+        run_stages(self._stages, flight, "training", self._shake)
+        flight.moved = True
+        record(self._clock, flight)
+
+
+class OverlappedSchedule:
+    """Movement runs beside training, on a thread of its own (`pipeline.movement`), up to P steps
+    ahead; here is the rest of the same stages.
+
+    Ranks talk over one device group, in one order (DESIGN, section 7): every fill that may run
+    beside step t comes before the exchange of step t. So `settle` waits for those before the first
+    stage that communicates.
+    """
+
+    def __init__(
+        self,
+        stages: tuple[Stage, ...],
+        clock: StageClock,
+        shake: Shaker | None,
+        settle: Callable[[InFlight], None],
+    ) -> None:
+        self._clock, self._shake, self._settle = clock, shake, settle
+        own = tuple(stage for stage in stages if stage.stream in TRAINING)
+        first = [i for i, stage in enumerate(own) if stage.stream == "communication"]
+        cut = first[0] if first else len(own)
+        self._alone, self._together = own[:cut], own[cut:]
+
+    def run(self, flight: InFlight) -> None:
+        """Take a step, whose rows have moved, through the stages of the training loop."""
+        if not flight.moved:
+            raise RuntimeError(f"the rows of step {flight.step} have not moved")
+        run_stages(self._alone, flight, "training", self._shake)
+        if self._together:
+            self._settle(flight)
+            run_stages(self._together, flight, "training", self._shake)
+        record(self._clock, flight)
+
+
+def record(clock: StageClock, flight: InFlight) -> None:
+    """Let `clock` know of a step that is through all stages."""
+    planned = flight.planned
+    clock.add(flight.step, planned.batch.kind, [*planned.spans, *flight.spans], flight.waits)

@@ -186,4 +186,6 @@ def cached_settings(config: Config, world: World, tables: Sequence[TableSpec]) -
         dtype=dtype_of(config),
         on_bad_id=config.data.on_bad_id,
         validate=config.trainer.validate_plans,
+        schedule=config.trainer.schedule,
+        shake_ms=config.trainer.shake_ms,
     )

@@ -47,10 +47,13 @@ def check_jobs(world: int, jobs: Jobs) -> list[list[Outcome]]:
 
 def caches(case: Scenario, dtype: torch.dtype = torch.float32) -> Jobs:
     tight = tuple(slots + 60 for slots in SLOTS)
+    serial = {"dtype": dtype, "schedule": "serial"}
     return [
-        (case, CachedSettings("resident", dtype=dtype), 0),
+        (case, CachedSettings("resident", **serial), 0),
+        (case, CachedSettings("data", tight, 6, 2, **serial), 0),
         (case, CachedSettings("data", tight, 0, 0, dtype=dtype, validate=True), 0),
         (case, CachedSettings("data", tight, 6, 2, dtype=dtype, validate=True), 7),
+        (case, CachedSettings("resident", dtype=dtype), 0),
         (case, CachedSettings("data", tight, 2, 1, "lru", dtype=dtype), 0),
         (case, CachedSettings("host", dtype=dtype), 0),
     ]

@@ -150,7 +150,9 @@ def test_an_error_in_a_step_reaches_the_others_within_seconds(all_ends) -> None:
         else:
             assert end.value["error"].startswith("PeerError: "), end
             assert "rank 1 failed: ValueError: the model fails in step 2" in end.value["error"]
-        assert end.value["cause"] == (1, "ValueError: the model fails in step 2")
+            assert "in stage forward_backward of step 2" in end.value["error"]
+        text = "ValueError: the model fails in step 2 (in stage forward_backward of step 2)"
+        assert end.value["cause"] == (1, text)
         assert end.value["steps"] == 2 and end.value["applied"] == 2
         assert end.value["took"] < 30
 
@@ -176,8 +178,12 @@ def test_a_rank_that_dies_is_named(all_ends, where: str) -> None:
         assert end.exitcode == 0
         assert end.value["error"].startswith("PeerError: "), end
         assert "rank 1 ended without a word" in end.value["error"]
-        waited = {"exchange": "the planning group: header of step 2", "together": "host group"}
-        assert waited.get(where, "the device group") in end.value["error"]
+        # Planner and loop both wait for the dead rank in an exchange: either may notice first.
+        waited = {
+            "exchange": ("planning group: header of step 2", "device group"),
+            "together": ("host group",),
+        }
+        assert any(at in end.value["error"] for at in waited.get(where, ("device group",)))
         assert "rank 2" not in end.value["error"].partition(";")[2]
         assert end.value["took"] < 30
 

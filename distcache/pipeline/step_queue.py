@@ -1,0 +1,183 @@
+"""Steps on their way between three threads: planned, then moved, then run, always in order.
+
+The planner's thread puts them in, the movement's thread brings their rows to the device once
+`apply` of the step that they must follow is done, and the training loop takes them out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from distcache.errors import PlanError
+from distcache.pipeline.clock import WAIT, Span
+from distcache.pipeline.schedule import InFlight
+
+_POLL_S = 0.1
+"""How often a waiting thread looks whether the others are alive."""
+
+_HELD = -(2**62)
+"""`released` while nothing may start to move."""
+
+
+class StepQueue:
+    """At most `depth` planned steps wait for their movement, or for the loop where `moves` is
+    False (then the loop moves them itself).
+
+    Movement of a step may start once the step of its `move_after` is `released`; no more than
+    P + 1 steps are so far ahead of the loop, so the queue is bounded on that side too.
+    """
+
+    def __init__(self, depth: int, moves: bool) -> None:
+        self._depth, self._moves = max(1, depth), moves
+        self._change = threading.Condition()
+        self._known: deque[InFlight] = deque()
+        self._unmoved: deque[InFlight] = deque()
+        self._released, self._moving, self._wanted = _HELD, False, False
+        self._ended, self._error = False, None
+        self._broken: BaseException | None = None
+        self.stopping = False
+        self.alive: Callable[[], bool] = lambda: True
+
+    # --- the planner's thread ---------------------------------------------------------------
+
+    def put(self, flight: InFlight) -> None:
+        """Hand in a planned step; waits for room, and drops it once stopping."""
+        with self._change:
+            self._until(lambda: self._has_room() or self.stopping)
+            if not self.stopping:
+                self._known.append(flight)
+                self._unmoved.append(flight)
+                self._change.notify_all()
+
+    def _has_room(self) -> bool:
+        if self._moves:
+            return len(self._unmoved) < self._depth or (self._wanted and not self._known)
+        return len(self._known) < self._depth
+
+    def end(self, error: BaseException | None) -> None:
+        """No more steps come: the stream has ended, or `error` is what follows the last one."""
+        with self._change:
+            self._ended, self._error = True, error
+            self._change.notify_all()
+
+    # --- the movement's thread --------------------------------------------------------------
+
+    def next_unmoved(self) -> InFlight | None:
+        """Wait for the next step that may move; None when none will."""
+
+        def over() -> bool:
+            return self.stopping or (self._ended and not self._unmoved)
+
+        with self._change:
+            self._until(lambda: over() or self._may_move())
+            if over():
+                return None
+            self._moving = True
+            return self._unmoved[0]
+
+    def _may_move(self) -> bool:
+        return bool(self._unmoved) and self._unmoved[0].move_after <= self._released
+
+    def moved(self, flight: InFlight) -> None:
+        """The rows of the step that `next_unmoved` gave are on the device."""
+        with self._change:
+            self._unmoved.popleft()
+            flight.moved, self._moving = True, False
+            self._change.notify_all()
+
+    def broke(self, error: BaseException) -> None:
+        """The movement has failed, on this rank alone: nothing moves any more."""
+        with self._change:
+            self._moving, self._broken = False, error
+            self._change.notify_all()
+
+    # --- the training loop ------------------------------------------------------------------
+
+    def take(self) -> InFlight | None:
+        """The next planned step, moved or not; None at the end. Raises what ended the stream."""
+        started = time.perf_counter()
+        with self._change:
+            self._wanted = True
+            self._change.notify_all()
+            self._until(lambda: self._known or self._ended or self._broken)
+            self._wanted = False
+            if not self._known:
+                self._raise_if_broken()
+                if self._error is not None:
+                    raise self._error
+                return None
+            flight = self._known.popleft()
+            self._change.notify_all()
+        self._waited(flight, started)
+        return flight
+
+    def arrive(self, flight: InFlight, done: int) -> None:
+        """Wait for the rows of the step just taken; `done`: the last step that was applied.
+
+        Releases what may move now. Where the loop moves rows itself there is nothing to do.
+        """
+        if not self._moves:
+            return
+        started = time.perf_counter()
+        with self._change:
+            self._released = done
+            self._change.notify_all()
+            self._until(lambda: flight.moved or self._broken)
+            self._raise_if_broken()
+        self._waited(flight, started)
+
+    def settle(self) -> InFlight | None:
+        """Wait until all that was released has moved; the step that was waited for, if any.
+
+        What has moved then is the same on every rank, whatever its threads' pace.
+        """
+        if not self._moves:
+            return None
+        last: InFlight | None = None
+        with self._change:
+            while not self._is_settled():
+                last = self._unmoved[0] if self._unmoved else last
+                self._wait()
+            self._raise_if_broken()
+        return last
+
+    def _is_settled(self) -> bool:
+        if self._broken is not None or self.stopping or self._released == _HELD:
+            return not self._moving
+        if self._moving or self._may_move():
+            return False
+        return bool(self._unmoved) or self._ended
+
+    def hold(self) -> None:
+        """Let nothing start to move until the next step arrives; waits for what is moving."""
+        with self._change:
+            self._released = _HELD
+            self._until(lambda: not self._moving)
+            self._raise_if_broken()
+
+    def stop(self) -> None:
+        """No more is planned or moved; what is moving ends first, in its own thread."""
+        with self._change:
+            self.stopping = True
+            self._change.notify_all()
+
+    # --- waits ------------------------------------------------------------------------------
+
+    def _until(self, reached: Callable[[], object]) -> None:
+        while not reached():
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait for a change; PlanError when a thread has gone without a word."""
+        if not self._change.wait(_POLL_S) and not (self._ended or self.stopping or self.alive()):
+            raise PlanError("a thread of the look-ahead pipeline has ended without a word")
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    def _waited(self, flight: InFlight, started: float) -> None:
+        flight.waits.append(Span(WAIT, "training", flight.step, started, time.perf_counter()))

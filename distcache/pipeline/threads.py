@@ -1,0 +1,90 @@
+"""The two threads beside training: one plans steps ahead, one moves their rows ahead."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+from distcache.data.batch import Batch
+from distcache.pipeline.planning import StreamPlanner
+from distcache.pipeline.schedule import InFlight, Stage, run_stages
+from distcache.pipeline.shake import Shaker
+from distcache.pipeline.step_queue import StepQueue
+
+DEPTH = 2
+"""Planned steps that wait for their movement: slack between the threads."""
+
+
+class Pipeline:
+    """Plans `batches` on a thread of its own and, where `movement` has stages, runs these on
+    another; the loop takes the steps from `queue`.
+
+    Called by all ranks; without movement at most `depth` steps are planned ahead.
+    """
+
+    def __init__(
+        self,
+        planner: StreamPlanner,
+        batches: Iterable[Batch],
+        depth: int,
+        movement: Sequence[Stage] = (),
+        shake: Shaker | None = None,
+    ) -> None:
+        self._planner, self._batches = planner, batches
+        self._movement, self._shake = tuple(movement), shake
+        self.queue = StepQueue(DEPTH if movement else depth, moves=bool(movement))
+        self.queue.alive = lambda: self._plans.is_alive()
+        self._plans = threading.Thread(target=self._plan, name="distcache-planner", daemon=True)
+        self._moves = threading.Thread(target=self._move, name="distcache-movement", daemon=True)
+        self._plans.start()
+        if movement:
+            self._moves.start()
+
+    def quiet(self) -> None:
+        """Let no row move until the next step arrives; called by all ranks after the same step.
+
+        What has moved by then is the same on all ranks.
+        """
+        if self._planner.link.world.size > 1:
+            self.queue.settle()
+        self.queue.hold()
+
+    def stop(self, timeout_s: float, orderly: bool = True) -> bool:
+        """End both threads, with one final exchange of the planners; whether they ended in time.
+
+        Called by all ranks after the same step. Steps not yet run are dropped; `orderly`: those
+        that were released have moved before, on all ranks.
+        """
+        deadline = time.monotonic() + timeout_s
+        if orderly and self._planner.link.world.size > 1:
+            self.queue.settle()
+        self.queue.stop()
+        threads = [self._plans, self._moves] if self._movement else [self._plans]
+        for thread in reversed(threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
+
+    def _plan(self) -> None:
+        queue = self.queue
+        try:
+            for planned in self._planner.planned(self._batches, lambda: queue.stopping):
+                self._pause()
+                queue.put(InFlight(planned))
+            queue.end(None)
+        except BaseException as error:
+            queue.end(error)
+
+    def _move(self) -> None:
+        queue = self.queue
+        try:
+            while (flight := queue.next_unmoved()) is not None:
+                run_stages(self._movement, flight, "movement", self._shake)
+                self._pause()
+                queue.moved(flight)
+        except BaseException as error:
+            queue.broke(error)
+
+    def _pause(self) -> None:
+        if self._shake is not None:
+            self._shake()
