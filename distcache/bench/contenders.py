@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +55,10 @@ class Contender(ABC):
         """Seconds so far by stage; empty where there are no stages."""
         return {}
 
+    def hidden_seconds(self) -> dict[str, float]:
+        """Of these, seconds that training did not wait for, of stages beside it."""
+        return {}
+
     def rows(self) -> dict[str, int]:
         """Rows so far: `distinct`, `misses` and `evictions`; empty where none is planned."""
         return {}
@@ -79,7 +82,6 @@ class ModeContender(Contender):
     def __init__(self, name: str, mode: Parallel, feed: Feed, ahead: int) -> None:
         self.name, self.mode, self.ahead = name, mode, ahead
         self.traffic = Traffic()
-        self.wait_seconds = 0.0
         self._stream = mode.stream(feed)
 
     def prepare(self, steps: int) -> None:
@@ -87,30 +89,30 @@ class ModeContender(Contender):
 
     def step(self) -> float:
         """See `Contender.step`."""
-        started = time.perf_counter()
         step: Step = next(self._stream)
-        self.wait_seconds += time.perf_counter() - started
         if isinstance(step.plans, PlannedStep):
             self.traffic.add(step.plans)
         return self.mode.train_step(step).loss
 
     def stage_seconds(self) -> dict[str, float]:
-        """See `Contender.stage_seconds`; `wait` is that for the plan."""
-        if not isinstance(self.mode, CachedParallel):
-            return {}
-        return {**self.mode.clock.seconds, "wait": self.wait_seconds}
+        """See `Contender.stage_seconds`; `wait` is that for plans and rows."""
+        return dict(self.mode.clock.seconds) if isinstance(self.mode, CachedParallel) else {}
+
+    def hidden_seconds(self) -> dict[str, float]:
+        """See `Contender.hidden_seconds`."""
+        return dict(self.mode.clock.hidden) if isinstance(self.mode, CachedParallel) else {}
 
     def rows(self) -> dict[str, int]:
         """See `Contender.rows`; evictions are those of this rank's home."""
-        if self.name != "data":
+        if self.name not in ("data", "serial"):
             return {}
         traffic = self.traffic
         names = ("distinct", "misses", "evictions")
         return {name: getattr(traffic, name) for name in names}
 
     def steady(self) -> bool:
-        """`data`: every fetched row sends one away; the other modes: always."""
-        return self.name != "data" or self.traffic.steady
+        """`data`, `serial`: every fetched row sends one away; the other modes: always."""
+        return self.name not in ("data", "serial") or self.traffic.steady
 
     def summary(self) -> dict[str, Any]:
         """The mode's own counts, and the bound on its device bytes."""

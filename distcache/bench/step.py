@@ -17,8 +17,9 @@ import torch
 from distcache.bench.options import at_least, option, parse, split_arguments, usage
 from distcache.bench.report import Report, check_out, header, to_markdown, write_report
 from distcache.bench.setting import compose_setting
+from distcache.bench.step_contenders import build_contenders
 from distcache.bench.step_tables import tables
-from distcache.bench.step_turns import Turns, build_contenders
+from distcache.bench.step_turns import Turns
 from distcache.cli.logs import set_up_logging
 from distcache.comm.rendezvous import Place, find_place
 from distcache.comm.world import close_world, open_world
@@ -29,7 +30,7 @@ log = logging.getLogger("distcache.bench.step")
 
 MODULE = "distcache.bench.step"
 PURPOSE = "Milliseconds per training step of the modes and of TorchRec's fused tables, in turns."
-MODES = ("data", "resident", "host", "hybrid", "fused", "bag")
+MODES = ("data", "serial", "resident", "host", "hybrid", "fused", "bag")
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,10 @@ class StepOptions:
     size: str = option("kaggle", "table sizes: kaggle (33,762,577 rows) or small")
     modes: tuple[str, ...] = option(
         ("data", "resident", "host", "fused"),
-        f"who takes turns, of {', '.join(MODES)}; each has its own copy of the tables",
+        f"who takes turns, of {', '.join(MODES)}; each has its own copy of the tables "
+        "(data moves rows beside the steps, serial is data without)",
     )
+    model: str = option("dlrm", "dlrm, or embeddings: next to no dense part")
     batch: int = option(4096, "samples of a step over all ranks")
     width: int = option(16, "width of every table")
     ratio: float = option(0.015, "slots as a share of the rows, mode data")
@@ -59,6 +62,8 @@ class StepOptions:
         at_least(1, repetitions=self.repetitions)
         at_least(0, lead=self.lead, threads=self.threads)
         at_least(self.warmup, warmup_most=self.warmup_most)
+        if self.model not in ("dlrm", "embeddings"):
+            raise ConfigError(f"model={self.model!r} is not 'dlrm' or 'embeddings'")
         unknown = [mode for mode in self.modes if mode not in MODES]
         if unknown:
             raise ConfigError(f"modes={','.join(unknown)}: the modes are {', '.join(MODES)}")
@@ -111,7 +116,9 @@ def run(options: StepOptions, config: Config, given: tuple[str, ...]) -> Report:
     world = open_world(config.trainer.device, config.trainer.backend, config.trainer.timeout_s)
     try:
         head = header(MODULE, given, asdict(options), world.size)
-        contenders, bank = build_contenders(options.modes, config, world)
+        contenders, bank = build_contenders(
+            options.modes, config, world, options.model == "embeddings"
+        )
         with Turns(contenders, bank, world) as turns:
             turns.warm_up(options.warmup, options.warmup_most)
             for repetition in range(options.repetitions):

@@ -57,17 +57,24 @@ def _ratios(pairs: Sequence[Record]) -> Table:
 def _stages(modes: Sequence[Record]) -> Table:
     staged = [record for record in modes if record["stage_ms"]]
     names = list(dict.fromkeys(name for record in staged for name in record["stage_ms"]))
-    rows = [
-        (name, *(f"{r['stage_ms'][name]:.2f}" if name in r["stage_ms"] else "-" for r in staged))
-        for name in names
-    ]
     return Table(
         "Milliseconds per stage",
-        "Median over the turns of the mean of a turn's steps. `ingest` and `plan` run on a thread "
-        "of their own beside the others; `wait` is what training waits for them.",
+        "Median over the turns of the mean of a turn's steps. `ingest`, `load` and `plan` run on a "
+        "thread beside training, and so do `write_back`, `gather` and `fill` when overlapped; in "
+        "brackets the share of them that training did not wait for. `wait` is what it did.",
         ("stage", *(record["mode"] for record in staged)),
-        rows,
+        [(name, *(_stage(record, name) for record in staged)) for name in names],
     )
+
+
+def _stage(record: Record, name: str) -> str:
+    """Milliseconds of a stage, with its hidden share where it has one."""
+    taken = record["stage_ms"].get(name)
+    if taken is None:
+        return "-"
+    hidden = record["stage_hidden_ms"].get(name)
+    share = "" if hidden is None or not taken else f" [{100 * hidden / taken:.0f} %]"
+    return f"{taken:.2f}{share}"
 
 
 def _memory(modes: Sequence[Record]) -> Table:

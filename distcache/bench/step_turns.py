@@ -6,140 +6,23 @@ import gc
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from datetime import timedelta
 from itertools import combinations
 from types import TracebackType
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from distcache.bench.contenders import Contender, ModeContender
+from distcache.bench.contenders import Contender
 from distcache.bench.report import Record
 from distcache.bench.spread import ratios, rotated, spread
-from distcache.bench.step_batches import BatchBank, Feed
-from distcache.bench.yardsticks import (
-    YARDSTICKS,
-    FusedTables,
-    TorchTables,
-    YardstickSpec,
-    check_yardstick,
-)
+from distcache.bench.step_batches import BatchBank
 from distcache.comm.world import World
-from distcache.config import Config
-from distcache.errors import ConfigError
-from distcache.layout import TableSpec
-from distcache.optim.rows import row_update
-from distcache.parallel.hybrid_spec import load_torchrec
-from distcache.run import build
-from distcache.store.available import require_memory
-from distcache.versions import fbgemm_here
 
 log = logging.getLogger("distcache.bench.step")
 
-_CACHED = ("data", "resident", "host")
 _SETTLE_S = 0.25
 """Pause before a turn, in which the planning thread of the one before comes to rest."""
-
-
-def build_contenders(
-    modes: Sequence[str], config: Config, world: World
-) -> tuple[list[Contender], BatchBank]:
-    """One contender per mode, all over the batches of one bank; called by all ranks.
-
-    Raises ConfigError or MemoryTooSmallError before anything is built where they do not fit.
-    """
-    source = build.build_source(config)
-    tables = build.build_tables(config, source)
-    modes = [_here(mode, config, world) for mode in modes]
-    update = row_update(config.optim.name, 0.0)
-    floats = sum(table.rows * (table.dim + update.state_width(table.dim)) for table in tables)
-    _check_memory(modes, floats * build.dtype_of(config).itemsize, world)
-    bank = BatchBank(source, world.rank, world.size)
-    contenders: list[Contender] = []
-    for mode in modes:
-        began = time.perf_counter()
-        model = build.build_dense(config, tables, source.dense_features)
-        feed = bank.feed()
-        if mode in YARDSTICKS:
-            contenders.append(_yardstick(mode, config, world, (tables, model, feed)))
-        else:
-            own = replace(config, parallel=replace(config.parallel, mode=mode))
-            parallel = build.build_parallel(own, _own_group(world), tables, model, source)
-            parallel.set_lr(*build.build_rates(config)(0))
-            ahead = config.cache.lookahead + config.cache.prefetch + 3 if mode in _CACHED else 0
-            contenders.append(ModeContender(mode, parallel, feed, ahead))
-        log.info("%s is there, after %.1f s", mode, time.perf_counter() - began)
-    return contenders, bank
-
-
-def _own_group(world: World) -> World:
-    """`world` with a planning group for one contender: its planning thread must not meet those of
-    the others on one group. Collective."""
-    timeout = timedelta(seconds=world.timeout_s)
-    return replace(world, planning_group=dist.new_group(backend="gloo", timeout=timeout))
-
-
-def _here(mode: str, config: Config, world: World) -> str:
-    """`mode`, or `bag` for `fused` on a GPU for which FBGEMM has no kernels here."""
-    if mode not in YARDSTICKS:
-        return mode
-    if world.size > 1:
-        raise ConfigError(f"modes={mode} runs on one rank: leave it out, or take modes=hybrid")
-    reason = ""
-    if mode == "fused" and world.device.type == "cuda":
-        reason = _no_cuda_kernels()
-        mode = "bag" if reason else mode
-    check_yardstick(mode, config.optim, build.dtype_of(config), world.device)
-    if reason:
-        log.warning("`bag` (torch.nn.EmbeddingBag) stands in for `fused`: %s", reason)
-    return mode
-
-
-def _no_cuda_kernels() -> str:
-    """Why FBGEMM's fused tables cannot run on a GPU here; empty where they can."""
-    try:
-        load_torchrec()
-    except ConfigError as error:
-        return str(error)
-    if "fbgemm-gpu" not in fbgemm_here():
-        return "the fbgemm here is the CPU build"
-    return ""
-
-
-def _check_memory(modes: Sequence[str], table_bytes: int, world: World) -> None:
-    """MemoryTooSmallError unless the host holds the tables of every mode at once.
-
-    `data` and `host` have one store per node, `resident` a copy per rank, `hybrid` shards.
-    """
-    on_host = [mode for mode in modes if mode in ("data", "host") or world.device.type == "cpu"]
-    copies = sum(world.local_size if mode == "resident" else 1 for mode in on_host)
-    if world.local_rank == 0:
-        require_memory(
-            copies * table_bytes,
-            f"the tables of {', '.join(on_host)} at once",
-            "name fewer modes (modes=data,resident), or a smaller width",
-        )
-
-
-def _yardstick(
-    mode: str, config: Config, world: World, parts: tuple[Sequence[TableSpec], nn.Module, Feed]
-) -> Contender:
-    tables, model, feed = parts
-    dense_lr, embedding_lr = build.build_rates(config)(0)
-    spec = YardstickSpec(
-        tables=tables,
-        optimizer=build.optimizer_spec(config),
-        dense_lr=dense_lr,
-        embedding_lr=embedding_lr,
-        seed=config.trainer.seed,
-        device=world.device,
-    )
-    if mode == "bag":
-        return TorchTables(spec, model, feed)
-    return FusedTables(spec, model, feed, load_torchrec())
 
 
 class Turns:
@@ -202,6 +85,7 @@ class Turns:
             contender.step()
         self._synchronise()
         before, rows = contender.stage_seconds(), contender.rows()
+        hidden_before = contender.hidden_seconds()
         marks, losses = [time.perf_counter()], []
         for step in range(steps):
             losses.append(contender.step())
@@ -210,11 +94,14 @@ class Turns:
             marks.append(time.perf_counter())
         after = contender.stage_seconds()
         stages = {key: 1e3 * (after[key] - before.get(key, 0.0)) / steps for key in after}
+        after = contender.hidden_seconds()
+        hidden = {key: 1e3 * (after[key] - hidden_before.get(key, 0.0)) / steps for key in after}
         step_ms = (1e3 * np.diff(marks)).tolist()
         moved = {key: (count - rows[key]) / steps for key, count in contender.rows().items()}
         return {
             "step_ms": step_ms,
             "stage_ms": stages,
+            "stage_hidden_ms": hidden,
             "rows_per_step": moved,
             "loss": losses[-1],
         }
@@ -234,23 +121,26 @@ class Turns:
 
     def _mode_record(self, contender: Contender) -> Record:
         turns = [record for record in self.records if record["mode"] == contender.name]
-        stages: dict[str, list[float]] = {}
-        for turn in turns:
-            for name, value in turn["stage_ms"].items():
-                stages.setdefault(name, []).append(value)
         return {
             "kind": "mode",
             "mode": contender.name,
             "world_size": self.world.size,
             "step_ms": spread([value for turn in turns for value in turn["step_ms"]]),
             "turn_medians_ms": [float(np.median(turn["step_ms"])) for turn in turns],
-            "stage_ms": {name: float(np.median(values)) for name, values in stages.items()},
+            "stage_ms": _medians([turn["stage_ms"] for turn in turns]),
+            "stage_hidden_ms": _medians([turn["stage_hidden_ms"] for turn in turns]),
             "loss": turns[-1]["loss"],
             "warmup_steps": self._warmed,
             "rows_per_step": _mean([turn["rows_per_step"] for turn in turns]),
             "steady_eviction": contender.steady(),
             **contender.summary(),
         }
+
+
+def _medians(values: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The median of each key."""
+    names = dict.fromkeys(name for value in values for name in value)
+    return {name: float(np.median([v[name] for v in values if name in v])) for name in names}
 
 
 def _mean(values: Sequence[dict[str, float]]) -> dict[str, float]:
