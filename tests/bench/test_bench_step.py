@@ -151,14 +151,14 @@ def test_two_ranks(tmp_path, modes):
 
 
 def test_one_rank_yardsticks_are_refused_on_two(monkeypatch):
-    from distcache.bench import step_turns
+    from distcache.bench import step_contenders
     from distcache.errors import ConfigError
 
     class Two:
         size, device = 2, torch.device("cpu")
 
     with pytest.raises(ConfigError, match="one rank"):
-        step_turns._here("fused", compose_setting("small", (), Place()), Two())
+        step_contenders._here("fused", compose_setting("small", (), Place()), Two())
 
 
 def test_a_bank_hands_every_feed_the_same_batches_and_drops_what_all_have_read():
