@@ -1,0 +1,106 @@
+"""CUDA streams of one rank, and how work passes from one to another.
+
+On the CPU everything happens in program order, so all of this does nothing there. Hand-overs are
+events, never a wait of the host; a tensor that was made on one stream and is read on another is
+made known to the allocator, which would give its memory away too early otherwise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager as Context
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+COMPUTE = "compute"
+NAMES = (COMPUTE, "copy_in", "copy_out", "communication")
+"""Streams by name; stages of any other name (`host`) issue no device work."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point in the work of a stream (on the CPU: the moment of the call, long over)."""
+
+    event: torch.cuda.Event | None = None
+
+
+class Streams:
+    """The streams of `device`; `compute` is the current stream of the thread that makes this."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        if device.type != "cuda":
+            return
+        self._streams = {
+            name: torch.cuda.current_stream(device)
+            if name == COMPUTE
+            else torch.cuda.Stream(device)
+            for name in NAMES
+        }
+        # Device times are told on the host's clock, from one moment that both know.
+        self._zero = torch.cuda.Event(enable_timing=True)
+        self._zero.record(self._streams[COMPUTE])
+        self._zero.synchronize()
+        self._zero_s = time.perf_counter()
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether work runs on after the call that issues it."""
+        return bool(self._streams)
+
+    def on(self, name: str) -> Context[object]:
+        """Issue what is done inside on a stream."""
+        stream = self._streams.get(name)
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def mark(self, name: str) -> Mark:
+        """What has been issued on a stream so far."""
+        stream = self._streams.get(name)
+        if stream is None:
+            return Mark()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return Mark(event)
+
+    def after(self, name: str, marks: Iterable[Mark]) -> None:
+        """What a stream is given from now on comes after `marks`; the host does not wait."""
+        stream = self._streams.get(name)
+        for mark in marks:
+            if stream is not None and mark.event is not None:
+                stream.wait_event(mark.event)
+
+    def hand_over(self, tensors: Iterable[Tensor | None], name: str) -> None:
+        """`tensors`, made on the current stream, will be read on stream `name`."""
+        stream = self._streams.get(name)
+        if stream is None:
+            return
+        for tensor in tensors:
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(stream)
+
+    def wait(self, mark: Mark) -> None:
+        """Let the host wait for `mark`: for threads beside training only."""
+        if mark.event is not None:
+            mark.event.synchronize()
+
+    def seconds(self, mark: Mark) -> float | None:
+        """When `mark` was reached, on the clock of `time.perf_counter`; None on the CPU.
+
+        Waits for the mark if it is not reached yet.
+        """
+        if mark.event is None:
+            return None
+        mark.event.synchronize()
+        return self._zero_s + self._zero.elapsed_time(mark.event) / 1e3
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Of a thread beside training: its CUDA calls go to this device."""
+        if self._streams:
+            torch.cuda.set_device(self.device)
+        yield
