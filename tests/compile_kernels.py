@@ -1,9 +1,9 @@
 """Compile every launch of the kernels for a GPU that need not be there; print what came of it.
 
-`python compile_kernels.py <compute capability> <width> ...` prints one JSON line per launch: kernel,
-width, the constants that name the variant, and counts of instructions in the PTX. ptxas must accept
-it too. The bodies run on CPU tensors with the launches recorded, so tile sizes, strides and options
-are those of real calls; run it without TRITON_INTERPRET.
+`python compile_kernels.py <compute capability> <width> ...` prints one JSON line per launch:
+kernel, width, the constants that name the variant, and counts of instructions in the PTX. ptxas
+must accept it too. The bodies run on CPU tensors with the launches recorded, so tile sizes, strides
+and options are those of real calls; run it without TRITON_INTERPRET.
 """
 
 from __future__ import annotations

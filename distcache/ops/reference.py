@@ -131,7 +131,7 @@ def update_rows(
 
 
 def _put(into: Tensor, at: Tensor, rows: Tensor, enabled: Tensor | None) -> None:
-    """`into[at] = rows`, or what is there already where `enabled` is 0: without asking the device."""
+    """`into[at] = rows`, or what is there already where `enabled` is 0; asks no device."""
     if enabled is not None:
         rows = torch.where(enabled.view(()) != 0, rows, into.index_select(0, at))
     into.index_copy_(0, at, rows)
@@ -140,9 +140,9 @@ def _put(into: Tensor, at: Tensor, rows: Tensor, enabled: Tensor | None) -> None
 def update(rule: Rule, weight: Tensor, state: Tensor | None, gradient: Tensor) -> None:
     """Apply a rule to gathered rows `[U, D]` and their state `[U, S]`, in place.
 
-    Element-wise additions, products, quotients and square roots (`sqrt`), one after the other: fused
-    forms (`addcdiv`, `add` with `alpha`) may round differently in the vectorised body and the
-    scalar tail of a CPU loop. `gradient` is left as it is.
+    Element-wise additions, products, quotients and square roots, one after the other: fused forms
+    (`addcdiv`, `add` with `alpha`) may round differently in the vectorised body and the scalar
+    tail of a CPU loop. `gradient` is left as it is.
     """
     if rule.name == "sgd":
         weight.sub_(gradient * rule.rate)

@@ -14,11 +14,12 @@ class Rule:
     | `sgd` | w -= g rate | none |
     | `adagrad` | sum += g^2; w -= g / (sqrt(sum) + eps) rate | sum `[D]` |
     | `rowwise_adagrad` | sum += mean(g^2); w -= g (1 / (sqrt(sum) + eps) rate) | sum `[1]` |
-    | `adam` | m += (g - m) take1; v += (g^2 - v) take2; w -= m / (sqrt(v) + eps) rate | m, v `[D]` |
+    | `adam` | m += (g - m) take1; v += (g^2 - v) take2; w -= m / (sqrt(v) + eps) rate | m, v |
 
     Every operation of a formula is rounded once, in the order in which it stands, so that all
-    bodies give the same bits. The mean of a row is its sum by halves (`reference.row_sums`)
-    divided by D. Numbers are Python floats, rounded to the dtype of the rows when they are used.
+    bodies give the same bits (but for `reference.sqrt` on a CPU). The mean of a row is its sum by
+    halves (`reference.row_sums`) divided by D. Numbers are Python floats, rounded to the dtype of
+    the rows when they are used.
     """
 
     name: str

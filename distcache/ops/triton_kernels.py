@@ -85,7 +85,7 @@ def _folded_column(column, D: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def _row_sums(values, N: tl.constexpr, STEPS: tl.constexpr):
-    """[N, 2^STEPS] -> [N], by halves: additions of two numbers, in an order that is written here."""
+    """[N, 2^STEPS] -> [N], by halves: additions of two numbers, in the order written here."""
     for step in tl.static_range(STEPS):
         values = tl.sum(tl.reshape(values, [N, 2, 1 << (STEPS - 1 - step)]), axis=1)
     return tl.reshape(values, [N])

@@ -126,9 +126,10 @@ def test_one_row_with_all_ids(dim):
 def test_short_rows_have_the_bits_of_the_reference():
     """Up to CHUNK occurrences the order of additions is that of the plain reference."""
     positions = torch.arange(6).repeat_interleave(torch.tensor([1, 2, 31, 32, 33, 64]))
-    positions = positions[torch.randperm(len(positions), generator=torch.Generator().manual_seed(3))]
+    generator = torch.Generator().manual_seed(3)
+    positions = positions[torch.randperm(len(positions), generator=generator)]
     order, segments = segments_of(positions, 6)
-    upstream = torch.randn(len(positions), 20, generator=torch.Generator().manual_seed(4))
+    upstream = torch.randn(len(positions), 20, generator=generator)
     call = (upstream, torch.arange(len(positions)), order, segments)
     found, plain = gradients(*call), reference.row_gradients(*call)
     assert torch.equal(found[:4], plain[:4])
