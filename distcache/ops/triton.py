@@ -103,8 +103,9 @@ def update_rows(
     gradient = _unit_columns(gradient)
     tile, block, warps = _tile(dim)
     held = weight if state is None else state
+    kernel: Any = triton_kernels.update_rows
     with _device(weight):
-        triton_kernels.update_rows[(triton.cdiv(count, tile),)](
+        kernel[(_programs(count, tile),)](
             weight,
             held,
             slots.contiguous(),
@@ -124,8 +125,7 @@ def update_rows(
             STEPS=block.bit_length() - 1,
             RULE=rule.name,
             MASKED=enabled is not None,
-            num_warps=warps,
-            enable_fp_fusion=False,
+            **_options(warps),
         )
 
 
@@ -147,8 +147,9 @@ def _segment_sums(
     tile, block, warps = _tile(dim)
     if weights is not None:
         weights = weights.detach().to(values.dtype).contiguous()
+    kernel: Any = triton_kernels.segment_sums
     with _device(values):
-        triton_kernels.segment_sums[(triton.cdiv(len(starts), tile),)](
+        kernel[(_programs(len(starts), tile),)](
             values,
             starts,
             ends,
@@ -166,16 +167,25 @@ def _segment_sums(
             WEIGHTED=weights is not None,
             SCATTER=to is not None,
             MOST=most,
-            num_warps=warps,
-            enable_fp_fusion=False,
+            **_options(warps),
         )
 
 
 def _tile(dim: int) -> tuple[int, int, int]:
     """N, the power of two that D is rounded up to, and warps of a program for width D."""
-    block = triton.next_power_of_2(dim)
+    block = 1 << (dim - 1).bit_length()
     tile = max(1, min(MOST_ROWS, TILE // block))
     return tile, block, max(1, min(4, tile * block // 256))
+
+
+def _programs(count: int, tile: int) -> int:
+    """Programs for `count` rows in tiles of `tile`."""
+    return (count + tile - 1) // tile
+
+
+def _options(warps: int) -> dict[str, Any]:
+    """How a kernel is compiled: products and sums are rounded separately."""
+    return {"num_warps": warps, "enable_fp_fusion": False}
 
 
 def _unit_columns(values: Tensor) -> Tensor:

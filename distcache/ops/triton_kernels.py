@@ -6,6 +6,7 @@ quotients and square roots are the IEEE ones), so an element's bits depend on it
 their order, not on tile, grid or place. Nothing is sorted, and there are no atomics.
 """
 
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import triton
