@@ -7,6 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Before anything imports Triton (TorchRec does): without a GPU its kernels are interpreted.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 STARTED = time.monotonic()
@@ -35,11 +40,8 @@ def shared_data() -> Path:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip `gpu` tests without a CUDA device, and `slow` ones once $DISTCACHE_SLOW_S are over."""
-    if item.get_closest_marker("gpu"):
-        import torch
-
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
     budget = os.environ.get("DISTCACHE_SLOW_S")
     if budget and item.get_closest_marker("slow") and time.monotonic() - STARTED > float(budget):
         pytest.skip(f"the time for slow tests is over: DISTCACHE_SLOW_S={budget}")

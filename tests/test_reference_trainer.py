@@ -98,7 +98,7 @@ def own_steps(tables, model, chosen, batches):
         segments = functional.pad(positions.bincount(minlength=len(distinct)).cumsum(0), (1, 0))
         scale = 1.0
         if chosen.pooling == "mean":
-            scale = ops.mean_scale(ids.offsets, weight.dtype)
+            scale = ids.offsets.diff().clamp(min=1).to(weight.dtype).reciprocal().unsqueeze(1)
         bags = ops.pooled_lookup(weight[distinct], positions, ids.offsets, ids.weights) * scale
         bags.requires_grad_()
         pooled = bags.view(len(FEATURE_TABLES), size, DIM).transpose(0, 1).reshape(size, -1)

@@ -1,31 +1,79 @@
 """Row operations: one signature, one or more bodies, chosen here and nowhere else.
 
-The reference bodies (`reference.py`, plain PyTorch) say what each operation means.
+The reference bodies (`reference.py`, plain PyTorch) say what each operation means; `triton.py` has
+kernels for float32 rows on a GPU. `docs/kernels.md` compares them, and
+`python -m distcache.bench.kernels` measures them.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from distcache.errors import ConfigError
 from distcache.ops import reference
+from distcache.ops.rule import Rule
+from distcache.ops.segments import SegmentChunks, segment_chunks
 
-_BODIES: dict[str, ModuleType] = {}
-"""Faster bodies by device type; every other device runs the reference."""
+VARIABLE = "DISTCACHE_OPS"
+"""Environment variable, read at the first call: `reference`, `triton` (also on CPU tensors under
+Triton's interpreter), or empty for `ON_GPU`'s choice."""
+
+ON_GPU = {"pooled_lookup": "triton", "row_gradients": "triton", "update_rows": "triton"}
+"""The body of each operation on CUDA tensors: `triton`, or `reference`, which is PyTorch's own.
+Change it where the bench says so. Tensors that the kernels do not take, and CUDA tensors where
+Triton is not installed, go to the reference; so does every CPU tensor."""
 
 
-def _body(tensor: Tensor) -> ModuleType:
-    """The module whose bodies run where `tensor` lies."""
-    return _BODIES.get(tensor.device.type, reference)
+@functools.cache
+def choice() -> str:
+    """The value of `DISTCACHE_OPS`; raises ConfigError for one that cannot be had."""
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "reference", "triton"):
+        raise ConfigError(f"{VARIABLE}={value!r} is not 'reference' or 'triton'")
+    if value == "triton" and triton_bodies() is None:
+        raise ConfigError(f"{VARIABLE}=triton, but Triton is not installed: unset it")
+    return value
+
+
+@functools.cache
+def triton_bodies() -> ModuleType | None:
+    """The module of the kernels, None where Triton is not installed."""
+    try:
+        importlib.import_module("triton")
+    except ImportError:
+        return None
+    return importlib.import_module("distcache.ops.triton")
+
+
+def body(operation: str, *tensors: Tensor | None) -> ModuleType:
+    """The module whose `operation` takes a call with these float tensors."""
+    chosen = choice()
+    if not chosen and tensors[0] is not None and tensors[0].is_cuda:
+        chosen = ON_GPU[operation]
+    kernels = triton_bodies() if chosen == "triton" else None
+    return kernels if kernels is not None and kernels.fits(*tensors) else reference
+
+
+def chunks_for(segments: Tensor, device: torch.device) -> SegmentChunks | None:
+    """What `row_gradients` on `device` wants prepared from a plan's `segments` (int64 `[R + 1]`,
+    CPU), on that device; None where it runs the reference."""
+    chosen = choice() or (ON_GPU["row_gradients"] if device.type == "cuda" else "reference")
+    if chosen == "reference" or triton_bodies() is None:
+        return None
+    return segment_chunks(segments).to(device)
 
 
 def pooled_lookup(
     rows: Tensor, positions: Tensor, offsets: Tensor, weights: Tensor | None = None
 ) -> Tensor:
     """Sum the rows `[U, D]` of each bag to `[K, D]`: see `reference.pooled_lookup`."""
-    return _body(rows).pooled_lookup(rows, positions, offsets, weights)
+    return body("pooled_lookup", rows).pooled_lookup(rows, positions, offsets, weights)
 
 
 def row_gradients(
@@ -34,18 +82,25 @@ def row_gradients(
     order: Tensor,
     segments: Tensor,
     weights: Tensor | None = None,
+    chunks: SegmentChunks | None = None,
 ) -> Tensor:
-    """Sum bag gradients `[K, D]` over each row's ids to `[R, D]`: see `reference.row_gradients`."""
-    return _body(bag_gradients).row_gradients(bag_gradients, bag_of, order, segments, weights)
+    """Sum bag gradients `[K, D]` over each row's ids to `[R, D]`: see `reference.row_gradients`.
+
+    `chunks`: of `chunks_for(segments)`; a kernel that needs it and does not get it makes it, for
+    which it waits for the device.
+    """
+    chosen = body("row_gradients", bag_gradients)
+    return chosen.row_gradients(bag_gradients, bag_of, order, segments, weights, chunks)
 
 
-def weight_gradients(
-    bag_gradients: Tensor, bag_of: Tensor, rows: Tensor, positions: Tensor
-) -> Tensor:
-    """Gradient of each id's weight, `[n]`: see `reference.weight_gradients`."""
-    return _body(rows).weight_gradients(bag_gradients, bag_of, rows, positions)
-
-
-def mean_scale(offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 / max(ids of the bag, 1), `[K, 1]`: see `reference.mean_scale`."""
-    return _body(offsets).mean_scale(offsets, dtype)
+def update_rows(
+    rule: Rule,
+    weight: Tensor,
+    state: Tensor | None,
+    slots: Tensor,
+    gradient: Tensor,
+    enabled: Tensor | None = None,
+) -> None:
+    """One optimizer step on the rows at `slots`, in place: see `reference.update_rows`."""
+    chosen = body("update_rows", weight, state, gradient)
+    chosen.update_rows(rule, weight, state, slots, gradient, enabled)

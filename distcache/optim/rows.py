@@ -2,9 +2,8 @@
 
 A lazy optimizer touches the rows that the step read and no others, and a row's result must depend
 on its own weight, state and gradient alone: not on its place in the buffer, its neighbours or the
-layout of memory. So `update` is made of element-wise additions, products, quotients and square
-roots, each rounded once: fused forms (`addcdiv`, `add` with `alpha`) may round differently in the
-vectorised body and the scalar tail of a CPU loop.
+layout of memory. What is here are the settings and their meaning; the formulas are in `ops`
+(`ops/rule.py`), one body per kind of device, made of operations that are rounded once each.
 """
 
 from __future__ import annotations
@@ -14,10 +13,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
+from distcache import ops
 from distcache.errors import ConfigError
+from distcache.ops import reference
+from distcache.ops.rule import Rule
 
 
 class RowUpdate(ABC):
@@ -49,15 +50,22 @@ class RowUpdate(ABC):
         return 0.0
 
     @abstractmethod
+    def rule(self, lr: float, step: int) -> Rule:
+        """The formula of one step with its numbers.
+
+        `lr`: the rate of this step, instead of the attribute. `step`: optimizer steps so far, this
+        one included (the first is 1).
+        """
+
     def update(
         self, weight: Tensor, state: Tensor | None, gradient: Tensor, lr: float, step: int
     ) -> None:
         """Apply one step to distinct gathered rows, in place.
 
         `weight`: float `[U, D]` and `state`: `[U, S]` (None where S = 0), both overwritten;
-        `gradient`: `[U, D]`, left as it is. `lr`: the rate of this step, instead of the attribute.
-        `step`: optimizer steps so far, this one included (the first is 1).
+        `gradient`: `[U, D]`, left as it is. `lr` and `step` as in `rule`.
         """
+        reference.update(self.rule(lr, step), weight, state, gradient)
 
     def _check(self, **bounds: tuple[float, float]) -> None:
         """Raise ConfigError unless each attribute lies in [low, high)."""
@@ -79,11 +87,9 @@ class SGD(RowUpdate):
     def __post_init__(self) -> None:
         self._check(lr=(0, math.inf))
 
-    def update(
-        self, weight: Tensor, state: Tensor | None, gradient: Tensor, lr: float, step: int
-    ) -> None:
-        """See `RowUpdate.update`."""
-        weight.sub_(gradient * lr)
+    def rule(self, lr: float, step: int) -> Rule:
+        """See `RowUpdate.rule`."""
+        return Rule(self.name, lr)
 
 
 @dataclass(frozen=True)
@@ -104,15 +110,9 @@ class Adagrad(RowUpdate):
         """See `RowUpdate.initial_state`."""
         return self.initial_accumulator
 
-    def update(
-        self, weight: Tensor, state: Tensor | None, gradient: Tensor, lr: float, step: int
-    ) -> None:
-        """See `RowUpdate.update`."""
-        total = _required(state)
-        scratch = gradient * gradient
-        total.add_(scratch)
-        torch.sqrt(total, out=scratch).add_(self.eps)
-        weight.sub_(torch.div(gradient, scratch, out=scratch).mul_(lr))
+    def rule(self, lr: float, step: int) -> Rule:
+        """See `RowUpdate.rule`."""
+        return Rule(self.name, lr, self.eps)
 
 
 @dataclass(frozen=True)
@@ -124,15 +124,6 @@ class RowWiseAdagrad(Adagrad):
 
     name: ClassVar[str] = "rowwise_adagrad"
     state_per_row: ClassVar[bool] = True
-
-    def update(
-        self, weight: Tensor, state: Tensor | None, gradient: Tensor, lr: float, step: int
-    ) -> None:
-        """See `RowUpdate.update`."""
-        total, scratch = _required(state), gradient * gradient
-        total.add_(_row_sums(scratch).div_(gradient.shape[1]))
-        rate = total.sqrt().add_(self.eps).reciprocal_().mul_(lr)
-        weight.sub_(torch.mul(gradient, rate, out=scratch))
 
 
 @dataclass(frozen=True)
@@ -155,40 +146,11 @@ class Adam(RowUpdate):
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"Adam: betas={tuple(self.betas)} must be two numbers in [0, 1)")
 
-    def update(
-        self, weight: Tensor, state: Tensor | None, gradient: Tensor, lr: float, step: int
-    ) -> None:
-        """See `RowUpdate.update`."""
-        (beta1, beta2), dim = self.betas, weight.shape[1]
-        exp_avg, exp_avg_sq = _required(state)[:, :dim], _required(state)[:, dim:]
-        scratch = gradient - exp_avg
-        exp_avg.add_(scratch.mul_(1 - beta1))
-        torch.mul(gradient, gradient, out=scratch)
-        exp_avg_sq.add_(scratch.sub_(exp_avg_sq).mul_(1 - beta2))
-        torch.sqrt(exp_avg_sq, out=scratch).add_(self.eps)
-        size = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
-        weight.sub_(torch.div(exp_avg, scratch, out=scratch).mul_(size))
-
-
-def _required(state: Tensor | None) -> Tensor:
-    """The state, which only optimizers without one may leave out."""
-    if state is None:
-        raise ConfigError("this optimizer keeps state for each row: pass `state` [U, S]")
-    return state
-
-
-def _row_sums(values: Tensor) -> Tensor:
-    """Sum each row of `values [U, D]`, which is overwritten, to `[U, 1]`.
-
-    By halving: the order of additions depends on D alone, while `sum(dim=1)` chooses it by shape
-    and strides.
-    """
-    width = values.shape[1]
-    while width > 1:
-        half = (width + 1) // 2
-        values[:, : width - half].add_(values[:, half:width])
-        width = half
-    return values[:, :1]
+    def rule(self, lr: float, step: int) -> Rule:
+        """See `RowUpdate.rule`."""
+        beta1, beta2 = self.betas
+        rate = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+        return Rule(self.name, rate, self.eps, 1 - beta1, 1 - beta2)
 
 
 def row_update(
@@ -213,14 +175,6 @@ def row_update(
     raise ConfigError(f"optim={name!r} is not 'sgd', 'adagrad', 'rowwise_adagrad' or 'adam'")
 
 
-BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}
-"""About how many elements `apply_rows` gathers at once, by device type.
-
-On a CPU a block stays in the core's cache (1.3 to 3 times faster than all rows at once at widths
-16 and 128); everywhere blocks bound the scratch memory to a few blocks instead of U (D + S) floats.
-"""
-
-
 def apply_rows(
     optimizer: RowUpdate,
     weight: Tensor,
@@ -229,20 +183,14 @@ def apply_rows(
     gradient: Tensor,
     lr: float,
     step: int,
+    enabled: Tensor | None = None,
 ) -> None:
-    """One optimizer step on the rows at `slots`: gather, update, put back, block by block.
+    """One optimizer step on the rows at `slots`, in place.
 
     `weight`: float `[C, D]` and `state`: `[C, S]` (None where S = 0), changed in place; `slots`:
     int64 `[U]`, distinct; `gradient`: `[U, D]`, left as it is; `lr` and `step` as in
-    `RowUpdate.update`. All on one device. The bits do not depend on blocks or slots.
+    `RowUpdate.rule`; `enabled`: bool or uint8 of one element, or None for true: where it is 0
+    nothing is written, and nobody waits for the device to know. All on one device. The bits do not
+    depend on C or slots.
     """
-    elements = BLOCK_ELEMENTS.get(weight.device.type, BLOCK_ELEMENTS["cuda"])
-    block = max(1, elements // weight.shape[1])
-    for start in range(0, len(slots), block):
-        at = slots[start : start + block]
-        rows = weight.index_select(0, at)
-        row_state = None if state is None else state.index_select(0, at)
-        optimizer.update(rows, row_state, gradient[start : start + block], lr, step)
-        weight.index_copy_(0, at, rows)
-        if state is not None and row_state is not None:
-            state.index_copy_(0, at, row_state)
+    ops.update_rows(optimizer.rule(lr, step), weight, state, slots, gradient, enabled)

@@ -24,6 +24,7 @@ class DeviceBags:
         self.scale = None if bags.scale is None else move(bags.scale)
         self.positions, self.order = move(plan.positions), move(plan.order)
         self.touched, self.segments = move(plan.touched), move(plan.segments)
+        self.chunks = ops.chunks_for(plan.segments, device)
         self.distinct = plan.distinct
 
 
@@ -46,7 +47,9 @@ class PooledLookup(torch.autograd.Function):
         """Local row gradients `[U, D]`, zero for rows that only other ranks named."""
         bags = ctx.bags
         gradient = gradient.contiguous() if bags.scale is None else gradient * bags.scale
-        touched = ops.row_gradients(gradient, bags.bag_of, bags.order, bags.segments, bags.weights)
+        touched = ops.row_gradients(
+            gradient, bags.bag_of, bags.order, bags.segments, bags.weights, bags.chunks
+        )
         if len(bags.touched) == bags.distinct:
             return touched, None
         out = gradient.new_zeros((bags.distinct, gradient.shape[1]))

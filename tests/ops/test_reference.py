@@ -6,34 +6,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jagged import bag_of, random_bags, segments_of
 
 from distcache import ops
+from distcache.errors import ConfigError
+from distcache.ops import reference
+from distcache.ops.rule import Rule
+from distcache.ops.segments import segment_chunks
 
 DTYPES = [torch.float32, torch.float64]
 DIMS = [1, 3, 4, 12, 16, 20, 33]
-
-
-def random_bags(seed, bags, rows, dim, dtype, weighted, max_ids=5):
-    """A random jagged batch: rows [U, D], positions [n], offsets [K + 1], weights [n] or None."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, max_ids + 1, (bags,), generator=generator)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    n = int(offsets[-1])
-    positions = torch.randint(0, rows, (n,), generator=generator)
-    table = torch.randn(rows, dim, generator=generator, dtype=torch.float64).to(dtype)
-    weights = torch.rand(n, generator=generator, dtype=torch.float64).to(dtype)
-    return table, positions, offsets, weights if weighted else None
-
-
-def segments_of(positions, rows):
-    """The canonical order of a step's ids: by row, in occurrence order; and each row's segment."""
-    order = torch.sort(positions, stable=True).indices
-    counts = torch.bincount(positions, minlength=rows)
-    return order, torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-
-
-def bag_of(offsets):
-    return torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
 
 
 def loop_lookup(rows, positions, offsets, weights):
@@ -83,11 +65,9 @@ def test_gradients_are_those_of_autograd():
     pooled.backward(upstream)
     order, segments = segments_of(positions, 9)
     rows = ops.row_gradients(upstream, bag, order, segments, weights)
-    by_id = ops.weight_gradients(upstream, bag, table, positions)
-    assert not rows.requires_grad and not by_id.requires_grad
+    assert not rows.requires_grad
     assert not ops.pooled_lookup(table, positions, offsets, weights).requires_grad
     torch.testing.assert_close(rows, table.grad, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(by_id, weights.grad, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -167,12 +147,68 @@ def test_nothing_to_look_up():
     assert gradient.shape == (0, 4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_mean_scale_gives_the_mean_of_embedding_bag(dtype):
-    table, positions, offsets, _ = random_bags(2, 50, 9, 6, dtype, False)
-    mean = ops.pooled_lookup(table, positions, offsets) * ops.mean_scale(offsets, dtype)
-    expected = torch.nn.functional.embedding_bag(
-        positions, table, offsets, mode="mean", include_last_offset=True
-    )
-    assert (offsets.diff() == 0).any() and mean.dtype == dtype
-    torch.testing.assert_close(mean, expected)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("chunk", [2, 3, 32])
+def test_chunks_sum_the_same_numbers_in_another_order(chunk, weighted):
+    """In float64, over segments of none to some hundreds."""
+    rows = 6
+    _, positions, offsets, weights = random_bags(4, 300, rows, 1, torch.float64, weighted, 9)
+    positions[::2] = 2
+    positions[positions == 4] = 5
+    order, segments = segments_of(positions, rows)
+    chunks = segment_chunks(segments, chunk)
+    lengths = segments.diff()
+    assert chunks.rows.tolist() == (lengths > chunk).nonzero().squeeze(1).tolist()
+    assert chunks.sizes[-1] == len(chunks.rows) > 0
+    levels = 1
+    while chunk**levels < int(lengths.max()):
+        levels += 1
+    assert len(chunks.sizes) == levels > 1
+    upstream = torch.randn(300, 7, dtype=torch.float64)
+    call = (upstream, bag_of(offsets), order, segments, weights)
+    expected = reference.row_gradients(*call)
+    found = reference.chunked_row_gradients(*call, chunks)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert lengths[4] == 0 and not found[4].any()
+
+
+def test_chunks_of_a_segment_begin_at_its_start_and_cover_it():
+    segments = torch.tensor([0, 3, 3, 103, 104, 137, 169])
+    chunks = segment_chunks(segments)
+    (starts, ends), (first, last) = chunks.passes()
+    assert chunks.rows.tolist() == [2, 4]
+    assert starts.tolist() == [3, 35, 67, 99, 104, 136]
+    assert ends.tolist() == [35, 67, 99, 103, 136, 137]
+    assert first.tolist() == [0, 4] and last.tolist() == [4, 6]
+    moved = chunks.to(torch.device("cpu"))
+    assert moved.sizes == (6, 2) and torch.equal(moved.table, chunks.table)
+    for none in (torch.tensor([0]), torch.tensor([0, 32, 64])):
+        assert segment_chunks(none).passes() == [] and len(segment_chunks(none).rows) == 0
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8])
+def test_a_disabled_update_writes_nothing(kind):
+    rule = Rule("adam", 0.1, 1e-8, 0.1, 0.01)
+    weight, state, slots = torch.randn(9, 4), torch.rand(9, 8), torch.tensor([7, 0, 3])
+    before, state_before = weight.clone(), state.clone()
+    broken = torch.full((3, 4), float("nan"))
+    ops.update_rows(rule, weight, state, slots, broken, torch.zeros((), dtype=kind))
+    assert torch.equal(weight, before) and torch.equal(state, state_before)
+    reference._put(weight, slots, broken, torch.zeros(1, dtype=kind))  # as on a GPU
+    assert torch.equal(weight, before)
+    gradient = torch.randn(3, 4)
+    ops.update_rows(rule, weight, state, slots, gradient, torch.ones((), dtype=kind))
+    ops.update_rows(rule, before, state_before, slots, gradient)
+    assert torch.equal(weight, before) and torch.equal(state, state_before)
+    reference._put(weight, slots, gradient, torch.ones(1, dtype=kind))
+    assert torch.equal(weight[slots], gradient)
+
+
+def test_what_makes_no_sense_is_refused():
+    weight = torch.ones(1, 2)
+    with pytest.raises(ConfigError, match="lamb"):
+        reference.update(Rule("lamb", 0.1), weight, weight, weight)
+    with pytest.raises(ConfigError, match="chunk=1"):
+        segment_chunks(torch.tensor([0, 2]), 1)
+    with pytest.raises(ConfigError, match="adagrad keeps state"):
+        reference.update(Rule("adagrad", 0.1), weight, None, weight)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distcache.errors import ConfigError
-from distcache.optim import SGD, Adagrad, Adam, RowWiseAdagrad, apply_rows, row_update, rows
+from distcache.ops import reference
+from distcache.optim import SGD, Adagrad, Adam, RowWiseAdagrad, apply_rows, row_update
 
 NAMES = ["sgd", "adagrad", "rowwise_adagrad", "adam"]
 LR, EPS, BETAS, INITIAL = 0.05, 1e-8, (0.9, 0.99), 0.1
@@ -163,7 +164,7 @@ def test_blocks_and_slots_change_no_bit(name, monkeypatch):
     optimizer.update(expected, None if state is None else state.clone(), gradient, LR, 1)
     assert torch.equal(gradient, kept)
     for elements in (1, 5 * dim, 1 << 20):
-        monkeypatch.setitem(rows.BLOCK_ELEMENTS, "cpu", elements)
+        monkeypatch.setitem(reference.BLOCK_ELEMENTS, "cpu", elements)
         cache = torch.full((3 * count, dim), 7.0)
         cache_state = new_state(optimizer, 3 * count, dim, torch.float32)
         slots = torch.randperm(3 * count, generator=generator)[:count]

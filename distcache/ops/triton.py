@@ -1,0 +1,199 @@
+"""The row operations as Triton kernels, for float32 rows on a GPU; signatures as in `reference.py`.
+
+Bits: `pooled_lookup` adds a bag's rows first to last, `update_rows` rounds as its `Rule` says: both
+equal to the reference (but for weights, where CPU bodies of `embedding_bag` may fuse product and
+sum). `row_gradients` adds as `segments.py` says: equal to `reference.chunked_row_gradients`, and
+to `reference.row_gradients` for rows of at most `segments.CHUNK` occurrences.
+
+Nothing here waits for the device, except `row_gradients` without `chunks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from distcache.errors import ConfigError
+from distcache.ops import triton_kernels
+from distcache.ops.rule import Rule
+from distcache.ops.segments import SegmentChunks, segment_chunks
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether the kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1)."""
+
+TILE = 1024
+"""Most elements of a program's tile [N, D rounded up to a power of two]: 8 per thread."""
+MOST_ROWS = 16
+"""Largest N. Up to here Triton keeps the N indices of a tile where the tile's threads are; beyond,
+it exchanges them through shared memory, or fails to compile (seen with 32 rows and two warps)."""
+
+
+def fits(*tensors: Tensor | None) -> bool:
+    """Whether these bodies can take the float tensors of a call: float32 where kernels run."""
+    device = "cpu" if INTERPRETED else "cuda"
+    given = [tensor for tensor in tensors if tensor is not None]
+    return all(t.dtype == torch.float32 and t.device.type == device for t in given)
+
+
+def pooled_lookup(
+    rows: Tensor, positions: Tensor, offsets: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """See `reference.pooled_lookup`; one pass over the bags."""
+    rows = _unit_columns(rows)
+    out = rows.new_empty(max(len(offsets) - 1, 0), rows.shape[1])
+    if len(rows) == 0:
+        return out.zero_()
+    _segment_sums(rows, (offsets[:-1], offsets[1:]), out, inner=positions, weights=weights)
+    return out
+
+
+def row_gradients(
+    bag_gradients: Tensor,
+    bag_of: Tensor,
+    order: Tensor,
+    segments: Tensor,
+    weights: Tensor | None = None,
+    chunks: SegmentChunks | None = None,
+) -> Tensor:
+    """See `reference.row_gradients`, but for the order of additions of long segments.
+
+    `chunks`: `segment_chunks(segments)` on the device of the others. Without it, `segments` is
+    copied to the CPU first, which waits for the device.
+    """
+    if chunks is None:
+        chunks = segment_chunks(segments.cpu()).to(segments.device)
+    values = _unit_columns(bag_gradients)
+    out = values.new_empty(max(len(segments) - 1, 0), values.shape[1])
+    if len(values) == 0:
+        return out.zero_()
+    ids: dict[str, Any] = {"inner": bag_of, "outer": order, "weights": weights}
+    most = chunks.chunk if chunks.sizes else 0
+    _segment_sums(values, (segments[:-1], segments[1:]), out, most=most, **ids)
+    passes = chunks.passes()
+    for index, bounds in enumerate(passes):
+        last = index == len(passes) - 1
+        sums = out if last else values.new_empty(len(bounds[0]), values.shape[1])
+        _segment_sums(values, bounds, sums, to=chunks.rows if last else None, **ids)
+        values, ids = sums, {}
+    return out
+
+
+def update_rows(
+    rule: Rule,
+    weight: Tensor,
+    state: Tensor | None,
+    slots: Tensor,
+    gradient: Tensor,
+    enabled: Tensor | None = None,
+) -> None:
+    """See `reference.update_rows`; gather, update and scatter in one pass."""
+    count, dim = gradient.shape
+    width = rule.state_width(dim)
+    if width and (state is None or state.shape[1] != width):
+        raise ConfigError(f"{rule.name} keeps {width} floats per row: pass `state` [C, {width}]")
+    if count == 0:
+        return
+    for name, tensor in (("weight", weight), ("state", state)):
+        if tensor is not None and tensor.shape[1] > 1 and tensor.stride(1) != 1:
+            raise ConfigError(f"`{name}` has columns {tensor.stride(1)} elements apart, not 1")
+    gradient = _unit_columns(gradient)
+    tile, block, warps = _tile(dim)
+    held = weight if state is None else state
+    kernel: Any = triton_kernels.update_rows
+    with _device(weight):
+        kernel[(_programs(count, tile),)](
+            weight,
+            held,
+            slots.contiguous(),
+            gradient,
+            weight if enabled is None else enabled.view(torch.uint8),
+            count,
+            rule.rate,
+            rule.eps,
+            rule.take1,
+            rule.take2,
+            WEIGHT_STRIDE=weight.stride(0),
+            STATE_STRIDE=held.stride(0),
+            GRADIENT_STRIDE=gradient.stride(0),
+            D=dim,
+            N=tile,
+            BLOCK=block,
+            STEPS=block.bit_length() - 1,
+            RULE=rule.name,
+            MASKED=enabled is not None,
+            **_options(warps),
+        )
+
+
+def _segment_sums(
+    values: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    out: Tensor,
+    inner: Tensor | None = None,
+    outer: Tensor | None = None,
+    weights: Tensor | None = None,
+    to: Tensor | None = None,
+    most: int = 0,
+) -> None:
+    """Launch `triton_kernels.segment_sums`; index tensors that are None are not read."""
+    starts, ends = bounds
+    if len(starts) == 0:
+        return
+    dim = values.shape[1]
+    tile, block, warps = _tile(dim)
+    if weights is not None:
+        weights = weights.detach().to(values.dtype).contiguous()
+    kernel: Any = triton_kernels.segment_sums
+    with _device(values):
+        kernel[(_programs(len(starts), tile),)](
+            values,
+            starts,
+            ends,
+            starts if outer is None else outer.contiguous(),
+            starts if inner is None else inner.contiguous(),
+            values if weights is None else weights,
+            starts if to is None else to,
+            out,
+            len(starts),
+            STRIDE=values.stride(0),
+            D=dim,
+            N=tile,
+            BLOCK=block,
+            HOPS=(inner is not None) + (outer is not None),
+            WEIGHTED=weights is not None,
+            SCATTER=to is not None,
+            MOST=most,
+            **_options(warps),
+        )
+
+
+def _tile(dim: int) -> tuple[int, int, int]:
+    """N, the power of two that D is rounded up to, and warps of a program for width D."""
+    block = 1 << (dim - 1).bit_length()
+    tile = max(1, min(MOST_ROWS, TILE // block))
+    return tile, block, max(1, min(4, tile * block // 256))
+
+
+def _programs(count: int, tile: int) -> int:
+    """Programs for `count` rows in tiles of `tile`."""
+    return (count + tile - 1) // tile
+
+
+def _options(warps: int) -> dict[str, Any]:
+    """How a kernel is compiled: products and sums are rounded separately."""
+    return {"num_warps": warps, "enable_fp_fusion": False}
+
+
+def _unit_columns(values: Tensor) -> Tensor:
+    """`values` with columns one element apart, outside autograd."""
+    values = values.detach()
+    return values if values.stride(1) == 1 else values.contiguous()
+
+
+def _device(tensor: Tensor) -> contextlib.AbstractContextManager:
+    """Kernels are launched on the current device: make it that of `tensor`."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
