@@ -6,6 +6,7 @@ Every rank issues [fill], [row gradients to their homes], [sums to all], [dense 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from distcache.comm.counters import DENSE, PLANNING, ROWS
 from distcache.comm.link import Link
 from distcache.step_plan import StepPlan
+from distcache.streams import COMMUNICATION, Mark, Streams
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements of one all-reduce of the flat dense gradient."""
@@ -33,13 +35,20 @@ def share_rows(link: Link, plan: StepPlan, rows: Tensor) -> Tensor:
     )
 
 
-def reduce_rows(link: Link, plan: StepPlan, gradient: Tensor, native: bool = False) -> Tensor:
+def reduce_rows(
+    link: Link,
+    plan: StepPlan,
+    gradient: Tensor,
+    native: bool = False,
+    where: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Sum the local row gradients `[U, D]` (canonical order) over all ranks.
 
     Each rank sends the rows that it touched to their homes, which add them in rank order, one
     pass per source, and send the sums `[U_h, D]` to all: the bytes of a ring all-reduce at most,
     and a result that depends on nothing but the contributions. `native` leaves the sum to the
-    library's all-reduce, whose bits depend on a row's place in the buffer.
+    library's all-reduce, whose bits depend on a row's place in the buffer. `where`: the plan's
+    `touched` and `source_rows` on the device already.
     """
     world = link.world
     if world.size == 1:
@@ -47,7 +56,10 @@ def reduce_rows(link: Link, plan: StepPlan, gradient: Tensor, native: bool = Fal
     if native:
         link.all_reduce(gradient, ROWS, f"row gradients {plan.step}")
         return gradient
-    touched = plan.touched.to(gradient.device)
+    touched, sources = where or (
+        plan.touched.to(gradient.device),
+        plan.source_rows.to(gradient.device),
+    )
     received = link.all_to_all(
         gradient.index_select(0, touched),
         plan.touched_counts,
@@ -57,7 +69,6 @@ def reduce_rows(link: Link, plan: StepPlan, gradient: Tensor, native: bool = Fal
     )
     own = plan.home_counts[world.rank]
     sums = gradient.new_zeros((own, gradient.shape[1]))
-    sources = plan.source_rows.to(gradient.device)
     parts = zip(sources.split(plan.source_counts), received.split(plan.source_counts), strict=True)
     for rows, part in parts:
         # Rows are distinct within a source: a pass of plain additions, no atomics.
@@ -105,16 +116,56 @@ class Agreement:
     stop: bool
 
 
-def agree(link: Link, loss: Tensor, stop: bool) -> Agreement:
-    """Sum the local losses (shares of the global mean) and the ranks' flags, in float64."""
-    world = link.world
-    control = torch.zeros(2 + world.size, dtype=torch.float64)
-    control[0] = loss.detach().double().cpu()
-    control[1] = float(stop)
-    control[2 + world.rank] = float(not torch.isfinite(control[0]))
-    on_device = control.to(world.device)
-    link.all_reduce(on_device, PLANNING, "loss and control")
-    link.settle("the step's end")
-    values = on_device.tolist()
-    bad = tuple(rank for rank, flag in enumerate(values[2:]) if flag)
-    return Agreement(loss=values[0], bad_ranks=bad, stop=values[1] > 0)
+@dataclass(frozen=True)
+class Control:
+    """A step's sums on their way to the host: `values` float64 `[2 + W]` there once `mark` is
+    reached, and on the device `enabled`, bool `[1]`: whether all losses so far were finite."""
+
+    values: Tensor
+    enabled: Tensor
+    mark: Mark
+    link: Link
+
+    def read(self) -> Agreement:
+        """The sums; waits for them. Raises PeerError naming who is missing."""
+        self.link.settle("the step's end", self.mark)
+        loss, stop, *flags = self.values.tolist()
+        bad = tuple(rank for rank, flag in enumerate(flags) if flag)
+        if not bad and not math.isfinite(loss):
+            bad = tuple(range(len(flags)))
+        return Agreement(loss=loss, bad_ranks=bad, stop=stop > 0)
+
+
+class ControlRing:
+    """Sums the ranks' losses (shares of the global mean, in float64) and flags step by step.
+
+    Nobody waits for a device here: the sums are copied to the host beside what follows, into one
+    of `delay + 1` buffers that take turns, and read up to `delay` steps later. Whether anything
+    may still be applied is known on the device at once; it stays false after a loss that is not
+    finite.
+    """
+
+    def __init__(self, link: Link, streams: Streams, delay: int) -> None:
+        world = link.world
+        self._link, self._streams = link, streams
+        pinned = streams.asynchronous
+        shape = (delay + 1, 2 + world.size)
+        self._ring = torch.zeros(shape, dtype=torch.float64, pin_memory=pinned)
+        self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
+        self._turn = 0
+
+    def sum(self, loss: Tensor, stop: bool) -> Control:
+        """Sum `loss` (one element, on the device) and this rank's `stop` over the ranks."""
+        link, world = self._link, self._link.world
+        values = torch.zeros(2 + world.size, dtype=torch.float64, device=world.device)
+        values[0] = loss.detach()
+        values[1] = float(stop)
+        values[2 + world.rank] = ~torch.isfinite(loss.detach())
+        link.all_reduce(values, PLANNING, "loss and control")
+        finite = torch.isfinite(values[:1]) & (values[2:].sum() == 0)
+        self._enabled = self._enabled & finite
+        on_host = self._ring[self._turn]
+        self._turn = (self._turn + 1) % len(self._ring)
+        on_host.copy_(values, non_blocking=True)
+        mark = self._streams.mark(COMMUNICATION)
+        return Control(on_host.view(-1), self._enabled, mark, link)

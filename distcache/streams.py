@@ -8,16 +8,16 @@ made known to the allocator, which would give its memory away too early otherwis
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
 from contextlib import AbstractContextManager as Context
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-COMPUTE = "compute"
-NAMES = (COMPUTE, "copy_in", "copy_out", "communication")
+COMPUTE, COMMUNICATION, COPY_IN, COPY_OUT = "compute", "communication", "copy_in", "copy_out"
+NAMES = (COMPUTE, COMMUNICATION, COPY_IN, COPY_OUT)
 """Streams by name; stages of any other name (`host`) issue no device work."""
 
 
@@ -98,9 +98,7 @@ class Streams:
         mark.event.synchronize()
         return self._zero_s + self._zero.elapsed_time(mark.event) / 1e3
 
-    @contextmanager
-    def bound(self) -> Iterator[None]:
-        """Of a thread beside training: its CUDA calls go to this device."""
+    def bind(self) -> None:
+        """In a thread beside training: its CUDA calls go to this device."""
         if self._streams:
             torch.cuda.set_device(self.device)
-        yield

@@ -96,10 +96,13 @@ class DeviceCache:
         state = None if self.state is None else self.state.index_select(0, where)
         return self.weight.index_select(0, where), state
 
-    def gather(self, slots: Index) -> Tensor:
-        """Copies of a step's rows on the device, `[U, D]`; every slot must hold a row."""
+    def gather(self, slots: Index, where: Tensor | None = None) -> Tensor:
+        """Copies of a step's rows on the device, `[U, D]`; every slot must hold a row.
+
+        `where`: the slots on the device, if they are there already.
+        """
         at = self._held(slots, "read")
-        return self.weight.index_select(0, self._to_device(at))
+        return self.weight.index_select(0, self._to_device(at) if where is None else where)
 
     def write(self, slots: Index, weight: Tensor, state: Tensor | None) -> None:
         """Replace rows and state in place (after `apply`) and mark them dirty.
@@ -232,7 +235,10 @@ class DeviceCache:
                 target.index_copy_(0, where, values.to(self.device, non_blocking=True))
 
     def _to_device(self, at: np.ndarray) -> Tensor:
-        return torch.from_numpy(at).to(self.device, non_blocking=True)
+        where = torch.from_numpy(at)
+        if self.device.type == "cuda":
+            where = where.pin_memory()
+        return where.to(self.device, non_blocking=True)
 
 
 def _numpy(index: Index, name: str) -> np.ndarray:

@@ -21,6 +21,7 @@ from torch import Tensor
 from distcache.comm.counters import PLANNING, CollectiveCounters
 from distcache.comm.rollcall import Waiting
 from distcache.comm.world import World
+from distcache.streams import Mark
 
 _SLICE_S = 1.0
 """How long a rank waits before it announces that, and between its looks for failures, seconds."""
@@ -101,19 +102,22 @@ class Link:
             for part, size in zip(parts, sizes, strict=True)
         ]
 
-    def settle(self, what: str) -> None:
-        """Wait on the host for all work on this rank's current CUDA stream.
+    def settle(self, what: str, mark: Mark | None = None) -> None:
+        """Wait on the host for `mark`, or for all work on this thread's current CUDA stream.
 
         gloo's waits are the host's already; NCCL's only order streams, and a host that then reads
         a result would hang in the driver where nothing can name the rank that it waits for.
         """
-        if self._on_host or self.world.size == 1:
+        if mark is None:
+            if self._on_host:
+                return
+            mark = Mark(torch.cuda.Event())
+            mark.event.record()
+        if mark.event is None or mark.event.query():
             return
-        event = torch.cuda.Event()
-        event.record()
         waiting = Waiting(self.world, self.name, what)
         began = looked = time.monotonic()
-        while not event.query():
+        while not mark.event.query():
             time.sleep(_PAUSE_S)
             now = time.monotonic()
             if now - began > self.world.timeout_s:

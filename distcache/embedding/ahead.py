@@ -22,6 +22,7 @@ from distcache.embedding.ids import IdReader, ReadIds
 from distcache.pipeline.planning import StreamPlanner
 from distcache.pipeline.schedule import InFlight, Stage
 from distcache.pipeline.threads import Pipeline
+from distcache.streams import COMPUTE, Streams
 
 T = TypeVar("T")
 
@@ -75,11 +76,16 @@ class Runner:
     """The pipeline's threads, which may be halted and started again; knows no Lookahead."""
 
     def __init__(
-        self, planner: StreamPlanner, depth: int, timeout_s: float, movement: Sequence[Stage]
+        self,
+        planner: StreamPlanner,
+        depth: int,
+        timeout_s: float,
+        streams: Streams,
+        movement: Sequence[Stage],
     ) -> None:
         """`movement`: the stages that move rows ahead of the loop; none: the loop moves them."""
         self._planner, self._depth, self._timeout_s = planner, depth, timeout_s
-        self._movement = tuple(movement)
+        self._streams, self._movement = streams, tuple(movement)
         self._pipeline: Pipeline | None = None
 
     @property
@@ -88,7 +94,7 @@ class Runner:
 
     def start(self, source: Source) -> None:
         _running.add(self)
-        self._pipeline = Pipeline(self._planner, source, self._depth, self._movement)
+        self._pipeline = Pipeline(self._planner, source, self._depth, self._streams, self._movement)
 
     def take(self) -> InFlight | None:
         """The next planned step, or None at the end."""
@@ -97,7 +103,7 @@ class Runner:
     def arrive(self, flight: InFlight, done: int) -> None:
         """Wait for the rows of a step; what may follow step `done` moves on."""
         if self._pipeline is not None:
-            self._pipeline.queue.arrive(flight, done)
+            self._pipeline.queue.arrive(flight, done, self._streams.mark(COMPUTE))
 
     def settle(self) -> None:
         """Wait for the moves that come before the ranks' next exchange."""

@@ -33,6 +33,7 @@ from distcache.pipeline.movement import Movement
 from distcache.pipeline.planning import PlannedStep, PlanningSettings, StreamPlanner
 from distcache.pipeline.rows import GroupRows
 from distcache.pipeline.schedule import InFlight, Stage, run_stages
+from distcache.streams import COMPUTE, Streams
 
 if TYPE_CHECKING:
     from distcache.embedding.stream import Lookahead
@@ -62,9 +63,12 @@ class CachedTables:
         self.groups = make_groups(tables, names, world.size)
         self.counters = CollectiveCounters()
         self.link = Link(world, world.device_group, self.counters, "the device group")
+        self.streams_of_device = Streams(world.device)
         with library_words():
             self.rows = self._make_rows()
-        self._movement = Movement(self.rows, self.link, with_bags=False).stages
+        self._movement = Movement(
+            self.rows, self.link, self.streams_of_device, with_batch=False
+        ).stages
         self.planner = self._make_planner()
         self.current: OpenStep | None = None
         self.steps = 0
@@ -98,7 +102,15 @@ class CachedTables:
         )
         stores = make_stores(self.world, self.groups, update, dtype, settings.seed)
         caches = make_caches(self.world, self.groups, slots, update, dtype)
-        return join_rows(self.groups, caches, stores, update, self.link)
+        return join_rows(
+            self.groups,
+            caches,
+            stores,
+            update,
+            self.link,
+            self.streams_of_device,
+            settings.prefetch,
+        )
 
     def _make_planner(self) -> StreamPlanner:
         settings, world = self.settings, self.world
@@ -183,8 +195,10 @@ class CachedTables:
         """Make a planned step the current one, with its rows on the device."""
         self.end_current()
         if not flight.moved:
-            run_stages(self._movement, flight, "training")
+            run_stages(self._movement, flight, "training", self.streams_of_device)
             flight.moved = True
+        # The compute stream goes on after the rows are there.
+        self.streams_of_device.after(COMPUTE, (flight.after,))
         for rows, counts in zip(self.rows, flight.counts, strict=True):
             rows.counts.add(counts)
         self._moved = flight.step

@@ -74,7 +74,9 @@ class Lookahead(Generic[T]):
         self._source = Source(batches, reader, find, accumulate)
         timeout_s = min(tables.world.timeout_s, _STOP_S)
         depth = tables.settings.prefetch + 1
-        self._runner = Runner(tables.planner, depth, timeout_s, tables.moves_ahead)
+        self._runner = Runner(
+            tables.planner, depth, timeout_s, tables.streams_of_device, tables.moves_ahead
+        )
         weakref.finalize(self, self._runner.stop, orderly=False).atexit = False
         self._plans: dict[int, InFlight] = {}
         self._opened = -1

@@ -16,15 +16,21 @@ def state_tensors(
     An optimizer that has not stepped yet has no state to fill; a step of zero rate with zero
     gradients makes it, and weights and gradients are put back as they were.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if parameters and not optimizer.state:
-        _make_state(optimizer, parameters)
+    parameters = ensure_state(optimizer)
     return {
         f"{names[parameter]}.{key}": value
         for parameter in parameters
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     }
+
+
+def ensure_state(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Make the state of an optimizer that has not stepped yet; its parameters."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if parameters and not optimizer.state:
+        _make_state(optimizer, parameters)
+    return parameters
 
 
 @torch.no_grad()

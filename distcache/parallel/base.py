@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +48,27 @@ class StepResult:
     stop: bool
 
 
+class LateResult(StepResult):
+    """A result that is read when someone looks at it: the device may still be at work."""
+
+    def __init__(self, read: Callable[[], StepResult]) -> None:
+        object.__setattr__(self, "_read", read)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("loss", "bad_ranks", "stop"):
+            return getattr(object.__getattribute__(self, "_read")(), name)
+        return object.__getattribute__(self, name)
+
+
 class Parallel(ABC):
     """A model whose tables lie in one of four ways; every method is called by all ranks in order.
 
     The dense part is `model(dense [b, F], pooled [b, sum of widths]) -> logits [b]`.
     """
+
+    result_delay: int = 0
+    """How many steps later the result of a step is best looked at; earlier means waiting for it.
+    At most so many later steps change nothing after one whose loss is not finite."""
 
     @abstractmethod
     def stream(self, batches: Iterable[Batch]) -> Iterator[Step]:

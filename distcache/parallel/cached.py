@@ -7,6 +7,7 @@ from the store and leaves after it). Only the planner and the size of the cache 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,10 +22,10 @@ from distcache.data.check import BatchCheck
 from distcache.errors import PeerError, PlanError
 from distcache.layout import TableSpec
 from distcache.optim.dense import dense_optimizer
-from distcache.optim.dense_state import load_state, state_tensors
 from distcache.optim.rows import row_update
-from distcache.parallel.base import OptimizerSpec, Parallel, Step, StepResult
+from distcache.parallel.base import LateResult, OptimizerSpec, Parallel, Step, StepResult
 from distcache.parallel.cached_parts import CachedSettings, make_planner, make_rows
+from distcache.parallel.cached_state import load_dense, state_of_dense, state_of_tables
 from distcache.parallel.cached_step import CachedStep
 from distcache.parallel.same import check_same
 from distcache.parallel.statistics import StepStatistics
@@ -36,10 +37,15 @@ from distcache.pipeline.schedule import (
     OverlappedSchedule,
     SerialSchedule,
     movement_of,
+    record,
 )
 from distcache.pipeline.shake import Shaker, shaker
+from distcache.streams import Mark, Streams
 
 Schedule = OverlappedSchedule | SerialSchedule
+
+_DELAY = 2
+"""Steps after which the host looks at a step's loss, where the device works on beside it."""
 
 
 class CachedParallel(Parallel):
@@ -63,11 +69,23 @@ class CachedParallel(Parallel):
         self.link = Link(world, world.device_group, self.counters, "the device group")
         spec = optimizer
         self.update = row_update(spec.name, 0.0, spec.eps, spec.betas, spec.initial_accumulator)
-        self.rows = make_rows(self.groups, self.update, self.link, settings)
+        self.streams = Streams(world.device)
+        self.rows = make_rows(self.groups, self.update, self.link, settings, self.streams)
         self.dense_optimizer = dense_optimizer(
             self.model.parameters(), spec.name, 0.0, spec.eps, spec.betas, spec.initial_accumulator
         )
-        self.step = CachedStep(self.groups, self.rows, self.model, self.dense_optimizer, settings)
+        given = settings.result_delay
+        self.result_delay = _DELAY * self.streams.asynchronous if given is None else given
+        self.step = CachedStep(
+            self.groups,
+            self.rows,
+            self.model,
+            self.dense_optimizer,
+            settings,
+            self.streams,
+            self.result_delay,
+        )
+        self._unread: deque[tuple[InFlight, Mark]] = deque()
         self.clock, self.statistics = StageClock(), StepStatistics()
         check = BatchCheck(tables, features, settings.on_bad_id)
         self.planner = make_planner(world, self.rows, CollectiveCounters(), settings, check)
@@ -75,24 +93,21 @@ class CachedParallel(Parallel):
 
     def _schedules(self, shake: Shaker | None) -> tuple[Schedule, Schedule]:
         """How the stages of training and of evaluation steps follow one another."""
-        step, clock, depth = self.step, self.clock, self.settings.prefetch + 1
+        step, streams, depth = self.step, self.streams, self.settings.prefetch + 1
+        kinds = (step.training, step.evaluation)
         if self.settings.schedule == "serial":
-            self.feed = StepFeed(self.planner, self.rows, depth, shake=shake)
-            kinds = (step.training, step.evaluation)
-            train, evaluate = (SerialSchedule(stages, clock, shake) for stages in kinds)
+            self.feed = StepFeed(self.planner, self.rows, depth, streams, shake=shake)
+            train, evaluate = (SerialSchedule(stages, streams, shake) for stages in kinds)
             return train, evaluate
         movement = movement_of(step.training)
-        self.feed = StepFeed(self.planner, self.rows, depth, movement, shake)
+        self.feed = StepFeed(self.planner, self.rows, depth, streams, movement, shake)
         settle = self.feed.settle
-        train, evaluate = (
-            OverlappedSchedule(stages, clock, shake, settle)
-            for stages in (step.training, step.evaluation)
-        )
+        train, evaluate = (OverlappedSchedule(stages, streams, shake, settle) for stages in kinds)
         return train, evaluate
 
     @property
     def applied(self) -> Tensor:
-        """Optimizer steps applied so far, int64."""
+        """Optimizer steps applied so far, int64; after `flush` exactly, on every device."""
         return self.step.applied
 
     def stream(self, batches: Iterable[Batch]) -> Iterator[Step]:
@@ -108,21 +123,41 @@ class CachedParallel(Parallel):
         """See `Parallel.train_step`."""
         flight: InFlight = step.flight
         flight.stop = stop
+        before = self.feed.last_mark
         with self.feed.running(flight):
             self._train.run(flight)
         self.statistics.add(flight, self.rows)
         self.counters.count(ROWS, flight.fill_bytes)
         self.counters.count(PLANNING, flight.planned.planning_bytes)
+        self._unread.append((flight, before))
+        self._read(self.result_delay)
+        return (
+            LateResult(lambda: self._result(flight)) if self.result_delay else self._result(flight)
+        )
+
+    def _result(self, flight: InFlight) -> StepResult:
+        """What all ranks know of a step; waits for it, and for those before it."""
+        while flight.agreement is None or any(flight is unread for unread, _ in self._unread):
+            self._read(len(self._unread) - 1)
         agreement = flight.agreement
-        if agreement is None:
-            raise RuntimeError("the schedule has no stage that agrees on the loss")
         return StepResult(agreement.loss, agreement.bad_ranks, agreement.stop)
+
+    def _read(self, keep: int) -> None:
+        """Look at the results of steps, in order, but for the last `keep` of them."""
+        while len(self._unread) > keep:
+            flight, before = self._unread[0]
+            with self.feed.whole():
+                self.step.agreed(flight)
+            self._unread.popleft()
+            record(self.clock, flight, self.streams, before)
 
     def eval_step(self, step: Step) -> Tensor:
         """See `Parallel.eval_step`."""
         flight: InFlight = step.flight
+        before = self.feed.last_mark
         with self.feed.running(flight):
             self._eval.run(flight)
+        record(self.clock, flight, self.streams, before)
         if flight.logits is None:
             raise RuntimeError("the schedule has no stage that computes logits")
         return flight.logits
@@ -141,6 +176,7 @@ class CachedParallel(Parallel):
         Nobody writes unless all ranks have the same last step: an error, on all ranks, if a step
         failed half-way on one of them. After an error that the stream raised they have.
         """
+        self._read(0)
         self.feed.quiet()
         steps = together(self.world, self._whole_steps)
         if len(set(steps)) > 1:
@@ -187,21 +223,15 @@ class CachedParallel(Parallel):
         Where local ranks share a store, only the first of them names its tables; ranks with
         copies of their own (`resident`) all do, and one of them is written.
         """
-        state: dict[str, Any] = {"applied_steps": self.applied}
         shared = self.settings.mode != "resident"
-        if not shared or self.world.local_rank == 0:
-            for index, table in enumerate(self.tables):
-                weight, extra = self._table(index)
-                state[f"tables.{table.name}.weight"] = weight
-                for name, columns in self.update.state_columns(table.dim).items():
-                    if extra is not None:
-                        state[f"tables.{table.name}.{name}"] = extra[:, columns]
-        for name, parameter in self.model.state_dict().items():
-            state[f"dense.{name}"] = parameter
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        for name, value in state_tensors(self.dense_optimizer, names).items():
-            state[f"dense_optim.{name}"] = value
-        return state
+        tables = self.tables if not shared or self.world.local_rank == 0 else []
+        views = [(table, *self._table(index)) for index, table in enumerate(tables)]
+        state = {"applied_steps": self.applied}
+        return (
+            state
+            | state_of_tables(views, self.update)
+            | state_of_dense(self.model, self.dense_optimizer)
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Parallel.load_state_dict`; tables were filled in place, before any step.
@@ -211,21 +241,12 @@ class CachedParallel(Parallel):
         if self.feed.run_step >= 0:
             raise PlanError("a step was run: load a checkpoint before the first step")
         self.applied.copy_(state["applied_steps"])
-        prefix = "dense."
-        self.model.load_state_dict(
-            {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)}
-        )
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        prefix = "dense_optim."
-        load_state(
-            self.dense_optimizer,
-            names,
-            {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)},
-        )
+        load_dense(self.model, self.dense_optimizer, state)
         together(self.world, lambda: None)
 
     def summary(self) -> dict[str, Any]:
         """See `Parallel.summary`; called by all ranks."""
+        self._read(0)
         dense = self.step.dense.flat.nbytes * 2 + sum(
             value.nbytes
             for state in self.dense_optimizer.state.values()

@@ -21,12 +21,14 @@ from distcache.pipeline.rows import GroupRows
 from distcache.planner.home import PassThroughPlanner, Planner, ResidentPlanner
 from distcache.store.initial import block_rows, initial_rows
 from distcache.store.rows import RowStore
+from distcache.streams import Streams
 
 
 @dataclass(frozen=True)
 class CachedSettings:
     """How a cached mode runs. `slots`: C of each group (only mode `data` reads it); `schedule`:
-    `overlapped` or `serial`; `shake_ms`: longest random delay at hand-overs between threads."""
+    `overlapped` or `serial`; `shake_ms`: longest random delay at hand-overs between threads;
+    `result_delay`: steps after which a step's loss is read (None: 2 on CUDA, 0 on the CPU)."""
 
     mode: str
     slots: Sequence[int] = ()
@@ -41,10 +43,15 @@ class CachedSettings:
     fingerprint: int = 0
     schedule: str = "overlapped"
     shake_ms: float = 0.0
+    result_delay: int | None = None
 
 
 def make_rows(
-    groups: Sequence[TableGroup], update: RowUpdate, link: Link, settings: CachedSettings
+    groups: Sequence[TableGroup],
+    update: RowUpdate,
+    link: Link,
+    settings: CachedSettings,
+    streams: Streams,
 ) -> list[GroupRows]:
     """Stores (one per node, initialised by its ranks) and device slots of every group."""
     world = link.world
@@ -60,7 +67,7 @@ def make_rows(
     if settings.mode == "resident":
         for group, cache in zip(groups, caches, strict=True):
             initialise_resident(group, cache, settings.seed, update.initial_state(group.dim))
-    return join_rows(groups, caches, stores, update, link)
+    return join_rows(groups, caches, stores, update, link, streams, settings.prefetch)
 
 
 def initialise_resident(group: TableGroup, cache: DeviceCache, seed: int, state: float) -> None:

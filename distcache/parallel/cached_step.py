@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,14 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from distcache.comm.link import Link
-from distcache.coordinator import DenseGradients, agree, reduce_rows
+from distcache.coordinator import Agreement, ControlRing, DenseGradients, reduce_rows
+from distcache.optim.masked import masked_step, uncount
 from distcache.parallel.cached_parts import CachedSettings
 from distcache.pipeline.groups import TableGroup, join_pooled
 from distcache.pipeline.lookup import PooledLookup
 from distcache.pipeline.movement import Movement
-from distcache.pipeline.planning import PlannedStep
 from distcache.pipeline.rows import GroupRows
 from distcache.pipeline.schedule import InFlight, Stage
+from distcache.streams import COMMUNICATION, COMPUTE, Streams
 
 
 class CachedStep:
@@ -35,22 +35,26 @@ class CachedStep:
         model: nn.Module,
         dense_optimizer: torch.optim.Optimizer,
         settings: CachedSettings,
+        streams: Streams,
+        delay: int,
     ) -> None:
+        """`delay`: steps after which a step's loss is read; 0: at once."""
         self.groups, self.rows, self.model = groups, rows, model
         self.link: Link = rows[0].link
         self.dense = DenseGradients(model.parameters(), self.link)
         self.dense_optimizer, self.settings = dense_optimizer, settings
         self.embedding_lr = 0.0
         self.applied = torch.zeros((), dtype=torch.int64)
+        self._control, self._delay = ControlRing(self.link, streams, delay), delay
         self._bad_ranks: tuple[int, ...] = ()
-        movement = Movement(rows, self.link, with_bags=True).stages
+        movement = Movement(rows, self.link, streams, True, settings.dtype).stages
         self.training = (
             *movement,
-            Stage("forward_backward", "compute", self._forward_backward),
-            Stage("sync", "communication", self._sync),
-            Stage("apply", "compute", self._apply),
+            Stage("forward_backward", COMPUTE, self._forward_backward),
+            Stage("sync", COMMUNICATION, self._sync),
+            Stage("apply", COMPUTE, self._apply),
         )
-        self.evaluation = (*movement, Stage("forward", "compute", self._forward))
+        self.evaluation = (*movement, Stage("forward", COMPUTE, self._forward))
 
     def _predict(self, flight: InFlight) -> Tensor:
         """Logits `[b]` of the local batch from the leaves of its rows."""
@@ -58,52 +62,72 @@ class CachedStep:
             PooledLookup.apply(leaf, bags)
             for leaf, bags in zip(flight.leaves, flight.bags, strict=True)
         ]
-        batch = flight.planned.batch
-        dense = batch.dense.to(self.link.world.device, self.settings.dtype)
-        return self.model(dense, join_pooled(self.groups, pooled, len(batch.labels)))
+        return self.model(flight.dense, join_pooled(self.groups, pooled, len(flight.labels)))
 
-    def _take_leaves(self, planned: PlannedStep) -> list[Tensor]:
-        return [rows.leaf(plan) for rows, plan in zip(self.rows, planned.plans, strict=True)]
+    def _take_leaves(self, flight: InFlight) -> list[Tensor]:
+        return [
+            rows.leaf(plan, bags.slots)
+            for rows, plan, bags in zip(self.rows, flight.planned.plans, flight.bags, strict=True)
+        ]
 
     def _forward_backward(self, flight: InFlight) -> None:
         batch = flight.planned.batch
-        flight.leaves = [leaf.requires_grad_() for leaf in self._take_leaves(flight.planned)]
+        flight.leaves = [leaf.requires_grad_() for leaf in self._take_leaves(flight)]
         self.dense.zero()
         logits = self._predict(flight)
-        labels = batch.labels.to(logits)
+        labels = flight.labels.to(logits.dtype)
         total = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
         flight.loss = total / batch.global_size
         flight.loss.backward()
 
     @torch.no_grad()
     def _forward(self, flight: InFlight) -> None:
-        flight.leaves = self._take_leaves(flight.planned)
+        flight.leaves = self._take_leaves(flight)
         flight.logits = self._predict(flight)
 
     def _sync(self, flight: InFlight) -> None:
         """Program order: row gradients of each group, dense chunks, loss and control."""
         native = self.settings.reduction == "native"
-        for leaf, plan in zip(flight.leaves, flight.planned.plans, strict=True):
+        for leaf, plan, bags in zip(flight.leaves, flight.planned.plans, flight.bags, strict=True):
             gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-            flight.sums.append(reduce_rows(self.link, plan, gradient, native))
+            where = (bags.touched, bags.source_rows)
+            flight.sums.append(reduce_rows(self.link, plan, gradient, native, where))
         self.dense.sum()
         if flight.loss is None:
             raise RuntimeError("sync comes after forward_backward")
-        agreement = agree(self.link, flight.loss, flight.stop)
-        if not agreement.bad_ranks and not math.isfinite(agreement.loss):
-            agreement = replace(agreement, bad_ranks=tuple(range(self.link.world.size)))
-        # Sticky: after a loss that is not finite nothing applies, whoever goes on.
-        self._bad_ranks = self._bad_ranks or agreement.bad_ranks
-        agreement = replace(agreement, bad_ranks=self._bad_ranks)
-        flight.agreement = agreement
+        flight.control = self._control.sum(flight.loss, flight.stop)
 
     @torch.no_grad()
     def _apply(self, flight: InFlight) -> None:
         """Update rows and dense part; a step whose summed loss is not finite changes nothing."""
-        if flight.agreement is None or flight.agreement.bad_ranks:
+        control = flight.control
+        if control is None:
+            raise RuntimeError("apply comes after sync")
+        enabled = control.enabled if self._delay else None
+        if not self._delay and self.agreed(flight).bad_ranks:
             return
         self.applied += 1
         count = int(self.applied)
-        for rows, plan, gradient in zip(self.rows, flight.planned.plans, flight.sums, strict=True):
-            rows.apply(plan, gradient, self.embedding_lr, count)
-        self.dense_optimizer.step()
+        parts = (self.rows, flight.planned.plans, flight.bags, flight.sums)
+        for rows, plan, bags, gradient in zip(*parts, strict=True):
+            rows.apply(plan, gradient, self.embedding_lr, count, bags.slots, enabled)
+        if enabled is None:
+            self.dense_optimizer.step()
+        else:
+            masked_step(self.dense_optimizer, enabled)
+
+    def agreed(self, flight: InFlight) -> Agreement:
+        """What all ranks know of a step; to be asked for step after step, in order.
+
+        Sticky: after a loss that is not finite nothing applies, whoever goes on.
+        """
+        if flight.agreement is None and flight.control is not None:
+            agreement = flight.control.read()
+            self._bad_ranks = self._bad_ranks or agreement.bad_ranks
+            flight.agreement = replace(agreement, bad_ranks=self._bad_ranks)
+            if self._bad_ranks and self._delay:  # it counted, before anybody knew
+                self.applied -= 1
+                uncount(self.dense_optimizer)
+        if flight.agreement is None:
+            raise RuntimeError("a step that is not through its stages has no result")
+        return flight.agreement

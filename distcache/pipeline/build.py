@@ -16,6 +16,7 @@ from distcache.pipeline.rows import GroupRows
 from distcache.planner.home import HomePlanner
 from distcache.store.available import require_memory
 from distcache.store.rows import RowStore, create_stores
+from distcache.streams import Streams
 
 
 def make_caches(
@@ -67,10 +68,12 @@ def join_rows(
     stores: Sequence[RowStore | None],
     update: RowUpdate,
     link: Link,
+    streams: Streams,
+    prefetch: int,
 ) -> list[GroupRows]:
     """Each group's cache over its store."""
     return [
-        GroupRows(group, cache, store, update, link)
+        GroupRows(group, cache, store, update, link, streams, prefetch)
         for group, cache, store in zip(groups, caches, stores, strict=True)
     ]
 

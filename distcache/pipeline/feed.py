@@ -20,6 +20,7 @@ from distcache.pipeline.rows import GroupRows
 from distcache.pipeline.schedule import InFlight, Stage
 from distcache.pipeline.shake import Shaker
 from distcache.pipeline.threads import Pipeline
+from distcache.streams import COMPUTE, Streams
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +44,13 @@ class StepFeed:
         planner: StreamPlanner,
         rows: Sequence[GroupRows],
         depth: int,
+        streams: Streams,
         movement: Sequence[Stage] = (),
         shake: Shaker | None = None,
     ) -> None:
+        self._streams = streams
+        self.last_mark = streams.mark(COMPUTE)
+        """Where on the device the last step ended."""
         self.planner, self._rows, self._depth = planner, rows, depth
         self._movement, self._shake = tuple(movement), shake
         self.run_step, self.failed = -1, False
@@ -64,7 +69,7 @@ class StepFeed:
         if self._pipeline is not None:
             raise PlanError("another stream of this model is open: end or close it first")
         pipeline = self._pipeline = Pipeline(
-            self.planner, batches, self._depth, self._movement, self._shake
+            self.planner, batches, self._depth, self._streams, self._movement, self._shake
         )
         try:
             while (flight := self._next(pipeline)) is not None:
@@ -83,8 +88,8 @@ class StepFeed:
         queue = pipeline.queue
         flight = queue.take()
         if flight is not None:
-            with self._whole():
-                queue.arrive(flight, self.run_step)
+            with self.whole():
+                queue.arrive(flight, self.run_step, self.last_mark)
         return flight
 
     def settle(self, flight: InFlight) -> None:
@@ -100,7 +105,7 @@ class StepFeed:
     def quiet(self) -> None:
         """Between two steps: let no row move until the next step is taken; called by all ranks."""
         if self._pipeline is not None:
-            with self._whole():
+            with self.whole():
                 self._pipeline.quiet()
 
     @contextmanager
@@ -115,12 +120,12 @@ class StepFeed:
                 f"step {flight.step} is not due: run each step of the stream once, in its order"
             )
         self._due = None
-        with self._whole():
+        with self.whole():
             yield
-        self.run_step = flight.step
+        self.run_step, self.last_mark = flight.step, self._streams.mark(COMPUTE)
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
+    def whole(self) -> Iterator[None]:
         """What fails inside leaves the rows of no step; the other ranks hear of it."""
         try:
             yield

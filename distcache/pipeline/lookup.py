@@ -12,20 +12,33 @@ from distcache.pipeline.groups import GroupBags
 from distcache.step_plan import StepPlan
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy of a CPU tensor on `device`, for which nobody waits; itself where it lies there."""
+    if device.type != "cuda" or tensor.device == device:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class DeviceBags:
     """The index tensors of one local batch and its plan on the device, for one group."""
 
     def __init__(self, bags: GroupBags, plan: StepPlan, device: torch.device) -> None:
         def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
+            return to_device(tensor, device)
 
         self.offsets, self.bag_of = move(bags.offsets), move(bags.bag_of)
         self.weights = None if bags.weights is None else move(bags.weights)
         self.scale = None if bags.scale is None else move(bags.scale)
         self.positions, self.order = move(plan.positions), move(plan.order)
         self.touched, self.segments = move(plan.touched), move(plan.segments)
+        self.slots, self.source_rows = move(plan.slots), move(plan.source_rows)
         self.chunks = ops.chunks_for(plan.segments, device)
         self.distinct = plan.distinct
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        own = [value for value in vars(self).values() if isinstance(value, Tensor)]
+        return own if self.chunks is None else [*own, *self.chunks.tensors()]
 
 
 class PooledLookup(torch.autograd.Function):

@@ -9,10 +9,11 @@ import torch
 
 from distcache.comm.counters import CollectiveCounters
 from distcache.comm.link import Link
-from distcache.pipeline.lookup import DeviceBags
+from distcache.pipeline.lookup import DeviceBags, to_device
 from distcache.pipeline.rows import GroupRows, MoveCounts
 from distcache.pipeline.schedule import InFlight, Stage
 from distcache.step_plan import StepPlan
+from distcache.streams import COMPUTE, Streams
 
 T = TypeVar("T")
 
@@ -24,10 +25,18 @@ class Movement:
     fill sent is counted with the step, when that is run.
     """
 
-    def __init__(self, rows: Sequence[GroupRows], link: Link, with_bags: bool) -> None:
-        """`with_bags`: index tensors of the step's batch go to the device along with its rows."""
-        self._rows, self._with_bags = list(rows), with_bags
-        self._sent = CollectiveCounters()
+    def __init__(
+        self,
+        rows: Sequence[GroupRows],
+        link: Link,
+        streams: Streams,
+        with_batch: bool,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`with_batch`: the step's batch goes to the device along with its rows, and its dense
+        features and labels become `dtype`."""
+        self._rows, self._with_batch, self._dtype = list(rows), with_batch, dtype
+        self._streams, self._sent = streams, CollectiveCounters()
         self._link = Link(link.world, link.group, self._sent, "the device group (moving rows)")
         self.stages = (
             Stage("write_back", "copy_out", self._write_back),
@@ -57,12 +66,21 @@ class Movement:
             rows.fill(plan, values, self._link)
         flight.fill_bytes = self._sent.collective_bytes - before
         flight.gathered = []
-        if self._with_bags:
-            planned, device = flight.planned, self._link.world.device
-            flight.bags = [
-                DeviceBags(bags, plan, device)
-                for bags, plan in zip(planned.bags, planned.plans, strict=True)
-            ]
+        if self._with_batch:
+            self._send_batch(flight)
+
+    def _send_batch(self, flight: InFlight) -> None:
+        """The batch's tensors to the device, where the compute stream reads them."""
+        planned, device = flight.planned, self._link.world.device
+        flight.bags = [
+            DeviceBags(bags, plan, device)
+            for bags, plan in zip(planned.bags, planned.plans, strict=True)
+        ]
+        batch, dtype = planned.batch, self._dtype
+        flight.dense = to_device(batch.dense.to(dtype), device)
+        flight.labels = to_device(batch.labels.to(dtype), device)
+        sent = [tensor for bags in flight.bags for tensor in bags.tensors()]
+        self._streams.hand_over((*sent, flight.dense, flight.labels), COMPUTE)
 
     def _each(
         self, flight: InFlight, values: Iterable[T]

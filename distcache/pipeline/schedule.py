@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from distcache.coordinator import Agreement
-from distcache.pipeline.clock import Span, StageClock, spanned
+from distcache.coordinator import Agreement, Control
+from distcache.pipeline.clock import WAIT, Span, StageClock, spanned
 from distcache.pipeline.lookup import DeviceBags
 from distcache.pipeline.planning import PlannedStep
-from distcache.pipeline.rows import MoveCounts
+from distcache.pipeline.rows import Gathered, MoveCounts
 from distcache.pipeline.shake import Shaker
+from distcache.streams import COMMUNICATION, COMPUTE, Mark, Streams
 
-TRAINING = ("compute", "communication")
+TRAINING_LANE = "training"
+
+TRAINING = (COMPUTE, COMMUNICATION)
 """Streams whose stages run in the training loop; those of all others are movement."""
 
 
@@ -25,8 +28,10 @@ class InFlight:
     planned: PlannedStep
     moved: bool = False
     """Whether its rows are on the device."""
-    gathered: list[Tensor | None] = field(default_factory=list)
+    gathered: list[Gathered | None] = field(default_factory=list)
     bags: list[DeviceBags] = field(default_factory=list)
+    dense: Tensor | None = None
+    labels: Tensor | None = None
     counts: list[MoveCounts] = field(default_factory=list)
     fill_bytes: int = 0
     leaves: list[Tensor] = field(default_factory=list)
@@ -34,7 +39,11 @@ class InFlight:
     loss: Tensor | None = None
     logits: Tensor | None = None
     stop: bool = False
+    control: Control | None = None
     agreement: Agreement | None = None
+    after: Mark = field(default_factory=Mark)
+    """What the next stage's device work comes after."""
+    marks: list[DeviceSpan] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     waits: list[Span] = field(default_factory=list)
 
@@ -47,6 +56,16 @@ class InFlight:
     def move_after(self) -> int:
         """The step after whose `apply` the rows of all groups may move."""
         return max((plan.move_after for plan in self.planned.plans), default=-1)
+
+
+@dataclass(frozen=True)
+class DeviceSpan:
+    """Where the device work of a stage began and ended, on its stream."""
+
+    name: str
+    lane: str
+    start: Mark
+    end: Mark
 
 
 @dataclass(frozen=True)
@@ -64,31 +83,43 @@ def movement_of(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 def run_stages(
-    stages: Sequence[Stage], flight: InFlight, lane: str, shake: Shaker | None = None
+    stages: Sequence[Stage],
+    flight: InFlight,
+    lane: str,
+    streams: Streams,
+    shake: Shaker | None = None,
 ) -> None:
-    """Take `flight` through `stages`, in order; an error is noted with stage and step."""
+    """Take `flight` through `stages`, in order; an error is noted with stage and step.
+
+    The device work of a stage runs on its stream, after that of the stage before.
+    """
     for stage in stages:
         if shake is not None:
             shake()
+        streams.after(stage.stream, (flight.after,))
         try:
-            with spanned(flight.spans, stage.name, lane, flight.step):
+            with streams.on(stage.stream), spanned(flight.spans, stage.name, lane, flight.step):
+                start = streams.mark(stage.stream)
                 stage.run(flight)
+                end = streams.mark(stage.stream)
         except Exception as error:
             error.add_note(f"in stage {stage.name} of step {flight.step}")
             raise
+        if end.event is not None:
+            flight.after = end
+            flight.marks.append(DeviceSpan(stage.name, lane, start, end))
 
 
 class SerialSchedule:
     """One step after the other, one stage after the other: the slow twin of every overlap."""
 
-    def __init__(self, stages: tuple[Stage, ...], clock: StageClock, shake: Shaker | None) -> None:
-        self._stages, self._clock, self._shake = stages, clock, shake
+    def __init__(self, stages: tuple[Stage, ...], streams: Streams, shake: Shaker | None) -> None:
+        self._stages, self._streams, self._shake = stages, streams, shake
 
     def run(self, flight: InFlight) -> None:
         """Take a step through all stages."""
-        run_stages(self._stages, flight, "training", self._shake)
+        run_stages(self._stages, flight, TRAINING_LANE, self._streams, self._shake)
         flight.moved = True
-        record(self._clock, flight)
 
 
 class OverlappedSchedule:
@@ -103,13 +134,13 @@ class OverlappedSchedule:
     def __init__(
         self,
         stages: tuple[Stage, ...],
-        clock: StageClock,
+        streams: Streams,
         shake: Shaker | None,
         settle: Callable[[InFlight], None],
     ) -> None:
-        self._clock, self._shake, self._settle = clock, shake, settle
+        self._streams, self._shake, self._settle = streams, shake, settle
         own = tuple(stage for stage in stages if stage.stream in TRAINING)
-        first = [i for i, stage in enumerate(own) if stage.stream == "communication"]
+        first = [i for i, stage in enumerate(own) if stage.stream == COMMUNICATION]
         cut = first[0] if first else len(own)
         self._alone, self._together = own[:cut], own[cut:]
 
@@ -117,14 +148,27 @@ class OverlappedSchedule:
         """Take a step, whose rows have moved, through the stages of the training loop."""
         if not flight.moved:
             raise RuntimeError(f"the rows of step {flight.step} have not moved")
-        run_stages(self._alone, flight, "training", self._shake)
+        run_stages(self._alone, flight, TRAINING_LANE, self._streams, self._shake)
         if self._together:
             self._settle(flight)
-            run_stages(self._together, flight, "training", self._shake)
-        record(self._clock, flight)
+            run_stages(self._together, flight, TRAINING_LANE, self._streams, self._shake)
 
 
-def record(clock: StageClock, flight: InFlight) -> None:
-    """Let `clock` know of a step that is through all stages."""
+def record(clock: StageClock, flight: InFlight, streams: Streams, before: Mark) -> None:
+    """Let `clock` know of a step that is through all stages, on the device too.
+
+    On a device a stage took what its work took there; the step stalled from the end of the step
+    before it (`before`) until its rows had arrived.
+    """
+    spans, waits = flight.spans, flight.waits
+    if flight.marks:
+        times = {}
+        for mark in flight.marks:
+            start, end = streams.seconds(mark.start), streams.seconds(mark.end)
+            times[mark.name] = Span(mark.name, mark.lane, flight.step, start or 0.0, end or 0.0)
+        spans = [times.get(span.name, span) for span in spans]
+        free, filled = streams.seconds(before), times.get("fill")
+        if free is not None and filled is not None:
+            waits = [Span(WAIT, TRAINING_LANE, flight.step, free, max(free, filled.end))]
     planned = flight.planned
-    clock.add(flight.step, planned.batch.kind, [*planned.spans, *flight.spans], flight.waits)
+    clock.add(flight.step, planned.batch.kind, [*planned.spans, *spans], waits)

@@ -14,9 +14,13 @@ from collections.abc import Callable
 from distcache.errors import PlanError
 from distcache.pipeline.clock import WAIT, Span
 from distcache.pipeline.schedule import InFlight
+from distcache.streams import Mark
 
 _POLL_S = 0.1
 """How often a waiting thread looks whether the others are alive."""
+
+_KEPT = 64
+"""Marks of applied steps that are kept; an older step is waited for by a later one's."""
 
 _HELD = -(2**62)
 """`released` while nothing may start to move."""
@@ -36,6 +40,7 @@ class StepQueue:
         self._known: deque[InFlight] = deque()
         self._unmoved: deque[InFlight] = deque()
         self._released, self._moving, self._wanted = _HELD, False, False
+        self._applied: deque[tuple[int, Mark]] = deque(maxlen=_KEPT)
         self._ended, self._error = False, None
         self._broken: BaseException | None = None
         self.stopping = False
@@ -76,7 +81,13 @@ class StepQueue:
             if over():
                 return None
             self._moving = True
-            return self._unmoved[0]
+            flight = self._unmoved[0]
+            flight.after = self._mark_of(flight.move_after)
+            return flight
+
+    def _mark_of(self, step: int) -> Mark:
+        """Where on the device the first step from `step` on that is known was applied."""
+        return next((mark for done, mark in self._applied if done >= step), Mark())
 
     def _may_move(self) -> bool:
         return bool(self._unmoved) and self._unmoved[0].move_after <= self._released
@@ -114,8 +125,9 @@ class StepQueue:
         self._waited(flight, started)
         return flight
 
-    def arrive(self, flight: InFlight, done: int) -> None:
-        """Wait for the rows of the step just taken; `done`: the last step that was applied.
+    def arrive(self, flight: InFlight, done: int, mark: Mark = Mark()) -> None:  # noqa: B008
+        """Wait for the rows of the step just taken; `done`: the last step that was applied, and
+        `mark`: where on the device it was.
 
         Releases what may move now. Where the loop moves rows itself there is nothing to do.
         """
@@ -124,6 +136,7 @@ class StepQueue:
         started = time.perf_counter()
         with self._change:
             self._released = done
+            self._applied.append((done, mark))
             self._change.notify_all()
             self._until(lambda: flight.moved or self._broken)
             self._raise_if_broken()

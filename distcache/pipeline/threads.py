@@ -11,6 +11,7 @@ from distcache.pipeline.planning import StreamPlanner
 from distcache.pipeline.schedule import InFlight, Stage, run_stages
 from distcache.pipeline.shake import Shaker
 from distcache.pipeline.step_queue import StepQueue
+from distcache.streams import Streams
 
 DEPTH = 2
 """Planned steps that wait for their movement: slack between the threads."""
@@ -28,9 +29,11 @@ class Pipeline:
         planner: StreamPlanner,
         batches: Iterable[Batch],
         depth: int,
+        streams: Streams,
         movement: Sequence[Stage] = (),
         shake: Shaker | None = None,
     ) -> None:
+        self._streams = streams
         self._planner, self._batches = planner, batches
         self._movement, self._shake = tuple(movement), shake
         self.queue = StepQueue(DEPTH if movement else depth, moves=bool(movement))
@@ -76,10 +79,11 @@ class Pipeline:
             queue.end(error)
 
     def _move(self) -> None:
-        queue = self.queue
+        queue, streams = self.queue, self._streams
         try:
+            streams.bind()
             while (flight := queue.next_unmoved()) is not None:
-                run_stages(self._movement, flight, "movement", self._shake)
+                run_stages(self._movement, flight, "movement", streams, self._shake)
                 self._pause()
                 queue.moved(flight)
         except BaseException as error:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from distcache.checkpoint import TrainerState
 from distcache.comm.world import World
 from distcache.data.batch import Batch
-from distcache.errors import PlanError
+from distcache.errors import DistcacheError, PlanError
 from distcache.evaluate import EvalResult, Evaluation
 from distcache.metrics.progress import Progress
 from distcache.metrics.timing import StepTimes
@@ -39,6 +41,17 @@ class Outcome:
         self.start_step = self.state.step
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A training step that was run and whose result nobody has looked at."""
+
+    index: int
+    epoch: int
+    samples: int
+    seconds: float
+    result: StepResult
+
+
 @dataclass
 class Loop:
     """One pass over a schedule; `rates` gives the dense and the embedding rate of a step."""
@@ -52,6 +65,7 @@ class Loop:
     outcome: Outcome
     evaluation: Evaluation = field(default_factory=Evaluation)
     mark: float = 0.0
+    unread: deque[_Run] = field(default_factory=deque)
 
     def run(self, batches: Iterable[Batch]) -> Outcome:
         """Go through the batches, which the mode draws ahead of training as it needs them.
@@ -66,6 +80,11 @@ class Loop:
                 run = self.evaluate if step.batch.kind == "eval" else self.train
                 if run(step):
                     break
+            self.look()
+        except DistcacheError:
+            with suppress(DistcacheError):  # what was run before the error counts
+                self.look()
+            raise
         finally:
             close = getattr(stream, "close", None)
             if close is not None:
@@ -74,27 +93,49 @@ class Loop:
 
     def train(self, step: Step) -> bool:
         """One training step; whether the loop is over."""
-        outcome, index = self.outcome, step.batch.index
-        if index != outcome.state.step:
+        index = step.batch.index
+        due = self.outcome.state.step + len(self.unread)
+        if index != due:
             raise PlanError(
                 f"the {type(self.mode).__name__} stream gave training step {index} where "
-                f"{outcome.state.step} is due"
+                f"{due} is due"
             )
         self.mode.set_lr(*self.rates(index))
         result = self.mode.train_step(step, stop=self.stop.requested)
         ended = time.perf_counter()
+        batch = step.batch
+        ran = _Run(index, batch.epoch, batch.global_size, ended - self.mark, result)
+        self.unread.append(ran)
+        self.mark = ended
+        return self.look(keep=self.mode.result_delay)
+
+    def look(self, keep: int = 0) -> bool:
+        """Look at the results of the steps that were run, but for the last `keep`; whether the
+        loop is over: then at all of them, for all ranks have run as many."""
+        over = False
+        while len(self.unread) > (0 if over else keep):
+            over |= self.finish(self.unread.popleft())
+            if self.outcome.bad is not None:
+                self.unread.clear()  # nothing of these was applied
+        return over
+
+    def finish(self, ran: _Run) -> bool:
+        """Count a training step; whether it is the last."""
+        outcome, result = self.outcome, ran.result
         if result.bad_ranks or not math.isfinite(result.loss):
             outcome.bad = result
             return True
-        outcome.times.add(ended - self.mark, step.batch.global_size)
-        self.mark = ended
-        outcome.state = TrainerState(index + 1, chain_loss(outcome.state.loss_digest, result.loss))
+        outcome.times.add(ran.seconds, ran.samples)
+        digest = chain_loss(outcome.state.loss_digest, result.loss)
+        outcome.state = TrainerState(ran.index + 1, digest)
         outcome.final_loss, outcome.evaluation = result.loss, None
-        self.report.step(index + 1, step.batch.epoch, result, outcome.times, self.mode)
+        self.report.step(ran.index + 1, ran.epoch, result, outcome.times, self.mode)
         return result.stop
 
     def evaluate(self, step: Step) -> bool:
         """One evaluation batch; whether the loop is over (a stop need not wait for a long one)."""
+        if self.look():
+            return True
         self.evaluation.add(self.mode.eval_step(step), step.batch.labels)
         if self.evaluation.batches == self.schedule.eval_batches:
             self.outcome.evaluation = self.evaluation.finish(self.world)
