@@ -32,7 +32,7 @@ def state_of_tables(
 
 
 def state_of_dense(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """`dense.<name>` for the model's state, `dense_optim.<parameter>.<state>` for the optimizer's."""
+    """`dense.<name>` of the model's state, `dense_optim.<parameter>.<state>` of the optimizer's."""
     state = {f"{_MODEL}{name}": value for name, value in model.state_dict().items()}
     for name, value in state_tensors(optimizer, _names(model)).items():
         state[f"{_OPTIMIZER}{name}"] = value
