@@ -195,6 +195,7 @@ class CachedTables:
         """Make a planned step the current one, with its rows on the device."""
         self.end_current()
         if not flight.moved:
+            flight.after = self.streams_of_device.mark(COMPUTE)
             run_stages(self._movement, flight, "training", self.streams_of_device)
             flight.moved = True
         # The compute stream goes on after the rows are there.

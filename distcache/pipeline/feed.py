@@ -88,6 +88,8 @@ class StepFeed:
         queue = pipeline.queue
         flight = queue.take()
         if flight is not None:
+            if not self._movement:
+                flight.after = self.last_mark
             with self.whole():
                 queue.arrive(flight, self.run_step, self.last_mark)
         return flight

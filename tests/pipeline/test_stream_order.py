@@ -1,0 +1,105 @@
+"""The order of device work, on streams that only keep clocks: what a GPU would be told."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+from oracle import OPTIMIZERS
+from scenarios import Scenario, table
+
+from distcache.comm.world import close_world, open_world
+from distcache.parallel import cached
+from distcache.parallel.cached import CachedParallel
+from distcache.parallel.cached_parts import CachedSettings
+from distcache.streams import Mark, Streams
+
+TABLES = (table("a", 300), table("b", 40, features=2))
+
+
+class Clock(dict):
+    """A vector clock that stands for a CUDA event, and is always over for the host."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Clocks(Streams):
+    """Each stream counts its work; a mark is a vector clock; waiting for it merges the clocks."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.clocks: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self.lock, self.here = threading.Lock(), threading.local()
+
+    @contextmanager
+    def on(self, name):
+        self.here.name = name
+        yield
+
+    def mark(self, name):
+        with self.lock:
+            self.clocks[name][name] += 1
+            return Mark(Clock(self.clocks[name]))
+
+    def after(self, name, marks):
+        with self.lock:
+            for mark in marks:
+                for other, count in (mark.event or {}).items():
+                    self.clocks[name][other] = max(self.clocks[name][other], count)
+
+    def seconds(self, mark):
+        return 0.0
+
+
+def before(first: Mark, second: Mark) -> bool:
+    """Whether the work up to `first` is over whenever that up to `second` is."""
+    return all(second.event.get(name, 0) >= count for name, count in first.event.items())
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = open_world("cpu", "gloo", 60)
+    yield world
+    close_world(world)
+
+
+@pytest.mark.parametrize("schedule", ["overlapped", "serial"])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_every_hand_over_is_ordered(world, monkeypatch, prefetch, schedule) -> None:
+    monkeypatch.setattr(cached, "Streams", Clocks)
+    spec, lr = OPTIMIZERS["adagrad"]
+    case = Scenario(TABLES, spec, lr, steps=30)
+    chosen = CachedSettings("data", (130,), 2, prefetch, schedule=schedule, result_delay=2)
+    mode = CachedParallel(world, TABLES, case.features, case.model(), spec, chosen)
+    mode.set_lr(lr, lr)
+    seen = {}
+    for step in mode.stream(case.batch(s) for s in range(case.steps)):
+        mode.train_step(step)
+        seen[step.flight.step] = step.flight
+    early = 0
+    for number, flight in seen.items():
+        at = {mark.name: mark for mark in flight.marks}
+        chain = ["write_back", "gather", "fill", "forward_backward", "sync", "apply"]
+        for one, other in pairwise(chain):
+            assert before(at[one].end, at[other].start), (number, one, other)
+        after = flight.move_after
+        assert number - prefetch - 1 <= after < number
+        if after >= 0:
+            applied = {m.name: m for m in seen[after].marks}["apply"]
+            assert before(applied.end, at["write_back"].start)
+            assert before(applied.end, at["fill"].start)
+        if number:
+            last = {m.name: m for m in seen[number - 1].marks}["apply"]
+            assert before(last.end, at["forward_backward"].start)
+            # Overlapped: the movement does not wait for the step that runs beside it.
+            early += not before(last.end, at["fill"].start)
+    assert (early > 0) == (schedule == "overlapped" and prefetch > 0)
+    mode.close()
