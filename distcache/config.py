@@ -113,10 +113,11 @@ class CacheConfig:
     """Slots per rank as a share of each group's rows, in (0, 1]."""
     bytes: int | None = None
     """Device bytes per rank for rows and their optimizer state."""
-    lookahead: int = 8
-    """L: steps known beyond the step being decided."""
-    prefetch: int = 1
-    """P: steps that movement may run ahead of training."""
+    lookahead: Any = "auto"
+    """L: steps known beyond the step being decided; `auto`: 8, or as many as memory holds."""
+    prefetch: Any = "auto"
+    """P: steps that movement may run ahead of training; `auto`: 1, or 0 where the slots are too
+    few for the rows of two steps."""
     policy: str = "lookahead"
     """Which rows leave first: `lookahead` (window-Belady) or `lru`."""
     tail: str = "lru"

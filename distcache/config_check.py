@@ -19,6 +19,7 @@ from distcache.config_values import (
     CRITEO_TABLES,
     LEAST,
     at_least,
+    auto_or_count,
     lookup,
     one_of,
     positive_list,
@@ -40,6 +41,8 @@ def check(config: Config, world_size: int, local_size: int) -> list[str]:
         one_of(key, lookup(config, key), allowed)
     for key, least in LEAST.items():
         at_least(key, lookup(config, key), least)
+    for key in ("cache.lookahead", "cache.prefetch"):
+        auto_or_count(key, lookup(config, key))
     _check_data(config.data)
     _check_model(config.model, config.data)
     _check_cache(config.cache)

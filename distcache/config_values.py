@@ -34,6 +34,7 @@ CHOICES = {
     "trainer.backend": ("auto", "gloo", "nccl"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.dtype": ("float32", "float64"),
+    "trainer.schedule": ("overlapped", "serial"),
     "run.digest": ("auto", "true", "false"),
 }
 """Keys with a fixed set of values."""
@@ -49,8 +50,6 @@ LEAST = {
     "data.negatives": 1,
     "cache.rows": 1,
     "cache.bytes": 1,
-    "cache.lookahead": 0,
-    "cache.prefetch": 0,
     "optim.dense_lr": 0,
     "optim.embedding_lr": 0,
     "optim.eps": 0,
@@ -60,6 +59,7 @@ LEAST = {
     "optim.decay_steps": 0,
     "trainer.steps": 1,
     "trainer.seed": 0,
+    "trainer.shake_ms": 0,
     "trainer.eval_every": 1,
     "trainer.eval_steps": 0,
     "trainer.log_every": 1,
@@ -86,6 +86,13 @@ def at_least(key: str, value: float | None, least: float) -> None:
     """Raise ConfigError for a number below `least` or not finite; None passes."""
     if value is not None and not (math.isfinite(value) and value >= least):
         raise ConfigError(f"{key}={value} is out of range: give a number of at least {least}")
+
+
+def auto_or_count(key: str, value: Any) -> None:
+    """Raise ConfigError unless `value` is `auto` or a whole number from 0 on."""
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return
+    raise ConfigError(f"{key}={value} is out of range: give auto, or a whole number of at least 0")
 
 
 def positive_list(key: str, values: Sequence[int]) -> None:

@@ -17,6 +17,7 @@ from distcache.config_check import check_own
 from distcache.data.own import OwnBatches
 from distcache.errors import ConfigError
 from distcache.run import build
+from distcache.run.ahead import most_ahead
 from distcache.run.own import (
     OwnRun,
     OwnSource,
@@ -65,7 +66,7 @@ def fit(
     if config.trainer.eval_every is not None and eval_loader is None:
         raise ConfigError("trainer.eval_every is set, but there is no eval_loader to evaluate on")
     features = [feature for spec in specs for feature in spec.features]
-    ahead = config.cache.lookahead + 2 * config.cache.prefetch + 16
+    ahead = most_ahead(config.cache)
     train = OwnBatches(loader, features, epochs, keep=ahead)
     own_world = world or _open_world(config)
     try:

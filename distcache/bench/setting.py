@@ -11,10 +11,13 @@ from distcache.comm.rendezvous import Place
 from distcache.config import Config
 from distcache.errors import ConfigError
 
+_AHEAD = ("cache.lookahead=8", "cache.prefetch=1")
+
 SIZES = {
-    "kaggle": ("experiment=quickstart",),
+    "kaggle": ("experiment=quickstart", *_AHEAD),
     "small": (
         "experiment=quickstart",
+        *_AHEAD,
         "data.table_rows=[20000,5000,1000,200,10,3]",
         "cache.ratio=0.1",
     ),

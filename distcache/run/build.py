@@ -26,6 +26,7 @@ from distcache.parallel.base import OptimizerSpec, Parallel
 from distcache.parallel.cached import CachedParallel
 from distcache.parallel.cached_parts import CachedSettings
 from distcache.pipeline.room import warn_if_too_small
+from distcache.run.ahead import resolve_ahead
 from distcache.run.sources import has_weights, interactions_source, parquet_source
 
 SOURCES = {"parquet": parquet_source, "interactions": interactions_source}
@@ -154,15 +155,20 @@ def build_parallel(
             agree_on_sizes=config.data.name == "own",
         )
         return HybridParallel(world, spec, model)
-    settings = cached_settings(config, world, tables)
+    settings = cached_settings(config, world, tables, source)
     mode = CachedParallel(world, tables, features, model, optimizer_spec(config), settings)
     if config.parallel.mode == "data" and world.is_first:
         warn_if_too_small(source, mode.groups, settings.slots, config.data.global_batch_size)
     return mode
 
 
-def cached_settings(config: Config, world: World, tables: Sequence[TableSpec]) -> CachedSettings:
-    """How the modes `data`, `resident` and `host` run; slots of each group in mode `data`."""
+def cached_settings(
+    config: Config, world: World, tables: Sequence[TableSpec], source: BatchSource
+) -> CachedSettings:
+    """How the modes `data`, `resident` and `host` run; slots of each group in mode `data`.
+
+    Called by all ranks.
+    """
     cache, optimizer = config.cache, optimizer_spec(config)
     slots: list[int] = []
     if config.parallel.mode == "data":
@@ -175,6 +181,7 @@ def cached_settings(config: Config, world: World, tables: Sequence[TableSpec]) -
         slots = cache_slots(
             cache.rows, cache.ratio, cache.bytes, groups, dtype_of(config).itemsize, world.size
         )
+    cache = resolve_ahead(config, world, source, tables, slots).cache
     return CachedSettings(
         mode=config.parallel.mode,
         slots=tuple(slots),

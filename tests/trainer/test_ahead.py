@@ -1,0 +1,70 @@
+"""How far ahead `auto` goes, and what a number that memory cannot hold gets to hear."""
+
+from __future__ import annotations
+
+import pytest
+from toy_parallel import TABLES, toy_config
+
+from distcache.comm.world import close_world, open_world
+from distcache.errors import MemoryTooSmallError
+from distcache.run import ahead
+from distcache.run.ahead import resolve_ahead, step_bytes
+
+
+class Known:
+    """A source whose steps have 10 ids per sample and table, and 12 distinct rows per table."""
+
+    dense_features = 3
+
+    def lookups_per_sample(self, table: int) -> float:
+        return 10.0
+
+    def expected_distinct(self, table: int, lookups: int) -> float:
+        return 12.0
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = open_world("cpu", "gloo", 60)
+    yield world
+    close_world(world)
+
+
+def ahead_of(world, slots=(1000,), source=None, **changes) -> tuple[int, int]:
+    found = resolve_ahead(toy_config(**changes), world, source or Known(), TABLES, slots).cache
+    return found.lookahead, found.prefetch
+
+
+def test_auto_and_numbers_where_all_fits(world) -> None:
+    assert ahead_of(world) == (8, 1)
+    assert ahead_of(world, cache__lookahead=3, cache__prefetch=5) == (3, 5)
+    assert ahead_of(world, cache__lookahead=0) == (0, 1)
+    assert ahead_of(world, source=object()) == (8, 1)
+
+
+@pytest.mark.parametrize(("slots", "prefetch"), [(24, 0), (47, 0), (48, 1), (500, 1)])
+def test_slots_for_two_steps_let_rows_move_one_step_ahead(world, slots, prefetch) -> None:
+    assert ahead_of(world, slots=(slots,)) == (8, prefetch)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"), [(20, (8, 1)), (8, (7, 1)), (1, (0, 1)), (0, (0, 0))]
+)
+def test_auto_takes_what_memory_holds(world, monkeypatch, steps, expected) -> None:
+    each = step_bytes(Known(), TABLES, 16, world)
+    monkeypatch.setattr(ahead, "available_memory", lambda: 2 * (steps + 4) * each)
+    assert ahead_of(world) == expected
+
+
+def test_a_number_that_memory_does_not_hold_is_refused_with_what_fits(world, monkeypatch) -> None:
+    each = step_bytes(Known(), TABLES, 16, world)
+    assert each == 16 * (2 * 10 * 64 + 4 * 4)
+    monkeypatch.setattr(ahead, "available_memory", lambda: 2 * (6 + 4) * each)
+    assert ahead_of(world, cache__lookahead=5, cache__prefetch=1) == (5, 1)
+    assert ahead_of(world, cache__prefetch=4) == (2, 4)
+    with pytest.raises(MemoryTooSmallError) as caught:
+        ahead_of(world, cache__lookahead=30)
+    assert "cache.lookahead=30: 31 steps ahead" in str(caught.value)
+    assert "6 do: lower cache.lookahead" in str(caught.value)
+    with pytest.raises(MemoryTooSmallError, match=r"cache.lookahead=6, cache.prefetch=3: 9 steps"):
+        ahead_of(world, cache__lookahead=6, cache__prefetch=3)
