@@ -95,6 +95,8 @@ def update_rows(
     width = rule.state_width(dim)
     if width and (state is None or state.shape[1] != width):
         raise ConfigError(f"{rule.name} keeps {width} floats per row: pass `state` [C, {width}]")
+    if len(slots) != count:
+        raise ConfigError(f"{len(slots)} slots do not go with the gradients of {count} rows")
     if count == 0:
         return
     for name, tensor in (("weight", weight), ("state", state)):

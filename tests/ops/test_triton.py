@@ -273,6 +273,8 @@ def test_what_cannot_be_updated_is_refused():
         updated(RULES[3], weight, torch.ones(4, 3), slots, gradient)
     with pytest.raises(ConfigError, match="adagrad keeps 3 floats"):
         updated(RULES[1], weight, None, slots, gradient)
+    with pytest.raises(ConfigError, match="2 slots do not go with the gradients of 1 rows"):
+        updated(RULES[0], weight, None, slots, gradient[:1])
     across = here(torch.ones(3, 4)).t()
     with pytest.raises(ConfigError, match="`weight` has columns 4 elements apart"):
         kernels.update_rows(RULES[0], across, None, here(slots), here(gradient))
