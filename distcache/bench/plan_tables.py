@@ -25,14 +25,9 @@ def tables(records: Sequence[Record]) -> list[Table]:
         )
         for record in of("rate")
     ]
-    parts = [
-        (f"W = {record['world_size']}", name, f"{ms:.2f}")
-        for record in of("parts")
-        for name, ms in {**record["ms"], **_inside(record, of("inside"))}.items()
-    ]
     index = [
         (
-            f"W = {record['world_size']}",
+            _run(record),
             f"{record['bytes_per_row']:.2f}",
             f"{record['slots']:,}",
             f"{record['distinct_per_step']:,.0f}",
@@ -53,16 +48,46 @@ def tables(records: Sequence[Record]) -> list[Table]:
         ),
         Table(
             "Where the time goes",
-            "Mean milliseconds per step and rank. `distinct` (in ingest), `window` (in ingest and "
-            "plan), `victims` and `filing` (in plan) and `argsort` (in assemble) are inside the "
-            "others, from steps of their own.",
-            ("ranks", "part", "ms"),
-            parts,
+            "Mean milliseconds per step and rank.",
+            *_by_name(of("parts"), "part"),
+        ),
+        Table(
+            "Inside: the loops",
+            "Mean milliseconds per step and rank of `distcache/planner/loops.py`, from steps of "
+            "their own. `find_rows` and `group` of homes are in request, `name_rows` and `group` "
+            "of previous uses in ingest, `order_ids` in assemble, the others in plan.",
+            *_by_name(of("loops"), "loop"),
+        ),
+        Table(
+            "With the exchange",
+            "One process and core for each rank, over gloo on this machine. Ids per second count "
+            "all cores' time, so they compare with those above; milliseconds are the first rank's "
+            "means per step, waits for the others included.",
+            ("run", "M ids/s", "MB sent per rank and step"),
+            [
+                (
+                    _run(record),
+                    shown({**record["ids_per_second"], **_millions(record["ids_per_second"])}),
+                    f"{record['planning_bytes'] / 1e6:.2f}",
+                )
+                for record in of("exchange")
+            ],
+        ),
+        Table("Where the time goes with it", "As above.", *_by_name(of("exchange"), "part")),
+        Table(
+            "Until the loops are there",
+            "Seconds in a fresh process, when its first planner is made: with an empty cache "
+            "folder (once per installation), then again.",
+            ("loops", "import of Numba", "loops"),
+            [
+                (record["loops"], f"{record['import_s']:.2f}", f"{record['loops_s']:.2f}")
+                for record in of("start")
+            ],
         ),
         Table(
             "Index and stream",
             "The index is that of a node, all its homes together; rows are means per step.",
-            ("ranks", "B per row", "slots", "distinct", "misses", "evictions", "steady"),
+            ("run", "B per row", "slots", "distinct", "misses", "evictions", "steady"),
             index,
         ),
     ]
@@ -72,10 +97,15 @@ def _millions(values: dict[str, float]) -> dict[str, float]:
     return {name: values[name] / 1e6 for name in ("min", "q1", "median", "q3", "max")}
 
 
-def _inside(record: Record, inside: Sequence[Record]) -> dict[str, float]:
-    """The parts inside others of one world."""
-    found = dict(record["inside_ms"])
-    for other in inside:
-        if other["world_size"] == record["world_size"]:
-            found |= other["ms"]
-    return {f"- {name}": ms for name, ms in found.items()}
+def _run(record: Record) -> str:
+    return f"W = {record['world_size']}, {record['body']}"
+
+
+def _by_name(records: Sequence[Record], what: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and rows of `ms`: a row for each name, a column for each run."""
+    names = dict.fromkeys(name for record in records for name in record["ms"])
+    rows = [
+        (name, *(f"{r['ms'][name]:.2f}" if name in r["ms"] else "-" for r in records))
+        for name in names
+    ]
+    return (what, *map(_run, records)), rows
