@@ -25,8 +25,8 @@ class PlanningRun:
     """All homes of a world in one process, planning as training does, without the exchange.
 
     `body`: the loops', `compiled` or `numpy`. `seconds`: time so far in each part, summed over the
-    ranks; `counts` so far: planned `steps`, and the `distinct`, missed (`misses`) and evicted
-    (`evictions`) rows of all homes.
+    ranks; `cpu_seconds`: of it, this thread's on its core, all parts; `counts` so far: planned
+    `steps`, and the `distinct`, missed (`misses`) and evicted (`evictions`) rows of all homes.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class PlanningRun:
         with using(self.bodies):
             self.homes = [HomePlanner(layout, home, per_home, prefetch) for home in range(world)]
         self.seconds: Seconds = defaultdict(float)
+        self.cpu_seconds = 0.0
         self.counts: dict[str, int] = defaultdict(int)
         self._waiting: deque[list[Request]] = deque()
         self._ingested = 0
@@ -56,7 +57,7 @@ class PlanningRun:
             return self._decide() if len(self._waiting) > self.lookahead else []
 
     def _ingest(self, rows: Sequence[np.ndarray]) -> None:
-        started = time.perf_counter()
+        started = now()
         requests = [make_request(self.layout, part) for part in rows]
         started = self._add("request", started)
         for home, planner in enumerate(self.homes):
@@ -66,7 +67,7 @@ class PlanningRun:
         self._waiting.append(requests)
 
     def _decide(self) -> list[StepPlan]:
-        started = time.perf_counter()
+        started = now()
         decisions = [home.plan() for home in self.homes]
         started = self._add("plan", started)
         uses = [decision.latest_use for decision in decisions]
@@ -89,10 +90,11 @@ class PlanningRun:
         self.counts["misses"] += plans[0].misses
         self.counts["evictions"] += sum(len(plan.evict_slots) for plan in plans)
 
-    def _add(self, part: str, started: float) -> float:
-        now = time.perf_counter()
-        self.seconds[part] += now - started
-        return now
+    def _add(self, part: str, started: tuple[float, float]) -> tuple[float, float]:
+        wall, cpu = now()
+        self.seconds[part] += wall - started[0]
+        self.cpu_seconds += cpu - started[1]
+        return wall, cpu
 
 
 @contextlib.contextmanager
@@ -145,9 +147,17 @@ def _by(body: str, find: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray], 
     return call
 
 
-def run_distinct(find: Callable[[np.ndarray], Any], batches: Sequence[np.ndarray]) -> float:
-    """Seconds to find the distinct rows of every batch."""
-    started = time.perf_counter()
+def run_distinct(
+    find: Callable[[np.ndarray], Any], batches: Sequence[np.ndarray]
+) -> tuple[float, float]:
+    """Seconds to find the distinct rows of every batch, and how many of them on the core."""
+    started = now()
     for ids in batches:
         find(ids)
-    return time.perf_counter() - started
+    ended = now()
+    return ended[0] - started[0], ended[1] - started[1]
+
+
+def now() -> tuple[float, float]:
+    """Seconds by the clock, and on the core that this thread has used."""
+    return time.perf_counter(), time.thread_time()

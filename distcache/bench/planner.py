@@ -182,9 +182,9 @@ class _Turns:
         ids = sum(len(rows) for rows in flat)
         for name in rotated(self.names, repetition):
             if name in self._runs:
-                seconds = self._plan(self._runs[name], batches)
+                seconds, cpu = self._plan(self._runs[name], batches)
             else:
-                seconds = run_distinct(self._distinct[name], flat)
+                seconds, cpu = run_distinct(self._distinct[name], flat)
             self.records.append(
                 {
                     "kind": "turn",
@@ -192,21 +192,24 @@ class _Turns:
                     "repetition": repetition,
                     "ids": ids,
                     "seconds": seconds,
+                    "cpu_seconds": cpu,
                 }
             )
 
-    def _plan(self, run: PlanningRun, batches: Sequence[np.ndarray]) -> float:
-        before = sum(run.seconds.values())
+    def _plan(self, run: PlanningRun, batches: Sequence[np.ndarray]) -> tuple[float, float]:
+        before = sum(run.seconds.values()), run.cpu_seconds
         for rows in [by_rank(batch, run.layout.world_size) for batch in batches]:
             run.step(rows)
-        return sum(run.seconds.values()) - before
+        return sum(run.seconds.values()) - before[0], run.cpu_seconds - before[1]
 
 
 def _rates(turns: Sequence[Record]) -> list[Record]:
     """Ids per second of every contender, and its ratio to `np.unique` within each repetition."""
     rates: dict[str, list[float]] = {}
+    on_core: dict[str, list[float]] = {}
     for turn in sorted(turns, key=lambda turn: turn["repetition"]):
         rates.setdefault(turn["contender"], []).append(turn["ids"] / turn["seconds"])
+        on_core.setdefault(turn["contender"], []).append(turn["ids"] / turn["cpu_seconds"])
     records = []
     for name, values in rates.items():
         ratio = ratios(values, rates[YARDSTICK])
@@ -215,6 +218,7 @@ def _rates(turns: Sequence[Record]) -> list[Record]:
                 "kind": "rate",
                 "contender": name,
                 "ids_per_second": spread(values),
+                "ids_per_cpu_second": spread(on_core[name]),
                 "ratio_to": YARDSTICK,
                 "ratio": spread(ratio),
             }

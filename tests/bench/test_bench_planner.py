@@ -40,9 +40,11 @@ def test_rates_and_ratios_are_of_the_turns(report):
     assert head["settings"]["batch"] == 96
     turns = of(records, "turn")
     by_name: dict[str, list[float]] = {}
+    on_core: dict[str, list[float]] = {}
     for turn in sorted(turns, key=lambda turn: turn["repetition"]):
         assert turn["ids"] == 3 * 96 * 6
         assert turn["seconds"] > 0
+        on_core.setdefault(turn["contender"], []).append(turn["ids"] / turn["cpu_seconds"])
         by_name.setdefault(turn["contender"], []).append(turn["ids"] / turn["seconds"])
     assert {f"plan, W = {world}, {body}" for world, body in RUNS} <= set(by_name)
     found = {f"distinct by {how}, {body}" for how in ("index", "hash") for body in BODIES}
@@ -51,6 +53,7 @@ def test_rates_and_ratios_are_of_the_turns(report):
         own, unique = by_name[rate["contender"]], by_name["np.unique"]
         assert len(own) == 2
         check_spread(rate["ids_per_second"], own)
+        check_spread(rate["ids_per_cpu_second"], on_core[rate["contender"]])
         check_spread(rate["ratio"], [a / b for a, b in zip(own, unique, strict=True)])
     assert len(of(records, "rate")) == len(by_name)
 
@@ -149,7 +152,8 @@ def test_all_contenders_find_the_same_number_of_rows():
     for name, find in distinct_contenders(50, BODIES).items():
         found = find(ids)
         assert len(found[0] if isinstance(found, tuple) else found) == len(np.unique(ids)), name
-        assert plan_runs.run_distinct(find, [ids, ids]) > 0
+        wall, cpu = plan_runs.run_distinct(find, [ids, ids])
+        assert wall > 0 and cpu > 0
 
 
 def test_samples_are_split_over_ranks_in_order():

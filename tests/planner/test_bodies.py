@@ -250,15 +250,16 @@ import distcache.planner.bodies as bodies
 assert "numba" not in sys.modules
 HomePlanner(RowLayout([TableSpec("t", 9, 4, ("f",))], 1), 0, 3, 1)
 sys.stdout.write(bodies.bodies().body)
+sys.stdout.flush()
 """
 
 
 def test_numba_is_imported_by_the_first_planner_alone() -> None:
     program = "import sys, distcache, distcache.trainer, distcache.embedding" + PLAN
-    done = run_python(program + "; assert 'numba' in sys.modules")
-    assert done.stdout == "compiled", done.stderr
+    done = run_python(program + "assert 'numba' in sys.modules")
+    assert (done.returncode, done.stdout) == (0, "compiled"), done.stderr
     done = run_python("import sys" + PLAN + "assert 'numba' not in sys.modules", **{SETTING: NUMPY})
-    assert done.stdout == NUMPY, done.stderr
+    assert (done.returncode, done.stdout) == (0, NUMPY), done.stderr
 
 
 @pytest.mark.parametrize(
