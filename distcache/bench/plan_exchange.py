@@ -176,15 +176,18 @@ def _measure(options: ExchangeOptions, overrides: Sequence[str], world: World) -
         run.seconds.clear()
         run.counters.reset()
     walls: dict[str, list[float]] = {body: [] for body in runs}
+    on_cores: dict[str, list[float]] = {body: [] for body in runs}
     for repetition in range(options.repetitions):
         batches = draw(options.steps)
         for body in rotated(list(runs), repetition):
             link.gather_objects(None, "the start of a turn")
-            started = time.perf_counter()
+            started, used = time.perf_counter(), time.process_time()
             for rows in batches:
                 runs[body].step(rows)
-            wall = time.perf_counter() - started
-            walls[body].append(max(link.gather_objects(wall, "the end of a turn")))
+            spent = time.perf_counter() - started, time.process_time() - used
+            ended = link.gather_objects(spent, "the end of a turn")
+            walls[body].append(max(wall for wall, _ in ended))
+            on_cores[body].append(sum(cpu for _, cpu in ended))
     steps = options.steps * options.repetitions
     ids = options.steps * options.batch * len(layout.tables)
     return [
@@ -194,9 +197,11 @@ def _measure(options: ExchangeOptions, overrides: Sequence[str], world: World) -
             "body": body,
             "steady_eviction": steady,
             "seconds": walls[body],
+            "cpu_seconds": on_cores[body],
             "ids": ids,
             # As without the exchange: W cores work for the whole time.
             "ids_per_second": spread([ids / (wall * world.size) for wall in walls[body]]),
+            "ids_per_cpu_second": spread([ids / cpu for cpu in on_cores[body]]),
             "ms": {name: 1e3 * value / steps for name, value in run.seconds.items()},
             "planning_bytes": run.counters.planning_bytes / steps,
         }

@@ -85,6 +85,8 @@ def test_the_exchange_is_timed_by_rank_and_both_bodies_send_the_same(report):
         rates = [record["ids"] / (2 * seconds) for seconds in record["seconds"]]
         assert len(rates) == 2
         check_spread(record["ids_per_second"], rates)
+        on_cores = [record["ids"] / seconds for seconds in record["cpu_seconds"]]
+        check_spread(record["ids_per_cpu_second"], on_cores)
         assert set(record["ms"]) == PARTS | {"exchange of requests", "exchange of decisions"}
         assert sum(record["ms"].values()) * 3 * 2 <= 1e3 * sum(record["seconds"])
     assert exchanges[0]["planning_bytes"] == exchanges[1]["planning_bytes"] > 0

@@ -94,6 +94,8 @@ def check_step(plans: list, rows: list, layout: RowLayout, slots: int) -> None:
         check_plan_fully(plan, slots)
         assert [canonical[i] for i in plan.positions] == rows[rank].tolist()
         assert plan.distinct == len(canonical)
+        missed = set(plan.fetch.tolist())
+        assert plan.lookup_hits == sum(i not in missed for i in plan.positions.tolist())
         assert (plan.slots == plans[0].slots).all() and plan.move_after == plans[0].move_after
         assert (plan.slots[plan.home_slice(rank)] // (slots // layout.world_size) == rank).all()
         part = canonical[plan.home_slice(rank)]
@@ -206,6 +208,28 @@ def test_restore_goes_on_from_what_the_device_holds(world: int) -> None:
     assert decision.slots[:2].tolist() == [5 + 8 * (world - 1), 6 + 8 * (world - 1)]
     assert set(decision.evict_rows.tolist()) <= set(rows[:3].tolist())
     assert len(decision.evict_rows) == 1
+
+
+@pytest.mark.usefixtures("body")
+def test_restore_forgets_the_window() -> None:
+    rng = np.random.default_rng(5)
+    stream = [rng.integers(0, 40, 6) for _ in range(30)]
+    layout = make_layout(40, 1)
+    used, fresh = HomePlanner(layout, 0, 9, 1), HomePlanner(layout, 0, 9, 1)
+    for step in range(8):
+        used.ingest(step, "train", [stream[step]])
+    used.plan()
+    held = np.full(9, -1, np.int64)
+    held[: len(np.unique(stream[0]))] = np.unique(stream[0])
+    for home in (used, fresh):
+        home.restore(held, 0)
+    for step in range(1, len(stream)):
+        for home in (used, fresh):
+            home.ingest(step, "train", [stream[-step]])
+        if step > 4:
+            one, other = used.plan(), fresh.plan()
+            assert one.slots.tolist() == other.slots.tolist()
+            assert one.evict_rows.tolist() == other.evict_rows.tolist()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
