@@ -215,18 +215,18 @@ def test_restore_forgets_the_window() -> None:
     rng = np.random.default_rng(5)
     stream = [rng.integers(0, 40, 6) for _ in range(30)]
     layout = make_layout(40, 1)
-    used, fresh = HomePlanner(layout, 0, 9, 1), HomePlanner(layout, 0, 9, 1)
+    used, fresh = (HomePlanner(layout, 0, 20, 0) for _ in range(2))
     for step in range(8):
         used.ingest(step, "train", [stream[step]])
     used.plan()
-    held = np.full(9, -1, np.int64)
+    held = np.full(20, -1, np.int64)
     held[: len(np.unique(stream[0]))] = np.unique(stream[0])
     for home in (used, fresh):
         home.restore(held, 0)
     for step in range(1, len(stream)):
         for home in (used, fresh):
             home.ingest(step, "train", [stream[-step]])
-        if step > 4:
+        if step > 2:
             one, other = used.plan(), fresh.plan()
             assert one.slots.tolist() == other.slots.tolist()
             assert one.evict_rows.tolist() == other.evict_rows.tolist()
