@@ -101,15 +101,16 @@ def _choose(setting: str) -> Bodies:
 def _compiled() -> dict[str, Callable[..., Any]]:
     """The loops as machine code, from disk where it is already there."""
     started = time.perf_counter()
-    from numba import config
+    import numba
 
-    if config.DISABLE_JIT:
+    compiler: Any = numba  # which has no type stubs
+    if compiler.config.DISABLE_JIT:
         raise RuntimeError("NUMBA_DISABLE_JIT is set")
     try:
-        made = {name: _compile(name, cache=True) for name in NAMES}
+        made = {name: _compile(compiler, name, cache=True) for name in NAMES}
     except Exception as error:  # no folder can be written, a damaged file, a full disk
         log.info("the planner's machine code is not kept: %s", _first_line(error))
-        made = {name: _compile(name, cache=False) for name in NAMES}
+        made = {name: _compile(compiler, name, cache=False) for name in NAMES}
     known = all(sum(loop.stats.cache_hits.values()) for loop in made.values())
     done = "loaded from disk" if known else "compiled"
     level = logging.DEBUG if known else logging.INFO
@@ -117,12 +118,10 @@ def _compiled() -> dict[str, Callable[..., Any]]:
     return made
 
 
-def _compile(name: str, cache: bool) -> Any:
-    """One loop, compiled for the only types it is called with."""
-    from numba import njit
-
-    return njit(
-        [_signatures()[name]],
+def _compile(compiler: Any, name: str, cache: bool) -> Any:
+    """One loop, compiled for the only types it is called with; it may allocate nothing."""
+    return compiler.njit(
+        [_signatures(compiler.types)[name]],
         nogil=True,
         cache=cache,
         error_model="numpy",
@@ -131,9 +130,8 @@ def _compile(name: str, cache: bool) -> Any:
     )(getattr(loops, name))
 
 
-def _signatures() -> dict[str, Any]:
+def _signatures(types: Any) -> dict[str, Any]:
     """Types by loop: arrays that it reads (`in`), arrays that it may write (`out`), numbers."""
-    from numba import types
 
     def array(dtype: Any, written: bool) -> Any:
         return types.Array(dtype, 1, "C", readonly=not written)
