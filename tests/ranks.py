@@ -41,7 +41,7 @@ def run_ranks(function: Callable, world_size: int, *args: Any, timeout: float = 
     without a word; TimeoutError naming the ranks that are missing. No process outlives the call.
     """
     context, port = mp.get_context("forkserver"), free_port()
-    context.set_forkserver_preload(["distcache.parallel.cached"])  # imported once, not per rank
+    context.set_forkserver_preload(["distcache.parallel.cached", "numba"])  # imported once
     results: dict[int, Any] = {}
     pipes, children = {}, []
     try:

@@ -20,7 +20,7 @@ FLOORS = (
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
 FILES = sorted(PACKAGE.rglob("*.py"))
 THIRD_PARTY = {"torch", "torchrec", "torchmetrics", "numpy", "hydra", "omegaconf", "tqdm"}
-THIRD_PARTY |= {"yaml", "pyarrow", "fbgemm_gpu", "matplotlib", "triton"}
+THIRD_PARTY |= {"yaml", "pyarrow", "fbgemm_gpu", "matplotlib", "triton", "numba"}
 
 
 def part_of(file: Path) -> str:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from distcache.layout import RowLayout
-from distcache.planner import home as home_module
 from distcache.planner.assemble import HomePart, Request, assemble, make_request, next_move_after
-from distcache.planner.distinct import by_hash, by_index
+from distcache.planner.bodies import NAMES, Bodies, make, using
+from distcache.planner.calls import distinct_rows, hashed_rows
 from distcache.planner.home import HomePlanner
 from distcache.step_plan import StepPlan, check_plan
 
@@ -24,16 +24,22 @@ Seconds = dict[str, float]
 class PlanningRun:
     """All homes of a world in one process, planning as training does, without the exchange.
 
-    `seconds`: time so far in each part, summed over the ranks; `counts` so far: planned `steps`,
-    and the `distinct`, missed (`misses`) and evicted (`evictions`) rows of all homes.
+    `body`: the loops', `compiled` or `numpy`. `seconds`: time so far in each part, summed over the
+    ranks; `cpu_seconds`: of it, this thread's on its core, all parts; `counts` so far: planned
+    `steps`, and the `distinct`, missed (`misses`) and evicted (`evictions`) rows of all homes.
     """
 
-    def __init__(self, layout: RowLayout, slots: int, lookahead: int, prefetch: int) -> None:
+    def __init__(
+        self, layout: RowLayout, slots: int, lookahead: int, prefetch: int, body: str
+    ) -> None:
         world = layout.world_size
         self.layout, self.lookahead, self.prefetch = layout, lookahead, prefetch
+        self.bodies = make(body)
         per_home = -(-slots // world)
-        self.homes = [HomePlanner(layout, home, per_home, prefetch) for home in range(world)]
+        with using(self.bodies):
+            self.homes = [HomePlanner(layout, home, per_home, prefetch) for home in range(world)]
         self.seconds: Seconds = defaultdict(float)
+        self.cpu_seconds = 0.0
         self.counts: dict[str, int] = defaultdict(int)
         self._waiting: deque[list[Request]] = deque()
         self._ingested = 0
@@ -46,7 +52,12 @@ class PlanningRun:
 
     def step(self, rows: Sequence[np.ndarray]) -> list[StepPlan]:
         """Ingest a step (row numbers by rank); the plans of the step L before, if there is one."""
-        started = time.perf_counter()
+        with using(self.bodies):
+            self._ingest(rows)
+            return self._decide() if len(self._waiting) > self.lookahead else []
+
+    def _ingest(self, rows: Sequence[np.ndarray]) -> None:
+        started = now()
         requests = [make_request(self.layout, part) for part in rows]
         started = self._add("request", started)
         for home, planner in enumerate(self.homes):
@@ -54,10 +65,9 @@ class PlanningRun:
         self._add("ingest", started)
         self._ingested += 1
         self._waiting.append(requests)
-        return self._decide() if len(self._waiting) > self.lookahead else []
 
     def _decide(self) -> list[StepPlan]:
-        started = time.perf_counter()
+        started = now()
         decisions = [home.plan() for home in self.homes]
         started = self._add("plan", started)
         uses = [decision.latest_use for decision in decisions]
@@ -80,69 +90,74 @@ class PlanningRun:
         self.counts["misses"] += plans[0].misses
         self.counts["evictions"] += sum(len(plan.evict_slots) for plan in plans)
 
-    def _add(self, part: str, started: float) -> float:
-        now = time.perf_counter()
-        self.seconds[part] += now - started
-        return now
+    def _add(self, part: str, started: tuple[float, float]) -> tuple[float, float]:
+        wall, cpu = now()
+        self.seconds[part] += wall - started[0]
+        self.cpu_seconds += cpu - started[1]
+        return wall, cpu
 
 
 @contextlib.contextmanager
-def inner_parts(run: PlanningRun) -> Iterator[Seconds]:
-    """Time, while open, what happens inside `ingest` and `plan` of a run: seconds by part."""
+def timed_loops(run: PlanningRun) -> Iterator[Seconds]:
+    """Time, while open, every loop of a run: seconds by name."""
     seconds: Seconds = defaultdict(float)
 
-    def timed(part: str, function: Callable) -> Callable:
+    def timed(name: str, loop: Callable) -> Callable:
         def call(*arguments: Any) -> Any:
             started = time.perf_counter()
             try:
-                return function(*arguments)
+                return loop(*arguments)
             finally:
-                seconds[part] += time.perf_counter() - started
+                seconds[name] += time.perf_counter() - started
 
         return call
 
-    with contextlib.ExitStack() as stack:
-        swapped: list[tuple[Any, str, str]] = [(home_module, "by_index", "distinct")]
-        for planner in run.homes:
-            table = planner._table
-            swapped += [(planner, "_refer", "window"), (planner, "_look_ahead", "window")]
-            swapped += [(table, "take", "victims"), (table, "used", "filing")]
-        for owner, name, part in swapped:
-            original = getattr(owner, name)
-            own = name in vars(owner)
-            setattr(owner, name, timed(part, original))
-            if own:
-                stack.callback(setattr, owner, name, original)
-            else:
-                stack.callback(delattr, owner, name)
+    plain = run.bodies
+    run.bodies = Bodies(plain.body, **{name: timed(name, getattr(plain, name)) for name in NAMES})
+    try:
         yield seconds
+    finally:
+        run.bodies = plain
 
 
-def distinct_contenders(rows: int) -> dict[str, Callable[[np.ndarray], Any]]:
+def distinct_contenders(rows: int, bodies: Sequence[str]) -> dict[str, Callable[[np.ndarray], Any]]:
     """Ways to find the distinct rows of a batch (int64 `[n]`, below `rows`), by name."""
-    position = np.empty(rows, dtype=np.int32)
-    return {
+    found: dict[str, Callable[[np.ndarray], Any]] = {
         "np.unique": np.unique,
         "np.unique with inverse": lambda ids: np.unique(ids, return_inverse=True),
         "torch.unique with inverse": lambda ids: torch.unique(
             torch.from_numpy(ids), return_inverse=True
         ),
-        "by_index": lambda ids: by_index(ids, position),
-        "by_hash": by_hash,
     }
+    position = np.full(rows, -1, dtype=np.int32)
+    for body in bodies:
+        found[f"distinct by index, {body}"] = _by(body, lambda ids: distinct_rows(ids, position, 0))
+        found[f"distinct by hash, {body}"] = _by(body, hashed_rows)
+    return found
 
 
-def run_distinct(find: Callable[[np.ndarray], Any], batches: Sequence[np.ndarray]) -> float:
-    """Seconds to find the distinct rows of every batch."""
-    started = time.perf_counter()
+def _by(body: str, find: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray], Any]:
+    """`find` with one body's loops."""
+    loops = make(body)
+
+    def call(ids: np.ndarray) -> Any:
+        with using(loops):
+            return find(ids)
+
+    return call
+
+
+def run_distinct(
+    find: Callable[[np.ndarray], Any], batches: Sequence[np.ndarray]
+) -> tuple[float, float]:
+    """Seconds to find the distinct rows of every batch, and how many of them on the core."""
+    started = now()
     for ids in batches:
         find(ids)
-    return time.perf_counter() - started
+    ended = now()
+    return ended[0] - started[0], ended[1] - started[1]
 
 
-def run_argsort(plans: Sequence[StepPlan]) -> float:
-    """Seconds of the stable sort inside `assemble`, done once more for every plan."""
-    started = time.perf_counter()
-    for plan in plans:
-        plan.positions.argsort(stable=True)
-    return time.perf_counter() - started
+def now() -> tuple[float, float]:
+    """Seconds by the clock, and on the core that this thread has used."""
+    return time.perf_counter(), time.thread_time()

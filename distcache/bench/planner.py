@@ -1,8 +1,8 @@
 """Ids per second of the whole plan on one core: `python -m distcache.bench.planner`.
 
 Requests, ingest, plan and assembly of all ranks run one after the other in this process, in steady
-eviction, beside ways to find a batch's distinct rows alone, in turns over the same ids. Drawing
-ids is not timed, and neither is the ranks' exchange, which needs processes.
+eviction, compiled and in NumPy, beside ways to find a batch's distinct rows alone, in turns over
+the same ids. Drawing ids is not timed. With the ranks' exchange, each rank is a process.
 """
 
 from __future__ import annotations
@@ -11,32 +11,28 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 
 from distcache.bench.options import at_least, option, parse, split_arguments, usage
-from distcache.bench.plan_runs import (
-    PlanningRun,
-    Seconds,
-    distinct_contenders,
-    inner_parts,
-    run_argsort,
-    run_distinct,
-)
+from distcache.bench.plan_exchange import ExchangeOptions, measure_exchange
+from distcache.bench.plan_ids import IdStream, by_rank, compose_plan
+from distcache.bench.plan_runs import PlanningRun, distinct_contenders, run_distinct, timed_loops
+from distcache.bench.plan_start import measure_start
 from distcache.bench.plan_tables import YARDSTICK, tables
 from distcache.bench.report import Record, Report, check_out, header, to_markdown, write_report
-from distcache.bench.setting import compose_setting
 from distcache.bench.spread import ratios, rotated, spread
 from distcache.cache.size import cache_slots
 from distcache.cli.logs import set_up_logging
 from distcache.comm.rendezvous import Place
 from distcache.config import Config
-from distcache.data.batch import BatchSource, slice_bounds
-from distcache.errors import ConfigError, DistcacheError
+from distcache.errors import DistcacheError
 from distcache.layout import RowLayout
+from distcache.planner.bodies import COMPILED, NUMPY
 from distcache.run import build
 from distcache.step_plan import StepPlan
 
@@ -53,15 +49,18 @@ class PlannerOptions:
     size: str = option("kaggle", "table sizes: kaggle (33,762,577 rows) or small")
     batch: int = option(16384, "samples of a step over all ranks, one id per table each")
     worlds: tuple[int, ...] = option((1, 2), "numbers of ranks, simulated in this process")
+    bodies: tuple[str, ...] = option((COMPILED, NUMPY), "bodies of the planner's loops")
+    exchange: int = option(2, "ranks of the run with the exchange, a process each; 0: no such run")
     steps: int = option(10, "steps of each contender in a repetition")
     repetitions: int = option(7, "repetitions, in each of which every contender has its turn")
     warmup: int = option(400, "most steps before measuring; it starts once every miss evicts")
-    pin: bool = option(True, "run on one core only")
+    pin: bool = option(True, "run on one core only; with the exchange, on one for each rank")
     out: str = option("", "the report, a .md file; JSON lines go beside it")
 
     def __post_init__(self) -> None:
         at_least(1, batch=self.batch, steps=self.steps, repetitions=self.repetitions)
         at_least(1, worlds=min(self.worlds), warmup=self.warmup)
+        at_least(0, exchange=self.exchange)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,11 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = split_arguments(given)
         options = parse(PlannerOptions, line.given)
         out = check_out(options.out)
-        overrides = (f"data.global_batch_size={options.batch}", *line.overrides)
-        config = compose_setting(options.size, overrides, Place())
+        config = compose_plan(options.size, options.batch, line.overrides, Place())
         head = header(MODULE, given, asdict(options), 1)
         with one_core(options.pin):
             records = measure(options, config)
+        if options.exchange:
+            told = {f.name: getattr(options, f.name) for f in fields(ExchangeOptions)}
+            told = ExchangeOptions(**{**told, "out": ""})
+            records += measure_exchange(told, line.overrides, options.exchange)
         report = Report("Planner", MODULE, given, asdict(options), records, tables)
         sys.stdout.write(to_markdown(report, head))
         if out is not None:
@@ -104,64 +106,49 @@ def one_core(pin: bool) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class IdStream:
-    """Row numbers of the steps of a click stream, each id drawn once."""
-
-    def __init__(self, source: BatchSource, layout: RowLayout, batch: int) -> None:
-        self._source, self._offsets, self._batch = source, layout.offsets[:-1], batch
-        self._step = 0
-
-    def draw(self, steps: int) -> list[np.ndarray]:
-        """Rows int64 `[T, b]` of the coming steps."""
-        drawn = []
-        for step in range(self._step, self._step + steps):
-            values = self._source.train_batch(step, 0, 1).ids.values.numpy()
-            drawn.append(values.reshape(len(self._offsets), self._batch) + self._offsets[:, None])
-        self._step += steps
-        return drawn
-
-
-def by_rank(rows: np.ndarray, world: int) -> list[np.ndarray]:
-    """Rows `[T, b]` as each rank's int64 `[n]`: contiguous samples, feature-major."""
-    bounds = [slice_bounds(rows.shape[1], rank, world) for rank in range(world)]
-    return [np.ascontiguousarray(rows[:, low:high]).reshape(-1) for low, high in bounds]
-
-
 def measure(options: PlannerOptions, config: Config) -> list[Record]:
     """Warm up, take turns, and summarise: the records of the report."""
-    if config.data.bag_size != 1:
-        raise ConfigError(f"data.bag_size={config.data.bag_size}: this bench takes bags of one id")
     source = build.build_source(config)
     tables = build.build_tables(config, source)
     layouts = {world: RowLayout(tables, world) for world in options.worlds}
-    runs = {world: _planning_run(layout, config) for world, layout in layouts.items()}
+    runs = {
+        (world, body): _planning_run(layout, config, body)
+        for world, layout in layouts.items()
+        for body in options.bodies
+    }
     stream = IdStream(source, next(iter(layouts.values())), options.batch)
     steady = _warm_up(runs, stream, options.warmup)
     rows = next(iter(layouts.values())).rows
-    turns = _Turns(runs, rows, stream.draw(1)[0].reshape(-1))
+    distinct = distinct_contenders(rows, options.bodies)
+    turns = _Turns(runs, distinct, stream.draw(1)[0].reshape(-1))
     for repetition in range(options.repetitions):
         turns.take(repetition, stream.draw(options.steps))
-    records = [*turns.records, *_rates(turns.records), *_part_records(runs, turns, options)]
-    records += [_inner_record(run, stream.draw(options.steps)) for run in runs.values()]
-    records += [_index_record(run, steady[world]) for world, run in runs.items()]
-    return records
+    records = [*turns.records, *_rates(turns.records), *_part_records(runs, options)]
+    batches = stream.draw(options.steps)
+    records += [_loop_record(run, batches) for run in runs.values()]
+    records += [_index_record(run, steady[key]) for key, run in runs.items()]
+    return records + (measure_start() if COMPILED in options.bodies else [])
 
 
-def _planning_run(layout: RowLayout, config: Config) -> PlanningRun:
+Runs = dict[tuple[int, str], PlanningRun]
+"""By number of ranks and body."""
+
+
+def _planning_run(layout: RowLayout, config: Config, body: str) -> PlanningRun:
     cache = config.cache
     group = (layout.rows, layout.dim, 0)
     slots = cache_slots(cache.rows, cache.ratio, cache.bytes, [group], 4, layout.world_size)
-    return PlanningRun(layout, slots[0], cache.lookahead, cache.prefetch)
+    return PlanningRun(layout, slots[0], cache.lookahead, cache.prefetch, body)
 
 
-def _warm_up(runs: dict[int, PlanningRun], stream: IdStream, most: int) -> dict[int, bool]:
-    """Plan until every fetched row sends one away; whether each world came so far."""
+def _warm_up(runs: Runs, stream: IdStream, most: int) -> dict[tuple[int, str], bool]:
+    """Plan until every fetched row sends one away; whether each run came so far."""
     steady = dict.fromkeys(runs, False)
     for _ in range(most):
         (rows,) = stream.draw(1)
-        for world, run in runs.items():
-            plans = run.step(by_rank(rows, world))
-            steady[world] = bool(plans) and 0 < plans[0].misses <= _evictions(plans)
+        for key, run in runs.items():
+            plans = run.step(by_rank(rows, run.layout.world_size))
+            steady[key] = bool(plans) and 0 < plans[0].misses <= _evictions(plans)
         if all(steady.values()):
             break
     else:
@@ -179,12 +166,13 @@ def _evictions(plans: Sequence[StepPlan]) -> int:
 class _Turns:
     """Every contender's turn over the same ids, in rotating order."""
 
-    def __init__(self, runs: dict[int, PlanningRun], rows: int, sample: np.ndarray) -> None:
-        self._runs = {f"plan, W = {world}": (world, run) for world, run in runs.items()}
-        self._distinct = distinct_contenders(rows)
+    def __init__(
+        self, runs: Runs, distinct: dict[str, Callable[[np.ndarray], Any]], sample: np.ndarray
+    ) -> None:
+        self._runs = {f"plan, W = {world}, {body}": run for (world, body), run in runs.items()}
+        self._distinct = distinct
         self.names = [*self._runs, *self._distinct]
         self.records: list[Record] = []
-        self.argsort: dict[int, float] = dict.fromkeys(runs, 0.0)
         for find in self._distinct.values():
             run_distinct(find, [sample])  # the first call of each loads code and touches pages
 
@@ -194,9 +182,9 @@ class _Turns:
         ids = sum(len(rows) for rows in flat)
         for name in rotated(self.names, repetition):
             if name in self._runs:
-                seconds = self._plan(*self._runs[name], batches)
+                seconds, cpu = self._plan(self._runs[name], batches)
             else:
-                seconds = run_distinct(self._distinct[name], flat)
+                seconds, cpu = run_distinct(self._distinct[name], flat)
             self.records.append(
                 {
                     "kind": "turn",
@@ -204,22 +192,24 @@ class _Turns:
                     "repetition": repetition,
                     "ids": ids,
                     "seconds": seconds,
+                    "cpu_seconds": cpu,
                 }
             )
 
-    def _plan(self, world: int, run: PlanningRun, batches: Sequence[np.ndarray]) -> float:
-        before, plans = sum(run.seconds.values()), []
-        for rows in [by_rank(batch, world) for batch in batches]:
-            plans += run.step(rows)
-        self.argsort[world] += run_argsort(plans)
-        return sum(run.seconds.values()) - before
+    def _plan(self, run: PlanningRun, batches: Sequence[np.ndarray]) -> tuple[float, float]:
+        before = sum(run.seconds.values()), run.cpu_seconds
+        for rows in [by_rank(batch, run.layout.world_size) for batch in batches]:
+            run.step(rows)
+        return sum(run.seconds.values()) - before[0], run.cpu_seconds - before[1]
 
 
 def _rates(turns: Sequence[Record]) -> list[Record]:
     """Ids per second of every contender, and its ratio to `np.unique` within each repetition."""
     rates: dict[str, list[float]] = {}
+    on_core: dict[str, list[float]] = {}
     for turn in sorted(turns, key=lambda turn: turn["repetition"]):
         rates.setdefault(turn["contender"], []).append(turn["ids"] / turn["seconds"])
+        on_core.setdefault(turn["contender"], []).append(turn["ids"] / turn["cpu_seconds"])
     records = []
     for name, values in rates.items():
         ratio = ratios(values, rates[YARDSTICK])
@@ -228,6 +218,7 @@ def _rates(turns: Sequence[Record]) -> list[Record]:
                 "kind": "rate",
                 "contender": name,
                 "ids_per_second": spread(values),
+                "ids_per_cpu_second": spread(on_core[name]),
                 "ratio_to": YARDSTICK,
                 "ratio": spread(ratio),
             }
@@ -235,28 +226,24 @@ def _rates(turns: Sequence[Record]) -> list[Record]:
     return records
 
 
-def _part_records(
-    runs: dict[int, PlanningRun], turns: _Turns, options: PlannerOptions
-) -> list[Record]:
+def _part_records(runs: Runs, options: PlannerOptions) -> list[Record]:
     """Milliseconds per step and rank of every part, over all turns."""
     records = []
     steps = options.steps * options.repetitions
-    for world, run in runs.items():
-        scale = 1e3 / (steps * world)
-        parts = {name: value * scale for name, value in run.seconds.items()}
-        inside = {"argsort": turns.argsort[world] * scale}
-        records.append({"kind": "parts", "world_size": world, "ms": parts, "inside_ms": inside})
+    for (world, body), run in runs.items():
+        parts = {name: value * 1e3 / (steps * world) for name, value in run.seconds.items()}
+        records.append({"kind": "parts", "world_size": world, "body": body, "ms": parts})
     return records
 
 
-def _inner_record(run: PlanningRun, batches: Sequence[np.ndarray]) -> Record:
-    """Milliseconds per step and rank of what happens inside `ingest` and `plan`."""
+def _loop_record(run: PlanningRun, batches: Sequence[np.ndarray]) -> Record:
+    """Milliseconds per step and rank of every loop."""
     world = run.layout.world_size
-    with inner_parts(run) as seconds:
+    with timed_loops(run) as seconds:
         for rows in batches:
             run.step(by_rank(rows, world))
-    ms: Seconds = {name: 1e3 * value / (len(batches) * world) for name, value in seconds.items()}
-    return {"kind": "inside", "world_size": world, "ms": ms}
+    ms = {name: 1e3 * value / (len(batches) * world) for name, value in seconds.items()}
+    return {"kind": "loops", "world_size": world, "body": run.bodies.body, "ms": ms}
 
 
 def _index_record(run: PlanningRun, steady: bool) -> Record:
@@ -264,6 +251,7 @@ def _index_record(run: PlanningRun, steady: bool) -> Record:
     return {
         "kind": "index",
         "world_size": run.layout.world_size,
+        "body": run.bodies.body,
         "rows": run.layout.rows,
         "index_bytes": run.index_bytes,
         "bytes_per_row": run.index_bytes / run.layout.rows,

@@ -12,7 +12,10 @@ from typing import Any
 
 from distcache.versions import FBGEMM_DISTRIBUTIONS, installed
 
-DISTRIBUTIONS = ("distcache", "torch", "torchrec", *FBGEMM_DISTRIBUTIONS, "numpy", "hydra-core")
+DISTRIBUTIONS = (
+    *("distcache", "torch", "torchrec", *FBGEMM_DISTRIBUTIONS),
+    *("numpy", "numba", "hydra-core"),
+)
 
 
 def describe_environment(world_size: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from distcache.layout import RowLayout
-from distcache.planner.distinct import by_hash
+from distcache.planner.calls import grouped, hashed_rows, occurrences
 from distcache.planner.home import HomeDecision
 from distcache.step_plan import StepPlan
 
@@ -18,12 +18,14 @@ from distcache.step_plan import StepPlan
 class Request:
     """The rows that one rank names in a step, by home.
 
-    `rows[h]`: int64 rows homed at h (distinct if W > 1), in first-occurrence order;
-    `inverse`: for each of the n ids its index in the concatenation of `rows`, or None for n.
+    `rows[h]`: int64 rows homed at h. One rank asks for all its ids. Others ask for the R distinct
+    rows, by home, then first occurrence; then `labels`, int32 `[n]`, has the rank of each id's row
+    by first occurrence alone, and `places`, int32 `[R]`, where that row is in all of `rows`.
     """
 
     rows: tuple[np.ndarray, ...]
-    inverse: np.ndarray | None
+    labels: np.ndarray | None = None
+    places: np.ndarray | None = None
 
     @property
     def counts(self) -> list[int]:
@@ -34,16 +36,12 @@ class Request:
 def make_request(layout: RowLayout, rows: np.ndarray) -> Request:
     """The request for the rows (int64 `[n]`) of one rank's local batch."""
     if layout.world_size == 1:
-        return Request((rows,), None)
-    first, inverse = by_hash(rows)
-    distinct = rows[first]
-    homes = layout.home(distinct)
-    order = np.argsort(homes, kind="stable")
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    counts = np.bincount(homes, minlength=layout.world_size)
-    parts = np.split(distinct[order], np.cumsum(counts)[:-1])
-    return Request(tuple(parts), place[inverse])
+        return Request((rows,))
+    distinct, labels = hashed_rows(rows)
+    order, starts = grouped(layout.home(distinct), 0, layout.world_size)
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order), dtype=np.int32)
+    return Request(tuple(np.split(distinct[order], starts[1:-1])), labels, places)
 
 
 @dataclass(frozen=True)
@@ -65,37 +63,37 @@ def assemble(
     """This rank's plan from its request, every home's part in rank order, and its own decision."""
     home_counts = np.array([len(part.slots) for part in parts])
     base = np.concatenate(([0], np.cumsum(home_counts)))
-    asked = np.concatenate([part.reply + start for part, start in zip(parts, base, strict=False)])
-    positions = asked if request.inverse is None else asked[request.inverse]
-    fetch = np.concatenate([part.fetch + start for part, start in zip(parts, base, strict=False)])
     total = int(base[-1])
-    occurrences = np.bincount(positions, minlength=total)
-    touched = np.flatnonzero(occurrences)
-    missing = np.zeros(total, dtype=bool)
-    missing[fetch] = True
-    segments = np.zeros(len(touched) + 1, dtype=np.int64)
-    np.cumsum(occurrences[touched], out=segments[1:])
-    ids = torch.from_numpy(positions.astype(np.int64))
-    cuts = np.searchsorted(touched, base)
+    asked = _joined([part.reply for part in parts], base)
+    if request.labels is None:
+        ids = occurrences(asked, None, total)
+    else:
+        ids = occurrences(request.labels, asked[request.places], total)
+    fetch = _joined([part.fetch for part in parts], base)
+    missed = int((ids.starts[fetch + 1] - ids.starts[fetch]).sum())
+    if len(parts) == 1:  # the only rank names every row
+        sources = [np.arange(total)]
+    else:
+        sources = [_ascending(reply, len(own.slots)) for reply in own.replies]
     return StepPlan(
         step=own.step,
         kind=own.kind,
-        positions=ids,
-        order=ids.argsort(stable=True),
-        touched=_tensor(touched),
-        segments=_tensor(segments),
-        touched_counts=tuple(np.diff(cuts).tolist()),
+        positions=_tensor(ids.positions),
+        order=_tensor(ids.order),
+        touched=_tensor(ids.touched),
+        segments=_tensor(ids.segments),
+        touched_counts=tuple(np.diff(np.searchsorted(ids.touched, base)).tolist()),
         slots=_tensor(np.concatenate([part.slots for part in parts])),
         home_counts=tuple(home_counts.tolist()),
-        source_rows=_tensor(np.concatenate([_ascending(reply) for reply in own.replies])),
-        source_counts=tuple(len(_ascending(reply)) for reply in own.replies),
+        source_rows=_tensor(np.concatenate(sources)),
+        source_counts=tuple(len(source) for source in sources),
         fetch=_tensor(fetch),
         fetch_counts=tuple(len(part.fetch) for part in parts),
         fetch_rows=_tensor(own.fetch_rows),
         evict_slots=_tensor(own.evict_slots),
         evict_rows=_tensor(own.evict_rows),
         move_after=move_after,
-        lookup_hits=int(len(positions) - occurrences[missing].sum()),
+        lookup_hits=len(ids.positions) - missed,
     )
 
 
@@ -108,11 +106,17 @@ def next_move_after(step: int, prefetch: int, latest_uses: Sequence[int], before
     return max(step - prefetch - 1, before, -1, *latest_uses)
 
 
-def _ascending(reply: np.ndarray) -> np.ndarray:
-    """The distinct canonical indices of one rank's reply, ascending."""
-    if len(reply) == 0:
-        return reply
-    seen = np.zeros(int(reply.max()) + 1, dtype=bool)
+def _joined(parts: Sequence[np.ndarray], base: np.ndarray) -> np.ndarray:
+    """The indices (int32) that each home counts from 0, counted from its `base`."""
+    if len(parts) == 1:
+        return parts[0]
+    pairs = zip(parts, base.tolist(), strict=False)
+    return np.concatenate([part + np.int32(start) for part, start in pairs])
+
+
+def _ascending(reply: np.ndarray, total: int) -> np.ndarray:
+    """The distinct indices, below `total`, of one rank's reply, ascending."""
+    seen = np.zeros(total, dtype=bool)
     seen[reply] = True
     return np.flatnonzero(seen)
 

@@ -2,7 +2,8 @@
 
 Write `arange(n)` to `position[row]` so that the first occurrence wins, read it back: an id that
 reads its own index represents its row. `by_index` uses an array over all rows of a home, `by_hash`
-a table that grows with the batch. `by_unique` is the slow twin that tests compare with.
+a table that grows with the batch. `by_unique` is the slow twin that tests compare with. Compiled,
+both are loops: `loops.name_rows` and `loops.find_rows`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The planner of one home: distinct rows, hits, slots for misses, victims. Pure NumPy.
+"""The planner of one home: distinct rows, hits, slots for misses, victims.
 
 Only the home plans its rows, so the index (8 bytes per row: slot and last window reference) is
 divided over the ranks. `HomePlanner` serves caches; `ResidentPlanner` and `PassThroughPlanner`
@@ -15,27 +15,27 @@ import numpy as np
 
 from distcache.errors import StepTooLargeError
 from distcache.layout import RowLayout
-from distcache.planner.distinct import by_index
+from distcache.planner.bodies import bodies
+from distcache.planner.calls import distinct_rows, grouped
 from distcache.planner.victims import SlotTable
 
 
 @dataclass(frozen=True)
 class Ingested:
     """A step's rows at their home. `local`: distinct local rows `[U_h]` in canonical order;
-    `previous`: last step before it that names each row (-1: none); `replies`: for each rank, the
-    canonical index within this home of every row that it asked for."""
+    `replies`: for each rank, the canonical index within this home of every row that it asked for.
+    All int32."""
 
     step: int
     kind: str
     local: np.ndarray
-    previous: np.ndarray
     replies: tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)
 class HomeDecision:
     """A home's part of a step. `slots` `[U_h]`: device slots (global numbers); `fetch`: indices
-    into the part of rows to fetch, ascending; rows are row numbers of the layout."""
+    into the part of rows to fetch, ascending; rows are row numbers of the layout (int64)."""
 
     step: int
     kind: str
@@ -65,7 +65,9 @@ class HomePlanner:
         self._last_reference = np.full(layout.local_rows, -1, dtype=np.int32)
         self._table = SlotTable(slots, prefetch)
         self._window: deque[Ingested] = deque()
+        self._next_uses: dict[int, list[tuple[int, np.ndarray]]] = {}
         self._planned = -1
+        bodies()  # compiles now, not while planning
 
     @property
     def index_bytes(self) -> int:
@@ -84,16 +86,26 @@ class HomePlanner:
 
     def ingest(self, step: int, kind: str, requests: Sequence[np.ndarray]) -> Ingested:
         """Take the rows (int64, homed here) that every rank names in `step`, in rank order."""
-        entry = take_requests(self.layout, self._last_reference, (step, kind), requests)
+        entry, previous = take_requests(self.layout, self._last_reference, (step, kind), requests)
         if self.use_window:
-            self._refer(entry)
+            self._refer(entry, previous)
         self._window.append(entry)
         return entry
 
-    def _refer(self, entry: Ingested) -> None:
-        """Cached rows whose last use is planned already learn their next use now."""
-        slots = self._slot_of[entry.local[entry.previous <= self._planned]]
-        self._table.wanted(slots[slots >= 0], entry.step)
+    def _refer(self, entry: Ingested, previous: np.ndarray) -> None:
+        """Tell `previous`, the step before it that named each row, of this next use.
+
+        Rows that a planned step named learn it now, if they are cached; the others when the step
+        that names them before has been planned.
+        """
+        order, starts = grouped(previous, self._planned, entry.step - self._planned)
+        rows = np.take(entry.local, order)
+        self._table.wanted(rows[: starts[1]], self._slot_of, entry.step)
+        for place in range(1, len(starts) - 1):
+            part = rows[starts[place] : starts[place + 1]]
+            if len(part):
+                uses = self._next_uses.setdefault(self._planned + place, [])
+                uses.append((entry.step, part))
 
     def plan(self) -> HomeDecision:
         """Decide the oldest ingested step. Raises StepTooLargeError and decides nothing when its
@@ -109,41 +121,24 @@ class HomePlanner:
         self._window.popleft()
         self._planned = entry.step
         table, local = self._table, entry.local
-        slots = self._slot_of[local]
-        hit = slots >= 0
-        table.hold(slots[hit], entry.step)
-        fetch = np.flatnonzero(~hit)
+        slots, fetch = table.look_up(local, self._slot_of, entry.step)
         filled, latest = table.take(len(fetch), entry.step)
-        leaving = table.row[filled]
-        evicted = leaving >= 0
-        self._slot_of[leaving[evicted]] = -1
-        arriving = local[fetch]
-        self._slot_of[arriving] = filled
-        table.row[filled] = arriving
-        slots[fetch] = filled
-        table.hold(filled, entry.step)
-        self._look_ahead(entry.step)
+        evict_slots, leaving = table.fill(local, fetch, filled, self._slot_of, slots)
+        for later, rows in self._next_uses.pop(entry.step, ()):
+            table.wanted(rows, self._slot_of, later)
         table.used(slots, entry.step)
-        base = self.home * self.slots
+        base = np.int32(self.home * self.slots)
         return HomeDecision(
             step=entry.step,
             kind=entry.kind,
-            slots=slots.astype(np.int64) + base,
+            slots=slots + base,
             fetch=fetch,
-            fetch_rows=self._rows(arriving),
-            evict_slots=filled[evicted].astype(np.int64) + base,
-            evict_rows=self._rows(leaving[evicted]),
+            fetch_rows=self._rows(local[fetch]),
+            evict_slots=evict_slots + base,
+            evict_rows=self._rows(leaving),
             latest_use=latest,
             replies=entry.replies,
         )
-
-    def _look_ahead(self, step: int) -> None:
-        """Next uses, within the window, of the rows that `step` uses."""
-        if not self.use_window:
-            return
-        for later in self._window:
-            rows = later.local[later.previous == step]
-            self._table.wanted(self._slot_of[rows], later.step)
 
     def _rows(self, local: np.ndarray) -> np.ndarray:
         return self.layout.row(self.home, local.astype(np.int64))
@@ -154,6 +149,7 @@ class HomePlanner:
         `slot_row` int64 `[slots]`: the row in each of this home's slots, -1 free.
         """
         self._window.clear()
+        self._next_uses.clear()
         self._planned = step
         self._slot_of.fill(-1)
         self._last_reference.fill(-1)
@@ -171,6 +167,7 @@ class _SlotFreePlanner:
         self.slots = layout.local_rows
         self._position = np.full(layout.local_rows, -1, dtype=np.int32)
         self._window: deque[Ingested] = deque()
+        bodies()  # compiles now, not while planning
 
     @property
     def index_bytes(self) -> int:
@@ -189,7 +186,7 @@ class _SlotFreePlanner:
 
     def ingest(self, step: int, kind: str, requests: Sequence[np.ndarray]) -> Ingested:
         """As `HomePlanner.ingest`."""
-        entry = take_requests(self.layout, self._position, (step, kind), requests)
+        entry, _ = take_requests(self.layout, self._position, (step, kind), requests)
         self._window.append(entry)
         return entry
 
@@ -200,7 +197,7 @@ class ResidentPlanner(_SlotFreePlanner):
     def plan(self) -> HomeDecision:
         """As `HomePlanner.plan`: every row is a hit."""
         entry = self._window.popleft()
-        rows = self.layout.row(self.home, entry.local)
+        rows = self.layout.row(self.home, entry.local.astype(np.int64))
         none = np.empty(0, np.int64)
         return HomeDecision(entry.step, entry.kind, rows, none, none, none, none, -1, entry.replies)
 
@@ -222,7 +219,7 @@ class PassThroughPlanner(_SlotFreePlanner):
     def plan(self) -> HomeDecision:
         """As `HomePlanner.plan`: the rows of the step before leave, all of this step's come in."""
         entry = self._window.popleft()
-        rows = self.layout.row(self.home, entry.local)
+        rows = self.layout.row(self.home, entry.local.astype(np.int64))
         size = self.layout.world_size
         slots = np.arange(len(rows), dtype=np.int64) * size + self.home
         old_slots, old_rows, latest = self._previous
@@ -251,15 +248,14 @@ Planner = HomePlanner | ResidentPlanner | PassThroughPlanner
 
 def take_requests(
     layout: RowLayout, position: np.ndarray, label: tuple[int, str], requests: Sequence[np.ndarray]
-) -> Ingested:
-    """Distinct local rows over all ranks' requests; `position` int32 `[ceil(V / W)]` is scratch
-    that ends up holding, for every row named, the step that named it last."""
+) -> tuple[Ingested, np.ndarray]:
+    """Distinct local rows over all ranks' requests, and the step before that named each (-1: none).
+
+    `position` int32 `[ceil(V / W)]`: the step that named each row last, -1 for none; updated.
+    Raises PlanError for a row that the layout does not have.
+    """
     step, kind = label
     rows = np.concatenate(requests) if len(requests) > 1 else requests[0]
-    local = layout.local(rows)
-    previous = position[local]
-    first, inverse = by_index(local, position)
-    distinct = local[first]
-    position[distinct] = step
+    distinct, previous, labels = distinct_rows(layout.local(rows), position, step)
     cuts = np.cumsum([len(request) for request in requests])[:-1]
-    return Ingested(step, kind, distinct, previous[first], tuple(np.split(inverse, cuts)))
+    return Ingested(step, kind, distinct, tuple(np.split(labels, cuts))), previous

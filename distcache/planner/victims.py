@@ -12,10 +12,9 @@ from collections import deque
 
 import numpy as np
 
-from distcache.planner.distinct import by_index
-
-NEVER = np.iinfo(np.int32).max
-"""Next use of a row that no step in the window uses."""
+from distcache.planner.bodies import bodies
+from distcache.planner.calls import distinct_rows
+from distcache.planner.loops import NEVER
 
 
 class SlotTable:
@@ -31,28 +30,59 @@ class SlotTable:
         self.row = np.full(slots, -1, dtype=np.int32)
         self.last_use = np.full(slots, -1, dtype=np.int32)
         self.next_use = np.full(slots, NEVER, dtype=np.int32)
-        self._scratch = np.empty(slots, dtype=np.int32)
+        self._scratch = np.full(slots, -1, dtype=np.int32)
         self._free = np.arange(slots, dtype=np.int32)
         self._filed = 0
         self._idle: deque[tuple[int, np.ndarray]] = deque()
         self._soon: dict[int, list[np.ndarray]] = {}
         self._used: deque[tuple[int, np.ndarray]] = deque()
 
-    def hold(self, slots: np.ndarray, step: int) -> None:
-        """Mark the slots of rows that `step` uses; they cannot leave for it."""
-        self.last_use[slots] = step
-        self.next_use[slots] = NEVER
+    def look_up(
+        self, local: np.ndarray, slot_of: np.ndarray, step: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The slots of the distinct rows `local` that `step` uses, and which of them to fetch.
 
-    def wanted(self, slots: np.ndarray, step: int) -> None:
-        """The window says that these slots' rows are next used by `step`."""
-        if len(slots):
-            self.next_use[slots] = step
-            self._soon.setdefault(step, []).append(slots)
+        Slots found are held: they cannot leave for this step. All int32; `slot_of`: the slot of
+        every row, -1 for none.
+        """
+        slots, fetch = np.empty(len(local), np.int32), np.empty(len(local), np.int32)
+        misses = bodies().look_up(local, slot_of, self.last_use, self.next_use, step, slots, fetch)
+        return slots, fetch[:misses].copy()
+
+    def fill(
+        self,
+        local: np.ndarray,
+        fetch: np.ndarray,
+        filled: np.ndarray,
+        slot_of: np.ndarray,
+        slots: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Put the rows `local[fetch]` into the slots `filled`, which `take` gave for them.
+
+        Returns the slots among them whose rows leave, and those rows.
+        """
+        evicted, leaving = np.empty(len(fetch), np.int32), np.empty(len(fetch), np.int32)
+        count = bodies().fill(local, fetch, filled, slot_of, self.row, slots, evicted, leaving)
+        return evicted[:count].copy(), leaving[:count].copy()
+
+    def wanted(self, rows: np.ndarray, slot_of: np.ndarray, step: int) -> None:
+        """The window says that these rows, as far as cached, are next used by `step`."""
+        slots = np.empty(len(rows), np.int32)
+        count = bodies().want(rows, slot_of, self.next_use, step, slots)
+        if count:
+            self._soon.setdefault(step, []).append(slots[:count].copy())
+
+    def _live(self, slots: np.ndarray, used_at: int, most: int) -> tuple[np.ndarray, int]:
+        """At most `most` of `slots` that were last used at `used_at` and are not wanted; how many
+        of `slots` that took to find."""
+        found = np.empty(min(most, len(slots)), np.int32)
+        count, read = bodies().live(slots, self.last_use, self.next_use, used_at, found)
+        return found[:count].copy(), read
 
     def used(self, slots: np.ndarray, step: int) -> None:
         """File the slots of a step that has been planned, after `wanted` told their next uses."""
         self._soon.pop(step, None)
-        idle = slots[self.next_use[slots] == NEVER]
+        idle, _ = self._live(slots, step, len(slots))
         if len(idle):
             self._idle.append((step, idle))
             self._filed += len(idle)
@@ -66,19 +96,20 @@ class SlotTable:
         if self._filed <= 4 * self.slots:
             return
         live = [
-            (used_at, slots[(self.last_use[slots] == used_at) & (self.next_use[slots] == NEVER)])
-            for used_at, slots in self._idle
+            (used_at, self._live(slots, used_at, len(slots))[0]) for used_at, slots in self._idle
         ]
         self._idle = deque(entry for entry in live if len(entry[1]))
         self._filed = sum(len(slots) for _, slots in self._idle)
 
     def take(self, count: int, step: int) -> tuple[np.ndarray, int]:
-        """`count` slots for the misses of `step`, and the latest last use among them (-1: none).
+        """`count` slots to hold for the misses of `step`, and the latest last use among them (-1:
+        none).
 
         The caller has checked that the step's distinct rows fit, so enough slots are not its own.
         """
         parts: list[np.ndarray] = []
         taken, self._free = self._free[:count], self._free[count:]
+        self.last_use[taken] = step
         parts.append(taken)
         need = count - len(taken)
         latest = -1
@@ -98,14 +129,12 @@ class SlotTable:
         out = []
         while need and self._idle and self._idle[0][0] < step - self.prefetch:
             used_at, slots = self._idle.popleft()
-            live = (self.last_use[slots] == used_at) & (self.next_use[slots] == NEVER)
-            slots = slots[live]
-            if len(slots) > need:
-                self._idle.appendleft((used_at, slots[need:]))
-                slots = slots[:need]
-            if len(slots):
-                out.append(slots)
-                need -= len(slots)
+            leaving, read = self._live(slots, used_at, need)
+            if read < len(slots):
+                self._idle.appendleft((used_at, slots[read:]))
+            if len(leaving):
+                out.append(leaving)
+                need -= len(leaving)
         return out
 
     def _take_farthest(self, need: int, step: int) -> list[np.ndarray]:
@@ -117,7 +146,7 @@ class SlotTable:
             slots = np.concatenate(self._soon[use])
             slots = slots[self.next_use[slots] == use]
             # A slot filled anew for the same next use is filed twice.
-            slots = slots[by_index(slots, self._scratch)[0]]
+            slots, _, _ = distinct_rows(slots, self._scratch, -1)
             leaves = np.flatnonzero(self.last_use[slots] < step - self.prefetch)[:need]
             chosen = slots[leaves]
             self._soon[use] = [np.delete(slots, leaves)]

@@ -7,17 +7,22 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plan_streams import BODIES, make_layout, streams
 
 from distcache.errors import StepTooLargeError
-from distcache.layout import RowLayout, TableSpec
+from distcache.layout import RowLayout
+from distcache.planner.bodies import using
 from distcache.planner.distinct import by_hash, by_index, by_unique
 from distcache.planner.home import HomePlanner
 from distcache.planner.simulator import PlannerSettings, simulate
 from distcache.step_plan import check_plan_fully
 
 
-def make_layout(rows: int, world: int) -> RowLayout:
-    return RowLayout([TableSpec("t", rows, 4, ("f",))], world)
+@pytest.fixture(params=BODIES)
+def body(request: pytest.FixtureRequest):
+    """Each body of the loops in turn."""
+    with using(request.param):
+        yield
 
 
 class Versions:
@@ -89,6 +94,8 @@ def check_step(plans: list, rows: list, layout: RowLayout, slots: int) -> None:
         check_plan_fully(plan, slots)
         assert [canonical[i] for i in plan.positions] == rows[rank].tolist()
         assert plan.distinct == len(canonical)
+        missed = set(plan.fetch.tolist())
+        assert plan.lookup_hits == sum(i not in missed for i in plan.positions.tolist())
         assert (plan.slots == plans[0].slots).all() and plan.move_after == plans[0].move_after
         assert (plan.slots[plan.home_slice(rank)] // (slots // layout.world_size) == rank).all()
         part = canonical[plan.home_slice(rank)]
@@ -100,45 +107,22 @@ def check_step(plans: list, rows: list, layout: RowLayout, slots: int) -> None:
             start += count
 
 
-@st.composite
-def streams(draw: st.DrawFn) -> tuple:
-    world = draw(st.sampled_from([1, 1, 2, 3, 4]))
-    rows = draw(st.integers(1, 60))
-    steps = draw(st.integers(1, 14))
-    most = draw(st.integers(0, 12))
-    seed = draw(st.integers(0, 2**32 - 1))
-    rng = np.random.default_rng(seed)
-    skew = draw(st.sampled_from([1.0, 3.0]))
-    stream = [
-        [(rng.random(rng.integers(0, most + 1)) ** skew * rows).astype(np.int64)
-         for _ in range(world)]
-        for _ in range(steps)
-    ]  # fmt: skip
-    layout = make_layout(rows, world)
-    need = 1
-    for step in stream:
-        homes = layout.home(np.unique(np.concatenate(step)))
-        need = max(need, *np.bincount(homes, minlength=world))
-    slots = world * (need + draw(st.integers(0, 12)))
-    config = PlannerSettings(
-        slots, draw(st.integers(0, 16)), draw(st.integers(0, 6)), draw(st.booleans())
-    )
-    return stream, layout, config
-
-
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(streams())
-def test_no_stale_read_and_no_lost_update(case: tuple) -> None:
-    replay(*case)
+@given(streams(), st.sampled_from(BODIES))
+def test_no_stale_read_and_no_lost_update(case: tuple, body: str) -> None:
+    with using(body):
+        replay(*case)
 
 
 @pytest.mark.slow
 @settings(max_examples=6000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(streams())
-def test_no_stale_read_and_no_lost_update_campaign(case: tuple) -> None:
-    replay(*case)
+@given(streams(), st.sampled_from(BODIES))
+def test_no_stale_read_and_no_lost_update_campaign(case: tuple, body: str) -> None:
+    with using(body):
+        replay(*case)
 
 
+@pytest.mark.usefixtures("body")
 def test_step_larger_than_the_cache_is_refused_with_numbers() -> None:
     layout = make_layout(100, 1)
     stream = [[np.arange(5)], [np.arange(11)]]
@@ -158,13 +142,15 @@ def leaving_order(row: int, now: int, cached: dict, stream: list, config: Planne
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(streams())
-def test_every_victim_is_the_one_a_brute_force_oracle_picks(case: tuple) -> None:
+@given(streams(), st.sampled_from(BODIES))
+def test_every_victim_is_the_one_a_brute_force_oracle_picks(case: tuple, body: str) -> None:
     stream, layout, config = case
     sets = [set(np.concatenate(step).tolist()) for step in stream]
     per_home = -(-config.slots // layout.world_size)
     cached: dict[int, int] = {}
-    for now, plans in enumerate(simulate(layout, config, stream)):
+    with using(body):
+        planned = list(simulate(layout, config, stream))
+    for now, plans in enumerate(planned):
         for home, plan in enumerate(plans):
             mine = {r for r in cached if layout.home(np.array([r]))[0] == home}
             named = {r for r in sets[now] if layout.home(np.array([r]))[0] == home}
@@ -194,6 +180,7 @@ def test_plans_are_a_pure_function_of_the_stream() -> None:
                 assert torch.equal(value, same) if torch.is_tensor(value) else value == same
 
 
+@pytest.mark.usefixtures("body")
 def test_a_cache_as_large_as_the_tables_keeps_no_growing_record() -> None:
     layout = make_layout(40, 1)
     stream = [[np.arange(40)] for _ in range(300)]
@@ -206,6 +193,7 @@ def test_a_cache_as_large_as_the_tables_keeps_no_growing_record() -> None:
     assert sum(len(slots) for _, slots in planner._table._idle) <= 5 * 40
 
 
+@pytest.mark.usefixtures("body")
 @pytest.mark.parametrize("world", [1, 3])
 def test_restore_goes_on_from_what_the_device_holds(world: int) -> None:
     layout = make_layout(30, world)
@@ -220,6 +208,28 @@ def test_restore_goes_on_from_what_the_device_holds(world: int) -> None:
     assert decision.slots[:2].tolist() == [5 + 8 * (world - 1), 6 + 8 * (world - 1)]
     assert set(decision.evict_rows.tolist()) <= set(rows[:3].tolist())
     assert len(decision.evict_rows) == 1
+
+
+@pytest.mark.usefixtures("body")
+def test_restore_forgets_the_window() -> None:
+    rng = np.random.default_rng(5)
+    stream = [rng.integers(0, 40, 6) for _ in range(30)]
+    layout = make_layout(40, 1)
+    used, fresh = (HomePlanner(layout, 0, 20, 0) for _ in range(2))
+    for step in range(8):
+        used.ingest(step, "train", [stream[step]])
+    used.plan()
+    held = np.full(20, -1, np.int64)
+    held[: len(np.unique(stream[0]))] = np.unique(stream[0])
+    for home in (used, fresh):
+        home.restore(held, 0)
+    for step in range(1, len(stream)):
+        for home in (used, fresh):
+            home.ingest(step, "train", [stream[-step]])
+        if step > 2:
+            one, other = used.plan(), fresh.plan()
+            assert one.slots.tolist() == other.slots.tolist()
+            assert one.evict_rows.tolist() == other.evict_rows.tolist()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -1,0 +1,240 @@
+"""The planner's loops over ids and rows, as plain Python that Numba compiles.
+
+Their NumPy twins, of the same names, arguments and results, are in `arrays`; `bodies` chooses.
+Results go to arrays that the caller made; nothing is allocated here. All that a loop needs stands
+in this file, for compiled code is kept on disk until this file changes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+NEVER = np.iinfo(np.int32).max
+"""Next use of a row that no step in the window uses."""
+
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_HALF, _SOME = np.uint64(32), np.uint64(29)
+"""The multipliers and shifts of a 64-bit mix (Steele et al. 2014, SplitMix)."""
+
+
+def name_rows(
+    local: np.ndarray,
+    position: np.ndarray,
+    step: int,
+    distinct: np.ndarray,
+    previous: np.ndarray,
+    labels: np.ndarray,
+) -> int:
+    """Distinct rows in first-occurrence order, by an index over all rows.
+
+    `local` int64 `[n]`; `position` int32: the step that named each row last, -1 for none, written.
+    Writes `distinct`, `previous` (the step before) and, for each id, `labels`: its row's rank
+    among the distinct ones; int32 `[n]` each. Returns how many are distinct; or, having changed
+    nothing in `position`, -1 - i for an id i outside it.
+    """
+    count, bad = 0, -1
+    for i in range(len(local)):
+        row = local[i]
+        if row < 0 or row >= len(position):
+            bad = i
+            break
+        seen = position[row]
+        if seen >= -1:
+            distinct[count] = row
+            previous[count] = seen
+            position[row] = -2 - count  # a label until the end of the loop
+            labels[i] = count
+            count += 1
+        else:
+            labels[i] = -2 - seen
+    for k in range(count):
+        position[distinct[k]] = step if bad < 0 else previous[k]
+    return count if bad < 0 else -1 - bad
+
+
+def find_rows(rows: np.ndarray, table: np.ndarray, distinct: np.ndarray, labels: np.ndarray) -> int:
+    """The same by a hash table, whatever the number of rows.
+
+    `rows` int64 `[n]`; `table` int32: all -1, a power of two >= 2 n and >= 2 entries; `distinct`
+    int64 `[n]` and `labels` int32 `[n]` are written. Returns how many rows are distinct.
+    """
+    mask = np.uint64(len(table) - 1)
+    one = np.uint64(1)
+    count = 0
+    for i in range(len(rows)):
+        row = rows[i]
+        key = np.uint64(row)
+        key = (key ^ (key >> _HALF)) * _FIRST
+        key = (key ^ (key >> _SOME)) * _SECOND
+        bucket = (key ^ (key >> _HALF)) & mask
+        label = table[bucket]
+        while label >= 0 and distinct[label] != row:
+            bucket = (bucket + one) & mask
+            label = table[bucket]
+        if label < 0:
+            label = count
+            table[bucket] = label
+            distinct[label] = row
+            count += 1
+        labels[i] = label
+    return count
+
+
+def group(keys: np.ndarray, low: int, order: np.ndarray, starts: np.ndarray) -> int:
+    """Stable counting sort: `order[starts[g]:starts[g + 1]]` are the indices whose key is low + g.
+
+    `keys` int32 `[n]`, those below `low` counting as `low`; `order` int32 `[n]` and `starts` int32
+    `[G + 1]` are written. Returns G, or -1 - i for a key i of low + G or more.
+    """
+    groups = len(starts) - 1
+    for g in range(groups + 1):
+        starts[g] = 0
+    for i in range(len(keys)):
+        g = max(keys[i] - low, 0)
+        if g >= groups:
+            return -1 - i
+        starts[g] += 1
+    total = 0
+    for g in range(groups):
+        total += starts[g]
+        starts[g] = total
+    starts[groups] = total
+    for back in range(len(keys)):  # from the last to the first: ends become starts
+        i = len(keys) - 1 - back
+        g = max(keys[i] - low, 0)
+        starts[g] -= 1
+        order[starts[g]] = i
+    return groups
+
+
+def want(
+    rows: np.ndarray, slot_of: np.ndarray, next_use: np.ndarray, step: int, slots: np.ndarray
+) -> int:
+    """Those of `rows` (local, int32) that are cached are next used by `step`.
+
+    Writes `next_use` and, in order, their `slots` (int32 `[len(rows)]`); returns how many.
+    """
+    count = 0
+    for i in range(len(rows)):
+        slot = slot_of[rows[i]]
+        if slot >= 0:
+            next_use[slot] = step
+            slots[count] = slot
+            count += 1
+    return count
+
+
+def look_up(
+    local: np.ndarray,
+    slot_of: np.ndarray,
+    last_use: np.ndarray,
+    next_use: np.ndarray,
+    step: int,
+    slots: np.ndarray,
+    fetch: np.ndarray,
+) -> int:
+    """Hold the slots of those rows of `step` that are cached.
+
+    `local` int32 `[U]`; writes each row's slot (-1: not cached) to `slots`, the indices of those
+    not cached to `fetch` (int32 `[U]` each), and returns their number.
+    """
+    misses = 0
+    for k in range(len(local)):
+        slot = slot_of[local[k]]
+        slots[k] = slot
+        if slot >= 0:
+            last_use[slot] = step
+            next_use[slot] = NEVER
+        else:
+            fetch[misses] = k
+            misses += 1
+    return misses
+
+
+def fill(
+    local: np.ndarray,
+    fetch: np.ndarray,
+    filled: np.ndarray,
+    slot_of: np.ndarray,
+    row_of: np.ndarray,
+    slots: np.ndarray,
+    evict_slots: np.ndarray,
+    evict_rows: np.ndarray,
+) -> int:
+    """Give the slots `filled` to the rows `local[fetch]`, all int32; `slots[fetch]` is written.
+
+    Writes which slots held a row that leaves, and that row (int32 `[len(fetch)]` each); returns
+    how many do.
+    """
+    leaving = 0
+    for i in range(len(fetch)):
+        slot, row = filled[i], local[fetch[i]]
+        old = row_of[slot]
+        if old >= 0:
+            slot_of[old] = -1
+            evict_slots[leaving] = slot
+            evict_rows[leaving] = old
+            leaving += 1
+        slot_of[row] = slot
+        row_of[slot] = row
+        slots[fetch[i]] = slot
+    return leaving
+
+
+def live(
+    slots: np.ndarray, last_use: np.ndarray, next_use: np.ndarray, used_at: int, out: np.ndarray
+) -> tuple[int, int]:
+    """The first `len(out)` of `slots` that were last used at `used_at` and are not wanted.
+
+    Writes them to `out` (int32); returns how many there are, and how many of `slots` were read.
+    """
+    count = read = 0
+    while read < len(slots) and count < len(out):
+        slot = slots[read]
+        read += 1
+        if last_use[slot] == used_at and next_use[slot] == NEVER:
+            out[count] = slot
+            count += 1
+    return count, read
+
+
+def order_ids(
+    labels: np.ndarray,
+    lookup: np.ndarray,
+    positions: np.ndarray,
+    starts: np.ndarray,
+    order: np.ndarray,
+    touched: np.ndarray,
+    segments: np.ndarray,
+) -> int:
+    """Canonical indices of the ids, and the ids sorted by them, stably.
+
+    `labels` int32 `[n]`: canonical indices, or indices into `lookup` (int32) unless that is empty.
+    Writes int64 `positions` and `order` `[n]`; `starts` int32 `[U + 2]`: ids before each canonical
+    index (the last is scratch); int64 `touched` `[U]` and `segments` `[U + 1]`: the indices that
+    occur, and where each starts in `order`. Returns how many occur, or -1 - i for an id i whose
+    index is none of the U.
+    """
+    total = len(starts) - 2
+    for k in range(len(starts)):
+        starts[k] = 0
+    for i in range(len(labels)):
+        position = lookup[labels[i]] if len(lookup) else labels[i]
+        if position < 0 or position >= total:
+            return -1 - i
+        positions[i] = position
+        starts[position + 2] += 1
+    count = 0
+    for k in range(total):
+        here = starts[k + 2]
+        starts[k + 2] += starts[k + 1]
+        if here:
+            touched[count] = k
+            segments[count] = starts[k + 1]
+            count += 1
+    segments[count] = len(labels)
+    for i in range(len(labels)):
+        k = positions[i] + 1
+        order[starts[k]] = i
+        starts[k] += 1
+    return count

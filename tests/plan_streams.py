@@ -1,0 +1,42 @@
+"""Random streams of rows for the planner, by rank and step, with a layout and settings that fit."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from distcache.layout import RowLayout, TableSpec
+from distcache.planner.bodies import COMPILED, NUMPY
+from distcache.planner.simulator import PlannerSettings
+
+BODIES = (COMPILED, NUMPY)
+
+
+def make_layout(rows: int, world: int) -> RowLayout:
+    return RowLayout([TableSpec("t", rows, 4, ("f",))], world)
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple:
+    world = draw(st.sampled_from([1, 1, 2, 3, 4]))
+    rows = draw(st.integers(1, 60))
+    steps = draw(st.integers(1, 14))
+    most = draw(st.integers(0, 12))
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    skew = draw(st.sampled_from([1.0, 3.0]))
+    stream = [
+        [(rng.random(rng.integers(0, most + 1)) ** skew * rows).astype(np.int64)
+         for _ in range(world)]
+        for _ in range(steps)
+    ]  # fmt: skip
+    layout = make_layout(rows, world)
+    need = 1
+    for step in stream:
+        homes = layout.home(np.unique(np.concatenate(step)))
+        need = max(need, *np.bincount(homes, minlength=world))
+    slots = world * (need + draw(st.integers(0, 12)))
+    config = PlannerSettings(
+        slots, draw(st.integers(0, 16)), draw(st.integers(0, 6)), draw(st.booleans())
+    )
+    return stream, layout, config
