@@ -34,6 +34,8 @@ CHOICES = {
     "trainer.backend": ("auto", "gloo", "nccl"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.dtype": ("float32", "float64"),
+    "trainer.amp": ("off", "bf16"),
+    "trainer.schedule": ("overlapped", "serial"),
     "run.digest": ("auto", "true", "false"),
 }
 """Keys with a fixed set of values."""
@@ -63,6 +65,7 @@ LEAST = {
     "trainer.eval_every": 1,
     "trainer.eval_steps": 0,
     "trainer.log_every": 1,
+    "trainer.shake_ms": 0,
     "run.sweep_ranks": 1,
 }
 """Keys with a least value; null is allowed where the config tree allows it."""

@@ -26,7 +26,8 @@ from distcache.store.rows import RowStore
 @dataclass(frozen=True)
 class CachedSettings:
     """How a cached mode runs. `slots`: C of each group (only mode `data` reads it); `schedule`:
-    `overlapped` or `serial`; `shake_ms`: longest random delay at hand-overs between threads."""
+    `overlapped` or `serial`; `shake_ms`: longest random delay at hand-overs between threads;
+    `amp`: `off`, or `bf16` for the dense part."""
 
     mode: str
     slots: Sequence[int] = ()
@@ -41,6 +42,7 @@ class CachedSettings:
     fingerprint: int = 0
     schedule: str = "overlapped"
     shake_ms: float = 0.0
+    amp: str = "off"
 
 
 def make_rows(

@@ -13,6 +13,7 @@ from torch.nn import functional
 from distcache.comm.link import Link
 from distcache.coordinator import DenseGradients, agree, reduce_rows
 from distcache.parallel.cached_parts import CachedSettings
+from distcache.parallel.precision import predict
 from distcache.pipeline.groups import TableGroup, join_pooled
 from distcache.pipeline.lookup import PooledLookup
 from distcache.pipeline.movement import Movement
@@ -60,7 +61,8 @@ class CachedStep:
         ]
         batch = flight.planned.batch
         dense = batch.dense.to(self.link.world.device, self.settings.dtype)
-        return self.model(dense, join_pooled(self.groups, pooled, len(batch.labels)))
+        joined = join_pooled(self.groups, pooled, len(batch.labels))
+        return predict(self.model, dense, joined, self.settings.amp)
 
     def _take_leaves(self, planned: PlannedStep) -> list[Tensor]:
         return [rows.leaf(plan) for rows, plan in zip(self.rows, planned.plans, strict=True)]
