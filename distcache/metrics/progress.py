@@ -113,9 +113,13 @@ def stages(took: dict[str, float], hidden: dict[str, float]) -> str:
         if name == WAIT or ms < 0.05:
             continue
         if name not in hidden:
-            loop.append(f"{name} {ms:.1f}")
+            loop.append(f"{name} {_short(ms)}")
         else:
             share = hidden[name] / ms
             note = "" if share > 0.99 else f" ({100 * share:.0f}%)"
-            beside.append(f"{name} {ms:.1f}{note}")
+            beside.append(f"{name} {_short(ms)}{note}")
     return f"  ms: {' '.join(loop)} | hidden: {' '.join(beside)}"
+
+
+def _short(ms: float) -> str:
+    return f"{ms:.1f}" if ms < 9.95 else f"{ms:.0f}"
