@@ -183,7 +183,12 @@ class TrainerConfig:
     device: str = "auto"
     """`auto`, `cpu` or `cuda`."""
     dtype: str = "float32"
-    """`float32`; `float64` for checks."""
+    """Weights, rows and optimizer state: `float32`; `float64` for checks."""
+    amp: str = "off"
+    """`bf16`: the dense part computes in bfloat16 under torch.autocast; rows, gradients, optimizer
+    state and the loss stay in `dtype`. `off`: all in `dtype`."""
+    tf32: bool = False
+    """CUDA: let float32 products of the dense part be taken in TF32 (10 bits of mantissa)."""
     eval_every: int | None = None
     """Training steps between evaluations; null: only at the end."""
     eval_steps: int = 0
@@ -198,6 +203,8 @@ class TrainerConfig:
     """A run folder, or its `model/`, to go on from."""
     schedule: str = "overlapped"
     """`overlapped`: rows move beside the steps before; `serial`: one stage after the other."""
+    trace: bool = False
+    """Write all ranks' stages on one clock to `trace.json` in the run folder, for Perfetto."""
     shake_ms: float = 0.0
     """Longest random delay at every hand-over between threads, ms (debug; slow)."""
     validate_plans: bool = False

@@ -48,10 +48,11 @@ def check(config: Config, world_size: int, local_size: int) -> list[str]:
     _check_cache(config.cache)
     _check_optim(config.optim)
     _check_trainer(config)
+    _check_precision(config)
     device = _check_device(config, local_size)
     if config.parallel.mode == "hybrid":
         _check_hybrid(config, device)
-    return _warnings(config, world_size)
+    return _warnings(config, world_size, device)
 
 
 def check_own(config: Config, local_size: int) -> None:
@@ -63,6 +64,7 @@ def check_own(config: Config, local_size: int) -> None:
             rule(key, lookup(config, key), wanted)
     _check_cache(config.cache)
     _check_optim(config.optim)
+    _check_precision(config)
     if config.trainer.resume is not None and not Path(config.trainer.resume).is_dir():
         raise ConfigError(
             f"trainer.resume={config.trainer.resume} is no folder: give a run folder or its model/"
@@ -216,6 +218,15 @@ def _check_trainer(config: Config) -> None:
         )
 
 
+def _check_precision(config: Config) -> None:
+    trainer = config.trainer
+    if trainer.amp != "off" and trainer.dtype != "float32":
+        raise ConfigError(
+            f"trainer.amp={trainer.amp} with trainer.dtype={trainer.dtype}: bfloat16 products have "
+            "8 bits, float64 around them is wasted: use trainer.amp=off or trainer.dtype=float32"
+        )
+
+
 def _check_device(config: Config, local_size: int) -> str:
     """The device type that this run will use, `cpu` or `cuda`."""
     import torch
@@ -257,7 +268,7 @@ def _check_hybrid(config: Config, device: str) -> None:
     require_hybrid()
 
 
-def _warnings(config: Config, world_size: int) -> list[str]:
+def _warnings(config: Config, world_size: int, device: str) -> list[str]:
     found, data, cache = [], config.data, config.cache
     total = sum(data.table_rows)
     if config.parallel.mode == "data" and cache.rows is not None and 0 < total < cache.rows:
@@ -267,6 +278,8 @@ def _warnings(config: Config, world_size: int) -> list[str]:
             f"data.global_batch_size={data.global_batch_size} leaves some of {world_size} ranks "
             "without a sample"
         )
+    if config.trainer.tf32 and device == "cpu":
+        found.append("trainer.tf32=true does nothing on the CPU, which has no TF32")
     if config.parallel.mode == "hybrid" and config.optim.name == "rowwise_adagrad":
         kind = config.parallel.sharding
         if kind in ("column_wise", "auto"):

@@ -34,6 +34,7 @@ CHOICES = {
     "trainer.backend": ("auto", "gloo", "nccl"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.dtype": ("float32", "float64"),
+    "trainer.amp": ("off", "bf16"),
     "trainer.schedule": ("overlapped", "serial"),
     "run.digest": ("auto", "true", "false"),
 }

@@ -27,6 +27,7 @@ from distcache.comm.rendezvous import Place, find_place, open_store, publish, re
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import Config
 from distcache.errors import ConfigError, DistcacheError
+from distcache.metrics.trace_part import remove_trace
 
 log = logging.getLogger("distcache.train")
 
@@ -116,6 +117,7 @@ def open_run_folder(run_dir: Path, config: Config, world: World) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "summary.json").unlink(missing_ok=True)  # until this run has one
+        remove_trace(run_dir)
         (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
         write_environment(run_dir, world.size)
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +26,9 @@ from distcache.errors import (
 from distcache.layout import TableSpec
 from distcache.metrics.progress import Progress
 from distcache.metrics.record import SUMMARY_KEYS, plain, write_json
+from distcache.metrics.trace import tracing
 from distcache.parallel.base import Parallel
+from distcache.parallel.precision import tf32
 from distcache.run import build
 from distcache.run.digest import state_digest, wants_state_digest
 from distcache.run.loop import Loop, Outcome
@@ -76,7 +79,7 @@ class Run:
         try:
             start = self.resume()
             schedule = self.schedule(start)
-            with StopRequest() as stop:
+            with StopRequest() as stop, tf32(self.config.trainer.tf32), self.traced():
                 outcome = self.run_steps(start, schedule, rates, stop)
                 stopped_by = stop.agreed(self.world)
                 measured = self.mode.summary()
@@ -86,6 +89,12 @@ class Run:
             return TrainResult(summary, stopped_by)
         finally:
             self.mode.close()
+
+    def traced(self) -> AbstractContextManager[None]:
+        """The time in which all stages go into the trace, where one is asked for."""
+        if not self.config.trainer.trace:
+            return nullcontext()
+        return tracing(self.world, self.run_dir, self.mode)
 
     def resume(self) -> TrainerState:
         """The state under `trainer.resume`, put into the mode; the beginning where that is null."""

@@ -150,7 +150,11 @@ class Unsharded:
 
 
 def hybrid_of(
-    world: World, optimizer: OptimizerSpec, sharding: str, weighted: bool = False
+    world: World,
+    optimizer: OptimizerSpec,
+    sharding: str,
+    weighted: bool = False,
+    amp: str = "off",
 ) -> HybridParallel:
     """The toy model under `hybrid`."""
     pooling = "sum" if weighted else "mean"
@@ -161,6 +165,7 @@ def hybrid_of(
         seed=SEED,
         sharding=sharding,
         weighted=weighted,
+        amp=amp,
     )
     hybrid = HybridParallel(world, spec, Toy())
     hybrid.set_lr(*RATES)

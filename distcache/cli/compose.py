@@ -119,6 +119,8 @@ def to_config(text: str) -> Config:
     if not isinstance(config, Config):
         raise ConfigError(f"no configuration: {text[:80]!r}")
     config.run.digest = config.run.digest.lower()  # a bool on the command line arrives as "True"
+    if config.trainer.amp == "False":  # what YAML makes of an unquoted off
+        config.trainer.amp = "off"
     return config
 
 

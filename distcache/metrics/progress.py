@@ -11,6 +11,7 @@ from distcache.evaluate import EvalResult
 from distcache.metrics.record import MetricsFile
 from distcache.metrics.timing import StepTimes
 from distcache.parallel.base import Parallel, StepResult
+from distcache.pipeline.clock import WAIT
 from distcache.run.schedule import Schedule
 
 logger = logging.getLogger("distcache.trainer")
@@ -39,12 +40,13 @@ class Progress:
     ) -> None:
         """Report the step that made it `done` steps, if its turn has come or it is the last.
 
-        `mode.progress()`, where a mode has it, adds values of this rank, such as `hit_rate`.
+        `mode.progress()` adds values of this rank, such as `hit_rate` and the times of stages;
+        they, and the rate, are those since the line before.
         """
         if self._file is None or (done % self._log_every and done != self._steps):
             return
-        interval_s, rate = times.recent(self._log_every)
-        live: dict[str, Any] = getattr(mode, "progress", dict)()
+        interval_s, rate = times.lap()
+        live = mode.progress()
         self._file.write(
             step=done,
             epoch=epoch,
@@ -53,16 +55,17 @@ class Progress:
             step_ms=1e3 * interval_s,
             **live,
         )
-        hits = live.get("hit_rate")
         logger.info(
             "step %s  loss %.6f  %s samples/s  %.2f ms%s%s",
             self._done(done),
             result.loss,
             f"{rate:,.0f}",
             1e3 * interval_s,
-            "" if hits is None else f"  hit {100 * hits:.2f} %",
+            shares(live),
             self._eta(interval_s, done),
         )
+        if live.get("stage_ms"):
+            logger.info("%s", stages(live["stage_ms"], live["stage_hidden_ms"]))
 
     def _done(self, done: int) -> str:
         """`done` of how many steps, where that is known."""
@@ -86,3 +89,37 @@ class Progress:
             *shown,
             f"{result.samples:,}",
         )
+
+
+def shares(live: dict[str, Any]) -> str:
+    """Stall, hidden share and hit rate as the log line shows them, where a mode has them."""
+    text = ""
+    if live.get("stall_ms") is not None:
+        text += f"  stall {live['stall_ms']:.2f} ms"
+    if live.get("hidden_share") is not None:
+        text += f"  hidden {100 * live['hidden_share']:.0f} %"
+    if live.get("hit_rate") is not None:
+        text += f"  hit {100 * live['hit_rate']:.2f} %"
+    return text
+
+
+def stages(took: dict[str, float], hidden: dict[str, float]) -> str:
+    """Milliseconds of each stage: those of the loop, then those beside it; none below 0.05 ms.
+
+    Where at least a hundredth of a stage beside the loop was waited for, its hidden part follows.
+    """
+    loop, beside = [], []
+    for name, ms in took.items():
+        if name == WAIT or ms < 0.05:
+            continue
+        if name not in hidden:
+            loop.append(f"{name} {_short(ms)}")
+        else:
+            share = hidden[name] / ms
+            note = "" if share > 0.99 else f" ({100 * share:.0f}%)"
+            beside.append(f"{name} {_short(ms)}{note}")
+    return f"  ms: {' '.join(loop)} | hidden: {' '.join(beside)}"
+
+
+def _short(ms: float) -> str:
+    return f"{ms:.1f}" if ms < 9.95 else f"{ms:.0f}"

@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-import numpy as np
-
-SKIPPED_STEPS = 10
-"""First training steps of a process that count for no time: warm-up of caches and allocators."""
+from distcache.parallel.durations import Durations
 
 
-@dataclass
 class StepTimes:
-    """Host times of training steps, in seconds.
+    """Host times of training steps, in memory that does not grow with them.
 
-    `intervals`: from the end of the step (or evaluation) before to the end of this one, waits for
-    batches and plans included; `samples`: of all ranks.
+    An interval reaches from the end of the step (or evaluation) before to the end of this one,
+    waits for batches and plans included; samples are those of all ranks.
     """
 
-    intervals: list[float] = field(default_factory=list)
-    samples: list[int] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._intervals = Durations()
+        self._samples = 0
+        self._recent = (0, 0.0, 0)  # steps, seconds, samples
 
     def add(self, interval_s: float, samples: int) -> None:
         """Record one training step."""
-        self.intervals.append(interval_s)
-        self.samples.append(samples)
+        if self._intervals.add(interval_s):
+            self._samples += samples
+        steps, seconds, recent = self._recent
+        self._recent = (steps + 1, seconds + interval_s, recent + samples)
 
     def step_ms(self) -> dict[str, float | None]:
         """`median` and `p90` of the intervals in milliseconds, without the first ten; None where
-        none is."""
-        kept = np.asarray(self.intervals[SKIPPED_STEPS:]) * 1e3
-        if len(kept) == 0:
-            return {"median": None, "p90": None}
-        return {"median": float(np.median(kept)), "p90": float(np.percentile(kept, 90))}
+        none is. Of more steps than `durations.KEPT`, those of a uniform sample of that many."""
+        found = self._intervals.percentiles((50, 90))
+        median, p90 = (None, None) if found is None else (1e3 * value for value in found)
+        return {"median": median, "p90": p90}
 
     def samples_per_second(self) -> float | None:
         """Samples of all ranks per second of interval, without the first ten steps."""
-        spent = sum(self.intervals[SKIPPED_STEPS:])
-        return sum(self.samples[SKIPPED_STEPS:]) / spent if spent > 0 else None
+        spent = self._intervals.total
+        return self._samples / spent if spent > 0 else None
 
-    def recent(self, count: int) -> tuple[float, float]:
-        """Of the last `count` steps: mean interval in seconds, samples per second."""
-        intervals = self.intervals[-count:]
-        spent = max(sum(intervals), 1e-9)
-        return spent / max(len(intervals), 1), sum(self.samples[-count:]) / spent
+    def lap(self) -> tuple[float, float]:
+        """Of the steps since the last lap, or the beginning: mean interval in seconds, samples per
+        second."""
+        steps, seconds, samples = self._recent
+        self._recent = (0, 0.0, 0)
+        spent = max(seconds, 1e-9)
+        return spent / max(steps, 1), samples / spent

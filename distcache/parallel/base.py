@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from distcache.data.batch import Batch
+from distcache.pipeline.clock import Watcher
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,18 @@ class Parallel(ABC):
         """Whether what the stream raised was raised on all ranks, after the same whole step."""
         return False
 
-    def progress(self) -> dict[str, float]:
-        """This rank's numbers for a log line, so far (`hit_rate` where there is one); no wait."""
+    def progress(self) -> dict[str, Any]:
+        """This rank's numbers for a log line; no wait. None that this mode does not have.
+
+        `hit_rate`: so far. Since the last call, per training step: `stage_ms`, `stage_hidden_ms`,
+        `stall_ms` (the loop waited for plans and rows), and `hidden_share`, the part of planning
+        and movement that nothing waited for.
+        """
         return {}
+
+    def watch(self, watcher: Watcher) -> None:
+        """Call `watcher` with the spans of each step once it has ended, if the mode has any."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

@@ -28,8 +28,8 @@ from distcache.parallel.cached_parts import CachedSettings, make_planner, make_r
 from distcache.parallel.cached_state import load_dense, state_of_dense, state_of_tables
 from distcache.parallel.cached_step import CachedStep
 from distcache.parallel.same import check_same
-from distcache.parallel.statistics import StepStatistics
-from distcache.pipeline.clock import StageClock
+from distcache.parallel.statistics import StepStatistics, stage_values
+from distcache.pipeline.clock import StageClock, Watcher
 from distcache.pipeline.feed import StepFeed
 from distcache.pipeline.groups import make_groups
 from distcache.pipeline.schedule import (
@@ -270,10 +270,15 @@ class CachedParallel(Parallel):
         """See `Parallel.errors_are_common`."""
         return not self.feed.failed
 
-    def progress(self) -> dict[str, float]:
+    def progress(self) -> dict[str, Any]:
         """See `Parallel.progress`."""
         rate = self.statistics.hit_rate() if self.settings.mode == "data" else None
-        return {} if rate is None else {"hit_rate": rate}
+        values = stage_values(self.clock, self.step.training)
+        return values if rate is None else {"hit_rate": rate} | values
+
+    def watch(self, watcher: Watcher) -> None:
+        """See `Parallel.watch`."""
+        self.clock.watchers.append(watcher)
 
     def close(self) -> None:
         """End the stream, if one is open, and let go of stores and gradients."""

@@ -28,7 +28,8 @@ from distcache.streams import Streams
 class CachedSettings:
     """How a cached mode runs. `slots`: C of each group (only mode `data` reads it); `schedule`:
     `overlapped` or `serial`; `shake_ms`: longest random delay at hand-overs between threads;
-    `result_delay`: steps after which a step's loss is read (None: 2 on CUDA, 0 on the CPU)."""
+    `result_delay`: steps after which a step's loss is read (None: 2 on CUDA, 0 on the CPU);
+    `amp`: `off`, or `bf16` for the dense part."""
 
     mode: str
     slots: Sequence[int] = ()
@@ -44,6 +45,7 @@ class CachedSettings:
     schedule: str = "overlapped"
     shake_ms: float = 0.0
     result_delay: int | None = None
+    amp: str = "off"
 
 
 def make_rows(

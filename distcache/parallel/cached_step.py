@@ -13,6 +13,7 @@ from distcache.comm.link import Link
 from distcache.coordinator import Agreement, ControlRing, DenseGradients, reduce_rows
 from distcache.optim.masked import masked_step, uncount
 from distcache.parallel.cached_parts import CachedSettings
+from distcache.parallel.precision import predict
 from distcache.pipeline.groups import TableGroup, join_pooled
 from distcache.pipeline.lookup import PooledLookup
 from distcache.pipeline.movement import Movement
@@ -62,7 +63,8 @@ class CachedStep:
             PooledLookup.apply(leaf, bags)
             for leaf, bags in zip(flight.leaves, flight.bags, strict=True)
         ]
-        return self.model(flight.dense, join_pooled(self.groups, pooled, len(flight.labels)))
+        joined = join_pooled(self.groups, pooled, len(flight.labels))
+        return predict(self.model, flight.dense, joined, self.settings.amp)
 
     def _take_leaves(self, flight: InFlight) -> list[Tensor]:
         return [

@@ -8,6 +8,7 @@ updated inside backward, so ranks agree on the loss before it.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from distcache.optim.dense_state import state_tensors
 from distcache.parallel.base import Parallel, Step, StepResult
 from distcache.parallel.hybrid_meter import StepClock, nbytes_by_part
 from distcache.parallel.hybrid_spec import HybridSpec, check_memory, check_spec, load_torchrec
+from distcache.pipeline.clock import Watcher
 from distcache.pipeline.sizes import agreed_batches
 
 
@@ -71,10 +73,11 @@ class HybridParallel(Parallel):
         check = BatchCheck(self._spec.tables, self._spec.features, self._spec.on_bad_id)
         with Prefetch(map(check, batches)) as ahead:
             sized = agreed_batches(ahead, self._world) if self._spec.agree_on_sizes else ahead
+            asked = time.perf_counter()
             for batch in sized:
-                if batch.kind == "train":
-                    self._clock.add_load(ahead.load_s, ahead.wait_s)
+                self._clock.batch(batch.kind, ahead.load_s, asked)
                 yield Step(batch)
+                asked = time.perf_counter()
 
     def train_step(self, step: Step, stop: bool = False) -> StepResult:
         """Forward, agreement on the loss, backward with the rows' update, dense update."""
@@ -147,7 +150,8 @@ class HybridParallel(Parallel):
     def eval_step(self, step: Step) -> Tensor:
         """Logits `[b]` of this rank's slice; changes no weight, counts no bytes."""
         self._dmp.eval()
-        return self._logits(step.batch)
+        with self._clock.shown("forward", "eval"):
+            return self._logits(step.batch)
 
     def set_lr(self, dense_lr: float, embedding_lr: float) -> None:
         """Learning rates of the coming steps, the very next one included."""
@@ -158,6 +162,10 @@ class HybridParallel(Parallel):
     def errors_are_common(self) -> bool:
         """See `Parallel.errors_are_common`: only where ranks exchange a word before each step."""
         return self._spec.agree_on_sizes
+
+    def watch(self, watcher: Watcher) -> None:
+        """See `Parallel.watch`: `step` (or `forward`, in evaluation) and the `wait` before it."""
+        self._clock.watchers.append(watcher)
 
     def flush(self) -> None:
         """Nothing: the shards are the tables."""
@@ -226,6 +234,7 @@ class HybridParallel(Parallel):
             "embedding_device_bytes": int(held[0]),
             "peak_device_bytes": int(held[1]),
             "stage_ms": stages | self._clock.load_ms(),
+            "stage_hidden_ms": self._clock.hidden_ms(),
             "table_rows": sum(table.rows for table in self._spec.tables),
             **dict.fromkeys(
                 (

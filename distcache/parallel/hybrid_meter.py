@@ -10,56 +10,90 @@ from typing import Any
 
 import torch
 
-WARM_UP_STEPS = 10
-"""Steps left out of timings, as long as there are more."""
+from distcache.parallel.durations import Durations
+from distcache.pipeline.clock import WAIT, Span, Watcher
+
+LANE = "training"
+"""Where all of it runs, for spans."""
 
 
 class StepClock:
-    """Times steps: on the CPU by the clock, on CUDA by events read one step later."""
+    """Times steps: on the CPU by the clock, on CUDA by events read one step later.
+
+    `watchers` see each step's span, host time, and its wait for a batch.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._times_ms: list[float] = []
+        self._times_ms = Durations()
         self._pending: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self._loads: list[tuple[float, float]] = []
+        self._batches, self._load_s, self._wait_s, self._hidden_s = 0, 0.0, 0.0, 0.0
+        self._seen, self._waits = 0, list[Span]()
+        self.watchers: list[Watcher] = []
 
-    def add_load(self, load_s: float, wait_s: float) -> None:
-        """Note seconds: a batch took to load beside the steps, and a step waited for it."""
-        self._loads.append((load_s, wait_s))
+    def batch(self, kind: str, load_s: float, asked: float) -> None:
+        """Note a batch that took `load_s` seconds to load beside the steps and that the loop,
+        which `asked` for it at that time, has now."""
+        got = time.perf_counter()
+        self._waits = [Span(WAIT, LANE, self._seen, asked, got)]
+        if kind == "train":
+            self._batches += 1
+            self._load_s += load_s
+            self._wait_s += got - asked
+            self._hidden_s += max(0.0, load_s - (got - asked))
 
     def load_ms(self) -> dict[str, float]:
         """Mean milliseconds per batch of `load` and `wait`."""
-        count = max(1, len(self._loads))
-        load, wait = (1e3 * sum(pair[i] for pair in self._loads) / count for i in (0, 1))
-        return {"load": load, "wait": wait}
+        return {"load": self._per_batch(self._load_s), "wait": self._per_batch(self._wait_s)}
+
+    def hidden_ms(self) -> dict[str, float]:
+        """Mean milliseconds per batch of `load` that no step waited for."""
+        return {"load": self._per_batch(self._hidden_s)}
+
+    def _per_batch(self, seconds: float) -> float:
+        return 1e3 * seconds / max(1, self._batches)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time what runs inside."""
-        if not self._cuda:
-            start = time.perf_counter()
+        """Time the training step that runs inside."""
+        with self.shown("step", "train"):
+            if not self._cuda:
+                start = time.perf_counter()
+                yield
+                self._times_ms.add((time.perf_counter() - start) * 1e3)
+                return
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
             yield
-            self._times_ms.append((time.perf_counter() - start) * 1e3)
-            return
-        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        events[0].record()
+            events[1].record()
+            self._harvest()
+            self._pending = events
+
+    @contextmanager
+    def shown(self, name: str, kind: str) -> Iterator[None]:
+        """Let `watchers` see what runs inside, if it ends well; the next batch has a new number."""
+        start = time.perf_counter()
         yield
-        events[1].record()
-        self._harvest()
-        self._pending = events
+        spans = [*self._waits, Span(name, LANE, self._seen, start, time.perf_counter())]
+        for watcher in self.watchers:
+            watcher(self._seen, kind, spans)
+        self._seen, self._waits = self._seen + 1, []
 
     def _harvest(self) -> None:
         if self._pending is not None:
             # Long done: the loss of the step after it has been read since.
             self._pending[1].synchronize()
-            self._times_ms.append(self._pending[0].elapsed_time(self._pending[1]))
+            self._times_ms.add(self._pending[0].elapsed_time(self._pending[1]))
             self._pending = None
 
     def median_ms(self) -> float | None:
-        """Median milliseconds of a step without the first ten; None before any."""
+        """Median milliseconds of a step without the first ten, or of all where there are no more;
+        None before any."""
         self._harvest()
-        times = self._times_ms[WARM_UP_STEPS:] or self._times_ms
-        return statistics.median(times) if times else None
+        found = self._times_ms.percentiles((50,))
+        if found is not None:
+            return found[0]
+        return statistics.median(self._times_ms.skipped) if self._times_ms.skipped else None
 
 
 def nbytes_by_part(

@@ -32,7 +32,8 @@ class HybridSpec:
     `features`: the order of the bags and of the pooled vectors; each is read by one table.
     `weighted`: batches carry a weight per id. `local_batch_size`: samples per rank and step that
     TorchRec's planner (`sharding="auto"`) reckons with. `agree_on_sizes`: ranks bring batches of
-    their own sizes, and tell each other before each step.
+    their own sizes, and tell each other before each step. `amp`: `off`, or `bf16` for the
+    dense part.
     """
 
     tables: tuple[TableSpec, ...]
@@ -45,6 +46,7 @@ class HybridSpec:
     local_batch_size: int = 512
     on_bad_id: str = "error"
     agree_on_sizes: bool = False
+    amp: str = "off"
 
 
 def check_spec(spec: HybridSpec, world: World) -> None:

@@ -30,6 +30,7 @@ from distcache.data.batch import JaggedIds
 from distcache.layout import TableSpec
 from distcache.parallel.hybrid_sharding import shared_plan
 from distcache.parallel.hybrid_spec import HybridSpec
+from distcache.parallel.precision import predict
 from distcache.store.initial import block_rows, initial_rows
 
 _OPTIMIZERS = {
@@ -44,20 +45,23 @@ class HybridModel(nn.Module):
     """Sharded tables in front of the dense part; pooled vectors in the order of `features`."""
 
     def __init__(
-        self, ebc: EmbeddingBagCollection, dense: nn.Module, features: tuple[str, ...]
+        self, ebc: EmbeddingBagCollection, dense: nn.Module, features: tuple[str, ...], amp: str
     ) -> None:
         super().__init__()
         self.ebc = ebc
         self.dense = dense
         self.features = features
+        self.amp = amp
 
     def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
         """Logits `[b]` of `dense` `[b, F]` and bags of ids."""
         pooled = self.ebc(ids)
         if tuple(pooled.keys()) == self.features:
-            return self.dense(dense, pooled.values())
-        by_feature = pooled.to_dict()
-        return self.dense(dense, torch.cat([by_feature[key] for key in self.features], dim=1))
+            vectors = pooled.values()
+        else:
+            by_feature = pooled.to_dict()
+            vectors = torch.cat([by_feature[key] for key in self.features], dim=1)
+        return predict(self.dense, dense, vectors, self.amp)
 
 
 def build(world: World, spec: HybridSpec, dense: nn.Module) -> DistributedModelParallel:
@@ -73,7 +77,7 @@ def build(world: World, spec: HybridSpec, dense: nn.Module) -> DistributedModelP
     )
     kind, options = _OPTIMIZERS[spec.optimizer.name], _fused_options(spec)
     _apply_optimizer_in_backward(kind, ebc.parameters(), options)
-    model = HybridModel(ebc, dense.to(world.device), spec.features)
+    model = HybridModel(ebc, dense.to(world.device), spec.features, spec.amp)
     plan = shared_plan(world, spec, ebc)
     dmp = DistributedModelParallel(
         model,

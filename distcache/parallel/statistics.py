@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from distcache.comm.counters import CollectiveCounters
 from distcache.comm.world import World
+from distcache.pipeline.clock import WAIT, StageClock
 from distcache.pipeline.rows import GroupRows
-from distcache.pipeline.schedule import InFlight
+from distcache.pipeline.schedule import TRAINING, InFlight, Stage
 
 
 class StepStatistics:
@@ -95,3 +96,20 @@ class StepStatistics:
             "peak_device_bytes": int(peak[1]),
             "cache_rows": sum(group.cache.slots for group in rows),
         }
+
+
+def stage_values(clock: StageClock, stages: Sequence[Stage]) -> dict[str, Any]:
+    """What stages took since the last call, for `Parallel.progress`; `stages`: those of a step.
+
+    The hidden share counts planning and movement, wherever they ran: what ran in the loop, as
+    with the serial schedule, was waited for.
+    """
+    took, hidden = clock.lap()
+    own = {WAIT, *(stage.name for stage in stages if stage.stream in TRAINING)}
+    beside = sum(ms for name, ms in took.items() if name not in own)
+    return {
+        "stage_ms": took,
+        "stage_hidden_ms": hidden,
+        "stall_ms": took.get(WAIT, 0.0),
+        "hidden_share": sum(hidden.values()) / beside if beside > 0 else None,
+    }

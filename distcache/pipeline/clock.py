@@ -55,6 +55,7 @@ class StageClock:
         self.hidden: dict[str, float] = defaultdict(float)
         self.steps = 0
         self.watchers: list[Watcher] = []
+        self._lap: tuple[int, dict[str, float], dict[str, float]] = (0, {}, {})
 
     def add(self, step: int, kind: str, spans: Sequence[Span], waits: Sequence[Span]) -> None:
         """Take in one step: `spans` of its stages, and the `waits` of the loop for it."""
@@ -77,8 +78,23 @@ class StageClock:
         """Milliseconds per step of each stage beside training that nothing waited for."""
         return self._per_step(self.hidden)
 
+    def lap(self) -> tuple[dict[str, float], dict[str, float]]:
+        """`mean_ms` and `hidden_ms` of the steps since the last lap, or since the beginning."""
+        steps, seconds, hidden = self._lap
+        self._lap = (self.steps, dict(self.seconds), dict(self.hidden))
+        count = self.steps - steps
+        return _mean_ms(self.seconds, count, seconds), _mean_ms(self.hidden, count, hidden)
+
     def _per_step(self, seconds: dict[str, float]) -> dict[str, float]:
-        return {name: 1e3 * total / max(1, self.steps) for name, total in seconds.items()}
+        return _mean_ms(seconds, self.steps, {})
+
+
+def _mean_ms(seconds: dict[str, float], steps: int, before: dict[str, float]) -> dict[str, float]:
+    """Milliseconds per step of what was added to `before` in `steps` steps."""
+    return {
+        name: 1e3 * (total - before.get(name, 0.0)) / max(1, steps)
+        for name, total in seconds.items()
+    }
 
 
 def _overlap(span: Span, waits: Iterable[Span]) -> float:

@@ -153,6 +153,7 @@ def build_parallel(
             local_batch_size=-(-config.data.global_batch_size // world.size),
             on_bad_id=config.data.on_bad_id,
             agree_on_sizes=config.data.name == "own",
+            amp=config.trainer.amp,
         )
         return HybridParallel(world, spec, model)
     settings = cached_settings(config, world, tables, source)
@@ -195,4 +196,5 @@ def cached_settings(
         validate=config.trainer.validate_plans,
         schedule=config.trainer.schedule,
         shake_ms=config.trainer.shake_ms,
+        amp=config.trainer.amp,
     )

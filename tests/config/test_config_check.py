@@ -43,6 +43,8 @@ REFUSED = {
     "optim.embedding_lr=inf": ("optim.embedding_lr=inf", "at least 0"),
     "optim.warmup_steps=10 optim.decay_start=5 optim.decay_steps=9": ("optim.decay_start=5", "10"),
     "trainer.dtype=bfloat16": ("trainer.dtype=bfloat16", "float64"),
+    "trainer.amp=fp16": ("trainer.amp=fp16", "off or bf16"),
+    "trainer.amp=bf16 trainer.dtype=float64": ("trainer.amp=bf16", "trainer.dtype=float32"),
     "trainer.backend=mpi": ("trainer.backend=mpi", "gloo or nccl"),
     "trainer.device=tpu": ("trainer.device=tpu", "cpu or cuda"),
     "trainer.steps=0": ("trainer.steps=0", "at least 1"),
@@ -184,6 +186,17 @@ def test_warnings(no_fbgemm):
     assert "without a sample" in idle
     (shards,) = checked(["parallel=hybrid", "optim=rowwise_adagrad"])
     assert "row states of their own" in shards
+    (nothing,) = checked(["trainer.tf32=true", "trainer.device=cpu"])
+    assert "trainer.tf32=true does nothing on the CPU" in nothing
+
+
+def test_off_is_off_however_it_is_written():
+    for word in ("off", "'off'", "false"):
+        own = OmegaConf.create(f"trainer: {{amp: {word}}}")
+        text = OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(composed()), own))
+        assert to_config(text).trainer.amp == "off"
+    assert to_config(compose_overrides(["trainer.amp=off"])).trainer.amp == "off"
+    assert to_config(compose_overrides(["trainer.amp=bf16"])).trainer.amp == "bf16"
 
 
 def test_a_preprocessed_folder_says_its_own_rows(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import hybrid_cases as cases
 import numpy as np
 import pytest
@@ -249,6 +251,48 @@ def _bytes(world: World, rank: int, size: int) -> list:
     return out
 
 
+def _watched(world: World, rank: int, size: int) -> tuple:
+    hybrid, seen = cases.hybrid_of(world, OPTIMIZERS[0], "table_wise"), []
+    hybrid.watch(lambda step, kind, spans: seen.append((step, kind, spans)))
+    _train(hybrid, rank, size)
+    hybrid.eval_step(Step(cases.rank_slice(cases.whole_batch(99, 5), rank, size)))
+    summary, progress = hybrid.summary(), hybrid.progress()
+    hybrid.close()
+    return seen, summary, progress
+
+
+def test_a_watcher_sees_each_step_and_its_wait(two_ranks: list) -> None:
+    for seen, summary, progress in (results["watched"] for results in two_ranks):
+        assert [step for step, _, _ in seen] == list(range(len(SIZES) + 1))
+        assert [kind for _, kind, _ in seen] == ["train"] * len(SIZES) + ["eval"]
+        names = [[span.name for span in spans] for _, _, spans in seen]
+        assert names == [["wait", "step"]] * len(SIZES) + [["forward"]]
+        spans = [span for _, _, spans in seen for span in spans]
+        assert all(a.end <= b.start for a, b in pairwise(spans))
+        waited = sum(span.seconds for span in spans if span.name == "wait")
+        assert summary["stage_ms"]["wait"] == pytest.approx(1e3 * waited / len(SIZES))
+        assert 0 <= summary["stage_hidden_ms"]["load"] <= summary["stage_ms"]["load"]
+        assert progress == {}, "no stages: the log line shows none"
+
+
+def _bf16(world: World, rank: int, size: int) -> tuple:
+    hybrid = cases.hybrid_of(world, OPTIMIZERS[1], "table_wise", amp="bf16")
+    losses = _train(hybrid, rank, size)
+    dtypes = {value.dtype for value in cases.copy_state(hybrid).values() if hasattr(value, "dtype")}
+    logits = hybrid.eval_step(Step(cases.rank_slice(cases.whole_batch(99, 5), rank, size)))
+    hybrid.close()
+    return losses, dtypes, logits.dtype
+
+
+def test_bfloat16_products_and_float32_rows(two_ranks: list) -> None:
+    oracle = cases.Unsharded(OPTIMIZERS[1])
+    expected = [oracle.train(cases.whole_batch(i, b)) for i, b in enumerate(SIZES)]
+    for losses, dtypes, logits in (results["bf16"] for results in two_ranks):
+        assert dtypes == {torch.float32} and logits == torch.float32
+        apart = np.abs(np.array(losses) / expected - 1)
+        assert 1e-5 < apart.max() < 2**-6, "bfloat16 rounds each product to 8 bits"
+
+
 def _two_ranks(rank: int, size: int, folder: str) -> dict:
     world = open_world("cpu", "gloo", 60)
     results = {
@@ -256,6 +300,8 @@ def _two_ranks(rank: int, size: int, folder: str) -> dict:
         "grid": _train_all(world, rank, size, SAMPLE),
         "resume": _save_and_go_on(world, rank, size, folder),
         "bad": _bad_loss_and_rates(world, rank, size),
+        "watched": _watched(world, rank, size),
+        "bf16": _bf16(world, rank, size),
         "bytes": _bytes(world, rank, size),
         "buckets": _bucket_orders(world, rank, size),
     }
@@ -285,6 +331,7 @@ def test_bytes_of_known_steps(two_ranks: list) -> None:
         assert mine > 0, "each rank owns a table"
         assert summary["stage_ms"]["forward_backward"] > 0
         assert summary["stage_ms"]["sync"] is None
+        assert summary["stage_hidden_ms"] == {"load": 0.0}, "no batch came from a stream"
         assert summary["hit_rate"] is None
         sent.append(counted["planning_bytes"])
         tables = sum(t.rows * t.dim * 4 for t in cases.tables() if owners[t.name] == rank)

@@ -1,0 +1,253 @@
+"""The trace: every stage of every rank once, on one clock, whatever ends the run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import tracemalloc
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from protocol_cases import Raises, batches, caught, make, train
+from ranks import run_ranks
+
+from distcache.comm.shared_clock import SharedClock
+from distcache.comm.world import close_world, open_world
+from distcache.errors import ConfigError
+from distcache.metrics import trace
+from distcache.metrics.trace import collect, tracing
+from distcache.metrics.trace_part import TracePart, done_path, open_path, remove_trace
+from distcache.pipeline.clock import WAIT, Span
+
+MOVEMENT = ["write_back", "gather", "fill"]
+PLANNING = ["ingest", "load", "plan"]
+LOOP = ["forward_backward", "sync", "apply"]
+
+
+def read(folder: Path) -> dict:
+    """The trace in `folder`, which must hold nothing else of it."""
+    (path,) = folder.glob("trace*")
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt") as file:
+        return json.load(file)
+
+
+def spans_of(found: dict) -> dict[tuple[str, str], list[dict]]:
+    """Complete events by the names of their rank and lane, in the order of time."""
+    events = found["traceEvents"]
+    about = [e for e in events if e["ph"] == "M"]
+    ranks = {e["pid"]: e["args"]["name"] for e in about if e["name"] == "process_name"}
+    named = [e for e in about if e["name"] == "thread_name"]
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in named}
+    assert len(named) == len(lanes), "a lane is named once"
+    spans: dict[tuple[str, str], list[dict]] = defaultdict(list)
+    for event in events:
+        if event["ph"] != "M":
+            assert event["ph"] == "X" and event["dur"] >= 0
+            place = event["pid"], event["tid"]
+            spans[ranks[event["pid"]].split(" on ")[0], lanes[place]].append(event)
+    return {key: sorted(found, key=lambda e: e["ts"]) for key, found in spans.items()}
+
+
+def by_step(events: list[dict]) -> dict[int, list[str]]:
+    """The stages of each step, waits left out; names carry the step's number."""
+    steps: dict[int, list[str]] = defaultdict(list)
+    for event in events:
+        assert event["name"] == f"{event['cat']} {event['args']['step']}"
+        if event["cat"] != WAIT:
+            steps[event["args"]["step"]].append(event["cat"])
+    return dict(steps)
+
+
+def traced(rank: int, size: int, folder: str, fail: int | None, schedule: str) -> str:
+    """Train with evaluations in between, traced; what the run raised."""
+    world = open_world("cpu", "gloo", 60)
+    mode = make(world, schedule=schedule, model=Raises(fail if rank == size - 1 else None))
+
+    def run() -> None:
+        with tracing(world, Path(folder), mode):
+            train(mode, batches(world, range(6), evals=fail is None))
+
+    error = caught(run)
+    mode.close()
+    close_world(world, orderly=False)
+    return error
+
+
+@pytest.mark.parametrize("schedule", ["overlapped", "serial"])
+def test_all_ranks_stages_are_on_one_clock(tmp_path, schedule) -> None:
+    assert run_ranks(traced, 2, str(tmp_path), None, schedule) == ["", ""]
+    found = read(tmp_path)
+    spans, steps = spans_of(found), range(12)
+    own = MOVEMENT if schedule == "serial" else []
+    lanes = ["planner", "training"] + (["movement"] if schedule == "overlapped" else [])
+    assert sorted(spans) == [(f"rank {r}", lane) for r in range(2) for lane in sorted(lanes)]
+    for (_, lane), events in spans.items():
+        for one, other in pairwise(events):
+            assert one["ts"] + one["dur"] <= other["ts"] + 0.01, "a lane does one thing at a time"
+        kinds = {e["args"]["step"]: e["args"]["kind"] for e in events}
+        assert kinds == {step: ("train", "eval")[step % 2] for step in steps}
+        expected = {
+            "planner": dict.fromkeys(steps, PLANNING),
+            "movement": dict.fromkeys(steps, MOVEMENT),
+            "training": {step: own + (["forward"] if step % 2 else LOOP) for step in steps},
+        }
+        assert by_step(events) == expected[lane]
+    syncs = [
+        [e for e in spans[f"rank {rank}", "training"] if e["cat"] == "sync"] for rank in range(2)
+    ]
+    for one, other in zip(*syncs, strict=True):  # sums are done once both have come
+        assert one["ts"] + one["dur"] > other["ts"] and other["ts"] + other["dur"] > one["ts"]
+    waits = [e for e in spans["rank 0", "training"] if e["cat"] == WAIT]
+    assert {e["args"]["step"] for e in waits} == set(steps)
+    assert found["otherData"]["clocks_asked_over_the_network"] == {}
+
+
+def test_a_rank_that_fails_leaves_the_steps_before_it_of_all_ranks(tmp_path) -> None:
+    errors = run_ranks(traced, 2, str(tmp_path), 3, "overlapped")
+    assert "the model fails in step 3" in errors[0] and "ValueError" in errors[1]
+    spans = spans_of(read(tmp_path))
+    for rank in range(2):
+        assert list(by_step(spans[f"rank {rank}", "training"])) == [0, 1, 2]
+
+
+@pytest.fixture
+def world():
+    world = open_world("cpu", "gloo", 60)
+    yield world
+    close_world(world)
+
+
+def test_an_interrupted_run_has_its_trace(world, tmp_path) -> None:
+    mode = make(world)
+    with pytest.raises(KeyboardInterrupt), tracing(world, tmp_path, mode):
+        for step in mode.stream(batches(world, range(6))):
+            mode.train_step(step)
+            if step.batch.index == 3:
+                raise KeyboardInterrupt
+    mode.close()
+    assert list(by_step(spans_of(read(tmp_path))["rank 0", "training"])) == [0, 1, 2, 3]
+
+
+def test_a_folder_that_cannot_be_written_is_refused(world, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    mode = make(world)
+    with (
+        pytest.raises(ConfigError, match=r"trainer\.trace=true cannot write into .*run\.dir"),
+        tracing(world, tmp_path / "file", mode),
+    ):
+        pass
+    mode.close()
+
+
+def part(folder: Path, rank: int, steps: int = 3, **clock: float) -> TracePart:
+    """A part with steps of 1 s each, of which the first 0.25 s were waited."""
+    made = TracePart(folder, rank, SharedClock(start_s=100.0, **clock))
+    for step in range(steps):
+        at = 100.0 + step
+        wait = Span(WAIT, "training", step, at, at + 0.25)
+        made(step, "train", [wait, Span("apply", "training", step, at + 0.25, at + 1)])
+    return made
+
+
+def test_times_are_microseconds_of_rank_0_s_clock(tmp_path) -> None:
+    part(tmp_path, 0).close()
+    part(tmp_path, 1, offset_s=-7.5).close()
+    collect(tmp_path, 2, {"by": "hand"}, 0.0)
+    found = read(tmp_path)
+    spans = spans_of(found)
+    for rank, shift in ((0, 0.0), (1, -7.5e6)):
+        events = spans[f"rank {rank}", "training"]
+        applies = [(e["ts"] - shift, e["dur"]) for e in events if e["cat"] == "apply"]
+        expected = [(s * 1e6 + 0.25e6, 0.75e6) for s in range(3)]
+        assert sum(applies, ()) == pytest.approx(sum(expected, ()))
+    assert found["otherData"] == {"by": "hand"} and found["displayTimeUnit"] == "ms"
+    threads = [e["tid"] for e in found["traceEvents"] if e["name"] == "thread_name"]
+    processes = [e["pid"] for e in found["traceEvents"] if e["name"] == "process_name"]
+    assert len(set(threads)) == 2 and len(set(processes)) == 2 and 0 not in processes
+
+
+def test_lanes_of_any_name_have_threads_of_their_own(tmp_path) -> None:
+    made = TracePart(tmp_path, 0, SharedClock(0.0))
+    lanes = ("copy-in", "training", "copy-out", "movement", "planner")
+    made(0, "train", [Span("fill", lane, 0, 0.0, 1.0) for lane in lanes])
+    made.close()
+    collect(tmp_path, 1, {}, 0.0)
+    assert {lane for _, lane in spans_of(read(tmp_path))} == set(lanes)
+
+
+def test_what_a_killed_rank_wrote_is_kept_and_said(tmp_path, caplog) -> None:
+    part(tmp_path, 0).close()
+    killed = part(tmp_path, 1)
+    killed._file.flush()
+    with open_path(tmp_path, 1).open("a") as file:
+        file.write('{"name":"torn')
+    collect(tmp_path, 3, {}, 0.1)
+    spans = spans_of(read(tmp_path))
+    assert len(spans["rank 1", "training"]) == 6
+    assert "rank 1 is not whole" in caplog.text and "lacks rank 2" in caplog.text
+    killed.close()  # a rank that was only slow, and finds its part taken
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_large_traces_are_packed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(trace, "LARGE_BYTES", 1_000)
+    part(tmp_path, 0, steps=20).close()
+    assert collect(tmp_path, 1, {}, 0.0) == tmp_path / "trace.json.gz"
+    assert len(spans_of(read(tmp_path))["rank 0", "training"]) == 40
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, caplog, monkeypatch) -> None:
+    made = part(tmp_path, 0)
+    made._file.flush()
+    with Path("/dev/full").open("w") as full, made._file:
+        made._file = full
+        for step in range(3, 5_000):
+            made(step, "train", [Span("apply", "training", step, 0.0, 1.0)])
+        made.close()
+    assert caplog.text.count("the trace of this rank ends here") >= 1
+    assert done_path(tmp_path, 0).exists(), "rank 0 need not wait for it"
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trace, "join", fails)
+    assert collect(tmp_path, 1, {}, 0.0) is None
+    assert "its parts stay" in caplog.text and done_path(tmp_path, 0).exists()
+
+
+def test_memory_does_not_grow_with_the_steps(tmp_path) -> None:
+    made = TracePart(tmp_path, 0, SharedClock(0.0))
+
+    def steps(count: int) -> None:
+        for step in range(count):
+            made(step, "train", [Span("apply", "training", step, 0.0, 1.0)] * 10)
+
+    steps(10)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    steps(2_000)
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    made.close()
+    written = done_path(tmp_path, 0).stat().st_size
+    assert written > 2_000_000 and grown < written / 20
+
+
+def test_an_older_trace_is_removed_and_nothing_else(tmp_path) -> None:
+    names = ["trace.json", "trace.json.gz", "trace.rank0.open", "trace.rank11.done"]
+    for name in [*names, "summary.json", "trace.txt"]:
+        (tmp_path / name).write_text("")
+    remove_trace(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["summary.json", "trace.txt"]
+
+
+def test_ranks_on_other_machines_are_said(caplog) -> None:
+    caplog.set_level(logging.INFO, trace.__name__)
+    found = trace.about([SharedClock(5.0), SharedClock(5.0, -0.25, 0.001)])
+    asked = found["clocks_asked_over_the_network"]
+    assert asked == {"rank 1": {"offset_s": -0.25, "error_s": 0.001}}
+    assert "rank 1 is on another machine, its clock +0.250000 s" in caplog.text
