@@ -197,6 +197,9 @@ class TrainerConfig:
     """Training steps between log lines."""
     log_level: str = "INFO"
     """Level of the `distcache` logger."""
+    threads: Any = "auto"
+    """Threads of a rank's torch operations; `auto`: OMP_NUM_THREADS if set (not by torchrun, to 1),
+    else the rank's share of the cores."""
     timeout_s: float = 300.0
     """Seconds that a wait on other ranks may last."""
     resume: str | None = None

@@ -43,6 +43,7 @@ def check(config: Config, world_size: int, local_size: int) -> list[str]:
         at_least(key, lookup(config, key), least)
     for key in ("cache.lookahead", "cache.prefetch"):
         auto_or_count(key, lookup(config, key))
+    auto_or_count("trainer.threads", config.trainer.threads, 1)
     _check_data(config.data)
     _check_model(config.model, config.data)
     _check_cache(config.cache)

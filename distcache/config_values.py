@@ -89,11 +89,14 @@ def at_least(key: str, value: float | None, least: float) -> None:
         raise ConfigError(f"{key}={value} is out of range: give a number of at least {least}")
 
 
-def auto_or_count(key: str, value: Any) -> None:
-    """Raise ConfigError unless `value` is `auto` or a whole number from 0 on."""
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+def auto_or_count(key: str, value: Any, least: int = 0) -> None:
+    """Raise ConfigError unless `value` is `auto` or a whole number from `least` on."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value == "auto" or (whole and value >= least):
         return
-    raise ConfigError(f"{key}={value} is out of range: give auto, or a whole number of at least 0")
+    raise ConfigError(
+        f"{key}={value} is out of range: give auto, or a whole number of at least {least}"
+    )
 
 
 def positive_list(key: str, values: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
@@ -82,6 +83,7 @@ def agree(place: Place, store: dist.Store | None) -> Composed:
 def run(config: Config, place: Place, store: dist.Store | None) -> int:
     """Train with a checked configuration on this rank; the exit code."""
     # Imported here: `--help`, `--cfg job` and the parent of a sweep need no trainer.
+    from distcache.run.threads import compute_threads
     from distcache.trainer import train
 
     set_up_logging(config.trainer.log_level, place.rank, place.world_size)
@@ -89,6 +91,7 @@ def run(config: Config, place: Place, store: dist.Store | None) -> int:
     try:
         trainer = config.trainer
         world = open_world(trainer.device, trainer.backend, trainer.timeout_s, store)
+        torch.set_num_threads(compute_threads(config, world))
         run_dir = Path(config.run.dir)
         if world.is_first:
             open_run_folder(run_dir, config, world)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from distcache.errors import MemoryTooSmallError, PlanError
 from distcache.store.available import describe_bytes, require_memory
+from distcache.store.copies import put_rows, take_rows
 
 Index = Tensor | np.ndarray
 """int64 `[m]`, on the CPU."""
@@ -92,9 +93,16 @@ class DeviceCache:
 
         A slot that was just evicted may be read until it is filled again.
         """
-        where = self._to_device(self._slots(slots))
-        state = None if self.state is None else self.state.index_select(0, where)
-        return self.weight.index_select(0, where), state
+        at = self._slots(slots)
+        parts = (self.weight, self.state)
+        if self.device.type == "cpu":
+            weight, state = (None if part is None else _taken(part, at) for part in parts)
+        else:
+            where = self._to_device(at)
+            weight, state = (None if p is None else p.index_select(0, where) for p in parts)
+        if weight is None:
+            raise PlanError("a cache without weights")
+        return weight, state
 
     def gather(self, slots: Index, where: Tensor | None = None) -> Tensor:
         """Copies of a step's rows on the device, `[U, D]`; every slot must hold a row.
@@ -229,8 +237,14 @@ class DeviceCache:
                 raise PlanError(f"{name} for {len(at)} slots must be {want}, got {got}")
 
     def _copy_in(self, at: np.ndarray, weight: Tensor, state: Tensor | None) -> None:
+        pairs = ((self.weight, weight), (self.state, state))
+        if self.device.type == "cpu":
+            for target, values in pairs:
+                if target is not None and values is not None:
+                    put_rows(target.numpy(), at, values.contiguous().numpy())
+            return
         where = self._to_device(at)
-        for target, values in ((self.weight, weight), (self.state, state)):
+        for target, values in pairs:
             if target is not None and values is not None:
                 target.index_copy_(0, where, values.to(self.device, non_blocking=True))
 
@@ -239,6 +253,13 @@ class DeviceCache:
         if self.device.type == "cuda":
             where = where.pin_memory()
         return where.to(self.device, non_blocking=True)
+
+
+def _taken(source: Tensor, at: np.ndarray) -> Tensor:
+    """Copies of rows on the CPU."""
+    out = torch.empty(len(at), source.shape[1], dtype=source.dtype)
+    take_rows(source.numpy(), at, out.numpy())
+    return out
 
 
 def _numpy(index: Index, name: str) -> np.ndarray:

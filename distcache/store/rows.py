@@ -17,12 +17,16 @@ from distcache.comm.world import World
 from distcache.errors import ConfigError, DistcacheError, PlanError
 from distcache.layout import RowLayout
 from distcache.store.base import Rows
+from distcache.store.copies import RowTaker, put_rows
 from distcache.store.initial import block_rows, initial_rows
 from distcache.store.memory import SharedMemory, describe_bytes, require_memory
 
 log = logging.getLogger(__name__)
 
 _PAGE = 4096
+_MOST_THREADS = 8
+"""More gather no faster."""
+
 _WAY_OUT = (
     "use fewer or narrower rows (data.table_rows, model.embedding_dim), an optimizer with less "
     "state per row (optim), or a machine or control group with more memory"
@@ -86,6 +90,7 @@ class RowStore:
             self._state = memory.tensor(first, (layout.rows, state_width), dtype)
         memory.close()  # from here on the tensors hold the mapping
         self.nbytes = first + second
+        self._taker = RowTaker(_gather_threads(world))
 
     @classmethod
     def create(
@@ -163,25 +168,27 @@ class RowStore:
         With `out` they are written there (contiguous tensors of exactly these shapes).
         Raises PlanError for a row outside [0, V), or wrong shapes.
         """
-        weight_out, state_out = (None, None) if out is None else out
-        if out is not None:
-            self._check_values(rows, weight_out, state_out)
-        with _RowErrors(rows, self.layout.rows):
-            weight = torch.index_select(self.weight, 0, rows, out=weight_out)
-            if self.state is None:
-                return weight, None
-            return weight, torch.index_select(self.state, 0, rows, out=state_out)
+        _check_index(rows)
+        if out is None:
+            out = torch.empty(len(rows), self.layout.dim, dtype=self.dtype), None
+            if self.state is not None:
+                out = out[0], torch.empty(len(rows), self.state_width, dtype=self.dtype)
+        self._check_values(rows, *out)
+        for source, target in zip((self.weight, self.state), out, strict=True):
+            if source is not None and target is not None:
+                self._taker.take(source.numpy(), rows.numpy(), target.numpy())
+        return out
 
     def scatter(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
         """Write `rows` (int64 `[m]`, distinct, on the CPU): `weight` `[m, D]`, `state` `[m, S]`.
 
         Raises PlanError for a row outside [0, V), or wrong shapes.
         """
+        _check_index(rows)
         self._check_values(rows, weight, state)
-        with _RowErrors(rows, self.layout.rows):
-            self.weight.index_copy_(0, rows, weight)
-            if self.state is not None and state is not None:
-                self.state.index_copy_(0, rows, state)
+        for target, values in ((self.weight, weight), (self.state, state)):
+            if target is not None and values is not None:
+                put_rows(target.numpy(), rows.numpy(), values.numpy())
 
     def table(self, index: int) -> Rows:
         """Views, in original ids, of table `index` of the layout: `[rows, D]`, `[rows, S]` or None.
@@ -198,6 +205,7 @@ class RowStore:
         Views that someone still holds stay valid; the memory goes with the last of them.
         """
         self._weight = self._state = None
+        self._taker.close()
 
     def _check_values(self, rows: Tensor, weight: Tensor | None, state: Tensor | None) -> None:
         """PlanError unless weight and state are on the CPU and as wide and long as they must be."""
@@ -211,26 +219,21 @@ class RowStore:
                 raise PlanError(f"{name} of {len(rows)} rows must be {want}, got {got}")
 
 
-class _RowErrors:
-    """Turns torch's index errors into PlanError with the row; costs nothing when all is well."""
+def _check_index(rows: Tensor) -> None:
+    """PlanError unless row numbers are int64 `[m]` on the CPU."""
+    if rows.dtype != torch.int64 or rows.dim() != 1 or rows.device.type != "cpu":
+        raise PlanError(
+            f"row numbers must be int64 [m] on the CPU, got {rows.dtype} {list(rows.shape)} "
+            f"on {rows.device}"
+        )
 
-    def __init__(self, rows: Tensor, limit: int) -> None:
-        self._rows, self._limit = rows, limit
 
-    def __enter__(self) -> None:
-        rows = self._rows
-        if rows.dtype != torch.int64 or rows.dim() != 1 or rows.device.type != "cpu":
-            raise PlanError(
-                f"row numbers must be int64 [m] on the CPU, got {rows.dtype} {list(rows.shape)} "
-                f"on {rows.device}"
-            )
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, IndexError | RuntimeError):
-            return
-        bad = self._rows[(self._rows < 0) | (self._rows >= self._limit)]
-        if len(bad):
-            raise PlanError(f"row {int(bad[0])} is outside [0, {self._limit})") from error
+def _gather_threads(world: World) -> int:
+    """Threads that gather rows for this rank: its share of the cores beside a GPU; one where
+    training itself keeps the cores busy."""
+    if world.device.type != "cuda":
+        return 1
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // world.local_size))
 
 
 def _part_bytes(layout: RowLayout, state_width: int, dtype: torch.dtype) -> tuple[int, int]:

@@ -25,6 +25,7 @@ REFUSED = {
     "cache.prefetch=-1": ("cache.prefetch=-1", "at least 0"),
     "cache.lookahead=far": ("cache.lookahead=far", "auto"),
     "cache.prefetch=true": ("cache.prefetch=True", "auto"),
+    "trainer.threads=0": ("trainer.threads=0", "at least 1"),
     "trainer.schedule=fast": ("trainer.schedule=fast", "overlapped or serial"),
     "trainer.shake_ms=-1": ("trainer.shake_ms=-1", "at least 0"),
     "cache.policy=lfu": ("cache.policy=lfu", "lookahead or lru"),

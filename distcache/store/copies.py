@@ -1,0 +1,82 @@
+"""Rows in and out of host memory: gathers and scatters of whole rows, on threads of one's own.
+
+NumPy, not torch: torch splits even small copies over its pool of threads, which waits for cores
+that training keeps busy (30 times longer for 6,600 rows of 64 bytes on two busy cores), and the
+pool of a thread beside training is one more pool. A row is one item here, so that NumPy copies it
+as a whole: as fast as `torch.index_select`, and 2 to 3 times as fast as `index_copy_`, both on one
+thread.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import numpy as np
+
+from distcache.errors import PlanError
+
+_PART_BYTES = 1 << 19
+"""Least bytes of a part that is worth a thread."""
+
+
+def take_rows(source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
+    """`out[i] = source[rows[i]]`: `source` `[V, D]`, `rows` int64 `[m]`, `out` `[m, D]`.
+
+    All contiguous. Raises PlanError for a row outside [0, V). Other threads run meanwhile.
+    """
+    check_rows(rows, len(source))
+    if len(rows):
+        np.take(_items(source), rows, out=_items(out), mode="clip")
+
+
+def put_rows(target: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
+    """`target[rows[i]] = values[i]`: shapes as in `take_rows`, `rows` distinct.
+
+    Raises PlanError for a row outside [0, V), before anything is written.
+    """
+    check_rows(rows, len(target))
+    if len(rows):
+        np.put(_items(target), rows, _items(values), mode="clip")
+
+
+class RowTaker:
+    """`take_rows` by up to `threads` threads, which wait for work until this is closed."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = max(1, threads)
+        self._pool: ThreadPoolExecutor | None = None
+
+    def take(self, source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
+        """See `take_rows`."""
+        parts = min(self._threads, out.nbytes // _PART_BYTES)
+        if parts < 2:
+            take_rows(source, rows, out)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, "distcache-gather")
+        cuts = [len(rows) * part // parts for part in range(parts + 1)]
+        jobs = [
+            self._pool.submit(take_rows, source, rows[start:stop], out[start:stop])
+            for start, stop in pairwise(cuts)
+        ]
+        for job in jobs:
+            job.result()
+
+    def close(self) -> None:
+        """End the threads; safe to call twice."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+
+def check_rows(rows: np.ndarray, limit: int) -> None:
+    """PlanError naming the first of `rows` outside [0, limit)."""
+    if len(rows) and (rows.min() < 0 or rows.max() >= limit):
+        bad = rows[(rows < 0) | (rows >= limit)][0]
+        raise PlanError(f"row {bad} is outside [0, {limit})")
+
+
+def _items(rows: np.ndarray) -> np.ndarray:
+    """`[m, D]` contiguous rows as `[m]` items; a view."""
+    return rows.view(np.dtype((np.void, rows.shape[1] * rows.itemsize)))[:, 0]
