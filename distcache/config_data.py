@@ -108,5 +108,9 @@ def _check_path(data: DataConfig, key: str) -> None:
             f"data.{key} is not set, and data={data.name} reads files: give "
             f"data.{key}=<file or glob>"
         )
+    if Path(path).is_dir():
+        raise ConfigError(
+            f"data.{key}={path} is a folder: for the files in it give a glob such as '{path}/*'"
+        )
     if not any(Path(name).is_file() for name in (path, *glob.glob(path))):
         raise ConfigError(f"data.{key}={path}: no such file (working directory {Path.cwd()})")

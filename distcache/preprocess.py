@@ -106,7 +106,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         nargs="?",
         const="true",
         default="false",
-        help="bags of MLPerf's sizes in place of single ids, by a fixed rule; or 26 sizes",
+        help="bags of MLPerf's sizes in place of single ids, by a fixed rule; or "
+        "26 sizes [a,b,...]",
     )
     add("--on-bad-line", default="error", help="error (default), or skip with a count")
     add("--part", default="64m", help="bytes of text that are one restartable unit (64m)")
@@ -138,12 +139,12 @@ def make_settings(given: argparse.Namespace) -> PreprocessSettings:
         raise ConfigError("input is not set: give input=<text files or a quoted glob>")
     rows: Sequence[int] | None = None
     if given.rows is not None and given.rows != "null":
-        rows = PRESETS.get(given.rows) or _numbers("rows", given.rows)
+        rows = PRESETS.get(given.rows) or _numbers("rows", given.rows, ", kaggle or terabyte")
     bags: Sequence[int] | None = None
     if given.multi_hot.lower() == "true":
         bags = MLPERF_BAGS
     elif given.multi_hot.lower() not in ("false", "null"):
-        bags = _numbers("multi_hot", given.multi_hot)
+        bags = _numbers("multi_hot", given.multi_hot, ", true or false")
     auto = given.workers in ("auto", "null")
     return PreprocessSettings(
         input=given.input,
@@ -174,9 +175,13 @@ def _number(key: str, text: str) -> int:
         raise ConfigError(f"{key}={text}: give a whole number") from None
 
 
-def _numbers(key: str, text: str) -> list[int]:
+def _numbers(key: str, text: str, words: str) -> list[int]:
+    """The numbers of `[a,b]` or `a,b`; `words`: what else the key takes, for the message."""
     inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    return [_number(key, part.strip()) for part in inner.split(",")]
+    try:
+        return [int(part.replace("_", "")) for part in inner.split(",")]
+    except ValueError:
+        raise ConfigError(f"{key}={text}: give 26 whole numbers [a,b,...]{words}") from None
 
 
 def _bytes(key: str, text: str) -> int:

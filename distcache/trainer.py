@@ -121,7 +121,7 @@ class Run:
             )
         if self.world.is_first and schedule.eval_batches < want.eval_steps:
             logger.warning(
-                "trainer.eval_steps=%d, but %d batches are held out: these are taken",
+                "trainer.eval_steps=%d, but no more than %d batches are held out",
                 want.eval_steps,
                 schedule.eval_batches,
             )

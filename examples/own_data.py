@@ -3,6 +3,7 @@
 python examples/own_data.py, or torchrun --standalone --nproc-per-node 2 examples/own_data.py
 """
 
+import logging
 import os
 
 import torch
@@ -57,6 +58,8 @@ class Net(torch.nn.Module):
 
 
 if __name__ == "__main__":
+    logging.basicConfig(format="%(message)s")  # the library logs; this shows its steps and rates
+    logging.getLogger("distcache").setLevel(logging.INFO)
     torch.manual_seed(0)
     result = distcache.fit(
         DataLoader(Clicks(), batch_size=100, num_workers=2, collate_fn=collate),

@@ -241,6 +241,7 @@ def _string_ids(
         at = int(np.argmax(ids < 0))
         raise place.error(
             at if bag_of is None else int(bag_of[at]),
-            f"{words[codes[at]][:40]!r} is not hexadecimal; data.string_ids=hash takes any string",
+            f"{words[codes[at]][:40].decode(errors='replace')!r} is not hexadecimal; "
+            "data.string_ids=hash takes any string",
         )
     return ids, missing

@@ -14,6 +14,7 @@ CLICKS = ["data=interactions"]
 REFUSED = {
     "no path": (["data=parquet"], r"data\.path is not set, and data=parquet reads files"),
     "no match": ([*PARQUET, "data.path=none*"], r"data\.path=none\*: no such file"),
+    "folder": ([*PARQUET, "data.path=."], r"data\.path=\. is a folder: .* '\./\*'"),
     "no ids": (["data=parquet", "FILE"], r"data\.id_columns is empty"),
     "tables": ([*PARQUET, "FILE", "data.table_rows=[5]"], "2 entries, data.table_rows 1"),
     "rows": ([*PARQUET, "FILE", "data.table_rows=[5,0]"], r"data\.table_rows=\[5, 0\]"),

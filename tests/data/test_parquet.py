@@ -306,7 +306,7 @@ def test_not_hexadecimal(tmp_path):
     data = columns(4) | {"a": ["0", "a", "0x1", "b"]}
     rules = ColumnRules(string_ids="hex")
     stream = source(write(tmp_path / "a.parquet", data), 4, held_out=0, rules=rules)
-    with pytest.raises(DataError, match=r"row 3, column 'a': b'0x1' is not hexadecimal"):
+    with pytest.raises(DataError, match=r"row 3, column 'a': '0x1' is not hexadecimal"):
         stream.train_batch(0, 0, 1)
 
 

@@ -349,12 +349,14 @@ def test_command_line_in_both_spellings(tmp_path):
     assert list(third.input) == ["a", "c"] and tuple(third.rows) == ROWS
     assert (third.memory, third.workers, third.part) == (1 << 30, 3, 1024)
     for words in (
-        ["input=a", "output=b", "mode=hash", "rows=big"],
         ["output=b"],
         ["input=a", "output=b", "memory=lots"],
     ):
         with pytest.raises(ConfigError):
             settings(*words)
+    for rows in ("big", "[3,big]"):
+        with pytest.raises(ConfigError, match=r"give 26 whole numbers .* kaggle or terabyte"):
+            settings("input=a", "output=b", "mode=hash", f"rows={rows}")
     with pytest.raises(SystemExit):
         entry.parse_arguments(["input=a", "output=b", "colour=red"])
 

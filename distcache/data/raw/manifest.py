@@ -129,7 +129,10 @@ def open_array(folder: Path, manifest: Manifest, name: str) -> np.ndarray:
     except (OSError, ValueError) as error:
         raise DataError(f"data.path: {path} cannot be read ({error})") from error
     if array is None:
-        raise DataError(f"data.path: {path} has {size:,} bytes, not {expected.bytes:,}: it is cut")
+        raise DataError(
+            f"data.path: {path} has {size:,} bytes, not {expected.bytes:,}: it is cut; remove "
+            f"{folder} and preprocess again"
+        )
     if array.dtype.str != expected.dtype or array.shape != expected.shape:
         raise DataError(
             f"data.path: {path} holds {array.dtype} {array.shape}, and the manifest says "
@@ -149,6 +152,7 @@ def verify(folder: Path) -> Manifest:
         if found != expected:
             raise DataError(
                 f"data.path: {folder / name} has checksum {found.checksum}, not "
-                f"{expected.checksum}: it was changed or damaged; preprocess again"
+                f"{expected.checksum}: it was changed or damaged; remove {folder} and "
+                "preprocess again"
             )
     return manifest
