@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from distcache.data.batch import Batch, JaggedIds, slice_bounds
-from distcache.data.files import input_files
+from distcache.data.files import find_files
 from distcache.data.hashing import hash_counters, key_of
 from distcache.data.interactions_text import Interactions, read_csv, read_user_lines
 from distcache.data.lines import BadLines
@@ -181,7 +181,7 @@ class InteractionsSource:
     def _read(self) -> Interactions:
         """All interactions in file order, those rated too low left out."""
         spec = self.spec
-        files = input_files("data.path", spec.paths, "a file of interactions")
+        files = find_files("data.path", spec.paths, "a file of interactions")
         kind = spec.format
         if kind == "auto":
             kind = "csv" if files[0].path.suffix == ".csv" else "lines"

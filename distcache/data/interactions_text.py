@@ -21,6 +21,7 @@ from distcache.errors import DataError
 
 _LINE = re.compile(rb"[ \t]*[0-9]{1,18}([ \t]+[0-9]{1,18})+[ \t]*")
 _ID = re.compile(rb"[0-9]{1,18}")
+_NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _FIELDS = ("user", "item", "rating", "time")
 _BLOCK_BYTES = 16 << 20
 
@@ -69,10 +70,7 @@ def csv_numbers(line: bytes, delimiter: bytes, fields: int) -> tuple[int, int, f
             raise DataError(f"{name} {show(part)} is not a whole number from 0 to 10^18 - 1")
     numbers = [0.0, 0.0]
     for at, (part, name) in enumerate(zip(parts[2:], _FIELDS[2:], strict=False)):
-        try:
-            numbers[at] = float(part)
-        except ValueError:
-            numbers[at] = math.nan
+        numbers[at] = float(part) if _NUMBER.fullmatch(part) else math.nan
         if not math.isfinite(numbers[at]):
             raise DataError(f"{name} {show(part)} is not a finite number")
     return int(parts[0]), int(parts[1]), numbers[0], numbers[1]
@@ -94,7 +92,7 @@ def read_user_lines(files: Sequence[InputFile], bad: BadLines) -> Interactions:
 
 
 def read_csv(files: Sequence[InputFile], delimiter: str, bad: BadLines) -> Interactions:
-    """The interactions of CSV files; a first line without numbers is a header.
+    """The interactions of CSV files; a first line without a single number is a header.
 
     All files have the number of fields (2 to 4) of the first line of the first.
     """
@@ -106,7 +104,7 @@ def read_csv(files: Sequence[InputFile], delimiter: str, bad: BadLines) -> Inter
             if first == 1:
                 line = block.split(b"\n", 1)[0].removesuffix(b"\r")
                 fields = fields or _count_fields(file, line, separator)
-                if not _ID.fullmatch(line.split(separator)[0]):
+                if not any(map(_NUMBER.fullmatch, line.split(separator))):
                     header, block = line, block[block.find(b"\n") + 1 or len(block) :]
                     first = 2
             numbers = _fast_block(block, separator, fields)

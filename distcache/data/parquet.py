@@ -15,7 +15,7 @@ from distcache.data import parquet_columns
 from distcache.data.bags import BagColumn, gather, join
 from distcache.data.batch import Batch, JaggedIds, slice_bounds, unloaded
 from distcache.data.block_cache import BlockCache
-from distcache.data.files import input_files
+from distcache.data.files import find_files
 from distcache.data.parquet_columns import NULLS, ColumnRules, Place
 from distcache.data.parquet_files import IDS, NUMBERS, ParquetFiles, RowGroup, WantedColumn
 from distcache.data.row_group_order import RowGroupOrder
@@ -108,10 +108,10 @@ class ParquetSource:
         self.features = tuple(spec.id_columns)
         self.table_rows = tuple(int(rows) for rows in spec.table_rows)
         self.dense_features = max(1, len(spec.dense_columns))
-        files = input_files("data.path", spec.paths, "a Parquet file")
+        files = find_files("data.path", spec.paths, "a Parquet file")
         own = len(files)
         if spec.held_out_paths is not None:
-            files += input_files("data.held_out_path", spec.held_out_paths, "a Parquet file")
+            files += find_files("data.held_out_path", spec.held_out_paths, "a Parquet file")
         self.files = ParquetFiles(files, spec.wanted())
         groups = self.files.row_groups
         rows = np.array([group.rows for group in groups], dtype=np.int64)

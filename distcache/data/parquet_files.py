@@ -17,6 +17,9 @@ from distcache.errors import DataError
 _OPEN_FILES = 16
 """Files that are kept open at a time."""
 
+_DAMAGE = (pa.ArrowException, OSError, EOFError, UnicodeDecodeError)
+"""What pyarrow raises for a damaged file."""
+
 NUMBERS = ("integer", "float", "bool")
 IDS = ("integer", "string")
 
@@ -63,9 +66,11 @@ class ParquetFiles:
             before = 0
             for number in range(opened.metadata.num_row_groups):
                 rows = opened.metadata.row_group(number).num_rows
-                if rows:
+                if rows > 0:
                     self.row_groups.append(RowGroup(index, number, rows, before))
-                before += rows
+                before += abs(rows)
+            if before != opened.metadata.num_rows:
+                raise _damaged(file, ValueError("its row groups do not add up to its rows"))
         if not self.row_groups:
             raise DataError(
                 f"data.path: {self.files[0].path}"
@@ -80,10 +85,12 @@ class ParquetFiles:
             opened = self._opened(group.file)
             try:
                 table = opened.read_row_group(group.number, list(columns), use_threads=False)
-            except (pa.ArrowException, OSError, EOFError) as error:
+                table.validate(full=True)  # damaged text and dictionaries
+            except _DAMAGE as error:
                 self._open.pop(group.file, None)
                 file.check_unchanged()
                 raise _damaged(file, error) from error
+        file.check_unchanged()
         found = {name: _whole(table.column(name)) for name in columns}
         short = [name for name, column in found.items() if len(column) != group.rows]
         if short:
@@ -102,8 +109,8 @@ class ParquetFiles:
         file = self.files[index]
         file.check_unchanged()
         try:
-            opened = pq.ParquetFile(file.path)
-        except (pa.ArrowException, OSError, EOFError) as error:
+            opened = pq.ParquetFile(file.path, page_checksum_verification=True)
+        except _DAMAGE as error:
             file.check_unchanged()
             raise _damaged(file, error) from error
         self._open[index] = opened

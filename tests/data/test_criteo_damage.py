@@ -13,7 +13,7 @@ import pytest
 from criteo_lines import ROWS, make_lines, read_plainly
 
 from distcache.data import CriteoSource, CriteoSpec
-from distcache.data.raw.files import inspect
+from distcache.data.files import inspect
 from distcache.data.raw.part import PartTask, parse_part
 from distcache.errors import DataError
 
@@ -52,7 +52,7 @@ def damage(text: bytes, dice: random.Random) -> bytes:
 
 def read_source(path: Path, on_bad_line: str) -> tuple[list[np.ndarray], int]:
     source = CriteoSource(CriteoSpec(path, ROWS, on_bad_line=on_bad_line))
-    return [source._labels, source._dense, source._ids], source.skipped_lines
+    return [source._labels, source._dense, source._ids], source.bad_lines.count
 
 
 def read_part(path: Path, folder: Path, rows) -> tuple[list[np.ndarray], list[int]]:
@@ -157,5 +157,5 @@ def test_empty_and_folder(tmp_path):
     (tmp_path / "empty.gz").write_bytes(gzip.compress(b""))
     with pytest.raises(DataError, match=r"empty\.gz is empty"):
         read_source(tmp_path / "empty.gz", "skip")
-    with pytest.raises(DataError, match="is not a file"):
+    with pytest.raises(DataError, match="not a file"):
         read_source(tmp_path, "skip")
