@@ -195,6 +195,8 @@ class TrainerConfig:
     """Seconds that a wait on other ranks may last."""
     resume: str | None = None
     """A run folder, or its `model/`, to go on from."""
+    resume_data: str = "same"
+    """Data of a resumed run: the `same` as before, or `any` (at the same step of them)."""
     validate_plans: bool = False
     """Check every law on every plan (debug; slow)."""
 

@@ -13,6 +13,7 @@ import torch
 from distcache.data.criteo_batches import SHUFFLE_BLOCK, BatchSettings, CriteoBatches
 from distcache.data.criteo_text import IDS, CriteoRows, dense_of, parse_block
 from distcache.data.files import InputFile, find_files
+from distcache.data.hashing import digest_of
 from distcache.data.lines import BadLines
 from distcache.data.raw.text import Block, read_text
 from distcache.errors import ConfigError, DataError
@@ -91,7 +92,8 @@ class CriteoSource(CriteoBatches):
                 f"data.path: {lines} good lines in {_names(files)} (skipped: "
                 f"{self.bad_lines.count}); at least 2 are needed to train and hold out"
             )
-        super().__init__(spec.batches(), spec.table_rows, lines, train)
+        digest = digest_of(self._labels, self._dense, self._ids)
+        super().__init__(spec.batches(), spec.table_rows, lines, train, fingerprint=digest)
         logger.info(
             "read %d lines of %d files: %d train, %d held out, %d skipped",
             lines,

@@ -41,6 +41,7 @@ class CriteoArrays(CriteoBatches):
             manifest.samples,
             manifest.train_samples,
             manifest.multi_hot,
+            manifest.fingerprint,
         )
         self._arrays = {}
         for name in ("labels", "dense", "ids"):

@@ -46,7 +46,7 @@ class CriteoBatches(ABC):
 
     Features are `cat_0` to `cat_25`. `bag_sizes`: ids per bag of each table (`multi_hot.bags`),
     None for one. Two sources of the same samples give the same batches. `deferred`: dense features
-    and labels are read when a batch is loaded.
+    and labels are read when a batch is loaded. `fingerprint`: a digest of all samples.
     """
 
     deferred = True
@@ -58,6 +58,7 @@ class CriteoBatches(ABC):
         samples: int,
         train_samples: int,
         bag_sizes: Sequence[int] | None = None,
+        fingerprint: str = "",
     ) -> None:
         self.table_rows = tuple(int(rows) for rows in table_rows)
         self.features = tuple(f"cat_{index}" for index in range(IDS))
@@ -70,6 +71,9 @@ class CriteoBatches(ABC):
         self._order: SampleOrder | BlockOrder = SampleOrder(train_samples, seed, shuffle=False)
         if settings.shuffle:
             self._order = BlockOrder(train_samples, seed, settings.shuffle_block)
+        self.identity = {"data.path": fingerprint, "data.shuffle": str(settings.shuffle)}
+        if settings.shuffle:
+            self.identity["data.shuffle_block"] = str(settings.shuffle_block)
 
     @abstractmethod
     def read_ids(self, lines: np.ndarray) -> np.ndarray:

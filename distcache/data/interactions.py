@@ -12,7 +12,7 @@ import torch
 
 from distcache.data.batch import Batch, JaggedIds, slice_bounds
 from distcache.data.files import find_files
-from distcache.data.hashing import hash_counters, key_of
+from distcache.data.hashing import digest_of, hash_counters, key_of
 from distcache.data.interactions_text import Interactions, read_csv, read_user_lines
 from distcache.data.lines import BadLines
 from distcache.data.samplers import BatchSpans, SampleOrder, SampleSpan
@@ -108,6 +108,11 @@ class InteractionsSource:
         known = np.unique(train.users * items + train.items)
         everything = np.union1d(known, rest.users * items + rest.items)
         self._negatives = _Negatives(pool, items, known, everything, spec.seed)
+        self.identity = {
+            "data.path": digest_of(train.users, train.items, self._eval.users, self._eval.items),
+            "data.negatives": str(spec.negatives),
+            "data.negative_sampling": spec.sampling,
+        }
         each = 1 + spec.negatives
         self._order = SampleOrder(len(train.users) * each, key_of(spec.seed, 0))
         self._train_spans = BatchSpans(len(train.users) * each, spec.global_batch_size)

@@ -128,6 +128,7 @@ class ParquetSource:
                 "of which all are held out; lower data.held_out or give more rows"
             )
         self._split(rows, train)
+        self.identity = self._identity(train)
         largest = int(rows.max())
         limit = self._order.widest + largest
         self._ids, self._rest = BlockCache[list[BagColumn]](limit), BlockCache[tuple](limit)
@@ -140,6 +141,17 @@ class ParquetSource:
             int(rows.sum()) - train,
             limit,
         )
+
+    def _identity(self, train: int) -> dict[str, str]:
+        """See `BatchSource.identity`: the samples, what is made of them, and their order."""
+        spec = self.spec
+        found = {"data.path": f"{self.files.digest()} with {train} training samples"}
+        for key in ("label_column", "dense_columns", "id_columns", "shuffle_rows"):
+            value = getattr(spec, key)
+            found[f"data.{key}"] = str(value if isinstance(value, str | int) else list(value))
+        found["data.weight_columns"] = str(sorted(spec.weight_columns.items()))
+        found |= {f"data.{key}": str(value) for key, value in vars(spec.rules).items()}
+        return found
 
     def _split(self, rows: np.ndarray, train: int) -> None:
         """Orders of the first `train` samples and of those after them."""

@@ -104,6 +104,8 @@ class SyntheticSource:
         self.table_rows = tuple(int(rows) for rows in spec.table_rows)
         self.features = tuple(f"cat_{index}" for index in range(len(self.table_rows)))
         self.dense_features = spec.dense_features
+        keys = ("bag_size", "zipf", "weighted", "samples", "dense_features")
+        self.identity = {f"data.{key}": str(getattr(spec, key)) for key in keys}
         self._train = BatchSpans(spec.samples, spec.global_batch_size)
         self._eval = BatchSpans(spec.eval_samples, spec.global_batch_size)
         self._order = SampleOrder(spec.samples, key_of(spec.seed, _ORDER))
