@@ -312,3 +312,13 @@ def test_bad_settings_are_named(tmp_path):
         source(path, on_bad_line="drop")
     with pytest.raises(ConfigError, match="float16"):
         source(path, dtype=torch.float16)
+
+
+def test_more_zeros_than_python_reads(tmp_path):
+    """Leading zeros are no digits; Python's own limit is at 4,300."""
+    fields = line().split("\t")
+    fields[1], fields[2], fields[20] = "0" * 5000 + "7", "-" + "0" * 5000 + "3", "0" * 5000 + "f"
+    stream = source(write(tmp_path / "a.txt", ["\t".join(fields)] * 7), 6)
+    batch = stream.train_batch(0, 0, 1)
+    assert batch.dense[0, :2].tolist() == pytest.approx([np.log(8), 0])
+    assert batch.ids.values[6 * 6].item() == 15 % ROWS[6]

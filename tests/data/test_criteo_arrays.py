@@ -125,6 +125,16 @@ def test_rows_of_the_folder_and_of_the_config(both):
         CriteoArrays(folder, BatchSettings(shuffle_block=0))
 
 
+def test_a_label_that_is_none_is_named(tmp_path):
+    _, folder = prepare(tmp_path, make_lines(70))
+    labels = np.load(folder / "labels.npy", mmap_mode="r+")
+    labels[13] = 77
+    labels.flush()
+    source = CriteoArrays(folder, BatchSettings(16, shuffle=False))
+    with pytest.raises(DataError, match=r"sample 13 has the label 77, not 0 or 1.*--verify"):
+        source.train_batch(0, 0, 1).loaded()
+
+
 def test_damage_is_named(tmp_path):
     _, folder = prepare(tmp_path, make_lines(70))
     source = CriteoArrays(folder, BatchSettings(16))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -300,6 +301,28 @@ def test_bad_values_are_named_with_file_row_and_column(tmp_path, change, message
     with pytest.raises(DataError, match=message) as error:
         stream.train_batch(0, 0, 1)
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("value", [1e300, -4e38, float("inf"), float("-inf")])
+def test_what_float32_cannot_hold_is_an_error(tmp_path, value):
+    data = columns(12)
+    data["x"][5] = value
+    path = write(tmp_path / "a.parquet", data)
+    with pytest.raises(DataError, match=r"row 6, column 'x': .* is not a finite number of float32"):
+        source(path, 12, held_out=0).train_batch(0, 0, 1)
+    rules = ColumnRules(log1p=True)  # what float32 does not hold, its logarithm may
+    if value == 1e300:
+        dense = source(path, 12, held_out=0, shuffle_rows=0, rules=rules).train_batch(0, 0, 1).dense
+        assert dense[5, 0].item() == pytest.approx(300 * np.log(10))
+
+
+def test_a_file_that_is_rewritten_while_it_is_open_is_an_error(tmp_path):
+    path = write(tmp_path / "a.parquet", columns(60))
+    stream = source(path, 10, held_out=0, shuffle_rows=0)
+    stream.train_batch(0, 0, 1)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(DataError, match=r"a\.parquet changed while it was read"):
+        stream.train_batch(3, 0, 1)
 
 
 def test_not_hexadecimal(tmp_path):

@@ -131,7 +131,7 @@ def test_what_parquet_depends_on(tmp_path):
     assert source(tmp_path / "c.parquet").identity["data.path"] != plain["data.path"]
     for change, key in (
         ({"held_out": 0.5}, "data.path"),
-        ({"rules": ColumnRules(log1p=True)}, "data.log1p"),
+        ({"rules": ColumnRules(log1p=True)}, "data.dense_transform"),
         ({"rules": ColumnRules(string_ids="hex")}, "data.string_ids"),
         ({"shuffle_rows": 7}, "data.shuffle_rows"),
         ({"dense_columns": ("z", "x")}, "data.dense_columns"),
