@@ -30,7 +30,7 @@ from distcache.run.blocks import BlockSavePlanner, CompleteLoadPlanner
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Version of what a checkpoint holds."""
 
 SLOWEST_BYTES_PER_S = 20 << 20
@@ -47,7 +47,8 @@ ONE_FORMAT = frozenset({"data", "resident", "host"})
 class RunIdentity:
     """What a checkpoint and the run that resumes it have in common.
 
-    `tables`: (name, rows, dim) of each; `steps_per_epoch`: training steps of an epoch, or None.
+    `tables`: (name, rows, dim) of each; `steps_per_epoch`: training steps of an epoch, or None;
+    `data`: the pairs of the source's `identity`, sorted.
     """
 
     mode: str
@@ -58,6 +59,7 @@ class RunIdentity:
     global_batch_size: int
     steps_per_epoch: int | None
     tables: tuple[tuple[str, int, int], ...]
+    data: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,6 @@ KEYS = {
     "optimizer": "optim",
     "seed": "trainer.seed",
     "global_batch_size": "data.global_batch_size",
-    "steps_per_epoch": "steps of an epoch (data.samples, data.path)",
 }
 """Where a user sets each field of `RunIdentity`."""
 
@@ -118,10 +119,12 @@ def load(
     identity: RunIdentity,
     world: World,
     extra: dict[str, bytes] | None = None,
+    same_data: bool = True,
 ) -> TrainerState:
     """Put the state under `path` (a run folder, or its `model/`) into `mode`; all ranks call this.
 
-    `extra`: names of values of this rank alone, which are put there.
+    `extra`: names of values of this rank alone, which are put there. `same_data`: whether the data
+    must be those of the checkpoint; where they need not be, a warning says what differs.
 
     Raises ConfigError where there is no checkpoint or it is one of another run, naming both
     values, before anything is changed.
@@ -134,6 +137,15 @@ def load(
         try:
             state_dict_loader.load(header, storage_reader=reader, process_group=group)
             state = check(folder, header[TRAINER_KEY], identity)
+            other = other_data(header[TRAINER_KEY], identity)
+            if other and same_data:
+                raise ConfigError(
+                    f"{folder} is a checkpoint of training on other data: {other}. Give the data "
+                    "it was made with; if other data are meant, set trainer.resume_data=any, which "
+                    "goes on at the same step of these"
+                )
+            if other and world.is_first:
+                logger.warning("resuming on other data than those of %s: %s", folder, other)
             planner = CompleteLoadPlanner(other={TRAINER_KEY})
             state_dict_loader.load(
                 values, storage_reader=reader, planner=planner, process_group=group
@@ -199,6 +211,18 @@ def check(folder: Path, text: str, identity: RunIdentity) -> TrainerState:
             "with, or leave trainer.resume out"
         )
     return TrainerState(header["step"], bytes.fromhex(header["loss_digest"]))
+
+
+def other_data(text: str, identity: RunIdentity) -> str:
+    """In words, how the data of a checkpoint differ from those of `identity`; empty if they do
+    not."""
+    saved = json.loads(text)["run"]
+    was, now = dict(map(tuple, saved["data"])), dict(identity.data)
+    if saved["steps_per_epoch"] != identity.steps_per_epoch:
+        was["steps of an epoch (data.samples, data.path)"] = saved["steps_per_epoch"]
+        now["steps of an epoch (data.samples, data.path)"] = identity.steps_per_epoch
+    differ = [key for key in was | now if was.get(key) != now.get(key)]
+    return "; ".join(f"{key} was {was.get(key)}, is {now.get(key)}" for key in differ)
 
 
 def compare_tables(was: list[tuple], now: list[tuple]) -> list[str]:

@@ -210,6 +210,8 @@ class TrainerConfig:
     """Write all ranks' stages on one clock to `trace.json` in the run folder, for Perfetto."""
     shake_ms: float = 0.0
     """Longest random delay at every hand-over between threads, ms (debug; slow)."""
+    resume_data: str = "same"
+    """Data of a resumed run: the `same` as before, or `any` (at the same step of them)."""
     validate_plans: bool = False
     """Check every law on every plan (debug; slow)."""
 

@@ -66,10 +66,7 @@ def check_own(config: Config, local_size: int) -> None:
     _check_cache(config.cache)
     _check_optim(config.optim)
     _check_precision(config)
-    if config.trainer.resume is not None and not Path(config.trainer.resume).is_dir():
-        raise ConfigError(
-            f"trainer.resume={config.trainer.resume} is no folder: give a run folder or its model/"
-        )
+    _check_resume(config)
     device = _check_device(config, local_size)
     if config.parallel.mode == "hybrid":
         _check_hybrid(config, device)
@@ -213,6 +210,12 @@ def _check_trainer(config: Config) -> None:
     if not (math.isfinite(trainer.timeout_s) and trainer.timeout_s > 0):
         raise ConfigError(f"trainer.timeout_s={trainer.timeout_s}: give seconds above 0")
     one_of("trainer.log_level", trainer.log_level.upper(), tuple(logging.getLevelNamesMapping()))
+    _check_resume(config)
+
+
+def _check_resume(config: Config) -> None:
+    trainer = config.trainer
+    one_of("trainer.resume_data", trainer.resume_data, ("same", "any"))
     if trainer.resume is not None and not Path(trainer.resume).is_dir():
         raise ConfigError(
             f"trainer.resume={trainer.resume} is no folder: give a run folder or its model/"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
+from distcache.comm.existing import current_world, leave_world
 from distcache.comm.first import on_first
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import Config
@@ -55,9 +57,10 @@ def fit(
     every `trainer.eval_every` steps. `settings`: keys of the command line, such as
     `{"cache.rows": 10_000, "optim.dense_lr": 0.01}`.
 
-    Leaves a run folder (`run.dir`, by default runs/own) and returns its summary. Without `world`,
-    joins the job that torchrun's environment describes, or is one rank. Raises ConfigError and
-    DataError, with the way out.
+    Leaves a run folder (`run.dir`, by default runs/own) and returns its summary. Without `world`
+    its ranks are those of torch.distributed where that is initialised (in groups of their own, on
+    the current device; they are gone when this returns), else those of the job that torchrun's
+    environment describes, or this one. Raises ConfigError and DataError, with the way out.
     """
     specs = table_specs(tables)
     config = own_config(parallel, optimizer, dict(settings or {}), len(specs))
@@ -68,7 +71,7 @@ def fit(
     features = [feature for spec in specs for feature in spec.features]
     ahead = most_ahead(config.cache)
     train = OwnBatches(loader, features, epochs, keep=ahead)
-    own_world = world or _open_world(config)
+    own_world, leave = (world, None) if world is not None else _join(config)
     try:
         count = count_evaluation(own_world, eval_loader, config.trainer.eval_steps or None)
         run_dir = Path(config.run.dir)
@@ -81,21 +84,22 @@ def fit(
             train=train, evaluate=eval_loader, eval_count=count,
         )  # fmt: skip
         result = run.go(build.build_rates(config))
-        if world is None:
-            close_world(own_world)
+        if leave is not None:
+            leave(own_world, True)
+            leave = None
         return result
     finally:
         train.close()
-        if world is None:
-            close_world(own_world, orderly=False)
+        if leave is not None:
+            leave(own_world, False)
 
 
-def _open_world(config: Config) -> World:
-    """The world of torchrun's environment. Raises ConfigError in a process that has one already."""
-    if dist.is_available() and dist.is_initialized():
-        raise ConfigError(
-            "torch.distributed is initialised already: leave that to distcache.fit, or pass the "
-            "ranks as world=distcache.comm.world.open_world(...)"
-        )
+def _join(config: Config) -> tuple[World, Callable[[World, bool], None]]:
+    """The world of a process that has one or of torchrun's environment, and how to leave it."""
     trainer = config.trainer
-    return open_world(trainer.device, trainer.backend, trainer.timeout_s)
+    if not (dist.is_available() and dist.is_initialized()):
+        return open_world(trainer.device, trainer.backend, trainer.timeout_s), close_world
+    device = torch.device("cpu")
+    if trainer.device != "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    return current_world(device, timeout_s=trainer.timeout_s), leave_world

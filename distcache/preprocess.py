@@ -64,6 +64,9 @@ def main() -> int:
     except DistcacheError as error:
         log.error("%s", error)
         return 1
+    except OSError as error:  # a full disk, most likely
+        log.error("%s; the same command goes on from here", error)
+        return 1
     return 0
 
 

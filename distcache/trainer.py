@@ -101,7 +101,8 @@ class Run:
         path = self.config.trainer.resume
         if path is None:
             return TrainerState()
-        return checkpoint.load(Path(path), self.mode, self.identity(), self.world)
+        same = self.config.trainer.resume_data == "same"
+        return checkpoint.load(Path(path), self.mode, self.identity(), self.world, same_data=same)
 
     def own_state(self, state: TrainerState) -> dict[str, bytes]:
         """Values of this rank alone that belong into a checkpoint at `state`, by unique names."""
@@ -253,4 +254,5 @@ class Run:
             global_batch_size=config.data.global_batch_size,
             steps_per_epoch=self.source.steps_per_epoch,
             tables=tuple((table.name, table.rows, table.dim) for table in self.tables),
+            data=tuple(sorted(self.source.identity.items())),
         )

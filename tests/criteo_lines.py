@@ -1,12 +1,16 @@
-"""Criteo lines for tests, and what they say, read the plain way."""
+"""Criteo lines for tests, what they say read the plain way, and folders made of them."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 
 from distcache.data.criteo_text import dense_of, parse_line
+from distcache.data.raw.job import preprocess
+from distcache.data.raw.manifest import Manifest
+from distcache.data.raw.settings import PreprocessSettings
 from distcache.errors import DataError
 
 ROWS = (1000, 7, 5000, 300, 305, 24, 500, 633, 3, 100, 83, 51, 94, 27, 92, 61, 10, 52, 73, 4)
@@ -33,6 +37,27 @@ def write_lines(path: Path, lines: list[bytes]) -> Path:
     """A file of these lines."""
     path.write_bytes(b"\n".join(lines) + b"\n")
     return path
+
+
+class NoBar:
+    """A progress bar that shows nothing."""
+
+    def update(self, n: float = 1) -> None:
+        pass
+
+
+def quiet(stage: str, total: int, unit: str):
+    """A `Progress` that shows nothing."""
+    return nullcontext(NoBar())
+
+
+def preprocessed(inputs: Path | list[Path], output: Path, **settings) -> Manifest:
+    """The folder `output` of some text, in one process, in mode `hash` unless said otherwise."""
+    paths = [str(path) for path in (inputs if isinstance(inputs, list) else [inputs])]
+    values = {"workers": 1, "mode": "hash"} | settings
+    if values["mode"] == "hash":
+        values.setdefault("rows", ROWS)
+    return preprocess(PreprocessSettings(paths, str(output), **values), quiet)
 
 
 def read_plainly(

@@ -6,7 +6,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,7 @@ class ToySource:
     dense_features = 3
     steps_per_epoch: int | None = 6
     eval_batches: int | None = 5
+    identity: ClassVar[dict[str, str]] = {"data.path": "toy"}
 
     def __init__(self, bad: tuple[int, int] | None = None, labels: float | None = None) -> None:
         """`bad`: (step, rank) whose dense features are NaN; `labels`: the same for all."""

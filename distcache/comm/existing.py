@@ -78,6 +78,21 @@ def current_world(
     )
 
 
+def leave_world(world: World, orderly: bool = True) -> None:
+    """Let go of the groups that `current_world` made, and of nothing else.
+
+    `orderly` ends wait for one another first.
+    """
+    made = (world.device_group, world.host_group, world.planning_group)
+    if orderly and world.host_group is not None:
+        dist.barrier(group=world.host_group)
+    elif world.backend == "nccl":
+        world.device_group.abort()  # without it, leaving waits for kernels that never end
+    for group in made:
+        if group is not None:
+            dist.destroy_process_group(group)
+
+
 def _lone_world(device: torch.device, timeout_s: float) -> World:
     return World(
         rank=0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +15,10 @@ from distcache.errors import ConfigError
 
 _WATCHDOG_S = timedelta(seconds=30)
 """How much longer than the ranks themselves NCCL's watchdog waits."""
+
+
+_number = itertools.count()
+"""Worlds that this process has opened so far, as many as every other rank's."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,11 @@ def open_world(
     if where.type == "cuda":
         torch.cuda.set_device(where)
     if "RANK" in os.environ:
-        dist.init_process_group(name, timeout=patience, rank=rank, world_size=size)
+        # The store outlives a world, with the addresses of its groups: the next one needs its own.
+        shared, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
+        shared.set_timeout(timeout)
+        own = dist.PrefixStore(f"distcache/world/{next(_number)}", shared)
+        dist.init_process_group(name, store=own, timeout=patience, rank=rank, world_size=size)
     else:
         alone = dist.HashStore()
         dist.init_process_group(name, store=alone, rank=0, world_size=1, timeout=patience)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -89,11 +89,21 @@ def slice_bounds(global_size: int, rank: int, world_size: int) -> tuple[int, int
 
 
 class BatchSource(Protocol):
-    """Random access to batches: the order of samples is a function of (seed, epoch, step) alone."""
+    """Random access to batches: the order of samples is a function of (seed, epoch, step) alone.
+
+    `identity`: what the batches depend on beside seed, batch size and tables, by config key, as
+    text: files by a digest of their content, never by their path. Equal on all ranks, and in a run
+    that resumes another one.
+    """
 
     features: tuple[str, ...]
     table_rows: tuple[int, ...]
     dense_features: int
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """Config key -> what it came to, see above."""
+        ...
 
     @property
     def steps_per_epoch(self) -> int | None:

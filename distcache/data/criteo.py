@@ -12,15 +12,16 @@ import torch
 
 from distcache.data.criteo_batches import SHUFFLE_BLOCK, BatchSettings, CriteoBatches
 from distcache.data.criteo_text import IDS, CriteoRows, dense_of, parse_block
-from distcache.data.raw.files import Block, find_files, inspect, read_text
+from distcache.data.files import InputFile, find_files
+from distcache.data.hashing import digest_of
+from distcache.data.lines import BadLines
+from distcache.data.raw.text import Block, read_text
 from distcache.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 16 << 20
 """Bytes of text that are parsed at once; parsing takes several times that for a while."""
-_SHOWN = 10
-"""Malformed lines that are quoted."""
 
 
 @dataclass(frozen=True)
@@ -73,35 +74,33 @@ class CriteoSource(CriteoBatches):
     """The `BatchSource` of a `CriteoSpec`; one id a feature.
 
     The first six sevenths of the lines train, shuffled anew in each epoch; the last seventh is
-    held out, in file order. Dense features are log(1 + max(x, 0)), 0 where missing.
-    `skipped_lines`: malformed lines left out; `skipped`: the first ten, as `file:line: reason`.
-    Raises DataError for missing, malformed or changing files.
+    held out, in file order. Dense features are log(1 + max(x, 0)), 0 where missing. `bad_lines`:
+    malformed lines left out. Raises DataError for missing, malformed or changing files.
     """
-
-    deferred = False
 
     def __init__(self, spec: CriteoSpec) -> None:
         self.spec = spec
         self._table_rows = np.array(spec.table_rows, dtype=np.int64)
-        self.skipped_lines = 0
-        self.skipped: list[str] = []
-        paths = find_files(spec.paths)
-        self._labels, self._dense, self._ids = self._read(paths)
+        self.bad_lines = BadLines(spec.on_bad_line)
+        files = find_files("data.path", spec.paths, "a file of Criteo lines")
+        self._labels, self._dense, self._ids = self._read(files)
         lines = len(self._labels)
         train = lines * 6 // 7
+        self.bad_lines.report()
         if train == 0:
             raise DataError(
-                f"data.path: {lines} good lines in {_names(paths)} (skipped: "
-                f"{self.skipped_lines}); at least 2 are needed to train and hold out"
+                f"data.path: {lines} good lines in {_names(files)} (skipped: "
+                f"{self.bad_lines.count}); at least 2 are needed to train and hold out"
             )
-        super().__init__(spec.batches(), spec.table_rows, lines, train)
+        digest = digest_of(self._labels, self._dense, self._ids)
+        super().__init__(spec.batches(), spec.table_rows, lines, train, fingerprint=digest)
         logger.info(
             "read %d lines of %d files: %d train, %d held out, %d skipped",
             lines,
-            len(paths),
+            len(files),
             train,
             lines - train,
-            self.skipped_lines,
+            self.bad_lines.count,
         )
 
     def read_ids(self, lines: np.ndarray) -> np.ndarray:
@@ -112,46 +111,34 @@ class CriteoSource(CriteoBatches):
         """See `CriteoBatches.read_rest`."""
         return self._dense[lines], self._labels[lines]
 
-    def _read(self, paths: Sequence[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _read(self, files: Sequence[InputFile]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Labels uint8 `[n]`, dense float32 `[n, 13]` and ids `[n, 26]` of all files in order."""
         labels, dense, ids = [], [], []
-        for path in paths:
-            for rows in self._read_file(path):
+        for file in files:
+            for rows in self._read_file(file):
                 labels.append(rows.labels)
                 dense.append(dense_of(rows.integers))
                 ids.append(rows.ids)
         return np.concatenate(labels), np.concatenate(dense), np.concatenate(ids)
 
-    def _read_file(self, path: Path) -> Iterator[CriteoRows]:
+    def _read_file(self, file: InputFile) -> Iterator[CriteoRows]:
         """The rows of one file, block by block."""
-        first_line, skipped_before = 1, self.skipped_lines
-        for block in read_text(inspect(path), _BLOCK_BYTES):
-            rows, lines = self._parse(block, path, first_line)
+        first_line = 1
+        for block in read_text(file, _BLOCK_BYTES):
+            rows, lines = self._parse(block, file.path, first_line)
             first_line += lines
             yield rows
-        if first_line == 1:
-            raise DataError(f"data.path: {path} is empty")
-        if self.skipped_lines > skipped_before:
-            skipped = self.skipped_lines - skipped_before
-            logger.warning("%s: skipped %d of %d lines", path, skipped, first_line - 1)
 
     def _parse(self, block: Block, path: Path, first_line: int) -> tuple[CriteoRows, int]:
         """The rows of a block that begins with line `first_line`, and its number of lines."""
 
         def on_error(line: int, error: DataError) -> None:
-            where = f"{path}:{first_line + line}: {block.explain(line, error)}"
-            if self.spec.on_bad_line == "error":
-                raise DataError(
-                    f"{where}; correct the line, or leave such lines out with data.on_bad_line=skip"
-                ) from None
-            if len(self.skipped) < _SHOWN:
-                logger.warning("skipped %s", where)
-                self.skipped.append(where)
-            self.skipped_lines += 1
+            self.bad_lines.add(path, first_line + line, str(block.explain(line, error)))
 
         return parse_block(block.text, self._table_rows, on_error)
 
 
-def _names(paths: Sequence[Path]) -> str:
+def _names(files: Sequence[InputFile]) -> str:
     """A short list of files for a message."""
-    return str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"{files[0].path}{more}"

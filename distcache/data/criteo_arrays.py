@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from distcache.data.criteo_batches import BatchSettings, CriteoBatches
+from distcache.data.mapped import MappedRows
 from distcache.data.raw.manifest import Manifest, open_array, read_manifest
 from distcache.errors import ConfigError, DataError
 
@@ -40,11 +41,12 @@ class CriteoArrays(CriteoBatches):
             manifest.samples,
             manifest.train_samples,
             manifest.multi_hot,
+            manifest.fingerprint,
         )
-        self._arrays: dict[str, _Mapped] = {
-            name: _Mapped(self.folder, manifest, f"{name}.npy")
-            for name in ("labels", "dense", "ids")
-        }
+        self._arrays = {}
+        for name in ("labels", "dense", "ids"):
+            array = open_array(self.folder, manifest, f"{name}.npy")
+            self._arrays[name] = MappedRows(self.folder / f"{name}.npy", array)
         logger.info(
             "%s: %s samples, %s held out, fingerprint %s",
             folder,
@@ -59,33 +61,16 @@ class CriteoArrays(CriteoBatches):
 
     def read_rest(self, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See `CriteoBatches.read_rest`."""
-        return self._arrays["dense"].take(lines), self._arrays["labels"].take(lines)
+        dense, labels = self._arrays["dense"].take(lines), self._arrays["labels"].take(lines)
+        if (labels > 1).any():
+            at = int(np.argmax(labels > 1))
+            raise DataError(
+                f"data.path: {self.folder / 'labels.npy'}: sample {lines[at]} has the label "
+                f"{labels[at]}, not 0 or 1: the file is damaged; see python -m "
+                f"distcache.preprocess --verify output={self.folder}"
+            )
+        return dense, labels
 
     def counts(self, table: int) -> np.ndarray:
         """How often each row of a table occurs in training samples, int64 `[rows]`, by map."""
         return open_array(self.folder, self.manifest, f"counts/cat_{table}.npy")
-
-
-class _Mapped:
-    """An array file by memory map, whose length is looked at before every read.
-
-    Reading beyond the end of a file that was cut would kill the process.
-    """
-
-    def __init__(self, folder: Path, manifest: Manifest, name: str) -> None:
-        self._path = folder / name
-        self._bytes = manifest.arrays[name].bytes if name in manifest.arrays else 0
-        self._values = open_array(folder, manifest, name).view(np.ndarray)
-
-    def take(self, lines: np.ndarray) -> np.ndarray:
-        """Rows `lines` int64 `[b]`, copied."""
-        try:
-            size = self._path.stat().st_size
-        except OSError as error:
-            raise DataError(f"data.path: {self._path} is gone ({error.strerror})") from error
-        if size != self._bytes:
-            raise DataError(
-                f"data.path: {self._path} has {size:,} bytes and had {self._bytes:,} at the "
-                "start: it was changed while it was read"
-            )
-        return np.take(self._values, lines, axis=0)

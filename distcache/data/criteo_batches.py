@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distcache.data.batch import Batch, JaggedIds, slice_bounds, unloaded
+from distcache.data.batch import Batch, JaggedIds, unloaded
 from distcache.data.criteo_text import IDS, INTEGERS
 from distcache.data.hashing import key_of
 from distcache.data.raw.multi_hot import bags
-from distcache.data.samplers import BatchSpans, BlockOrder, SampleOrder, SampleSpan
-from distcache.errors import ConfigError, DataError
+from distcache.data.samplers import BlockOrder, SampleOrder
+from distcache.data.slices import BatchSlice, SlicedSource
+from distcache.errors import ConfigError
 
 SHUFFLE_BLOCK = 4096
 """Consecutive samples that are read together when an epoch is shuffled."""
@@ -41,12 +42,12 @@ class BatchSettings:
             raise ConfigError(f"data comes in float32 or float64, not {self.dtype}")
 
 
-class CriteoBatches(ABC):
+class CriteoBatches(SlicedSource):
     """A `BatchSource` of samples [0, train_samples) to train on and the rest held out, in order.
 
     Features are `cat_0` to `cat_25`. `bag_sizes`: ids per bag of each table (`multi_hot.bags`),
     None for one. Two sources of the same samples give the same batches. `deferred`: dense features
-    and labels are read when a batch is loaded.
+    and labels are read when a batch is loaded. `fingerprint`: a digest of all samples.
     """
 
     deferred = True
@@ -58,18 +59,21 @@ class CriteoBatches(ABC):
         samples: int,
         train_samples: int,
         bag_sizes: Sequence[int] | None = None,
+        fingerprint: str = "",
     ) -> None:
         self.table_rows = tuple(int(rows) for rows in table_rows)
         self.features = tuple(f"cat_{index}" for index in range(IDS))
         self.dense_features = INTEGERS
         self.samples, self.train_samples = samples, train_samples
         self._dtype, self._bag_sizes = settings.dtype, bag_sizes
-        self._train = BatchSpans(train_samples, settings.global_batch_size)
-        self._eval = BatchSpans(samples - train_samples, settings.global_batch_size)
+        super().__init__(train_samples, samples - train_samples, settings.global_batch_size)
         seed = key_of(settings.seed, 0)
         self._order: SampleOrder | BlockOrder = SampleOrder(train_samples, seed, shuffle=False)
         if settings.shuffle:
             self._order = BlockOrder(train_samples, seed, settings.shuffle_block)
+        self.identity = {"data.path": fingerprint, "data.shuffle": str(settings.shuffle)}
+        if settings.shuffle:
+            self.identity["data.shuffle_block"] = str(settings.shuffle_block)
 
     @abstractmethod
     def read_ids(self, lines: np.ndarray) -> np.ndarray:
@@ -79,48 +83,19 @@ class CriteoBatches(ABC):
     def read_rest(self, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Dense features float32 `[b, 13]` and labels uint8 `[b]` of samples `lines`."""
 
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """Training steps of one epoch."""
-        return self._train.per_epoch
+    def read(self, part: BatchSlice) -> Batch:
+        """See `SlicedSource.read`."""
+        if part.kind == "train":
+            lines = self._order.positions(part.span.epoch, part.start, part.stop)
+        else:
+            lines = np.arange(part.start, part.stop) + self.train_samples
 
-    @property
-    def eval_batches(self) -> int | None:
-        """Held-out global batches."""
-        return self._eval.per_epoch
-
-    def train_batch(self, step: int, rank: int, world_size: int) -> Batch:
-        """This rank's slice of training step `step`, counted from 0 across epochs."""
-        span = self._train.locate(step)
-        low, high = slice_bounds(span.size, rank, world_size)
-        lines = self._order.positions(span.epoch, span.start + low, span.start + high)
-        return self._batch(lines, span, step, low, "train")
-
-    def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
-        """This rank's slice of held-out global batch `index`."""
-        if index >= (self._eval.per_epoch or 0):
-            raise DataError(f"held-out batch {index} of {self.eval_batches} does not exist")
-        span = self._eval.locate(index)
-        low, high = slice_bounds(span.size, rank, world_size)
-        lines = np.arange(span.start + low, span.start + high) + self.train_samples
-        return self._batch(lines, span, index, low, "eval")
-
-    def _batch(self, lines: np.ndarray, span: SampleSpan, index: int, low: int, kind: str) -> Batch:
         def load() -> tuple[Tensor, Tensor]:
-            dense, labels = (torch.from_numpy(part) for part in self.read_rest(lines))
+            dense, labels = (torch.from_numpy(values) for values in self.read_rest(lines))
             return dense.to(self._dtype), labels.to(self._dtype)
 
-        batch = Batch(
-            dense=unloaded(len(lines), INTEGERS),
-            ids=self._jagged(self.read_ids(lines)),
-            labels=unloaded(len(lines)),
-            global_size=span.size,
-            index=index,
-            epoch=span.epoch,
-            first_sample=low,
-            kind=kind,
-            load=load,
-        )
+        ids = self._jagged(self.read_ids(lines))
+        batch = part.batch(unloaded(len(lines), INTEGERS), ids, unloaded(len(lines)), load)
         return batch if self.deferred else batch.loaded()
 
     def _jagged(self, ids: np.ndarray) -> JaggedIds:

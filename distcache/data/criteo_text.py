@@ -22,7 +22,7 @@ INTEGERS, IDS = 13, 26
 FIELDS = 1 + INTEGERS + IDS
 _TAB, _NEWLINE, _RETURN, _MINUS = b"\t\n\r-"
 _HEX_DIGITS, _DECIMAL_DIGITS = 16, 18
-_INTEGER = re.compile(rb"-?0*[0-9]{1,%d}" % _DECIMAL_DIGITS)
+_INTEGER = re.compile(rb"(-?)0*([0-9]{1,%d})" % _DECIMAL_DIGITS)
 _HEX = re.compile(rb"[0-9a-fA-F]+")
 
 MAX_LINE = 1 << 20
@@ -84,12 +84,14 @@ def parse_line(line: bytes, table_rows: np.ndarray | None) -> tuple[int, list[in
         raise DataError(f"field 1 (label) is {_show(fields[0])}, not 0 or 1")
     integers, ids = [], []
     for index, field in enumerate(fields[1 : 1 + INTEGERS]):
-        if field and not _INTEGER.fullmatch(field):
+        number = _INTEGER.fullmatch(field or b"0")
+        if number is None:
             raise DataError(
                 f"field {2 + index} (integer {index + 1}) is {_show(field)}, not an integer of "
                 f"at most {_DECIMAL_DIGITS} digits"
             )
-        integers.append(int(field or b"0"))
+        # Without its leading zeros: Python reads at most 4,300 digits.
+        integers.append(int(number[1] + number[2]))
     for index, field in enumerate(fields[1 + INTEGERS :]):
         if field and not _HEX.fullmatch(field):
             raise DataError(

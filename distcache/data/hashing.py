@@ -6,6 +6,8 @@ Integer arithmetic alone, so that a number does not depend on the slice in which
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -17,6 +19,15 @@ LANE_SUM_MEAN = 131070
 """Mean of the sum of four uniform 16-bit numbers."""
 NORMAL_STD = 2 / 3**0.5
 """Standard deviation of `normal_from_bits`."""
+
+
+def digest_of(*arrays: np.ndarray) -> str:
+    """A digest of arrays in memory (C order): their dtypes, shapes and values."""
+    digest = hashlib.blake2b(digest_size=32)
+    for array in arrays:
+        digest.update(f"{array.dtype.str}{array.shape}".encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def mix64(values: np.ndarray) -> np.ndarray:

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from distcache.data.batch import Batch, JaggedIds, slice_bounds
-from distcache.data.files import input_files
-from distcache.data.hashing import hash_counters, key_of
+from distcache.data.batch import Batch, JaggedIds
+from distcache.data.files import find_files
+from distcache.data.hashing import digest_of, hash_counters, key_of
 from distcache.data.interactions_text import Interactions, read_csv, read_user_lines
 from distcache.data.lines import BadLines
-from distcache.data.samplers import BatchSpans, SampleOrder, SampleSpan
+from distcache.data.samplers import SampleOrder
+from distcache.data.slices import BatchSlice, SlicedSource
 from distcache.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class InteractionsSpec:
             )
 
 
-class InteractionsSource:
+class InteractionsSource(SlicedSource):
     """The `BatchSource` of an `InteractionsSpec`; features `user` and `item`, one id each.
 
     An epoch has 1 + `negatives` samples for each training positive, all shuffled; a negative is an
@@ -108,10 +109,14 @@ class InteractionsSource:
         known = np.unique(train.users * items + train.items)
         everything = np.union1d(known, rest.users * items + rest.items)
         self._negatives = _Negatives(pool, items, known, everything, spec.seed)
+        self.identity = {
+            "data.path": digest_of(train.users, train.items, self._eval.users, self._eval.items),
+            "data.negatives": str(spec.negatives),
+            "data.negative_sampling": spec.sampling,
+        }
         each = 1 + spec.negatives
         self._order = SampleOrder(len(train.users) * each, key_of(spec.seed, 0))
-        self._train_spans = BatchSpans(len(train.users) * each, spec.global_batch_size)
-        self._eval_spans = BatchSpans(len(rest.users) * each, spec.global_batch_size)
+        super().__init__(len(train.users) * each, len(rest.users) * each, spec.global_batch_size)
         logger.info(
             "%d interactions of %d users with %d items: %d train, %d are held out, %d negatives "
             "each; tables of %d and %d rows",
@@ -124,64 +129,30 @@ class InteractionsSource:
             *self.table_rows,
         )
 
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """Training steps of one epoch."""
-        return self._train_spans.per_epoch
-
-    @property
-    def eval_batches(self) -> int | None:
-        """Held-out global batches."""
-        return self._eval_spans.per_epoch
-
-    def train_batch(self, step: int, rank: int, world_size: int) -> Batch:
-        """This rank's slice of training step `step`, counted from 0 across epochs."""
-        span = self._train_spans.locate(step)
-        low, high = slice_bounds(span.size, rank, world_size)
-        samples = self._order.positions(span.epoch, span.start + low, span.start + high)
-        return self._batch(self._train, samples, span, step, low, "train")
-
-    def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
-        """This rank's slice of held-out global batch `index`."""
-        if index >= (self._eval_spans.per_epoch or 0):
-            raise DataError(f"held-out batch {index} of {self.eval_batches} does not exist")
-        span = self._eval_spans.locate(index)
-        low, high = slice_bounds(span.size, rank, world_size)
-        samples = np.arange(span.start + low, span.start + high)
-        return self._batch(self._eval, samples, span, index, low, "eval")
-
-    def _batch(
-        self,
-        positives: Interactions,
-        samples: np.ndarray,
-        span: SampleSpan,
-        index: int,
-        low: int,
-        kind: str,
-    ) -> Batch:
-        """Samples int64 `[b]`: 1 + negatives in a row for each positive, the positive first."""
+    def read(self, part: BatchSlice) -> Batch:
+        """See `SlicedSource.read`: 1 + negatives in a row for each positive, the positive first."""
+        train = part.kind == "train"
+        positives = self._train if train else self._eval
+        samples = np.arange(part.start, part.stop)
+        if train:
+            samples = self._order.positions(part.span.epoch, part.start, part.stop)
         which, place = np.divmod(samples, 1 + self.spec.negatives)
         users, items = positives.users[which], positives.items[which].copy()
         negative = np.flatnonzero(place)
         items[negative] = self._negatives.draw(
-            users[negative], samples[negative], span.epoch if kind == "train" else None
+            users[negative], samples[negative], part.span.epoch if train else None
         )
         values = torch.from_numpy(np.concatenate((users, items)))
-        return Batch(
-            dense=torch.ones(len(samples), 1, dtype=self.spec.dtype),
-            ids=JaggedIds(FEATURES, values, torch.arange(len(values) + 1)),
-            labels=torch.from_numpy(place == 0).to(self.spec.dtype),
-            global_size=span.size,
-            index=index,
-            epoch=span.epoch,
-            first_sample=low,
-            kind=kind,
+        return part.batch(
+            torch.ones(len(samples), 1, dtype=self.spec.dtype),
+            JaggedIds(FEATURES, values, torch.arange(len(values) + 1)),
+            torch.from_numpy(place == 0).to(self.spec.dtype),
         )
 
     def _read(self) -> Interactions:
         """All interactions in file order, those rated too low left out."""
         spec = self.spec
-        files = input_files("data.path", spec.paths, "a file of interactions")
+        files = find_files("data.path", spec.paths, "a file of interactions")
         kind = spec.format
         if kind == "auto":
             kind = "csv" if files[0].path.suffix == ".csv" else "lines"

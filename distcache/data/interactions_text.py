@@ -19,8 +19,9 @@ from distcache.data.files import InputFile
 from distcache.data.lines import BadLines, read_lines, show
 from distcache.errors import DataError
 
-_LINE = re.compile(rb"[ \t]*[0-9]{1,18}([ \t]+[0-9]{1,18})+[ \t]*")
-_ID = re.compile(rb"[0-9]{1,18}")
+_LINE = re.compile(rb"[ \t]*0*[0-9]{1,18}([ \t]+0*[0-9]{1,18})+[ \t]*")
+_ID = re.compile(rb"0*[0-9]{1,18}")
+_NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _FIELDS = ("user", "item", "rating", "time")
 _BLOCK_BYTES = 16 << 20
 
@@ -44,7 +45,7 @@ class Interactions:
 def line_numbers(line: bytes) -> list[int]:
     """User and items of one line; DataError that says what is wrong with it."""
     if _LINE.fullmatch(line):
-        return [int(field) for field in line.split()]
+        return [_whole(field) for field in line.split()]
     fields = line.split()
     if not fields:
         raise DataError("the line is empty; write a user and its items")
@@ -69,13 +70,15 @@ def csv_numbers(line: bytes, delimiter: bytes, fields: int) -> tuple[int, int, f
             raise DataError(f"{name} {show(part)} is not a whole number from 0 to 10^18 - 1")
     numbers = [0.0, 0.0]
     for at, (part, name) in enumerate(zip(parts[2:], _FIELDS[2:], strict=False)):
-        try:
-            numbers[at] = float(part)
-        except ValueError:
-            numbers[at] = math.nan
+        numbers[at] = float(part) if _NUMBER.fullmatch(part) else math.nan
         if not math.isfinite(numbers[at]):
             raise DataError(f"{name} {show(part)} is not a finite number")
-    return int(parts[0]), int(parts[1]), numbers[0], numbers[1]
+    return _whole(parts[0]), _whole(parts[1]), numbers[0], numbers[1]
+
+
+def _whole(digits: bytes) -> int:
+    """An id's number; Python reads at most 4,300 digits, and most of these may be zeros."""
+    return int(digits[-18:])
 
 
 def read_user_lines(files: Sequence[InputFile], bad: BadLines) -> Interactions:
@@ -94,7 +97,7 @@ def read_user_lines(files: Sequence[InputFile], bad: BadLines) -> Interactions:
 
 
 def read_csv(files: Sequence[InputFile], delimiter: str, bad: BadLines) -> Interactions:
-    """The interactions of CSV files; a first line without numbers is a header.
+    """The interactions of CSV files; a first line without a single number is a header.
 
     All files have the number of fields (2 to 4) of the first line of the first.
     """
@@ -106,7 +109,7 @@ def read_csv(files: Sequence[InputFile], delimiter: str, bad: BadLines) -> Inter
             if first == 1:
                 line = block.split(b"\n", 1)[0].removesuffix(b"\r")
                 fields = fields or _count_fields(file, line, separator)
-                if not _ID.fullmatch(line.split(separator)[0]):
+                if not any(map(_NUMBER.fullmatch, line.split(separator))):
                     header, block = line, block[block.find(b"\n") + 1 or len(block) :]
                     first = 2
             numbers = _fast_block(block, separator, fields)
@@ -165,8 +168,10 @@ def _fast_block(block: bytes, separator: bytes, fields: int) -> np.ndarray | Non
     numbers = np.zeros((table.num_rows, 4))
     for at, column in enumerate(table.columns):
         numbers[:, at] = column.to_numpy()
-    # float64 holds whole numbers up to 2^53: longer ids take the slow path, which refuses them.
-    return None if (numbers[:, :2] >= 2**53).any() else numbers
+    # float64 holds whole numbers up to 2^53: longer ids take the slow path, which refuses them, and
+    # so do numbers too large for float64.
+    good = (numbers[:, :2] < 2**53).all() and np.isfinite(numbers[:, 2:]).all()
+    return numbers if good else None
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,11 @@ class BadLines:
 def read_lines(file: InputFile, bad: BadLines) -> Iterator[tuple[int, bytes]]:
     """(number from 1, line without its end) of a file; a longer line than `LONGEST` is bad.
 
-    Raises DataError for a file without a line, or that vanishes or changes meanwhile.
+    Raises DataError for a file that vanishes or changes meanwhile.
     """
     number = 0
     try:
-        with file.path.open("rb") as stream:
+        with file.open() as stream:
             while line := stream.readline(LONGEST):
                 number += 1
                 if len(line) == LONGEST and not line.endswith(b"\n"):
@@ -61,11 +61,9 @@ def read_lines(file: InputFile, bad: BadLines) -> Iterator[tuple[int, bytes]]:
                     bad.add(file.path, number, f"the line is longer than {LONGEST >> 20} MiB")
                     continue
                 yield number, line.removesuffix(b"\n").removesuffix(b"\r")
+            file.check_unchanged(stream)
     except OSError as error:
         raise DataError(f"{file.path} cannot be read ({error.strerror})") from error
-    file.check_unchanged()
-    if number == 0:
-        raise DataError(f"data.path: {file.path} is empty")
 
 
 def show(text: bytes) -> str:

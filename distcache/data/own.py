@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -23,7 +22,8 @@ class OwnBatches:
     or (values, offsets, weights), feature-major in the order of `features`. b may differ between
     ranks and items. The position of the last `keep` items is remembered: the iterable's
     `state_dict()` after each, where it has one; else the number of items, which are then read and
-    dropped to come back to it. `dense_features`: F of the last item.
+    dropped to come back to it. `dense_features`: F of the last item, None before the first. Items
+    are copied: an iterable may fill the same buffers again and again.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class OwnBatches:
         self._start: dict[str, Any] = {"epoch": 0, "items": 0, "loader": None}
         self._positions: OrderedDict[int, bytes] = OrderedDict()
         self._keep = keep
-        self._opened: Iterator[Any] | None = None
-        self.dense_features = 1
+        self._items: Iterator[Any] | None = None
+        self.dense_features: int | None = None
 
     def __len__(self) -> int:
         """Items of all passes, where the iterable knows; TypeError where it does not."""
@@ -58,52 +58,73 @@ class OwnBatches:
     def open(self) -> None:
         """Begin the first pass, with its workers where it has some; from the main thread."""
         self._set_epoch(self._start["epoch"])
-        self._opened = iter(self._loader)
+        self._items = iter(self._loader)
 
     def position(self, step: int) -> bytes:
-        """Where the iterable stood after the batch of training step `step - 1`."""
-        return self._positions.get(step, pickle.dumps(self._start))
+        """Where the iterable stood after the batch of training step `step - 1`.
+
+        Raises DataError for a step that is further back than is remembered.
+        """
+        if not self._positions:
+            return pickle.dumps(self._start)  # nothing was drawn
+        if step not in self._positions:
+            first, last = min(self._positions), max(self._positions)
+            raise DataError(
+                f"the loader's position after {step} steps is not known, only those after {first} "
+                f"to {last}: batches were drawn too far ahead"
+            )
+        return self._positions[step]
 
     def batches(self, first_step: int) -> Iterator[Batch]:
-        """Training batches from step `first_step` on; their global size is not known yet."""
+        """Training batches from step `first_step` on, after `open`; their global size is not known
+        yet."""
         step = first_step
+        self._positions[step] = pickle.dumps(self._start)
         for epoch in range(self._start["epoch"], self._epochs):
-            items, done = self._pass(epoch)
-            for item in _read(items, "train", step):
+            done = self._begin_pass(epoch)
+            while self._items is not None:
+                item = _draw(self._items, "train", step)
+                if item is _END:
+                    break
                 done += 1
-                state = self._loader.state_dict() if self._stateful else None  # type: ignore[attr-defined]
-                position = {"epoch": epoch, "items": done, "loader": state}
-                self._positions[step + 1] = pickle.dumps(position)
-                if len(self._positions) > self._keep:
-                    self._positions.popitem(last=False)
+                self._remember(step + 1, epoch, done)
                 batch = as_batch(item, self.features, step, epoch)
                 self.dense_features = batch.dense.shape[1]
                 yield batch
                 step += 1
 
     def close(self) -> None:
-        """Let go of the iterator and its workers."""
-        self._opened = None
+        """Let go of the iterator and its workers, also where `batches` has not ended."""
+        items, self._items = self._items, None
+        # Dropped alone, a DataLoader's workers live as long as the traceback of an error of theirs.
+        shut_down = getattr(items, "_shutdown_workers", None)
+        if shut_down is not None and not getattr(self._loader, "persistent_workers", False):
+            shut_down()
 
-    def _pass(self, epoch: int) -> tuple[Iterator[Any], int]:
-        """The items of one pass still to come, and how many of it are done."""
-        first = epoch == self._start["epoch"]
-        if not first:
+    def _remember(self, step: int, epoch: int, done: int) -> None:
+        """The iterable's position after `step` steps."""
+        state = self._loader.state_dict() if self._stateful else None  # type: ignore[attr-defined]
+        self._positions[step] = pickle.dumps({"epoch": epoch, "items": done, "loader": state})
+        if len(self._positions) > self._keep:
+            self._positions.popitem(last=False)
+
+    def _begin_pass(self, epoch: int) -> int:
+        """Take up a pass; how many of its items are done."""
+        if epoch > self._start["epoch"]:
             self._set_epoch(epoch)
-            again = iter(self._loader)
-            if again is self._loader:
+            self._items = None  # the workers of the last pass go first
+            self._items = iter(self._loader)
+            if self._items is self._loader:
                 raise ConfigError(
                     f"epochs={self._epochs}, but the loader is an iterator, which can be read "
                     "once: pass an object that makes a new iterator each time, such as a DataLoader"
                 )
-            return again, 0
-        items = iter(self._loader) if self._opened is None else self._opened
-        self._opened = None
+            return 0
         done = self._start["items"]
-        if not self._stateful:
-            for _ in islice(_read(items, "train", 0), done):
-                pass
-        return items, done
+        for number in range(0 if self._stateful else done):
+            if self._items is not None and _draw(self._items, "train", number) is _END:
+                break
+        return done
 
     def _set_epoch(self, epoch: int) -> None:
         """Tell a distributed sampler its epoch, as it wants."""
@@ -116,13 +137,12 @@ def eval_batches(
     loader: Iterable[Any], features: Sequence[str], count: int, dense_features: int
 ) -> Iterator[Batch]:
     """`count` evaluation batches of one pass; empty ones where the iterable has fewer."""
-    number = 0
-    for number, item in enumerate(_read(iter(loader), "eval", 0), start=1):
-        batch = as_batch(item, features, number - 1, 0, "eval")
+    items, number = iter(loader), 0
+    while number < count and (item := _draw(items, "eval", number)) is not _END:
+        batch = as_batch(item, features, number, 0, "eval")
         dense_features = batch.dense.shape[1]
         yield batch
-        if number == count:
-            return
+        number += 1
     for index in range(number, count):
         offsets = torch.zeros(1, dtype=torch.int64)
         ids = JaggedIds(tuple(features), torch.zeros(0, dtype=torch.int64), offsets)
@@ -130,25 +150,29 @@ def eval_batches(
         yield Batch(nothing.view(0, dense_features), ids, nothing, UNKNOWN, index, 0, 0, "eval")
 
 
-def _read(items: Iterator[Any], kind: str, number: int) -> Iterator[Any]:
-    """The items; what the iterable raises becomes a DataError that names the item."""
-    while True:
-        try:
-            item = next(items)
-        except StopIteration:
-            return
-        except Exception as error:
-            raise DataError(
-                f"{kind} batch {number} of your loader: {type(error).__name__}: {error}"
-            ) from error
-        yield item
-        number += 1
+_END = object()
+"""What `_draw` returns after the last item."""
+
+
+def _draw(items: Iterator[Any], kind: str, number: int) -> Any:
+    """The next item; what the iterable raises becomes a DataError that names the item."""
+    try:
+        return next(items)
+    except StopIteration:
+        return _END
+    except Exception as error:
+        raise DataError(
+            f"{kind} batch {number} of your loader: {type(error).__name__}: {error}"
+        ) from error
 
 
 def as_batch(
     item: Any, features: Sequence[str], index: int, epoch: int, kind: str = "train"
 ) -> Batch:
-    """One item of an iterable as a slice of unknown place. Raises DataError that names the item."""
+    """One item of an iterable, copied, as a slice of unknown place.
+
+    Raises DataError that names the item.
+    """
     where = f"{kind} batch {index} of your loader"
     if hasattr(item, "sparse_features") and hasattr(item, "dense_features"):
         item = (item.dense_features, item.sparse_features, item.labels)
@@ -165,7 +189,9 @@ def as_batch(
             f"{ids.batch_size} samples ({len(ids.offsets)} offsets for {len(features)} features); "
             "give dense [b, F], labels [b], ids of b samples"
         )
-    return Batch(dense, ids, labels, UNKNOWN, index, epoch, 0, kind)
+    weights = None if ids.weights is None else ids.weights.clone()
+    ids = JaggedIds(ids.features, ids.values.clone(), ids.offsets.clone(), weights)
+    return Batch(dense.clone(), ids, labels.clone(), UNKNOWN, index, epoch, 0, kind)
 
 
 def as_ids(ids: Any, features: tuple[str, ...], where: str) -> JaggedIds:

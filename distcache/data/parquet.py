@@ -13,13 +13,13 @@ import torch
 
 from distcache.data import parquet_columns
 from distcache.data.bags import BagColumn, gather, join
-from distcache.data.batch import Batch, JaggedIds, slice_bounds, unloaded
+from distcache.data.batch import Batch, JaggedIds, unloaded
 from distcache.data.block_cache import BlockCache
-from distcache.data.files import input_files
+from distcache.data.files import find_files
 from distcache.data.parquet_columns import NULLS, ColumnRules, Place
 from distcache.data.parquet_files import IDS, NUMBERS, ParquetFiles, RowGroup, WantedColumn
 from distcache.data.row_group_order import RowGroupOrder
-from distcache.data.samplers import BatchSpans, SampleSpan
+from distcache.data.slices import BatchSlice, SlicedSource
 from distcache.data.string_ids import STRING_IDS
 from distcache.errors import ConfigError, DataError
 
@@ -91,7 +91,7 @@ class ParquetSpec:
         return found
 
 
-class ParquetSource:
+class ParquetSource(SlicedSource):
     """The `BatchSource` of a `ParquetSpec`; features have the names of their columns.
 
     Samples are shuffled within windows of row groups (see `RowGroupOrder`), the held-out ones keep
@@ -108,10 +108,10 @@ class ParquetSource:
         self.features = tuple(spec.id_columns)
         self.table_rows = tuple(int(rows) for rows in spec.table_rows)
         self.dense_features = max(1, len(spec.dense_columns))
-        files = input_files("data.path", spec.paths, "a Parquet file")
+        files = find_files("data.path", spec.paths, "a Parquet file")
         own = len(files)
         if spec.held_out_paths is not None:
-            files += input_files("data.held_out_path", spec.held_out_paths, "a Parquet file")
+            files += find_files("data.held_out_path", spec.held_out_paths, "a Parquet file")
         self.files = ParquetFiles(files, spec.wanted())
         groups = self.files.row_groups
         rows = np.array([group.rows for group in groups], dtype=np.int64)
@@ -128,6 +128,7 @@ class ParquetSource:
                 "of which all are held out; lower data.held_out or give more rows"
             )
         self._split(rows, train)
+        self.identity = self._identity(train)
         largest = int(rows.max())
         limit = self._order.widest + largest
         self._ids, self._rest = BlockCache[list[BagColumn]](limit), BlockCache[tuple](limit)
@@ -140,6 +141,18 @@ class ParquetSource:
             int(rows.sum()) - train,
             limit,
         )
+
+    def _identity(self, train: int) -> dict[str, str]:
+        """See `BatchSource.identity`: the samples, what is made of them, and their order."""
+        spec = self.spec
+        found = {"data.path": f"{self.files.digest()} with {train} training samples"}
+        for key in ("label_column", "dense_columns", "id_columns", "shuffle_rows"):
+            value = getattr(spec, key)
+            found[f"data.{key}"] = str(value if isinstance(value, str | int) else list(value))
+        found["data.weight_columns"] = str(sorted(spec.weight_columns.items()))
+        rules = {"data.dense_transform": "log1p" if spec.rules.log1p else "none"}
+        rules |= {f"data.{key}": getattr(spec.rules, key) for key in ("nulls", "string_ids")}
+        return found | rules | {"data.on_bad_id": spec.rules.on_bad_id}
 
     def _split(self, rows: np.ndarray, train: int) -> None:
         """Orders of the first `train` samples and of those after them."""
@@ -154,62 +167,29 @@ class ParquetSource:
         if len(held_out):
             held_out[0] -= self._eval_skip
         self._eval_order = RowGroupOrder(held_out.tolist(), self.spec.seed, 0)
-        self._train = BatchSpans(self._order.samples, self.spec.global_batch_size)
-        self._eval = BatchSpans(self._eval_order.samples, self.spec.global_batch_size)
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """Training steps of one epoch."""
-        return self._train.per_epoch
-
-    @property
-    def eval_batches(self) -> int | None:
-        """Held-out global batches."""
-        return self._eval.per_epoch
+        super().__init__(self._order.samples, self._eval_order.samples, self.spec.global_batch_size)
 
     @property
     def weighted(self) -> bool:
         """Whether ids have weights."""
         return bool(self.spec.weight_columns)
 
-    def train_batch(self, step: int, rank: int, world_size: int) -> Batch:
-        """This rank's slice of training step `step`, counted from 0 across epochs."""
-        span = self._train.locate(step)
-        groups, samples = self._order.places(span.epoch, span.start, span.stop)
-        return self._batch(groups, samples, span, step, (rank, world_size), "train")
-
-    def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
-        """This rank's slice of held-out global batch `index`."""
-        if index >= (self._eval.per_epoch or 0):
-            raise DataError(f"held-out batch {index} of {self.eval_batches} does not exist")
-        span = self._eval.locate(index)
-        blocks, samples = self._eval_order.places(0, span.start, span.stop)
-        samples += np.where(blocks == 0, self._eval_skip, 0)
-        groups = blocks + self._eval_group
-        return self._batch(groups, samples, span, index, (rank, world_size), "eval")
-
-    def _batch(
-        self,
-        groups: np.ndarray,
-        samples: np.ndarray,
-        span: SampleSpan,
-        index: int,
-        place: tuple[int, int],
-        kind: str,
-    ) -> Batch:
-        """The slice of a global batch that consists of `samples` of `groups`, int64 `[B]` each."""
-        low, high = slice_bounds(span.size, *place)
-        groups, samples = groups[low:high], samples[low:high]
-        batch = Batch(
-            dense=unloaded(len(samples), self.dense_features),
-            ids=self.ids(groups, samples),
-            labels=unloaded(len(samples)),
-            global_size=span.size,
-            index=index,
-            epoch=span.epoch,
-            first_sample=low,
-            kind=kind,
-            load=lambda: self.dense_and_labels(groups, samples),
+    def read(self, part: BatchSlice) -> Batch:
+        """See `SlicedSource.read`; the order inside a global batch is the same for all slices."""
+        span = part.span
+        if part.kind == "train":
+            groups, samples = self._order.places(span.epoch, span.start, span.stop)
+        else:
+            groups, samples = self._eval_order.places(0, span.start, span.stop)
+            samples += np.where(groups == 0, self._eval_skip, 0)
+            groups = groups + self._eval_group
+        groups, samples = groups[part.low : part.high], samples[part.low : part.high]
+        count = len(samples)
+        batch = part.batch(
+            unloaded(count, self.dense_features),
+            self.ids(groups, samples),
+            unloaded(count),
+            lambda: self.dense_and_labels(groups, samples),
         )
         return batch if self.deferred else batch.loaded()
 

@@ -95,18 +95,20 @@ def labels(column: pa.Array, place: Place) -> np.ndarray:
 
 
 def dense(column: pa.Array, rules: ColumnRules, place: Place) -> np.ndarray:
-    """Dense values float64 `[n]`. Raises DataError for infinities, and for nulls as said."""
+    """Dense values float64 `[n]`. Raises DataError for what float32 cannot hold, and for nulls as
+    said."""
     values, missing = _numbers(column)
     missing |= np.isnan(values)
     if missing.any():
         if rules.nulls == "error":
             raise place.null_error(int(np.argmax(missing)))
         values = np.where(missing, 0.0, values)
-    infinite = np.isinf(values)
-    if infinite.any():
-        row = int(np.argmax(infinite))
-        raise place.error(row, f"{values[row]} is not a finite number; correct the data")
-    return np.log1p(np.maximum(values, 0.0)) if rules.log1p else values
+    values = np.log1p(np.maximum(values, 0.0)) if rules.log1p else values
+    far = np.abs(values) > np.finfo(np.float32).max
+    if far.any():
+        row = int(np.argmax(far))
+        raise place.error(row, f"{values[row]} is not a finite number of float32; correct the data")
+    return values
 
 
 def bags(
@@ -170,13 +172,16 @@ def _weights(
         )
     values, missing = _numbers(flat)
     missing |= np.isnan(values)
-    bad = np.isinf(values) | (missing if rules.nulls == "error" else False)
+    far = np.abs(values) > np.finfo(np.float32).max
+    bad = far | (missing if rules.nulls == "error" else False)
     if bad.any():
         at = int(np.argmax(bad))
         row = at if own is None else int(np.repeat(np.arange(samples), own)[at])
         if missing[at]:
             raise place.null_error(row)
-        raise place.error(row, f"the weight {values[at]} is not a finite number; correct the data")
+        raise place.error(
+            row, f"the weight {values[at]} is not a finite number of float32; correct the data"
+        )
     return np.where(missing, 0.0, values)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -16,6 +18,9 @@ from distcache.errors import DataError
 
 _OPEN_FILES = 16
 """Files that are kept open at a time."""
+
+_DAMAGE = (pa.ArrowException, OSError, EOFError, UnicodeDecodeError)
+"""What pyarrow raises for a damaged file."""
 
 NUMBERS = ("integer", "float", "bool")
 IDS = ("integer", "string")
@@ -63,15 +68,29 @@ class ParquetFiles:
             before = 0
             for number in range(opened.metadata.num_row_groups):
                 rows = opened.metadata.row_group(number).num_rows
-                if rows:
+                if rows > 0:
                     self.row_groups.append(RowGroup(index, number, rows, before))
-                before += rows
+                before += abs(rows)
+            if before != opened.metadata.num_rows:
+                raise _damaged(file, ValueError("its row groups do not add up to its rows"))
         if not self.row_groups:
             raise DataError(
                 f"data.path: {self.files[0].path}"
                 f"{f' and {len(self.files) - 1} more' if len(self.files) > 1 else ''}: no rows in "
                 "any row group; write at least one sample"
             )
+
+    def digest(self) -> str:
+        """A digest of the files' lengths and footers, which have the place, size and statistics of
+        every column of every row group: not of the values themselves."""
+        found = hashlib.blake2b(digest_size=32)
+        for file in self.files:
+            with file.open() as stream:
+                stream.seek(-8, os.SEEK_END)  # the footer's length and the magic number
+                length = int.from_bytes(stream.read(4), "little")
+                stream.seek(-8 - length, os.SEEK_END)
+                found.update(f"{file.bytes} {length} ".encode() + stream.read(length))
+        return found.hexdigest()
 
     def read(self, group: RowGroup, columns: Sequence[str]) -> Mapping[str, pa.Array]:
         """Some columns of a row group, whole, by name."""
@@ -80,10 +99,12 @@ class ParquetFiles:
             opened = self._opened(group.file)
             try:
                 table = opened.read_row_group(group.number, list(columns), use_threads=False)
-            except (pa.ArrowException, OSError, EOFError) as error:
+                table.validate(full=True)  # damaged text and dictionaries
+            except _DAMAGE as error:
                 self._open.pop(group.file, None)
                 file.check_unchanged()
                 raise _damaged(file, error) from error
+        file.check_unchanged()
         found = {name: _whole(table.column(name)) for name in columns}
         short = [name for name, column in found.items() if len(column) != group.rows]
         if short:
@@ -102,8 +123,8 @@ class ParquetFiles:
         file = self.files[index]
         file.check_unchanged()
         try:
-            opened = pq.ParquetFile(file.path)
-        except (pa.ArrowException, OSError, EOFError) as error:
+            opened = pq.ParquetFile(file.path, page_checksum_verification=True)
+        except _DAMAGE as error:
             file.check_unchanged()
             raise _damaged(file, error) from error
         self._open[index] = opened

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from distcache.data.batch import Batch, JaggedIds, slice_bounds
+from distcache.data.batch import Batch, JaggedIds
 from distcache.data.hashing import (
     GOLDEN,
     hash_counters,
@@ -23,10 +23,11 @@ from distcache.data.hashing import (
     normal_from_bits,
     uniform_from_bits,
 )
-from distcache.data.samplers import BatchSpans, SampleOrder, SampleSpan
+from distcache.data.samplers import SampleOrder
+from distcache.data.slices import BatchSlice, SlicedSource
 from distcache.data.teacher import Teacher
 from distcache.data.zipf import ZipfTables
-from distcache.errors import ConfigError, DataError
+from distcache.errors import ConfigError
 
 _HELD_OUT = 1 << 62
 """First counter of held-out samples: no training sample is ever so far."""
@@ -93,7 +94,7 @@ class SyntheticSpec:
         return (self.bag_size,) * len(self.table_rows)
 
 
-class SyntheticSource:
+class SyntheticSource(SlicedSource):
     """The `BatchSource` of a `SyntheticSpec`; features are `cat_0`, `cat_1`, ...
 
     Held-out samples have counters of their own, which training never reaches.
@@ -104,8 +105,9 @@ class SyntheticSource:
         self.table_rows = tuple(int(rows) for rows in spec.table_rows)
         self.features = tuple(f"cat_{index}" for index in range(len(self.table_rows)))
         self.dense_features = spec.dense_features
-        self._train = BatchSpans(spec.samples, spec.global_batch_size)
-        self._eval = BatchSpans(spec.eval_samples, spec.global_batch_size)
+        keys = ("bag_size", "zipf", "weighted", "samples", "dense_features")
+        self.identity = {f"data.{key}": str(getattr(spec, key)) for key in keys}
+        super().__init__(spec.samples, spec.eval_samples, spec.global_batch_size)
         self._order = SampleOrder(spec.samples, key_of(spec.seed, _ORDER))
         self._tables = ZipfTables(self.table_rows, spec.zipf, key_of(spec.seed, _ZIPF))
         sizes = spec.bag_sizes
@@ -118,32 +120,6 @@ class SyntheticSource:
         self._length_keys = keys_of(len(sizes), spec.seed, _LENGTH)
         self._dense_keys = keys_of(spec.dense_features, spec.seed, _DENSE)
 
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """Training steps of one epoch; None: unlimited."""
-        return self._train.per_epoch
-
-    @property
-    def eval_batches(self) -> int | None:
-        """Held-out global batches; None: unlimited."""
-        return self._eval.per_epoch
-
-    def train_batch(self, step: int, rank: int, world_size: int) -> Batch:
-        """This rank's slice of training step `step`, counted from 0 across epochs."""
-        span = self._train.locate(step)
-        low, high = slice_bounds(span.size, rank, world_size)
-        samples = self._order.positions(span.epoch, span.start + low, span.start + high)
-        return self._batch(samples, span, step, low, "train")
-
-    def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
-        """This rank's slice of held-out global batch `index`."""
-        if self.eval_batches is not None and index >= self.eval_batches:
-            raise DataError(f"held-out batch {index} of {self.eval_batches} does not exist")
-        span = self._eval.locate(index)
-        low, high = slice_bounds(span.size, rank, world_size)
-        samples = np.arange(span.start + low, span.start + high, dtype=np.int64) + _HELD_OUT
-        return self._batch(samples, span, index, low, "eval")
-
     def lookups_per_sample(self, table: int) -> float:
         """Mean ids that a sample looks up in `table`."""
         return float(self.spec.bag_sizes[table])
@@ -152,9 +128,12 @@ class SyntheticSource:
         """Expected distinct rows of `table` among `lookups` ids of it."""
         return self._tables.expected_distinct(table, lookups)
 
-    def _batch(
-        self, samples: np.ndarray, span: SampleSpan, index: int, low: int, kind: str
-    ) -> Batch:
+    def read(self, part: BatchSlice) -> Batch:
+        """See `SlicedSource.read`."""
+        if part.kind == "train":
+            samples = self._order.positions(part.span.epoch, part.start, part.stop)
+        else:
+            samples = np.arange(part.start, part.stop, dtype=np.int64) + _HELD_OUT
         keys = hash_counters(samples.view(np.uint64), key_of(self.spec.seed, _SAMPLE))
         dense = normal_from_bits(hash_counters(keys[:, None], self._dense_keys))
         lengths = self._lengths(keys)
@@ -163,21 +142,13 @@ class SyntheticSource:
         draws = uniform_from_bits(hash_counters(keys, key_of(self.spec.seed, _LABEL)))
         offsets = np.zeros(lengths.size + 1, dtype=np.int64)
         np.cumsum(lengths.ravel(), out=offsets[1:])
-        return Batch(
-            dense=self._floats(dense),
-            ids=JaggedIds(
-                features=self.features,
-                values=torch.from_numpy(ids),
-                offsets=torch.from_numpy(offsets),
-                weights=None if weights is None else self._floats(weights),
-            ),
-            labels=self._floats(draws < chances),
-            global_size=span.size,
-            index=index,
-            epoch=span.epoch,
-            first_sample=low,
-            kind=kind,
+        jagged = JaggedIds(
+            features=self.features,
+            values=torch.from_numpy(ids),
+            offsets=torch.from_numpy(offsets),
+            weights=None if weights is None else self._floats(weights),
         )
+        return part.batch(self._floats(dense), jagged, self._floats(draws < chances))
 
     def _lengths(self, keys: np.ndarray) -> np.ndarray:
         """Ids of each bag, int64 `[F, b]`, from sample keys `[b]`."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from distcache.cache.size import cache_slots
+from distcache.comm.agree import agree_on
 from distcache.comm.world import World
 from distcache.config import Config
 from distcache.data.batch import BatchSource
@@ -135,9 +138,12 @@ def build_parallel(
 ) -> Parallel:
     """The model and its tables in `parallel.mode`; called by all ranks.
 
-    Raises ConfigError, or MemoryTooSmallError before anything is allocated.
+    Raises ConfigError, also where the ranks' data differ, or MemoryTooSmallError before anything is
+    allocated.
     """
     features = tuple(source.features)
+    # Ranks that read other files would train on a mixture of both, and agree on every step.
+    agree_on(world, dict(source.identity))
     if config.parallel.mode == "hybrid":
         from distcache.parallel.hybrid import HybridParallel  # loads TorchRec and FBGEMM
         from distcache.parallel.hybrid_spec import HybridSpec
@@ -156,7 +162,8 @@ def build_parallel(
             amp=config.trainer.amp,
         )
         return HybridParallel(world, spec, model)
-    settings = cached_settings(config, world, tables, source)
+    seen = zlib.crc32(repr(sorted(source.identity.items())).encode())
+    settings = replace(cached_settings(config, world, tables, source), fingerprint=seen)
     mode = CachedParallel(world, tables, features, model, optimizer_spec(config), settings)
     if config.parallel.mode == "data" and world.is_first:
         warn_if_too_small(source, mode.groups, settings.slots, config.data.global_batch_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,15 @@ from distcache.trainer import Run
 
 @dataclass(frozen=True)
 class OwnSource:
-    """What the parts of a run ask of a source, for data that are drawn in order."""
+    """What the parts of a run ask of a source, for data that are drawn in order.
+
+    Nothing is known of the data: whether a loader is the one of the checkpoint is its own affair.
+    """
 
     features: tuple[str, ...]
     table_rows: tuple[int, ...]
     steps_per_epoch: None = None
+    identity: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ class OwnRun(Run):
         state, path = TrainerState(), self.config.trainer.resume
         if path is not None:
             own = {self._key(): b""}
-            state = checkpoint.load(Path(path), self.mode, self.identity(), self.world, own)
+            same = self.config.trainer.resume_data == "same"
+            state = checkpoint.load(Path(path), self.mode, self.identity(), self.world, own, same)
             together(self.world, lambda: self.train.resume(own[self._key()]))
         together(self.world, self.train.open)
         return state
@@ -74,7 +79,7 @@ class OwnRun(Run):
         self.train.close()
         late = outcome.evaluation is None and outcome.bad is None and self.eval_count > 0
         if late and loop.stop.agreed(self.world) is None:
-            loop.run(self._evaluation())
+            loop.run(self._evaluation(self._width()))
         return outcome
 
     def progress(self, schedule: Schedule) -> Progress:
@@ -86,14 +91,27 @@ class OwnRun(Run):
         training, evaluation = self.train.batches(schedule.first_step), iter(())
         for kind, index in schedule.order():
             if kind == "eval" and index == 0:
-                evaluation = self._evaluation()
+                evaluation = self._evaluation(self.train.dense_features or 1)
             batch = next(training if kind == "train" else evaluation, None)
             if batch is None:
                 return
             yield batch
 
-    def _evaluation(self) -> Iterator[Batch]:
-        width = self.train.dense_features
+    def _width(self) -> int:
+        """Dense features of a batch, as some rank knows them. Collective.
+
+        A rank that has not trained looks into its first evaluation item.
+        """
+
+        def known() -> int | None:
+            if self.train.dense_features is None:
+                for batch in eval_batches(self.evaluate or (), self.train.features, 1, 0):
+                    return batch.dense.shape[1] or None
+            return self.train.dense_features
+
+        return max((width for width in together(self.world, known) if width), default=1)
+
+    def _evaluation(self, width: int) -> Iterator[Batch]:
         return eval_batches(self.evaluate or (), self.train.features, self.eval_count, width)
 
     def _expected(self) -> int | None:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distcache.data import CriteoSource, CriteoSpec, criteo
-from distcache.data.criteo import find_files
 from distcache.data.criteo_text import parse_block, parse_line
+from distcache.data.files import find_files
 from distcache.errors import ConfigError, DataError
 
 ROWS = np.array(
@@ -65,7 +65,9 @@ def write(path, text: list[str], end: str = "\n"):
 
 
 def source(path, batch=8, **spec) -> CriteoSource:
-    return CriteoSource(CriteoSpec(path, ROWS, batch, **spec))
+    made = CriteoSource(CriteoSpec(path, ROWS, batch, **spec))
+    made.deferred = False
+    return made
 
 
 def plain(text: bytes, rows=ROWS):
@@ -99,7 +101,7 @@ def test_real_sample_parses_as_line_by_line(shared_data):
 def test_real_sample_as_batches(shared_data):
     stream = source(shared_data / "criteo_kaggle_sample.txt", batch=128)
     assert stream.steps_per_epoch == math.ceil(1713 / 128) and stream.eval_batches == 3
-    assert stream.skipped_lines == 0 and stream.dense_features == 13
+    assert stream.bad_lines.count == 0 and stream.dense_features == 13
     check_slices(stream, 0, "train")
     check_slices(stream, stream.steps_per_epoch - 1, "train")
     check_slices(stream, stream.steps_per_epoch, "train")
@@ -179,6 +181,7 @@ def test_large_tables_keep_their_ids(tmp_path):
     rows[0] = 2**32
     path = write(tmp_path / "a.txt", [line(ids=["fffffffe", *["0"] * 25])] * 7)
     stream = CriteoSource(CriteoSpec(path, rows, 6))
+    stream.deferred = False
     assert stream.train_batch(0, 0, 1).ids.values[0].item() == 0xFFFFFFFE
 
 
@@ -216,8 +219,8 @@ def test_a_malformed_line_is_named_or_skipped(tmp_path, caplog, bad, message):
     assert "data.on_bad_line=skip" in str(error.value)
     with caplog.at_level(logging.WARNING, logger="distcache"):
         stream = source(path, on_bad_line="skip")
-    assert stream.skipped_lines == 1
-    assert "skipped 1 of 21 lines" in caplog.text and f"{path}:12" in caplog.text
+    assert stream.bad_lines.count == 1
+    assert "skipped 1 malformed lines" in caplog.text and f"{path}:12" in caplog.text
     clean = source(write(tmp_path / "b.txt", good))
     assert torch.equal(clean.train_batch(1, 0, 1).dense, stream.train_batch(1, 0, 1).dense)
     assert torch.equal(
@@ -269,7 +272,8 @@ def test_globs_read_files_in_natural_order(tmp_path):
     text = lines(30)
     for name, part in (("day_10", text[20:]), ("day_2", text[10:20]), ("day_1", text[:10])):
         write(tmp_path / name, part)
-    assert [p.name for p in find_files(str(tmp_path / "day_*"))] == ["day_1", "day_2", "day_10"]
+    found = find_files("data.path", str(tmp_path / "day_*"), "days")
+    assert [file.path.name for file in found] == ["day_1", "day_2", "day_10"]
     whole = source(write(tmp_path / "all.txt", text))
     for paths in (
         str(tmp_path / "day_*"),
@@ -286,7 +290,7 @@ def test_missing_and_empty_files_are_named(tmp_path):
         source(tmp_path / "nowhere.txt")
     with pytest.raises(DataError, match="no such file and nothing matches"):
         source(str(tmp_path / "*.txt"))
-    with pytest.raises(DataError, match="is not a file; for all files of a folder give a glob"):
+    with pytest.raises(DataError, match="is a folder, not a file; for all of its files"):
         source(tmp_path)
     with pytest.raises(DataError, match="names no file"):
         source([])
@@ -308,3 +312,13 @@ def test_bad_settings_are_named(tmp_path):
         source(path, on_bad_line="drop")
     with pytest.raises(ConfigError, match="float16"):
         source(path, dtype=torch.float16)
+
+
+def test_more_zeros_than_python_reads(tmp_path):
+    """Leading zeros are no digits; Python's own limit is at 4,300."""
+    fields = line().split("\t")
+    fields[1], fields[2], fields[20] = "0" * 5000 + "7", "-" + "0" * 5000 + "3", "0" * 5000 + "f"
+    stream = source(write(tmp_path / "a.txt", ["\t".join(fields)] * 7), 6)
+    batch = stream.train_batch(0, 0, 1)
+    assert batch.dense[0, :2].tolist() == pytest.approx([np.log(8), 0])
+    assert batch.ids.values[6 * 6].item() == 15 % ROWS[6]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,27 +11,20 @@ import numpy as np
 import pytest
 import torch
 from batch_checks import check_slices
-from criteo_lines import ROWS, make_lines, write_lines
+from criteo_lines import ROWS, make_lines, preprocessed, write_lines
 
 from distcache.data import CriteoSource, CriteoSpec
 from distcache.data.criteo_arrays import CriteoArrays
 from distcache.data.criteo_batches import BatchSettings
-from distcache.data.raw.job import preprocess
 from distcache.data.raw.multi_hot import bags
-from distcache.data.raw.settings import MLPERF_BAGS, PreprocessSettings
+from distcache.data.raw.settings import MLPERF_BAGS
 from distcache.errors import ConfigError, DataError
-
-
-class NoBar:
-    def update(self, n=1):
-        pass
 
 
 def prepare(folder: Path, lines: list[bytes], **settings) -> tuple[Path, Path]:
     """A text file and the folder made from it."""
     text = write_lines(folder / "a.txt", lines)
-    job = PreprocessSettings([str(text)], str(folder / "out"), "hash", ROWS, workers=1, **settings)
-    preprocess(job, lambda *_: nullcontext(NoBar()))
+    preprocessed(text, folder / "out", **settings)
     return text, folder / "out"
 
 
@@ -63,6 +55,8 @@ def test_the_same_batches_as_the_text(both, dtype, shuffle, shuffle_block, monke
             one = getattr(arrays, take)(step, 1, 2)
             other = getattr(lines, take)(step, 1, 2)
             assert one.dense.is_meta and one.labels.is_meta and one.load is not None
+            assert other.dense.is_meta and other.labels.is_meta
+            other = other.loaded()
             assert one.dense.shape == other.dense.shape and len(one.labels) == len(other.labels)
             loaded = one.loaded()
             assert loaded.dense.dtype == loaded.labels.dtype == dtype
@@ -91,7 +85,7 @@ def test_look_ahead_reads_ids_alone(both, monkeypatch):
     real = type(source._arrays["ids"]).take
 
     def noted(self, lines):
-        read.append((self._path.name, len(lines)))
+        read.append((self._file.path.name, len(lines)))
         return real(self, lines)
 
     monkeypatch.setattr(type(source._arrays["ids"]), "take", noted)
@@ -131,18 +125,28 @@ def test_rows_of_the_folder_and_of_the_config(both):
         CriteoArrays(folder, BatchSettings(shuffle_block=0))
 
 
+def test_a_label_that_is_none_is_named(tmp_path):
+    _, folder = prepare(tmp_path, make_lines(70))
+    labels = np.load(folder / "labels.npy", mmap_mode="r+")
+    labels[13] = 77
+    labels.flush()
+    source = CriteoArrays(folder, BatchSettings(16, shuffle=False))
+    with pytest.raises(DataError, match=r"sample 13 has the label 77, not 0 or 1.*--verify"):
+        source.train_batch(0, 0, 1).loaded()
+
+
 def test_damage_is_named(tmp_path):
     _, folder = prepare(tmp_path, make_lines(70))
     source = CriteoArrays(folder, BatchSettings(16))
     batch = source.train_batch(0, 0, 1)
     size = (folder / "dense.npy").stat().st_size
     os.truncate(folder / "dense.npy", size - 1000)
-    with pytest.raises(DataError, match=r"dense\.npy has .* it was changed while it was read"):
+    with pytest.raises(DataError, match=r"dense\.npy shrank while it was read"):
         batch.loaded()
     with pytest.raises(DataError, match=r"dense\.npy has .* it is cut"):
         CriteoArrays(folder, BatchSettings())
     (folder / "ids.npy").unlink()
-    with pytest.raises(DataError, match=r"ids\.npy is gone"):
+    with pytest.raises(DataError, match=r"ids\.npy cannot be read any more"):
         source.train_batch(1, 0, 1)
     with pytest.raises(DataError, match=r"cannot be read|is cut"):
         CriteoArrays(folder, BatchSettings())
@@ -152,7 +156,8 @@ def test_damage_is_named(tmp_path):
         ("[]", "not a manifest of format 1"),
         (json.dumps(manifest | {"format": 2}), "not a manifest of format 1"),
         (json.dumps({"format": 1}), "lacks or misspells"),
-        (json.dumps(manifest | {"arrays": {}}), r"has no labels\.npy"),
+        (json.dumps(manifest | {"arrays": {}}), "does not have its fingerprint"),
+        (json.dumps(manifest | {"train_samples": 61}), "does not have its fingerprint"),
     ):
         (folder / "manifest.json").write_text(broken)
         with pytest.raises(DataError, match=message):

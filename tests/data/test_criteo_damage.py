@@ -11,48 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from criteo_lines import ROWS, make_lines, read_plainly
+from damaged import ODD, damage
 
 from distcache.data import CriteoSource, CriteoSpec
-from distcache.data.raw.files import inspect
+from distcache.data.files import inspect
 from distcache.data.raw.part import PartTask, parse_part
 from distcache.errors import DataError
 
 LINES = make_lines(14, seed=5)
 TEXT = b"\n".join(LINES) + b"\n"
-ODD = [b"\x00", b"\xff", b"\xc3\x28", b" ", b"\t", b"\n", b"\r", b"\r\n", b"-", b"+", b"x", b"_"]
-ODD += [b"g", b".", b"0x", b'"', b"0" * 30, b"f" * 17, b"9" * 19, b"\xef\xbb\xbf", b"\x1a"]
-
-
-def damage(text: bytes, dice: random.Random) -> bytes:
-    """One to three changes of the kinds that disks, networks and editors make."""
-    for _ in range(dice.randint(1, 3)):
-        at, until = sorted((dice.randrange(len(text) + 1), dice.randrange(len(text) + 1)))
-        match dice.randrange(8):
-            case 0:
-                text = text[:at] + dice.randbytes(1) + text[at + 1 :]
-            case 1 | 2:
-                text = text[:at] + dice.choice(ODD) + text[at:]
-            case 3:
-                text = text[:at] + dice.choice(ODD) + text[at + dice.randint(1, 3) :]
-            case 4:
-                text = text[:at] + text[min(until, at + dice.randint(1, 300)) :]
-            case 5:
-                text = text[:at] + text[at : at + dice.randint(1, 300)] + text[at:]
-            case 6:
-                text = text[: max(1, until)]
-            case 7:
-                fields = text.split(b"\t")
-                one, other = dice.randrange(len(fields)), dice.randrange(len(fields))
-                fields[one], fields[other] = fields[other], fields[one]
-                text = b"\t".join(fields)
-        if not text:
-            return b"\n"
-    return text
 
 
 def read_source(path: Path, on_bad_line: str) -> tuple[list[np.ndarray], int]:
     source = CriteoSource(CriteoSpec(path, ROWS, on_bad_line=on_bad_line))
-    return [source._labels, source._dense, source._ids], source.skipped_lines
+    return [source._labels, source._dense, source._ids], source.bad_lines.count
 
 
 def read_part(path: Path, folder: Path, rows) -> tuple[list[np.ndarray], list[int]]:
@@ -157,5 +129,5 @@ def test_empty_and_folder(tmp_path):
     (tmp_path / "empty.gz").write_bytes(gzip.compress(b""))
     with pytest.raises(DataError, match=r"empty\.gz is empty"):
         read_source(tmp_path / "empty.gz", "skip")
-    with pytest.raises(DataError, match="is not a file"):
+    with pytest.raises(DataError, match="not a file"):
         read_source(tmp_path, "skip")

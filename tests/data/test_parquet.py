@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -302,6 +303,28 @@ def test_bad_values_are_named_with_file_row_and_column(tmp_path, change, message
     assert str(path) in str(error.value)
 
 
+@pytest.mark.parametrize("value", [1e300, -4e38, float("inf"), float("-inf")])
+def test_what_float32_cannot_hold_is_an_error(tmp_path, value):
+    data = columns(12)
+    data["x"][5] = value
+    path = write(tmp_path / "a.parquet", data)
+    with pytest.raises(DataError, match=r"row 6, column 'x': .* is not a finite number of float32"):
+        source(path, 12, held_out=0).train_batch(0, 0, 1)
+    rules = ColumnRules(log1p=True)  # what float32 does not hold, its logarithm may
+    if value == 1e300:
+        dense = source(path, 12, held_out=0, shuffle_rows=0, rules=rules).train_batch(0, 0, 1).dense
+        assert dense[5, 0].item() == pytest.approx(300 * np.log(10))
+
+
+def test_a_file_that_is_rewritten_while_it_is_open_is_an_error(tmp_path):
+    path = write(tmp_path / "a.parquet", columns(60))
+    stream = source(path, 10, held_out=0, shuffle_rows=0)
+    stream.train_batch(0, 0, 1)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(DataError, match=r"a\.parquet changed while it was read"):
+        stream.train_batch(3, 0, 1)
+
+
 def test_not_hexadecimal(tmp_path):
     data = columns(4) | {"a": ["0", "a", "0x1", "b"]}
     rules = ColumnRules(string_ids="hex")
@@ -360,13 +383,14 @@ def test_files_of_two_schemas_and_a_column_twice(tmp_path):
 def test_files_that_are_not_there_or_no_parquet(tmp_path):
     with pytest.raises(DataError, match=r"data\.path=.*none\*: there is no such file and nothing"):
         source(str(tmp_path / "none*"))
-    with pytest.raises(DataError, match=r"is a folder; .*glob such as"):
+    with pytest.raises(DataError, match=r"is a folder, not a file; .*glob such as"):
         source(tmp_path)
     good = write(tmp_path / "a.parquet", columns(60))
     for name, content in (("empty", b""), ("text", b"a,b\n1,2\n"), ("cut", good.read_bytes()[:-9])):
         bad = tmp_path / f"{name}.parquet"
         bad.write_bytes(content)
-        with pytest.raises(DataError, match=f"{bad} is no Parquet file that can be read"):
+        what = "is no Parquet file that can be read" if content else "is empty"
+        with pytest.raises(DataError, match=f"{bad} {what}"):
             source([good, bad])
 
 
@@ -383,13 +407,13 @@ def test_damaged_pages_vanished_and_changed_files(tmp_path):
     stream = source(path, 60, held_out=0)
     stream.files._open.clear()  # as if other files had been read in between
     path.unlink()
-    with pytest.raises(DataError, match=rf"{path} has gone while it was being read"):
+    with pytest.raises(DataError, match=rf"{path} cannot be read any more"):
         stream.train_batch(0, 0, 1)
     path.write_bytes(whole)
     stream = source(path, 60, held_out=0)
     stream.files._open.clear()
     path.write_bytes(whole[:-1])
-    with pytest.raises(DataError, match="has changed while it was being read"):
+    with pytest.raises(DataError, match=r"shrank while it was read"):
         stream.train_batch(0, 0, 1)
 
 

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from criteo_lines import ROWS, make_lines, read_plainly, write_lines
+from criteo_lines import ROWS, NoBar, make_lines, preprocessed, read_plainly, write_lines
 
 from distcache import preprocess as entry
 from distcache.data.criteo_text import dense_of
+from distcache.data.files import inspect
 from distcache.data.raw import job
-from distcache.data.raw.files import inspect
 from distcache.data.raw.job import preprocess
 from distcache.data.raw.manifest import read_manifest, verify
 from distcache.data.raw.part import PartTask, parse_part
@@ -30,21 +30,8 @@ from distcache.data.raw.settings import MLPERF_BAGS, PreprocessSettings
 from distcache.errors import ConfigError, DataError
 
 
-class NoBar:
-    def update(self, n=1):
-        pass
-
-
-def quiet(stage: str, total: int, unit: str):
-    return nullcontext(NoBar())
-
-
 def run(input, output: Path, **settings):
-    inputs = [str(path) for path in (input if isinstance(input, list) else [input])]
-    values = {"workers": 1, "mode": "hash", "part": 20_000} | settings
-    if values["mode"] == "hash":
-        values.setdefault("rows", ROWS)
-    return preprocess(PreprocessSettings(inputs, str(output), **values), quiet)
+    return preprocessed(input, output, **{"part": 20_000} | settings)
 
 
 def arrays(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -202,7 +189,7 @@ def test_bad_lines_are_named_or_skipped(tmp_path, caplog):
 def test_refusals(text, tmp_path):
     with pytest.raises(DataError, match=r"input=.*no such file"):
         run(tmp_path / "nowhere", tmp_path / "out")
-    with pytest.raises(DataError, match="is not a file"):
+    with pytest.raises(DataError, match="not a file"):
         run(tmp_path, tmp_path / "out")
     full = tmp_path / "full"
     full.mkdir()
@@ -273,6 +260,60 @@ def test_stopped_anywhere_it_goes_on_without_redoing(text, tmp_path, monkeypatch
     assert read_manifest(whole) == read_manifest(tmp_path / "out")
     run(text, tmp_path / "out", **settings)
     assert set(done.values()) == {1}
+
+
+def test_a_second_start_leaves_the_first_alone(text, tmp_path):
+    """The same command again while a job is at it: refused, and nothing of the first is touched."""
+    seen = []
+
+    class SecondStart:
+        def update(self, n=1):
+            unfinished = tmp_path / "out/work/parts/0000-0000099.partial-1"
+            unfinished.mkdir(exist_ok=True)
+            with pytest.raises(ConfigError, match="another process is working on it"):
+                run(text, tmp_path / "out")
+            seen.append(unfinished.is_dir())
+            unfinished.rmdir()
+
+    settings = PreprocessSettings(
+        [str(text)], str(tmp_path / "out"), "hash", ROWS, workers=1, part=20_000
+    )
+    manifest = preprocess(settings, lambda *_: nullcontext(SecondStart()))
+    assert len(seen) > 5 and all(seen)
+    assert manifest == run(text, tmp_path / "alone")
+
+
+def test_workers_of_a_killed_run_are_waited_for(text, tmp_path, monkeypatch):
+    """A worker that still writes holds a lock: the next run waits, or says so."""
+    out = tmp_path / "out"
+    holder = f"""
+import sys
+from pathlib import Path
+from distcache.data.raw import pool
+import os
+pool._start_worker(os.getppid(), Path({str(out / "work/workers")!r}))
+print("held", flush=True)
+sys.stdin.read()
+"""
+    (out / "work").mkdir(parents=True)
+    worker = subprocess.Popen(
+        [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert worker.stdout.readline() == "held\n"
+    monkeypatch.setattr(job, "_LEAVING_S", 0.3)
+    with pytest.raises(ConfigError, match=r"workers of a run that was killed .* after 0\.3 s"):
+        run(text, out)
+    monkeypatch.setattr(job, "_LEAVING_S", 60.0)
+    waits = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        worker.stdin.close()
+        worker.wait()
+
+    monkeypatch.setattr(job.time, "sleep", sleep)
+    run(text, out)
+    assert len(waits) == 1
 
 
 def test_a_changed_input_does_not_go_on(text, tmp_path):
@@ -372,7 +413,11 @@ def test_command_says_what_went_wrong_and_verifies(text, tmp_path):
         text=True,
         check=True,
     )
-    assert "MB/s per core" in right.stdout and "700 samples" in right.stdout
+    assert (
+        " kB of text in" in right.stdout
+        and "kB/s per core" in right.stdout
+        and "700 samples" in right.stdout
+    )
     assert "parse" in right.stderr
     check = command("--verify", f"output={tmp_path / 'out'}")
     assert subprocess.run(check).returncode == 0
@@ -390,6 +435,11 @@ def test_workers_fit_into_memory():
     assert workers(2 << 30) * 208 + 200 <= 2048 and workers(2 << 30) == 8
     assert workers(500 << 20) == 1
     assert PreprocessSettings(["a"], "b").workers_for(3 << 30) == 1
+
+
+def test_amounts_have_three_digits():
+    shown = [job.amount(n) for n in (0, 812, 1000, 41_234, 181_300, 12.3e6, 2_004e6)]
+    assert shown == ["0 B", "812 B", "1.00 kB", "41.2 kB", "181 kB", "12.3 MB", "2,004 MB"]
 
 
 def test_dense_features_are_float32_of_float64():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import numpy as np
 import pytest
 
 from distcache.data.raw.assemble import distinct_of, look_up
-from distcache.data.raw.count import Run, fewer_runs, merge_runs
+from distcache.data.raw.count import ENTRY_BYTES, Run, fewer_runs, merge_runs
 from distcache.data.raw.multi_hot import bags
-from distcache.data.raw.part import write_runs
+from distcache.data.raw.part_files import write_runs
 from distcache.data.raw.settings import FIRST, MISSING
 from distcache.data.raw.tables import TableTask, build_table, read_table_report
 
@@ -22,8 +23,10 @@ def make_runs(tmp_path: Path, columns: list[np.ndarray]) -> list[Run]:
     for number, column in enumerate(columns):
         folder = tmp_path / f"run{number}"
         folder.mkdir()
-        ids = np.stack([column[::-1] // 2, column], axis=1)
-        lengths, _ = write_runs(folder, ids, None)
+        ids = np.stack([column[::-1] // 2, *[column] * 25], axis=1)
+        ids.tofile(folder / "ids.bin")
+        (folder / "missing.bin").touch()
+        lengths, _ = write_runs(folder, folder, len(ids), ids.dtype)
         runs.append(Run(str(folder), column.dtype.str, lengths[0], lengths[1]))
     return runs
 
@@ -65,6 +68,27 @@ def test_many_runs_are_merged_in_groups(tmp_path, monkeypatch, fan_in):
     build_table(vocabulary(tmp_path / "whole", columns, 50))
     assert np.load(tmp_path / "whole/counts.npy").sum() == counts.sum() + 7
     assert not (tmp_path / "whole/table/runs").exists()
+
+
+def test_long_runs_are_merged_in_the_memory_of_a_range(tmp_path):
+    """Runs are searched and sampled by memory map: what is held is one range, never a run."""
+    runs, length = [], 1_000_000
+    for number in range(3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        np.arange(number, 3 * length, 3, dtype=np.uint32).tofile(folder / "values.bin")
+        np.ones(length, dtype=np.uint32).tofile(folder / "counts.bin")
+        runs.append(Run(str(folder), "<u4", 0, length))
+    most, total = 1 << 14, 0
+    tracemalloc.start()
+    try:
+        for values, counts in merge_runs(runs, most):
+            total += int(counts.sum())
+            assert len(values) <= 2 * most
+        assert total == 3 * length
+        assert tracemalloc.get_traced_memory()[1] < 2 * most * ENTRY_BYTES < runs[0].values().nbytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_skewed_ids_in_one_range_are_split_still(tmp_path):

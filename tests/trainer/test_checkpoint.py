@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ IDENTITY = RunIdentity(
     global_batch_size=16,
     steps_per_epoch=6,
     tables=tuple((table.name, table.rows, table.dim) for table in TABLES),
+    data=(("data.negatives", "4"), ("data.path", "abc")),
 )
 STATE = TrainerState(8, b"\1" * 32)
 
@@ -93,13 +95,35 @@ def test_blocks_give_the_same_values(world, tmp_path, monkeypatch, block_bytes):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"data": (("data.negatives", "4"), ("data.path", "abd"))}, "data.path was abc, is abd"),
+        ({"data": (("data.path", "abc"),)}, "data.negatives was 4, is None"),
+        ({"data": (*IDENTITY.data, ("data.zipf", "1.1"))}, "data.zipf was None, is 1.1"),
+        ({"steps_per_epoch": None}, r"steps of an epoch \(.*\) was 6, is None"),
+    ],
+)
+def test_other_data_are_refused_unless_they_are_meant(world, tmp_path, caplog, change, message):
+    checkpoint.save(tmp_path / "model", ToyParallel(world), IDENTITY, STATE, world)
+    mode, other = ToyParallel(world), replace(IDENTITY, **change)
+    with torch.no_grad():
+        mode.bags[0].weight.fill_(5.0)
+    with pytest.raises(ConfigError, match=f"other data: {message}.*set trainer.resume_data=any"):
+        checkpoint.load(tmp_path, mode, other, world)
+    assert (mode.bags[0].weight == 5.0).all()
+    with caplog.at_level(logging.WARNING, logger="distcache"):
+        assert checkpoint.load(tmp_path, mode, other, world, same_data=False) == STATE
+    assert re.search(f"resuming on other data .*: {message}", caplog.text)
+    assert not (mode.bags[0].weight == 5.0).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"world_size": 2}, "nproc-per-node was 1, is 2"),
         ({"mode": "hybrid"}, r"parallel\.mode was data, is hybrid"),
         ({"dtype": "float32"}, r"trainer\.dtype was float64, is float32"),
         ({"optimizer": "sgd"}, "optim was adagrad, is sgd"),
         ({"seed": 1}, r"trainer\.seed was 0, is 1"),
         ({"global_batch_size": 32}, r"data\.global_batch_size was 16, is 32"),
-        ({"steps_per_epoch": None}, "was 6, is None"),
         ({"tables": IDENTITY.tables[:1]}, "number of tables was 2, is 1"),
         (
             {"tables": (IDENTITY.tables[0], ("t_cat_1", 8, 4))},

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from criteo_lines import ROWS, make_lines, write_lines
+from criteo_lines import ROWS, make_lines, preprocessed, write_lines
 from ranks import run_ranks
 
 from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
 from distcache.config import Config
 from distcache.data.criteo_arrays import CriteoArrays
-from distcache.data.raw.job import preprocess
-from distcache.data.raw.settings import PreprocessSettings
 from distcache.errors import DataError
 from distcache.trainer import train
-
-
-class NoBar:
-    def update(self, n=1):
-        pass
 
 
 def configured(path: str, rows: tuple[int, ...], mode: str, run_dir: str) -> Config:
@@ -93,8 +85,7 @@ def fail_to_load(rank: int, world_size: int, folder: str, runs: str) -> str:
 def prepare(folder: Path) -> tuple[str, str]:
     """A text file, and the folder made of it."""
     text = write_lines(folder / "a.txt", make_lines(400))
-    settings = PreprocessSettings([str(text)], str(folder / "out"), "hash", ROWS, workers=1)
-    preprocess(settings, lambda *_: nullcontext(NoBar()))
+    preprocessed(text, folder / "out")
     return str(text), str(folder / "out")
 
 

@@ -149,11 +149,13 @@ def resuming(world, home: Path) -> dict[str, Any]:
         if name == "state":
             seen["drawn again"] = loader.drawn
     once = fit(world, home / "epochs", slices(*place, count=7), epochs=2)
-    fit(world, home / "half", Resumable7(*place), epochs=2, trainer__steps=9)
-    again = fit(
-        world, home / "half2", Resumable7(*place), epochs=2, trainer__resume=str(home / "half")
-    )
-    seen["epochs"] = digests(once) == digests(again), once["steps"]
+    for steps in (1, 6, 7, 8, 14):  # at the first item, around the end of a pass, at the end
+        for kind, make in (("state", Resumable7), ("list", lambda *at: slices(*at, count=7))):
+            half = home / f"half-{kind}-{steps}"
+            fit(world, half, make(*place), epochs=2, trainer__steps=steps)
+            rest = home / f"rest-{kind}-{steps}"
+            again = fit(world, rest, make(*place), epochs=2, trainer__resume=str(half))
+            seen[f"epochs {kind} {steps}"] = digests(once) == digests(again), again["first_step"]
     return seen
 
 
@@ -217,6 +219,71 @@ def cut(batch, first: int):
     return replace(batch, dense=batch.dense[first:], labels=batch.labels[first:], ids=jagged)
 
 
+def reused(world, home: Path) -> dict[str, Any]:
+    """A loader that fills the same buffers for every item; without workers left when it ends."""
+    place, seen = (world.rank, world.size), {}
+
+    def same_buffers():
+        whole = slices(*place)
+        longest = max(len(ids[0]) for _, ids, _ in whole)
+        values = torch.empty(longest, dtype=torch.int64)
+        dense, offsets, labels = (
+            torch.empty_like(x) for x in (whole[0][0], whole[0][1][1], whole[0][2])
+        )
+        for step in whole:
+            dense.copy_(step[0]), offsets.copy_(step[1][1]), labels.copy_(step[2])
+            own = values[: len(step[1][0])]
+            own.copy_(step[1][0])
+            yield dense, (own, offsets), labels
+
+    for mode in ("data", "resident", "hybrid"):
+        kept = fit(world, home / f"kept-{mode}", slices(*place), mode)
+        seen[mode] = digests(fit(world, home / f"buffers-{mode}", same_buffers(), mode)) == digests(
+            kept
+        )
+    return seen
+
+
+def workers_end(world, home: Path) -> dict[str, Any]:
+    """Worker processes left after runs that stop early, or fail in the loader or after it."""
+    seen = {}
+    for name, bad in (("early", None), ("raises", "raise"), ("shape", "shape")):
+        loader = DataLoader(Failing(world.rank, world.size, bad), batch_size=None, num_workers=1)
+        try:
+            fit(world, home / f"workers-{name}", loader, trainer__steps=6)
+        except Exception as error:  # held, with its traceback
+            seen[f"{name} error"] = str(error)
+            seen[name] = len(multiprocessing.active_children())
+        else:
+            seen[name] = len(multiprocessing.active_children())
+    return seen
+
+
+class Failing(IterableDataset):
+    """Many items, of which the fifth is bad or raises."""
+
+    def __init__(self, rank: int, world: int, bad: str | None) -> None:
+        self.rank, self.world, self.bad = rank, world, bad
+
+    def __iter__(self):
+        for step in range(400):
+            if step == 4 and self.bad == "raise":
+                raise ValueError("disk on fire")
+            yield (1,) if step == 4 and self.bad else item(step, self.rank, self.world)
+
+
+def nothing_to_train(world, home: Path) -> dict[str, Any]:
+    """The last rank has no data at all, neither to train nor to evaluate on."""
+    rank, last = world.rank, world.rank == world.size - 1 and world.size > 1
+    evals = [] if last else slices(rank, world.size, 3)
+    seen = {}
+    for mode in ("data", "hybrid"):
+        loader = [] if last or world.size == 1 else slices(rank, world.size)
+        summary = fit(world, home / f"nothing-{mode}", loader, mode, eval_loader=evals)
+        seen[mode] = summary["steps"], summary["eval_auc"]
+    return seen
+
+
 def failing(world, home: Path) -> dict[str, Any]:
     """What goes wrong on the last rank, as every rank hears of it."""
     last, place, seen = world.rank == world.size - 1, (world.rank, world.size), {}
@@ -242,7 +309,15 @@ def failing(world, home: Path) -> dict[str, Any]:
     return seen
 
 
-SCENES = {"forms": forms, "resuming": resuming, "uneven": uneven, "failing": failing}
+SCENES = {
+    "forms": forms,
+    "resuming": resuming,
+    "uneven": uneven,
+    "failing": failing,
+    "reused": reused,
+    "workers_end": workers_end,
+    "nothing_to_train": nothing_to_train,
+}
 
 
 def play(rank: int, size: int, names: list[str], folder: str) -> dict[str, Any]:
@@ -286,7 +361,28 @@ def test_resuming_is_exact(seen):
         for name in ("replayed", "state", "workers"):
             assert found["resuming"][name] == (5, 5, 7, found["whole"]), name
         assert found["resuming"]["drawn again"] == list(range(5, 12))
-        assert found["resuming"]["epochs"] == (True, 14)
+        for kind in ("state", "list"):
+            for steps in (1, 6, 7, 8, 14):
+                assert found["resuming"][f"epochs {kind} {steps}"] == (True, steps)
+
+
+def test_a_loader_may_fill_the_same_buffers(seen):
+    for found in seen[0]:
+        assert found["reused"] == {"data": True, "resident": True, "hybrid": True}
+
+
+def test_no_worker_process_is_left(seen):
+    for found in seen[0]:
+        left = found["workers_end"]
+        assert (left["early"], left["raises"], left["shape"]) == (0, 0, 0)
+    assert "disk on fire" in left["raises error"] and "batch 4" in left["shape error"]
+
+
+def test_a_rank_without_any_data(seen):
+    for found in seen[0]:
+        for mode in ("data", "hybrid"):
+            steps, auc = found["nothing_to_train"][mode]
+            assert steps == 0 and 0 < auc < 1
 
 
 def test_uneven_sizes_and_lengths(seen):
@@ -370,6 +466,8 @@ def test_positions_are_of_trained_batches_and_few():
     other.open()
     assert next(other.batches(6)).index == 6 and other._loader.drawn == [6]
     assert len(own._positions) == 4
+    with pytest.raises(DataError, match="after 2 steps is not known, only those after 6 to 9"):
+        own.position(2)
 
 
 def test_an_iterator_has_one_epoch():

@@ -12,6 +12,7 @@ import numpy as np
 
 from distcache.data.criteo_text import IDS, INTEGERS
 from distcache.data.raw.part import PartReport
+from distcache.data.raw.part_files import read_pieces
 from distcache.data.raw.settings import MISSING, OUT_OF_VOCABULARY
 from distcache.data.raw.tables import TableReport
 
@@ -47,17 +48,15 @@ def make_arrays(folder: Path, samples: int, id_dtype: np.dtype) -> None:
 
 def assemble_part(task: AssembleTask) -> None:
     """Write one part's samples, and remove what they were made from."""
-    folder, arrays, count = Path(task.folder), Path(task.arrays), task.report.samples
+    folder, arrays, report = Path(task.folder), Path(task.arrays), task.report
     # Killed after this part was marked but before its files were gone: nothing is left to do.
     if not (folder / "assembled").exists():
-        ids = np.fromfile(folder / "ids.bin", np.dtype(task.report.id_dtype)).reshape(count, IDS)
-        if task.tables:
-            missing = np.fromfile(folder / "missing.bin", np.uint32)
-            ids = _rows_of(ids, missing, task.tables)
-        labels = np.fromfile(folder / "labels.bin", np.uint8)
-        dense = np.fromfile(folder / "dense.bin", np.float32).reshape(count, INTEGERS)
-        for name, values in (("labels", labels), ("dense", dense), ("ids", ids)):
-            _write_at(arrays / f"{name}.npy", task.first, values)
+        for piece in read_pieces(folder, report.samples, np.dtype(report.id_dtype)):
+            ids = piece.ids
+            if piece.missing is not None:
+                ids = _rows_of(ids, piece.missing, task.tables)
+            for name, values in (("labels", piece.labels), ("dense", piece.dense), ("ids", ids)):
+                _write_at(arrays / f"{name}.npy", task.first + piece.first, values)
         (folder / "assembled").touch()
     for name in ("ids", "missing", "labels", "dense", "values", "counts"):
         (folder / f"{name}.bin").unlink(missing_ok=True)

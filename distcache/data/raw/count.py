@@ -33,6 +33,18 @@ class Run:
         """The ids at places [low, high) of the run."""
         return self._read("values.bin", np.dtype(self.dtype), low, high)
 
+    def mapped(self) -> np.ndarray:
+        """All ids, by memory map: what is not touched is not read."""
+        path, dtype = Path(self.folder, "values.bin"), np.dtype(self.dtype)
+        return np.memmap(path, dtype, "r", self.start * dtype.itemsize, (self.length,))
+
+    def places(self, ids: np.ndarray) -> np.ndarray:
+        """How many ids of the run are smaller than each of the rising `ids`."""
+        own = ids[ids <= np.iinfo(self.dtype).max]
+        places = np.full(len(ids), self.length, dtype=np.int64)
+        places[: len(own)] = np.searchsorted(self.mapped(), own.astype(self.dtype))
+        return places
+
     def counts(self, low: int = 0, high: int | None = None) -> np.ndarray:
         """How often they occur, int64."""
         return self._read("counts.bin", np.dtype(self.count_dtype), low, high).astype(np.int64)
@@ -90,7 +102,7 @@ def merge_runs(runs: Sequence[Run], most: int) -> Iterator[tuple[np.ndarray, np.
     places = np.empty((len(runs), len(splitters) + 2), dtype=np.int64)
     for index, run in enumerate(runs):
         places[index, 0], places[index, -1] = 0, run.length
-        places[index, 1:-1] = np.searchsorted(run.values(), splitters)
+        places[index, 1:-1] = run.places(splitters)
     for step in range(len(splitters) + 1):
         values, counts = [], []
         for run, low, high in zip(runs, places[:, step], places[:, step + 1], strict=True):
@@ -104,7 +116,7 @@ def merge_runs(runs: Sequence[Run], most: int) -> Iterator[tuple[np.ndarray, np.
 def _splitters(runs: Sequence[Run], most: int) -> np.ndarray:
     """Ids that divide the runs into ranges of about `most` entries."""
     every = max(1, most // (2 * len(runs)))
-    sample = np.sort(np.concatenate([run.values()[every - 1 :: every] for run in runs]))
+    sample = np.sort(np.concatenate([run.mapped()[every - 1 :: every] for run in runs]))
     return np.unique(sample[:: max(1, most // (2 * every))])
 
 

@@ -15,7 +15,7 @@ from distcache.data.raw.assemble import AssembleTask, assemble_part, make_arrays
 from distcache.data.raw.checksum import HASHED_BYTES, hash_blocks, hash_tasks
 from distcache.data.raw.count import ENTRY_BYTES, Run
 from distcache.data.raw.manifest import Manifest, describe_array
-from distcache.data.raw.part import PartReport, write_runs
+from distcache.data.raw.part_files import write_runs
 from distcache.data.raw.settings import WORKER_BYTES
 from distcache.data.raw.tables import TableReport, TableTask, build_table, read_table_report
 from distcache.data.raw.work import Work, skipped_lines
@@ -105,27 +105,15 @@ def _training_runs(work: Work, plan: SamplePlan) -> tuple[list[list[Run]], list[
         if left <= 0:
             break
         if left < report.samples and not (folder / "assembled").exists():
-            lengths, absent, folder = _recount(work, folder, report, left)
+            target = work.folder / "boundary"  # the part in which the held-out samples begin
+            target.mkdir(exist_ok=True)
+            lengths, absent = write_runs(folder, target, left, np.dtype(report.id_dtype))
+            folder = target
         ends = np.cumsum(lengths)
         for table, (end, length) in enumerate(zip(ends.tolist(), lengths, strict=True)):
             runs[table].append(Run(str(folder), report.id_dtype, end - length, length))
         missing += absent
     return runs, missing.tolist()
-
-
-def _recount(
-    work: Work, folder: Path, report: PartReport, samples: int
-) -> tuple[list[int], list[int], Path]:
-    """Count the first `samples` of the part in which the held-out ones begin."""
-    target = work.folder / "boundary"
-    target.mkdir(exist_ok=True)
-    ids = np.fromfile(folder / "ids.bin", np.dtype(report.id_dtype), samples * IDS)
-    missing = None
-    if (folder / "missing.bin").exists():
-        bits = np.fromfile(folder / "missing.bin", np.uint32, samples)
-        missing = (bits[:, None] >> np.arange(IDS, dtype=np.uint32)) & np.uint32(1) == 1
-    lengths, absent = write_runs(target, ids.reshape(samples, IDS), missing)
-    return lengths, absent, target
 
 
 def assemble(work: Work, plan: SamplePlan, tables: Sequence[TableReport]) -> None:
@@ -195,7 +183,7 @@ def _inputs(work: Work) -> list[dict[str, object]]:
         lines[key[0]] += report.lines
         samples[key[0]] += report.samples
     return [
-        {"name": Path(file.path).name, "bytes": file.bytes, "lines": n, "samples": good}
+        {"name": file.path.name, "bytes": file.bytes, "lines": n, "samples": good}
         for file, n, good in zip(work.files, lines, samples, strict=True)
     ]
 

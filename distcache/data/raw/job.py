@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from distcache.data.files import InputFile, find_files
 from distcache.data.raw import finish
-from distcache.data.raw.files import InputFile, find_files, inspect
 from distcache.data.raw.manifest import NAME, Manifest, read_manifest, write_manifest
 from distcache.data.raw.part import PartReport, PartTask, parse_part, read_report
 from distcache.data.raw.pool import Pool
@@ -28,6 +28,10 @@ from distcache.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_POLL_S = 0.05
+_LEAVING_S = 10.0
+"""How long workers of a killed run may take to end; they look for their parent twice a second."""
+
 
 def preprocess(settings: PreprocessSettings, progress: Progress) -> Manifest:
     """Do the job, or what is left of it; a finished one is recognised.
@@ -36,17 +40,21 @@ def preprocess(settings: PreprocessSettings, progress: Progress) -> Manifest:
     else.
     """
     began, cpu_s = time.perf_counter(), core_seconds()
-    files = [inspect(path, "input") for path in find_files(list(settings.input), "input")]
-    pool = Pool(settings.workers_for())
+    files = find_files("input", settings.input, "a file of Criteo lines")
+    pool = Pool(settings.workers_for(), Path(settings.output) / "work" / "workers")
     work = Work(settings, files, progress, pool)
-    done = open_work(work)
-    if done is not None:
+    manifest = finished_work(work)
+    if manifest is not None:
         logger.info("%s is complete already: nothing to do", settings.output)
-        return done
-    with alone(work), pool:
-        manifest = finish_work(work)
-    shutil.rmtree(work.folder)
-    _say_rate(work, time.perf_counter() - began, core_seconds() - cpu_s)
+    else:
+        with alone(work):
+            manifest = finished_work(work)  # by a process that was at it until now
+            if manifest is None:
+                open_work(work)
+                with pool:
+                    manifest = finish_work(work)
+        _say_rate(work, time.perf_counter() - began, core_seconds() - cpu_s)
+    shutil.rmtree(work.folder, ignore_errors=True)
     return manifest
 
 
@@ -63,7 +71,12 @@ def finish_work(work: Work) -> Manifest:
 
 @contextmanager
 def alone(work: Work) -> Iterator[None]:
-    """Keep other processes from the same work. Raises ConfigError while one is at it."""
+    """Keep other processes from the same work. Raises ConfigError while one is at it, and for an
+    output folder that holds something else."""
+    used = work.output.is_dir() and any(entry.name != "work" for entry in work.output.iterdir())
+    if used and not (work.folder / "plan.json").exists():
+        raise ConfigError(f"output={work.output} is not empty: name a new folder")
+    work.folder.mkdir(parents=True, exist_ok=True)
     with (work.folder / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,26 +85,47 @@ def alone(work: Work) -> Iterator[None]:
                 f"output={work.output}: another process is working on it: wait for it, or name "
                 "another folder"
             ) from None
+        _wait_for_workers(work)
         yield
 
 
-def open_work(work: Work) -> Manifest | None:
-    """Begin, or go on where an earlier run of the same job was stopped; the result if complete."""
+def _wait_for_workers(work: Work) -> None:
+    """Wait until no worker of a run that was killed is left, which might write yet."""
+    deadline = time.monotonic() + _LEAVING_S
+    with (work.folder / "workers").open("a") as file:
+        while True:
+            try:
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"output={work.output}: workers of a run that was killed are still there "
+                        f"after {_LEAVING_S:g} s: end these processes, then start again"
+                    ) from None
+            time.sleep(_POLL_S)
+
+
+def finished_work(work: Work) -> Manifest | None:
+    """The result where it is complete. Raises ConfigError where it is that of another job."""
+    if not (work.output / NAME).exists():
+        return None
+    manifest = read_manifest(work.output)
+    wanted = [(f.path.name, f.bytes) for f in work.files]
+    same = [(entry["name"], entry["bytes"]) for entry in manifest.inputs] == wanted
+    if not same or manifest.settings != work.settings.identity():
+        raise ConfigError(
+            f"output={work.output} holds the result of another job: name another folder, or "
+            "remove it"
+        )
+    return manifest
+
+
+def open_work(work: Work) -> None:
+    """Begin, or go on where an earlier run of the same job was stopped."""
     plan = {
         "settings": work.settings.identity(),
-        "inputs": [[f.path, f.bytes, f.mtime_ns] for f in work.files],
+        "inputs": [[str(f.path), f.bytes, f.mtime_ns] for f in work.files],
     }
-    if (work.output / NAME).exists():
-        manifest = read_manifest(work.output)
-        wanted = [(Path(f.path).name, f.bytes) for f in work.files]
-        same = [(entry["name"], entry["bytes"]) for entry in manifest.inputs] == wanted
-        if not same or manifest.settings != work.settings.identity():
-            raise ConfigError(
-                f"output={work.output} holds the result of another job: name another folder, or "
-                "remove it"
-            )
-        shutil.rmtree(work.folder, ignore_errors=True)
-        return manifest
     path = work.folder / "plan.json"
     if path.exists():
         if json.loads(path.read_text()) != plan:
@@ -101,14 +135,11 @@ def open_work(work: Work) -> Manifest | None:
             )
         for partial in (work.folder / "parts").glob("*.partial-*"):
             shutil.rmtree(partial, ignore_errors=True)
-        return None
-    if work.output.is_dir() and any(entry.name != "work" for entry in work.output.iterdir()):
-        raise ConfigError(f"output={work.output} is not empty: name a new folder")
+        return
     (work.folder / "parts").mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(plan))
     partial.rename(path)
-    return None
 
 
 def parse(work: Work) -> None:
@@ -133,7 +164,7 @@ def parse(work: Work) -> None:
             yield PartTask(part_name(key), file, start, stop, parts, rows, skip, read)
 
     def ended(task: PartTask) -> None:
-        if Path(task.file.path).parent == spool.folder:
+        if task.file.path.parent == spool.folder:
             spool.finished(task.file)
 
     with work.progress("parse", sum(file.bytes for file in work.files), "B") as bar:
@@ -191,12 +222,20 @@ def _say_rate(work: Work, seconds: float, cpu_s: float) -> None:
     """Log the rate of the whole job: text by time, and by processor time of all its processes."""
     if not work.text_bytes:
         return
-    mega = work.text_bytes / 1e6
     logger.info(
-        "%s MB of text in %.1f s: %.0f MB/s; %.0f MB/s per core (%.1f core seconds)",
-        f"{mega:,.0f}",
+        "%s of text in %.1f s: %s/s; %s/s per core (%.1f core seconds)",
+        amount(work.text_bytes),
         seconds,
-        mega / seconds,
-        mega / max(cpu_s, 1e-9),
+        amount(work.text_bytes / seconds),
+        amount(work.text_bytes / max(cpu_s, 1e-9)),
         cpu_s,
     )
+
+
+def amount(count: float) -> str:
+    """A number of bytes with three digits or more, in B, kB or MB (powers of 1,000)."""
+    for unit, size in (("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            value = count / size
+            return f"{value:,.{max(0, 3 - len(str(int(value))))}f} {unit}"
+    return f"{count:.0f} B"

@@ -102,9 +102,16 @@ def read_manifest(folder: Path) -> Manifest:
         values["table_rows"] = tuple(values["table_rows"])
         values["multi_hot"] = values["multi_hot"] and tuple(values["multi_hot"])
         values["arrays"] = arrays
-        return Manifest(**values)
-    except (KeyError, TypeError) as error:
+        manifest = Manifest(**values)
+        intact = manifest.with_fingerprint() == manifest
+    except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"data.path: {path} lacks or misspells something ({error})") from error
+    if not intact:
+        raise DataError(
+            f"data.path: {path} does not have its fingerprint any more: it was changed since it "
+            "was written; preprocess again"
+        )
+    return manifest
 
 
 def describe_array(path: Path, digests: Sequence[bytes]) -> ArrayFile:

@@ -14,16 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from distcache.data.criteo_text import (
-    IDS,
-    INTEGERS,
-    CriteoRows,
-    dense_of,
-    id_dtype,
-    parse_block,
-)
+from distcache.data.criteo_text import CriteoRows, dense_of, id_dtype, parse_block
+from distcache.data.files import InputFile
 from distcache.data.raw.columns import parse_columns
-from distcache.data.raw.files import Block, InputFile, read_range, whole_lines
+from distcache.data.raw.part_files import PartWriter, write_runs
+from distcache.data.raw.text import Block, read_range, whole_lines
 from distcache.errors import DataError
 
 BLOCK_BYTES = 4 << 20
@@ -73,34 +68,24 @@ class PartReport:
 def parse_part(task: PartTask) -> PartReport:
     """Parse a part into its folder. Raises DataError for a file that changed meanwhile."""
     parser = _Parser(task)
-    blocks = list(parser.rows())
-    if parser.bad and not task.skip_bad:
-        return parser.report(complete=False)
-    samples = _join(blocks, task.table_rows)
-    blocks.clear()
     partial = Path(task.folder, f"{task.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    samples.labels.tofile(partial / "labels.bin")
-    samples.integers.tofile(partial / "dense.bin")
-    samples.ids.tofile(partial / "ids.bin")
-    if samples.missing is not None:
-        pack_missing(samples.missing).tofile(partial / "missing.bin")
-    lengths, missing = write_runs(partial, samples.ids, samples.missing)
+    with PartWriter(partial, id_dtype(task.table_rows)) as part:
+        for rows in parser.rows():
+            part.add(rows)
+    if parser.bad and not task.skip_bad:
+        shutil.rmtree(partial)
+        return parser.report(complete=False)
+    lengths, missing = write_runs(partial, partial, part.samples, part.dtype)
     report = parser.report(
-        samples=len(samples.labels),
-        id_dtype=samples.ids.dtype.str,
+        samples=part.samples,
+        id_dtype=part.dtype.str,
         lengths=lengths,
         missing=missing,
     )
     (partial / "report.json").write_text(json.dumps(asdict(report)))
-    try:
-        partial.rename(Path(task.folder, task.name))
-    except OSError:
-        # A worker that outlived a killed run for a moment has finished the same part.
-        if read_report(Path(task.folder, task.name)) is None:
-            raise
-        shutil.rmtree(partial)
+    partial.rename(Path(task.folder, task.name))
     return report
 
 
@@ -110,35 +95,6 @@ def read_report(folder: Path) -> PartReport | None:
         return PartReport(**json.loads((folder / "report.json").read_text()))
     except FileNotFoundError:
         return None
-
-
-def write_runs(
-    folder: Path, ids: np.ndarray, missing: np.ndarray | None
-) -> tuple[list[int], list[int]]:
-    """Write distinct ids (rising) and how often each occurs, table after table.
-
-    `ids` `[n, 26]`; missing ones are not counted. Returns distinct and missing ids by table.
-    """
-    lengths, absent = [], []
-    with (folder / "values.bin").open("wb") as values, (folder / "counts.bin").open("wb") as counts:
-        for table in range(ids.shape[1]):
-            column = np.ascontiguousarray(ids[:, table])
-            if missing is not None:
-                column = column[~missing[:, table]]
-            distinct, occurrences = np.unique(column, return_counts=True)
-            distinct.tofile(values)
-            occurrences.astype(np.uint32).tofile(counts)
-            lengths.append(len(distinct))
-            absent.append(len(ids) - len(column))
-    return lengths, absent
-
-
-def pack_missing(missing: np.ndarray) -> np.ndarray:
-    """uint32 `[n]`: bit t says that the id of table t is missing. `missing`: bool `[n, 26]`."""
-    bits = np.zeros(len(missing), dtype=np.uint32)
-    for table in range(missing.shape[1]):
-        bits |= missing[:, table].astype(np.uint32) << np.uint32(table)
-    return bits
 
 
 class _Parser:
@@ -200,26 +156,3 @@ class _Parser:
             missing=missing or [],
             complete=complete,
         )
-
-
-def _join(blocks: list[CriteoRows], table_rows: tuple[int, ...] | None) -> CriteoRows:
-    """The rows of all blocks; values as uint32 where all of them fit."""
-    dtype = id_dtype(table_rows)
-    if table_rows is None and all(_fits(block.ids) for block in blocks):
-        dtype = np.dtype(np.uint32)
-    ids = [block.ids.astype(dtype, copy=False) for block in blocks]
-    missing = None
-    if table_rows is None:
-        masks = [block.missing for block in blocks if block.missing is not None]
-        missing = np.concatenate([np.empty((0, IDS), dtype=bool), *masks])
-    return CriteoRows(
-        np.concatenate([np.empty(0, np.uint8), *(block.labels for block in blocks)]),
-        np.concatenate([np.empty((0, INTEGERS), np.float32), *(b.integers for b in blocks)]),
-        np.concatenate([np.empty((0, IDS), dtype), *ids]),
-        missing,
-    )
-
-
-def _fits(ids: np.ndarray) -> bool:
-    """Whether every value is below 2^32."""
-    return ids.dtype == np.uint32 or not len(ids) or int(ids.max()) < 2**32

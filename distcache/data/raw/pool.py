@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -11,18 +12,26 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from distcache.errors import MemoryTooSmallError
 
 logger = logging.getLogger(__name__)
 
+_held: IO[str] | None = None
+"""A worker's lock, held until it ends."""
+
 
 class Pool:
-    """`workers` processes, started at the first task; with one worker, this process alone."""
+    """`workers` processes, started at the first task; with one worker, this process alone.
 
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
+    They hold `lock` shared for as long as they live, so that who has it alone knows that none of
+    them is left.
+    """
+
+    def __init__(self, workers: int, lock: Path | None = None) -> None:
+        self.workers, self._lock = workers, lock
         self._executor: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Pool:
@@ -71,7 +80,7 @@ class Pool:
                     number, task = next(drawn, (-1, None))
                     more = number >= 0
                     if more:
-                        future = self._start().submit(function, task)
+                        future = self._submit(function, task)
                         future.add_done_callback(lambda _, task=task: on_end(task))
                         waiting[future] = number, task
                 if not waiting:
@@ -90,11 +99,20 @@ class Pool:
             for future in waiting:
                 future.cancel()
 
+    def _submit(self, function: Callable[[Any], Any], task: Any) -> Future:
+        """A task's future; one that has failed already where a worker died since the last task."""
+        try:
+            return self._start().submit(function, task)
+        except BrokenProcessPool as error:
+            failed: Future = Future()
+            failed.set_exception(error)
+            return failed
+
     def _start(self) -> ProcessPoolExecutor:
         if self._executor is None:
             context = multiprocessing.get_context("spawn")
             self._executor = ProcessPoolExecutor(
-                self.workers, context, _start_worker, (os.getpid(),)
+                self.workers, context, _start_worker, (os.getpid(), self._lock)
             )
         return self._executor
 
@@ -109,9 +127,15 @@ def _explained(error: BaseException) -> BaseException:
     return error
 
 
-def _start_worker(parent: int) -> None:
+def _start_worker(parent: int, lock: Path | None) -> None:
     """A worker leaves Ctrl-C to its parent, and ends when the parent is gone."""
+    global _held
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if lock is not None:
+        _held = lock.open("a")
+        fcntl.flock(_held, fcntl.LOCK_SH)
+    if os.getppid() != parent:
+        os._exit(1)
 
     def watch() -> None:
         while os.getppid() == parent:

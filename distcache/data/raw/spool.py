@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from distcache.data.raw.files import InputFile, gunzip, inspect
+from distcache.data.files import InputFile, inspect
+from distcache.data.raw.text import gunzip
 
 _CHUNK = 1 << 20
 _POLL_S = 0.2
@@ -28,7 +29,7 @@ class Spool:
 
     def finished(self, piece: InputFile) -> None:
         """A piece has been parsed: remove it."""
-        Path(piece.path).unlink(missing_ok=True)
+        piece.path.unlink(missing_ok=True)
         self._slots.release()
 
     def pieces(

@@ -161,9 +161,8 @@ def _count_bags(path: Path, table: int, size: int) -> None:
     single = np.load(path)
     total = np.zeros_like(single)
     step = max(1, _CHUNK // size)
-    occurring = np.flatnonzero(single)
-    for start in range(0, len(occurring), step):
-        ids = occurring[start : start + step]
+    for start in range(0, len(single), step):
+        ids = start + np.flatnonzero(single[start : start + step])
         np.add.at(total, bags(ids, table, len(single), size), single[ids][:, None])
     array = np.lib.format.open_memmap(path, "r+")
     array[:] = total

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from distcache.data.raw.files import InputFile
+from distcache.data.files import InputFile
 from distcache.data.raw.part import SHOWN, PartReport
 from distcache.data.raw.pool import Pool
 from distcache.data.raw.settings import PreprocessSettings
@@ -68,7 +68,7 @@ def skipped_lines(work: Work) -> dict[str, Any]:
     for key in sorted(work.parts):
         report = work.parts[key]
         lines = before.get(key[0], 1)
-        name = Path(work.files[key[0]].path).name
+        name = work.files[key[0]].path.name
         first += [f"{name}:{lines + line}: {reason}" for line, reason in report.bad]
         before[key[0]] = lines + report.lines
         total += report.bad_lines

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distcache.data.criteo_text import MAX_LINE, TOO_LONG
-from distcache.data.raw.files import gunzip, inspect, read_range, read_text, whole_lines
+from distcache.data.files import inspect
 from distcache.data.raw.spool import Spool
+from distcache.data.raw.text import gunzip, read_range, read_text, whole_lines
 from distcache.errors import DataError
 
 
@@ -68,8 +69,11 @@ def test_a_line_of_ten_megabytes_is_not_kept(tmp_path, block, last):
 def test_missing_empty_and_folder(tmp_path):
     with pytest.raises(DataError, match=r"nowhere cannot be read"):
         inspect(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="is a folder, not a file"):
         inspect(tmp_path)
+    os.mkfifo(tmp_path / "pipe")  # opening it would wait for ever
+    with pytest.raises(DataError, match="is not a file but a pipe or device"):
+        inspect(tmp_path / "pipe")
     (tmp_path / "empty").touch()
     with pytest.raises(DataError, match="empty is empty"):
         inspect(tmp_path / "empty")

@@ -1,0 +1,31 @@
+"""Worlds of one job after each other: each with its own names in the store that outlives them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from distcache.comm.world import close_world, open_world
+
+
+def many_worlds(rank: int, size: int) -> float:
+    """Five worlds, each with a group more, then one that the caller makes by himself."""
+    total = torch.zeros(1)
+    for _ in range(5):
+        world = open_world("cpu", timeout_s=30)
+        extra = dist.new_group(backend="gloo")
+        for group in (world.device_group, world.host_group, world.planning_group, extra):
+            part = torch.ones(1)
+            dist.all_reduce(part, group=group)
+            total += part
+        dist.destroy_process_group(extra)
+        close_world(world)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    dist.all_reduce(total, group=dist.new_group(backend="gloo"))
+    dist.destroy_process_group()
+    return total.item()
+
+
+def test_one_world_after_the_other():
+    assert run_ranks(many_worlds, 2, timeout=100) == [2 * 5 * 4 * 2] * 2

@@ -1,0 +1,126 @@
+"""Every source trains in every mode, on one rank and on two, in the same order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from criteo_lines import ROWS, make_lines, preprocessed, write_lines
+from parquet_files import write
+from source_runs import digests, summaries
+
+MODES = ("data", "resident", "host", "hybrid")
+SMALL = (
+    "model.embedding_dim=4",
+    "model.dense_arch=[8,4]",
+    "model.over_arch=[8,1]",
+    "cache.ratio=0.5",
+    "optim=adagrad",
+    "run.digest=true",
+)
+CRITEO = (f"data.table_rows={list(ROWS)}", "data.global_batch_size=64", "trainer.eval_steps=2")
+
+
+def table_of(lines: list[bytes]) -> pa.Table:
+    """Criteo lines as columns: nullable integers, and ids as nullable hexadecimal strings."""
+    columns = list(zip(*(line.decode().split("\t") for line in lines), strict=True))
+    names = ["label", *(f"I{i}" for i in range(13)), *(f"C{i}" for i in range(26))]
+    return pa.table(
+        {
+            name: [(value if at > 13 else int(value)) if value else None for value in column]
+            for at, (name, column) in enumerate(zip(names, columns, strict=True))
+        }
+    )
+
+
+def sources(folder: Path) -> dict[str, list[str]]:
+    """The overrides of each source; the first three are of the same samples."""
+    lines = make_lines(700, seed=3)
+    text = write_lines(folder / "a.txt", lines)
+    preprocessed(text, folder / "out")
+    preprocessed(text, folder / "words", mode="vocabulary", min_count=2, multi_hot=(1, 3) * 13)
+    write(folder / "a.parquet", table_of(lines), 60)
+    rng = np.random.default_rng(0)
+    with (folder / "users.txt").open("w") as users:
+        for user in range(40):
+            users.write(" ".join(map(str, [user, *rng.choice(60, 8, replace=False)])) + "\n")
+    return {
+        "text": ["data=criteo", f"data.path={text}", *CRITEO],
+        "arrays": ["data=criteo", f"data.path={folder / 'out'}", *CRITEO],
+        "parquet": [
+            "data=parquet",
+            f"data.path={folder / 'a.parquet'}",
+            f"data.dense_columns={[f'I{i}' for i in range(13)]}",
+            f"data.id_columns={[f'C{i}' for i in range(26)]}",
+            "data.label_column=label",
+            "data.string_ids=hex",
+            "data.nulls=zero",
+            "data.dense_transform=log1p",
+            *CRITEO,
+        ],
+        "vocabulary and bags": [
+            "data=criteo",
+            f"data.path={folder / 'words'}",
+            "data.table_rows=[]",
+            "data.shuffle=false",
+            "data.global_batch_size=24",
+            "cache.ratio=0.8",
+            "trainer.eval_steps=2",
+        ],
+        "interactions": [
+            "data=interactions",
+            f"data.path={folder / 'users.txt'}",
+            "data.global_batch_size=16",
+            "trainer.eval_steps=1",
+        ],
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """The summary of each source in each mode, by the number of ranks."""
+    folder = tmp_path_factory.mktemp("sources")
+    given = sources(folder)
+    names = [(source, mode) for source in given for mode in MODES]
+    runs = [[*SMALL, *given[source], f"parallel={mode}"] for source, mode in names]
+    return {
+        world: dict(zip(names, summaries(runs, folder / f"w{world}", world, 280), strict=True))
+        for world in (1, 2)
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_mode_trains_on_every_source(found, world):
+    runs = found[world]
+    for source in {name for name, _ in runs}:
+        data, resident, host, hybrid = (runs[source, mode] for mode in MODES)
+        assert digests(data) == digests(resident) == digests(host), source
+        assert None not in digests(data) and 0 < data["eval_auc"] < 1
+        assert data["steps"] == hybrid["steps"] > 8
+        assert hybrid["final_loss"] == pytest.approx(data["final_loss"], rel=1e-5), source
+        assert hybrid["eval_logloss"] == pytest.approx(data["eval_logloss"], rel=1e-5), source
+        for mode in MODES:
+            assert runs[source, mode]["stage_ms"]["load"] >= 0, (source, mode)
+            assert runs[source, mode]["stage_ms"]["wait"] >= 0, (source, mode)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_text_arrays_and_parquet_are_the_same_bits(found, world, mode):
+    """Hexadecimal ids modulo the tables' rows, missing ones in row 0, whatever holds them."""
+    runs = found[world]
+    assert digests(runs["text", mode]) == digests(runs["arrays", mode])
+    assert digests(runs["text", mode]) == digests(runs["parquet", mode])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_order_is_that_of_one_rank(found, mode):
+    """The same global batches: sums differ by rounding, samples of another order by far more."""
+    for (source, other), one in found[1].items():
+        if other == mode:
+            two = found[2][source, mode]
+            assert two["final_loss"] == pytest.approx(one["final_loss"], rel=1e-5), source
+            assert two["eval_logloss"] == pytest.approx(one["eval_logloss"], rel=1e-5), source
+            assert two["steps"] == one["steps"]
