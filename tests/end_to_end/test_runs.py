@@ -61,6 +61,16 @@ def digests(folder: Path) -> tuple[str, str]:
     return found["loss_digest"], found["state_digest"]
 
 
+def traced(folder: Path) -> dict[int, set[str]]:
+    """Stages in the trace of a run by process number, its only file of that name."""
+    (path,) = folder.glob("trace*")
+    stages: dict[int, set[str]] = {}
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event["ph"] == "X":
+            stages.setdefault(event["pid"], set()).add(event["cat"])
+    return stages
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_modes_and_resume_have_the_same_digests(checkout: Path, tmp_path: Path, ranks) -> None:
     adam = ("optim=adam", "optim.embedding_lr=0.01", "optim.dense_lr=0.01", "trainer.steps=24")
@@ -82,7 +92,8 @@ def test_hybrid_agrees_and_resumes(checkout: Path, tmp_path: Path) -> None:
     settings = ("optim=adagrad", "optim.initial_accumulator=0.1", "trainer.steps=16")
     rows = ("parallel=hybrid", "parallel.sharding=row_wise")
     run(checkout, tmp_path / "data", 2, *settings)
-    run(checkout, tmp_path / "hybrid", 2, *settings, *rows)
+    run(checkout, tmp_path / "hybrid", 2, *settings, *rows, "trainer.trace=true")
+    assert traced(tmp_path / "hybrid") == {key: {"wait", "step", "forward"} for key in (1, 2)}
     one, other = summary(tmp_path / "data"), summary(tmp_path / "hybrid")
     assert one["final_loss"] == pytest.approx(other["final_loss"], rel=1e-5)
     assert set(one) == set(other)
@@ -95,7 +106,7 @@ def test_hybrid_agrees_and_resumes(checkout: Path, tmp_path: Path) -> None:
 def test_ctrl_c_leaves_a_checkpoint_that_goes_on(checkout: Path, tmp_path: Path) -> None:
     folder, steps = tmp_path / "stopped", "trainer.steps=100000"
     process = subprocess.Popen(
-        command(folder, 1, steps),
+        command(folder, 1, steps, "trainer.trace=true"),
         env=environment(checkout),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -112,6 +123,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on(checkout: Path, tmp_path: Path)
         process.kill()
     assert process.returncode == 130, output
     stopped = summary(folder)["steps"]
+    assert {"plan", "gather", "forward_backward", "wait"} <= traced(folder)[1]
     total = f"trainer.steps={stopped + 5}"
     run(checkout, tmp_path / "second", 1, total, f"trainer.resume={folder}")
     run(checkout, tmp_path / "whole", 1, total)
@@ -155,9 +167,12 @@ def test_models_widths_and_bags_from_the_command_line(checkout: Path, tmp_path: 
         "trainer.steps=12",
         "optim=rowwise_adagrad",
         "cache.rows=1800",
+        "trainer.amp=bf16",
     )
     for mode in ("data", "resident"):
-        run(checkout, tmp_path / mode, 2, *shape, f"parallel={mode}")
+        output = run(checkout, tmp_path / mode, 2, *shape, f"parallel={mode}", "trainer.trace=true")
+        assert "trace of 2 rank(s)" in output and "  stall " in output and "| hidden: " in output
+        assert set(traced(tmp_path / mode)) == {1, 2}
     assert digests(tmp_path / "data") == digests(tmp_path / "resident")
     found = summary(tmp_path / "data")
     assert 0 < found["hit_rate"] < 1 and found["collective_bytes"] > 0
