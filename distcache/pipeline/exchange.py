@@ -187,7 +187,8 @@ class PlanExchange:
         dtype: type,
         what: str,
     ) -> np.ndarray:
-        flat = np.concatenate(parts).astype(dtype, copy=False)
+        flat = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        flat = flat.astype(dtype, copy=False)
         out = self._link.all_to_all(
             torch.from_numpy(flat),
             [int(count) for count in send],

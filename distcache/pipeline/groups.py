@@ -13,6 +13,8 @@ from distcache.data.batch import JaggedIds
 from distcache.errors import ConfigError
 from distcache.layout import RowLayout, TableSpec, group_tables
 
+_FLOATS = {torch.float32: np.float32, torch.float64: np.float64}
+
 
 @dataclass(frozen=True)
 class TableGroup:
@@ -87,21 +89,31 @@ def make_groups(
 
 
 def group_bags(group: TableGroup, ids: JaggedIds, dtype: torch.dtype) -> GroupBags:
-    """The part of `ids` that reads `group`, as rows; `dtype` is that of weights and scales."""
+    """The part of `ids` that reads `group`, as rows; `dtype` is that of weights and scales.
+
+    NumPy: this runs on the planner's thread, where a torch operation would start a pool of threads
+    beside that of training.
+    """
     batch = ids.batch_size
     offsets, values, weights = ids.offsets, ids.values, ids.weights
     if len(group.features) != len(ids.features):
         offsets, values, weights = _select(ids, group.features)
-    lengths = offsets.diff()
-    per_feature = lengths.view(len(group.features), batch).sum(1).numpy()
+    lengths = np.diff(offsets.numpy())
+    per_feature = lengths.reshape(len(group.features), batch).sum(1)
     rows = values.numpy() + np.repeat(group.offsets, per_feature)
-    bag_of = torch.repeat_interleave(lengths)
-    scale = None
-    if any(group.mean):
-        counts = lengths.clamp(min=1).to(dtype)
-        mean = torch.tensor(group.mean).repeat_interleave(batch)
-        scale = torch.where(mean, counts.reciprocal(), torch.ones((), dtype=dtype)).unsqueeze(1)
-    return GroupBags(rows, offsets, bag_of, None if weights is None else weights.to(dtype), scale)
+    bag_of = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+    if weights is not None:
+        weights = torch.from_numpy(weights.numpy().astype(_FLOATS[dtype], copy=False))
+    scale = _scale(group, lengths, batch, dtype) if any(group.mean) else None
+    return GroupBags(rows, offsets, bag_of, weights, scale)
+
+
+def _scale(group: TableGroup, lengths: np.ndarray, batch: int, dtype: torch.dtype) -> Tensor:
+    """What makes means of sums: 1 / bag length, or 1 where the feature's bags are sums."""
+    one = _FLOATS[dtype](1)
+    counts = np.maximum(lengths, 1).astype(_FLOATS[dtype])
+    scale = np.where(np.repeat(np.asarray(group.mean), batch), one / counts, one)
+    return torch.from_numpy(scale).unsqueeze(1)
 
 
 def _select(ids: JaggedIds, features: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
