@@ -1,0 +1,115 @@
+"""The path on a GPU: the bits of `resident` there, the CPU's numbers, and nobody who waits.
+
+Run by hand where there is a GPU (`-m gpu`); the same order of work is tested on the CPU in
+tests/pipeline/test_stream_order.py, and late results in tests/trainer/test_late_results.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from oracle import OPTIMIZERS
+from ranks import run_ranks
+from scenarios import Outcome, Scenario, run_mode, table
+
+from distcache.comm.world import World, close_world, open_world
+from distcache.parallel.cached import CachedParallel
+from distcache.parallel.cached_parts import CachedSettings
+
+pytestmark = pytest.mark.gpu
+
+TABLES = (table("a", 3000, dim=64), table("b", 40, dim=64, features=2), table("c", 700, dim=64))
+
+
+def case(optimizer: str, **changes: object) -> Scenario:
+    spec, lr = OPTIMIZERS[optimizer]
+    chosen = Scenario(TABLES, spec, lr, steps=40, global_batch=256, weighted=True, last_batch=5)
+    return replace(chosen, **changes)
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = open_world("cuda", "auto", 60)
+    yield world
+    close_world(world)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_schedule_has_the_bits_of_resident(world: World, optimizer: str) -> None:
+    resident = run_mode(world, case(optimizer), CachedSettings("resident", schedule="serial"))
+    for lookahead, prefetch, schedule in (
+        (8, 1, "overlapped"),
+        (0, 0, "overlapped"),
+        (4, 3, "overlapped"),
+        (8, 1, "serial"),
+    ):
+        chosen = CachedSettings(
+            "data", (2000,), lookahead, prefetch, schedule=schedule, shake_ms=2.0
+        )
+        found = run_mode(world, case(optimizer), chosen, evals=7)
+        assert found.losses == resident.losses
+        assert found.state_digest == resident.state_digest
+        assert 0 < found.summary["hit_rate"] < 1
+    host = run_mode(world, case(optimizer), CachedSettings("host"))
+    assert host.state_digest == resident.state_digest
+
+
+def ranks_on(rank: int, size: int, device: str, optimizer: str) -> Outcome:
+    world = open_world(device, "gloo", 60)
+    spec = case(optimizer, dtype=torch.float64)
+    found = run_mode(world, spec, CachedSettings("data", (2400,), 4, 2, dtype=torch.float64))
+    close_world(world)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_ranks_that_share_a_gpu_agree_with_the_cpu(size: int, optimizer: str) -> None:
+    gpu = run_ranks(ranks_on, size, "cuda", optimizer, timeout=300)[0]
+    cpu = run_ranks(ranks_on, size, "cpu", optimizer, timeout=300)[0]
+    assert np.allclose(gpu.losses, cpu.losses, rtol=1e-9, atol=0)
+    for name, rows in gpu.tables.items():
+        assert np.allclose(rows, cpu.tables[name], rtol=1e-7, atol=1e-9)
+
+
+def test_the_training_loop_never_waits_for_the_device(world: World) -> None:
+    """torch warns of every synchronising call; the loop's thread makes none in a steady step."""
+    spec = case("adagrad", steps=60)
+    mode = CachedParallel(
+        world, spec.tables, spec.features, spec.model(), spec.optimizer,
+        CachedSettings("data", (2000,), 8, 1),
+    )  # fmt: skip
+    mode.set_lr(spec.lr, spec.lr)
+    allocated: list[int] = []
+    try:
+        for step in mode.stream(spec.batch(s) for s in range(spec.steps)):
+            steady = 20 <= step.batch.index < spec.steps - 2
+            torch.cuda.set_sync_debug_mode("warn" if steady else "default")
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                mode.train_step(step)
+            torch.cuda.set_sync_debug_mode("default")
+            waits = [str(w.message) for w in seen if "synchroniz" in str(w.message).lower()]
+            if steady:
+                assert not waits, waits[:3]
+                allocated.append(torch.cuda.memory_reserved(world.device))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(set(allocated[10:])) == 1, "the allocator grew in steady steps"
+    mode.close()
+
+
+def test_device_memory_is_what_the_parts_add_up_to(world: World) -> None:
+    spec = case("adam", steps=30)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(world.device)
+    before = torch.cuda.memory_allocated(world.device)
+    found = run_mode(world, spec, CachedSettings("data", (2000,), 4, 1))
+    peak = torch.cuda.max_memory_allocated(world.device) - before
+    slots = 2000 * (64 + 128) * 4
+    assert slots < peak
+    assert found.summary["peak_device_bytes"] >= found.summary["embedding_device_bytes"] >= slots
