@@ -1,0 +1,153 @@
+"""Rate of the gathers and scatters between store and staging, beside torch's own:
+`python -m distcache.bench.rows`.
+
+Rows are drawn anew for every turn, so that they are not in the processor's cache; all contenders
+take turns over the same rows, on one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from distcache.bench.options import at_least, option, parse, split_arguments, usage
+from distcache.bench.report import (
+    Record,
+    Report,
+    Table,
+    check_out,
+    header,
+    to_markdown,
+    write_report,
+)
+from distcache.bench.spread import ratios, rotated, shown, spread
+from distcache.cli.logs import set_up_logging
+from distcache.errors import DistcacheError
+from distcache.store.available import require_memory
+from distcache.store.copies import put_rows, take_rows
+
+log = logging.getLogger("distcache.bench.rows")
+
+MODULE = "distcache.bench.rows"
+PURPOSE = "Rate of gathers and scatters of rows in host memory, beside torch's own."
+PAIRS = (("gather", "index_select"), ("scatter", "index_copy_"))
+
+
+@dataclass(frozen=True)
+class RowsOptions:
+    """The keys of the command line."""
+
+    table_rows: int = option(4_000_000, "rows of the table")
+    widths: tuple[int, ...] = option((16, 64, 128), "elements of a row, float32")
+    counts: tuple[int, ...] = option((6_600, 26_000), "rows of one gather or scatter")
+    repetitions: int = option(60, "turns of each")
+    out: str = option("", "the report, a .md file; JSON lines go beside it")
+
+    def __post_init__(self) -> None:
+        at_least(1, table_rows=self.table_rows, repetitions=self.repetitions)
+        at_least(1, **{f"width {w}": w for w in self.widths})
+        at_least(1, **{f"count {c}": c for c in self.counts})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the bench; the exit code."""
+    given = tuple(sys.argv[1:] if arguments is None else arguments)
+    set_up_logging("INFO", 0, 1)
+    if "--help" in given or "-h" in given:
+        sys.stdout.write(usage(RowsOptions, MODULE, PURPOSE))
+        return 0
+    try:
+        options = parse(RowsOptions, split_arguments(given).given)
+        out = check_out(options.out)
+        head = header(MODULE, given, asdict(options), 1)
+        report = Report(
+            "Rows in host memory", MODULE, given, asdict(options), measure(options), tables
+        )
+        sys.stdout.write(to_markdown(report, head))
+        if out is not None:
+            write_report(report, head, out)
+    except DistcacheError as error:
+        log.error("%s", error)
+        return 1
+    return 0
+
+
+def measure(options: RowsOptions) -> list[Record]:
+    """A record for every width and count."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [
+            _measure(options, width, count) for width in options.widths for count in options.counts
+        ]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(options: RowsOptions, width: int, count: int) -> Record:
+    total = options.table_rows * width * 4
+    require_memory(total, f"{options.table_rows} rows of {width}", "lower table_rows or widths")
+    rng = np.random.default_rng(width)
+    table = torch.from_numpy(rng.random((options.table_rows, width), dtype=np.float32))
+    block = torch.from_numpy(rng.random((count, width), dtype=np.float32))
+    calls: dict[str, Callable[[torch.Tensor], object]] = {
+        "gather": lambda at: take_rows(table.numpy(), at.numpy(), block.numpy()),
+        "index_select": lambda at: torch.index_select(table, 0, at, out=block),
+        "scatter": lambda at: put_rows(table.numpy(), at.numpy(), block.numpy()),
+        "index_copy_": lambda at: table.index_copy_(0, at, block),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for repetition in range(options.repetitions + 2):
+        for name in rotated(list(calls), repetition):
+            # Rows of its own for each: nobody finds them in the cache.
+            at = torch.from_numpy(rng.permutation(options.table_rows)[:count].copy())
+            began = time.perf_counter()
+            calls[name](at)
+            if repetition >= 2:
+                seconds[name].append(time.perf_counter() - began)
+    nbytes = count * width * 4
+    rates = {name: [nbytes / s / 1e9 for s in values] for name, values in seconds.items()}
+    return {
+        "kind": "rows",
+        "width": width,
+        "count": count,
+        "gigabytes_per_second": {name: spread(values) for name, values in rates.items()},
+        "ratio": {own: spread(ratios(rates[own], rates[other])) for own, other in PAIRS},
+    }
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """One table: rates and their ratios."""
+    rows = [
+        (
+            str(record["width"]),
+            f"{record['count']:,}",
+            *(shown(record["gigabytes_per_second"][name]) for pair in PAIRS for name in pair),
+            *(shown(record["ratio"][own]) for own, _ in PAIRS),
+        )
+        for record in records
+    ]
+    return [
+        Table(
+            "GB/s on one thread",
+            "Bytes of the rows, once. Median [quartiles] over the turns; ratios are of two calls "
+            "in the same turn, above 1 where ours is faster.",
+            (
+                "width",
+                "rows",
+                *(name for pair in PAIRS for name in pair),
+                *(f"{own} / {other}" for own, other in PAIRS),
+            ),
+            rows,
+        )
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
