@@ -16,6 +16,9 @@ from distcache.streams import Streams
 DEPTH = 2
 """Planned steps that wait for their movement: slack between the threads."""
 
+_ABANDON_S = 1.0
+"""Longest wait for threads whose start was interrupted."""
+
 
 class Pipeline:
     """Plans `batches` on a thread of its own and, where `movement` has stages, runs these on
@@ -40,9 +43,21 @@ class Pipeline:
         self.queue.alive = lambda: self._plans.is_alive()
         self._plans = threading.Thread(target=self._plan, name="distcache-planner", daemon=True)
         self._moves = threading.Thread(target=self._move, name="distcache-movement", daemon=True)
-        self._plans.start()
-        if movement:
-            self._moves.start()
+        try:
+            self._plans.start()
+            if movement:
+                self._moves.start()
+        except BaseException:  # Ctrl-C, or no thread to be had: nobody will know this pipeline
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """End what has started, or is about to, and give it time for that."""
+        self.queue.stop()
+        deadline = time.monotonic() + _ABANDON_S
+        mine = {self._plans, self._moves}
+        while mine.intersection(threading.enumerate()) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def quiet(self) -> None:
         """Let no row move until the next step arrives; called by all ranks after the same step.
