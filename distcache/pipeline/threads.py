@@ -39,6 +39,7 @@ class Pipeline:
         self._streams = streams
         self._planner, self._batches = planner, batches
         self._movement, self._shake = tuple(movement), shake
+        self._settled = True
         self.queue = StepQueue(DEPTH if movement else depth, moves=bool(movement))
         self.queue.alive = lambda: self._plans.is_alive()
         self._plans = threading.Thread(target=self._plan, name="distcache-planner", daemon=True)
@@ -81,15 +82,17 @@ class Pipeline:
             self.queue.stop()
             return False
         try:
-            if orderly and self._planner.link.world.size > 1:
+            if orderly and self._planner.link.world.size > 1 and not self.queue.stopping:
+                self._settled = False  # for good, if this is interrupted
                 self.queue.settle(deadline)
+                self._settled = True
         except TimeoutError:
             return False
         finally:
             self.queue.stop()
         for thread in reversed(threads):
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in threads)
+        return self._settled and not any(thread.is_alive() for thread in threads)
 
     def _plan(self) -> None:
         queue = self.queue
