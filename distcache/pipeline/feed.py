@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from distcache.comm.failure import record_failure
 from distcache.data.batch import Batch
-from distcache.errors import PlanError
+from distcache.errors import PeerError, PlanError
 from distcache.pipeline.clock import WAIT, Span
 from distcache.pipeline.planning import StreamPlanner
 from distcache.pipeline.rows import GroupRows
@@ -86,7 +86,11 @@ class StepFeed:
     def _next(self, pipeline: Pipeline) -> InFlight | None:
         """The next step, its rows on the device where movement is overlapped."""
         queue = pipeline.queue
-        flight = queue.take()
+        try:
+            flight = queue.take()
+        except PeerError:
+            self.failed |= queue.left_alone
+            raise
         if flight is not None:
             if not self._movement:
                 flight.after = self.last_mark

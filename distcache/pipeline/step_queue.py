@@ -19,6 +19,10 @@ from distcache.streams import Mark
 _POLL_S = 0.1
 """How often a waiting thread looks whether the others are alive."""
 
+_PATIENCE_S = 3.0
+"""How long the loop waits before it looks whether another rank has failed. An error that all ranks
+share comes through the planner, which is faster."""
+
 _KEPT = 64
 """Marks of applied steps that are kept; an older step is waited for by a later one's."""
 
@@ -44,7 +48,12 @@ class StepQueue:
         self._ended, self._error = False, None
         self._broken: BaseException | None = None
         self.stopping = False
+        self._loop = threading.current_thread()
         self.alive: Callable[[], bool] = lambda: True
+        self.others: Callable[[], None] = lambda: None
+        """Raises PeerError once another rank has failed; asked in the loop's long waits."""
+        self.left_alone = False
+        """Whether it has: what ended the wait is no error that all ranks share."""
 
     # --- the planner's thread ---------------------------------------------------------------
 
@@ -156,12 +165,13 @@ class StepQueue:
         if not self._moves:
             return None
         last: InFlight | None = None
+        began = time.monotonic()
         with self._change:
             while not self._is_settled():
                 last = self._unmoved[0] if self._unmoved else last
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError("rows that may move do not")
-                self._wait()
+                self._wait(began)
             self._raise_if_broken()
         return last
 
@@ -188,13 +198,27 @@ class StepQueue:
     # --- waits ------------------------------------------------------------------------------
 
     def _until(self, reached: Callable[[], object]) -> None:
+        began = time.monotonic()
         while not reached():
-            self._wait()
+            self._wait(began)
 
-    def _wait(self) -> None:
-        """Wait for a change; PlanError when a thread has gone without a word."""
-        if not self._change.wait(_POLL_S) and not (self._ended or self.stopping or self.alive()):
+    def _wait(self, began: float) -> None:
+        """Wait for a change, in a wait that `began` then.
+
+        Raises PlanError when a thread has gone without a word, and PeerError in a long wait when
+        another rank has failed: its planner will not come, and this rank's may be waiting for data.
+        """
+        if self._change.wait(_POLL_S):
+            return
+        if not (self._ended or self.stopping or self.alive()):
             raise PlanError("a thread of the look-ahead pipeline has ended without a word")
+        here = threading.current_thread() is self._loop
+        if here and not self.stopping and time.monotonic() - began > _PATIENCE_S:
+            try:
+                self.others()
+            except BaseException:
+                self.left_alone = True
+                raise
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:

@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 
+from distcache.comm.failure import failure_of_others
 from distcache.data.batch import Batch
+from distcache.errors import PeerError
 from distcache.pipeline.planning import StreamPlanner
 from distcache.pipeline.schedule import InFlight, Stage, run_stages
 from distcache.pipeline.shake import Shaker
@@ -42,6 +44,7 @@ class Pipeline:
         self._settled = True
         self.queue = StepQueue(DEPTH if movement else depth, moves=bool(movement))
         self.queue.alive = lambda: self._plans.is_alive()
+        self.queue.others = self._raise_for_others
         self._plans = threading.Thread(target=self._plan, name="distcache-planner", daemon=True)
         self._moves = threading.Thread(target=self._move, name="distcache-movement", daemon=True)
         try:
@@ -59,6 +62,12 @@ class Pipeline:
         mine = {self._plans, self._moves}
         while mine.intersection(threading.enumerate()) and time.monotonic() < deadline:
             time.sleep(0.01)
+
+    def _raise_for_others(self) -> None:
+        world = self._planner.link.world
+        failure = failure_of_others(world.store, world.rank) if world.size > 1 else None
+        if failure is not None:
+            raise PeerError(failure.message)
 
     def quiet(self) -> None:
         """Let no row move until the next step arrives; called by all ranks after the same step.

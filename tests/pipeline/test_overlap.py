@@ -251,6 +251,43 @@ def test_the_other_ranks_hear_of_a_movement_that_fails() -> None:
     assert took < 30
 
 
+def blocked_source(rank: int, size: int) -> tuple[str, float, bool]:
+    """Rank 1's model fails while rank 0's data do not come; what each raises, and when."""
+    world = open_world("cpu", "gloo", 60)
+    mode = make(world, cached(1, 1))
+    run, never = case("sgd"), threading.Event()
+
+    def batches():
+        for step in range(20):
+            if rank == 0 and step == 6:
+                never.wait(40)
+            yield run.batch(step, rank, size)
+
+    def failing(*arguments):
+        raise MemoryError("no room")
+
+    began, text = time.monotonic(), ""
+    try:
+        for step in mode.stream(batches()):
+            if rank == 1 and step.batch.index == 2:
+                mode.step.dense.sum = failing
+            mode.train_step(step)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    took = time.monotonic() - began
+    never.set()
+    mode.close()
+    close_world(world, orderly=False)
+    return text, took, mode.feed.failed
+
+
+def test_a_rank_whose_data_do_not_come_hears_of_a_failure() -> None:
+    (other, took, failed), (own, _, _) = run_ranks(blocked_source, 2)
+    assert own == "MemoryError: no room" and failed
+    assert other.startswith("PeerError: stopped because rank 1 failed: MemoryError: no room")
+    assert took < 25
+
+
 def test_queues_stay_short_however_slow_training_is(world: World) -> None:
     read: list[int] = []
     run = case("sgd")
