@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from distcache.cli.compose import Composed, checked_config, compose_command_line, to_config
 from distcache.cli.environment import write_environment
 from distcache.cli.logs import set_up_logging
-from distcache.comm.failure import cause_of, describe
+from distcache.comm.failure import cause_of, describe, first_traceback
 from distcache.comm.rendezvous import Place, find_place, open_store, publish, receive
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import Config
@@ -147,6 +147,8 @@ def report(error: Exception, place: Place, store: dist.Store | None) -> int:
         show(error)
     else:
         log.error("stopped because rank %d failed: %s", rank, message.splitlines()[0])
+        if where := first_traceback(store):
+            log.error("rank %d failed here:\n%s", rank, where.rstrip())
         log.debug("what this rank saw", exc_info=error)
     return 1
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from distcache.data.batch import Batch
+from distcache.errors import DistcacheError
 from distcache.pipeline.planning import StreamPlanner
 from distcache.pipeline.schedule import InFlight, Stage, run_stages
 from distcache.pipeline.shake import Shaker
@@ -76,6 +77,8 @@ class Pipeline:
                 queue.put(InFlight(planned))
             queue.end(None)
         except BaseException as error:
+            if not isinstance(error, DistcacheError):
+                error.add_note(f"on the planner's thread, {self._planner.ingested} steps read")
             queue.end(error)
 
     def _move(self) -> None:
