@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +49,11 @@ class Contender(ABC):
         """Make ready, outside the timed part, what a data loader would: the next `steps` steps."""
 
     @abstractmethod
-    def step(self) -> float:
-        """Train on the next batch; the loss, mean over the global batch."""
+    def step(self) -> Callable[[], float]:
+        """Train on the next batch; what gives the loss, mean over the global batch.
+
+        On a GPU the host may be two steps ahead of the device; asking for the loss waits for it.
+        """
 
     def stage_seconds(self) -> dict[str, float]:
         """Seconds so far by stage; empty where there are no stages."""
@@ -87,12 +91,13 @@ class ModeContender(Contender):
     def prepare(self, steps: int) -> None:
         """Nothing: planning runs beside training, and counts."""
 
-    def step(self) -> float:
+    def step(self) -> Callable[[], float]:
         """See `Contender.step`."""
         step: Step = next(self._stream)
         if isinstance(step.plans, PlannedStep):
             self.traffic.add(step.plans)
-        return self.mode.train_step(step).loss
+        result = self.mode.train_step(step)
+        return lambda: result.loss
 
     def stage_seconds(self) -> dict[str, float]:
         """See `Contender.stage_seconds`; `wait` is that for plans and rows."""
