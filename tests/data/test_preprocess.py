@@ -392,7 +392,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kills, sett
     subprocess.run(command(*arguments, f"output={whole}"), check=True)
     seconds, dice, done = time.monotonic() - began, random.Random(kills), 0
     states = set()
-    while done < kills:
+    while done < kills or not any(count for count, _ in states):
         if kill_at_random(arguments, out, seconds, dice):
             done += 1
             names = finished(out)
@@ -401,7 +401,6 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kills, sett
             continue
         assert same_files(whole, out)
         shutil.rmtree(out)
-    assert any(count for count, _ in states), "no kill found anything complete"
     last = subprocess.run(command(*arguments, f"output={out}"), capture_output=True, text=True)
     assert last.returncode == 0, last.stderr
     assert same_files(whole, out) and not (out / "work").exists()
