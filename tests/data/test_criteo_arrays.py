@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from dataclasses import replace
@@ -93,6 +94,23 @@ def test_look_ahead_reads_ids_alone(both, monkeypatch):
     assert read == [("ids.npy", 16)] * 3
     batches[1].loaded()
     assert sorted(read[3:]) == [("dense.npy", 16), ("labels.npy", 16)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_source_that_is_dropped_lets_go_of_its_files(both, shuffle):
+    def in_use() -> int:
+        return Path("/proc/self/maps").read_text().count(f"{both[1]}/")
+
+    before, handles = in_use(), len(os.listdir("/proc/self/fd"))
+    source = CriteoArrays(both[1], BatchSettings(64, shuffle=shuffle))
+    batch = source.train_batch(0, 0, 1).loaded()
+    assert in_use() >= before + 3
+    gc.disable()
+    try:
+        del source, batch  # without waiting for the garbage collector
+        assert in_use() == before and len(os.listdir("/proc/self/fd")) <= handles
+    finally:
+        gc.enable()
 
 
 def test_bags_of_several_ids(tmp_path):

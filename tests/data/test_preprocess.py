@@ -6,13 +6,14 @@ import gzip
 import json
 import logging
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -339,33 +340,73 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "distcache.preprocess", *arguments]
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.slow)])
-def test_killed_it_goes_on_and_never_looks_complete(tmp_path, kills):
-    path = write_lines(tmp_path / "a.txt", make_lines(3000) * 8)
-    arguments = (f"input={path}", "mode=vocabulary", "workers=2", "part=300k")
-    subprocess.run(command(*arguments, f"output={tmp_path / 'whole'}"), check=True)
-    out = tmp_path / "out"
-    seen: set[str] = set()
-    for kill in range(kills):
-        process = subprocess.Popen(command(*arguments, f"output={out}"), stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60
-        # Once more parts are there than before: killed at another place each time.
-        while process.poll() is None and time.monotonic() < deadline:
-            parts = {p.name for p in out.glob("work/parts/????-???????")}
-            if len(parts) > len(seen) + kill and parts >= seen:
-                break
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        if process.wait() == 0:
-            break
-        assert not (out / "manifest.json").exists()
-        seen |= {p.name for p in out.glob("work/parts/????-???????")}
-    assert seen
-    subprocess.run(command(*arguments, f"output={out}"), check=True)
-    assert same_files(tmp_path / "whole", out)
-    assert json.loads((out / "manifest.json").read_text()) == json.loads(
-        (tmp_path / "whole/manifest.json").read_text()
+def finished(out: Path) -> dict[str, tuple[int, int]]:
+    """What is complete of an unfinished job: reports of parts and tables, with inode and time."""
+    work = out / "work"
+    reports = [*work.glob("parts/????-???????/report.json"), *work.glob("tables/??/report.json")]
+    found = {}
+    for path in reports:
+        status = path.stat()
+        found[str(path.relative_to(out))] = (status.st_ino, status.st_mtime_ns)
+    return found
+
+
+def kill_at_random(arguments: tuple[str, ...], out: Path, seconds: float, dice) -> bool:
+    """Start a job, or go on with it, and kill it after some of `seconds`; whether it was alive.
+
+    Its workers are left to notice by themselves. What was complete before stays what it was.
+    """
+    before = finished(out)
+    process = subprocess.Popen(
+        command(*arguments, f"output={out}"), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(dice.uniform(0.0, seconds))
+    process.send_signal(signal.SIGKILL)
+    if process.wait() == 0:
+        return False
+    after = finished(out)
+    if not (out / "manifest.json").exists():  # else the work is on its way out
+        assert {name: after[name] for name in before} == before, "a finished part was done again"
+    return True
+
+
+@pytest.mark.parametrize(
+    ("kills", "settings"),
+    [
+        (3, ("mode=vocabulary", "min_count=2")),
+        pytest.param(12, ("mode=vocabulary", "min_count=2"), marks=pytest.mark.slow),
+        pytest.param(12, ("mode=hash", f"rows={list(ROWS)}"), marks=pytest.mark.slow),
+        pytest.param(12, ("mode=vocabulary", "gzip"), marks=pytest.mark.slow),
+    ],
+)
+def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kills, settings):
+    """A job is killed again and again, until it gets through; then the next one begins."""
+    path = write_lines(tmp_path / "a.txt", make_lines(3000) * 12)
+    if "gzip" in settings:
+        path.write_bytes(gzip.compress(path.read_bytes(), 1))
+    arguments = (f"input={path}", "workers=2", "part=300k", *settings)
+    arguments = tuple(word for word in arguments if word != "gzip")
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    began = time.monotonic()
+    subprocess.run(command(*arguments, f"output={whole}"), check=True)
+    seconds, dice, done = time.monotonic() - began, random.Random(kills), 0
+    states = set()
+    while done < kills or not any(count for count, _ in states):
+        if kill_at_random(arguments, out, seconds, dice):
+            done += 1
+            names = finished(out)
+            states.add((len(names), (out / "manifest.json").exists()))
+            assert not (out / "manifest.json").exists() or same_files(whole, out)
+            continue
+        assert same_files(whole, out)
+        shutil.rmtree(out)
+    last = subprocess.run(command(*arguments, f"output={out}"), capture_output=True, text=True)
+    assert last.returncode == 0, last.stderr
+    assert same_files(whole, out) and not (out / "work").exists()
+    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (whole, out)]
+    assert manifests[0] == manifests[1]
+    assert not list(out.glob("*.partial"))
 
 
 def test_command_line_in_both_spellings(tmp_path):
