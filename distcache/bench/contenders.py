@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from distcache.bench.device_parts import DeviceParts
 from distcache.bench.step_batches import Feed
 from distcache.parallel.base import Parallel, Step
 from distcache.parallel.cached import CachedParallel
@@ -87,6 +88,7 @@ class ModeContender(Contender):
         self.name, self.mode, self.ahead = name, mode, ahead
         self.traffic = Traffic()
         self._stream = mode.stream(feed)
+        self._parts = DeviceParts(mode) if isinstance(mode, CachedParallel) else None
 
     def prepare(self, steps: int) -> None:
         """Nothing: planning runs beside training, and counts."""
@@ -97,6 +99,8 @@ class ModeContender(Contender):
         if isinstance(step.plans, PlannedStep):
             self.traffic.add(step.plans)
         result = self.mode.train_step(step)
+        if self._parts is not None:
+            self._parts.add(step.flight)
         return lambda: result.loss
 
     def stage_seconds(self) -> dict[str, float]:
@@ -126,6 +130,8 @@ class ModeContender(Contender):
         values = {key: summary.get(key) for key in keys}
         if isinstance(self.mode, CachedParallel):
             values["embedding_bytes_bound"] = embedding_bound(self.mode, self.traffic)
+        if self._parts is not None:
+            values["device_parts"] = self._parts.summary()
         return values
 
     def close(self) -> None:
