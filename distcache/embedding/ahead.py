@@ -92,6 +92,11 @@ class Runner:
     def running(self) -> bool:
         return self._pipeline is not None
 
+    @property
+    def halting(self) -> bool:
+        """Whether threads that were told to end did not in time."""
+        return self._pipeline is not None and self._pipeline.queue.stopping
+
     def start(self, source: Source) -> None:
         _running.add(self)
         self._pipeline = Pipeline(self._planner, source, self._depth, self._streams, self._movement)
@@ -124,13 +129,32 @@ class Runner:
     def stop(self, orderly: bool = True) -> bool:
         """End the threads, with a last word to the other ranks; False if they did not in time.
 
-        `orderly`: after the same step on all ranks, with what was released moved before.
+        `orderly`: after the same step on all ranks, with what was released moved before; threads
+        that did not end then still run, for they hold the batches and the planner.
         """
-        pipeline, self._pipeline = self._pipeline, None
-        if pipeline is None or pipeline.stop(self._timeout_s, orderly):
+        pipeline = self._pipeline
+        if pipeline is None:
             return True
-        log.warning("the planner's thread did not end within %g s", self._timeout_s)
-        return False
+        ended = pipeline.stop(self._timeout_s, orderly)
+        if ended or not orderly:
+            self._pipeline = None
+        if not ended:
+            log.warning("the planner's thread did not end within %g s", self._timeout_s)
+        return ended
+
+    def close(self) -> None:
+        """End the threads for good, in order if the other ranks allow it.
+
+        Ranks that leave a look-ahead after the same step hold the same rows, and may go on.
+        """
+        try:
+            self.stop()
+        except Exception as error:
+            log.warning("moving rows failed: %s", error)
+        finally:
+            pipeline, self._pipeline = self._pipeline, None
+            if pipeline is not None:
+                pipeline.queue.stop()
 
 
 _running: weakref.WeakSet[Runner] = weakref.WeakSet()

@@ -77,7 +77,7 @@ class Lookahead(Generic[T]):
         self._runner = Runner(
             tables.planner, depth, timeout_s, tables.streams_of_device, tables.moves_ahead
         )
-        weakref.finalize(self, self._runner.stop, orderly=False).atexit = False
+        weakref.finalize(self, self._runner.close).atexit = False
         self._plans: dict[int, InFlight] = {}
         self._opened = -1
         self._yielded = (0, 0)
@@ -149,9 +149,10 @@ class Lookahead(Generic[T]):
                 raise PlanError("the planner ended before a batch that it had planned")
             tables, ahead = self._tables, self._source.kept[position]
             tables.end_current()
-            flight = self._plans.pop(position)
+            flight = self._plans[position]  # kept until open: an interrupted wait may be repeated
             self._runner.arrive(flight, flight.step - 1)
             tables.open(flight, ahead.reads)
+            del self._plans[position]
             self._source.kept.pop(self._opened, None)
             self._opened = position
         self._pending.popleft()
@@ -180,6 +181,8 @@ class Lookahead(Generic[T]):
 
     def _plan(self, position: int) -> bool:
         """Wait until plan `position` is made; False if the batches end before."""
+        if self._runner.halting:
+            self.halt()
         if position in self._plans:
             return True
         if not self._runner.running:
@@ -219,6 +222,6 @@ class Lookahead(Generic[T]):
     def close(self) -> None:
         """Stop reading ahead; the collection goes on from what its cache holds."""
         self._exhausted = True
-        self._runner.stop(orderly=False)
+        self._runner.close()
         self._plans.clear()
         self._pending.clear()

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from distcache.optim.dense_state import ensure_state
 
+_COUNTER = "step"
+"""torch's name for a parameter's step counter, which lies on the host."""
+
 
 @torch.no_grad()
 def masked_step(optimizer: torch.optim.Optimizer, enabled: Tensor) -> None:
@@ -17,26 +20,27 @@ def masked_step(optimizer: torch.optim.Optimizer, enabled: Tensor) -> None:
     parameters and state are the price, so this is for small dense parts.
     """
     ensure_state(optimizer)
-    kept = [(value, value.clone()) for value in _values(optimizer) if value.dim()]
+    kept = [(value, value.clone()) for value in _values(optimizer)]
     optimizer.step()
+    flag = enabled.reshape(())  # which takes the shape of any value, a single number's too
     for value, before in kept:
-        torch.where(enabled, value, before, out=value)
+        torch.where(flag, value, before, out=value)
 
 
 def uncount(optimizer: torch.optim.Optimizer) -> None:
     """Take back one step of the step counters."""
     for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor) and value.dim() == 0:
-                value -= 1
+        if isinstance(state.get(_COUNTER), Tensor):
+            state[_COUNTER] -= 1
 
 
 def _values(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Parameters and their state."""
+    """Parameters and their state, without the step counters."""
     found: list[Tensor] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             found.append(parameter)
-            state = optimizer.state.get(parameter, {})
-            found += [value for value in state.values() if isinstance(value, Tensor)]
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if name != _COUNTER and isinstance(value, Tensor):
+                    found.append(value)
     return found

@@ -85,7 +85,13 @@ class CachedStep:
     @torch.no_grad()
     def _forward(self, flight: InFlight) -> None:
         flight.leaves = self._take_leaves(flight)
-        flight.logits = self._predict(flight)
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            flight.logits = self._predict(flight)
+        finally:
+            for module, training in modes:
+                module.training = training
 
     def _sync(self, flight: InFlight) -> None:
         """Program order: row gradients of each group, dense chunks, loss and control."""

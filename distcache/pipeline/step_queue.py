@@ -138,14 +138,20 @@ class StepQueue:
             self._released = done
             self._applied.append((done, mark))
             self._change.notify_all()
-            self._until(lambda: flight.moved or self._broken)
+            self._until(lambda: flight.moved or self._broken or self._is_stopped())
             self._raise_if_broken()
+            if not flight.moved:
+                raise PlanError(f"the look-ahead was stopped before step {flight.step}")
         self._waited(flight, started)
 
-    def settle(self) -> InFlight | None:
+    def _is_stopped(self) -> bool:
+        return self.stopping and not self._moving
+
+    def settle(self, deadline: float | None = None) -> InFlight | None:
         """Wait until all that was released has moved; the step that was waited for, if any.
 
-        What has moved then is the same on every rank, whatever its threads' pace.
+        What has moved then is the same on every rank, whatever its threads' pace. Raises
+        TimeoutError after `deadline` (of `time.monotonic`), where there is one.
         """
         if not self._moves:
             return None
@@ -153,6 +159,8 @@ class StepQueue:
         with self._change:
             while not self._is_settled():
                 last = self._unmoved[0] if self._unmoved else last
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError("rows that may move do not")
                 self._wait()
             self._raise_if_broken()
         return last

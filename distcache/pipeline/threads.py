@@ -58,13 +58,21 @@ class Pipeline:
         """End both threads, with one final exchange of the planners; whether they ended in time.
 
         Called by all ranks after the same step. Steps not yet run are dropped; `orderly`: those
-        that were released have moved before, on all ranks.
+        that were released have moved before, on all ranks. Raises what went wrong with moving
+        them; the threads are told to end all the same.
         """
         deadline = time.monotonic() + timeout_s
-        if orderly and self._planner.link.world.size > 1:
-            self.queue.settle()
-        self.queue.stop()
         threads = [self._plans, self._moves] if self._movement else [self._plans]
+        if threading.current_thread() in threads:  # the garbage collector runs in any thread
+            self.queue.stop()
+            return False
+        try:
+            if orderly and self._planner.link.world.size > 1:
+                self.queue.settle(deadline)
+        except TimeoutError:
+            return False
+        finally:
+            self.queue.stop()
         for thread in reversed(threads):
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)

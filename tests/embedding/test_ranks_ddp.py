@@ -6,6 +6,7 @@ import copy
 import gc
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -37,6 +38,7 @@ from torchrec import KeyedJaggedTensor
 import distcache
 from distcache import lookahead
 from distcache.errors import ConfigError, DataError, DistcacheError, PeerError
+from distcache.pipeline.step_queue import StepQueue
 
 
 def in_job(work):
@@ -325,6 +327,53 @@ def test_checkpoints_nodes_and_failures() -> None:
     assert kinds == (PeerError, DataError)
     assert "rank 1 failed" in texts[0] and "id 1000000" in texts[0] and "id 1000000" in texts[1]
     assert first["steps"] == second["steps"] == 3
+
+
+def left(rank: int, size: int) -> dict:
+    """Evaluation leaves its look-ahead early, on one rank with moves that come late."""
+    next_unmoved, found = StepQueue.next_unmoved, {}
+    for late in (False, True):
+
+        def slow(self, late=late):
+            time.sleep(0.3 * (late and rank == 1))
+            return next_unmoved(self)
+
+        StepQueue.next_unmoved = slow
+        try:
+            found[f"late {late}"] = evaluated_and_trained(rank, size)
+        finally:
+            StepQueue.next_unmoved = next_unmoved
+    return found
+
+
+def evaluated_and_trained(rank: int, size: int) -> dict:
+    ebc = cached("sgd", ratio=1.0, rows=None, prefetch=5, timeout_s=20)
+    model = dlrm(ebc)
+    with torch.no_grad():
+        for at, batch in enumerate(lookahead(shares(rank, size, 500), ebc)):
+            loss_of(model, batch)
+            if at == 3:
+                break
+    for batch in lookahead(shares(rank, size, 0)[:4], ebc):
+        loss_of(model, batch).backward()
+        ebc.step()
+    found = weights_of(ebc)
+    ebc.close()
+    return as_arrays(found)
+
+
+def shares(rank: int, size: int, start: int) -> list[Clicks]:
+    return [part(draw(start + at), rank, size) for at in range(12)]
+
+
+def left_in_job(rank: int, size: int) -> dict:
+    return in_job(left)(rank, size)
+
+
+def test_an_evaluation_left_early_leaves_the_ranks_with_the_same_rows() -> None:
+    first, second = ranks(left_in_job)
+    for found in (first, second):
+        assert_same(found["late True"], first["late False"])
 
 
 def some_ranks(rank: int, size: int) -> dict:

@@ -1,0 +1,86 @@
+"""A look-ahead that is left, or fails, while rows still move on its other thread."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from ebc_cases import assert_same, batches, cached, dlrm, draw, loss_of, weights_of
+
+from distcache import lookahead
+from distcache.errors import PlanError
+
+ROOMY = {"ratio": 1.0, "rows": None, "prefetch": 5, "timeout_s": 20}
+
+
+def test_threads_end_when_a_halt_finds_that_moving_failed(monkeypatch) -> None:
+    ebc = cached("sgd", **ROOMY)
+    model, stream = dlrm(ebc), None
+    stream = lookahead(batches(), ebc)
+    loss_of(model, next(stream)).backward()
+    ebc.step()
+    # Two ranks settle before they stop; here one does, and finds a movement that has failed.
+    pipeline = stream._runner._pipeline
+    monkeypatch.setattr(pipeline._planner.link, "world", type("", (), {"size": 2})())
+    pipeline.queue.broke(ValueError("no memory to pin"))
+    with pytest.raises(ValueError, match="no memory to pin"):
+        stream.halt()
+    monkeypatch.undo()
+    for thread in (pipeline._plans, pipeline._moves):
+        thread.join(10)
+        assert not thread.is_alive()
+    stream.close()
+    ebc.close()
+
+
+def test_a_halt_that_came_too_late_is_made_again(monkeypatch) -> None:
+    """Nobody reads the batches twice, and none is lost."""
+    go = threading.Event()
+    data = batches(8)
+
+    def slowly():
+        for at, batch in enumerate(data):
+            if at == 3:
+                go.wait(30)
+            yield batch
+
+    ebc = cached("sgd", **{**ROOMY, "lookahead": 2, "prefetch": 1})
+    model, stream, seen = dlrm(ebc), lookahead(slowly(), ebc), []
+    seen.append(next(stream))
+    loss_of(model, seen[-1]).backward()
+    ebc.step()
+    stream._runner._timeout_s = 0.2
+    with torch.no_grad(), pytest.raises(Exception, match="did not halt within"):
+        loss_of(model, draw(900))
+    go.set()
+    stream._runner._timeout_s = 20.0
+    for batch in stream:
+        seen.append(batch)
+        loss_of(model, batch).backward()
+        ebc.step()
+    assert [id(batch) for batch in seen] == [id(batch) for batch in data]
+    assert ebc.tables.steps == len(data)
+    found = weights_of(ebc)
+    ebc.close()
+    other = cached("sgd", **ROOMY)
+    twin = dlrm(other)
+    for batch in data:
+        loss_of(twin, batch).backward()
+        other.step()
+    assert_same(found, weights_of(other))
+    other.close()
+
+
+def test_a_step_of_a_stopped_queue_is_not_waited_for() -> None:
+    ebc = cached("sgd", **ROOMY)
+    stream = lookahead(batches(), ebc)
+    next(stream)
+    queue = stream._runner._pipeline.queue
+    flight = stream._plans[0]
+    flight.moved = False
+    queue.stop()
+    with pytest.raises(PlanError, match="stopped before step 0"):
+        queue.arrive(flight, -1)
+    stream.close()
+    ebc.close()

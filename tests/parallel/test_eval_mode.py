@@ -1,0 +1,51 @@
+"""An evaluation step sees the model in evaluation mode, and leaves its buffers as they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scenarios import Scenario, table
+from torch import Tensor, nn
+
+from distcache.comm.world import close_world, open_world
+from distcache.parallel.cached import CachedParallel
+from distcache.parallel.cached_parts import CachedSettings
+
+
+class Moody(nn.Module):
+    """A model whose training differs from its evaluation: dropout, and running means."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.drop, self.over = (
+            nn.BatchNorm1d(width),
+            nn.Dropout(0.5),
+            nn.Linear(width, 1),
+        )
+
+    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        return self.over(self.drop(self.norm(torch.cat([dense, pooled], 1)))).squeeze(1)
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = open_world("cpu", "gloo", 60)
+    yield world
+    close_world(world)
+
+
+@pytest.mark.parametrize("schedule", ["overlapped", "serial"])
+def test_evaluation_is_made_in_evaluation_mode(world, schedule: str) -> None:
+    run = Scenario((table("a", 30), table("b", 7)))
+    batch = run.batch(0)
+    model = Moody(batch.dense.shape[1] + run.pooled_width)
+    chosen = CachedSettings("data", (40,), 1, 1, schedule=schedule)
+    mode = CachedParallel(world, run.tables, run.features, model, run.optimizer, chosen)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    stream = mode.stream(run.batch(0, kind="eval") for _ in range(2))
+    first, second = (mode.eval_step(step) for step in stream)
+    assert torch.equal(first, second)
+    assert model.training and model.drop.training
+    for name, value in model.named_buffers():
+        assert torch.equal(value, before[name])
+    mode.close()
