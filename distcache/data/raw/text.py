@@ -85,8 +85,8 @@ def gunzip(
         except (EOFError, zlib.error, OSError) as error:
             file.check_unchanged(stream)
             raise DataError(
-                f"{file.path}:{lines + 1}: the gzip data is damaged or cut off here ({error}); "
-                "fetch the file again"
+                f"{file.path}: the gzip data is damaged or cut off at line {lines + 1} or after it "
+                f"({error}); fetch the file again"
             ) from error
         file.check_unchanged(stream)
     if not read:
