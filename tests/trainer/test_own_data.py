@@ -620,9 +620,11 @@ def test_what_does_not_fit_is_named(tmp_path):
             return self.net(dense, pooled).unsqueeze(1)
 
     settings = ROWS | {"run.dir": str(tmp_path), "run.save": False}
+    (tmp_path / "bad_lines.json").touch()  # of an earlier run in this folder
     for mode in ("data", "hybrid"):
         with pytest.raises(ConfigError, match=r"returned \[\d+, 1\] for \d+ samples.*squeeze"):
             distcache.fit(slices(0, 1), SCENARIO.tables, Column(), parallel=mode, settings=settings)
+    assert not (tmp_path / "bad_lines.json").exists()
     few = settings | {"cache.rows": 20}
     with pytest.raises(StepTooLargeError, match="or lower the batch size of your loaders"):
         distcache.fit(slices(0, 1), SCENARIO.tables, SCENARIO.model(), settings=few)

@@ -51,9 +51,12 @@ def split_samples(work: Work) -> SamplePlan:
     train = {"seventh": samples * 6 // 7, "last_file": before_last, "none": samples}
     count = train[work.settings.split]
     if count == 0:
+        skipped = skipped_lines(work)
+        first = f", the first {skipped['first'][0]}" if skipped["count"] else ""
         raise DataError(
             f"input: {samples} good lines in {len(work.files)} file(s), none of them before the "
-            f"held-out ones of split={work.settings.split}: give more data, or split=none"
+            f"held-out ones of split={work.settings.split} ({skipped['count']} malformed lines"
+            f"{first}): give more data, or split=none"
         )
     logger.info("%s samples, of which %s train", f"{samples:,}", f"{count:,}")
     return SamplePlan(keys, firsts, samples, count)
