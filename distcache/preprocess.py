@@ -7,6 +7,7 @@ Raw Criteo text (Kaggle, or Terabyte days; plain or gzip) becomes memory-mapped 
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import re
 import sys
@@ -115,7 +116,17 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--on-bad-line", default="error", help="error (default), or skip with a count")
     add("--part", default="64m", help="bytes of text that are one restartable unit (64m)")
     add("--verify", action="store_true", help="only compare the checksums of output")
-    return parser.parse_args(list(_as_options(arguments)))
+    typed = list(arguments)
+    given, unknown = parser.parse_known_args(list(_as_options(typed)))
+    if unknown:
+        # As it was typed, which is a key=value more often than not.
+        wrong = next(
+            (word for word in typed if set(_as_options([word])) & set(unknown)), unknown[0]
+        )
+        key = wrong.lstrip("-").partition("=")[0].replace("-", "_")
+        near = difflib.get_close_matches(key, vars(given), n=1)
+        parser.error(f"{wrong}: no such key" + (f"; did you mean {near[0]}?" if near else ""))
+    return given
 
 
 def _as_options(arguments: Sequence[str]) -> Iterator[str]:
@@ -196,12 +207,19 @@ def _bytes(key: str, text: str) -> int:
 
 
 @contextmanager
-def progress_bar(stage: str, total: int, unit: str) -> Iterator[tqdm]:
-    """A bar with rate and remaining time on stderr; a line every ten seconds where no one looks."""
+def progress_bar(stage: str, total: int, unit: str, done: int) -> Iterator[tqdm]:
+    """A bar from `done` on, with rate and remaining time on stderr; a line every ten seconds where
+    no one looks."""
     scale = unit != "table"
     often = 0.2 if sys.stderr.isatty() else 10.0
     with tqdm(
-        total=total, desc=stage, unit=unit, unit_scale=scale, mininterval=often, maxinterval=often
+        total=total,
+        initial=done,
+        desc=stage,
+        unit=unit,
+        unit_scale=scale,
+        mininterval=often,
+        maxinterval=often,
     ) as bar:
         yield bar
 

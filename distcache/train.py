@@ -121,6 +121,7 @@ def open_run_folder(run_dir: Path, config: Config, world: World) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "summary.json").unlink(missing_ok=True)  # until this run has one
+        (run_dir / "bad_lines.json").unlink(missing_ok=True)
         remove_trace(run_dir)
         (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
         write_environment(run_dir, world.size)

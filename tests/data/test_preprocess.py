@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from criteo_lines import ROWS, NoBar, make_lines, preprocessed, read_plainly, write_lines
+from criteo_lines import ROWS, make_lines, preprocessed, read_plainly, write_lines
 
 from distcache import preprocess as entry
 from distcache.data.criteo_text import dense_of
 from distcache.data.files import inspect
-from distcache.data.raw import job
+from distcache.data.raw import alone, job
 from distcache.data.raw.job import preprocess
 from distcache.data.raw.manifest import read_manifest, verify
 from distcache.data.raw.part import PartTask, parse_part
@@ -127,7 +127,7 @@ def test_splits_and_files_in_order(tmp_path):
     ids = np.load(tmp_path / "two/ids.npy")
     counts = np.load(tmp_path / "two/counts/cat_3.npy")
     assert counts.tolist() == np.bincount(ids[:60, 3], minlength=ROWS[3]).tolist()
-    with pytest.raises(DataError, match="split=last_file: give more data, or split=none"):
+    with pytest.raises(DataError, match=r"split=last_file holds out .*day_1, the only file"):
         run(tmp_path / "day_1", tmp_path / "three", split="last_file")
 
 
@@ -173,17 +173,19 @@ def test_bad_lines_are_named_or_skipped(tmp_path, caplog):
         manifest = run(path, tmp_path / "skip", on_bad_line="skip", part=3000)
     assert same_files(tmp_path / "good", tmp_path / "skip")
     assert manifest.skipped["count"] == 16 and len(manifest.skipped["first"]) == 10
-    assert manifest.skipped["first"][0].startswith("bad.txt:151: 1 tab-separated")
+    assert manifest.skipped["first"][0].startswith(f"{path}:151: 1 tab-separated")
     assert [line.split(":")[1] for line in manifest.skipped["first"][1:]] == [
         str(201 + 2 * i) for i in range(9)
     ]
     assert "left out 16 malformed lines" in caplog.text and "bad.txt:151" in caplog.text
     assert (manifest.samples, manifest.inputs[0]["lines"]) == (280, 296)
-    with pytest.raises(DataError, match=r"cut off here"):
+    with pytest.raises(DataError, match=r"cut off at line \d+ or after it"):
         packed = tmp_path / "cut.gz"
         packed.write_bytes(gzip.compress(good.read_bytes())[:-2000])
         run(packed, tmp_path / "cut", on_bad_line="skip", part=3000, workers=2)
-    with pytest.raises(DataError, match="0 good lines"):
+    with pytest.raises(
+        DataError, match=r"0 good lines .*\(1 malformed lines, the first .*none:1: 1 "
+    ):
         run(write_lines(tmp_path / "none", [b"x"]), tmp_path / "none-out", on_bad_line="skip")
 
 
@@ -222,12 +224,7 @@ class StoppedError(Exception):
 def test_stopped_anywhere_it_goes_on_without_redoing(text, tmp_path, monkeypatch, mode):
     """Stop after each number of updates of the bars, that is after each finished task."""
     whole = tmp_path / "whole"
-    calls = []
     done = {}
-
-    def counting(stage: str, total: int, unit: str):
-        calls.append(stage)
-        return nullcontext(NoBar())
 
     settings = {"mode": mode, "part": 40_000, "workers": 1}
     run(text, whole, **settings)
@@ -301,10 +298,10 @@ sys.stdin.read()
         [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert worker.stdout.readline() == "held\n"
-    monkeypatch.setattr(job, "_LEAVING_S", 0.3)
+    monkeypatch.setattr(alone, "_LEAVING_S", 0.3)
     with pytest.raises(ConfigError, match=r"workers of a run that was killed .* after 0\.3 s"):
         run(text, out)
-    monkeypatch.setattr(job, "_LEAVING_S", 60.0)
+    monkeypatch.setattr(alone, "_LEAVING_S", 60.0)
     waits = []
 
     def sleep(seconds: float) -> None:
@@ -312,9 +309,119 @@ sys.stdin.read()
         worker.stdin.close()
         worker.wait()
 
-    monkeypatch.setattr(job.time, "sleep", sleep)
+    monkeypatch.setattr(alone.time, "sleep", sleep)
     run(text, out)
     assert len(waits) == 1
+
+
+def test_a_result_with_a_cut_or_missing_file_is_made_again(text, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="distcache")
+    out, settings = tmp_path / "out", {"mode": "vocabulary", "min_count": 2}
+    manifest = run(text, tmp_path / "whole", **settings)
+    run(text, out, **settings)
+    run(text, out, **settings)
+    assert f"{out} is complete already" in caplog.text and "made again" not in caplog.text
+    damages = {
+        "ids.npy has 1,000 bytes, not ": lambda: os.truncate(out / "ids.npy", 1000),
+        "dense.npy cannot be read (": (out / "dense.npy").unlink,
+        "counts/cat_3.npy has": lambda: os.truncate(out / "counts/cat_3.npy", 0),
+        "cat_25.npy has": lambda: (out / "vocabulary/cat_25.npy").open("ab").write(b"more"),
+    }
+    for said, damage in damages.items():
+        damage()
+        with pytest.raises(DataError):
+            verify(out)
+        caplog.clear()
+        assert run(text, out, **settings) == manifest == verify(out)
+        assert f"output={out} is damaged, so all of it is made again: {out}" in caplog.text
+        assert said in caplog.text and "complete already" not in caplog.text
+        assert same_files(tmp_path / "whole", out) and not (out / "work").exists()
+    os.truncate(out / "ids.npy", 1000)
+    with pytest.raises(ConfigError, match="result of another job"):
+        run(text, out, mode="vocabulary")
+    os.truncate(out / "manifest.json", 1000)
+    with pytest.raises(ConfigError, match=r"output=.*manifest\.json cannot be .*remove the folder"):
+        run(text, out, **settings)
+
+
+def test_making_a_damaged_result_again_may_be_stopped(text, tmp_path):
+    """At any task: until it is whole nobody takes it for whole, and the same command goes on."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    run(text, whole)
+    run(text, out)
+    os.truncate(out / "labels.npy", 200)
+    starts, stops = [], 0
+    while True:
+        left = [stops]
+
+        class StoppingBar:
+            def update(self, n=1, left=left):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise StoppedError
+
+        def progress(stage, total, unit, done):
+            starts.append((stage, done, total))
+            return nullcontext(StoppingBar())
+
+        settings = PreprocessSettings([str(text)], str(out), "hash", ROWS, workers=1, part=20_000)
+        try:
+            preprocess(settings, progress)
+            break
+        except StoppedError:
+            assert not (out / "manifest.json").exists()
+            stops += 5
+    assert len(starts) > 8 and same_files(whole, out) and verify(out) == read_manifest(whole)
+    assert starts[0] == ("parse", 0, text.stat().st_size)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_bars_begin_where_the_last_run_was_stopped(text, tmp_path, packed):
+    path, sums, starts = tmp_path / "a.txt", {}, {}
+    path.write_bytes(gzip.compress(text.read_bytes()) if packed else text.read_bytes())
+    for stage in ("parse", "count", "write"):  # stopped in each of them, but for the first task
+
+        class Bar:
+            def __init__(self, at: str, stop: bool) -> None:
+                self.at, self.stop = at, stop
+
+            def update(self, n=1):
+                sums[self.at] = sums.get(self.at, 0) + n
+                if self.stop:
+                    raise StoppedError
+
+        def progress(at, total, unit, done, stage=stage, bar=Bar):
+            starts.setdefault(stage, {})[at] = done, total
+            sums[at] = done
+            return nullcontext(bar(at, at == stage))
+
+        settings = PreprocessSettings(
+            [str(path)], str(tmp_path / "out"), "vocabulary", workers=1, part=20_000
+        )
+        with pytest.raises(StoppedError):
+            preprocess(settings, progress)
+    size = path.stat().st_size
+    assert starts["count"]["parse"] == ((0 if packed else 20_000), size)
+    assert starts["write"]["parse"] == (size, size) and starts["write"]["count"] == (1, 26)
+    ends = {}
+
+    def last(at, total, unit, done):
+        sums[at], ends[at] = done, (done, total)
+        return nullcontext(Bar(at, False))
+
+    preprocess(settings, last)
+    assert ends["parse"] == (size, size) and ends["count"] == (26, 26)
+    assert ends["write"][0] > 0 and ends["write"][1] == 700
+    assert all(sums[at] == total for at, (_, total) in ends.items()), (sums, ends)
+
+
+def test_an_output_that_is_no_folder_is_named(text, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for output in (file, file / "below", Path("/proc/nowhere/at/all")):
+        with pytest.raises(ConfigError, match=rf"output={output} cannot be made .*: name a new f"):
+            run(text, output)
+    assert file.read_text() == "mine"
 
 
 def test_a_changed_input_does_not_go_on(text, tmp_path):
@@ -439,8 +546,18 @@ def test_command_line_in_both_spellings(tmp_path):
     for rows in ("big", "[3,big]"):
         with pytest.raises(ConfigError, match=r"give 26 whole numbers .* kaggle or terabyte"):
             settings("input=a", "output=b", "mode=hash", f"rows={rows}")
-    with pytest.raises(SystemExit):
-        entry.parse_arguments(["input=a", "output=b", "colour=red"])
+
+
+def test_an_unknown_key_is_shown_as_it_was_typed(capsys):
+    for typed, hint in (
+        ("min_cuont=1", "min_cuont=1: no such key; did you mean min_count?"),
+        ("--min-cuont=1", "--min-cuont=1: no such key; did you mean min_count?"),
+        ("colour=red", "colour=red: no such key\n"),
+        ("a.txt", "a.txt: no such key\n"),
+    ):
+        with pytest.raises(SystemExit):
+            entry.parse_arguments(["input=a", "output=b", typed])
+        assert f"error: {hint}" in capsys.readouterr().err
 
 
 def test_command_says_what_went_wrong_and_verifies(text, tmp_path):
