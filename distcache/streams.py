@@ -20,12 +20,35 @@ COMPUTE, COMMUNICATION, COPY_IN, COPY_OUT = "compute", "communication", "copy_in
 NAMES = (COMPUTE, COMMUNICATION, COPY_IN, COPY_OUT)
 """Streams by name; stages of any other name (`host`) issue no device work."""
 
+_REBASE_S = 60.0
+"""Times are told from an event that is this old, or up to twice as old."""
+
 
 @dataclass(frozen=True)
 class Mark:
     """A point in the work of a stream (on the CPU: the moment of the call, long over)."""
 
     event: torch.cuda.Event | None = None
+
+
+class DeviceClock:
+    """When events of a device were reached, on the host's clock; for one thread.
+
+    A device tells the time between two events in milliseconds as a float32, whose step is 0.25 ms
+    after an hour and 4 ms after ten. So times are told from an event of the last minutes.
+    """
+
+    def __init__(self, zero: torch.cuda.Event, zero_s: float) -> None:
+        """`zero`: an event that was reached when the host's clock said `zero_s`."""
+        self._base = self._next = (zero, zero_s)
+
+    def seconds(self, event: torch.cuda.Event) -> float:
+        """When `event`, which has been reached, was."""
+        base, base_s = self._base
+        now = base_s + base.elapsed_time(event) / 1e3
+        if now - self._next[1] > _REBASE_S:
+            self._base, self._next = self._next, (event, now)
+        return now
 
 
 class Streams:
@@ -43,10 +66,10 @@ class Streams:
             for name in NAMES
         }
         # Device times are told on the host's clock, from one moment that both know.
-        self._zero = torch.cuda.Event(enable_timing=True)
-        self._zero.record(self._streams[COMPUTE])
-        self._zero.synchronize()
-        self._zero_s = time.perf_counter()
+        zero = torch.cuda.Event(enable_timing=True)
+        zero.record(self._streams[COMPUTE])
+        zero.synchronize()
+        self._clock = DeviceClock(zero, time.perf_counter())
 
     @property
     def asynchronous(self) -> bool:
@@ -96,7 +119,7 @@ class Streams:
         if mark.event is None:
             return None
         mark.event.synchronize()
-        return self._zero_s + self._zero.elapsed_time(mark.event) / 1e3
+        return self._clock.seconds(mark.event)
 
     def bind(self) -> None:
         """In a thread beside training: its CUDA calls go to this device."""

@@ -17,6 +17,9 @@ from distcache.streams import Streams
 DEPTH = 2
 """Planned steps that wait for their movement: slack between the threads."""
 
+_ABANDON_S = 1.0
+"""Longest wait for threads whose start was interrupted."""
+
 
 class Pipeline:
     """Plans `batches` on a thread of its own and, where `movement` has stages, runs these on
@@ -37,13 +40,26 @@ class Pipeline:
         self._streams = streams
         self._planner, self._batches = planner, batches
         self._movement, self._shake = tuple(movement), shake
+        self._settled = True
         self.queue = StepQueue(DEPTH if movement else depth, moves=bool(movement))
         self.queue.alive = lambda: self._plans.is_alive()
         self._plans = threading.Thread(target=self._plan, name="distcache-planner", daemon=True)
         self._moves = threading.Thread(target=self._move, name="distcache-movement", daemon=True)
-        self._plans.start()
-        if movement:
-            self._moves.start()
+        try:
+            self._plans.start()
+            if movement:
+                self._moves.start()
+        except BaseException:  # Ctrl-C, or no thread to be had: nobody will know this pipeline
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """End what has started, or is about to, and give it time for that."""
+        self.queue.stop()
+        deadline = time.monotonic() + _ABANDON_S
+        mine = {self._plans, self._moves}
+        while mine.intersection(threading.enumerate()) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def quiet(self) -> None:
         """Let no row move until the next step arrives; called by all ranks after the same step.
@@ -67,15 +83,17 @@ class Pipeline:
             self.queue.stop()
             return False
         try:
-            if orderly and self._planner.link.world.size > 1:
+            if orderly and self._planner.link.world.size > 1 and not self.queue.stopping:
+                self._settled = False  # for good, if this is interrupted
                 self.queue.settle(deadline)
+                self._settled = True
         except TimeoutError:
             return False
         finally:
             self.queue.stop()
         for thread in reversed(threads):
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in threads)
+        return self._settled and not any(thread.is_alive() for thread in threads)
 
     def _plan(self) -> None:
         queue = self.queue

@@ -26,6 +26,7 @@ def test_threads_end_when_a_halt_finds_that_moving_failed(monkeypatch) -> None:
     pipeline.queue.broke(ValueError("no memory to pin"))
     with pytest.raises(ValueError, match="no memory to pin"):
         stream.halt()
+    assert not pipeline.stop(10), "what other ranks have moved is not known"
     monkeypatch.undo()
     for thread in (pipeline._plans, pipeline._moves):
         thread.join(10)
@@ -83,4 +84,27 @@ def test_a_step_of_a_stopped_queue_is_not_waited_for() -> None:
     with pytest.raises(PlanError, match="stopped before step 0"):
         queue.arrive(flight, -1)
     stream.close()
+    ebc.close()
+
+
+@pytest.mark.parametrize("name", ["distcache-planner", "distcache-movement"])
+def test_a_start_that_is_interrupted_leaves_no_thread(monkeypatch, name: str) -> None:
+    """Ctrl-C in `Thread.start`, which waits: a thread that nobody knows would plan on."""
+    ebc = cached("sgd", **ROOMY)
+    model, start = dlrm(ebc), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == name:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(lookahead(batches(), ebc))
+    monkeypatch.undo()
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("distcache-")]
+    for batch in lookahead(batches(3), ebc):
+        loss_of(model, batch).backward()
+        ebc.step()
+    assert ebc.tables.steps == 3
     ebc.close()
