@@ -20,7 +20,7 @@ from tqdm import tqdm
 from distcache.cli.logs import set_up_logging
 from distcache.data.raw.manifest import Manifest, verify
 from distcache.data.raw.settings import MLPERF_BAGS, PRESETS, PreprocessSettings
-from distcache.errors import ConfigError, DistcacheError
+from distcache.errors import ConfigError, DataError, DistcacheError
 
 log = logging.getLogger("distcache.preprocess")
 
@@ -45,7 +45,7 @@ def main() -> int:
     try:
         given = parse_arguments(sys.argv[1:])
         if given.verify:
-            manifest = verify(Path(given.output))
+            manifest = verified(Path(given.output))
             log.info("%s is whole: fingerprint %s", given.output, manifest.fingerprint)
             return 0
         settings = make_settings(given)
@@ -71,6 +71,15 @@ def main() -> int:
     return 0
 
 
+def verified(folder: Path) -> Manifest:
+    """The manifest of a folder, all files compared with it. Raises DataError that names `output`,
+    where training says `data.path`."""
+    try:
+        return verify(folder)
+    except DataError as error:
+        raise DataError(str(error).replace("data.path", "output")) from error
+
+
 def run(settings: PreprocessSettings) -> Manifest:
     """Do the job with a progress bar for each stage. Raises ConfigError without pyarrow."""
     try:
@@ -93,7 +102,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--input", nargs="+", action="extend", help="text files or globs, in order of time")
-    add("--output", required=True, help="folder of the result, and of unfinished work")
+    add("--output", help="folder of the result, and of unfinished work")
     add(
         "--mode",
         default="vocabulary",
@@ -126,6 +135,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         key = wrong.lstrip("-").partition("=")[0].replace("-", "_")
         near = difflib.get_close_matches(key, vars(given), n=1)
         parser.error(f"{wrong}: no such key" + (f"; did you mean {near[0]}?" if near else ""))
+    if not given.output:
+        parser.error("output is not set: give output=<folder>")
     return given
 
 

@@ -554,9 +554,11 @@ def test_an_unknown_key_is_shown_as_it_was_typed(capsys):
         ("--min-cuont=1", "--min-cuont=1: no such key; did you mean min_count?"),
         ("colour=red", "colour=red: no such key\n"),
         ("a.txt", "a.txt: no such key\n"),
+        ("outptu=c", "outptu=c: no such key; did you mean output?"),
+        ("output=", "output is not set: give output=<folder>"),
     ):
         with pytest.raises(SystemExit):
-            entry.parse_arguments(["input=a", "output=b", typed])
+            entry.parse_arguments(["input=a", *["output=b"] * ("out" not in typed), typed])
         assert f"error: {hint}" in capsys.readouterr().err
 
 
@@ -584,6 +586,7 @@ def test_command_says_what_went_wrong_and_verifies(text, tmp_path):
         file.write(b"\x01")
     bad = subprocess.run(check, capture_output=True, text=True)
     assert bad.returncode == 1 and "dense.npy has checksum" in bad.stderr
+    assert bad.stderr.startswith(f"error: output: {tmp_path / 'out'}")
 
 
 def test_workers_fit_into_memory():
