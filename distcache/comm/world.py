@@ -25,7 +25,8 @@ _number = itertools.count()
 class World:
     """Who this rank is, its device, and one process group per thread that communicates.
 
-    `device_group`: rows, gradients and control, in program order, from the main thread only.
+    `device_group`: rows, gradients and control, in program order; the thread that moves rows uses
+    it too, while the main thread does not (`pipeline.schedule`).
     `host_group`: gloo, small CPU tensors and objects, from the main thread only.
     `planning_group`: gloo, used by the planner's background thread only.
     A world of one rank may have none (None): it never communicates.

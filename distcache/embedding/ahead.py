@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Ahead(Generic[T]):
-    """The batches of one plan, kept until its rows have moved."""
+    """The batches of one plan, kept until the step after it is open."""
 
     def __init__(self, position: int, batches: list[T], reads: list[ReadIds]) -> None:
         self.position, self.batches, self.reads = position, batches, reads

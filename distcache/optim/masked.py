@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,12 @@ def masked_step(optimizer: torch.optim.Optimizer, enabled: Tensor) -> None:
     ensure_state(optimizer)
     kept = [(value, value.clone()) for value in _values(optimizer)]
     optimizer.step()
+    put_back(kept, enabled)
+
+
+@torch.no_grad()
+def put_back(kept: Sequence[tuple[Tensor, Tensor]], enabled: Tensor) -> None:
+    """Give each value of `kept` what it was before, its pair, unless `enabled`, bool `[1]`."""
     flag = enabled.reshape(())  # which takes the shape of any value, a single number's too
     for value, before in kept:
         torch.where(flag, value, before, out=value)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from distcache.comm.link import Link
 from distcache.coordinator import Agreement, ControlRing, DenseGradients, reduce_rows
-from distcache.optim.masked import masked_step, uncount
+from distcache.optim.masked import masked_step, put_back, uncount
 from distcache.parallel.cached_parts import CachedSettings
 from distcache.parallel.precision import predict
 from distcache.pipeline.groups import TableGroup, join_pooled
@@ -76,6 +76,7 @@ class CachedStep:
         batch = flight.planned.batch
         flight.leaves = [leaf.requires_grad_() for leaf in self._take_leaves(flight)]
         self.dense.zero()
+        flight.buffers = [(value, value.clone()) for value in self.model.buffers()]
         logits = self._predict(flight)
         labels = flight.labels.to(logits.dtype)
         total = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
@@ -112,6 +113,7 @@ class CachedStep:
         if control is None:
             raise RuntimeError("apply comes after sync")
         enabled = control.enabled if self._delay else None
+        put_back(flight.buffers, control.enabled)
         if not self._delay and self.agreed(flight).bad_ranks:
             return
         self.applied += 1

@@ -36,6 +36,8 @@ class InFlight:
     fill_bytes: int = 0
     leaves: list[Tensor] = field(default_factory=list)
     sums: list[Tensor] = field(default_factory=list)
+    buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Buffers of the dense model, and their values before the step."""
     loss: Tensor | None = None
     logits: Tensor | None = None
     stop: bool = False

@@ -79,8 +79,16 @@ def _room(each: int, world: World) -> int:
     """How many steps fit on their way, in L and P together, in this rank's share of memory."""
     rooms = [int(_SHARE * available_memory() / world.local_size / each)]
     if world.device.type == "cuda":
-        rooms.append(int(_SHARE * torch.cuda.mem_get_info(world.device)[0] / each))
+        free = torch.cuda.mem_get_info(world.device)[0] / _ranks_of_a_gpu(world)
+        rooms.append(int(_SHARE * free / each))
     return min(rooms) - _BETWEEN
+
+
+def _ranks_of_a_gpu(world: World) -> int:
+    """How many local ranks share this rank's GPU; NCCL has one for each."""
+    if world.backend == "nccl":
+        return 1
+    return math.ceil(world.local_size / max(1, torch.cuda.device_count()))
 
 
 def _check(cache: CacheConfig, lookahead: int, prefetch: int, room: int, each: int) -> None:

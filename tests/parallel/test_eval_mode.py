@@ -1,6 +1,8 @@
-"""An evaluation step sees the model in evaluation mode, and leaves its buffers as they were."""
+"""Models with modes and buffers: what evaluation sees, and what a step undone leaves behind."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,3 +51,25 @@ def test_evaluation_is_made_in_evaluation_mode(world, schedule: str) -> None:
     for name, value in model.named_buffers():
         assert torch.equal(value, before[name])
     mode.close()
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_buffers_are_those_before_a_loss_that_is_not_finite(world, delay: int) -> None:
+    run = Scenario((table("a", 30), table("b", 7)))
+    found = []
+    for bad in (3, None):
+        torch.manual_seed(0)
+        model = Moody(5 + run.pooled_width)
+        chosen = CachedSettings("data", (40,), 1, 1, result_delay=delay)
+        mode = CachedParallel(world, run.tables, run.features, model, run.optimizer, chosen)
+        batches = [run.batch(at) for at in range(3 if bad is None else 6)]
+        if bad is not None:
+            batches[bad] = replace(batches[bad], dense=batches[bad].dense * torch.nan)
+        for step in mode.stream(batches):
+            mode.train_step(step)
+        mode.flush()
+        found.append({name: value.clone() for name, value in model.named_buffers()})
+        mode.close()
+    assert int(found[0]["norm.num_batches_tracked"]) == 3
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from toy_parallel import TABLES, toy_config
 
 from distcache.comm.world import close_world, open_world
@@ -68,3 +71,15 @@ def test_a_number_that_memory_does_not_hold_is_refused_with_what_fits(world, mon
     assert "6 do: lower cache.lookahead" in str(caught.value)
     with pytest.raises(MemoryTooSmallError, match=r"cache.lookahead=6, cache.prefetch=3: 9 steps"):
         ahead_of(world, cache__lookahead=6, cache__prefetch=3)
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpus", "steps"),
+    [("gloo", 1, 21), ("gloo", 2, 46), ("gloo", 4, 96), ("nccl", 1, 96)],
+)
+def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch, backend, gpus, steps) -> None:
+    monkeypatch.setattr(ahead, "available_memory", lambda: 1 << 50)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200_000, 1 << 40))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    world = SimpleNamespace(device=torch.device("cuda", 0), local_size=4, backend=backend)
+    assert ahead._room(1000, world) == steps
