@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import logging
 import math
 from pathlib import Path
@@ -11,6 +10,7 @@ from distcache.config import CacheConfig, Config, DataConfig, ModelConfig, Optim
 from distcache.config_data import (
     check_held_out,
     check_interactions,
+    check_is_file,
     check_own_keys,
     check_parquet,
 )
@@ -108,8 +108,14 @@ def _check_criteo(data: DataConfig) -> None:
                 f"data.path={data.path} is a folder without manifest.json: finish the run of "
                 "python -m distcache.preprocess that makes it, or give a glob of text files"
             )
-    elif not any(Path(name).is_file() for name in glob.glob(data.path)):
-        raise ConfigError(f"data.path={data.path}: no such file (working directory {Path.cwd()})")
+    else:
+        check_is_file("path", data.path)
+        folder = Path(data.path).parent
+        if Path(data.path).suffix in (".npy", ".json") and (folder / "manifest.json").is_file():
+            raise ConfigError(
+                f"data.path={data.path} is a file of a preprocessed folder: give the folder, "
+                f"data.path={folder}"
+            )
     tables, dense = len(data.table_rows) or CRITEO_TABLES, data.dense_features
     if tables != CRITEO_TABLES:
         raise ConfigError(

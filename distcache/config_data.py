@@ -93,6 +93,11 @@ def check_interactions(data: DataConfig) -> None:
         )
     if not data.delimiter:
         raise ConfigError("data.delimiter is empty: give what separates the fields of the CSV")
+    if data.held_out is not None and data.held_out_by == "last":
+        raise ConfigError(
+            f"data.held_out={data.held_out} means nothing to data.held_out_by=last, which holds "
+            "out each user's last: leave it out, or give data.held_out_by=time"
+        )
 
 
 def check_held_out(data: DataConfig) -> None:
@@ -112,5 +117,16 @@ def _check_path(data: DataConfig, key: str) -> None:
         raise ConfigError(
             f"data.{key}={path} is a folder: for the files in it give a glob such as '{path}/*'"
         )
-    if not any(Path(name).is_file() for name in (path, *glob.glob(path))):
-        raise ConfigError(f"data.{key}={path}: no such file (working directory {Path.cwd()})")
+    check_is_file(key, path)
+
+
+def check_is_file(key: str, path: str) -> None:
+    """Raise ConfigError unless `path` is a regular file, or a glob that matches one."""
+    if any(Path(name).is_file() for name in (path, *glob.glob(path))):
+        return
+    if Path(path).exists():
+        raise ConfigError(
+            f"data.{key}={path} is no regular file but a pipe, socket or device, and files are "
+            "read more than once: give a file or glob"
+        )
+    raise ConfigError(f"data.{key}={path}: no such file (working directory {Path.cwd()})")

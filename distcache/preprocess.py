@@ -7,6 +7,7 @@ Raw Criteo text (Kaggle, or Terabyte days; plain or gzip) becomes memory-mapped 
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import re
 import sys
@@ -19,7 +20,7 @@ from tqdm import tqdm
 from distcache.cli.logs import set_up_logging
 from distcache.data.raw.manifest import Manifest, verify
 from distcache.data.raw.settings import MLPERF_BAGS, PRESETS, PreprocessSettings
-from distcache.errors import ConfigError, DistcacheError
+from distcache.errors import ConfigError, DataError, DistcacheError
 
 log = logging.getLogger("distcache.preprocess")
 
@@ -44,7 +45,7 @@ def main() -> int:
     try:
         given = parse_arguments(sys.argv[1:])
         if given.verify:
-            manifest = verify(Path(given.output))
+            manifest = verified(Path(given.output))
             log.info("%s is whole: fingerprint %s", given.output, manifest.fingerprint)
             return 0
         settings = make_settings(given)
@@ -70,6 +71,15 @@ def main() -> int:
     return 0
 
 
+def verified(folder: Path) -> Manifest:
+    """The manifest of a folder, all files compared with it. Raises DataError that names `output`,
+    where training says `data.path`."""
+    try:
+        return verify(folder)
+    except DataError as error:
+        raise DataError(str(error).replace("data.path", "output")) from error
+
+
 def run(settings: PreprocessSettings) -> Manifest:
     """Do the job with a progress bar for each stage. Raises ConfigError without pyarrow."""
     try:
@@ -92,7 +102,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--input", nargs="+", action="extend", help="text files or globs, in order of time")
-    add("--output", required=True, help="folder of the result, and of unfinished work")
+    add("--output", help="folder of the result, and of unfinished work")
     add(
         "--mode",
         default="vocabulary",
@@ -115,7 +125,19 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--on-bad-line", default="error", help="error (default), or skip with a count")
     add("--part", default="64m", help="bytes of text that are one restartable unit (64m)")
     add("--verify", action="store_true", help="only compare the checksums of output")
-    return parser.parse_args(list(_as_options(arguments)))
+    typed = list(arguments)
+    given, unknown = parser.parse_known_args(list(_as_options(typed)))
+    if unknown:
+        # As it was typed, which is a key=value more often than not.
+        wrong = next(
+            (word for word in typed if set(_as_options([word])) & set(unknown)), unknown[0]
+        )
+        key = wrong.lstrip("-").partition("=")[0].replace("-", "_")
+        near = difflib.get_close_matches(key, vars(given), n=1)
+        parser.error(f"{wrong}: no such key" + (f"; did you mean {near[0]}?" if near else ""))
+    if not given.output:
+        parser.error("output is not set: give output=<folder>")
+    return given
 
 
 def _as_options(arguments: Sequence[str]) -> Iterator[str]:
@@ -196,12 +218,19 @@ def _bytes(key: str, text: str) -> int:
 
 
 @contextmanager
-def progress_bar(stage: str, total: int, unit: str) -> Iterator[tqdm]:
-    """A bar with rate and remaining time on stderr; a line every ten seconds where no one looks."""
+def progress_bar(stage: str, total: int, unit: str, done: int) -> Iterator[tqdm]:
+    """A bar from `done` on, with rate and remaining time on stderr; a line every ten seconds where
+    no one looks."""
     scale = unit != "table"
     often = 0.2 if sys.stderr.isatty() else 10.0
     with tqdm(
-        total=total, desc=stage, unit=unit, unit_scale=scale, mininterval=often, maxinterval=often
+        total=total,
+        initial=done,
+        desc=stage,
+        unit=unit,
+        unit_scale=scale,
+        mininterval=often,
+        maxinterval=often,
     ) as bar:
         yield bar
 

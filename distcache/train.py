@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
@@ -23,7 +24,7 @@ from omegaconf import OmegaConf
 from distcache.cli.compose import Composed, checked_config, compose_command_line, to_config
 from distcache.cli.environment import write_environment
 from distcache.cli.logs import set_up_logging
-from distcache.comm.failure import cause_of, describe
+from distcache.comm.failure import cause_of, describe, first_traceback
 from distcache.comm.rendezvous import Place, find_place, open_store, publish, receive
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import Config
@@ -120,6 +121,7 @@ def open_run_folder(run_dir: Path, config: Config, world: World) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "summary.json").unlink(missing_ok=True)  # until this run has one
+        (run_dir / "bad_lines.json").unlink(missing_ok=True)
         remove_trace(run_dir)
         (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
         write_environment(run_dir, world.size)
@@ -137,6 +139,10 @@ def open_run_folder(run_dir: Path, config: Config, world: World) -> None:
     )
 
 
+_AFTER_CAUSE_S = 0.5
+"""How long a rank leaves the one that failed first to say why, before it says that it stopped."""
+
+
 def report(error: Exception, place: Place, store: dist.Store | None) -> int:
     """Say which rank failed first and why, in a line; exit code 1.
 
@@ -146,7 +152,10 @@ def report(error: Exception, place: Place, store: dist.Store | None) -> int:
     if rank == place.rank:
         show(error)
     else:
+        time.sleep(_AFTER_CAUSE_S)
         log.error("stopped because rank %d failed: %s", rank, message.splitlines()[0])
+        if where := first_traceback(store):
+            log.error("rank %d failed here:\n%s", rank, where.rstrip())
         log.debug("what this rank saw", exc_info=error)
     return 1
 

@@ -47,7 +47,8 @@ class TrainResult:
 
 
 def train(config: Config, world: World, run_dir: Path) -> TrainResult:
-    """Train as `config` says and leave `model/`, `metrics.jsonl`, `summary.json` in `run_dir`.
+    """Train as `config` says and leave `model/`, `metrics.jsonl`, `summary.json` in `run_dir`,
+    with `data.on_bad_line=skip` also `bad_lines.json`.
 
     All ranks of `world` call this with the same arguments, from their main thread. An orderly stop
     (Ctrl-C, SIGTERM) returns normally. Raises NonFiniteLossError after saving the state before
@@ -57,6 +58,9 @@ def train(config: Config, world: World, run_dir: Path) -> TrainResult:
     tables = build.build_tables(config, source)
     model = build.build_dense(config, tables, source.dense_features)
     mode = build.build_parallel(config, world, tables, model, source)
+    bad_lines = getattr(source, "bad_lines", None)
+    if bad_lines is not None and bad_lines.skip:  # every rank has read, and skipped, the same
+        on_first(world, lambda: write_json(run_dir / "bad_lines.json", bad_lines.summary()))
     return Run(config, world, run_dir, source, tables, mode).go(build.build_rates(config))
 
 

@@ -46,7 +46,7 @@ class NoBar:
         pass
 
 
-def quiet(stage: str, total: int, unit: str):
+def quiet(stage: str, total: int, unit: str, done: int):
     """A `Progress` that shows nothing."""
     return nullcontext(NoBar())
 

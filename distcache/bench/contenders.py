@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from distcache.bench.device_parts import DeviceParts
 from distcache.bench.step_batches import Feed
 from distcache.parallel.base import Parallel, Step
 from distcache.parallel.cached import CachedParallel
@@ -48,8 +50,11 @@ class Contender(ABC):
         """Make ready, outside the timed part, what a data loader would: the next `steps` steps."""
 
     @abstractmethod
-    def step(self) -> float:
-        """Train on the next batch; the loss, mean over the global batch."""
+    def step(self) -> Callable[[], float]:
+        """Train on the next batch; what gives the loss, mean over the global batch.
+
+        On a GPU the host may be two steps ahead of the device; asking for the loss waits for it.
+        """
 
     def stage_seconds(self) -> dict[str, float]:
         """Seconds so far by stage; empty where there are no stages."""
@@ -83,16 +88,20 @@ class ModeContender(Contender):
         self.name, self.mode, self.ahead = name, mode, ahead
         self.traffic = Traffic()
         self._stream = mode.stream(feed)
+        self._parts = DeviceParts(mode) if isinstance(mode, CachedParallel) else None
 
     def prepare(self, steps: int) -> None:
         """Nothing: planning runs beside training, and counts."""
 
-    def step(self) -> float:
+    def step(self) -> Callable[[], float]:
         """See `Contender.step`."""
         step: Step = next(self._stream)
         if isinstance(step.plans, PlannedStep):
             self.traffic.add(step.plans)
-        return self.mode.train_step(step).loss
+        result = self.mode.train_step(step)
+        if self._parts is not None:
+            self._parts.add(step.flight)
+        return lambda: result.loss
 
     def stage_seconds(self) -> dict[str, float]:
         """See `Contender.stage_seconds`; `wait` is that for plans and rows."""
@@ -121,6 +130,8 @@ class ModeContender(Contender):
         values = {key: summary.get(key) for key in keys}
         if isinstance(self.mode, CachedParallel):
             values["embedding_bytes_bound"] = embedding_bound(self.mode, self.traffic)
+        if self._parts is not None:
+            values["device_parts"] = self._parts.summary()
         return values
 
     def close(self) -> None:

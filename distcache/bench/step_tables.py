@@ -12,7 +12,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     """Steps, ratios, stages and device memory."""
     modes = [record for record in records if record["kind"] == "mode"]
     pairs = [record for record in records if record["kind"] == "ratio"]
-    return [_steps(modes), _ratios(pairs), _stages(modes), _memory(modes)]
+    return [_steps(modes), _ratios(pairs), _stages(modes), _memory(modes), _parts(modes)]
 
 
 def _steps(modes: Sequence[Record]) -> Table:
@@ -95,6 +95,27 @@ def _memory(modes: Sequence[Record]) -> Table:
         ("mode", "slots", "bytes", "bound"),
         rows,
     )
+
+
+def _parts(modes: Sequence[Record]) -> Table:
+    rows = [
+        (record["mode"], name, f"{part['expected']:,}", f"{part['measured']:,}", _share(part))
+        for record in modes
+        for name, part in record.get("device_parts", {}).items()
+    ]
+    return Table(
+        "Device bytes by part",
+        "Of the largest step. Slots: C (D + S); ids: index tensors, dense features and labels of "
+        "the steps on the device at once; rows: 3 U D; moving: fetched and evicted rows; dense: "
+        "parameters, gradients, optimizer state. On a GPU the allocator's peak is all of them, "
+        "activations and the other contenders on the device.",
+        ("mode", "part", "counted", "measured", "measured / counted"),
+        rows,
+    )
+
+
+def _share(part: dict[str, int]) -> str:
+    return f"{part['measured'] / part['expected']:.2f}" if part["expected"] else "-"
 
 
 def _rows(record: Record, name: str) -> str:

@@ -103,7 +103,7 @@ class Turns:
             "stage_ms": stages,
             "stage_hidden_ms": hidden,
             "rows_per_step": moved,
-            "loss": losses[-1],
+            "loss": losses[-1](),
         }
 
     def _synchronise(self) -> None:

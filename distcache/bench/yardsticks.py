@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -26,6 +26,9 @@ from distcache.layout import RowLayout, TableSpec
 from distcache.optim.dense import dense_optimizer
 from distcache.parallel.base import OptimizerSpec
 from distcache.store.initial import block_rows, initial_rows
+
+_AHEAD = 2
+"""Steps that the host may be ahead of a GPU."""
 
 YARDSTICKS = ("fused", "bag")
 """The values of `modes` that are made here."""
@@ -66,6 +69,7 @@ class Yardstick(Contender):
         self.spec, self.dense = spec, dense.to(spec.device)
         self._feed: Iterable[Batch] = feed
         self._ready: deque[tuple[Batch, Any]] = deque()
+        self._issued: deque[torch.cuda.Event] = deque()
         optimizer = spec.optimizer
         self._optimizer = dense_optimizer(
             self.dense.parameters(),
@@ -95,7 +99,7 @@ class Yardstick(Contender):
             batch = next(batches)
             self._ready.append((batch, self.form(batch)))
 
-    def step(self) -> float:
+    def step(self) -> Callable[[], float]:
         """See `Contender.step`."""
         batch, ids = self._ready.popleft()
         self._optimizer.zero_grad()
@@ -105,7 +109,19 @@ class Yardstick(Contender):
         loss.backward()
         self.update()
         self._optimizer.step()
-        return loss.item()
+        self._keep_pace()
+        loss = loss.detach()
+        return lambda: loss.item()
+
+    def _keep_pace(self) -> None:
+        """Let the host be no more steps ahead of a GPU than the package's own modes are."""
+        if self.spec.device.type != "cuda":
+            return
+        done = torch.cuda.Event()
+        done.record()
+        self._issued.append(done)
+        if len(self._issued) > _AHEAD:
+            self._issued.popleft().synchronize()
 
     def close(self) -> None:
         """See `Contender.close`."""

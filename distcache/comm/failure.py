@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import traceback
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -21,7 +22,12 @@ def record_failure(store: dist.Store | None, rank: int, error: BaseException) ->
     """Record that `rank` failed with `error`; records keep the order in which they were made."""
     if store is None:
         return
-    record = {"rank": rank, "message": describe(error), "secondary": is_secondary(error)}
+    record = {
+        "rank": rank,
+        "message": describe(error),
+        "secondary": is_secondary(error),
+        "traceback": traceback_of(error),
+    }
     try:
         store.set(f"failure/{store.add('failure/count', 1)}", json.dumps(record))
     except (RuntimeError, dist.DistError):
@@ -30,11 +36,13 @@ def record_failure(store: dist.Store | None, rank: int, error: BaseException) ->
 
 @dataclass(frozen=True)
 class Failure:
-    """A recorded failure; `secondary`: it only says that another rank failed or is missing."""
+    """A recorded failure; `secondary`: it only says that another rank failed or is missing;
+    `traceback`: where it happened, for an error that nobody raised on purpose."""
 
     rank: int
     text: str
     secondary: bool
+    traceback: str = ""
 
     @property
     def message(self) -> str:
@@ -48,6 +56,19 @@ def first_failure(store: dist.Store | None) -> tuple[int, str] | None:
     """(rank, message) of the failure that came first, a cause before its consequences; or None."""
     failures = _recorded(store)
     return (failures[0].rank, failures[0].text) if failures else None
+
+
+def traceback_of(error: BaseException) -> str:
+    """Where an error happened that this package did not raise on purpose, else nothing."""
+    if isinstance(error, DistcacheError):
+        return ""
+    return "".join(traceback.format_exception(error))
+
+
+def first_traceback(store: dist.Store | None) -> str:
+    """`traceback_of` the failure that came first; empty where there is none."""
+    failures = _recorded(store)
+    return failures[0].traceback if failures else ""
 
 
 def failure_of_others(store: dist.Store | None, rank: int) -> Failure | None:
@@ -69,7 +90,10 @@ def _read(store: dist.Store | None) -> list[Failure]:
     count = store.add("failure/count", 0)
     keys = [f"failure/{number}" for number in range(1, count + 1)]
     found = [json.loads(store.get(key)) for key in keys if store.check([key])]
-    failures = [Failure(item["rank"], item["message"], item["secondary"]) for item in found]
+    failures = [
+        Failure(item["rank"], item["message"], item["secondary"], item["traceback"])
+        for item in found
+    ]
     return sorted(failures, key=lambda failure: failure.secondary)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from distcache.data.batch import Batch, JaggedIds
+from distcache.data.batch import UNKNOWN, Batch, JaggedIds
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
 
@@ -120,10 +120,19 @@ class BatchCheck:
 
     def __call__(self, batch: Batch) -> Batch:
         """`batch`, with ids brought into their tables where `on_bad_id` says so."""
+        try:
+            return self._checked(batch)
+        except DataError as error:
+            text = str(error)
+            if batch.global_size == UNKNOWN:  # where the slice lies is not known either
+                text = text.replace("of the global batch", "of this rank's slice")
+            raise DataError(f"{batch.kind} batch {batch.index}: {text}") from error
+
+    def _checked(self, batch: Batch) -> Batch:
         if batch.ids.features != self._features:
             raise DataError(
-                f"batch {batch.index} has the features {list(batch.ids.features)}; this model "
-                f"reads {list(self._features)}, in this order"
+                f"it has the features {list(batch.ids.features)}; this model reads "
+                f"{list(self._features)}, in this order"
             )
         ids = check_ids(batch.ids, self._rows, self._names, batch.first_sample, self._on_bad_id)
         return replace(batch, ids=ids)

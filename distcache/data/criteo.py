@@ -90,7 +90,7 @@ class CriteoSource(CriteoBatches):
         if train == 0:
             raise DataError(
                 f"data.path: {lines} good lines in {_names(files)} (skipped: "
-                f"{self.bad_lines.count}); at least 2 are needed to train and hold out"
+                f"{self.bad_lines.example()}); at least 2 are needed to train and hold out"
             )
         digest = digest_of(self._labels, self._dense, self._ids)
         super().__init__(spec.batches(), spec.table_rows, lines, train, fingerprint=digest)

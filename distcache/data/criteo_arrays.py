@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from distcache.data.batch import Batch
 from distcache.data.criteo_batches import BatchSettings, CriteoBatches
 from distcache.data.mapped import MappedRows
 from distcache.data.raw.manifest import Manifest, open_array, read_manifest
+from distcache.data.read_ahead import ReadAhead
+from distcache.data.samplers import BlockOrder
+from distcache.data.slices import BatchSlice
 from distcache.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -47,6 +52,11 @@ class CriteoArrays(CriteoBatches):
         for name in ("labels", "dense", "ids"):
             array = open_array(self.folder, manifest, f"{name}.npy")
             self._arrays[name] = MappedRows(self.folder / f"{name}.npy", array)
+        self._ahead: ReadAhead | None = None
+        if isinstance(self._order, BlockOrder):
+            for rows in self._arrays.values():
+                rows.visit_at_random(manifest.train_samples)
+            self._ahead = ReadAhead(self._order, partial(_will_need, [*self._arrays.values()]))
         logger.info(
             "%s: %s samples, %s held out, fingerprint %s",
             folder,
@@ -54,6 +64,12 @@ class CriteoArrays(CriteoBatches):
             f"{manifest.samples - manifest.train_samples:,}",
             manifest.fingerprint[:16],
         )
+
+    def read(self, part: BatchSlice) -> Batch:
+        """See `SlicedSource.read`."""
+        if self._ahead is not None and part.kind == "train":
+            self._ahead.reach(part.span.epoch, part.span.start, part.span.stop)
+        return super().read(part)
 
     def read_ids(self, lines: np.ndarray) -> np.ndarray:
         """See `CriteoBatches.read_ids`."""
@@ -74,3 +90,10 @@ class CriteoArrays(CriteoBatches):
     def counts(self, table: int) -> np.ndarray:
         """How often each row of a table occurs in training samples, int64 `[rows]`, by map."""
         return open_array(self.folder, self.manifest, f"counts/cat_{table}.npy")
+
+
+def _will_need(arrays: Sequence[MappedRows], start: int, stop: int) -> None:
+    """Samples [start, stop) are read soon. No method, so that a source which is dropped unmaps its
+    files at once."""
+    for rows in arrays:
+        rows.will_need(start, stop)

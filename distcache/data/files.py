@@ -53,6 +53,13 @@ class InputFile:
                 f"{now.st_size:,} now; start again when it is at rest, and leave it in place"
             )
 
+    def damaged_gzip(self, line: int, error: Exception) -> DataError:
+        """The error of compressed data that break off at line `line` of the text, or after it."""
+        return DataError(
+            f"{self.path}: the gzip data is damaged or cut off at line {line} or after it "
+            f"({error}); fetch the file again"
+        )
+
     def _gone(self, error: OSError) -> DataError:
         return DataError(
             f"{self.path} cannot be read any more ({error.strerror}): it was there at the start; "

@@ -35,8 +35,8 @@ class InteractionsSpec:
 
     `paths`: a file, a glob, or a sequence of either; `format`: `lines` (user item item ...), `csv`
     (user, item, and maybe rating and time, separated by `delimiter`), or `auto`: csv for names
-    that end in .csv; `min_rating`: interactions rated below are left out; `negatives`: sampled for
-    each positive, all items alike (`uniform`) or as often as they occur (`popularity`);
+    that end in .csv or .csv.gz; `min_rating`: interactions rated below are left out; `negatives`:
+    sampled for each positive, all items alike (`uniform`) or as often as they occur (`popularity`);
     `held_out_by`: each user's `last` interaction (of users with two or more), or by `time` the
     latest share `held_out` of all; `table_rows`: users and items, empty for the largest id + 1.
     """
@@ -155,7 +155,8 @@ class InteractionsSource(SlicedSource):
         files = find_files("data.path", spec.paths, "a file of interactions")
         kind = spec.format
         if kind == "auto":
-            kind = "csv" if files[0].path.suffix == ".csv" else "lines"
+            name = files[0].path.name.removesuffix(".gz")
+            kind = "csv" if name.endswith(".csv") else "lines"
         if kind == "csv":
             found = read_csv(files, spec.delimiter, self.bad_lines)
         else:
@@ -175,7 +176,7 @@ class InteractionsSource(SlicedSource):
         if not len(found.users):
             raise DataError(
                 f"data.path: {files[0].path} has no interaction that could be used "
-                f"({self.bad_lines.count} malformed lines, data.min_rating={spec.min_rating})"
+                f"(data.min_rating={spec.min_rating}; {self.bad_lines.example()})"
             )
         return found
 

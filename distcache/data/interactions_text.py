@@ -51,10 +51,21 @@ def line_numbers(line: bytes) -> list[int]:
         raise DataError("the line is empty; write a user and its items")
     for field, name in zip(fields, ("user", *["item"] * len(fields)), strict=False):
         if not _ID.fullmatch(field):
-            raise DataError(f"{name} {show(field)} is not a whole number from 0 to 10^18 - 1")
+            raise DataError(
+                f"{name} {show(field)} is not a whole number from 0 to 10^18 - 1{_csv_hint(line)}"
+            )
     if len(fields) == 1:
         raise DataError(f"user {show(fields[0])} has no items")
     raise DataError("fields are separated by something other than spaces and tabs")
+
+
+def _csv_hint(line: bytes) -> str:
+    """A hint where a line looks like CSV."""
+    for delimiter in ("::", ",", ";", "|"):
+        if delimiter.encode() in line:
+            given = "" if delimiter == "," else f" data.delimiter='{delimiter}'"
+            return f"; for CSV give data.format=csv{given}"
+    return ""
 
 
 def csv_numbers(line: bytes, delimiter: bytes, fields: int) -> tuple[int, int, float, float]:

@@ -9,6 +9,7 @@ memory (`memfd_create(2)`), a thousand at a time.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import threading
 from pathlib import Path
@@ -24,6 +25,7 @@ _PIECES = 1024
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.pwritev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
 _LIBC.pwritev.restype = ctypes.c_ssize_t
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class MappedRows:
@@ -57,6 +59,20 @@ class MappedRows:
             self._file.check_unchanged()
             raise DataError(f"{self._file.path} cannot be read: the disk or its network failed")
         return result
+
+    def visit_at_random(self, stop: int) -> None:
+        """Read no pages around those of rows before `stop`: these come in no order."""
+        self._advise(0, stop, mmap.MADV_RANDOM)
+
+    def will_need(self, start: int, stop: int) -> None:
+        """Have the system read rows [start, stop) soon, without waiting for it."""
+        self._advise(start, stop, mmap.MADV_WILLNEED)
+
+    def _advise(self, start: int, stop: int, advice: int) -> None:
+        """A hint about the pages of some rows; that it is not taken changes nothing."""
+        low, high = (self._address + row * self._row_bytes for row in (start, stop))
+        low -= low % mmap.PAGESIZE
+        _LIBC.madvise(low, high - low, advice)
 
     def _gather(self, rows: np.ndarray) -> bool:
         """Bring rows into the anonymous memory; False where a page of theirs cannot be read."""

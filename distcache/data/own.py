@@ -89,6 +89,7 @@ class OwnBatches:
                 done += 1
                 self._remember(step + 1, epoch, done)
                 batch = as_batch(item, self.features, step, epoch)
+                _check_width(batch, self.dense_features)
                 self.dense_features = batch.dense.shape[1]
                 yield batch
                 step += 1
@@ -134,12 +135,21 @@ class OwnBatches:
 
 
 def eval_batches(
-    loader: Iterable[Any], features: Sequence[str], count: int, dense_features: int
+    loader: Iterable[Any],
+    features: Sequence[str],
+    count: int,
+    dense_features: int,
+    trained: int | None = None,
 ) -> Iterator[Batch]:
-    """`count` evaluation batches of one pass; empty ones where the iterable has fewer."""
+    """`count` evaluation batches of one pass; empty ones where the iterable has fewer.
+
+    `dense_features`: of empty batches where there are no others; `trained`: of the training
+    batches, None where not known. Raises DataError that names the item.
+    """
     items, number = iter(loader), 0
     while number < count and (item := _draw(items, "eval", number)) is not _END:
         batch = as_batch(item, features, number, 0, "eval")
+        _check_width(batch, dense_features if number else trained)
         dense_features = batch.dense.shape[1]
         yield batch
         number += 1
@@ -189,9 +199,31 @@ def as_batch(
             f"{ids.batch_size} samples ({len(ids.offsets)} offsets for {len(features)} features); "
             "give dense [b, F], labels [b], ids of b samples"
         )
+    _check_labels(labels, where)
     weights = None if ids.weights is None else ids.weights.clone()
     ids = JaggedIds(ids.features, ids.values.clone(), ids.offsets.clone(), weights)
     return Batch(dense.clone(), ids, labels.clone(), UNKNOWN, index, epoch, 0, kind)
+
+
+def _check_labels(labels: Tensor, where: str) -> None:
+    """Every label `[b]` is in [0, 1]: log loss has no least value for any other, nor for NaN."""
+    bad = ~((labels >= 0) & (labels <= 1))
+    if bad.any():
+        sample = int(bad.to(torch.uint8).argmax())
+        raise DataError(
+            f"{where}: sample {sample} has the label {labels[sample].item():g}; {int(bad.sum())} "
+            "of its labels are not in [0, 1]: give 0 or 1, or a probability"
+        )
+
+
+def _check_width(batch: Batch, width: int | None) -> None:
+    """`batch` has as many dense features as those before it, `width` (None: not known)."""
+    found = batch.dense.shape[1]
+    if width is not None and found != width:
+        raise DataError(
+            f"{batch.kind} batch {batch.index} of your loader: dense has {found} features, those "
+            f"before it {width}; give all batches the same"
+        )
 
 
 def as_ids(ids: Any, features: tuple[str, ...], where: str) -> JaggedIds:

@@ -138,6 +138,29 @@ class BlockOrder:
         samples = np.concatenate([np.empty(0, np.int64), *parts]) + shift
         return np.where(samples >= self.samples, samples - self.samples, samples)
 
+    @property
+    def pool(self) -> int:
+        """Samples that are mixed with each other."""
+        return min(self._pool, self.samples)
+
+    def spans(self, epoch: int, low: int, high: int) -> list[tuple[int, int]]:
+        """Where the samples of blocks [low, high) of the epoch's order lie: runs [start, stop).
+
+        Of whole blocks alone; where all samples are mixed, they are one block.
+        """
+        if self._all is not None:
+            return [(0, self.samples)] if low == 0 < high else []
+        shift = key_of(self.seed, 2, epoch) % self.samples
+        whole = self.samples // self.block
+        found = []
+        for number in self._blocks.positions(epoch, min(low, whole), min(high, whole)).tolist():
+            start = (number * self.block + shift) % self.samples
+            stop = start + self.block
+            found.append((start, min(stop, self.samples)))
+            if stop > self.samples:
+                found.append((0, stop - self.samples))
+        return found
+
     def _in_pool(self, epoch: int, pool: int, start: int, stop: int) -> np.ndarray:
         """Samples at the positions in [start, stop) that lie in one pool."""
         begin = pool * self._pool

@@ -12,8 +12,8 @@ import numpy as np
 def auc(scores: np.ndarray, labels: np.ndarray) -> float | None:
     """Area under the ROC curve: the share of (positive, negative) pairs that are in order.
 
-    `scores` `[n]` on any monotone scale (logits), `labels` `[n]` in {0, 1}. Tied pairs count one
-    half; pairs are counted in integers. None where a class is missing or a score is NaN.
+    `scores` `[n]` on any monotone scale (logits), `labels` `[n]`, positive above 0.5. Tied pairs
+    count one half; pairs are counted in integers. None where a class is missing or a score is NaN.
     """
     positive = labels > 0.5
     total = int(positive.sum())
@@ -28,15 +28,18 @@ def auc(scores: np.ndarray, labels: np.ndarray) -> float | None:
 
 
 def log_loss(logits: np.ndarray, labels: np.ndarray) -> float | None:
-    """Mean binary cross-entropy in nats of `logits` `[n]` against `labels` `[n]` in {0, 1}.
+    """Mean binary cross-entropy in nats of `logits` `[n]` against `labels` `[n]` in [0, 1].
 
     None for no samples or where it is not finite (a NaN logit, or an infinite one that is wrong).
     """
     if len(logits) == 0:
         return None
-    sign = np.where(labels > 0.5, -1.0, 1.0)
+    logits = logits.astype(np.float64)
     with np.errstate(all="ignore"):
-        mean = float(np.logaddexp(0.0, sign * logits.astype(np.float64)).mean())
+        negative, positive = np.logaddexp(0.0, logits), np.logaddexp(0.0, -logits)
+        mixed = (1.0 - labels) * negative + labels * positive
+        hard = np.where(labels == 1, positive, negative)  # 0 * inf would be NaN
+        mean = float(np.where((labels == 0) | (labels == 1), hard, mixed).mean())
     return mean if np.isfinite(mean) else None
 
 
@@ -47,7 +50,7 @@ def normalized_entropy(loss: float | None, labels: np.ndarray) -> float | None:
     """
     if loss is None or len(labels) == 0:
         return None
-    rate = float((labels > 0.5).mean())
+    rate = float(labels.mean())
     if rate in (0.0, 1.0):
         return None
     return loss / -(rate * np.log(rate) + (1.0 - rate) * np.log1p(-rate))

@@ -16,15 +16,25 @@ def predict(model: nn.Module, dense: Tensor, pooled: Tensor, amp: str) -> Tensor
 
     `amp`: `off`, or `bf16`: the model runs under `torch.autocast`, so that its products are taken
     in bfloat16; parameters, `pooled`, all gradients, and the logits returned keep their dtype.
-    Raises ConfigError for another `amp`.
+    Raises ConfigError for another `amp`, and for a model that returns another shape.
     """
     if amp == "off":
-        return model(dense, pooled)
+        return _checked(model(dense, pooled), len(dense))
     if amp != "bf16":
         raise ConfigError(f"trainer.amp={amp} is unknown: choose off or bf16")
     with torch.autocast(pooled.device.type, torch.bfloat16):
         logits = model(dense, pooled)
-    return logits.to(pooled.dtype)
+    return _checked(logits, len(dense)).to(pooled.dtype)
+
+
+def _checked(logits: Tensor, samples: int) -> Tensor:
+    """`logits`, one for each sample."""
+    if tuple(logits.shape) != (samples,):
+        raise ConfigError(
+            f"the model returned {list(logits.shape)} for {samples} samples: return logits [b], "
+            "such as x.squeeze(-1) of [b, 1]"
+        )
+    return logits
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from distcache.comm.failure import failure_of_others
 from distcache.data.batch import Batch
-from distcache.errors import PeerError
+from distcache.errors import DistcacheError, PeerError
 from distcache.pipeline.planning import StreamPlanner
 from distcache.pipeline.schedule import InFlight, Stage, run_stages
 from distcache.pipeline.shake import Shaker
@@ -111,6 +111,8 @@ class Pipeline:
                 queue.put(InFlight(planned))
             queue.end(None)
         except BaseException as error:
+            if not isinstance(error, DistcacheError):
+                error.add_note(f"on the planner's thread, {self._planner.ingested} steps read")
             queue.end(error)
 
     def _move(self) -> None:

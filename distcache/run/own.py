@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from distcache.comm.world import World
 from distcache.config import Config
 from distcache.data.batch import Batch
 from distcache.data.own import OwnBatches, eval_batches
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import TableSpec
 from distcache.metrics.progress import Progress
 from distcache.run.loop import Loop, Outcome
@@ -75,12 +75,29 @@ class OwnRun(Run):
 
     def walk(self, loop: Loop) -> Outcome:
         """Train until the end; then evaluate, where the last evaluation is of an earlier state."""
-        outcome = loop.run(self._batches(loop.schedule))
+        try:
+            outcome = loop.run(self._batches(loop.schedule))
+        except StepTooLargeError as error:  # the loaders say how large a batch is, not a key
+            text = str(error).replace("data.global_batch_size", "the batch size of your loaders")
+            error.args = (text,)
+            raise
         self.train.close()
+        stopped = loop.stop.agreed(self.world) is not None
+        if not (outcome.state.step or outcome.bad or stopped or loop.schedule.nothing_to_train):
+            self._refuse_empty()
         late = outcome.evaluation is None and outcome.bad is None and self.eval_count > 0
-        if late and loop.stop.agreed(self.world) is None:
+        if late and not stopped:
             loop.run(self._evaluation(self._width()))
         return outcome
+
+    def _refuse_empty(self) -> NoReturn:
+        """Raise DataError for a run without a batch. Collective."""
+        drawn = together(self.world, lambda: self.train.dense_features is not None)
+        ranks = ", ".join(str(rank) for rank, some in enumerate(drawn) if not some)
+        raise DataError(
+            f"nothing was trained: the loader of rank {ranks} has no batch; give each rank one "
+            "with items (an iterator that was read before has none)"
+        )
 
     def progress(self, schedule: Schedule) -> Progress:
         """See `Run.progress`; with the steps that the loaders know of."""
@@ -112,7 +129,9 @@ class OwnRun(Run):
         return max((width for width in together(self.world, known) if width), default=1)
 
     def _evaluation(self, width: int) -> Iterator[Batch]:
-        return eval_batches(self.evaluate or (), self.train.features, self.eval_count, width)
+        trained = self.train.dense_features
+        items, features = self.evaluate or (), self.train.features
+        return eval_batches(items, features, self.eval_count, width, trained)
 
     def _expected(self) -> int | None:
         """Steps until the first rank's end, where all loaders know their lengths."""

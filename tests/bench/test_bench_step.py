@@ -79,6 +79,12 @@ def test_all_train_the_same_steps_in_steady_eviction(report):
     assert modes["data"]["warmup_steps"] >= 20
     for mode in ("data", "resident", "host"):
         assert 0 < modes[mode]["embedding_device_bytes"] <= modes[mode]["embedding_bytes_bound"]
+        parts = modes[mode]["device_parts"]
+        assert set(parts) == {"slots", "dense", "ids", "rows", "moving"}
+        for name, part in parts.items():
+            assert 0 <= part["measured"] <= part["expected"], (mode, name)
+        for name in ("slots", "dense", "ids", "rows"):
+            assert parts[name]["measured"] >= 0.6 * parts[name]["expected"], (mode, name)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad"])

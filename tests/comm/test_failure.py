@@ -8,7 +8,14 @@ import time
 import pytest
 import torch.distributed as dist
 
-from distcache.comm.failure import cause_of, describe, first_failure, is_secondary, record_failure
+from distcache.comm.failure import (
+    cause_of,
+    describe,
+    first_failure,
+    first_traceback,
+    is_secondary,
+    record_failure,
+)
 from distcache.errors import ConfigError, DataError, PeerError
 
 
@@ -33,6 +40,21 @@ def test_a_cause_goes_before_its_consequences(store):
     record_failure(store, 1, RuntimeError("[gloo/tcp] Connection closed by peer"))
     record_failure(store, 2, ValueError("a bug"))
     assert first_failure(store) == (2, "ValueError: a bug")
+
+
+def test_a_bug_is_told_with_its_place_and_a_mistake_without(store):
+    assert first_traceback(store) == first_traceback(None) == ""
+    record_failure(store, 0, PeerError("rank 2 is missing"))
+    assert first_traceback(store) == ""
+    try:
+        [][1]
+    except IndexError as error:
+        error.add_note("in stage gather of step 7")
+        record_failure(store, 2, error)
+    where = first_traceback(store)
+    assert where.startswith("Traceback (most recent call last)")
+    assert "[][1]" in where and "in stage gather of step 7" in where
+    assert "(in stage gather of step 7)" in first_failure(store)[1]
 
 
 def test_only_consequences(store):

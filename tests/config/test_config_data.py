@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
+
 import pytest
 
 from distcache.cli.compose import checked_config, compose_overrides
 from distcache.comm.rendezvous import Place
-from distcache.errors import ConfigError
+from distcache.data.files import find_files
+from distcache.errors import ConfigError, DataError
 
 PARQUET = ["data=parquet", "data.id_columns=[a,b]", "data.table_rows=[5,6]"]
 CLICKS = ["data=interactions"]
@@ -32,6 +36,7 @@ REFUSED = {
     "synthetic": ([*PARQUET, "FILE", "data.samples=2"], "is a key of data=synthetic"),
     "delimiter": ([*CLICKS, "FILE", "data.delimiter=''"], "data.delimiter is empty"),
     "three tables": ([*CLICKS, "FILE", "data.table_rows=[1,2,3]"], "rows of users and items"),
+    "share of last": ([*CLICKS, "FILE", "data.held_out=0.1"], "data.held_out_by=last, which holds"),
     "columns": ([*CLICKS, "FILE", "data.id_columns=[a]"], "is a key of data=parquet"),
     "both": (["data.held_out=0.1"], "is a key of data=parquet and data=interactions and means"),
 }
@@ -44,6 +49,32 @@ def test_refused(tmp_path, overrides, message):
     own = [o.replace("FILE", f"data.path={file}").replace("=F", f"={file}") for o in overrides]
     with pytest.raises(ConfigError, match=message):
         checked_config(compose_overrides(own), Place(0, 1, 0, 1))
+
+
+@pytest.mark.parametrize("data", [["data=criteo"], CLICKS, PARQUET], ids=lambda data: data[0])
+def test_what_is_no_regular_file_is_not_opened(tmp_path, data):
+    """Reading would never end, or wait for a writer."""
+    os.mkfifo(tmp_path / "pipe")
+    place = Place(0, 1, 0, 1)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        for path in ("/dev/zero", tmp_path / "pipe", tmp_path / "socket"):
+            with pytest.raises(ConfigError, match=rf"data\.path={path} is no regular file but"):
+                checked_config(compose_overrides([*data, f"data.path={path}"]), place)
+            with pytest.raises(DataError, match=rf"{path} is not a file but a pipe or device"):
+                find_files("data.path", str(path), "a file")
+
+
+def test_a_file_of_a_preprocessed_folder(tmp_path):
+    for name in ("manifest.json", "ids.npy"):
+        (tmp_path / name).touch()
+        with pytest.raises(
+            ConfigError, match=rf"{name} is a file of .*: give .* data\.path={tmp_path}"
+        ):
+            checked_config(
+                compose_overrides(["data=criteo", f"data.path={tmp_path / name}"]),
+                Place(0, 1, 0, 1),
+            )
 
 
 def test_accepted(tmp_path):

@@ -300,7 +300,9 @@ def test_missing_and_empty_files_are_named(tmp_path):
         source(empty)
     with pytest.raises(DataError, match="1 good lines"):
         source(write(tmp_path / "one.txt", lines(1)))
-    with pytest.raises(DataError, match=r"0 good lines in .* \(skipped: 2\)"):
+    with pytest.raises(
+        DataError, match=r"0 good .* \(skipped: 2 malformed lines, the first .*d\.txt:1: 1 t"
+    ):
         source(write(tmp_path / "bad.txt", ["bad", "bad"]), on_bad_line="skip")
 
 

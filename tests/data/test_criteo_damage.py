@@ -72,7 +72,9 @@ def check_packed(path: Path, text: bytes) -> None:
         try:
             found, _ = read_source(path, on_bad_line)
         except DataError as error:
-            named = re.search(re.escape(str(path)) + r"(:\d+: | \(skipped: | is empty)", str(error))
+            named = re.search(
+                re.escape(str(path)) + r"(:.* line \d+ |:\d+: | \(skipped: | is empty)", str(error)
+            )
             assert named, str(error)
         else:
             assert same(found, read_plainly(TEXT, ROWS))

@@ -117,7 +117,9 @@ def test_truncated_gzip_names_the_line(tmp_path):
     path = tmp_path / "a.gz"
     packed = gzip.compress(b"".join(os.urandom(20).hex().encode() + b"\n" for _ in range(5000)))
     path.write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(DataError, match=r"a\.gz:\d+: the gzip data is damaged or cut off here"):
+    with pytest.raises(
+        DataError, match=r"a\.gz: the gzip data is damaged or cut off at line \d+ or after"
+    ):
         list(read_text(inspect(path), 1000))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import logging
 from pathlib import Path
 
@@ -213,6 +214,59 @@ def test_a_line_that_is_too_long(tmp_path, monkeypatch):
         source(path)
     stream = source(path, on_bad_line="skip")
     assert stream.bad_lines.count == 1 and stream.table_rows == (6, 8)
+
+
+def test_gzip_is_read_by_its_content(tmp_path):
+    """Told by its first bytes; the name without .gz says whether it is CSV."""
+    for name, content in (("a.txt", LINES), ("a.csv", [HEADER, *CSV])):
+        plain = write(tmp_path / name, content)
+        for packed in (tmp_path / f"{name}.gz", tmp_path / "b" / name):
+            packed.parent.mkdir(exist_ok=True)
+            packed.write_bytes(gzip.compress(plain.read_bytes()))
+            stream = source(packed)
+            assert stream.identity == source(plain).identity
+            assert samples(stream) == samples(source(plain))
+    worse = write(tmp_path / "worse.txt", [*LINES, "bad", *LINES])
+    packed = tmp_path / "worse.gz"
+    packed.write_bytes(gzip.compress(worse.read_bytes()))
+    with pytest.raises(DataError, match=r"worse\.gz:6: user 'bad' is not a whole"):
+        source(packed)
+    assert source(packed, on_bad_line="skip").bad_lines.count == 1
+
+
+def test_damaged_gzip_is_never_skipped(tmp_path):
+    whole = gzip.compress("".join(f"{n} {n * n}\n" for n in range(20_000)).encode())
+    path = tmp_path / "a.txt.gz"
+    crc = whole[:-6] + bytes([whole[-6] ^ 1]) + whole[-5:]
+    flipped = whole[:30_000] + bytes(64) + whole[30_064:]
+    for damaged in (whole[:-2000], whole[:5], crc, flipped):
+        path.write_bytes(damaged)
+        # What is unpacked of flipped bytes may be a bad line before it breaks off.
+        for how in ("skip",) if damaged is flipped else ("error", "skip"):
+            with pytest.raises(
+                DataError, match=r"the gzip data is damaged or cut off at line \d+ or"
+            ):
+                source(path, on_bad_line=how)
+    path.write_bytes(gzip.compress(b""))
+    with pytest.raises(DataError, match=r"a\.txt\.gz is empty: there is nothing in the gzip"):
+        source(path)
+
+
+def test_lines_that_look_like_csv_are_told_apart(tmp_path):
+    for line, hint in (
+        ("1::1193::5::978300760", r"'1::1193.* for CSV give data\.format=csv data\.delimiter='::'"),
+        ("1,1193,5", r"data\.format=csv; correct the line"),
+        ("1;1193", r"data\.delimiter=';'"),
+        ("a b", r"10\^18 - 1; correct the line"),
+    ):
+        path = write(tmp_path / "ratings.dat", [line])
+        with pytest.raises(DataError, match=hint):
+            source(path)
+    write(path, ["1::1193::5", "2::5::5"])
+    with pytest.raises(DataError, match=r"2 malformed lines, the first .*dat:1: user .*format=csv"):
+        source(path, on_bad_line="skip")
+    write(path, ["1::3::5", "1::4::5", "2::5::5"])
+    assert source(path, format="csv", delimiter="::").table_rows == (3, 6)
 
 
 def test_files(tmp_path):

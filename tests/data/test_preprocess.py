@@ -6,23 +6,24 @@ import gzip
 import json
 import logging
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
-from criteo_lines import ROWS, NoBar, make_lines, preprocessed, read_plainly, write_lines
+from criteo_lines import ROWS, make_lines, preprocessed, read_plainly, write_lines
 
 from distcache import preprocess as entry
 from distcache.data.criteo_text import dense_of
 from distcache.data.files import inspect
-from distcache.data.raw import job
+from distcache.data.raw import alone, job
 from distcache.data.raw.job import preprocess
 from distcache.data.raw.manifest import read_manifest, verify
 from distcache.data.raw.part import PartTask, parse_part
@@ -126,7 +127,7 @@ def test_splits_and_files_in_order(tmp_path):
     ids = np.load(tmp_path / "two/ids.npy")
     counts = np.load(tmp_path / "two/counts/cat_3.npy")
     assert counts.tolist() == np.bincount(ids[:60, 3], minlength=ROWS[3]).tolist()
-    with pytest.raises(DataError, match="split=last_file: give more data, or split=none"):
+    with pytest.raises(DataError, match=r"split=last_file holds out .*day_1, the only file"):
         run(tmp_path / "day_1", tmp_path / "three", split="last_file")
 
 
@@ -172,17 +173,19 @@ def test_bad_lines_are_named_or_skipped(tmp_path, caplog):
         manifest = run(path, tmp_path / "skip", on_bad_line="skip", part=3000)
     assert same_files(tmp_path / "good", tmp_path / "skip")
     assert manifest.skipped["count"] == 16 and len(manifest.skipped["first"]) == 10
-    assert manifest.skipped["first"][0].startswith("bad.txt:151: 1 tab-separated")
+    assert manifest.skipped["first"][0].startswith(f"{path}:151: 1 tab-separated")
     assert [line.split(":")[1] for line in manifest.skipped["first"][1:]] == [
         str(201 + 2 * i) for i in range(9)
     ]
     assert "left out 16 malformed lines" in caplog.text and "bad.txt:151" in caplog.text
     assert (manifest.samples, manifest.inputs[0]["lines"]) == (280, 296)
-    with pytest.raises(DataError, match=r"cut off here"):
+    with pytest.raises(DataError, match=r"cut off at line \d+ or after it"):
         packed = tmp_path / "cut.gz"
         packed.write_bytes(gzip.compress(good.read_bytes())[:-2000])
         run(packed, tmp_path / "cut", on_bad_line="skip", part=3000, workers=2)
-    with pytest.raises(DataError, match="0 good lines"):
+    with pytest.raises(
+        DataError, match=r"0 good lines .*\(1 malformed lines, the first .*none:1: 1 "
+    ):
         run(write_lines(tmp_path / "none", [b"x"]), tmp_path / "none-out", on_bad_line="skip")
 
 
@@ -221,12 +224,7 @@ class StoppedError(Exception):
 def test_stopped_anywhere_it_goes_on_without_redoing(text, tmp_path, monkeypatch, mode):
     """Stop after each number of updates of the bars, that is after each finished task."""
     whole = tmp_path / "whole"
-    calls = []
     done = {}
-
-    def counting(stage: str, total: int, unit: str):
-        calls.append(stage)
-        return nullcontext(NoBar())
 
     settings = {"mode": mode, "part": 40_000, "workers": 1}
     run(text, whole, **settings)
@@ -300,10 +298,10 @@ sys.stdin.read()
         [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert worker.stdout.readline() == "held\n"
-    monkeypatch.setattr(job, "_LEAVING_S", 0.3)
+    monkeypatch.setattr(alone, "_LEAVING_S", 0.3)
     with pytest.raises(ConfigError, match=r"workers of a run that was killed .* after 0\.3 s"):
         run(text, out)
-    monkeypatch.setattr(job, "_LEAVING_S", 60.0)
+    monkeypatch.setattr(alone, "_LEAVING_S", 60.0)
     waits = []
 
     def sleep(seconds: float) -> None:
@@ -311,9 +309,119 @@ sys.stdin.read()
         worker.stdin.close()
         worker.wait()
 
-    monkeypatch.setattr(job.time, "sleep", sleep)
+    monkeypatch.setattr(alone.time, "sleep", sleep)
     run(text, out)
     assert len(waits) == 1
+
+
+def test_a_result_with_a_cut_or_missing_file_is_made_again(text, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="distcache")
+    out, settings = tmp_path / "out", {"mode": "vocabulary", "min_count": 2}
+    manifest = run(text, tmp_path / "whole", **settings)
+    run(text, out, **settings)
+    run(text, out, **settings)
+    assert f"{out} is complete already" in caplog.text and "made again" not in caplog.text
+    damages = {
+        "ids.npy has 1,000 bytes, not ": lambda: os.truncate(out / "ids.npy", 1000),
+        "dense.npy cannot be read (": (out / "dense.npy").unlink,
+        "counts/cat_3.npy has": lambda: os.truncate(out / "counts/cat_3.npy", 0),
+        "cat_25.npy has": lambda: (out / "vocabulary/cat_25.npy").open("ab").write(b"more"),
+    }
+    for said, damage in damages.items():
+        damage()
+        with pytest.raises(DataError):
+            verify(out)
+        caplog.clear()
+        assert run(text, out, **settings) == manifest == verify(out)
+        assert f"output={out} is damaged, so all of it is made again: {out}" in caplog.text
+        assert said in caplog.text and "complete already" not in caplog.text
+        assert same_files(tmp_path / "whole", out) and not (out / "work").exists()
+    os.truncate(out / "ids.npy", 1000)
+    with pytest.raises(ConfigError, match="result of another job"):
+        run(text, out, mode="vocabulary")
+    os.truncate(out / "manifest.json", 1000)
+    with pytest.raises(ConfigError, match=r"output=.*manifest\.json cannot be .*remove the folder"):
+        run(text, out, **settings)
+
+
+def test_making_a_damaged_result_again_may_be_stopped(text, tmp_path):
+    """At any task: until it is whole nobody takes it for whole, and the same command goes on."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    run(text, whole)
+    run(text, out)
+    os.truncate(out / "labels.npy", 200)
+    starts, stops = [], 0
+    while True:
+        left = [stops]
+
+        class StoppingBar:
+            def update(self, n=1, left=left):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise StoppedError
+
+        def progress(stage, total, unit, done):
+            starts.append((stage, done, total))
+            return nullcontext(StoppingBar())
+
+        settings = PreprocessSettings([str(text)], str(out), "hash", ROWS, workers=1, part=20_000)
+        try:
+            preprocess(settings, progress)
+            break
+        except StoppedError:
+            assert not (out / "manifest.json").exists()
+            stops += 5
+    assert len(starts) > 8 and same_files(whole, out) and verify(out) == read_manifest(whole)
+    assert starts[0] == ("parse", 0, text.stat().st_size)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_bars_begin_where_the_last_run_was_stopped(text, tmp_path, packed):
+    path, sums, starts = tmp_path / "a.txt", {}, {}
+    path.write_bytes(gzip.compress(text.read_bytes()) if packed else text.read_bytes())
+    for stage in ("parse", "count", "write"):  # stopped in each of them, but for the first task
+
+        class Bar:
+            def __init__(self, at: str, stop: bool) -> None:
+                self.at, self.stop = at, stop
+
+            def update(self, n=1):
+                sums[self.at] = sums.get(self.at, 0) + n
+                if self.stop:
+                    raise StoppedError
+
+        def progress(at, total, unit, done, stage=stage, bar=Bar):
+            starts.setdefault(stage, {})[at] = done, total
+            sums[at] = done
+            return nullcontext(bar(at, at == stage))
+
+        settings = PreprocessSettings(
+            [str(path)], str(tmp_path / "out"), "vocabulary", workers=1, part=20_000
+        )
+        with pytest.raises(StoppedError):
+            preprocess(settings, progress)
+    size = path.stat().st_size
+    assert starts["count"]["parse"] == ((0 if packed else 20_000), size)
+    assert starts["write"]["parse"] == (size, size) and starts["write"]["count"] == (1, 26)
+    ends = {}
+
+    def last(at, total, unit, done):
+        sums[at], ends[at] = done, (done, total)
+        return nullcontext(Bar(at, False))
+
+    preprocess(settings, last)
+    assert ends["parse"] == (size, size) and ends["count"] == (26, 26)
+    assert ends["write"][0] > 0 and ends["write"][1] == 700
+    assert all(sums[at] == total for at, (_, total) in ends.items()), (sums, ends)
+
+
+def test_an_output_that_is_no_folder_is_named(text, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for output in (file, file / "below", Path("/proc/nowhere/at/all")):
+        with pytest.raises(ConfigError, match=rf"output={output} cannot be made .*: name a new f"):
+            run(text, output)
+    assert file.read_text() == "mine"
 
 
 def test_a_changed_input_does_not_go_on(text, tmp_path):
@@ -339,33 +447,73 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "distcache.preprocess", *arguments]
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.slow)])
-def test_killed_it_goes_on_and_never_looks_complete(tmp_path, kills):
-    path = write_lines(tmp_path / "a.txt", make_lines(3000) * 8)
-    arguments = (f"input={path}", "mode=vocabulary", "workers=2", "part=300k")
-    subprocess.run(command(*arguments, f"output={tmp_path / 'whole'}"), check=True)
-    out = tmp_path / "out"
-    seen: set[str] = set()
-    for kill in range(kills):
-        process = subprocess.Popen(command(*arguments, f"output={out}"), stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60
-        # Once more parts are there than before: killed at another place each time.
-        while process.poll() is None and time.monotonic() < deadline:
-            parts = {p.name for p in out.glob("work/parts/????-???????")}
-            if len(parts) > len(seen) + kill and parts >= seen:
-                break
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        if process.wait() == 0:
-            break
-        assert not (out / "manifest.json").exists()
-        seen |= {p.name for p in out.glob("work/parts/????-???????")}
-    assert seen
-    subprocess.run(command(*arguments, f"output={out}"), check=True)
-    assert same_files(tmp_path / "whole", out)
-    assert json.loads((out / "manifest.json").read_text()) == json.loads(
-        (tmp_path / "whole/manifest.json").read_text()
+def finished(out: Path) -> dict[str, tuple[int, int]]:
+    """What is complete of an unfinished job: reports of parts and tables, with inode and time."""
+    work = out / "work"
+    reports = [*work.glob("parts/????-???????/report.json"), *work.glob("tables/??/report.json")]
+    found = {}
+    for path in reports:
+        status = path.stat()
+        found[str(path.relative_to(out))] = (status.st_ino, status.st_mtime_ns)
+    return found
+
+
+def kill_at_random(arguments: tuple[str, ...], out: Path, seconds: float, dice) -> bool:
+    """Start a job, or go on with it, and kill it after some of `seconds`; whether it was alive.
+
+    Its workers are left to notice by themselves. What was complete before stays what it was.
+    """
+    before = finished(out)
+    process = subprocess.Popen(
+        command(*arguments, f"output={out}"), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(dice.uniform(0.0, seconds))
+    process.send_signal(signal.SIGKILL)
+    if process.wait() == 0:
+        return False
+    after = finished(out)
+    if not (out / "manifest.json").exists():  # else the work is on its way out
+        assert {name: after[name] for name in before} == before, "a finished part was done again"
+    return True
+
+
+@pytest.mark.parametrize(
+    ("kills", "settings"),
+    [
+        (3, ("mode=vocabulary", "min_count=2")),
+        pytest.param(12, ("mode=vocabulary", "min_count=2"), marks=pytest.mark.slow),
+        pytest.param(12, ("mode=hash", f"rows={list(ROWS)}"), marks=pytest.mark.slow),
+        pytest.param(12, ("mode=vocabulary", "gzip"), marks=pytest.mark.slow),
+    ],
+)
+def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kills, settings):
+    """A job is killed again and again, until it gets through; then the next one begins."""
+    path = write_lines(tmp_path / "a.txt", make_lines(3000) * 12)
+    if "gzip" in settings:
+        path.write_bytes(gzip.compress(path.read_bytes(), 1))
+    arguments = (f"input={path}", "workers=2", "part=300k", *settings)
+    arguments = tuple(word for word in arguments if word != "gzip")
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    began = time.monotonic()
+    subprocess.run(command(*arguments, f"output={whole}"), check=True)
+    seconds, dice, done = time.monotonic() - began, random.Random(kills), 0
+    states = set()
+    while done < kills or not any(count for count, _ in states):
+        if kill_at_random(arguments, out, seconds, dice):
+            done += 1
+            names = finished(out)
+            states.add((len(names), (out / "manifest.json").exists()))
+            assert not (out / "manifest.json").exists() or same_files(whole, out)
+            continue
+        assert same_files(whole, out)
+        shutil.rmtree(out)
+    last = subprocess.run(command(*arguments, f"output={out}"), capture_output=True, text=True)
+    assert last.returncode == 0, last.stderr
+    assert same_files(whole, out) and not (out / "work").exists()
+    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (whole, out)]
+    assert manifests[0] == manifests[1]
+    assert not list(out.glob("*.partial"))
 
 
 def test_command_line_in_both_spellings(tmp_path):
@@ -398,8 +546,20 @@ def test_command_line_in_both_spellings(tmp_path):
     for rows in ("big", "[3,big]"):
         with pytest.raises(ConfigError, match=r"give 26 whole numbers .* kaggle or terabyte"):
             settings("input=a", "output=b", "mode=hash", f"rows={rows}")
-    with pytest.raises(SystemExit):
-        entry.parse_arguments(["input=a", "output=b", "colour=red"])
+
+
+def test_an_unknown_key_is_shown_as_it_was_typed(capsys):
+    for typed, hint in (
+        ("min_cuont=1", "min_cuont=1: no such key; did you mean min_count?"),
+        ("--min-cuont=1", "--min-cuont=1: no such key; did you mean min_count?"),
+        ("colour=red", "colour=red: no such key\n"),
+        ("a.txt", "a.txt: no such key\n"),
+        ("outptu=c", "outptu=c: no such key; did you mean output?"),
+        ("output=", "output is not set: give output=<folder>"),
+    ):
+        with pytest.raises(SystemExit):
+            entry.parse_arguments(["input=a", *["output=b"] * ("out" not in typed), typed])
+        assert f"error: {hint}" in capsys.readouterr().err
 
 
 def test_command_says_what_went_wrong_and_verifies(text, tmp_path):
@@ -426,6 +586,7 @@ def test_command_says_what_went_wrong_and_verifies(text, tmp_path):
         file.write(b"\x01")
     bad = subprocess.run(check, capture_output=True, text=True)
     assert bad.returncode == 1 and "dense.npy has checksum" in bad.stderr
+    assert bad.stderr.startswith(f"error: output: {tmp_path / 'out'}")
 
 
 def test_workers_fit_into_memory():

@@ -58,6 +58,15 @@ def test_log_loss_by_hand_and_at_extremes():
     assert log_loss(np.array([np.inf]), np.array([0.0])) is None
 
 
+def test_log_loss_of_probabilities_is_that_of_training():
+    logits, labels = np.array([0.3, -2.0, 5.0, 1.0]), np.array([0.25, 0.9, 0.0, 1.0])
+    chance = 1 / (1 + np.exp(-logits))
+    expected = -np.mean(labels * np.log(chance) + (1 - labels) * np.log(1 - chance))
+    assert log_loss(logits, labels) == pytest.approx(expected, rel=1e-12)
+    even = np.full(4, 0.25)
+    assert normalized_entropy(log_loss(np.full(4, math.log(1 / 3)), even), even) == pytest.approx(1)
+
+
 def test_normalized_entropy_of_the_base_rate_is_one():
     labels = np.array([1.0, 0.0, 0.0, 0.0])
     base = math.log(0.25 / 0.75)

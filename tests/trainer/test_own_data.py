@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,7 +22,7 @@ import distcache
 from distcache.comm.world import close_world, open_world
 from distcache.data.batch import JaggedIds
 from distcache.data.own import OwnBatches, as_batch
-from distcache.errors import ConfigError, DataError
+from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.parallel.base import OptimizerSpec
 from distcache.parallel.cached import CachedSettings
 
@@ -97,7 +98,7 @@ class Resumable:
 
 def fit(world, folder: Path, loader, parallel="data", **settings):
     """One run in `folder`: its summary. A checkpoint is left where `trainer.steps` ends it."""
-    save = "trainer__steps" in settings
+    save = "trainer__steps" in settings or "run__save" in settings
     own = {key.replace("__", "."): value for key, value in settings.items() if "__" in key}
     rest = {key: value for key, value in settings.items() if "__" not in key}
     result = distcache.fit(
@@ -273,15 +274,28 @@ class Failing(IterableDataset):
 
 
 def nothing_to_train(world, home: Path) -> dict[str, Any]:
-    """The last rank has no data at all, neither to train nor to evaluate on."""
+    """The last rank has no data at all, neither to train nor to evaluate on; or all is done."""
     rank, last = world.rank, world.rank == world.size - 1 and world.size > 1
     evals = [] if last else slices(rank, world.size, 3)
     seen = {}
     for mode in ("data", "hybrid"):
         loader = [] if last or world.size == 1 else slices(rank, world.size)
-        summary = fit(world, home / f"nothing-{mode}", loader, mode, eval_loader=evals)
-        seen[mode] = summary["steps"], summary["eval_auc"]
+        seen[mode] = error_of(fit, world, home / f"nothing-{mode}", loader, mode, eval_loader=evals)
+    used = iter(slices(rank, world.size, 3))
+    whole = fit(world, home / "read", used, run__save=True)["steps"]
+    seen["again"] = whole, error_of(fit, world, home / "used", used)
+    seen["resumed"] = fit(world, home / "done", slices(rank, world.size, 3), eval_loader=evals,
+                          trainer__resume=str(home / "read"))  # fmt: skip
     return seen
+
+
+def error_of(function, *arguments, **settings) -> str | None:
+    """What a call raises, in a line; None where it returns."""
+    try:
+        function(*arguments, **settings)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def failing(world, home: Path) -> dict[str, Any]:
@@ -309,7 +323,44 @@ def failing(world, home: Path) -> dict[str, Any]:
     return seen
 
 
+BAD_STEPS = {"label": 6, "nan": 0, "width": 4, "id": 5}
+
+
+def with_bad_value(name: str, rank: int, world: int) -> list:
+    """Items of which that of step `BAD_STEPS[name]` has one bad value."""
+    items, step = slices(rank, world), BAD_STEPS[name]
+    dense, (values, offsets), labels = items[step]
+    if name in ("label", "nan"):
+        labels = labels.clone()
+        labels[3] = 2 if name == "label" else torch.nan
+    if name == "width":
+        dense = dense[:, :1]
+    if name == "id":
+        values = values.clone()
+        values[0] = 300
+    items[step] = dense, (values, offsets), labels
+    return items
+
+
+def bad_values(world, home: Path) -> dict[str, Any]:
+    """Values on the last rank that must not be trained, as every rank hears of them."""
+    last, place, seen = world.rank == world.size - 1, (world.rank, world.size), {}
+    bad = {name: with_bad_value(name, *place) if last else slices(*place) for name in BAD_STEPS}
+    for mode in ("data", "resident", "host", "hybrid"):
+        seen[f"label {mode}"] = error_of(fit, world, home / f"label-{mode}", bad["label"], mode)
+    for name in ("nan", "width", "id"):
+        seen[name] = error_of(fit, world, home / name, bad[name])
+    for name in ("label", "width"):
+        at = {"eval_loader": bad[name], "trainer__eval_every": 4}
+        seen[f"eval {name}"] = error_of(fit, world, home / "bad-eval", slices(*place), **at)
+    resume = str(home / "label-data")  # the six steps before the bad one
+    rest = fit(world, home / "label-rest", slices(*place), trainer__resume=resume)
+    seen["rest"] = rest["first_step"], digests(rest)
+    return seen
+
+
 SCENES = {
+    "bad_values": bad_values,
     "forms": forms,
     "resuming": resuming,
     "uneven": uneven,
@@ -380,9 +431,14 @@ def test_no_worker_process_is_left(seen):
 
 def test_a_rank_without_any_data(seen):
     for found in seen[0]:
+        nothing = found["nothing_to_train"]
         for mode in ("data", "hybrid"):
-            steps, auc = found["nothing_to_train"][mode]
-            assert steps == 0 and 0 < auc < 1
+            expected = f"DataError: nothing was trained: the loader of rank {len(seen[0]) - 1} has"
+            assert nothing[mode].startswith(expected)
+        steps, error = nothing["again"]
+        assert steps == 3 and "an iterator that was read before" in error
+        done = nothing["resumed"]  # not empty: all of it was trained before
+        assert (done["first_step"], done["steps"]) == (3, 0) and 0 < done["eval_auc"] < 1
 
 
 def test_uneven_sizes_and_lengths(seen):
@@ -421,6 +477,28 @@ def test_an_error_reaches_all_ranks(seen):
             assert "PeerError" in found[f"shape {mode}"]
 
 
+def test_bad_values_are_refused_before_their_step(seen):
+    ranks, name = seen[0], "of your loader"
+    modes = [f"label {mode}" for mode in ("data", "resident", "host", "hybrid")]
+    said = {mode: f"train batch 6 {name}: sample 3 has the label 2; 1 of its" for mode in modes}
+    said |= {
+        "nan": f"train batch 0 {name}: sample 3 has the label nan; 1 of its labels",
+        "width": f"train batch 4 {name}: dense has 1 features, those before it 5",
+        "id": r"train batch 5: feature 't_0', sample \d+ of this rank's slice: id 300 is not in",
+        "eval label": f"eval batch 6 {name}: sample 3 has the label 2",
+        "eval width": f"eval batch 4 {name}: dense has 1 features, those before it 5",
+    }
+    for rank, found in enumerate(ranks):
+        heard = found["bad_values"]
+        assert heard.pop("rest") == (6, found["whole"])
+        assert heard.keys() == said.keys()
+        for key, message in heard.items():
+            expected = f"DataError: {said[key]}"
+            if rank < len(ranks) - 1:
+                expected = "PeerError: stopped because rank 1 failed"
+            assert re.match(expected, message), (key, message)
+
+
 # --- without ranks -------------------------------------------------------------------------------
 
 
@@ -439,6 +517,16 @@ BAD_ITEMS = {
     "ids": (lambda d, i, y: (d, 7, y), "ids are a int; give a KeyedJaggedTensor"),
     "offsets": (lambda d, i, y: (d, (i[0], i[1][:-6]), y), "ids have 22 samples"),
     "text": (lambda d, i, y: ("abc", i, y), "dense is a str, no tensor"),
+    "label 2": (
+        lambda d, i, y: (d, i, 2 * torch.ones(24)),
+        r"sample 0 .*label 2; 24 of its labels",
+    ),
+    "label -1": (
+        lambda d, i, y: (d, i, y.index_fill(0, torch.tensor(4), -1)),
+        "sample 4 .*label -1",
+    ),
+    "label inf": (lambda d, i, y: (d, i, y[:, None] + torch.inf), "sample 0 .*label inf"),
+    "label nan": (lambda d, i, y: (d, i, y.index_fill(0, torch.tensor(23), torch.nan)), "23 .*nan"),
 }
 
 
@@ -446,6 +534,15 @@ BAD_ITEMS = {
 def test_bad_items_are_named(change, message):
     with pytest.raises(DataError, match=rf"train batch 3 of your loader.*{message}"):
         as_batch(change(*item(3, 0, 1)), SCENARIO.features, 3, 0)
+
+
+def test_probabilities_and_bools_are_labels():
+    dense, ids, labels = item(3, 0, 1)
+    for good in (labels / 2, labels.bool(), labels * 0 + 0.25, (labels[:0])):
+        size = len(good)
+        bags = ids if size else (ids[0][:0], ids[1][:1])
+        batch = as_batch((dense[:size], bags, good), SCENARIO.features, 3, 0)
+        assert batch.labels.tolist() == good.float().tolist()
 
 
 def test_other_features():
@@ -511,6 +608,26 @@ def test_wrong_settings_are_named(tmp_path):
             start(**changes)
     with pytest.raises(ConfigError, match="tables is empty"):
         distcache.fit([], [], SmallNet(5, 24))
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    class Column(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = SCENARIO.model()
+
+        def forward(self, dense, pooled):
+            return self.net(dense, pooled).unsqueeze(1)
+
+    settings = ROWS | {"run.dir": str(tmp_path), "run.save": False}
+    (tmp_path / "bad_lines.json").touch()  # of an earlier run in this folder
+    for mode in ("data", "hybrid"):
+        with pytest.raises(ConfigError, match=r"returned \[\d+, 1\] for \d+ samples.*squeeze"):
+            distcache.fit(slices(0, 1), SCENARIO.tables, Column(), parallel=mode, settings=settings)
+    assert not (tmp_path / "bad_lines.json").exists()
+    few = settings | {"cache.rows": 20}
+    with pytest.raises(StepTooLargeError, match="or lower the batch size of your loaders"):
+        distcache.fit(slices(0, 1), SCENARIO.tables, SCENARIO.model(), settings=few)
 
 
 def test_torchrec_configs_are_tables():

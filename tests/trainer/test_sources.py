@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -124,3 +125,26 @@ def test_the_order_is_that_of_one_rank(found, mode):
             assert two["final_loss"] == pytest.approx(one["final_loss"], rel=1e-5), source
             assert two["eval_logloss"] == pytest.approx(one["eval_logloss"], rel=1e-5), source
             assert two["steps"] == one["steps"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_was_skipped_is_in_the_run_folder(tmp_path, world_size):
+    text = write_lines(tmp_path / "a.txt", [*make_lines(200), *[b"bad"] * 12])
+    clicks = tmp_path / "b.txt"
+    clicks.write_text("".join(f"{u} {u + 1} {u + 2} {u + 3}\n" for u in range(30)) + "7 x\n")
+    skip = ("data.on_bad_line=skip", "trainer.steps=2", "trainer.eval_steps=0")
+    runs = [
+        ["data=criteo", f"data.path={text}", *SMALL, *CRITEO, *skip],
+        ["data=interactions", f"data.path={clicks}", *SMALL, *skip, "cache.ratio=1"],
+        ["data=interactions", f"data.path={clicks}", *SMALL, *skip, "parallel=resident"],
+        ["data=synthetic", *SMALL, "trainer.steps=2", "data.table_rows=[50,60]", "cache.ratio=1"],
+    ]
+    summaries(runs, tmp_path, world_size)
+    found = [tmp_path / f"w{world_size}-{number}" / "bad_lines.json" for number in range(4)]
+    reports = [json.loads(path.read_text()) for path in found[:3]]
+    assert reports[0]["count"] == 12 and len(reports[0]["first"]) == 10
+    assert reports[0]["first"][0].startswith(f"{text}:201: 1 tab-separated")
+    for report in reports[1:]:
+        (line,) = report["first"]
+        assert report["count"] == 1 and line.startswith(f"{clicks}:31: item 'x' is not a whole")
+    assert not found[3].exists()

@@ -50,7 +50,7 @@ def assemble_part(task: AssembleTask) -> None:
     """Write one part's samples, and remove what they were made from."""
     folder, arrays, report = Path(task.folder), Path(task.arrays), task.report
     # Killed after this part was marked but before its files were gone: nothing is left to do.
-    if not (folder / "assembled").exists():
+    if not is_assembled(folder):
         for piece in read_pieces(folder, report.samples, np.dtype(report.id_dtype)):
             ids = piece.ids
             if piece.missing is not None:
@@ -60,6 +60,11 @@ def assemble_part(task: AssembleTask) -> None:
         (folder / "assembled").touch()
     for name in ("ids", "missing", "labels", "dense", "values", "counts"):
         (folder / f"{name}.bin").unlink(missing_ok=True)
+
+
+def is_assembled(folder: Path) -> bool:
+    """Whether the part in `folder` is in the arrays."""
+    return (folder / "assembled").exists()
 
 
 def _rows_of(

@@ -11,7 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from distcache.data.criteo_text import IDS, id_dtype
-from distcache.data.raw.assemble import AssembleTask, assemble_part, make_arrays, settle
+from distcache.data.raw.assemble import (
+    AssembleTask,
+    assemble_part,
+    is_assembled,
+    make_arrays,
+    settle,
+)
 from distcache.data.raw.checksum import HASHED_BYTES, hash_blocks, hash_tasks
 from distcache.data.raw.count import ENTRY_BYTES, Run
 from distcache.data.raw.manifest import Manifest, describe_array
@@ -45,9 +51,12 @@ def split_samples(work: Work) -> SamplePlan:
     train = {"seventh": samples * 6 // 7, "last_file": before_last, "none": samples}
     count = train[work.settings.split]
     if count == 0:
+        skipped = skipped_lines(work)
+        first = f", the first {skipped['first'][0]}" if skipped["count"] else ""
         raise DataError(
             f"input: {samples} good lines in {len(work.files)} file(s), none of them before the "
-            f"held-out ones of split={work.settings.split}: give more data, or split=none"
+            f"held-out ones of split={work.settings.split} ({skipped['count']} malformed lines"
+            f"{first}): give more data, or split=none"
         )
     logger.info("%s samples, of which %s train", f"{samples:,}", f"{count:,}")
     return SamplePlan(keys, firsts, samples, count)
@@ -82,7 +91,7 @@ def count_tables(work: Work, plan: SamplePlan) -> list[TableReport]:
     # Counting bags takes a table's counts twice, in memory.
     largest = max((task.rows or 0 for task in todo if task.bag > 1), default=0)
     at_once = settings.workers_for(WORKER_BYTES + 16 * largest) if largest else None
-    with work.progress("count", len(todo), "table") as bar:
+    with work.progress("count", IDS, "table", IDS - len(todo)) as bar:
         for _ in work.pool.run(build_table, todo, at_once):
             bar.update(1)
     found = [read_table_report(Path(task.folder)) for task in tasks]
@@ -104,7 +113,7 @@ def _training_runs(work: Work, plan: SamplePlan) -> tuple[list[list[Run]], list[
         left = plan.train_samples - first
         if left <= 0:
             break
-        if left < report.samples and not (folder / "assembled").exists():
+        if left < report.samples and not is_assembled(folder):
             target = work.folder / "boundary"  # the part in which the held-out samples begin
             target.mkdir(exist_ok=True)
             lengths, absent = write_runs(folder, target, left, np.dtype(report.id_dtype))
@@ -129,9 +138,10 @@ def assemble(work: Work, plan: SamplePlan, tables: Sequence[TableReport]) -> Non
         AssembleTask(str(work.part_folder(key)), work.parts[key], first, str(arrays), vocabularies)
         for key, first in zip(plan.keys, plan.firsts, strict=True)
     ]
-    with work.progress("write", plan.samples, "sample") as bar:
+    done = {task.folder: task.report.samples for task in tasks if is_assembled(Path(task.folder))}
+    with work.progress("write", plan.samples, "sample", sum(done.values())) as bar:
         for task, _ in work.pool.run(assemble_part, tasks):
-            bar.update(task.report.samples)
+            bar.update(0 if task.folder in done else task.report.samples)
 
 
 def settle_arrays(work: Work, plan: SamplePlan, tables: Sequence[TableReport]) -> Manifest:
@@ -145,7 +155,7 @@ def settle_arrays(work: Work, plan: SamplePlan, tables: Sequence[TableReport]) -
     tasks = [task for name in names for task in hash_tasks(work.output / name)]
     hashes: dict[tuple[str, int], bytes] = {}
     total = sum((work.output / name).stat().st_size for name in names)
-    with work.progress("check", total, "B") as bar:
+    with work.progress("check", total, "B", 0) as bar:
         for task, digests in work.pool.run(hash_blocks, tasks):
             hashes[task.path, task.start] = digests
             bar.update(min(task.blocks * HASHED_BYTES, Path(task.path).stat().st_size - task.start))

@@ -6,51 +6,62 @@ Everything unfinished lies in `work/` of the output folder and is found again by
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
+import os
 import resource
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from distcache.data.files import InputFile, find_files
 from distcache.data.raw import finish
-from distcache.data.raw.manifest import NAME, Manifest, read_manifest, write_manifest
+from distcache.data.raw.alone import alone
+from distcache.data.raw.manifest import (
+    NAME,
+    Manifest,
+    find_damage,
+    read_manifest,
+    write_manifest,
+)
 from distcache.data.raw.part import PartReport, PartTask, parse_part, read_report
 from distcache.data.raw.pool import Pool
 from distcache.data.raw.settings import PreprocessSettings
 from distcache.data.raw.spool import Spool
 from distcache.data.raw.work import Progress, Work, bad_line, part_name
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
-
-_POLL_S = 0.05
-_LEAVING_S = 10.0
-"""How long workers of a killed run may take to end; they look for their parent twice a second."""
 
 
 def preprocess(settings: PreprocessSettings, progress: Progress) -> Manifest:
     """Do the job, or what is left of it; a finished one is recognised.
 
-    Raises DataError for malformed input, ConfigError for an output folder that holds something
-    else.
+    One with files that are missing or cut is made again. Raises DataError for malformed input,
+    ConfigError for an output folder that holds something else or cannot be written.
     """
     began, cpu_s = time.perf_counter(), core_seconds()
     files = find_files("input", settings.input, "a file of Criteo lines")
+    if settings.split == "last_file" and len(files) == 1:
+        raise DataError(
+            f"split=last_file holds out {files[0].path}, the only file of input, and leaves "
+            "nothing to train: give more files, or split=seventh or none"
+        )
     pool = Pool(settings.workers_for(), Path(settings.output) / "work" / "workers")
     work = Work(settings, files, progress, pool)
     manifest = finished_work(work)
     if manifest is not None:
-        logger.info("%s is complete already: nothing to do", settings.output)
+        logger.info(
+            "%s is complete already: nothing to do (--verify compares checksums too)",
+            settings.output,
+        )
     else:
         with alone(work):
             manifest = finished_work(work)  # by a process that was at it until now
             if manifest is None:
                 open_work(work)
+                clear_damaged(work)
                 with pool:
                     manifest = finish_work(work)
         _say_rate(work, time.perf_counter() - began, core_seconds() - cpu_s)
@@ -69,47 +80,18 @@ def finish_work(work: Work) -> Manifest:
     return manifest
 
 
-@contextmanager
-def alone(work: Work) -> Iterator[None]:
-    """Keep other processes from the same work. Raises ConfigError while one is at it, and for an
-    output folder that holds something else."""
-    used = work.output.is_dir() and any(entry.name != "work" for entry in work.output.iterdir())
-    if used and not (work.folder / "plan.json").exists():
-        raise ConfigError(f"output={work.output} is not empty: name a new folder")
-    work.folder.mkdir(parents=True, exist_ok=True)
-    with (work.folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(
-                f"output={work.output}: another process is working on it: wait for it, or name "
-                "another folder"
-            ) from None
-        _wait_for_workers(work)
-        yield
-
-
-def _wait_for_workers(work: Work) -> None:
-    """Wait until no worker of a run that was killed is left, which might write yet."""
-    deadline = time.monotonic() + _LEAVING_S
-    with (work.folder / "workers").open("a") as file:
-        while True:
-            try:
-                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"output={work.output}: workers of a run that was killed are still there "
-                        f"after {_LEAVING_S:g} s: end these processes, then start again"
-                    ) from None
-            time.sleep(_POLL_S)
-
-
 def finished_work(work: Work) -> Manifest | None:
-    """The result where it is complete. Raises ConfigError where it is that of another job."""
-    if not (work.output / NAME).exists():
+    """The result where it is complete; None where there is none, or a file of it is missing or
+    cut. Raises ConfigError where it is that of another job."""
+    if not os.path.exists(work.output / NAME):
         return None
-    manifest = read_manifest(work.output)
+    try:
+        manifest = read_manifest(work.output)
+    except DataError as error:
+        what = str(error).removeprefix("data.path: ")
+        raise ConfigError(
+            f"output={work.output}: {what}; remove the folder, or name another"
+        ) from error
     wanted = [(f.path.name, f.bytes) for f in work.files]
     same = [(entry["name"], entry["bytes"]) for entry in manifest.inputs] == wanted
     if not same or manifest.settings != work.settings.identity():
@@ -117,7 +99,23 @@ def finished_work(work: Work) -> Manifest | None:
             f"output={work.output} holds the result of another job: name another folder, or "
             "remove it"
         )
-    return manifest
+    return manifest if find_damage(work.output, manifest) is None else None
+
+
+def clear_damaged(work: Work) -> None:
+    """Remove a result of which a file is missing or cut: its manifest first, so that nobody takes
+    it for whole. The unfinished work that replaces it is there already, and goes on from here."""
+    if not (work.output / NAME).exists():
+        return
+    manifest = read_manifest(work.output)
+    logger.warning(
+        "output=%s is damaged, so all of it is made again: %s",
+        work.output,
+        find_damage(work.output, manifest),
+    )
+    (work.output / NAME).unlink()
+    for name in manifest.arrays:
+        (work.output / name).unlink(missing_ok=True)
 
 
 def open_work(work: Work) -> None:
@@ -167,7 +165,8 @@ def parse(work: Work) -> None:
         if task.file.path.parent == spool.folder:
             spool.finished(task.file)
 
-    with work.progress("parse", sum(file.bytes for file in work.files), "B") as bar:
+    total = sum(file.bytes for file in work.files)
+    with work.progress("parse", total, "B", _parsed_bytes(work, spool)) as bar:
         for task, report in work.pool.run(parse_part, tasks(), on_end=ended):
             key = keys[task.name]
             if report.complete:
@@ -178,6 +177,20 @@ def parse(work: Work) -> None:
             bar.update(task.read_bytes)
     if failed:
         raise bad_line(work, *min(failed, key=lambda entry: entry[0]))
+
+
+def _parsed_bytes(work: Work, spool: Spool) -> int:
+    """Bytes of the input that are not read again; a gzip file is read again unless all is done."""
+    done, size = 0, work.settings.part
+    for number, file in enumerate(work.files):
+        if file.gzip:
+            pieces = spool.known_pieces(number)
+            whole = pieces is not None and all((number, at) in work.parts for at in range(pieces))
+            done += file.bytes if whole else 0
+        else:
+            starts = (at * size for key, at in work.parts if key == number)
+            done += sum(min(size, file.bytes - start) for start in starts)
+    return done
 
 
 def _known_parts(work: Work) -> list[tuple[int, int]]:

@@ -127,25 +127,43 @@ def describe_array(path: Path, digests: Sequence[bytes]) -> ArrayFile:
 
 def open_array(folder: Path, manifest: Manifest, name: str) -> np.ndarray:
     """An array by memory map; DataError where the file is not what the manifest says."""
-    path, expected = folder / name, manifest.arrays.get(name)
-    if expected is None:
-        raise DataError(f"data.path: the manifest in {folder} has no {name}")
-    try:
-        size = path.stat().st_size
-        array = np.load(path, mmap_mode="r") if size == expected.bytes else None
-    except (OSError, ValueError) as error:
-        raise DataError(f"data.path: {path} cannot be read ({error})") from error
+    array, wrong = _map_array(folder, manifest, name)
     if array is None:
         raise DataError(
-            f"data.path: {path} has {size:,} bytes, not {expected.bytes:,}: it is cut; remove "
-            f"{folder} and preprocess again"
-        )
-    if array.dtype.str != expected.dtype or array.shape != expected.shape:
-        raise DataError(
-            f"data.path: {path} holds {array.dtype} {array.shape}, and the manifest says "
-            f"{expected.dtype} {expected.shape}"
+            f"data.path: {wrong}: run the same command of python -m distcache.preprocess again, "
+            "which makes the folder anew"
         )
     return array
+
+
+def find_damage(folder: Path, manifest: Manifest) -> str | None:
+    """What is wrong with the first file that is missing, cut, or of another shape; None if all
+    are as the manifest says. Contents are not read: see `verify`."""
+    for name in manifest.arrays:
+        array, wrong = _map_array(folder, manifest, name)
+        if array is None:
+            return wrong
+    return None
+
+
+def _map_array(folder: Path, manifest: Manifest, name: str) -> tuple[np.ndarray | None, str]:
+    """An array by memory map, or None and what is wrong with its file."""
+    path, expected = folder / name, manifest.arrays.get(name)
+    if expected is None:
+        return None, f"the manifest in {folder} has no {name}"
+    try:
+        size = path.stat().st_size
+        if size != expected.bytes:
+            return None, f"{path} has {size:,} bytes, not {expected.bytes:,}"
+        array = np.load(path, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        return None, f"{path} cannot be read ({error})"
+    if array.dtype.str != expected.dtype or array.shape != expected.shape:
+        return None, (
+            f"{path} holds {array.dtype} {array.shape}, and the manifest says {expected.dtype} "
+            f"{expected.shape}"
+        )
+    return array, ""
 
 
 def verify(folder: Path) -> Manifest:

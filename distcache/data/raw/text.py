@@ -84,10 +84,7 @@ def gunzip(
                         on_read(stream.tell())
         except (EOFError, zlib.error, OSError) as error:
             file.check_unchanged(stream)
-            raise DataError(
-                f"{file.path}:{lines + 1}: the gzip data is damaged or cut off here ({error}); "
-                "fetch the file again"
-            ) from error
+            raise file.damaged_gzip(lines + 1, error) from error
         file.check_unchanged(stream)
     if not read:
         raise DataError(f"{file.path} is empty: there is nothing in the gzip data")

@@ -22,8 +22,8 @@ class Bar(Protocol):
         """Go `n` units on."""
 
 
-Progress = Callable[[str, int, str], AbstractContextManager[Bar]]
-"""A progress bar for (stage, total, unit)."""
+Progress = Callable[[str, int, str, int], AbstractContextManager[Bar]]
+"""A progress bar for (stage, total, unit, what of the total was done before)."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ def skipped_lines(work: Work) -> dict[str, Any]:
     for key in sorted(work.parts):
         report = work.parts[key]
         lines = before.get(key[0], 1)
-        name = work.files[key[0]].path.name
+        name = work.files[key[0]].path
         first += [f"{name}:{lines + line}: {reason}" for line, reason in report.bad]
         before[key[0]] = lines + report.lines
         total += report.bad_lines
