@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distcache.data.lines import show
 from distcache.errors import DataError
 
 INTEGERS, IDS = 13, 26
@@ -81,13 +82,13 @@ def parse_line(line: bytes, table_rows: np.ndarray | None) -> tuple[int, list[in
             f"(label, {INTEGERS} integers, {IDS} ids)"
         )
     if fields[0] not in (b"0", b"1"):
-        raise DataError(f"field 1 (label) is {_show(fields[0])}, not 0 or 1")
+        raise DataError(f"field 1 (label) is {show(fields[0])}, not 0 or 1")
     integers, ids = [], []
     for index, field in enumerate(fields[1 : 1 + INTEGERS]):
         number = _INTEGER.fullmatch(field or b"0")
         if number is None:
             raise DataError(
-                f"field {2 + index} (integer {index + 1}) is {_show(field)}, not an integer of "
+                f"field {2 + index} (integer {index + 1}) is {show(field)}, not an integer of "
                 f"at most {_DECIMAL_DIGITS} digits"
             )
         # Without its leading zeros: Python reads at most 4,300 digits.
@@ -96,12 +97,12 @@ def parse_line(line: bytes, table_rows: np.ndarray | None) -> tuple[int, list[in
         if field and not _HEX.fullmatch(field):
             raise DataError(
                 f"field {2 + INTEGERS + index} (id {index + 1}, feature cat_{index}) is "
-                f"{_show(field)}, not hexadecimal"
+                f"{show(field)}, not hexadecimal"
             )
         if table_rows is None and len(field.lstrip(b"0")) > _HEX_DIGITS:
             raise DataError(
                 f"field {2 + INTEGERS + index} (id {index + 1}, feature cat_{index}) is "
-                f"{_show(field)}, longer than the {_HEX_DIGITS} digits that a vocabulary holds"
+                f"{show(field)}, longer than the {_HEX_DIGITS} digits that a vocabulary holds"
             )
         value = int(field or b"0", 16)
         ids.append(value if table_rows is None else value % int(table_rows[index]))
@@ -210,9 +211,3 @@ def _numbers(
 def _fields(line: bytes) -> list[bytes]:
     """The fields of a line with or without its line end."""
     return line.removesuffix(b"\n").removesuffix(b"\r").split(b"\t")
-
-
-def _show(field: bytes) -> str:
-    """A field as an error prints it: quoted, at most 40 characters."""
-    text = field.decode("utf-8", errors="replace")
-    return repr(text if len(text) <= 40 else text[:40] + "...")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -9,6 +10,8 @@ from collections.abc import Iterable, Iterator
 
 from distcache.data.batch import Batch
 from distcache.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 """How often a waiting thread looks whether it should stop."""
@@ -38,6 +41,8 @@ class Prefetch:
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
         self._thread.join(_STOP_S)
+        if self._thread.is_alive():
+            logger.warning("the thread that loads batches did not end within %g s", _STOP_S)
 
     def __iter__(self) -> Iterator[Batch]:
         while True:

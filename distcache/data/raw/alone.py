@@ -13,6 +13,8 @@ from distcache.data.raw.work import Work
 from distcache.errors import ConfigError
 
 _POLL_S = 0.05
+_STARTING_S = 1.0
+"""A process that was killed while it started another one holds its lock for a moment."""
 _LEAVING_S = 10.0
 """How long workers of a killed run may take to end; they look for their parent twice a second."""
 
@@ -21,15 +23,18 @@ _LEAVING_S = 10.0
 def alone(work: Work) -> Iterator[None]:
     """Keep other processes from the same work. Raises ConfigError while one is at it, and for an
     output folder that holds something else."""
-    with _lock_file(work) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+    with _lock_file(work) as lock, (work.folder / "workers").open("a") as workers:
+        if not _locked(lock, _STARTING_S):
             raise ConfigError(
                 f"output={work.output}: another process is working on it: wait for it, or name "
                 "another folder"
-            ) from None
-        _wait_for_workers(work)
+            )
+        if not _locked(workers, _LEAVING_S):
+            raise ConfigError(
+                f"output={work.output}: workers of a run that was killed are still there after "
+                f"{_LEAVING_S:g} s: end these processes, then start again"
+            )
+        fcntl.flock(workers, fcntl.LOCK_UN)  # for the workers of this run
         yield
 
 
@@ -49,17 +54,14 @@ def _lock_file(work: Work) -> IO[str]:
         ) from error
 
 
-def _wait_for_workers(work: Work) -> None:
-    """Wait until no worker of a run that was killed is left, which might write yet."""
-    deadline = time.monotonic() + _LEAVING_S
-    with (work.folder / "workers").open("a") as file:
-        while True:
-            try:
-                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"output={work.output}: workers of a run that was killed are still there "
-                        f"after {_LEAVING_S:g} s: end these processes, then start again"
-                    ) from None
-            time.sleep(_POLL_S)
+def _locked(file: IO[str], seconds: float) -> bool:
+    """Whether this process got the file's lock for itself within some seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if time.monotonic() > deadline:
+                return False
+        time.sleep(_POLL_S)
