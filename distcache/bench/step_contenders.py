@@ -81,21 +81,21 @@ def _config_of(mode: str, config: Config) -> Config:
     return replace(config, parallel=replace(config.parallel, mode=mode))
 
 
-class PooledSum(nn.Module):
-    """Next to no dense part: `(dense [b, F], pooled [b, P]) -> scale * sum of pooled [b]`."""
+class PooledMean(nn.Module):
+    """Next to no dense part: `(dense [b, F], pooled [b, P]) -> scale * mean of pooled [b]`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        return self.scale * pooled.sum(dim=1)
+        return self.scale * pooled.mean(dim=1)
 
 
 def _dense(
     embeddings_only: bool, config: Config, tables: Sequence[TableSpec], features: int
 ) -> nn.Module:
-    return PooledSum() if embeddings_only else build.build_dense(config, tables, features)
+    return PooledMean() if embeddings_only else build.build_dense(config, tables, features)
 
 
 def _own_group(world: World) -> World:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Sequence
 from itertools import combinations
@@ -18,6 +19,7 @@ from distcache.bench.report import Record
 from distcache.bench.spread import ratios, rotated, spread
 from distcache.bench.step_batches import BatchBank
 from distcache.comm.world import World
+from distcache.errors import ConfigError
 
 log = logging.getLogger("distcache.bench.step")
 
@@ -92,6 +94,12 @@ class Turns:
             if step == steps - 1:
                 self._synchronise()
             marks.append(time.perf_counter())
+        loss = losses[-1]()
+        if not math.isfinite(loss):
+            raise ConfigError(
+                f"modes={contender.name}: the loss is {loss} after {self._trained + steps} steps, "
+                "so its steps say nothing: lower optim.embedding_lr and optim.dense_lr"
+            )
         after = contender.stage_seconds()
         stages = {key: 1e3 * (after[key] - before.get(key, 0.0)) / steps for key in after}
         after = contender.hidden_seconds()
@@ -103,7 +111,7 @@ class Turns:
             "stage_ms": stages,
             "stage_hidden_ms": hidden,
             "rows_per_step": moved,
-            "loss": losses[-1](),
+            "loss": loss,
         }
 
     def _synchronise(self) -> None:

@@ -190,3 +190,17 @@ def test_a_bank_hands_every_feed_the_same_batches_and_drops_what_all_have_read()
 def test_help(capsys):
     assert main(["--help"]) == 0
     assert "modes=data,resident,host,fused" in capsys.readouterr().out
+
+
+def test_steps_without_a_dense_part_train_too(tmp_path):
+    _, records = bench(tmp_path / "rows.md", "modes=data,resident,bag", "model=embeddings")
+    losses = [mode["loss"] for mode in of(records, "mode")]
+    assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-4)
+    assert 0 < losses[0] < 0.7
+
+
+def test_a_model_that_diverges_is_refused(tmp_path, capfd):
+    given = ["size=small", "modes=resident", "optim.embedding_lr=1e30", "repetitions=1"]
+    assert main([*given, f"out={tmp_path / 'x.md'}", "steps=3", "warmup=4"]) == 1
+    assert "modes=resident: the loss is" in capfd.readouterr().err
+    assert not (tmp_path / "x.md").exists()
