@@ -262,7 +262,7 @@ def test_stopped_anywhere_it_goes_on_without_redoing(text, tmp_path, monkeypatch
 
 def test_a_second_start_leaves_the_first_alone(text, tmp_path, monkeypatch):
     """The same command again while a job is at it: refused, and nothing of the first is touched."""
-    monkeypatch.setattr(job, "_STARTING_S", 0.0)
+    monkeypatch.setattr(alone, "_STARTING_S", 0.0)
     seen = []
 
     class SecondStart:
