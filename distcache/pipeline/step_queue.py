@@ -38,12 +38,14 @@ class StepQueue:
     P + 1 steps are so far ahead of the loop, so the queue is bounded on that side too.
     """
 
-    def __init__(self, depth: int, moves: bool) -> None:
+    def __init__(self, depth: int, moves: bool, prefetch: int) -> None:
+        """`prefetch`: P; a step s may move after step s - P - 1 at the earliest."""
         self._depth, self._moves = max(1, depth), moves
         self._change = threading.Condition()
         self._known: deque[InFlight] = deque()
         self._unmoved: deque[InFlight] = deque()
         self._released, self._moving, self._wanted = _HELD, False, False
+        self._prefetch, self._coming = prefetch, _HELD
         self._applied: deque[tuple[int, Mark]] = deque(maxlen=_KEPT)
         self._ended, self._error = False, None
         self._broken: BaseException | None = None
@@ -64,6 +66,7 @@ class StepQueue:
             if not self.stopping:
                 self._known.append(flight)
                 self._unmoved.append(flight)
+                self._coming = flight.step + 1
                 self._change.notify_all()
 
     def _has_room(self) -> bool:
@@ -180,7 +183,10 @@ class StepQueue:
             return not self._moving
         if self._moving or self._may_move():
             return False
-        return bool(self._unmoved) or self._ended
+        # Of steps whose plans are not there yet: none may move that is more than P + 1 ahead.
+        return (
+            bool(self._unmoved) or self._ended or self._coming > self._released + self._prefetch + 1
+        )
 
     def hold(self) -> None:
         """Let nothing start to move until the next step arrives; waits for what is moving."""

@@ -42,7 +42,8 @@ class Pipeline:
         self._planner, self._batches = planner, batches
         self._movement, self._shake = tuple(movement), shake
         self._settled = True
-        self.queue = StepQueue(DEPTH if movement else depth, moves=bool(movement))
+        prefetch = planner.settings.prefetch
+        self.queue = StepQueue(DEPTH if movement else depth, bool(movement), prefetch)
         self.queue.alive = lambda: self._plans.is_alive()
         self.queue.others = self._raise_for_others
         self._plans = threading.Thread(target=self._plan, name="distcache-planner", daemon=True)
