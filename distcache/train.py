@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
@@ -139,10 +138,6 @@ def open_run_folder(run_dir: Path, config: Config, world: World) -> None:
     )
 
 
-_AFTER_CAUSE_S = 0.5
-"""How long a rank leaves the one that failed first to say why, before it says that it stopped."""
-
-
 def report(error: Exception, place: Place, store: dist.Store | None) -> int:
     """Say which rank failed first and why, in a line; exit code 1.
 
@@ -152,7 +147,6 @@ def report(error: Exception, place: Place, store: dist.Store | None) -> int:
     if rank == place.rank:
         show(error)
     else:
-        time.sleep(_AFTER_CAUSE_S)
         log.error("stopped because rank %d failed: %s", rank, message.splitlines()[0])
         if where := first_traceback(store):
             log.error("rank %d failed here:\n%s", rank, where.rstrip())

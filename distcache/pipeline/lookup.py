@@ -38,7 +38,7 @@ class DeviceBags:
     def tensors(self) -> list[Tensor]:
         """All of them."""
         own = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        return own if self.chunks is None else [*own, *self.chunks.tensors()]
+        return own if self.chunks is None else [*own, self.chunks.table]
 
 
 class PooledLookup(torch.autograd.Function):
