@@ -112,16 +112,6 @@ class DeviceCache:
         at = self._held(slots, "read")
         return self.weight.index_select(0, self._to_device(at) if where is None else where)
 
-    def write(self, slots: Index, weight: Tensor, state: Tensor | None) -> None:
-        """Replace rows and state in place (after `apply`) and mark them dirty.
-
-        `slots` are distinct and hold rows; `weight` `[m, D]`, `state` `[m, S]` or None.
-        """
-        at = self._held(slots, "write")
-        self._check_values(at, weight, state)
-        self.dirty[at] = True
-        self._copy_in(at, weight, state)
-
     def evict(self, slots: Index, rows: Index) -> tuple[Tensor, Tensor]:
         """Free `slots`, which must hold exactly `rows`; the dirty ones among them.
 
@@ -140,15 +130,9 @@ class DeviceCache:
         self.dirty[at] = False
         return torch.from_numpy(at[dirty]), torch.from_numpy(expected[dirty])
 
-    def dirty_slots(self, among: range | None = None) -> Tensor:
-        """Dirty slots, ascending, int64 on the CPU, within the contiguous range `among` (or all).
-
-        Their rows are `slot_row` there.
-        """
-        among = range(self.slots) if among is None else among
-        if among.step != 1 or among.start < 0 or among.stop > self.slots:
-            raise PlanError(f"slots {among} are not a contiguous part of [0, {self.slots})")
-        return torch.from_numpy(np.flatnonzero(self.dirty[among.start : among.stop]) + among.start)
+    def dirty_slots(self) -> Tensor:
+        """Dirty slots, ascending, int64 on the CPU; their rows are `slot_row` there."""
+        return torch.from_numpy(np.flatnonzero(self.dirty))
 
     def mark_dirty(self, slots: Index) -> None:
         """Mark `slots`, whose rows were changed in place on the device."""

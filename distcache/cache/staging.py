@@ -30,12 +30,6 @@ class StagingRing:
         self._busy = [Mark()] * count
         self._next = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        parts = [part for pair in self._buffers for part in pair if part is not None]
-        return sum(part.nbytes for part in parts)
-
     def take(self, rows: int) -> tuple[int, Tensor, Tensor | None]:
         """The next buffer: its number, for `release`, and views `[rows, D]`, `[rows, S]` or None.
 

@@ -75,10 +75,6 @@ class CollectiveCounters:
         """Count an all-reduce of `tensor`."""
         self.count(category, all_reduce_bytes(tensor.nbytes, world_size))
 
-    def count_gather(self, category: str, whole: Tensor, world_size: int) -> None:
-        """Count an all-gather into, or a reduce-scatter of, the buffer `whole`."""
-        self.count(category, gather_bytes(whole.nbytes, world_size))
-
     def count_all_to_all(
         self,
         category: str,

@@ -71,11 +71,6 @@ class GroupRows:
         self._arriving = StagingRing(prefetch + 2, widths, cache.dtype, streams)
         self._leaving = StagingRing(1, widths, cache.dtype, streams)
 
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of host memory between the store and the device."""
-        return self._arriving.nbytes + self._leaving.nbytes
-
     def write_back(self, plan: StepPlan, counts: MoveCounts) -> None:
         """Bring the dirty rows that leave to the store: cache[evict_slots] -> store[evict_rows]."""
         if len(plan.evict_slots):
