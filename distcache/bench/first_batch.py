@@ -15,35 +15,29 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
-from distcache.bench.options import at_least, option, parse, split_arguments, usage
+from distcache.bench.command import Bench, run_bench
+from distcache.bench.options import at_least, option
 from distcache.bench.report import (
     Record,
-    Report,
     Table,
-    check_out,
-    header,
-    to_markdown,
-    write_report,
 )
-from distcache.cli.logs import set_up_logging
 from distcache.data.criteo_arrays import CriteoArrays
 from distcache.data.criteo_batches import BatchSettings
 from distcache.data.criteo_text import IDS, INTEGERS
 from distcache.data.raw.manifest import ArrayFile, Manifest, write_manifest
 from distcache.data.raw.settings import TERABYTE_ROWS
-from distcache.errors import ConfigError, DistcacheError
+from distcache.errors import ConfigError
 
 log = logging.getLogger("distcache.bench.first_batch")
 
 MODULE = "distcache.bench.first_batch"
 PURPOSE = "Time to the first batch of preprocessed arrays, by their length."
-_TOLD = ("samples", "batch", "repetitions")
 
 
 @dataclass(frozen=True)
@@ -64,26 +58,10 @@ class FirstBatchOptions:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the bench; the exit code."""
-    given = tuple(sys.argv[1:] if arguments is None else arguments)
-    set_up_logging("WARNING")
-    if "--help" in given or "-h" in given:
-        sys.stdout.write(usage(FirstBatchOptions, MODULE, PURPOSE))
-        return 0
-    try:
-        options = parse(FirstBatchOptions, split_arguments(given).given)
-        out = check_out(options.out)
-        told = tuple(word for word in given if not word.startswith(("folder=", "out=")))
-        settings = {key: value for key, value in asdict(options).items() if key in _TOLD}
-        head = header(MODULE, told, settings, 1)
-        records = measure(options)
-        report = Report("Time to the first batch", MODULE, told, settings, records, tables)
-        sys.stdout.write(to_markdown(report, head))
-        if out is not None:
-            write_report(report, head, out)
-    except DistcacheError as error:
-        log.error("%s", error)
-        return 1
-    return 0
+    bench = Bench(
+        "Time to the first batch", MODULE, PURPOSE, FirstBatchOptions, measure, tables, "WARNING"
+    )
+    return run_bench(bench, arguments)
 
 
 def make_sparse_folder(folder: Path, samples: int) -> int:

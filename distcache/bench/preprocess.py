@@ -16,25 +16,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from distcache.bench.command import Bench, run_bench
 from distcache.bench.criteo_lines import write_lines
 from distcache.bench.memory_watch import MemoryWatch
-from distcache.bench.options import at_least, option, parse, split_arguments, usage
+from distcache.bench.options import at_least, option
 from distcache.bench.report import (
     Record,
-    Report,
     Table,
-    check_out,
-    header,
-    to_markdown,
-    write_report,
 )
-from distcache.cli.logs import set_up_logging
 from distcache.data.criteo_arrays import CriteoArrays
 from distcache.data.criteo_batches import BatchSettings
-from distcache.errors import ConfigError, DistcacheError
+from distcache.errors import ConfigError
 
 log = logging.getLogger("distcache.bench.preprocess")
 
@@ -68,34 +63,17 @@ class PreprocessOptions:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the bench; the exit code."""
-    given = tuple(sys.argv[1:] if arguments is None else arguments)
-    set_up_logging("INFO")
-    if "--help" in given or "-h" in given:
-        sys.stdout.write(usage(PreprocessOptions, MODULE, PURPOSE))
-        return 0
-    try:
-        options = parse(PreprocessOptions, split_arguments(given).given)
-        out = check_out(options.out)
-        # Where the files lie says nothing about the run elsewhere.
-        told = tuple(word for word in given if not word.startswith(("folder=", "out=")))
-        settings = {key: value for key, value in asdict(options).items() if key in _TOLD}
-        head = header(MODULE, told, settings, 1)
-        with tempfile.TemporaryDirectory(prefix="criteo-", dir=options.folder or None) as folder:
-            records = measure(options, Path(folder))
-        report = Report("Preprocessing", MODULE, told, settings, records, tables)
-        sys.stdout.write(to_markdown(report, head))
-        if out is not None:
-            write_report(report, head, out)
-    except DistcacheError as error:
-        log.error("%s", error)
-        return 1
-    return 0
+    bench = Bench("Preprocessing", MODULE, PURPOSE, PreprocessOptions, measure, tables)
+    return run_bench(bench, arguments)
 
 
-_TOLD = ("bytes", "jobs", "repetitions", "workers")
+def measure(options: PreprocessOptions) -> list[Record]:
+    """The records, from files in a folder that is removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="criteo-", dir=options.folder or None) as folder:
+        return measure_in(Path(folder), options)
 
 
-def measure(options: PreprocessOptions, folder: Path) -> list[Record]:
+def measure_in(folder: Path, options: PreprocessOptions) -> list[Record]:
     """Generate the text, run every job in turns, and time a first batch of each result."""
     text = folder / "train.txt"
     began = time.perf_counter()

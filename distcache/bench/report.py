@@ -18,6 +18,9 @@ from distcache.errors import ConfigError
 
 Record = dict[str, Any]
 
+_PLACES = ("out", "folder")
+"""Options that name places on this machine."""
+
 
 @dataclass(frozen=True)
 class Table:
@@ -44,14 +47,16 @@ class Report:
 def header(module: str, arguments: Sequence[str], settings: dict[str, Any], world: int) -> Record:
     """The first record: machine, versions, commit, command, load and settings.
 
-    Taken before the bench changes threads or affinity.
+    Taken before the bench changes threads or affinity. Where files lie (`out`, `folder`) says
+    nothing elsewhere and is left out.
     """
     record = {"kind": "environment", **describe_environment(world)}
     # Without the interpreter's and the checkout's paths, which say nothing elsewhere.
     launcher = ["torchrun", "--standalone", "--nproc-per-node", str(world)]
-    record["command"] = [*(launcher if world > 1 else ["python"]), "-m", module, *arguments]
+    record["command"] = [*(launcher if world > 1 else ["python"]), "-m", module]
+    record["command"] += [a for a in arguments if not a.startswith(tuple(f"{k}=" for k in _PLACES))]
     record["load_average"] = list(os.getloadavg())
-    record["settings"] = settings
+    record["settings"] = {k: value for k, value in settings.items() if k not in _PLACES}
     return record
 
 

@@ -11,24 +11,18 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from distcache.bench.options import at_least, option, parse, split_arguments, usage
+from distcache.bench.command import Bench, run_bench
+from distcache.bench.options import at_least, option
 from distcache.bench.report import (
     Record,
-    Report,
     Table,
-    check_out,
-    header,
-    to_markdown,
-    write_report,
 )
 from distcache.bench.spread import ratios, rotated, shown, spread
-from distcache.cli.logs import set_up_logging
-from distcache.errors import DistcacheError
 from distcache.store.available import require_memory
 from distcache.store.copies import put_rows, take_rows
 
@@ -57,25 +51,8 @@ class RowsOptions:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the bench; the exit code."""
-    given = tuple(sys.argv[1:] if arguments is None else arguments)
-    set_up_logging("INFO", 0, 1)
-    if "--help" in given or "-h" in given:
-        sys.stdout.write(usage(RowsOptions, MODULE, PURPOSE))
-        return 0
-    try:
-        options = parse(RowsOptions, split_arguments(given).given)
-        out = check_out(options.out)
-        head = header(MODULE, given, asdict(options), 1)
-        report = Report(
-            "Rows in host memory", MODULE, given, asdict(options), measure(options), tables
-        )
-        sys.stdout.write(to_markdown(report, head))
-        if out is not None:
-            write_report(report, head, out)
-    except DistcacheError as error:
-        log.error("%s", error)
-        return 1
-    return 0
+    bench = Bench("Rows in host memory", MODULE, PURPOSE, RowsOptions, measure, tables, "INFO")
+    return run_bench(bench, arguments)
 
 
 def measure(options: RowsOptions) -> list[Record]:
