@@ -6,7 +6,8 @@ import logging
 import math
 from pathlib import Path
 
-from distcache.config import CacheConfig, Config, DataConfig, ModelConfig, OptimConfig
+from distcache.config import Config, DataConfig, ModelConfig, OptimConfig
+from distcache.config_cache import check_cache
 from distcache.config_data import (
     check_held_out,
     check_interactions,
@@ -46,7 +47,7 @@ def check(config: Config, world_size: int, local_size: int) -> list[str]:
     auto_or_count("trainer.threads", config.trainer.threads, 1)
     _check_data(config.data)
     _check_model(config.model, config.data)
-    _check_cache(config.cache)
+    check_cache(config.cache)
     _check_optim(config.optim)
     _check_trainer(config)
     _check_precision(config)
@@ -63,7 +64,7 @@ def check_own(config: Config, local_size: int) -> None:
     for key, rule, wanted in rules:
         if key not in ("data.name", "model.name"):
             rule(key, lookup(config, key), wanted)
-    _check_cache(config.cache)
+    check_cache(config.cache)
     _check_optim(config.optim)
     _check_precision(config)
     _check_resume(config)
@@ -171,18 +172,6 @@ def _check_model(model: ModelConfig, data: DataConfig) -> None:
         raise ConfigError(
             f"{key} with model.pooling={model.pooling}: torch's embedding_bag takes "
             "per-sample weights with sum alone: use model.pooling=sum, or no weights"
-        )
-
-
-def _check_cache(cache: CacheConfig) -> None:
-    sizes = {"rows": cache.rows, "ratio": cache.ratio, "bytes": cache.bytes}
-    given = [f"cache.{name}={value}" for name, value in sizes.items() if value is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} contradict each other: give one of them")
-    if cache.ratio is not None and not 0 < cache.ratio <= 1:
-        raise ConfigError(
-            f"cache.ratio={cache.ratio} is a share of the rows: give a number above 0 and at most "
-            "1, or cache.rows=<slots per rank>"
         )
 
 

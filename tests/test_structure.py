@@ -10,9 +10,10 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "distcache"
 FLOORS = (
-    "config config_check config_data config_values layout step_plan errors paths versions ops",
+    "config config_cache config_check config_data config_values layout step_plan errors paths "
+    "versions ops",
     "store cache streams comm",
-    "planner data models optim",
+    "planner popularity data models optim",
     "coordinator pipeline parallel embedding",
     "trainer evaluate checkpoint metrics run",
     "train fitting compare preprocess analyze plan export bench cli __init__",
