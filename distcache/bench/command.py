@@ -1,4 +1,4 @@
-"""The command line of a bench that runs in one process and takes no Hydra overrides."""
+"""The command line of a bench that runs in one process; most take no Hydra overrides."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from distcache.errors import ConfigError, DistcacheError
 @dataclass(frozen=True)
 class Bench:
     """A bench: `options` is the dataclass of its keys, with `out` among them; `measure` takes one
-    and gives the records of which `tables` makes the report."""
+    and gives the records of which `tables` makes the report; with `overrides` it takes the Hydra
+    overrides too."""
 
     title: str
     module: str
     purpose: str
     options: type
-    measure: Callable[[Any], list[Record]]
+    measure: Callable[..., list[Record]]
     tables: Callable[[Sequence[Record]], list[Table]]
     log_level: str = "INFO"
+    overrides: bool = False
 
 
 def run_bench(bench: Bench, arguments: Sequence[str] | None = None) -> int:
@@ -45,13 +47,14 @@ def run_bench(bench: Bench, arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         line = split_arguments(given)
-        if line.overrides:
+        if line.overrides and not bench.overrides:
             raise ConfigError(f"{line.overrides[0]}: no such key, --help shows them")
         options: Any = parse(bench.options, line.given)
         out = check_out(options.out)
         settings = asdict(options)
         head = header(bench.module, given, settings, 1)
-        records = bench.measure(options)
+        more = [line.overrides] if bench.overrides else []
+        records = bench.measure(options, *more)
         report = Report(bench.title, bench.module, given, settings, records, bench.tables)
         sys.stdout.write(to_markdown(report, head))
         if out is not None:

@@ -108,7 +108,8 @@ class Runner:
     def arrive(self, flight: InFlight, done: int) -> None:
         """Wait for the rows of a step; what may follow step `done` moves on."""
         if self._pipeline is not None:
-            self._pipeline.queue.arrive(flight, done, self._streams.mark(COMPUTE))
+            self._pipeline.queue.release(done, self._streams.mark(COMPUTE))
+            self._pipeline.queue.arrive(flight)
 
     def settle(self) -> None:
         """Wait for the moves that come before the ranks' next exchange."""

@@ -100,9 +100,11 @@ class CachedParallel(Parallel):
             train, evaluate = (SerialSchedule(stages, streams, shake) for stages in kinds)
             return train, evaluate
         movement = movement_of(step.training)
-        self.feed = StepFeed(self.planner, self.rows, depth, streams, movement, shake)
-        settle = self.feed.settle
-        train, evaluate = (OverlappedSchedule(stages, streams, shake, settle) for stages in kinds)
+        early = self.settings.hot is not None
+        feed = self.feed = StepFeed(self.planner, self.rows, depth, streams, movement, shake, early)
+        train, evaluate = (
+            OverlappedSchedule(stages, streams, shake, feed.settle, feed.arrive) for stages in kinds
+        )
         return train, evaluate
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from distcache.pipeline.build import home_planners, join_rows, make_caches, make
 from distcache.pipeline.groups import TableGroup
 from distcache.pipeline.planning import PlanningSettings, StreamPlanner
 from distcache.pipeline.rows import GroupRows
+from distcache.pipeline.split import HotSamples
 from distcache.planner.home import PassThroughPlanner, Planner, ResidentPlanner
 from distcache.store.initial import block_rows, initial_rows
 from distcache.store.rows import RowStore
@@ -29,7 +30,8 @@ class CachedSettings:
     """How a cached mode runs. `slots`: C of each group (only mode `data` reads it); `schedule`:
     `overlapped` or `serial`; `shake_ms`: longest random delay at hand-overs between threads;
     `result_delay`: steps after which a step's loss is read (None: 2 on CUDA, 0 on the CPU);
-    `amp`: `off`, or `bf16` for the dense part."""
+    `amp`: `off`, or `bf16` for the dense part; `hot`: training steps are split into the samples
+    that it names and the others (equal on all ranks; too large to compare)."""
 
     mode: str
     slots: Sequence[int] = ()
@@ -46,6 +48,7 @@ class CachedSettings:
     shake_ms: float = 0.0
     result_delay: int | None = None
     amp: str = "off"
+    hot: HotSamples | None = field(default=None, compare=False)
 
 
 def make_rows(
@@ -115,5 +118,6 @@ def make_planner(
             validate=settings.validate,
             fingerprint=settings.fingerprint,
             prepare=prepare,
+            hot=settings.hot,
         ),
     )

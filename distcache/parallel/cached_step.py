@@ -15,10 +15,11 @@ from distcache.optim.masked import masked_step, put_back, uncount
 from distcache.parallel.cached_parts import CachedSettings
 from distcache.parallel.precision import predict
 from distcache.pipeline.groups import TableGroup, join_pooled
-from distcache.pipeline.lookup import PooledLookup
+from distcache.pipeline.lookup import DeviceBags, PooledLookup, to_device
 from distcache.pipeline.movement import Movement
 from distcache.pipeline.rows import GroupRows
-from distcache.pipeline.schedule import InFlight, Stage
+from distcache.pipeline.schedule import EARLY, InFlight, Stage
+from distcache.pipeline.split import StepPart
 from distcache.streams import COMMUNICATION, COMPUTE, Streams
 
 
@@ -49,7 +50,11 @@ class CachedStep:
         self._control, self._delay = ControlRing(self.link, streams, delay), delay
         self._bad_ranks: tuple[int, ...] = ()
         movement = Movement(rows, self.link, streams, True, settings.dtype).stages
+        first: tuple[Stage, ...] = ()
+        if settings.hot is not None:
+            first = (Stage(EARLY, COMPUTE, self._forward_backward_hot),)
         self.training = (
+            *first,
             *movement,
             Stage("forward_backward", COMPUTE, self._forward_backward),
             Stage("sync", COMMUNICATION, self._sync),
@@ -73,15 +78,62 @@ class CachedStep:
         ]
 
     def _forward_backward(self, flight: InFlight) -> None:
-        batch = flight.planned.batch
+        parts = flight.planned.parts
+        if parts:
+            hot, cold = parts
+            if not hot.early:
+                self._start(flight)
+                self._add_part(flight, hot)
+            self._add_part(flight, cold)
+            return
+        self._start(flight)
         flight.leaves = [leaf.requires_grad_() for leaf in self._take_leaves(flight)]
+        logits = self._predict(flight)
+        flight.loss = self._loss(logits, flight.labels, flight)
+        flight.loss.backward()
+
+    def _start(self, flight: InFlight) -> None:
         self.dense.zero()
         flight.buffers = [(value, value.clone()) for value in self.model.buffers()]
-        logits = self._predict(flight)
-        labels = flight.labels.to(logits.dtype)
+
+    def _loss(self, logits: Tensor, labels: Tensor, flight: InFlight) -> Tensor:
+        """This rank's share of the mean over the global batch."""
+        labels = labels.to(logits.dtype)
         total = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-        flight.loss = total / batch.global_size
-        flight.loss.backward()
+        return total / flight.planned.batch.global_size
+
+    def _forward_backward_hot(self, flight: InFlight) -> None:
+        """The hot part of a step, if its rows are all on the device before any moves for it."""
+        hot = flight.planned.parts[0]
+        if hot.early:
+            self._start(flight)
+            self._add_part(flight, hot)
+
+    def _add_part(self, flight: InFlight, part: StepPart) -> None:
+        """Add a part's loss and gradients to those of its step; the hot part comes first."""
+        device = self.link.world.device
+        if not flight.gradients:
+            flight.gradients = [
+                torch.zeros(plan.distinct, rows.cache.dim, dtype=rows.cache.dtype, device=device)
+                for rows, plan in zip(self.rows, flight.planned.plans, strict=True)
+            ]
+            flight.loss = torch.zeros((), dtype=self.settings.dtype, device=device)
+        if len(part.samples) == 0:
+            return
+        dtype = self.settings.dtype
+        dense, labels = (to_device(t.to(dtype), device) for t in (part.dense, part.labels))
+        bags = [DeviceBags(b, p, device) for b, p in zip(part.bags, part.plans, strict=True)]
+        of_groups = zip(self.rows, part.plans, bags, strict=True)
+        leaves = [rows.leaf(plan, b.slots).requires_grad_() for rows, plan, b in of_groups]
+        pooled = [PooledLookup.apply(leaf, b) for leaf, b in zip(leaves, bags, strict=True)]
+        joined = join_pooled(self.groups, pooled, len(labels))
+        logits = predict(self.model, dense, joined, self.settings.amp)
+        loss = self._loss(logits, labels, flight)
+        loss.backward()
+        flight.loss = flight.loss + loss.detach()
+        for gradient, leaf, b in zip(flight.gradients, leaves, bags, strict=True):
+            if leaf.grad is not None:  # rows are distinct within a part: plain additions
+                gradient.index_add_(0, b.touched, leaf.grad)
 
     @torch.no_grad()
     def _forward(self, flight: InFlight) -> None:
@@ -97,8 +149,10 @@ class CachedStep:
     def _sync(self, flight: InFlight) -> None:
         """Program order: row gradients of each group, dense chunks, loss and control."""
         native = self.settings.reduction == "native"
-        for leaf, plan, bags in zip(flight.leaves, flight.planned.plans, flight.bags, strict=True):
-            gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+        gradients = flight.gradients or [
+            leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in flight.leaves
+        ]
+        for gradient, plan, bags in zip(gradients, flight.planned.plans, flight.bags, strict=True):
             where = (bags.touched, bags.source_rows)
             flight.sums.append(reduce_rows(self.link, plan, gradient, native, where))
         self.dense.sum()

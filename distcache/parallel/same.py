@@ -25,10 +25,11 @@ def check_same(
 ) -> None:
     """Raise ConfigError on every rank unless all ranks were given the same; called by all ranks.
 
-    `settings`: a dataclass whose fields are compared one by one.
+    `settings`: a dataclass whose fields are compared one by one, but those with `compare=False`.
     """
     values: dict[str, Any] = {"torch's version": torch.__version__}
-    values |= {f"setting {f.name!r}": getattr(settings, f.name) for f in fields(settings)}
+    own = [f.name for f in fields(settings) if f.compare]
+    values |= {f"setting {name!r}": getattr(settings, name) for name in own}
     values |= {f"optim {f.name!r}": getattr(optimizer, f.name) for f in fields(optimizer)}
     values["the order of tables"] = [table.name for table in tables]
     values |= {f"table {table.name!r}": table for table in tables}

@@ -47,12 +47,14 @@ class StepFeed:
         streams: Streams,
         movement: Sequence[Stage] = (),
         shake: Shaker | None = None,
+        early: bool = False,
     ) -> None:
+        """`early`: steps are handed out before their rows have arrived; see `arrive`."""
         self._streams = streams
         self.last_mark = streams.mark(COMPUTE)
         """Where on the device the last step ended."""
         self.planner, self._rows, self._depth = planner, rows, depth
-        self._movement, self._shake = tuple(movement), shake
+        self._movement, self._shake, self._early = tuple(movement), shake, early
         self.run_step, self.failed = -1, False
         self._pipeline: Pipeline | None = None
         self._due: InFlight | None = None
@@ -94,9 +96,16 @@ class StepFeed:
         if flight is not None:
             if not self._movement:
                 flight.after = self.last_mark
-            with self.whole():
-                queue.arrive(flight, self.run_step, self.last_mark)
+            queue.release(self.run_step, self.last_mark)
+            if not self._early:
+                with self.whole():
+                    queue.arrive(flight)
         return flight
+
+    def arrive(self, flight: InFlight) -> None:
+        """Wait for the rows of the step that was handed out last, inside `running`."""
+        if self._pipeline is not None:
+            self._pipeline.queue.arrive(flight)
 
     def settle(self, flight: InFlight) -> None:
         """Before the ranks' exchange of `flight`: wait for the fills that come before it."""

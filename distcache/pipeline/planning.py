@@ -25,6 +25,7 @@ from distcache.pipeline.exchange import PlanExchange, Status, Verdict
 from distcache.pipeline.groups import GroupBags, TableGroup, group_bags
 from distcache.pipeline.room import too_large
 from distcache.pipeline.sizes import agree_on_size
+from distcache.pipeline.split import HotSamples, StepPart, split_step
 from distcache.planner.assemble import Request, assemble, make_request, next_move_after
 from distcache.planner.home import HomeDecision, Planner
 from distcache.step_plan import StepPlan, check_plan, check_plan_fully
@@ -46,7 +47,8 @@ _LEAVING_S = 2.0
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A batch, its bags and plans by group, and when its planning ran."""
+    """A batch, its bags and plans by group, its hot and its cold part if steps are split, and when
+    its planning ran."""
 
     step: int
     batch: Batch
@@ -54,6 +56,7 @@ class PlannedStep:
     plans: list[StepPlan]
     spans: list[Span]
     planning_bytes: int = 0
+    parts: tuple[StepPart, ...] = ()
 
 
 @dataclass
@@ -71,7 +74,8 @@ class _Waiting:
 @dataclass(frozen=True)
 class PlanningSettings:
     """L, P, the dtype of weights, whether to check every law, and a number that must agree on all
-    ranks; `prepare` checks a batch (raising DataError) before anything is sent."""
+    ranks; `prepare` checks a batch (raising DataError) before anything is sent; `hot` splits
+    training steps, see `pipeline.split`."""
 
     lookahead: int
     prefetch: int
@@ -79,6 +83,7 @@ class PlanningSettings:
     validate: bool = False
     fingerprint: int = 0
     prepare: Callable[[Batch], Batch] = field(default=lambda batch: batch)
+    hot: HotSamples | None = None
 
 
 class StreamPlanner:
@@ -238,9 +243,12 @@ class StreamPlanner:
             else:
                 check_plan(plan)
             plans.append(plan)
+        batch, bags, parts = entry.batch, entry.bags, ()
+        if self.settings.hot is not None and batch.kind == "train":
+            parts = split_step(batch, bags, plans, self.settings.hot)
         entry.spans.append(Span("plan", LANE, entry.step, started, time.perf_counter()))
         sent = entry.planning_bytes + self.link.counters.planning_bytes - sent
-        return PlannedStep(entry.step, entry.batch, entry.bags, plans, entry.spans, sent)
+        return PlannedStep(entry.step, batch, bags, plans, entry.spans, sent, parts)
 
     def _load(self, entry: _Waiting) -> Exception | None:
         """Read the batch's dense features and labels; what went wrong with that."""

@@ -17,6 +17,9 @@ from distcache.streams import COMMUNICATION, COMPUTE, Mark, Streams
 
 TRAINING_LANE = "training"
 
+EARLY = "forward_backward_hot"
+"""The stage that computes what needs none of the rows that still move."""
+
 TRAINING = (COMPUTE, COMMUNICATION)
 """Streams whose stages run in the training loop; those of all others are movement."""
 
@@ -35,6 +38,8 @@ class InFlight:
     counts: list[MoveCounts] = field(default_factory=list)
     fill_bytes: int = 0
     leaves: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    """This rank's row gradients by group, `[U, D]`, where they are not those of `leaves`."""
     sums: list[Tensor] = field(default_factory=list)
     buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Buffers of the dense model, and their values before the step."""
@@ -90,15 +95,18 @@ def run_stages(
     lane: str,
     streams: Streams,
     shake: Shaker | None = None,
+    alone: bool = False,
 ) -> None:
     """Take `flight` through `stages`, in order; an error is noted with stage and step.
 
-    The device work of a stage runs on its stream, after that of the stage before.
+    The device work of a stage runs on its stream, after that of the stage before. `alone`: another
+    thread takes the same step through other stages meanwhile; these neither follow nor precede.
     """
     for stage in stages:
         if shake is not None:
             shake()
-        streams.after(stage.stream, (flight.after,))
+        if not alone:
+            streams.after(stage.stream, (flight.after,))
         try:
             with streams.on(stage.stream), spanned(flight.spans, stage.name, lane, flight.step):
                 start = streams.mark(stage.stream)
@@ -108,7 +116,8 @@ def run_stages(
             error.add_note(f"in stage {stage.name} of step {flight.step}")
             raise
         if end.event is not None:
-            flight.after = end
+            if not alone:
+                flight.after = end
             flight.marks.append(DeviceSpan(stage.name, lane, start, end))
 
 
@@ -131,6 +140,8 @@ class OverlappedSchedule:
     Ranks talk over one device group, in one order (DESIGN, section 7): every fill that may run
     beside step t comes before the exchange of step t. So `settle` waits for those before the first
     stage that communicates.
+
+    Stages of training that stand before movement run while the step's rows still move.
     """
 
     def __init__(
@@ -139,15 +150,21 @@ class OverlappedSchedule:
         streams: Streams,
         shake: Shaker | None,
         settle: Callable[[InFlight], None],
+        arrive: Callable[[InFlight], None],
     ) -> None:
-        self._streams, self._shake, self._settle = streams, shake, settle
-        own = tuple(stage for stage in stages if stage.stream in TRAINING)
+        self._streams, self._shake = streams, shake
+        self._settle, self._arrive = settle, arrive
+        moves = [i for i, stage in enumerate(stages) if stage.stream not in TRAINING]
+        self._early = stages[: moves[0]] if moves else ()
+        own = tuple(s for s in stages[len(self._early) :] if s.stream in TRAINING)
         first = [i for i, stage in enumerate(own) if stage.stream == COMMUNICATION]
         cut = first[0] if first else len(own)
         self._alone, self._together = own[:cut], own[cut:]
 
     def run(self, flight: InFlight) -> None:
-        """Take a step, whose rows have moved, through the stages of the training loop."""
+        """Take a step through the stages of the training loop."""
+        run_stages(self._early, flight, TRAINING_LANE, self._streams, self._shake, alone=True)
+        self._arrive(flight)
         if not flight.moved:
             raise RuntimeError(f"the rows of step {flight.step} have not moved")
         run_stages(self._alone, flight, TRAINING_LANE, self._streams, self._shake)
@@ -160,7 +177,7 @@ def record(clock: StageClock, flight: InFlight, streams: Streams, before: Mark) 
     """Let `clock` know of a step that is through all stages, on the device too.
 
     On a device a stage took what its work took there; the step stalled from the end of the step
-    before it (`before`) until its rows had arrived.
+    before it (`before`), or of what it could compute early, until its rows had arrived.
     """
     spans, waits = flight.spans, flight.waits
     if flight.marks:
@@ -170,6 +187,8 @@ def record(clock: StageClock, flight: InFlight, streams: Streams, before: Mark) 
             times[mark.name] = Span(mark.name, mark.lane, flight.step, start or 0.0, end or 0.0)
         spans = [times.get(span.name, span) for span in spans]
         free, filled = streams.seconds(before), times.get("fill")
+        if free is not None and EARLY in times:
+            free = max(free, times[EARLY].end)
         if free is not None and filled is not None:
             waits = [Span(WAIT, TRAINING_LANE, flight.step, free, max(free, filled.end))]
     planned = flight.planned

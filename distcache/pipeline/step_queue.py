@@ -137,19 +137,21 @@ class StepQueue:
         self._waited(flight, started)
         return flight
 
-    def arrive(self, flight: InFlight, done: int, mark: Mark = Mark()) -> None:  # noqa: B008
-        """Wait for the rows of the step just taken; `done`: the last step that was applied, and
-        `mark`: where on the device it was.
+    def release(self, done: int, mark: Mark = Mark()) -> None:  # noqa: B008
+        """Let move what may now; `done`: the last step that was applied, and `mark`: where on the
+        device it was. Nothing to do where the loop moves rows itself."""
+        if self._moves:
+            with self._change:
+                self._released = done
+                self._applied.append((done, mark))
+                self._change.notify_all()
 
-        Releases what may move now. Where the loop moves rows itself there is nothing to do.
-        """
+    def arrive(self, flight: InFlight) -> None:
+        """Wait for the rows of the step just taken, for which all is released."""
         if not self._moves:
             return
         started = time.perf_counter()
         with self._change:
-            self._released = done
-            self._applied.append((done, mark))
-            self._change.notify_all()
             self._until(lambda: flight.moved or self._broken or self._is_stopped())
             self._raise_if_broken()
             if not flight.moved:

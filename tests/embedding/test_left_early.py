@@ -82,7 +82,7 @@ def test_a_step_of_a_stopped_queue_is_not_waited_for() -> None:
     flight.moved = False
     queue.stop()
     with pytest.raises(PlanError, match="stopped before step 0"):
-        queue.arrive(flight, -1)
+        queue.arrive(flight)
     stream.close()
     ebc.close()
 
