@@ -19,7 +19,7 @@ from distcache.planner.policy import PINNED, Policy
 _PER_OCTAVE = 12
 """Levels of a count for each doubling: neighbours differ by 6 %."""
 
-_KEYS_PER_OCTAVE = 8
+_KEYS_PER_OCTAVE = 4
 """Keys of the ranking `lfu` for each doubling of a count, or half-life since its last use."""
 
 _SPAN = 16
