@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from distcache.errors import ConfigError, DistcacheError
-from distcache.planner.policy import POLICIES, TAILS, Policy
+from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class CacheSettings:
     bytes: int | None = None
     lookahead: int = 8
     prefetch: int = 1
-    policy: str = "lookahead"
-    tail: str = "lru"
-    admission: bool = False
+    policy: str = DEFAULT.name
+    tail: str = DEFAULT.tail
+    admission: bool = DEFAULT.admission
     half_life: float | str = "auto"
     schedule: str = "overlapped"
     reduction: str = "ordered"
@@ -55,7 +55,7 @@ class CacheSettings:
     def _check_policy(self) -> None:
         with library_words():
             policy = self.policy_settings
-        if self.tail != "lru" and not policy.uses_window:
+        if self.tail != DEFAULT.tail and not policy.uses_window:
             raise ConfigError(f"tail={self.tail!r} is for policy='lookahead': leave it out")
         if policy.needs_popularity:
             name = "tail" if policy.uses_window else "policy"
