@@ -115,10 +115,11 @@ class CachedTables:
     def _make_planner(self) -> StreamPlanner:
         settings, world = self.settings, self.world
         link = Link(world, world.planning_group, self.counters, "the planning group")
+        policy, classes = settings.policy_settings, [None] * len(self.rows)
         return StreamPlanner(
             link,
             self.groups,
-            home_planners(self.rows, world.rank, settings.prefetch, settings.policy),
+            home_planners(self.rows, world.rank, settings.prefetch, policy, classes),
             [rows.cache.slots for rows in self.rows],
             PlanningSettings(
                 lookahead=settings.lookahead,

@@ -20,6 +20,8 @@ from distcache.pipeline.planning import PlanningSettings, StreamPlanner
 from distcache.pipeline.rows import GroupRows
 from distcache.pipeline.split import HotSamples
 from distcache.planner.home import PassThroughPlanner, Planner, ResidentPlanner
+from distcache.planner.policy import DEFAULT, Policy
+from distcache.planner.rankings import home_popularity
 from distcache.store.initial import block_rows, initial_rows
 from distcache.store.rows import RowStore
 from distcache.streams import Streams
@@ -27,7 +29,8 @@ from distcache.streams import Streams
 
 @dataclass(frozen=True)
 class CachedSettings:
-    """How a cached mode runs. `slots`: C of each group (only mode `data` reads it); `schedule`:
+    """How a cached mode runs. `slots`: C of each group (only mode `data` reads it); `popularity`:
+    a class for each row of each group (uint8 `[V]`), or () where there are none; `schedule`:
     `overlapped` or `serial`; `shake_ms`: longest random delay at hand-overs between threads;
     `result_delay`: steps after which a step's loss is read (None: 2 on CUDA, 0 on the CPU);
     `amp`: `off`, or `bf16` for the dense part; `hot`: training steps are split into the samples
@@ -37,7 +40,8 @@ class CachedSettings:
     slots: Sequence[int] = ()
     lookahead: int = 8
     prefetch: int = 1
-    policy: str = "lookahead"
+    policy: Policy = DEFAULT
+    popularity: Sequence[np.ndarray] = ()
     reduction: str = "ordered"
     seed: int = 0
     dtype: torch.dtype = torch.float32
@@ -104,7 +108,11 @@ def make_planner(
     elif settings.mode == "host":
         planners = [PassThroughPlanner(layout, world.rank) for layout in layouts]
     else:
-        planners = home_planners(rows, world.rank, settings.prefetch, settings.policy)
+        classes: list[np.ndarray | None] = [None] * len(rows)
+        if settings.popularity:
+            pairs = zip(layouts, settings.popularity, strict=True)
+            classes = [home_popularity(layout, world.rank, of) for layout, of in pairs]
+        planners = home_planners(rows, world.rank, settings.prefetch, settings.policy, classes)
     grows = settings.mode == "host"
     return StreamPlanner(
         Link(world, world.planning_group, counters, "the planning group"),

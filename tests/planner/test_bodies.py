@@ -13,13 +13,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plan_streams import BODIES, make_layout, streams
+from policy_reference import counted
 
 from distcache.errors import ConfigError, PlanError
 from distcache.planner import loops
 from distcache.planner.assemble import make_request
-from distcache.planner.bodies import NAMES, NUMPY, SETTING, Bodies, make, using
+from distcache.planner.bodies import NAMES, NUMPY, SETTING, Bodies, bodies, make, using
 from distcache.planner.calls import distinct_rows, grouped, hashed_rows, occurrences
 from distcache.planner.home import HomePlanner
+from distcache.planner.policy import POLICIES, Policy
+from distcache.planner.rankings import ByCount
 from distcache.planner.simulator import PlannerSettings, simulate
 
 PLAIN = Bodies("python", **{name: getattr(loops, name) for name in NAMES})
@@ -140,6 +143,31 @@ def test_occurrences(values: list[int], kind: str, total: int, looked_up: bool) 
     assert (result.starts == [(canonical < k).sum() for k in range(total + 1)]).all()
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(0, 255), min_size=1, max_size=40),
+    st.integers(0, 2**30),
+    st.sampled_from([0, 1, 2**20 + 7, 2**32 // 9, 2**31, 2**32]),
+    st.integers(0, 2**32 - 1),
+)
+def test_counts(levels: list[int], step: int, rate: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = rng.permutation(len(levels)).astype(np.int32)
+    back = (step * rng.random(len(levels)) ** rng.choice([1, 9])).astype(np.int32)
+    ranking = ByCount(len(levels), 1, 5.0)
+
+    def count(counts: np.ndarray) -> np.ndarray:
+        tables = ranking._values, ranking._factors
+        bodies().count_uses(rows, step - back - 1, step, rate, *tables, counts)
+        return counts
+
+    counts = np.array(levels, np.uint8)
+    result = by_all(count, counts, written=0)
+    expected = [counted(levels[r], int(r), step, min(int(b) + 1, 2**30) * rate)
+                for r, b in zip(rows, back, strict=True)]  # fmt: skip
+    assert result[rows].tolist() == expected
+
+
 @pytest.mark.parametrize("rows", [70_000, 200_000])
 def test_order_of_more_rows_than_one_digit_counts(rows: int) -> None:
     labels = np.random.default_rng(0).integers(0, rows, 30_000).astype(np.int32)
@@ -175,15 +203,17 @@ def test_plans_of_random_streams_campaign(case: tuple) -> None:
     check_equal_plans(case)
 
 
-@pytest.mark.parametrize("window", [True, False])
+@pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_plans_of_a_long_stream_in_a_tight_cache(world: int, window: bool) -> None:
+def test_plans_of_a_long_stream_in_a_tight_cache(world: int, name: str) -> None:
     rng = np.random.default_rng(world)
     stream = [
         [(rng.random(60) ** 3 * 4000).astype(np.int64) for _ in range(world)] for _ in range(80)
     ]
     largest = max(len(np.unique(np.concatenate(step))) for step in stream)
-    config = PlannerSettings(world * largest, 5, 1, window)
+    classes = rng.integers(0, 250, 4000).astype(np.uint8)
+    policy = Policy(name, "lfu" if name == "lookahead" else "lru", admission=world > 2)
+    config = PlannerSettings(world * largest, 5, 1, policy, classes)
     check_equal_plans((stream, make_layout(4000, world), config))
 
 
