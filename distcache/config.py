@@ -122,6 +122,16 @@ class CacheConfig:
     """Which rows leave first: `lookahead` (window-Belady) or `lru`."""
     tail: str = "lru"
     """`lookahead`: order of the rows without a use in the window: `lru`."""
+    statistics: str | None = None
+    """A folder of distcache.analyze or distcache.preprocess: how often each row is looked up."""
+    order: str = "ids"
+    """How the planner numbers rows: `ids`, or by `popularity`, the most frequent first."""
+    warm_start: Any = "auto"
+    """Share of the slots, 0 to 1, filled with the most frequent rows before step 0; `auto`: all
+    where there are statistics, else none."""
+    split: Any = "proportional"
+    """Slots over groups of tables: `proportional` to their rows, `by_curve` for the fewest expected
+    fetches (with statistics), or {table: rows}, the rows of each table to be cached first."""
     placement: str = "replicated"
     """How cached rows lie over ranks: `replicated`."""
     reduction: str = "ordered"

@@ -1,0 +1,119 @@
+"""How many rows a step needs how likely: from counts to curves, and what follows from them.
+
+A row that a share p of a table's lookups names is needed by a step of n lookups of that table with
+probability q = 1 - (1 - p)^n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distcache.popularity.statistics import Statistics, TableCounts
+
+DEVIATIONS = 6.0
+"""Slots that a step is given room for, in standard deviations above the rows it is expected to
+need."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Rows of one table by how likely a step needs them.
+
+    `use` float64 `[m]`, descending: the probability q; `rows` int64 `[m]`: how many rows have it.
+    `unseen` rows, which the statistics do not have, have `unseen_use` each.
+    """
+
+    use: np.ndarray
+    rows: np.ndarray
+    unseen: int = 0
+    unseen_use: float = 0.0
+
+    @property
+    def expected_rows(self) -> float:
+        """Distinct rows that a step is expected to need."""
+        return float(self.use @ self.rows) + self.unseen * self.unseen_use
+
+
+@dataclass(frozen=True)
+class GroupCurves:
+    """The curves of a group's tables; `row_bytes`: bytes of a row and its optimizer state."""
+
+    tables: tuple[Curve, ...]
+    row_bytes: int
+
+    @property
+    def rows(self) -> int:
+        """V: rows of all tables."""
+        return sum(int(curve.rows.sum()) + curve.unseen for curve in self.tables)
+
+
+def row_use(counts: np.ndarray, lookups: int, per_step: float) -> np.ndarray:
+    """q of rows that `counts` of `lookups` lookups name, for `per_step` lookups; float64."""
+    share = np.asarray(counts, dtype=np.float64) / max(lookups, 1)
+    with np.errstate(divide="ignore"):
+        return -np.expm1(per_step * np.log1p(-np.minimum(share, 1.0)))
+
+
+def lookups_per_step(statistics: Statistics, table: TableCounts, batch: int) -> float:
+    """Lookups of `table` that a global batch of `batch` samples makes, on average."""
+    return table.lookups / max(statistics.samples, 1) * batch
+
+
+def curve_of(table: TableCounts, per_step: float, share: float = 1.0) -> Curve:
+    """The curve of a table for steps of `per_step` lookups.
+
+    Statistics of a sample (`share` < 1) have not met all rows: to those that they lack goes, by
+    Good (1953) and Turing, the share of lookups that named a row once.
+    """
+    counts = np.asarray(table.counts)
+    values, rows = np.unique(counts[counts > 0], return_counts=True)
+    values, rows = values[::-1], rows[::-1].astype(np.int64)
+    unseen = table.rows - int(rows.sum())
+    unseen_use = 0.0
+    if share < 1 and unseen and len(values):
+        once = int(rows[-1]) if values[-1] == 1 else 0
+        count = min(once / unseen, 1.0)
+        unseen_use = float(row_use(np.asarray([count]), table.lookups, per_step)[0])
+    return Curve(row_use(values, table.lookups, per_step), rows, unseen, unseen_use)
+
+
+def least_slots(group: GroupCurves, world_size: int) -> int:
+    """Slots, a multiple of W, in which a step of a group is expected to fit with room to spare.
+
+    The rows of a step fall to W homes like independent draws; each home gets as many slots as it
+    is expected to need and `DEVIATIONS` standard deviations more, but not more than its rows.
+    """
+    mean = sum(curve.expected_rows for curve in group.tables) / world_size
+    variance = 0.0
+    for curve in group.tables:
+        homed, unseen = curve.use / world_size, curve.unseen_use / world_size
+        variance += float(curve.rows @ (homed * (1 - homed))) + curve.unseen * unseen * (1 - unseen)
+    home = math.ceil(mean + DEVIATIONS * math.sqrt(variance))
+    return min(max(home, 1), -(-group.rows // world_size)) * world_size
+
+
+def hot_prefixes(tables: Sequence[Curve], slots: int) -> list[int]:
+    """How many of each table's most frequent rows are among the `slots` likeliest of all.
+
+    Only rows that were looked up count; where several are as likely, earlier tables' come first.
+    """
+    use = np.concatenate([curve.use for curve in tables])
+    rows = np.concatenate([curve.rows for curve in tables])
+    owner = np.repeat(np.arange(len(tables)), [len(curve.use) for curve in tables])
+    order = np.argsort(-use, kind="stable")
+    ends = np.cumsum(rows[order])
+    taken = np.clip(slots - (ends - rows[order]), 0, rows[order])
+    return [int(taken[owner[order] == place].sum()) for place in range(len(tables))]
+
+
+def expected_misses(tables: Sequence[Curve], hot_rows: Sequence[int]) -> float:
+    """Distinct rows of a step that are expected outside each table's `hot_rows` likeliest."""
+    outside = 0.0
+    for curve, hot in zip(tables, hot_rows, strict=True):
+        inside = np.clip(hot - (np.cumsum(curve.rows) - curve.rows), 0, curve.rows)
+        outside += curve.expected_rows - float(curve.use @ inside)
+    return outside
