@@ -1,7 +1,9 @@
 """How many rows a step needs how likely: from counts to curves, and what follows from them.
 
-A row that a share p of a table's lookups names is needed by a step of n lookups of that table with
-probability q = 1 - (1 - p)^n.
+A step's n lookups of a table are n of the N that were counted, none twice. A row that c of them
+name is needed by a step with probability q = 1 - C(N - c, n) / C(N, n) (Hurlbert, 1971), which is
+1 - (1 - c / N)^n for small n / N. The sum of q is the expected number of distinct rows, without
+bias also where the N are a sample: the rows that it lacks need no guess.
 """
 
 from __future__ import annotations
@@ -24,18 +26,17 @@ class Curve:
     """Rows of one table by how likely a step needs them.
 
     `use` float64 `[m]`, descending: the probability q; `rows` int64 `[m]`: how many rows have it.
-    `unseen` rows, which the statistics do not have, have `unseen_use` each.
+    `unseen`: rows that no lookup named.
     """
 
     use: np.ndarray
     rows: np.ndarray
     unseen: int = 0
-    unseen_use: float = 0.0
 
     @property
     def expected_rows(self) -> float:
         """Distinct rows that a step is expected to need."""
-        return float(self.use @ self.rows) + self.unseen * self.unseen_use
+        return float(self.use @ self.rows)
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,17 @@ class GroupCurves:
 
 
 def row_use(counts: np.ndarray, lookups: int, per_step: float) -> np.ndarray:
-    """q of rows that `counts` of `lookups` lookups name, for `per_step` lookups; float64."""
-    share = np.asarray(counts, dtype=np.float64) / max(lookups, 1)
-    with np.errstate(divide="ignore"):
-        return -np.expm1(per_step * np.log1p(-np.minimum(share, 1.0)))
+    """q of rows that `counts` of `lookups` lookups name, for `per_step` lookups; float64.
+
+    C(N - c, n) / C(N, n) is a product of c factors 1 - n / (N - i), and of n factors 1 - c / (N - i)
+    as well: the smaller number of factors, each taken at the middle i.
+    """
+    counts = np.asarray(counts, dtype=np.float64)
+    few, many = np.minimum(counts, per_step), np.maximum(counts, per_step)
+    left = lookups - np.maximum(few - 1, 0) / 2
+    with np.errstate(divide="ignore", invalid="ignore"):
+        chance = -np.expm1(few * np.log1p(-np.minimum(many / left, 1.0)))
+    return np.where(counts > 0, chance, 0.0)
 
 
 def lookups_per_step(statistics: Statistics, table: TableCounts, batch: int) -> float:
@@ -63,22 +71,12 @@ def lookups_per_step(statistics: Statistics, table: TableCounts, batch: int) -> 
     return table.lookups / max(statistics.samples, 1) * batch
 
 
-def curve_of(table: TableCounts, per_step: float, share: float = 1.0) -> Curve:
-    """The curve of a table for steps of `per_step` lookups.
-
-    Statistics of a sample (`share` < 1) have not met all rows: to those that they lack goes, by
-    Good (1953) and Turing, the share of lookups that named a row once.
-    """
+def curve_of(table: TableCounts, per_step: float) -> Curve:
+    """The curve of a table for steps of `per_step` lookups."""
     counts = np.asarray(table.counts)
     values, rows = np.unique(counts[counts > 0], return_counts=True)
     values, rows = values[::-1], rows[::-1].astype(np.int64)
-    unseen = table.rows - int(rows.sum())
-    unseen_use = 0.0
-    if share < 1 and unseen and len(values):
-        once = int(rows[-1]) if values[-1] == 1 else 0
-        count = min(once / unseen, 1.0)
-        unseen_use = float(row_use(np.asarray([count]), table.lookups, per_step)[0])
-    return Curve(row_use(values, table.lookups, per_step), rows, unseen, unseen_use)
+    return Curve(row_use(values, table.lookups, per_step), rows, table.rows - int(rows.sum()))
 
 
 def least_slots(group: GroupCurves, world_size: int) -> int:
@@ -90,8 +88,8 @@ def least_slots(group: GroupCurves, world_size: int) -> int:
     mean = sum(curve.expected_rows for curve in group.tables) / world_size
     variance = 0.0
     for curve in group.tables:
-        homed, unseen = curve.use / world_size, curve.unseen_use / world_size
-        variance += float(curve.rows @ (homed * (1 - homed))) + curve.unseen * unseen * (1 - unseen)
+        homed = curve.use / world_size
+        variance += float(curve.rows @ (homed * (1 - homed)))
     home = math.ceil(mean + DEVIATIONS * math.sqrt(variance))
     return min(max(home, 1), -(-group.rows // world_size)) * world_size
 

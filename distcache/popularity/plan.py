@@ -102,7 +102,7 @@ def plan_slots(
 
 
 def _curve(statistics: Statistics, table: TableCounts, batch: int) -> Curve:
-    return curve_of(table, lookups_per_step(statistics, table, batch), statistics.share)
+    return curve_of(table, lookups_per_step(statistics, table, batch))
 
 
 def _as_given(

@@ -51,7 +51,7 @@ def _by_saving(groups: Sequence[GroupCurves], least: Sequence[int]) -> list[tupl
     """(group, rows) in the order of saving per byte, without each group's `least` likeliest."""
     saving, rows, owner = [], [], []
     for index, (group, skipped) in enumerate(zip(groups, least, strict=True)):
-        use = np.concatenate([np.append(c.use, c.unseen_use) for c in group.tables])
+        use = np.concatenate([np.append(c.use, 0.0) for c in group.tables])
         count = np.concatenate([np.append(c.rows, c.unseen) for c in group.tables])
         order = np.argsort(-use, kind="stable")
         ends = np.cumsum(count[order])
