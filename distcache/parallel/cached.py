@@ -98,7 +98,9 @@ class CachedParallel(Parallel):
         self._unread: deque[tuple[InFlight, Mark]] = deque()
         self.clock, self.statistics = StageClock(), StepStatistics()
         check = BatchCheck(tables, features, settings.on_bad_id)
-        self.planner = make_planner(world, self.rows, CollectiveCounters(), settings, check)
+        self.planner = make_planner(
+            world, self.rows, CollectiveCounters(), settings, check, popular
+        )
         self._popularity, share = popularity, popularity.warm_start if popularity else 0.0
         self._warm, self._warmed = WarmStart([own.hot for own in popular], share), -1
         self._train, self._eval = self._schedules(shaker(settings.shake_ms, world.rank))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from distcache.cache.device_cache import DeviceCache
@@ -16,6 +17,7 @@ from distcache.optim.rows import RowUpdate
 from distcache.pipeline.groups import TableGroup, make_groups
 from distcache.pipeline.rows import GroupRows
 from distcache.planner.home import HomePlanner
+from distcache.planner.policy import Policy
 from distcache.popularity.node import GroupPopularity, Popularity, share_popularity
 from distcache.store.available import require_memory
 from distcache.store.rows import RowStore, create_stores
@@ -99,13 +101,19 @@ def join_rows(
 
 
 def home_planners(
-    rows: Sequence[GroupRows], rank: int, prefetch: int, policy: str
+    rows: Sequence[GroupRows],
+    rank: int,
+    prefetch: int,
+    policy: Policy,
+    popularity: Sequence[np.ndarray | None],
 ) -> list[HomePlanner]:
-    """The planners of this rank's homes: home h plans its own C / W slots of each group."""
-    window = policy == "lookahead"
+    """The planners of this rank's homes: home h plans its own C / W slots of each group.
+
+    `popularity`: for each group, the class of each row of this rank's home (uint8), or None.
+    """
     return [
-        HomePlanner(of.group.layout, rank, len(own_slots(of, rank)), prefetch, window)
-        for of in rows
+        HomePlanner(of.group.layout, rank, len(own_slots(of, rank)), prefetch, policy, classes)
+        for of, classes in zip(rows, popularity, strict=True)
     ]
 
 

@@ -55,8 +55,8 @@ class GroupCurves:
 def row_use(counts: np.ndarray, lookups: int, per_step: float) -> np.ndarray:
     """q of rows that `counts` of `lookups` lookups name, for `per_step` lookups; float64.
 
-    C(N - c, n) / C(N, n) is a product of c factors 1 - n / (N - i), and of n factors 1 - c / (N - i)
-    as well: the smaller number of factors, each taken at the middle i.
+    C(N - c, n) / C(N, n) is a product of c factors 1 - n / (N - i), and one of n factors
+    1 - c / (N - i): the one with fewer factors, each of them taken at the middle i.
     """
     counts = np.asarray(counts, dtype=np.float64)
     few, many = np.minimum(counts, per_step), np.maximum(counts, per_step)

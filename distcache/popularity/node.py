@@ -20,6 +20,8 @@ from distcache.store.memory import SharedMemory, describe_bytes
 
 log = logging.getLogger(__name__)
 
+_BLOCK = 1 << 20
+
 _WAY_OUT = (
     "use cache.order=ids, cache.warm_start=0 or a policy without statistics (cache.policy, "
     "cache.tail), or more memory"
@@ -55,6 +57,20 @@ class GroupPopularity:
     order: RowOrder | None = None
     classes: np.ndarray | None = None
     hot: np.ndarray | None = None
+
+    def classes_at(self, layout: RowLayout, home: int) -> np.ndarray | None:
+        """The class of each of a home's rows by its local index, uint8 `[ceil(V / W)]`."""
+        if self.classes is None or (layout.world_size == 1 and self.order is None):
+            return self.classes
+        found = np.zeros(layout.local_rows, dtype=np.uint8)
+        for start in range(0, layout.local_rows, _BLOCK):
+            stop = min(start + _BLOCK, layout.local_rows)
+            rows = layout.row(home, np.arange(start, stop))
+            there = rows < layout.rows  # the last index may be of no row
+            if self.order is not None:
+                rows[there] = self.order.original(rows[there])
+            found[start:stop][there] = self.classes[rows[there]]
+        return found
 
 
 def share_popularity(

@@ -11,6 +11,7 @@ from distcache.config import Config
 from distcache.data.batch import BatchSource
 from distcache.layout import TableSpec
 from distcache.optim.rows import row_update
+from distcache.planner.policy import Policy
 from distcache.popularity.node import Popularity
 from distcache.popularity.plan import Budget, SlotPlan, plan_slots, statistics_of
 from distcache.popularity.statistics import Statistics, check_fits, read_statistics
@@ -56,8 +57,14 @@ def plan_cache(
     if world.is_first:
         _report(tables, widths, itemsize, plan, statistics)
     warm = WARM_START if cache.warm_start == AUTO else float(cache.warm_start)
+    policy = Policy(cache.policy, cache.tail)
     return plan.slots, Popularity(
-        statistics, plan.hot_rows, order=cache.order == "popularity", warm_start=warm
+        statistics,
+        plan.hot_rows,
+        order=cache.order == "popularity",
+        warm_start=warm,
+        classes=policy.needs_popularity,
+        pinned=policy.ranking == "static",
     )
 
 
