@@ -101,8 +101,9 @@ class CachedParallel(Parallel):
         self.planner = make_planner(
             world, self.rows, CollectiveCounters(), settings, check, popular
         )
-        self._popularity, share = popularity, popularity.warm_start if popularity else 0.0
+        share = 0.0 if popularity is None else popularity.warm_start
         self._warm, self._warmed = WarmStart([own.hot for own in popular], share), -1
+        self._hot_rows = None if popularity is None else popularity.hot_rows
         self._train, self._eval = self._schedules(shaker(settings.shake_ms, world.rank))
 
     def _schedules(self, shake: Shaker | None) -> tuple[Schedule, Schedule]:
@@ -214,13 +215,9 @@ class CachedParallel(Parallel):
             )
         return self.feed.run_step, int(self.applied)
 
-    def _table(self, table: int) -> tuple[Tensor, Tensor | None]:
-        """Views of a table's weights and state in original ids."""
-        return table_views(self.rows, table)
-
     def table_block(self, table: int, start: int, stop: int) -> Tensor | None:
         """See `Parallel.table_block`."""
-        return self._table(table)[0][start:stop].cpu()
+        return table_views(self.rows, table)[0][start:stop].cpu()
 
     def dense_state(self) -> dict[str, Tensor]:
         """See `Parallel.dense_state`."""
@@ -234,7 +231,7 @@ class CachedParallel(Parallel):
         """
         shared = self.settings.mode != "resident"
         tables = self.tables if not shared or self.world.local_rank == 0 else []
-        views = [(table, *self._table(index)) for index, table in enumerate(tables)]
+        views = [(table, *table_views(self.rows, index)) for index, table in enumerate(tables)]
         state = {"applied_steps": self.applied}
         return (
             state
@@ -266,9 +263,9 @@ class CachedParallel(Parallel):
         values["stage_ms"] = self.clock.mean_ms()
         values["stage_hidden_ms"] = self.clock.hidden_ms()
         values["table_rows"] = sum(table.rows for table in self.tables)
-        if self._popularity is not None:
+        if self._hot_rows is not None:
             values["warm_start_rows"] = max(self._warmed, 0)
-            values["hot_rows"] = hot_rows(self.tables, self._popularity.hot_rows)
+            values["hot_rows_by_table"] = hot_rows(self.tables, self._hot_rows)
         if self.settings.mode != "data":
             values["cache_rows"] = None
             values["hit_rate"] = values["hit_rate_lookups"] = None

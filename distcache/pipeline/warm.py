@@ -61,19 +61,20 @@ def warm_up(
     step's.
     """
     world, began = link.world, time.perf_counter()
+    if not warm.wanted:
+        return 0
     link = Link(world, link.group, CollectiveCounters(), "the device group (warm start)")
     counts = MoveCounts()
-    if warm.wanted:
-        with streams.on(COPY_IN):
-            streams.after(COPY_IN, (streams.mark(COMPUTE),))
-            for group, hot in zip(rows, warm.hot, strict=True):
-                if hot is not None:
-                    _fill(group, hot[hot >= 0], warm.share, link, counts)
-            streams.wait(streams.mark(COPY_IN))
-        planner.restore(step, [of.held_rows(own_slots(of, world.rank)) for of in rows])
+    with streams.on(COPY_IN):
+        streams.after(COPY_IN, (streams.mark(COMPUTE),))
+        for group, hot in zip(rows, warm.hot, strict=True):
+            if hot is not None:
+                _fill(group, hot[hot >= 0], warm.share, link, counts)
+        streams.wait(streams.mark(COPY_IN))
+    planner.restore(step, [of.held_rows(own_slots(of, world.rank)) for of in rows])
     brought = together(world, lambda: (counts.rows_fetched, counts.host_to_device_bytes))
     fetched, moved = (sum(values) for values in zip(*brought, strict=True))
-    if world.is_first and warm.wanted:
+    if world.is_first:
         log.info(
             "warm start: %d rows in %d slots, %s from host memory, %.2f s",
             fetched,

@@ -115,3 +115,21 @@ def expected_misses(tables: Sequence[Curve], hot_rows: Sequence[int]) -> float:
         inside = np.clip(hot - (np.cumsum(curve.rows) - curve.rows), 0, curve.rows)
         outside += curve.expected_rows - float(curve.use @ inside)
     return outside
+
+
+def pinned_prefixes(tables: Sequence[Curve], slots: int, steps: int, world_size: int) -> list[int]:
+    """How many of each table's most frequent rows may stay in a group's `slots` for good.
+
+    As many as leave room, with `DEVIATIONS` to spare at the fullest home, for the other rows that
+    `steps` steps are expected to need.
+    """
+    low, high = 0, slots
+    while low < high:
+        middle = (low + high + 1) // 2
+        others = steps * expected_misses(tables, hot_prefixes(tables, middle))
+        spread = others + (middle if world_size > 1 else 0)  # which home has them is chance
+        if middle + others + DEVIATIONS * math.sqrt(spread * world_size) <= slots:
+            low = middle
+        else:
+            high = middle - 1
+    return hot_prefixes(tables, low)

@@ -34,7 +34,8 @@ class Popularity:
 
     `hot_rows`: for each table, how many of its most frequent rows lie in the cache first; `order`:
     whether rows are renumbered; `warm_start`: share of the slots filled before step 0; `classes`:
-    whether planners rank rows by class; `pinned`: whether the hot rows are `PINNED` there.
+    whether planners rank rows by class; `pinned_rows`: for each table, how many of its most
+    frequent rows are `PINNED` (None: no row is).
     """
 
     statistics: Statistics
@@ -42,7 +43,7 @@ class Popularity:
     order: bool = False
     warm_start: float = 0.0
     classes: bool = False
-    pinned: bool = False
+    pinned_rows: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def _agree(world: World, popularity: Popularity) -> None:
             "cache.statistics (its fingerprint)": statistics.fingerprint,
             "cache.statistics (its lookups)": [table.lookups for table in statistics.tables],
             "the hot rows of each table": popularity.hot_rows,
+            "the pinned rows of each table": popularity.pinned_rows,
             "cache.order": popularity.order,
             "cache.warm_start": popularity.warm_start,
         },
@@ -119,7 +121,8 @@ def _make(
     hot = sum(popularity.hot_rows[table] for table in tables) if popularity.warm_start else 0
     ordered = rows if popularity.order else 0
     sizes = [(hot, np.dtype(np.int64)), (ordered, dtype), (ordered, dtype)]
-    sizes.append((rows if popularity.classes else 0, np.dtype(np.uint8)))
+    classed = popularity.classes or popularity.pinned_rows is not None
+    sizes.append((rows if classed else 0, np.dtype(np.uint8)))
     size = sum(count * kind.itemsize for count, kind in sizes)
     if size == 0:
         return GroupPopularity(), _nothing, 0
@@ -141,8 +144,9 @@ def _make(
         if order is not None:
             fill_order(order, layout, [statistics.tables[table] for table in tables])
         if classes is not None:
-            pinned = [popularity.hot_rows[table] for table in tables]
-            classes[:] = row_classes(statistics, tables, pinned if popularity.pinned else None)
+            pinned = popularity.pinned_rows
+            own = None if pinned is None else [pinned[table] for table in tables]
+            classes[:] = row_classes(statistics, tables, own)
         if hottest is not None:
             found = hot_rows(statistics, tables, popularity.hot_rows, layout)
             hottest[: len(found)], hottest[len(found) :] = found, -1

@@ -11,7 +11,14 @@ import numpy as np
 from distcache.cache.size import cache_bytes, cache_slots
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables
-from distcache.popularity.curves import Curve, GroupCurves, curve_of, hot_prefixes, lookups_per_step
+from distcache.popularity.curves import (
+    Curve,
+    GroupCurves,
+    curve_of,
+    hot_prefixes,
+    lookups_per_step,
+    pinned_prefixes,
+)
 from distcache.popularity.split import (
     BY_CURVE,
     PROPORTIONAL,
@@ -130,6 +137,26 @@ def _as_given(
                 f"give fewer rows, or set cache.{key}={total} or more"
             )
     return SlotPlan(tuple(slots), tuple(hot))
+
+
+def pinned_rows(
+    tables: Sequence[TableSpec],
+    slots: Sequence[int],
+    statistics: Statistics,
+    budget: Budget,
+    steps: int,
+) -> tuple[int, ...]:
+    """For each table, how many of its most frequent rows stay in the cache for good.
+
+    `slots`: C of each group; `steps`: steps whose other rows the remaining slots hold at once.
+    """
+    pinned = [0] * len(tables)
+    for members, count in zip(group_tables(tables), slots, strict=True):
+        curves = [_curve(statistics, statistics.tables[table], budget.batch) for table in members]
+        prefixes = pinned_prefixes(curves, count, steps, budget.world_size)
+        for table, rows in zip(members, prefixes, strict=True):
+            pinned[table] = rows
+    return tuple(pinned)
 
 
 def _check_room(

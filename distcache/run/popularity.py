@@ -13,13 +13,18 @@ from distcache.layout import TableSpec
 from distcache.optim.rows import row_update
 from distcache.planner.policy import Policy
 from distcache.popularity.node import Popularity
-from distcache.popularity.plan import Budget, SlotPlan, plan_slots, statistics_of
+from distcache.popularity.plan import (
+    Budget,
+    SlotPlan,
+    pinned_rows,
+    plan_slots,
+    statistics_of,
+)
 from distcache.popularity.statistics import Statistics, check_fits, read_statistics
+from distcache.run.ahead import AUTO, PREFETCH
 from distcache.store.available import describe_bytes
 
 log = logging.getLogger(__name__)
-
-AUTO = "auto"
 
 WARM_START = 1.0
 """`cache.warm_start=auto` where there are statistics: see docs/popularity.md."""
@@ -44,27 +49,32 @@ def plan_cache(
     together(world, lambda: read.append(read_checked(config, tables, source)))
     statistics = read[0]
 
-    def decide() -> SlotPlan | None:
+    policy = Policy(cache.policy, cache.tail)
+    ahead = PREFETCH if cache.prefetch == AUTO else cache.prefetch
+
+    def decide() -> tuple[SlotPlan, tuple[int, ...] | None] | None:
         if not world.is_first:
             return None
-        return plan_slots(tables, widths, budget, cache.split, statistics)
+        plan = plan_slots(tables, widths, budget, cache.split, statistics)
+        if statistics is None or policy.ranking != "static":
+            return plan, None
+        return plan, pinned_rows(tables, plan.slots, statistics, budget, ahead + 1)
 
-    plan = together(world, decide)[0]
-    if plan is None:
+    decided = together(world, decide)[0]
+    if decided is None:
         raise RuntimeError("rank 0 decides the slots")
+    plan, pinned = decided
     if statistics is None:
         return plan.slots, None
     if world.is_first:
         _report(tables, widths, itemsize, plan, statistics)
-    warm = WARM_START if cache.warm_start == AUTO else float(cache.warm_start)
-    policy = Policy(cache.policy, cache.tail)
     return plan.slots, Popularity(
         statistics,
         plan.hot_rows,
         order=cache.order == "popularity",
-        warm_start=warm,
+        warm_start=WARM_START if cache.warm_start == AUTO else float(cache.warm_start),
         classes=policy.needs_popularity,
-        pinned=policy.ranking == "static",
+        pinned_rows=pinned,
     )
 
 
