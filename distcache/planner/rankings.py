@@ -34,7 +34,7 @@ class Ranking(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it keeps for all rows of the home."""
+        """Bytes that it keeps for all rows of the home, beside their popularity."""
         ...
 
     def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> None:
@@ -107,15 +107,10 @@ class ByLastUse:
 class ByClass:
     """`frequency`: the popularity class of a row, as the statistics have it."""
 
-    span, base = PINNED + 1, 0
+    span, base, nbytes = PINNED + 1, 0, 0
 
     def __init__(self, popularity: np.ndarray) -> None:
         self._popularity = popularity
-
-    @property
-    def nbytes(self) -> int:
-        """See `Ranking.nbytes`."""
-        return self._popularity.nbytes
 
     def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> None:
         """Classes are known beforehand."""

@@ -10,8 +10,11 @@ from omegaconf import OmegaConf
 
 from distcache import config_check
 from distcache.cli.compose import compose_overrides, to_config
+from distcache.config import CacheConfig
 from distcache.config_check import check
+from distcache.config_values import CHOICES
 from distcache.errors import ConfigError
+from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
 
 REFUSED = {
     "cache.rows=5 cache.ratio=0.1": ("cache.rows=5 and cache.ratio=0.1", "one of them"),
@@ -220,3 +223,10 @@ def test_a_glob_of_files_is_found(tmp_path):
     for day in range(2):
         (tmp_path / f"day_{day}").write_text("")
     assert checked(["data=criteo", f"data.path={tmp_path}/day_*"]) == []
+
+
+def test_the_tree_and_the_planner_have_the_same_policies() -> None:
+    cache = CacheConfig()
+    policy = Policy.of(cache.policy, cache.tail, cache.admission, cache.half_life)
+    assert policy == DEFAULT == Policy()
+    assert CHOICES["cache.policy"] == POLICIES and CHOICES["cache.tail"] == TAILS

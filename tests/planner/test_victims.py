@@ -176,6 +176,17 @@ def test_lfu_keeps_what_is_used_often_and_admission_keeps_single_uses_out() -> N
         assert 20 - len(last.fetch) == kept, policy
 
 
+def test_a_row_costs_a_byte_for_counts_and_one_for_its_popularity() -> None:
+    layout, classes = make_layout(100, 2), np.zeros(50, np.uint8)
+    for policy, popularity, each in (
+        (Policy(), None, 8),
+        (Policy(tail="lfu"), None, 9),
+        (Policy("frequency"), classes, 9),
+        (Policy("lfu"), classes, 10),
+    ):
+        assert HomePlanner(layout, 0, 5, 1, policy, popularity).index_bytes == each * 50
+
+
 def test_what_a_policy_needs_is_named() -> None:
     layout = make_layout(10, 1)
     for policy, key in ((Policy("static"), "policy=static"), (Policy(tail="frequency"), "tail=fr")):
