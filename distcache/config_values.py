@@ -25,6 +25,7 @@ CHOICES = {
     "data.held_out_by": ("last", "time"),
     "cache.policy": ("lookahead", "lfu", "lru", "frequency", "static"),
     "cache.tail": ("lru", "lfu", "frequency"),
+    "cache.order": ("ids", "popularity"),
     "cache.placement": ("replicated",),
     "cache.reduction": ("ordered", "native"),
     "store.name": ("memory",),

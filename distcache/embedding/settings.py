@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -14,7 +15,10 @@ from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """How the rows of a collection are cached and summed; see `CachedEmbeddingBagCollection`."""
+    """How the rows of a collection are cached and summed; see `CachedEmbeddingBagCollection`.
+
+    `statistics` may lie in another folder on each rank: what they say is compared, not where.
+    """
 
     rows: int | None = None
     ratio: float | None = None
@@ -25,6 +29,11 @@ class CacheSettings:
     tail: str = DEFAULT.tail
     admission: bool = DEFAULT.admission
     half_life: float | str = "auto"
+    statistics: Any = field(default=None, repr=False)
+    order: str = "ids"
+    warm_start: float | str = "auto"
+    split: Any = "proportional"
+    batch_size: int | None = None
     schedule: str = "overlapped"
     reduction: str = "ordered"
     gradient_reduction: str = "mean"
@@ -37,6 +46,7 @@ class CacheSettings:
             ("policy", POLICIES),
             ("tail", TAILS),
             ("admission", (False, True)),
+            ("order", ("ids", "popularity")),
             ("schedule", ("overlapped", "serial")),
             ("reduction", ("ordered", "native")),
             ("gradient_reduction", ("mean", "sum")),
@@ -47,6 +57,7 @@ class CacheSettings:
             if value not in known:
                 raise ConfigError(f"{name}={value!r} is not {' or '.join(map(repr, known))}")
         self._check_policy()
+        self._check_popularity()
         for name in ("lookahead", "prefetch"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
@@ -57,11 +68,38 @@ class CacheSettings:
             policy = self.policy_settings
         if self.tail != DEFAULT.tail and not policy.uses_window:
             raise ConfigError(f"tail={self.tail!r} is for policy='lookahead': leave it out")
-        if policy.needs_popularity:
-            name = "tail" if policy.uses_window else "policy"
+        name = "tail" if policy.uses_window else "policy"
+        self._needs_statistics(f"{name}={policy.ranking!r}", policy.needs_popularity)
+        self._needs_batch_size(f"{name}={policy.ranking!r}", policy.ranking == "static")
+
+    def _check_popularity(self) -> None:
+        warm, by_curve = self.warm_start, self.split == "by_curve"
+        number = isinstance(warm, int | float) and not isinstance(warm, bool)
+        if warm != "auto" and not (number and 0 <= float(warm) <= 1):
             raise ConfigError(
-                f"{name}={policy.ranking!r} ranks rows by statistics, which a collection cannot be "
-                f"given yet: use {name}='lfu', which counts for itself"
+                f"warm_start={warm!r} is a share of the slots, from 0 to 1, or 'auto'"
+            )
+        if not (isinstance(self.split, Mapping) or self.split in ("proportional", "by_curve")):
+            raise ConfigError(
+                f"split={self.split!r} is not 'proportional', 'by_curve' or {{table: rows}}"
+            )
+        self._needs_statistics(f"warm_start={warm!r}", warm not in ("auto", 0))
+        self._needs_statistics(f"order={self.order!r}", self.order != "ids")
+        self._needs_statistics(f"split={self.split!r}", by_curve)
+        self._needs_batch_size(f"split={self.split!r}", by_curve)
+
+    def _needs_statistics(self, what: str, needed: bool) -> None:
+        if needed and self.statistics is None:
+            raise ConfigError(
+                f"{what} needs to know how often rows are looked up: give statistics=<folder of "
+                "python -m distcache.analyze or preprocess, or a Statistics>"
+            )
+
+    def _needs_batch_size(self, what: str, needed: bool) -> None:
+        if needed and self.batch_size is None:
+            raise ConfigError(
+                f"{what} needs to know how many rows a step looks up: give batch_size=<samples of "
+                "an optimizer step over all ranks>"
             )
 
     @property

@@ -21,7 +21,7 @@ from distcache.pipeline.rows import GroupRows
 from distcache.pipeline.split import HotSamples
 from distcache.planner.home import PassThroughPlanner, Planner, ResidentPlanner
 from distcache.planner.policy import DEFAULT, Policy
-from distcache.planner.rankings import home_popularity
+from distcache.popularity.node import GroupPopularity
 from distcache.store.initial import block_rows, initial_rows
 from distcache.store.rows import RowStore
 from distcache.streams import Streams
@@ -29,8 +29,7 @@ from distcache.streams import Streams
 
 @dataclass(frozen=True)
 class CachedSettings:
-    """How a cached mode runs. `slots`: C of each group (only mode `data` reads it); `popularity`:
-    a class for each row of each group (uint8 `[V]`), or () where there are none; `schedule`:
+    """How a cached mode runs. `slots`: C of each group (only mode `data` reads it); `schedule`:
     `overlapped` or `serial`; `shake_ms`: longest random delay at hand-overs between threads;
     `result_delay`: steps after which a step's loss is read (None: 2 on CUDA, 0 on the CPU);
     `amp`: `off`, or `bf16` for the dense part; `hot`: training steps are split into the samples
@@ -41,7 +40,6 @@ class CachedSettings:
     lookahead: int = 8
     prefetch: int = 1
     policy: Policy = DEFAULT
-    popularity: Sequence[np.ndarray] = ()
     reduction: str = "ordered"
     seed: int = 0
     dtype: torch.dtype = torch.float32
@@ -99,6 +97,7 @@ def make_planner(
     counters: CollectiveCounters,
     settings: CachedSettings,
     prepare: Callable[[Batch], Batch],
+    popular: Sequence[GroupPopularity],
 ) -> StreamPlanner:
     """The planner of this rank's homes; `prepare` checks a batch before it is planned."""
     layouts = [of.group.layout for of in rows]
@@ -108,10 +107,7 @@ def make_planner(
     elif settings.mode == "host":
         planners = [PassThroughPlanner(layout, world.rank) for layout in layouts]
     else:
-        classes: list[np.ndarray | None] = [None] * len(rows)
-        if settings.popularity:
-            pairs = zip(layouts, settings.popularity, strict=True)
-            classes = [home_popularity(layout, world.rank, of) for layout, of in pairs]
+        classes = [own.classes_at(of, world.rank) for own, of in zip(popular, layouts, strict=True)]
         planners = home_planners(rows, world.rank, settings.prefetch, settings.policy, classes)
     grows = settings.mode == "host"
     return StreamPlanner(
