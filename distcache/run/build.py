@@ -170,6 +170,20 @@ def build_parallel(
     return mode
 
 
+def group_slots(
+    config: Config, world: World, tables: Sequence[TableSpec], ranks: int | None = None
+) -> list[int]:
+    """Slots of each group in mode `data`; `ranks`: as though there were so many (None: all)."""
+    cache, update = config.cache, row_update(config.optim.name, 0.0)
+    groups = []
+    for members in group_tables(tables):
+        dim = tables[members[0]].dim
+        rows = sum(tables[index].rows for index in members)
+        groups.append((rows, dim, update.state_width(dim)))
+    itemsize, ranks = dtype_of(config).itemsize, ranks or world.size
+    return cache_slots(cache.rows, cache.ratio, cache.bytes, groups, itemsize, ranks)
+
+
 def cached_settings(
     config: Config, world: World, tables: Sequence[TableSpec], source: BatchSource
 ) -> CachedSettings:
@@ -177,18 +191,7 @@ def cached_settings(
 
     Called by all ranks.
     """
-    cache, optimizer = config.cache, optimizer_spec(config)
-    slots: list[int] = []
-    if config.parallel.mode == "data":
-        update = row_update(optimizer.name, 0.0)
-        groups = []
-        for members in group_tables(tables):
-            dim = tables[members[0]].dim
-            rows = sum(tables[index].rows for index in members)
-            groups.append((rows, dim, update.state_width(dim)))
-        slots = cache_slots(
-            cache.rows, cache.ratio, cache.bytes, groups, dtype_of(config).itemsize, world.size
-        )
+    slots = group_slots(config, world, tables) if config.parallel.mode == "data" else []
     cache = resolve_ahead(config, world, source, tables, slots).cache
     return CachedSettings(
         mode=config.parallel.mode,
