@@ -20,6 +20,9 @@ _MARGIN, _MOST_MARGIN, _HOMES = 4.0, 0.1, 8
 """Slots left for the uneven share of hot rows that homes have: 4 deviations at 8 homes, at most a
 tenth of the slots. The same whatever the number of ranks, and so is the hot set."""
 
+_GRID = 65
+"""Points at which numbers of hot rows are tried first."""
+
 COLD_STEPS = (3, 2, 1)
 """Cold batches whose cold rows find room beside the hot rows: those of a step, of the one that
 movement runs ahead, and one to spare; fewer where the cache is too small for that."""
@@ -142,15 +145,20 @@ def rows_that_fit(curves: Sequence[CountCurve], slots: int, batch: int) -> list[
     if distinct <= room:
         return greedy(curves, distinct)
     for steps in COLD_STEPS:
-        low, high = 0, min(room, distinct)
-        while low < high:  # the most rows that fit; more of them leave fewer cold ones
-            middle = (low + high + 1) // 2
-            cold = expected_cold(curves, greedy(curves, middle), batch)
-            if middle + steps * cold <= room:
-                low = middle
-            else:
-                high = middle - 1
-        if low > 0:
+
+        def fits(rows: int, steps: int = steps) -> bool:
+            cold = expected_cold(curves, greedy(curves, rows), batch)
+            return rows + steps * cold <= room
+
+        # More hot rows leave fewer cold ones: few may not fit where more do. So the most are found
+        # on a grid, from above, and then between two of its points.
+        grid = np.linspace(min(room, distinct), 0, _GRID, dtype=np.int64)[:-1].tolist()
+        low = next((rows for rows in grid if fits(rows)), 0)
+        high = min((rows for rows in grid if rows > low), default=low)
+        while low and high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        if low:
             return greedy(curves, low)
     return [0] * len(curves)
 
