@@ -61,9 +61,7 @@ def test_samples_equal_a_loop_over_them(seed):
     own = [set(known.tables[t].hottest(wanted[t]).tolist()) for t in range(4)]
     assert hot.hot_rows == tuple(map(len, own))
     lengths = [np.ones(80, dtype=int) if f == seed % 4 else rng.poisson(1, 80) for f in range(4)]
-    bags = [
-        [rng.integers(0, rows[f], n).tolist() for n in lengths[f]] for f in range(4)
-    ]
+    bags = [[rng.integers(0, rows[f], n).tolist() for n in lengths[f]] for f in range(4)]
     found = hot.samples(jagged(bags))
     assert found.tolist() == hot_by_loop(own, bags)
     assert 0 < found.sum() < 80 or min(wanted) == 0
@@ -128,7 +126,8 @@ def test_rows_that_fit_leave_room_and_use_it():
         room = slots - slots // 10  # the margin of caches as small as these
         rows = sum(rows_that_fit(known, slots, batch))
         needed = [
-            hot + steps * expected_cold(known, greedy(known, hot), batch) for hot in (rows, rows + 1)
+            hot + steps * expected_cold(known, greedy(known, hot), batch)
+            for hot in (rows, rows + 1)
         ]
         assert 0 < rows < room
         assert needed[0] <= room < needed[1]
