@@ -34,7 +34,6 @@ SUMMARY_KEYS = (
     "peak_device_bytes",
     "embedding_device_bytes",
     "cache_rows",
-    "hot_rows",
     "hot_samples",
     "phase_rate",
     "hot_steps",

@@ -85,7 +85,6 @@ def batching_summary(source: Any, phase: Phase | None) -> dict[str, Any]:
     if not isinstance(source, HotColdSource):
         return {}
     return {
-        "hot_rows": source.hot.rows,
         "hot_samples": source.epoch(0).share,
         "phase_rate": phase and phase.rate,
     }

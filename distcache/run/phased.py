@@ -18,7 +18,8 @@ class PhasedSchedule(Schedule):
     """A `Schedule` that also evaluates after each phase, where anything is evaluated.
 
     The end of a phase is a fence: its stream ends, window and movement drain, and the next stream
-    begins when all ranks know the loss. `clock`: where training stands.
+    begins when all ranks know the loss. `clock`: where training stands; it lets no phase become
+    shorter than an evaluation, or that would take most of the time.
     """
 
     clock: PhaseClock
@@ -35,7 +36,7 @@ class PhasedSchedule(Schedule):
 
         first = plain.first_step
         phase = phase if phase is not None else phase_at(first, rate, sizes)
-        return cls(**vars(plain), clock=PhaseClock(phase, first, sizes))
+        return cls(**vars(plain), clock=PhaseClock(phase, first, sizes, plain.eval_batches))
 
     def position(self, step: int) -> Phase:
         """See `Schedule.position`."""

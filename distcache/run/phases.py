@@ -65,16 +65,16 @@ class Phase:
             if phase.hot < (end := math.ceil(phase.until * hot)):
                 return replace(phase, left=end - phase.hot, due=False)
 
-    def learn(self, loss: float | None, sizes: Sizes) -> Phase:
+    def learn(self, loss: float | None, least: float) -> Phase:
         """After the evaluation at the end of this phase; a loss that does not exist says nothing.
 
-        The rate stays between one batch of the larger kind and all of both.
+        The rate is not lowered below `least`, nor raised above 1.
         """
         if loss is None:
             return replace(self, due=False)
         rate, falls = self.rate, self.falls
         if self.loss is not None and loss > self.loss:
-            rate, falls = max(rate / 2, 1 / max(sizes(self.epoch))), 0
+            rate, falls = max(rate / 2, min(rate, least)), 0
         elif self.loss is not None and loss < self.loss:
             falls += 1
             if falls == STEADY_FALLS:
@@ -87,10 +87,13 @@ class Phase:
 
 
 class PhaseClock:
-    """The phase after each step of a run, from `phase` after `step` steps on."""
+    """The phase after each step of a run, from `phase` after `step` steps on.
 
-    def __init__(self, phase: Phase, step: int, sizes: Sizes) -> None:
-        self._phase, self._step, self._sizes = phase, step, sizes
+    The rate stays between `least` batches of the larger kind and all of both.
+    """
+
+    def __init__(self, phase: Phase, step: int, sizes: Sizes, least: int = 1) -> None:
+        self._phase, self._step, self._sizes, self._least = phase, step, sizes, max(least, 1)
 
     def at(self, step: int) -> Phase:
         """After `step` steps; of the current phase or at its end."""
@@ -105,7 +108,9 @@ class PhaseClock:
     def learn(self, step: int, loss: float | None) -> Phase:
         """The phase after `step` steps and an evaluation, which counts where one was due."""
         phase = self.at(step)
-        self._phase, self._step = phase.learn(loss, self._sizes) if phase.due else phase, step
+        if phase.due:
+            phase = phase.learn(loss, self._least / max(self._sizes(phase.epoch)))
+        self._phase, self._step = phase, step
         return self._phase
 
 

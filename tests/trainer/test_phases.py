@@ -73,20 +73,31 @@ def test_every_batch_once_whatever_the_losses(seed):
 
 
 def test_the_rate_halves_at_a_rise_and_doubles_after_steady_falls():
-    def sizes(epoch):
-        return 8, 4
-
     phase, rates = Phase(0.5), []
     falls = [0.9 - 0.01 * at for at in range(STEADY_FALLS + 1)]
     for loss in [1.0, 1.1, 1.2, 1.3, 1.4, 1.4, *falls, None, 0.8, 0.85]:
-        phase = phase.learn(loss, sizes)
+        phase = phase.learn(loss, 1 / 8)
         rates.append(phase.rate)
     # First nothing to compare with; three rises down to one batch of the larger kind, and no less.
     assert rates[:6] == [0.5, 0.25, 0.125, 0.125, 0.125, 0.125]
     assert rates[6:11] == [0.125] * 3 + [0.25] * 2
     assert rates[11:] == [0.25, 0.25, 0.125]  # no loss, a fall, a rise
-    everything = Phase(0.8, loss=1.0, falls=STEADY_FALLS - 1).learn(0.9, sizes)
+    everything = Phase(0.8, loss=1.0, falls=STEADY_FALLS - 1).learn(0.9, 1 / 8)
     assert everything.rate == 1.0
+    assert Phase(0.05, loss=1.0).learn(1.1, 1 / 8).rate == 0.05  # a low rate that was given stays
+
+
+def test_no_phase_becomes_shorter_than_an_evaluation():
+    plain, losses = Schedule(0, 170, None, 3), iter(range(1000))
+    schedule = PhasedSchedule.of(plain, Source(), None, 1.0)
+    lengths = []
+    for stream in schedule.streams(Source(), 0, 1):
+        batches = list(stream)
+        assert batches[-3:] == ["eval 0", "eval 1", "eval 2"]
+        lengths.append(len(batches) - 3)
+        schedule.learn(sum(lengths), next(losses))
+    assert lengths[:4] == [11, 6, 6, 3]
+    assert lengths[-8:] == lengths[-16:-8] == [3, 2, 3, 2, 3, 1, 2, 1]
 
 
 def test_a_phase_survives_json():
