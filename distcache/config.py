@@ -128,13 +128,25 @@ class CacheConfig:
     prefetch: Any = "auto"
     """P: steps that movement may run ahead of training; `auto`: 1, or 0 where the slots are too
     few for the rows of two steps."""
-    statistics: str | None = None
-    """A folder of `distcache.analyze` or `distcache.preprocess`: how often each row is looked
-    up."""
     policy: str = "lookahead"
-    """Which rows leave first: `lookahead` (window-Belady) or `lru`."""
+    """Which rows leave first: `lookahead` (window-Belady, then `tail`); or, whatever the window,
+    by `lfu`, `lru`, `frequency` (in the statistics), `static` (the hottest stay)."""
     tail: str = "lru"
-    """`lookahead`: order of the rows without a use in the window: `lru`."""
+    """`lookahead`: order of the rows without a use in the window: `lru`, `lfu` or `frequency`."""
+    admission: bool = False
+    """A row that comes in leaves first unless it scored above the next to leave even before."""
+    half_life: Any = "auto"
+    """`lfu`: steps in which counts lose half of their weight; `auto`: from slots and rows used."""
+    statistics: str | None = None
+    """Folder of distcache.analyze or distcache.preprocess: how often rows are looked up."""
+    order: str = "ids"
+    """How the planner numbers rows: `ids`, or by `popularity`, the most frequent first."""
+    warm_start: Any = "auto"
+    """Share of the slots, 0 to 1, filled with the most frequent rows before step 0; `auto`: all
+    where there are statistics, else none."""
+    split: Any = "proportional"
+    """Slots over groups of tables: `proportional` to their rows, `by_curve` for the fewest expected
+    fetches (with statistics), or {table: rows}, the rows of each table to be cached first."""
     placement: str = "replicated"
     """How cached rows lie over ranks: `replicated`."""
     reduction: str = "ordered"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from distcache.config import CacheConfig
 from distcache.errors import ConfigError
+
+_HOW = "give cache.statistics=<folder of python -m distcache.analyze or preprocess>"
 
 
 def check_cache(cache: CacheConfig) -> None:
@@ -16,4 +20,69 @@ def check_cache(cache: CacheConfig) -> None:
         raise ConfigError(
             f"cache.ratio={cache.ratio} is a share of the rows: give a number above 0 and at most "
             "1, or cache.rows=<slots per rank>"
+        )
+    _check_policy(cache)
+    _check_popularity(cache)
+
+
+def _check_popularity(cache: CacheConfig) -> None:
+    """The keys that read `cache.statistics`."""
+    warm, split, known = cache.warm_start, cache.split, cache.statistics is not None
+    number = isinstance(warm, int | float) and not isinstance(warm, bool)
+    if warm != "auto" and not (number and 0 <= warm <= 1):
+        raise ConfigError(
+            f"cache.warm_start={warm} is a share of the slots: give a number from 0 to 1, or auto"
+        )
+    if number and warm > 0 and not known:
+        raise ConfigError(
+            f"cache.warm_start={warm} fills slots with the most frequent rows, and which those are "
+            f"is not known: {_HOW}, or leave cache.warm_start out"
+        )
+    if cache.order == "popularity" and not known:
+        raise ConfigError(
+            f"cache.order=popularity needs to know how often rows are looked up: {_HOW}, or use "
+            "cache.order=ids"
+        )
+    if isinstance(split, Mapping):
+        for name, rows in split.items():
+            if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
+                raise ConfigError(
+                    f"cache.split: {name}={rows}: give a whole number of rows, at least 0"
+                )
+        return
+    if split not in ("proportional", "by_curve"):
+        raise ConfigError(
+            f"cache.split={split} is unknown: choose proportional or by_curve, or give the rows "
+            "of each table: cache.split='{t_cat_0:1000,t_cat_1:500}'"
+        )
+    if split == "by_curve" and not known:
+        raise ConfigError(
+            f"cache.split=by_curve needs to know how often rows are looked up: {_HOW}, or use "
+            "cache.split=proportional"
+        )
+
+
+def _check_policy(cache: CacheConfig) -> None:
+    ahead, life = cache.policy == "lookahead", cache.half_life
+    if cache.tail != "lru" and not ahead:
+        raise ConfigError(
+            f"cache.tail={cache.tail} orders what cache.policy=lookahead leaves open, and "
+            f"cache.policy={cache.policy} leaves nothing open: leave one of them out"
+        )
+    name, ranking = ("tail", cache.tail) if ahead else ("policy", cache.policy)
+    if ranking in ("frequency", "static") and cache.statistics is None:
+        raise ConfigError(
+            f"cache.{name}={ranking} ranks rows by how often they are looked up: give "
+            "cache.statistics=<folder> made by python -m distcache.analyze or distcache.preprocess"
+        )
+    if life == "auto":
+        return
+    if isinstance(life, bool) or not isinstance(life, int | float) or not 1 <= life <= 10**9:
+        raise ConfigError(
+            f"cache.half_life={life} is out of range: give auto, or steps from 1 to 1000000000"
+        )
+    if ranking != "lfu":
+        raise ConfigError(
+            f"cache.half_life={life} is for counts, which cache.{name}={ranking} does not keep: "
+            "leave it out, or use cache.tail=lfu or cache.policy=lfu"
         )

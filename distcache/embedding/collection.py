@@ -63,7 +63,11 @@ class CachedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
         Settings by keyword: at most one of `rows` (slots per rank over all tables), `ratio` (of
         each width's rows) and `bytes` (default: ratio 0.015); `lookahead=8` and `prefetch=1`,
-        optimizer steps that ids are known, and rows may move, ahead; `policy="lookahead"|"lru"`;
+        optimizer steps that ids are known, and rows may move, ahead; `policy="lookahead"|
+        "lfu"|"lru"`, with `tail="lru"|"lfu"`, `admission=False|True` and `half_life="auto"|steps`;
+        `statistics`, a folder of distcache.analyze or distcache.preprocess or a `Statistics`, with
+        `order`, `warm_start` and `split` as the keys of group `cache` (`batch_size`: samples of an
+        optimizer step over all ranks, for `split="by_curve"` and `policy="static"`);
         `schedule="overlapped"|"serial"`: rows move beside the steps, or between them;
         `reduction="ordered"|"native"`, whose bits do not or may depend on the cache;
         `gradient_reduction="mean"|"sum"`; `dtype=torch.float32|torch.float64`; `seed=0` of the
@@ -88,8 +92,11 @@ class CachedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         names = tuple(specs[table].name for table in lookups.tables)
         self.reader = IdReader(lookups, names, is_weighted)
         world = current_world(self._device, process_group, timeout_s)
-        self.tables = CachedTables(world, specs, lookups.tables, optimizer, chosen)
+        self.tables = CachedTables(
+            world, specs, lookups.tables, lookups.features, optimizer, chosen
+        )
         self._initialise(chosen.seed)
+        self.tables.warm_up()
         self.optimizer = RowOptimizer(self.tables, optimizer)
 
     def _initialise(self, seed: int) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from distcache.cache.size import cache_slots
 from distcache.comm.agree import together
 from distcache.comm.counters import CollectiveCounters
 from distcache.comm.failure import record_failure
@@ -23,16 +22,16 @@ from distcache.data.check import check_ids
 from distcache.embedding.ids import ReadIds
 from distcache.embedding.micro import join_ids
 from distcache.embedding.open_step import OpenStep
+from distcache.embedding.parts import make_row_parts, make_stream_planner
 from distcache.embedding.settings import CacheSettings, library_words
 from distcache.errors import ConfigError, PlanError
 from distcache.layout import TableSpec
 from distcache.optim.rows import RowUpdate
-from distcache.pipeline.build import home_planners, join_rows, make_caches, make_stores, own_slots
-from distcache.pipeline.groups import make_groups
+from distcache.pipeline.build import own_slots
 from distcache.pipeline.movement import Movement
-from distcache.pipeline.planning import PlannedStep, PlanningSettings, StreamPlanner
-from distcache.pipeline.rows import GroupRows
+from distcache.pipeline.planning import PlannedStep
 from distcache.pipeline.schedule import InFlight, Stage, run_stages
+from distcache.pipeline.warm import warm_up
 from distcache.streams import COMPUTE, Streams
 
 if TYPE_CHECKING:
@@ -51,25 +50,26 @@ class CachedTables:
         world: World,
         tables: Sequence[TableSpec],
         lookups: Sequence[int],
+        keys: Sequence[str],
         update: RowUpdate,
         settings: CacheSettings,
     ) -> None:
-        """`lookups`: the table of each lookup, in order."""
+        """`lookups`, `keys`: table and feature of each lookup, in order."""
         self.world, self.tables, self.update = world, list(tables), update
         self.settings, self._lookups = settings, [self.tables[table] for table in lookups]
         self.fingerprint = zlib.crc32(repr((tables, lookups, update, settings)).encode())
         self._agree()
-        names = [feature for table in tables for feature in table.features]
-        self.groups = make_groups(tables, names, world.size)
         self.counters = CollectiveCounters()
         self.link = Link(world, world.device_group, self.counters, "the device group")
-        self.streams_of_device = Streams(world.device)
+        self.streams_of_device = streams = Streams(world.device)
         with library_words():
-            self.rows = self._make_rows()
-        self._movement = Movement(
-            self.rows, self.link, self.streams_of_device, with_batch=False
-        ).stages
-        self.planner = self._make_planner()
+            parts = make_row_parts(self.link, self.tables, keys, update, settings, streams)
+            link = Link(world, world.planning_group, self.counters, "the planning group")
+            self.planner = make_stream_planner(
+                link, parts, settings, self.fingerprint, self._checked
+            )
+        self.groups, self.rows, self._warm = parts.groups, parts.rows, parts.warm
+        self._movement = Movement(self.rows, self.link, streams, with_batch=False).stages
         self.current: OpenStep | None = None
         self.steps = 0
         """Optimizer steps applied so far."""
@@ -89,45 +89,6 @@ class CachedTables:
                 f"ranks {others} make another CachedEmbeddingBagCollection than rank 0: tables, "
                 "optimizer and settings must be the same on all ranks"
             )
-
-    def _make_rows(self) -> list[GroupRows]:
-        settings, update, dtype = self.settings, self.update, self.settings.dtype
-        slots = cache_slots(
-            settings.rows,
-            settings.ratio,
-            settings.bytes,
-            [(g.layout.rows, g.dim, update.state_width(g.dim)) for g in self.groups],
-            dtype.itemsize,
-            self.world.size,
-        )
-        stores = make_stores(self.world, self.groups, update, dtype, settings.seed)
-        caches = make_caches(self.world, self.groups, slots, update, dtype)
-        return join_rows(
-            self.groups,
-            caches,
-            stores,
-            update,
-            self.link,
-            self.streams_of_device,
-            settings.prefetch,
-        )
-
-    def _make_planner(self) -> StreamPlanner:
-        settings, world = self.settings, self.world
-        link = Link(world, world.planning_group, self.counters, "the planning group")
-        return StreamPlanner(
-            link,
-            self.groups,
-            home_planners(self.rows, world.rank, settings.prefetch, settings.policy),
-            [rows.cache.slots for rows in self.rows],
-            PlanningSettings(
-                lookahead=settings.lookahead,
-                prefetch=settings.prefetch,
-                dtype=settings.dtype,
-                fingerprint=self.fingerprint,
-                prepare=self._checked,
-            ),
-        )
 
     def _checked(self, batch: Batch) -> Batch:
         """`batch` with every id inside its table; DataError names the one that is not."""
@@ -265,6 +226,10 @@ class CachedTables:
         for rows in self.rows:
             rows.cache.forget()
         self._ahead = True
+
+    def warm_up(self) -> None:
+        """Fill an empty cache with the most frequent rows, as far as statistics tell them."""
+        warm_up(self._warm, self.rows, self.planner, self.link, self.streams_of_device, self._moved)
 
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks why this one will not come."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from distcache.errors import ConfigError, DistcacheError
+from distcache.planner.policy import POLICIES, TAILS, Policy
 
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """How the rows of a collection are cached and summed; see `CachedEmbeddingBagCollection`."""
+    """How the rows of a collection are cached and summed; see `CachedEmbeddingBagCollection`.
+
+    `statistics` may lie in another folder on each rank: what they say is compared, not where.
+    """
 
     rows: int | None = None
     ratio: float | None = None
@@ -21,6 +26,14 @@ class CacheSettings:
     lookahead: int = 8
     prefetch: int = 1
     policy: str = "lookahead"
+    tail: str = "lru"
+    admission: bool = False
+    half_life: float | str = "auto"
+    statistics: Any = field(default=None, repr=False)
+    order: str = "ids"
+    warm_start: float | str = "auto"
+    split: Any = "proportional"
+    batch_size: int | None = None
     schedule: str = "overlapped"
     reduction: str = "ordered"
     gradient_reduction: str = "mean"
@@ -30,7 +43,10 @@ class CacheSettings:
 
     def __post_init__(self) -> None:
         for name, known in (
-            ("policy", ("lookahead", "lru")),
+            ("policy", POLICIES),
+            ("tail", TAILS),
+            ("admission", (False, True)),
+            ("order", ("ids", "popularity")),
             ("schedule", ("overlapped", "serial")),
             ("reduction", ("ordered", "native")),
             ("gradient_reduction", ("mean", "sum")),
@@ -39,11 +55,57 @@ class CacheSettings:
         ):
             value = getattr(self, name)
             if value not in known:
-                raise ConfigError(f"{name}={value!r} is not {known[0]!r} or {known[1]!r}")
+                raise ConfigError(f"{name}={value!r} is not {' or '.join(map(repr, known))}")
+        self._check_policy()
+        self._check_popularity()
         for name in ("lookahead", "prefetch"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 0")
+
+    def _check_policy(self) -> None:
+        with library_words():
+            policy = self.policy_settings
+        if self.tail != "lru" and not policy.uses_window:
+            raise ConfigError(f"tail={self.tail!r} is for policy='lookahead': leave it out")
+        name = "tail" if policy.uses_window else "policy"
+        self._needs_statistics(f"{name}={policy.ranking!r}", policy.needs_popularity)
+        self._needs_batch_size(f"{name}={policy.ranking!r}", policy.ranking == "static")
+
+    def _check_popularity(self) -> None:
+        warm, by_curve = self.warm_start, self.split == "by_curve"
+        number = isinstance(warm, int | float) and not isinstance(warm, bool)
+        if warm != "auto" and not (number and 0 <= float(warm) <= 1):
+            raise ConfigError(
+                f"warm_start={warm!r} is a share of the slots, from 0 to 1, or 'auto'"
+            )
+        if not (isinstance(self.split, Mapping) or self.split in ("proportional", "by_curve")):
+            raise ConfigError(
+                f"split={self.split!r} is not 'proportional', 'by_curve' or {{table: rows}}"
+            )
+        self._needs_statistics(f"warm_start={warm!r}", warm not in ("auto", 0))
+        self._needs_statistics(f"order={self.order!r}", self.order != "ids")
+        self._needs_statistics(f"split={self.split!r}", by_curve)
+        self._needs_batch_size(f"split={self.split!r}", by_curve)
+
+    def _needs_statistics(self, what: str, needed: bool) -> None:
+        if needed and self.statistics is None:
+            raise ConfigError(
+                f"{what} needs to know how often rows are looked up: give statistics=<folder of "
+                "python -m distcache.analyze or preprocess, or a Statistics>"
+            )
+
+    def _needs_batch_size(self, what: str, needed: bool) -> None:
+        if needed and self.batch_size is None:
+            raise ConfigError(
+                f"{what} needs to know how many rows a step looks up: give batch_size=<samples of "
+                "an optimizer step over all ranks>"
+            )
+
+    @property
+    def policy_settings(self) -> Policy:
+        """Which rows leave first."""
+        return Policy.of(self.policy, self.tail, self.admission, self.half_life)
 
 
 _WORDS = (

@@ -12,7 +12,8 @@ from torch import Tensor
 from distcache.comm.agree import together
 from distcache.embedding.core import CachedTables
 from distcache.errors import PlanError
-from distcache.layout import RowLayout, TableSpec
+from distcache.layout import TableSpec
+from distcache.pipeline.groups import TableGroup
 from distcache.store.rows import RowStore
 
 Part = tuple[int, slice, Tensor]
@@ -50,7 +51,7 @@ class WholeTables:
         if self._world.local_size < self._world.size:
             for rows in self._tables.rows:
                 if rows.store is not None:
-                    self._share(rows.group.layout, rows.store)
+                    self._share(rows.group, rows.store)
             together(self._world, lambda: None)
 
     def load_weights(self, weights: Mapping[int, Tensor]) -> None:
@@ -81,6 +82,7 @@ class WholeTables:
         with torch.no_grad():
             together(self._world, write)
         tables.forget_cached()
+        tables.warm_up()
 
     def _place(self, table: int) -> tuple[RowStore, int]:
         """A table's store and its index there."""
@@ -89,13 +91,13 @@ class WholeTables:
                 return rows.store, rows.group.tables.index(table)
         raise PlanError(f"table {table} has no store")
 
-    def _share(self, layout: RowLayout, store: RowStore) -> None:
+    def _share(self, group: TableGroup, store: RowStore) -> None:
         """Bring each row from its home's node to all: a sum where the other nodes give zeros."""
-        world = self._world
+        world, layout = self._world, group.layout
         first = world.rank - world.local_rank
         for start in range(0, layout.rows, _BLOCK_ROWS):
             stop = min(start + _BLOCK_ROWS, layout.rows)
-            homes = layout.home(np.arange(start, stop))
+            homes = layout.home(group.planned(np.arange(start, stop)))
             foreign = (homes < first) | (homes >= first + world.local_size) | bool(world.local_rank)
             for values in (store.weight, store.state):
                 if values is None:

@@ -26,6 +26,8 @@ SUMMARY_KEYS = (
     "hit_rate_lookups",
     "rows_fetched",
     "rows_written_back",
+    "warm_start_rows",
+    "hot_rows_by_table",
     "host_to_device_bytes",
     "device_to_host_bytes",
     "collective_bytes",

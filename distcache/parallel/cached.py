@@ -25,13 +25,19 @@ from distcache.optim.dense import dense_optimizer
 from distcache.optim.rows import row_update
 from distcache.parallel.base import LateResult, OptimizerSpec, Parallel, Step, StepResult
 from distcache.parallel.cached_parts import CachedSettings, make_planner, make_rows
-from distcache.parallel.cached_state import load_dense, state_of_dense, state_of_tables
+from distcache.parallel.cached_state import (
+    hot_rows,
+    load_dense,
+    state_of_dense,
+    state_of_tables,
+    table_views,
+)
 from distcache.parallel.cached_step import CachedStep
 from distcache.parallel.same import check_same
 from distcache.parallel.statistics import StepStatistics, stage_values
+from distcache.pipeline.build import popular_groups
 from distcache.pipeline.clock import StageClock, Watcher
 from distcache.pipeline.feed import StepFeed
-from distcache.pipeline.groups import make_groups
 from distcache.pipeline.schedule import (
     InFlight,
     OverlappedSchedule,
@@ -40,6 +46,8 @@ from distcache.pipeline.schedule import (
     record,
 )
 from distcache.pipeline.shake import Shaker, shaker
+from distcache.pipeline.warm import WarmStart, warm_up
+from distcache.popularity.node import Popularity
 from distcache.streams import Mark, Streams
 
 Schedule = OverlappedSchedule | SerialSchedule
@@ -59,12 +67,14 @@ class CachedParallel(Parallel):
         model: nn.Module,
         optimizer: OptimizerSpec,
         settings: CachedSettings,
+        popularity: Popularity | None = None,
     ) -> None:
+        """`popularity`: what mode `data` takes from statistics of these tables, in order."""
         check_same(world, tables, features, model, optimizer, settings)
         self.world, self.tables, self.settings = world, list(tables), settings
         self.features = tuple(features)
         self.model = model.to(world.device, settings.dtype)
-        self.groups = make_groups(tables, features, world.size)
+        self.groups, popular = popular_groups(world, tables, features, popularity)
         self.counters = CollectiveCounters()
         self.link = Link(world, world.device_group, self.counters, "the device group")
         spec = optimizer
@@ -88,7 +98,12 @@ class CachedParallel(Parallel):
         self._unread: deque[tuple[InFlight, Mark]] = deque()
         self.clock, self.statistics = StageClock(), StepStatistics()
         check = BatchCheck(tables, features, settings.on_bad_id)
-        self.planner = make_planner(world, self.rows, CollectiveCounters(), settings, check)
+        self.planner = make_planner(
+            world, self.rows, CollectiveCounters(), settings, check, popular
+        )
+        share = 0.0 if popularity is None else popularity.warm_start
+        self._warm, self._warmed = WarmStart([own.hot for own in popular], share), -1
+        self._hot_rows = None if popularity is None else popularity.hot_rows
         self._train, self._eval = self._schedules(shaker(settings.shake_ms, world.rank))
 
     def _schedules(self, shake: Shaker | None) -> tuple[Schedule, Schedule]:
@@ -112,6 +127,8 @@ class CachedParallel(Parallel):
 
     def stream(self, batches: Iterable[Batch]) -> Iterator[Step]:
         """Plan ahead on a thread of its own; see `Parallel.stream`."""
+        if self._warmed < 0:
+            self._warmed = warm_up(self._warm, self.rows, self.planner, self.link, self.streams)
         steps = self.feed.steps(batches)
         try:
             for flight in steps:
@@ -198,20 +215,9 @@ class CachedParallel(Parallel):
             )
         return self.feed.run_step, int(self.applied)
 
-    def _table(self, table: int) -> tuple[Tensor, Tensor | None]:
-        """Views of a table's weights and state in original ids."""
-        group = next(i for i, group in enumerate(self.groups) if table in group.tables)
-        place = self.groups[group].tables.index(table)
-        rows = self.rows[group]
-        if rows.store is not None:
-            return rows.store.table(place)
-        start, stop = (int(at) for at in self.groups[group].layout.offsets[place : place + 2])
-        state = rows.cache.state
-        return rows.cache.weight[start:stop], None if state is None else state[start:stop]
-
     def table_block(self, table: int, start: int, stop: int) -> Tensor | None:
         """See `Parallel.table_block`."""
-        return self._table(table)[0][start:stop].cpu()
+        return table_views(self.rows, table)[0][start:stop].cpu()
 
     def dense_state(self) -> dict[str, Tensor]:
         """See `Parallel.dense_state`."""
@@ -225,7 +231,7 @@ class CachedParallel(Parallel):
         """
         shared = self.settings.mode != "resident"
         tables = self.tables if not shared or self.world.local_rank == 0 else []
-        views = [(table, *self._table(index)) for index, table in enumerate(tables)]
+        views = [(table, *table_views(self.rows, index)) for index, table in enumerate(tables)]
         state = {"applied_steps": self.applied}
         return (
             state
@@ -236,10 +242,10 @@ class CachedParallel(Parallel):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Parallel.load_state_dict`; tables were filled in place, before any step.
 
-        Raises PlanError after a step: cached rows would hide what was filled in.
+        Raises PlanError once rows are cached, which would hide what was filled in.
         """
-        if self.feed.run_step >= 0:
-            raise PlanError("a step was run: load a checkpoint before the first step")
+        if self.feed.run_step >= 0 or self._warmed > 0:
+            raise PlanError("rows are cached: load a checkpoint before the first stream of steps")
         self.applied.copy_(state["applied_steps"])
         load_dense(self.model, self.dense_optimizer, state)
         together(self.world, lambda: None)
@@ -257,6 +263,9 @@ class CachedParallel(Parallel):
         values["stage_ms"] = self.clock.mean_ms()
         values["stage_hidden_ms"] = self.clock.hidden_ms()
         values["table_rows"] = sum(table.rows for table in self.tables)
+        if self._hot_rows is not None:
+            values["warm_start_rows"] = max(self._warmed, 0)
+            values["hot_rows_by_table"] = hot_rows(self.tables, self._hot_rows)
         if self.settings.mode != "data":
             values["cache_rows"] = None
             values["hit_rate"] = values["hit_rate_lookups"] = None

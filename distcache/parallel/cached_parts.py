@@ -19,6 +19,8 @@ from distcache.pipeline.groups import TableGroup
 from distcache.pipeline.planning import PlanningSettings, StreamPlanner
 from distcache.pipeline.rows import GroupRows
 from distcache.planner.home import PassThroughPlanner, Planner, ResidentPlanner
+from distcache.planner.policy import DEFAULT, Policy
+from distcache.popularity.node import GroupPopularity
 from distcache.store.initial import block_rows, initial_rows
 from distcache.store.rows import RowStore
 from distcache.streams import Streams
@@ -35,7 +37,7 @@ class CachedSettings:
     slots: Sequence[int] = ()
     lookahead: int = 8
     prefetch: int = 1
-    policy: str = "lookahead"
+    policy: Policy = DEFAULT
     reduction: str = "ordered"
     seed: int = 0
     dtype: torch.dtype = torch.float32
@@ -92,6 +94,7 @@ def make_planner(
     counters: CollectiveCounters,
     settings: CachedSettings,
     prepare: Callable[[Batch], Batch],
+    popular: Sequence[GroupPopularity],
 ) -> StreamPlanner:
     """The planner of this rank's homes; `prepare` checks a batch before it is planned."""
     layouts = [of.group.layout for of in rows]
@@ -101,7 +104,8 @@ def make_planner(
     elif settings.mode == "host":
         planners = [PassThroughPlanner(layout, world.rank) for layout in layouts]
     else:
-        planners = home_planners(rows, world.rank, settings.prefetch, settings.policy)
+        classes = [own.classes_at(of, world.rank) for own, of in zip(popular, layouts, strict=True)]
+        planners = home_planners(rows, world.rank, settings.prefetch, settings.policy, classes)
     grows = settings.mode == "host"
     return StreamPlanner(
         Link(world, world.planning_group, counters, "the planning group"),

@@ -11,8 +11,31 @@ from torch import Tensor, nn
 from distcache.layout import TableSpec
 from distcache.optim.dense_state import load_state, state_tensors
 from distcache.optim.rows import RowUpdate
+from distcache.pipeline.rows import GroupRows
 
 _MODEL, _OPTIMIZER = "dense.", "dense_optim."
+
+
+MOST_NAMED = 64
+"""Tables that a summary names."""
+
+
+def table_views(groups: Sequence[GroupRows], table: int) -> tuple[Tensor, Tensor | None]:
+    """Views of a table's weights and state in original ids."""
+    rows = next(rows for rows in groups if table in rows.group.tables)
+    place = rows.group.tables.index(table)
+    if rows.store is not None:
+        return rows.store.table(place)
+    start, stop = (int(at) for at in rows.group.layout.offsets[place : place + 2])
+    state = rows.cache.state
+    return rows.cache.weight[start:stop], None if state is None else state[start:stop]
+
+
+def hot_rows(tables: Sequence[TableSpec], rows: Sequence[int]) -> dict[str, int] | None:
+    """The hot rows of each table by name; None for more tables than a summary names."""
+    if len(tables) > MOST_NAMED:
+        return None
+    return {table.name: count for table, count in zip(tables, rows, strict=True)}
 
 
 def state_of_tables(

@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from distcache.cache.device_cache import DeviceCache
 from distcache.comm.agree import together
 from distcache.comm.link import Link
 from distcache.comm.world import World
+from distcache.layout import TableSpec
 from distcache.optim.rows import RowUpdate
-from distcache.pipeline.groups import TableGroup
+from distcache.pipeline.groups import TableGroup, make_groups
 from distcache.pipeline.rows import GroupRows
 from distcache.planner.home import HomePlanner
+from distcache.planner.policy import Policy
+from distcache.popularity.node import GroupPopularity, Popularity, share_popularity
 from distcache.store.available import require_memory
 from distcache.store.rows import RowStore, create_stores
 from distcache.streams import Streams
+
+
+def popular_groups(
+    world: World,
+    tables: Sequence[TableSpec],
+    features: Sequence[str],
+    popularity: Popularity | None,
+) -> tuple[list[TableGroup], list[GroupPopularity]]:
+    """The groups of `tables`, numbered by `popularity` where it says so, and what each of them
+    takes from it; called by all ranks."""
+    groups = make_groups(tables, features, world.size)
+    if popularity is None:
+        return groups, [GroupPopularity() for _ in groups]
+    layouts, members = [group.layout for group in groups], [group.tables for group in groups]
+    shared = share_popularity(world, layouts, members, popularity)
+    pairs = zip(groups, shared, strict=True)
+    return [replace(group, order=own.order) for group, own in pairs], shared
 
 
 def make_caches(
@@ -79,13 +101,19 @@ def join_rows(
 
 
 def home_planners(
-    rows: Sequence[GroupRows], rank: int, prefetch: int, policy: str
+    rows: Sequence[GroupRows],
+    rank: int,
+    prefetch: int,
+    policy: Policy,
+    popularity: Sequence[np.ndarray | None],
 ) -> list[HomePlanner]:
-    """The planners of this rank's homes: home h plans its own C / W slots of each group."""
-    window = policy == "lookahead"
+    """The planners of this rank's homes: home h plans its own C / W slots of each group.
+
+    `popularity`: for each group, the class of each row of this rank's home (uint8), or None.
+    """
     return [
-        HomePlanner(of.group.layout, rank, len(own_slots(of, rank)), prefetch, window)
-        for of in rows
+        HomePlanner(of.group.layout, rank, len(own_slots(of, rank)), prefetch, policy, classes)
+        for of, classes in zip(rows, popularity, strict=True)
     ]
 
 

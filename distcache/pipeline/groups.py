@@ -12,6 +12,7 @@ from torch import Tensor
 from distcache.data.batch import JaggedIds
 from distcache.errors import ConfigError
 from distcache.layout import RowLayout, TableSpec, group_tables
+from distcache.popularity.order import RowOrder
 
 _FLOATS = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -22,7 +23,7 @@ class TableGroup:
 
     `tables`: indices into the model's tables; `features`: indices into the ids' features, in
     their order; `offsets` int64 `[F]`: first row of each feature's table; `mean` `[F]`: whether
-    the feature's bags are means.
+    the feature's bags are means; `order`: how the planner numbers the rows, None as the layout.
     """
 
     layout: RowLayout
@@ -30,19 +31,28 @@ class TableGroup:
     features: tuple[int, ...]
     offsets: np.ndarray
     mean: tuple[bool, ...]
+    order: RowOrder | None = None
 
     @property
     def dim(self) -> int:
         """Width D."""
         return self.layout.dim
 
+    def planned(self, rows: np.ndarray) -> np.ndarray:
+        """The planner's numbers of `rows`, int64 `[n]`."""
+        return rows if self.order is None else self.order.planned(rows)
+
+    def original(self, planned: np.ndarray) -> np.ndarray:
+        """The rows, by the layout's numbers, that the planner numbers `planned`, int64 `[n]`."""
+        return planned if self.order is None else self.order.original(planned)
+
 
 @dataclass(frozen=True)
 class GroupBags:
     """The ids of one local batch that read one group, K = F * b bags, feature-major.
 
-    `rows`: int64 `[n]` row numbers (NumPy); `offsets`: int64 `[K + 1]`; `bag_of`: int64 `[n]`;
-    `weights`: `[n]` or None; `scale`: `[K, 1]` (1 / bag length for mean bags) or None.
+    `rows`: int64 `[n]`, the planner's row numbers (NumPy); `offsets`: int64 `[K + 1]`; `bag_of`:
+    int64 `[n]`; `weights`: `[n]` or None; `scale`: `[K, 1]` (1 / bag length for mean bags) or None.
     """
 
     rows: np.ndarray
@@ -100,7 +110,7 @@ def group_bags(group: TableGroup, ids: JaggedIds, dtype: torch.dtype) -> GroupBa
         offsets, values, weights = _select(ids, group.features)
     lengths = np.diff(offsets.numpy())
     per_feature = lengths.reshape(len(group.features), batch).sum(1)
-    rows = values.numpy() + np.repeat(group.offsets, per_feature)
+    rows = group.planned(values.numpy() + np.repeat(group.offsets, per_feature))
     bag_of = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
     if weights is not None:
         weights = torch.from_numpy(weights.numpy().astype(_FLOATS[dtype], copy=False))

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -142,8 +142,11 @@ class StreamPlanner:
         """
         self.ingested = step + 1
         self._move_after = [step] * len(self.groups)
-        for planner, rows in zip(self.planners, slot_rows, strict=True):
-            planner.restore(rows, step)
+        for group, planner, rows in zip(self.groups, self.planners, slot_rows, strict=True):
+            held = rows >= 0
+            planned = np.full(len(rows), -1, dtype=np.int64)
+            planned[held] = group.planned(rows[held])
+            planner.restore(planned, step)
 
     def _ingest(
         self, iterator: Iterator[Batch], waiting: deque[_Waiting], stop: bool
@@ -260,9 +263,21 @@ class StreamPlanner:
         if error is not None:
             return [], Status.ERROR, error
         try:
-            return [planner.plan() for planner in self.planners], Status.OK, None
+            pairs = zip(self.groups, self.planners, strict=True)
+            return [_named(group, planner.plan()) for group, planner in pairs], Status.OK, None
         except Exception as failure:
             return [], Status.ERROR, failure
+
+
+def _named(group: TableGroup, decision: HomeDecision) -> HomeDecision:
+    """`decision` with the rows that move by the layout's numbers, which stores and caches use."""
+    if group.order is None:
+        return decision
+    return replace(
+        decision,
+        fetch_rows=group.original(decision.fetch_rows),
+        evict_rows=group.original(decision.evict_rows),
+    )
 
 
 def _peer_error(verdict: Verdict) -> PeerError:

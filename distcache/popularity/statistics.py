@@ -62,6 +62,13 @@ class TableCounts:
         """At most `rows` ids, the most frequent first; int64."""
         return self.order[:rows]
 
+    def lookups_of_hottest(self, rows: int) -> int:
+        """Lookups of the `rows` most frequent ids."""
+        counts = np.asarray(self.counts)
+        if rows < len(counts):
+            counts = np.partition(counts, len(counts) - rows)[len(counts) - rows :]
+        return int(counts.sum(dtype=np.int64))
+
 
 @dataclass(frozen=True)
 class Statistics:

@@ -13,9 +13,11 @@ from distcache.data.hot_cold import HotColdSource
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables
 from distcache.popularity.hot import HotSet, curve_of, greedy, rows_that_fit
-from distcache.popularity.statistics import Statistics, check_fits, read_statistics
-from distcache.run.build import group_slots
+from distcache.popularity.plan import plan_slots
+from distcache.popularity.statistics import Statistics
+from distcache.run.build import dtype_of
 from distcache.run.phases import Phase
+from distcache.run.popularity import budget_of, read_checked, state_widths
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +33,9 @@ def arrange(
     """
     if config.data.batching != "hot_cold":
         return source
-    path = config.cache.statistics
-    if path is None:
+    statistics = read_checked(config, tables, source)
+    if statistics is None:
         raise ConfigError("data.batching=hot_cold needs cache.statistics=<folder>")
-    statistics = read_statistics(path)
-    check_fits(statistics, source, path)
     hot = HotSet(statistics, choose(config, world, statistics, tables))
     return HotColdSource(source, hot, show=world.is_first)  # type: ignore[arg-type]
 
@@ -46,11 +46,15 @@ def choose(
     """How many of the most frequent rows of each table are hot: `data.hot_rows`."""
     curves = [curve_of(statistics, index) for index in range(len(tables))]
     groups, wanted = group_tables(tables), config.data.hot_rows
-    slots = group_slots(config, world, tables)
+
+    def slots_of(ranks: int) -> tuple[int, ...]:
+        budget = budget_of(config, dtype_of(config).itemsize, ranks)
+        widths = state_widths(config, tables)
+        return plan_slots(tables, widths, budget, config.cache.split, statistics).slots
+
     if wanted == "auto":
-        alone = group_slots(config, world, tables, ranks=1)  # the same at every number of ranks
-        found = [0] * len(tables)
-        for members, count in zip(groups, alone, strict=True):
+        found = [0] * len(tables)  # the same at every number of ranks
+        for members, count in zip(groups, slots_of(1), strict=True):
             own = [curves[index] for index in members]
             hot = rows_that_fit(own, count, config.data.global_batch_size)
             for index, rows in zip(members, hot, strict=True):
@@ -59,7 +63,7 @@ def choose(
     rows = sum(statistics.table_rows)
     found = greedy(curves, round(wanted * rows) if isinstance(wanted, float) else wanted)
     if config.parallel.mode == "data":
-        _check_room(tables, groups, found, slots)
+        _check_room(tables, groups, found, slots_of(world.size))
     return found
 
 

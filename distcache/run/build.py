@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from distcache.cache.size import cache_slots
 from distcache.comm.agree import agree_on
 from distcache.comm.world import World
 from distcache.config import Config
@@ -21,15 +20,16 @@ from distcache.data.criteo_batches import BatchSettings
 from distcache.data.raw.settings import KAGGLE_ROWS
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError
-from distcache.layout import TableSpec, group_tables
+from distcache.layout import TableSpec
 from distcache.models.build import build_model, initialise
-from distcache.optim.rows import row_update
 from distcache.optim.schedule import LearningRate
 from distcache.parallel.base import OptimizerSpec, Parallel
 from distcache.parallel.cached import CachedParallel
 from distcache.parallel.cached_parts import CachedSettings
 from distcache.pipeline.room import warn_if_too_small
+from distcache.planner.policy import Policy
 from distcache.run.ahead import resolve_ahead
+from distcache.run.popularity import plan_cache
 from distcache.run.sources import has_weights, interactions_source, parquet_source
 
 SOURCES = {"parquet": parquet_source, "interactions": interactions_source}
@@ -163,42 +163,35 @@ def build_parallel(
         )
         return HybridParallel(world, spec, model)
     seen = zlib.crc32(repr(sorted(source.identity.items())).encode())
-    settings = replace(cached_settings(config, world, tables, source), fingerprint=seen)
-    mode = CachedParallel(world, tables, features, model, optimizer_spec(config), settings)
+    slots, popularity = (), None
+    if config.parallel.mode == "data":
+        slots, popularity = plan_cache(config, world, tables, source, dtype_of(config).itemsize)
+    settings = cached_settings(config, world, tables, source, slots)
+    settings, spec = replace(settings, fingerprint=seen), optimizer_spec(config)
+    mode = CachedParallel(world, tables, features, model, spec, settings, popularity)
     if config.parallel.mode == "data" and world.is_first:
         warn_if_too_small(source, mode.groups, settings.slots, config.data.global_batch_size)
     return mode
 
 
-def group_slots(
-    config: Config, world: World, tables: Sequence[TableSpec], ranks: int | None = None
-) -> list[int]:
-    """Slots of each group in mode `data`; `ranks`: as though there were so many (None: all)."""
-    cache, update = config.cache, row_update(config.optim.name, 0.0)
-    groups = []
-    for members in group_tables(tables):
-        dim = tables[members[0]].dim
-        rows = sum(tables[index].rows for index in members)
-        groups.append((rows, dim, update.state_width(dim)))
-    itemsize, ranks = dtype_of(config).itemsize, ranks or world.size
-    return cache_slots(cache.rows, cache.ratio, cache.bytes, groups, itemsize, ranks)
-
-
 def cached_settings(
-    config: Config, world: World, tables: Sequence[TableSpec], source: BatchSource
+    config: Config,
+    world: World,
+    tables: Sequence[TableSpec],
+    source: BatchSource,
+    slots: Sequence[int],
 ) -> CachedSettings:
-    """How the modes `data`, `resident` and `host` run; slots of each group in mode `data`.
+    """How the modes `data`, `resident` and `host` run; `slots` of each group in mode `data`.
 
     Called by all ranks.
     """
-    slots = group_slots(config, world, tables) if config.parallel.mode == "data" else []
     cache = resolve_ahead(config, world, source, tables, slots).cache
     return CachedSettings(
         mode=config.parallel.mode,
         slots=tuple(slots),
         lookahead=cache.lookahead,
         prefetch=cache.prefetch,
-        policy=cache.policy,
+        policy=Policy.of(cache.policy, cache.tail, cache.admission, cache.half_life),
         reduction=cache.reduction,
         seed=config.trainer.seed,
         dtype=dtype_of(config),

@@ -22,7 +22,8 @@ from distcache.trainer import Run
 ISSUE_KEYS = (
     "mode world_size first_step steps global_batch_size final_loss eval_auc eval_logloss eval_ne "
     "samples_per_second step_ms{median,p90} stage_ms stage_hidden_ms hit_rate hit_rate_lookups "
-    "rows_fetched rows_written_back host_to_device_bytes device_to_host_bytes collective_bytes "
+    "rows_fetched rows_written_back warm_start_rows hot_rows_by_table "
+    "host_to_device_bytes device_to_host_bytes collective_bytes "
     "dense_collective_bytes planning_bytes peak_device_bytes embedding_device_bytes cache_rows "
     "hot_samples phase_rate hot_steps cold_steps hot_rows_fetched cold_rows_fetched hot_host_bytes "
     "cold_host_bytes table_rows loss_digest state_digest"

@@ -1,0 +1,136 @@
+"""Warm start: the likeliest rows lie in the cache before the first step reads any.
+
+They come as a step's rows do, each from its home to all ranks, and are clean; the planner then goes
+on from what the slots hold. So a warm cache has the same numbers as a cold one, with fewer fetches.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from distcache.comm.agree import together
+from distcache.comm.counters import CollectiveCounters
+from distcache.comm.link import Link
+from distcache.pipeline.build import own_slots
+from distcache.pipeline.groups import TableGroup
+from distcache.pipeline.planning import StreamPlanner
+from distcache.pipeline.rows import GroupRows, MoveCounts
+from distcache.step_plan import StepPlan
+from distcache.store.available import describe_bytes
+from distcache.streams import COMPUTE, COPY_IN, Streams
+
+log = logging.getLogger(__name__)
+
+_BLOCK = 1 << 14
+"""Rows of one home that are brought at a time."""
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """`hot`: for each group, rows int64 `[K]` by the layout's numbers, the likeliest first (-1:
+    none), or None; `share`: of each home's slots that they may fill, 0 to 1."""
+
+    hot: Sequence[np.ndarray | None]
+    share: float
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any row is asked for."""
+        return self.share > 0 and any(rows is not None and len(rows) for rows in self.hot)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def warm_up(
+    warm: WarmStart,
+    rows: Sequence[GroupRows],
+    planner: StreamPlanner,
+    link: Link,
+    streams: Streams,
+    step: int = -1,
+) -> int:
+    """Fill free caches, and have `planner` go on after `step`; called by all ranks.
+
+    Nothing may be cached or on its way. Returns how many rows all homes brought, which count as no
+    step's.
+    """
+    world, began = link.world, time.perf_counter()
+    if not warm.wanted:
+        return 0
+    link = Link(world, link.group, CollectiveCounters(), "the device group (warm start)")
+    counts = MoveCounts()
+    with streams.on(COPY_IN):
+        streams.after(COPY_IN, (streams.mark(COMPUTE),))
+        for group, hot in zip(rows, warm.hot, strict=True):
+            if hot is not None:
+                _fill(group, hot[hot >= 0], warm.share, link, counts)
+        streams.wait(streams.mark(COPY_IN))
+    planner.restore(step, [of.held_rows(own_slots(of, world.rank)) for of in rows])
+    brought = together(world, lambda: (counts.rows_fetched, counts.host_to_device_bytes))
+    fetched, moved = (sum(values) for values in zip(*brought, strict=True))
+    if world.is_first:
+        log.info(
+            "warm start: %d rows in %d slots, %s from host memory, %.2f s",
+            fetched,
+            sum(of.cache.slots for of in rows),
+            describe_bytes(moved),
+            time.perf_counter() - began,
+        )
+    return fetched
+
+
+def _fill(rows: GroupRows, hot: np.ndarray, share: float, link: Link, counts: MoveCounts) -> None:
+    """Bring the first of `hot` that each home has room for, block by block."""
+    for plan in warm_plans(rows.group, hot, rows.cache.slots, share, link.world.rank):
+        rows.fill(plan, rows.gather(plan, counts), link)
+
+
+def warm_plans(
+    group: TableGroup, hot: np.ndarray, slots: int, share: float, rank: int
+) -> Iterator[StepPlan]:
+    """Plans, as of a step that no id is looked up in, that put rows `hot` into free slots.
+
+    Each home takes its first `share` * slots / W rows of `hot` (int64, by the layout's numbers, the
+    likeliest first), the likeliest in its last slots: those of equal rank leave from the first.
+    `rank`: whose plans; `fetch_rows` are its home's.
+    """
+    world = group.layout.world_size
+    own, most = slots // world, int(share * (slots // world))
+    homes = group.layout.home(group.planned(hot))
+    by_home = [hot[homes == home][:most] for home in range(world)]
+    longest = max(len(rows) for rows in by_home)
+    for start in range(0, longest, _BLOCK):
+        parts = [rows[start : start + _BLOCK] for rows in by_home]
+        numbers = [np.arange(start, start + len(part)) for part in parts]
+        taken = [(home + 1) * own - 1 - number for home, number in enumerate(numbers)]
+        yield _plan(np.concatenate(taken), [len(part) for part in parts], parts[rank])
+
+
+def _plan(slots: np.ndarray, counts: Sequence[int], rows: np.ndarray) -> StepPlan:
+    none, zeros = torch.empty(0, dtype=torch.int64), (0,) * len(counts)
+    return StepPlan(
+        step=-1,
+        kind="eval",
+        positions=none,
+        order=none,
+        touched=none,
+        segments=torch.zeros(1, dtype=torch.int64),
+        touched_counts=zeros,
+        slots=torch.from_numpy(slots),
+        home_counts=tuple(counts),
+        source_rows=none,
+        source_counts=zeros,
+        fetch=torch.arange(len(slots)),
+        fetch_counts=tuple(counts),
+        fetch_rows=torch.from_numpy(rows),
+        evict_slots=none,
+        evict_rows=none,
+        move_after=-2,
+        lookup_hits=0,
+    )

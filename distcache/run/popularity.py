@@ -1,0 +1,74 @@
+"""From the config to the slots of each group, and what the cache takes from statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from distcache.comm.world import World
+from distcache.config import Config
+from distcache.data.batch import BatchSource
+from distcache.layout import TableSpec
+from distcache.optim.rows import row_update
+from distcache.planner.policy import Policy
+from distcache.popularity.decide import Use, decide
+from distcache.popularity.hot import HotSet
+from distcache.popularity.node import Popularity
+from distcache.popularity.plan import Budget, statistics_of
+from distcache.popularity.statistics import Statistics, check_fits, read_statistics
+from distcache.run.ahead import AUTO, PREFETCH
+
+
+def plan_cache(
+    config: Config, world: World, tables: Sequence[TableSpec], source: BatchSource, itemsize: int
+) -> tuple[tuple[int, ...], Popularity | None]:
+    """Slots C of each group, and the popularity of rows where `cache.statistics` are given.
+
+    `itemsize`: bytes of an element. Called by all ranks; raises ConfigError on all of them.
+    """
+    cache = config.cache
+    slots, popularity = decide(
+        world,
+        tables,
+        state_widths(config, tables),
+        budget_of(config, itemsize, world.size),
+        Use(
+            Policy(cache.policy, cache.tail),
+            cache.order,
+            cache.warm_start,
+            cache.split,
+            PREFETCH if cache.prefetch == AUTO else cache.prefetch,
+        ),
+        lambda: read_checked(config, tables, source),
+    )
+    hot: HotSet | None = getattr(source, "hot", None)
+    if hot is not None and popularity is not None:  # the rows of hot batches stay for good
+        popularity = replace(popularity, hot_rows=hot.hot_rows, pinned_rows=hot.hot_rows)
+    return slots, popularity
+
+
+def state_widths(config: Config, tables: Sequence[TableSpec]) -> list[int]:
+    """S of each table's rows."""
+    update = row_update(config.optim.name, 0.0)
+    return [update.state_width(table.dim) for table in tables]
+
+
+def budget_of(config: Config, itemsize: int, world_size: int) -> Budget:
+    """What the keys of `cache` give the slots of a rank."""
+    cache, batch = config.cache, config.data.global_batch_size
+    return Budget(cache.rows, cache.ratio, cache.bytes, itemsize, world_size, batch)
+
+
+def read_checked(
+    config: Config, tables: Sequence[TableSpec], source: BatchSource
+) -> Statistics | None:
+    """The statistics under `cache.statistics`, of `tables` in order; None where none are given.
+
+    Raises ConfigError, with both fingerprints, for those of other data.
+    """
+    path = config.cache.statistics
+    if path is None:
+        return None
+    statistics = read_statistics(path)
+    check_fits(statistics, source, path)
+    return statistics_of(statistics, tables, f"cache.statistics={path}")

@@ -1,0 +1,120 @@
+"""A collection with statistics: the bits of one without, with fewer fetches; one and two ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ebc_cases import Pooled, assert_same, batches, cached, configs, part, train, weights_of
+from ranks import run_ranks
+
+from distcache import lookahead
+from distcache.errors import ConfigError
+from distcache.popularity.statistics import Statistics, TableCounts, write_statistics
+
+
+def two_widths():
+    """Tables of two widths; `t1` is read by `f1` and `g`."""
+    tables = configs()
+    tables[2] = replace(tables[2], embedding_dim=4, num_embeddings=400)
+    return tables
+
+
+def counted(steps: int = 6) -> Statistics:
+    """Lookups of the first batches, by feature, in another order than the tables'."""
+    rows = {f: t.num_embeddings for t in two_widths() for f in t.feature_names}
+    counts = {feature: np.zeros(n, np.int64) for feature, n in rows.items()}
+    for batch in batches(steps, tables=two_widths()):
+        for feature, ids in batch.sparse_features.to_dict().items():
+            counts[feature] += np.bincount(ids.values().numpy(), minlength=rows[feature])
+    tables = [
+        TableCounts(f, len(c), int(c.sum()), int((c > 0).sum()), c)
+        for f, c in sorted(counts.items(), reverse=True)
+    ]
+    return Statistics(tuple(tables), "ids", steps * 24)
+
+
+def run(rank: int, size: int, name: str = "adagrad", restart: int = 0, **settings):
+    """Losses, weights and fetched rows; `restart`: steps after which all is loaded anew."""
+    data = [part(batch, rank, size) for batch in batches(10, tables=two_widths())]
+    settings = {"rows": 260, "timeout_s": 60} | settings
+    ebc = cached(name, two_widths(), **settings)
+    model = Pooled(ebc)
+    losses = []
+    if restart:
+        losses = train(model, ebc, lookahead(data[:restart], ebc))
+        saved = {key: value.clone() for key, value in model.state_dict().items()}
+        ebc.load_state_dict({k[4:]: v for k, v in saved.items() if k.startswith("ebc.")})
+    losses += train(model, ebc, lookahead(data[restart:], ebc))
+    weights = {name: value for name, value in weights_of(model).items() if name.startswith("ebc")}
+    fetched = sum(rows.counts.rows_fetched for rows in ebc.tables.rows)
+    hot = sum(len(own) for own in ebc.tables._warm.hot if own is not None)
+    slots = [rows.cache.slots for rows in ebc.tables.rows]
+    ebc.close()
+    return losses, weights, fetched, hot, slots
+
+
+def same_bits(rank: int, size: int, folder: str) -> dict[str, int]:
+    torch.set_num_threads(1)
+    if size > 1:
+        dist.init_process_group("gloo")
+    fetched = {}
+    for name in ("adagrad", "adam"):
+        losses, weights, plain, _, slots = run(rank, size, name, policy="lru")
+        for how, settings in {
+            "warm": {"statistics": folder, "policy": "lru"},
+            "ordered": {"statistics": folder, "order": "popularity", "warm_start": 0.5},
+            "static": {"statistics": counted(), "policy": "static", "batch_size": 24},
+            "tail": {"statistics": folder, "tail": "frequency", "order": "popularity"},
+            "by_curve": {"statistics": folder, "split": "by_curve", "batch_size": 24},
+            "given": {"split": {"t0": 150, "g": 60, "t2": 130}, "rows": None},
+            "loaded": {"statistics": folder, "order": "popularity", "restart": 4},
+        }.items():
+            own_losses, own, moved, hot, own_slots = run(rank, size, name, **settings)
+            assert own_losses == losses, how
+            assert_same(own, weights)
+            assert (hot > 0) == (how != "given"), how
+            assert (own_slots == slots) == (how not in ("given", "by_curve")), how
+            fetched[how] = moved
+        assert fetched["warm"] < plain
+    if size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    return fetched
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_statistics_change_no_bit(world: int, tmp_path) -> None:
+    write_statistics(tmp_path, counted())
+    run_ranks(same_bits, world, str(tmp_path), timeout=200)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"warm_start": 0.5}, r"warm_start=0\.5 needs .* give statistics="),
+        ({"warm_start": 2}, r"warm_start=2 is a share"),
+        ({"order": "popularity"}, r"order='popularity' needs .* give statistics="),
+        ({"order": "size"}, r"order='size' is not"),
+        ({"policy": "static"}, r"policy='static' needs .* give statistics="),
+        ({"tail": "frequency"}, r"tail='frequency' needs .* give statistics="),
+        ({"split": "by_curve"}, r"split='by_curve' needs .* give statistics="),
+        ({"split": 3}, r"split=3 is not"),
+        ({"split": {"t9": 3}}, r"^split: t9=3 names no table: choose from t0, t1, t2"),
+        ({"statistics": "/nowhere"}, r"statistics=/nowhere holds neither"),
+        (
+            {"statistics": counted(), "split": "by_curve"},
+            r"split='by_curve' needs .* give batch_size=",
+        ),
+        (
+            {"statistics": replace(counted(), tables=counted().tables[:2])},
+            r"the given statistics \(fingerprint [0-9a-f]{16}\).* fingerprint [0-9a-f]{16}\)",
+        ),
+    ],
+)
+def test_settings_that_lack_something_are_refused(settings, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cached(tables=two_widths(), **settings)

@@ -1,0 +1,180 @@
+"""Popularity order and warm start: the bits of a run without them, at every world size."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from oracle import OPTIMIZERS
+from popular_runs import make_popular, popularity_of, run_popular
+from ranks import run_ranks
+from scenarios import Outcome, Scenario, run_mode, table
+
+from distcache.comm.world import World, close_world, open_world
+from distcache.errors import ConfigError, PlanError
+from distcache.parallel.cached_parts import CachedSettings
+from distcache.pipeline.warm import warm_plans
+
+TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))
+SLOTS = (240, 12)
+HOW = (
+    {"order": True},
+    {"warm_start": 1.0},
+    {"order": True, "warm_start": 0.4},
+)
+
+
+def scenario(optimizer: str, **changes: object) -> Scenario:
+    spec, lr = OPTIMIZERS[optimizer]
+    return replace(Scenario(TABLES, spec, lr, steps=20, weighted=True), **changes)
+
+
+def compare(rank: int, size: int, optimizers: tuple[str, ...], steps: int) -> list[list[Outcome]]:
+    """For each optimizer: a plain run, then one for each of `HOW`."""
+    world = open_world("cpu", "gloo", 60)
+    found = []
+    for optimizer in optimizers:
+        case = scenario(optimizer, steps=steps, last_batch=5)
+        settings = CachedSettings("data", SLOTS, 4, 1, validate=True)
+        outcomes = [run_popular(world, case, settings, None)]
+        outcomes += [
+            run_popular(world, case, settings, popularity_of(case, SLOTS, **how)) for how in HOW
+        ]
+        found.append(outcomes)
+    left = mapped()
+    close_world(world)
+    assert not left, left
+    return found
+
+
+def mapped() -> list[str]:
+    """Shared memory that a closed and forgotten mode should not leave mapped."""
+    import gc
+
+    gc.collect()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    held = [line for line in lines if "memfd:distcache" in line]
+    fds = [Path("/proc/self/fd") / fd for fd in os.listdir("/proc/self/fd")]
+    return held + [str(fd) for fd in fds if fd.exists() and "memfd" in os.readlink(fd)]
+
+
+def check(by_rank: list[list[list[Outcome]]]) -> None:
+    first = by_rank[0]
+    for rank, of_rank in enumerate(by_rank):
+        for outcomes, reference in zip(of_rank, first, strict=True):
+            for how, outcome in zip(({}, *HOW), outcomes, strict=True):
+                assert outcome.loss_digest == reference[0].loss_digest, how
+                assert outcome.state_digest == reference[0].state_digest, how
+            for mine, theirs in zip(outcomes, reference, strict=True):
+                assert np.array_equal(mine.cached, theirs.cached), f"rank {rank}"
+    for plain, ordered, warm, both in first:
+        assert "warm_start_rows" not in plain.summary
+        assert ordered.summary["warm_start_rows"] == 0
+        assert warm.summary["warm_start_rows"] > both.summary["warm_start_rows"] > 0
+        assert warm.summary["rows_fetched"] < plain.summary["rows_fetched"]
+        assert ordered.summary["rows_written_back"] > 0
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_order_and_warm_start_change_no_bit(world: int) -> None:
+    optimizers = {1: ("sgd", "adagrad", "adam"), 2: ("adam", "sgd"), 3: ("adagrad",)}[world]
+    check(run_ranks(compare, world, optimizers, 16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_grid_of_order_and_warm_start(world: int) -> None:
+    check(run_ranks(compare, world, tuple(OPTIMIZERS), 80, timeout=400))
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = open_world("cpu", "gloo", 60)
+    yield world
+    close_world(world)
+
+
+def test_a_warm_cache_is_that_of_resident(world: World) -> None:
+    """Nothing but the planner of mode `data` knows an order: the other modes have its bits."""
+    case = scenario("adagrad", tables=TABLES[:2])
+    resident = run_mode(world, case, CachedSettings("resident"))
+    how = popularity_of(case, SLOTS[:1], order=True, warm_start=1.0)
+    found = run_popular(world, case, CachedSettings("data", SLOTS[:1], 0, 0), how)
+    assert found.losses == resident.losses and found.state_digest == resident.state_digest
+
+
+def test_slots_hold_rows_by_original_number_while_homes_follow_the_order(world: World) -> None:
+    case = scenario("sgd")
+    popularity = popularity_of(case, SLOTS, order=True, warm_start=1.0)
+    mode = make_popular(world, case, CachedSettings("data", SLOTS), popularity)
+    next(mode.stream([case.batch(0)]))
+    rows, start = mode.rows[0], 0
+    held = rows.cache.slot_row
+    used = np.flatnonzero(held >= 0)
+    assert torch.equal(rows.cache.weight[used], rows.store.weight[torch.from_numpy(held[used])])
+    for index, place in ((0, 0), (1, 1)):  # tables a and b, and d after them, have width 8
+        own = held[(held >= start) & (held < start + TABLES[index].rows)] - start
+        counts = popularity.statistics.tables[index].dense()
+        cold = np.setdiff1d(np.arange(TABLES[index].rows), own)
+        assert len(own) and (place or counts[cold].max(initial=0) <= counts[own].min() + 1)
+        start += TABLES[index].rows
+    position = mode.groups[0].order.position[:300]
+    counts = popularity.statistics.tables[0].dense()
+    assert (np.diff(counts[np.argsort(position)]) <= 0).all()
+    mode.close()
+
+
+def test_a_checkpoint_is_loaded_before_rows_are_cached(world: World) -> None:
+    case = scenario("sgd")
+    mode = make_popular(
+        world, case, CachedSettings("data", SLOTS), popularity_of(case, SLOTS, warm_start=1.0)
+    )
+    state = mode.state_dict()
+    mode.load_state_dict(state)
+    stream = mode.stream([case.batch(0)])
+    next(stream)
+    stream.close()
+    with pytest.raises(PlanError, match="before the first stream"):
+        mode.load_state_dict(state)
+    mode.close()
+
+
+def test_each_home_fills_its_own_slots_with_its_likeliest_rows() -> None:
+    from distcache.pipeline.groups import make_groups
+
+    group = make_groups([table("a", 1000)], ["a_0"], 3)[0]
+    hot = np.random.default_rng(0).permutation(1000)[:90].astype(np.int64)
+    found: dict[int, int] = {}
+    for rank in range(3):
+        (plan,) = warm_plans(group, hot, 60, 0.5, rank)
+        start = sum(plan.fetch_counts[:rank])
+        own = plan.slots[start : start + plan.fetch_counts[rank]].tolist()
+        rows = plan.fetch_rows.tolist()
+        mine = [row for row in hot.tolist() if group.layout.home(np.array([row]))[0] == rank]
+        assert rows == mine[:10], "half of 20 slots, the likeliest first"
+        assert own == list(range(rank * 20 + 19, rank * 20 + 9, -1)), "and those leave last"
+        found |= dict(zip(own, rows, strict=True))
+    assert len(found) == 30
+
+
+def differ(rank: int, size: int) -> str:
+    world = open_world("cpu", "gloo", 60)
+    case = scenario("sgd")
+    popularity = popularity_of(case, SLOTS, warm_start=1.0)
+    if rank:
+        popularity = replace(popularity, hot_rows=(1, 1, 1, 1))
+    try:
+        make_popular(world, case, CachedSettings("data", SLOTS), popularity)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        close_world(world)
+    return ""
+
+
+def test_ranks_with_other_statistics_are_refused() -> None:
+    assert all("hot rows" in message for message in run_ranks(differ, 2))

@@ -1,0 +1,79 @@
+"""Statistics of a scenario's batches, and runs of it with a popularity."""
+
+from __future__ import annotations
+
+import numpy as np
+from scenarios import Outcome, Scenario, finish
+
+from distcache.comm.world import World
+from distcache.layout import TableSpec, group_tables
+from distcache.parallel.cached import CachedParallel
+from distcache.parallel.cached_parts import CachedSettings
+from distcache.popularity.curves import curve_of, hot_prefixes
+from distcache.popularity.node import Popularity
+from distcache.popularity.plan import statistics_of
+from distcache.popularity.statistics import Statistics, TableCounts
+
+
+def count(case: Scenario, steps: range) -> Statistics:
+    """Counts of every feature over some steps of a scenario."""
+    readers = {f: table for table in case.tables for f in table.features}
+    counts = {f: np.zeros(readers[f].rows, np.int64) for f in case.features}
+    for step in steps:
+        ids = case.batch(step).ids
+        spans = np.split(ids.values.numpy(), ids.offsets.numpy()[:: ids.batch_size][1:-1])
+        for feature, values in zip(ids.features, spans, strict=True):
+            counts[feature] += np.bincount(values, minlength=len(counts[feature]))
+    tables = [
+        TableCounts(f, len(c), int(c.sum()), int((c > 0).sum()), c) for f, c in counts.items()
+    ]
+    return Statistics(tuple(tables), "ids", len(steps) * case.global_batch)
+
+
+def popularity_of(case: Scenario, slots: tuple[int, ...], **how: object) -> Popularity:
+    """The popularity of the first half of a run for caches of `slots`."""
+    counted = statistics_of(count(case, range(max(case.steps // 2, 1))), case.tables, "here")
+    hot = hot_rows_for(case.tables, slots, counted)
+    return Popularity(counted, hot, **how)
+
+
+def hot_rows_for(tables: tuple[TableSpec, ...], slots: tuple[int, ...], counted: Statistics):
+    """The likeliest rows of each group, as many as it has slots."""
+    hot = [0] * len(tables)
+    for members, total in zip(group_tables(tables), slots, strict=True):
+        curves = [curve_of(counted.tables[i], 1.0) for i in members]
+        for table, rows in zip(members, hot_prefixes(curves, total), strict=True):
+            hot[table] = rows
+    return tuple(hot)
+
+
+def make_popular(
+    world: World, case: Scenario, settings: CachedSettings, popularity: Popularity | None
+) -> CachedParallel:
+    """The mode of a scenario."""
+    mode = CachedParallel(
+        world, case.tables, case.features, case.model(), case.optimizer, settings, popularity
+    )
+    mode.set_lr(case.lr, case.lr)
+    return mode
+
+
+def run_popular(
+    world: World, case: Scenario, settings: CachedSettings, popularity: Popularity | None
+) -> Outcome:
+    """Train `case`, with an evaluation batch now and then."""
+    mode = make_popular(world, case, settings, popularity)
+
+    def batches():
+        for step in range(case.steps):
+            yield case.batch(step, world.rank, world.size)
+            if step % 5 == 4:
+                yield case.batch(1000 + step, world.rank, world.size, "eval")
+
+    losses = []
+    for step in mode.stream(batches()):
+        if step.batch.kind == "eval":
+            mode.eval_step(step)
+        else:
+            losses.append(mode.train_step(step).loss)
+    return finish(mode, case, losses)

@@ -1,0 +1,280 @@
+"""`cache.split`: greedy against every possibility on tiny cases, and against a proportional split
+in the fetched bytes of a replay."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from distcache.cache.size import cache_bytes
+from distcache.errors import ConfigError
+from distcache.layout import RowLayout, TableSpec
+from distcache.planner.policy import Policy
+from distcache.planner.simulator import PlannerSettings, simulate
+from distcache.popularity.curves import (
+    GroupCurves,
+    curve_of,
+    expected_misses,
+    hot_prefixes,
+    least_slots,
+    row_use,
+)
+from distcache.popularity.plan import Budget, SlotPlan, plan_slots, statistics_of
+from distcache.popularity.split import slots_by_curve
+from distcache.popularity.statistics import Statistics, TableCounts
+
+
+def counted(feature: str, counts: np.ndarray) -> TableCounts:
+    counts = np.asarray(counts, np.int64)
+    return TableCounts(feature, len(counts), int(counts.sum()), int((counts > 0).sum()), counts)
+
+
+def table(name: str, rows: int, dim: int = 4) -> TableSpec:
+    return TableSpec(name, rows, dim, (f"{name}_0",))
+
+
+@pytest.mark.parametrize("n", [1, 7, 60])
+def test_use_is_the_chance_that_some_lookup_names_the_row(n: int) -> None:
+    counts = np.array([0, 1, 2, 9, 30, 100])
+    exact = [1 - math.comb(100 - int(c), n) / math.comb(100, n) for c in counts]
+    use = row_use(counts, 100, n)
+    assert use[0] == 0 and use[1] == pytest.approx(n / 100) and use[-1] == 1
+    assert np.allclose(use, exact, atol=2e-3)
+    many = 10**9
+    assert np.allclose(row_use(counts * 10**7, many, n), 1 - (1 - counts / 100) ** n, rtol=1e-6)
+
+
+def test_expected_rows_of_a_step_are_those_of_its_lookups() -> None:
+    rng = np.random.default_rng(0)
+    counts = rng.zipf(1.3, 400).clip(max=10**4)
+    curve = curve_of(counted("a", counts), 60)
+    lookups = np.repeat(np.arange(400), counts)
+    drawn = [len(np.unique(rng.choice(lookups, 60, replace=False))) for _ in range(1000)]
+    spread = np.std(drawn) / np.sqrt(len(drawn))
+    assert abs(np.mean(drawn) - curve.expected_rows) < 5 * spread
+    group = GroupCurves((curve,), 16)
+    assert max(drawn) <= least_slots(group, 1) <= 70
+    assert least_slots(group, 4) % 4 == 0
+
+
+def test_a_sample_tells_the_rows_of_a_step_without_bias() -> None:
+    rng = np.random.default_rng(1)
+    share = 1.0 / np.arange(1, 20_001) ** 1.1
+    share /= share.sum()
+    sampled = np.bincount(rng.choice(20_000, 15_000, p=share), minlength=20_000)
+    expected = curve_of(counted("a", sampled), 4000).expected_rows
+    true = float(-np.expm1(4000 * np.log1p(-share)).sum())
+    assert abs(expected - true) < 0.01 * true
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("world", [1, 2])
+def test_greedy_is_the_best_of_all_splits_of_a_tiny_budget(seed: int, world: int) -> None:
+    """No split of the budget misses less, but for less than what one more block of W rows saves:
+    greedy fills a knapsack but for its last item."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for row_bytes in (16, 48):
+        curves = [curve_of(counted("x", rng.integers(0, 9, rng.integers(2, 7))), 0.4)]
+        curves.append(curve_of(counted("y", rng.integers(0, 40, 4)), 0.2))
+        groups.append(GroupCurves(tuple(curves), row_bytes))
+    least = [least_slots(group, world) for group in groups]
+    full = [-(-group.rows // world) * world for group in groups]
+    floor = sum(c * g.row_bytes for c, g in zip(least, groups, strict=True))
+    budget = floor + int(rng.integers(0, 300))
+
+    def misses(slots: tuple[int, ...]) -> float:
+        return sum(
+            expected_misses(g.tables, hot_prefixes(g.tables, c))
+            for c, g in zip(slots, groups, strict=True)
+        )
+
+    def cost(slots: tuple[int, ...]) -> int:
+        return sum(c * g.row_bytes for c, g in zip(slots, groups, strict=True))
+
+    ranges = [range(a, b + 1, world) for a, b in zip(least, full, strict=True)]
+    possible = [slots for slots in itertools.product(*ranges) if cost(slots) <= budget]
+    found = tuple(slots_by_curve(groups, budget, world))
+    assert found in possible
+    best = min(map(misses, possible))
+    largest = max(float(c.use.max(initial=0)) for g in groups for c in g.tables) * world
+    assert misses(found) <= best + largest * len(groups)
+    if world == 1:  # within what the unused bytes could still save, exactly
+        left = budget - cost(found)
+        rates = [
+            float(np.concatenate([c.use for c in g.tables]).max(initial=0)) / g.row_bytes
+            for g in groups
+        ]
+        assert misses(found) <= best + left * max(rates) + 1e-12
+
+
+def test_equal_rows_are_split_exactly_as_well_as_can_be() -> None:
+    rng = np.random.default_rng(3)
+    curves = [curve_of(counted(f, rng.integers(0, 50, 9)), 0.3) for f in "ab"]
+    groups = [GroupCurves((curve,), 16) for curve in curves]
+    least = [least_slots(group, 1) for group in groups]
+    for extra in range(12):
+        budget = 16 * (sum(least) + extra)
+        slots = slots_by_curve(groups, budget, 1)
+        every = [
+            (a, b)
+            for a in range(least[0], 10)
+            for b in range(least[1], 10)
+            if a + b <= budget // 16
+        ]
+        misses = [
+            sum(expected_misses([c], [n]) for c, n in zip(curves, pair, strict=True))
+            for pair in every
+        ]
+        own = sum(expected_misses([c], [n]) for c, n in zip(curves, slots, strict=True))
+        assert own == pytest.approx(min(misses), abs=1e-12)
+
+
+def zipf_ids(rng: np.random.Generator, rows: int, exponent: float, size: int) -> np.ndarray:
+    share = 1.0 / np.arange(1, rows + 1) ** exponent
+    order = np.random.default_rng(rows).permutation(rows)
+    return order[rng.choice(rows, size, p=share / share.sum())]
+
+
+@pytest.mark.parametrize("policy", ["lookahead", "lru"])
+def test_fewer_bytes_are_fetched_than_with_a_proportional_split(policy: str) -> None:
+    """Two widths, one steep and one flat: the wide steep table needs few of its many rows."""
+    tables = [table("steep", 6000, 32), table("flat", 3000, 4)]
+    exponents, batch = (1.6, 0.7), 64
+    rng = np.random.default_rng(5)
+    steps = [
+        [zipf_ids(rng, t.rows, e, batch) for t, e in zip(tables, exponents, strict=True)]
+        for _ in range(600)
+    ]
+    before, after = steps[:300], steps[300:]
+    statistics = Statistics(
+        tuple(
+            counted(
+                t.features[0], np.bincount(np.concatenate([s[i] for s in before]), None, t.rows)
+            )
+            for i, t in enumerate(tables)
+        ),
+        "ids",
+        300 * batch,
+        share=0.5,
+    )
+    budget = Budget(None, None, 90_000, 4, 1, batch)
+
+    def fetched_bytes(plan: SlotPlan) -> int:
+        assert cache_bytes(plan.slots, [(6000, 32, 0), (3000, 4, 0)], 4) <= 90_000
+        total = 0
+        for index, (spec, slots) in enumerate(zip(tables, plan.slots, strict=True)):
+            layout = RowLayout([spec], 1)
+            plans = simulate(
+                layout, PlannerSettings(slots, 8, 1, Policy(policy)), ([s[index]] for s in after)
+            )
+            total += sum(plan.misses for (plan,) in plans) * spec.dim * 4
+        return total
+
+    proportional = plan_slots(tables, [0, 0], budget, "proportional", statistics)
+    by_curve = plan_slots(tables, [0, 0], budget, "by_curve", statistics)
+    assert by_curve.slots[1] > proportional.slots[1]
+    assert fetched_bytes(by_curve) < 0.9 * fetched_bytes(proportional)
+
+
+TABLES = [table("t_a", 100), table("t_b", 50), table("t_c", 30, 8)]
+
+
+def plan_of(split, statistics=None, world: int = 1, batch: int = 4, **size) -> SlotPlan:
+    given = {"rows": None, "ratio": None, "bytes": None} | size
+    budget = Budget(**given, itemsize=4, world_size=world, batch=batch)
+    return plan_slots(TABLES, [4, 4, 1], budget, split, statistics)
+
+
+def some_statistics() -> Statistics:
+    rng = np.random.default_rng(0)
+    return Statistics(
+        tuple(counted(t.features[0], rng.integers(0, 30, t.rows)) for t in TABLES), "ids", 500
+    )
+
+
+def test_rows_by_table() -> None:
+    plan = plan_of({"t_a": 20, "t_b_0": 7, "t_c": 5}, world=3)
+    assert plan == SlotPlan((27, 6), (20, 7, 5)), "t_b by its feature; slots up to a multiple of 3"
+    assert plan_of({"t_a": 20, "t_c": 5}, rows=25).hot_rows == (20, 0, 5)
+
+
+def test_without_statistics_proportional_is_what_it_was() -> None:
+    assert plan_of("proportional", rows=36) == SlotPlan((30, 6), (0, 0, 0))
+
+
+def test_hot_rows_are_the_likeliest_of_each_group() -> None:
+    statistics = some_statistics()
+    plan = plan_of("proportional", statistics, rows=36)
+    assert plan.slots == (30, 6) and sum(plan.hot_rows[:2]) == 30 and plan.hot_rows[2] == 6
+    inside = [
+        t.dense()[t.hottest(h)] for t, h in zip(statistics.tables, plan.hot_rows, strict=True)
+    ]
+    shares = [i / t.lookups for i, t in zip(inside, statistics.tables, strict=True)]
+    outside = [
+        np.delete(t.dense(), t.hottest(h)).max() / 500
+        for t, h in zip(statistics.tables, plan.hot_rows, strict=True)
+    ]
+    assert min(s.min() for s in shares[:2]) > 0
+    use = [
+        row_use(i, t.lookups, t.lookups / 500 * 4).min()
+        for i, t in zip(inside[:2], statistics.tables, strict=False)
+    ]
+    rest = [
+        row_use(np.array([o * 500]), t.lookups, t.lookups / 500 * 4)[0]
+        for o, t in zip(outside[:2], statistics.tables, strict=False)
+    ]
+    assert min(use) >= max(rest)
+
+
+@pytest.mark.parametrize(
+    ("split", "size", "message"),
+    [
+        ({"t_x": 3}, {}, r"t_x=3 names no table: choose from t_a, t_b, t_c"),
+        ({"t_a": 101}, {}, r"t_a=101, but the table has 100 rows"),
+        ({"t_a": -1}, {}, r"t_a=-1: give a whole number"),
+        ({"t_a": 1.5}, {}, r"t_a=1\.5: give a whole number"),
+        ({"t_a": 3, "t_a_0": 4}, {}, r"t_a_0=4 names the table that t_a names"),
+        ({"t_a": 3}, {}, r"no row to the tables of width 8 \(t_c\)"),
+        ({"t_a": 20, "t_c": 9}, {"rows": 28}, r"29 rows, more than cache\.rows=28"),
+        ({"t_a": 20, "t_c": 9}, {"bytes": 963}, r"964 bytes, more than cache\.bytes=963"),
+        ({"t_a": 20, "t_c": 9}, {"ratio": 0.5}, r"cache\.ratio=0\.5 .* contradict"),
+        ("halves", {}, r"cache\.split=halves is unknown"),
+        ("by_curve", {}, r"cache\.split=by_curve needs to know"),
+    ],
+)
+def test_splits_that_do_not_fit_are_refused(split, size, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_of(split, **size)
+
+
+def test_groups_too_small_for_a_step_are_refused() -> None:
+    statistics = some_statistics()
+    with pytest.raises(ConfigError, match=r"t_c_0, but a step is expected to need \d\d of their"):
+        plan_of({"t_a": 100, "t_b": 50, "t_c": 9}, statistics, batch=40)
+    with pytest.raises(ConfigError, match=r"set cache\.bytes=(\d+) or more") as refusal:
+        plan_of("by_curve", statistics, bytes=100)
+    enough = int(str(refusal.value).split("cache.bytes=")[1].split()[0])
+    assert cache_bytes(plan_of("by_curve", statistics, bytes=enough).slots, SIZES, 4) <= enough
+    with pytest.raises(ConfigError):
+        plan_of("by_curve", statistics, bytes=enough - 1)
+
+
+SIZES = [(150, 4, 4), (30, 8, 1)]
+
+
+def test_statistics_by_feature_for_tables_of_several() -> None:
+    a, b = counted("x", [3, 0, 1]), counted("y", [0, 0, 2])
+    other = counted("z", [1, 1])
+    both = TableSpec("both", 3, 4, ("x", "y"))
+    found = statistics_of(
+        Statistics((other, b, a), "ids", 9), [both, TableSpec("z", 2, 4, ("z",))], "here"
+    )
+    assert found.tables[0].dense().tolist() == [3, 0, 3] and found.tables[0].distinct == 2
+    assert found.tables[0].lookups == 6 and found.tables[1] is other
+    for wrong in (TableSpec("both", 4, 4, ("x", "y")), TableSpec("w", 3, 4, ("x", "w"))):
+        with pytest.raises(ConfigError, match=r"here \(fingerprint [0-9a-f]{16}\).* fingerprint"):
+            statistics_of(Statistics((other, b, a), "ids", 9), [wrong], "here")

@@ -1,0 +1,198 @@
+"""Whole runs with `cache.statistics`: the same bits whatever is made of them, resumed too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from source_runs import digests
+
+from distcache.cli.compose import compose_overrides, to_config
+from distcache.comm.world import close_world, open_world
+from distcache.config_check import check
+from distcache.errors import ConfigError
+from distcache.popularity.statistics import Statistics, TableCounts, write_statistics
+from distcache.run.build import build_source
+from distcache.run.popularity import read_checked
+from distcache.trainer import train
+
+ROWS, DIMS = [700, 90, 30], [8, 4, 8]
+BASE = (
+    "data=synthetic",
+    f"data.table_rows={ROWS}",
+    "data.bag_size=[2.0,1,3]",
+    "data.global_batch_size=32",
+    "data.samples=960",
+    "data.zipf=1.2",
+    "model=dcn_v2",
+    f"model.table_dims={DIMS}",
+    "model.dense_arch=[8]",
+    "model.over_arch=[8,1]",
+    "model.cross_layers=1",
+    "model.cross_rank=4",
+    "optim=adagrad",
+    "cache.bytes=16000",
+    "trainer.device=cpu",
+    "trainer.log_level=WARNING",
+    "trainer.steps=16",
+    "trainer.eval_every=6",
+    "trainer.eval_steps=2",
+    "run.digest=true",
+)
+
+
+def config_of(*overrides: str):
+    return to_config(compose_overrides([*BASE, *overrides]))
+
+
+def count_source(steps: range) -> Statistics:
+    """The lookups of some training steps, as a run reads them."""
+    source = build_source(config_of())
+    counts = [np.zeros(rows, np.int64) for rows in source.table_rows]
+    for step in steps:
+        ids = source.train_batch(step, 0, 1).ids
+        cuts = ids.offsets.numpy()[:: ids.batch_size][1:-1]
+        for table, values in zip(counts, np.split(ids.values.numpy(), cuts), strict=True):
+            table += np.bincount(values, minlength=len(table))
+    tables = tuple(
+        TableCounts(feature, len(c), int(c.sum()), int((c > 0).sum()), c)
+        for feature, c in zip(source.features, counts, strict=True)
+    )
+    return Statistics(tables, "ids", 32 * len(steps))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    """Statistics of the first ten steps, and of five others."""
+    found = {}
+    for name, steps in (("one", range(10)), ("other", range(20, 25))):
+        path = tmp_path_factory.mktemp(name)
+        write_statistics(path, count_source(steps))
+        found[name] = str(path)
+    return found
+
+
+def several(rank: int, size: int, folders: dict[str, str], home: str) -> dict[str, dict]:
+    torch.set_num_threads(1)
+    world = open_world("cpu", timeout_s=60)
+    found = {}
+
+    def run(name: str, *overrides: str) -> None:
+        config = config_of("run.save=true", *overrides)
+        check(config, size, size)
+        folder = Path(home) / name
+        if rank == 0:
+            folder.mkdir(parents=True)
+        world_barrier(world)
+        found[name] = train(config, world, folder).summary
+
+    known = f"cache.statistics={folders['one']}"
+    run("plain")
+    run("cold", known, "cache.warm_start=0")
+    run("warm", known)
+    run("ordered", known, "cache.order=popularity", "cache.warm_start=0.5")
+    run("by_curve", known, "cache.split=by_curve", "cache.order=popularity")
+    run("given", "cache.split={t_cat_0:250,cat_1:60,t_cat_2:30}", "cache.bytes=null")
+    run("static", known, "cache.policy=static", "cache.order=popularity")
+    run("frequency", known, "cache.tail=frequency")
+    run("first", known, "trainer.steps=7", "cache.order=popularity")
+    other = f"cache.statistics={folders['other']}"
+    first = f"trainer.resume={home}/first"
+    run("resumed", other, "cache.order=popularity", first)
+    run("resumed_without", first)
+    close_world(world)
+    return found
+
+
+def world_barrier(world) -> None:
+    torch.distributed.barrier(group=world.host_group)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_use_of_statistics_trains_the_same_model(world, folders, tmp_path) -> None:
+    found = run_ranks(several, world, folders, str(tmp_path), timeout=200)[0]
+    plain = found.pop("plain")
+    found.pop("first")
+    for name, summary in found.items():
+        assert digests(summary) == digests(plain), name
+        assert summary["eval_auc"] == plain["eval_auc"], name
+    assert plain["warm_start_rows"] is None and plain["hot_rows_by_table"] is None
+    assert found["cold"]["warm_start_rows"] == 0
+    assert found["cold"]["rows_fetched"] == plain["rows_fetched"], "counts alone change nothing"
+    assert found["warm"]["warm_start_rows"] > 0.8 * found["warm"]["cache_rows"]
+    assert found["warm"]["rows_fetched"] < plain["rows_fetched"]
+    assert found["resumed"]["warm_start_rows"] > 0
+    hot = found["warm"]["hot_rows_by_table"]
+    assert list(hot) == ["t_cat_0", "t_cat_1", "t_cat_2"]
+    assert found["given"]["cache_rows"] == 250 + 30 + 60
+    assert found["by_curve"]["hot_rows_by_table"] != hot
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cache.warm_start=0.5"], r"cache\.warm_start=0\.5 fills slots .* give cache\.statistics"),
+        (["cache.warm_start=1.5"], r"cache\.warm_start=1\.5 .* from 0 to 1"),
+        (["cache.warm_start=-0.1"], r"cache\.warm_start=-0\.1 .* from 0 to 1"),
+        (["cache.warm_start=all"], r"cache\.warm_start=all .* from 0 to 1"),
+        (["cache.order=popularity"], r"cache\.order=popularity needs .* give cache\.statistics"),
+        (["cache.order=size"], r"cache\.order=size is unknown"),
+        (["cache.split=by_curve"], r"cache\.split=by_curve needs .* give cache\.statistics"),
+        (["cache.split=fair"], r"cache\.split=fair is unknown"),
+        (["cache.split={t_cat_0:-3}"], r"cache\.split: t_cat_0=-3"),
+        (["cache.split=3"], r"cache\.split=3 is unknown"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused_before_any_rank(overrides, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(config_of(*overrides), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        (["data.table_rows=[700,90,31]"], "of tables with"),
+        (["data.table_rows=[700,90]", "model.table_dims=[8,4]", "data.bag_size=1"], "features"),
+    ],
+)
+def test_statistics_of_other_tables_are_refused_with_both_fingerprints(
+    overrides, what, folders
+) -> None:
+    from distcache.run.build import build_tables
+
+    config = config_of(f"cache.statistics={folders['one']}", *overrides)
+    source = build_source(config)
+    with pytest.raises(ConfigError, match=rf"{what}.*fingerprint [0-9a-f]{{16}}.*has fingerprint"):
+        read_checked(config, build_tables(config, source), source)
+
+
+def refused(rank: int, size: int, folder: str, home: str) -> list[str]:
+    world = open_world("cpu", timeout_s=60)
+    found = []
+    for overrides in (
+        ["cache.split={t_x:1}", "cache.bytes=null"],
+        ["cache.split={t_cat_0:9000}"],
+        ["cache.split={t_cat_0:700,t_cat_1:90,t_cat_2:30}"],
+        ["cache.split=by_curve", "cache.bytes=2000"],
+        ["cache.split={t_cat_0:7,t_cat_1:90}"],
+    ):
+        try:
+            train(config_of(f"cache.statistics={folder}", *overrides), world, Path(home))
+            found.append("")
+        except ConfigError as error:
+            found.append(str(error))
+    close_world(world)
+    return found
+
+
+def test_splits_that_do_not_fit_are_refused_on_all_ranks(folders, tmp_path) -> None:
+    for messages in run_ranks(refused, 2, folders["one"], str(tmp_path)):
+        unknown, many, large, small, step = messages
+        assert "t_x=1 names no table" in unknown
+        assert "the table has 700 rows" in many
+        assert "more than cache.bytes=16000" in large
+        assert "set cache.bytes=" in small
+        assert "a step is expected to need" in step
