@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from distcache.comm.agree import together
+from distcache.comm.world import World
 from distcache.data.batch import Batch, slice_bounds
 from distcache.data.read_ahead import ReadAhead
 from distcache.data.samplers import BatchSpans, BlockOrder, SampleSpan
@@ -97,15 +99,19 @@ class HotColdSource:
     ConfigError for a source whose samples cannot be read one by one, or without an end.
     """
 
-    def __init__(self, source: SlicedSource, hot: HotSet, show: bool = False) -> None:
-        """`show`: whether this rank says what it finds."""
+    def __init__(
+        self, source: SlicedSource, hot: HotSet, show: bool = False, world: World | None = None
+    ) -> None:
+        """`show`: whether this rank says what it finds; `world`: ranks that each classify a part of
+        the samples (None: this one all). Called by all of them, and so is the first `epoch` of
+        each number."""
         if not isinstance(source, SlicedSource) or source.samples_per_epoch is None:
             raise ConfigError(
                 "data.batching=hot_cold needs data with a known number of samples, read in any "
                 "order: give data.samples=<samples of an epoch> to data=synthetic, or use "
                 "data.batching=as_is"
             )
-        self.source, self.hot, self._show = source, hot, show
+        self.source, self.hot, self._show, self._world = source, hot, show, world
         self._epochs: dict[int, HotColdEpoch] = {}
         self.features, self.table_rows = source.features, source.table_rows
         self.dense_features = source.dense_features
@@ -162,11 +168,21 @@ class HotColdSource:
         if known is None:
             for old in [e for e in self._epochs if e < key - 1]:
                 del self._epochs[old]
-            pair = both(classify(self.source, self.hot, key, self._show), self._samples)
-            kinds = zip((HOT, COLD), pair, strict=True)
+            kinds = zip((HOT, COLD), both(self._classified(key), self._samples), strict=True)
             known = HotColdEpoch({k: KindSamples(self.source, k, chosen) for k, chosen in kinds})
             self._epochs[key] = known
         return known
+
+    def _classified(self, epoch: int) -> np.ndarray:
+        """`classify` of all samples, of which each rank does a part."""
+        world = self._world
+        if world is None or world.size == 1:
+            return classify(self.source, self.hot, epoch, show=self._show)
+        words = (self._samples + 63) // 64
+        low, high = (64 * at for at in slice_bounds(words, world.rank, world.size))
+        part = (low, min(high, self._samples))
+        found = together(world, lambda: classify(self.source, self.hot, epoch, part, self._show))
+        return np.concatenate(found)
 
     @property
     def _samples(self) -> int:
@@ -194,12 +210,20 @@ class HotColdSource:
             )
 
 
-def classify(source: SlicedSource, hot: HotSet, epoch: int, show: bool = False) -> np.ndarray:
+def classify(
+    source: SlicedSource,
+    hot: HotSet,
+    epoch: int,
+    part: tuple[int, int] | None = None,
+    show: bool = False,
+) -> np.ndarray:
     """Which training samples look up hot rows alone, one bit each, uint64 as in `Subset`.
 
-    One pass over the ids of the samples as they are in `epoch`. `show`: with a progress bar.
+    One pass over the ids of the samples as they are in `epoch`. `part`: samples [start, stop) only,
+    from a multiple of 64 on; `show`: with a progress bar.
     """
-    samples = source.samples_per_epoch or 0
+    first, last = part or (0, source.samples_per_epoch or 0)
+    samples = max(last - first, 0)
     bits = np.zeros((samples + 63) // 64 * 8, dtype=np.uint8)
     quiet = not show or samples < _BAR_SAMPLES
     often = 0.2 if sys.stderr.isatty() else 10.0
@@ -213,8 +237,9 @@ def classify(source: SlicedSource, hot: HotSet, epoch: int, show: bool = False) 
         maxinterval=often,
     ) as bar:
         for start in range(0, samples, _CHUNK):
-            some = np.arange(start, min(start + _CHUNK, samples), dtype=np.int64)
-            source.will_need(len(some) + start, min(start + 2 * _CHUNK, samples))
+            some = np.arange(first + start, min(first + start + _CHUNK, last), dtype=np.int64)
+            after = first + start + len(some)
+            source.will_need(after, min(after + _CHUNK, last))
             packed = np.packbits(hot.samples(source.ids_of(some, epoch)), bitorder="little")
             bits[start // 8 : start // 8 + len(packed)] = packed
             bar.update(len(some))

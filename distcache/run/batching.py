@@ -37,7 +37,7 @@ def arrange(
     if statistics is None:
         raise ConfigError("data.batching=hot_cold needs cache.statistics=<folder>")
     hot = HotSet(statistics, choose(config, world, statistics, tables))
-    return HotColdSource(source, hot, show=world.is_first)  # type: ignore[arg-type]
+    return HotColdSource(source, hot, show=world.is_first, world=world)  # type: ignore[arg-type]
 
 
 def choose(

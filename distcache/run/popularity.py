@@ -43,7 +43,9 @@ def plan_cache(
     )
     hot: HotSet | None = getattr(source, "hot", None)
     if hot is not None and popularity is not None:  # the rows of hot batches stay for good
-        popularity = replace(popularity, hot_rows=hot.hot_rows, pinned_rows=hot.hot_rows)
+        warm = 1.0 if cache.warm_start == AUTO else popularity.warm_start
+        rows = hot.hot_rows
+        popularity = replace(popularity, hot_rows=rows, pinned_rows=rows, warm_start=warm)
     return slots, popularity
 
 

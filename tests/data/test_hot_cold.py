@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -228,6 +229,15 @@ def test_memory_is_bits():
     both = [of.epoch(0).kinds[kind].chosen for kind in (HOT, COLD)]
     assert sum(one.count for one in both) == 700
     assert sum(one.nbytes for one in both) <= 700 * 3 / 8 + 24
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 50])
+def test_parts_of_a_classification_make_the_whole(ranks):
+    plain = SyntheticSource(SyntheticSpec(**SYNTHETIC))
+    hot = hot_set(plain)
+    cuts = [64 * (rank * 11 // ranks) for rank in range(ranks)] + [700]
+    parts = [hot_cold.classify(plain, hot, 0, pair) for pair in pairwise(cuts)]
+    assert np.array_equal(np.concatenate(parts), hot_cold.classify(plain, hot, 0))
 
 
 def test_weights_do_not_change_what_is_hot():
