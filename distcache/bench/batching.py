@@ -221,7 +221,8 @@ def trained(
     record |= {key: found[key] for key in keys}
     record["host_bytes"] = found["host_to_device_bytes"] + found["device_to_host_bytes"]
     record["samples"] = samples
-    record["train_s"] = samples / found["samples_per_second"]
+    rate = found["samples_per_second"]  # None for a step or two
+    record["train_s"] = samples / rate if rate else None
     record["wall_s"] = seconds
     record["evaluations"] = sum("eval_logloss" in line for line in lines)
     log.info(

@@ -57,8 +57,8 @@ def _runs(records: Sequence[Record]) -> Table:
                 _count(first["rows_fetched"]),
                 _count(first["hot_rows_fetched"]),
                 f"{first['host_bytes'] / 1e6:.1f} MB",
-                f"{median(run['train_s'] for run in own):.2f}",
-                f"{median(run['wall_s'] for run in own):.2f}",
+                _seconds([run["train_s"] for run in own]),
+                _seconds([run["wall_s"] for run in own]),
                 _count(first["evaluations"]),
                 _number(first["eval_auc"]),
                 _number(first["eval_logloss"]),
@@ -71,6 +71,11 @@ def _runs(records: Sequence[Record]) -> Table:
 
 def _count(value: int | None) -> str:
     return "" if value is None else f"{value:,}"
+
+
+def _seconds(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{median(known):.2f}" if known else ""
 
 
 def _of_all(part: int | None, whole: int) -> str:
