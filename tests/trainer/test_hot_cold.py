@@ -74,6 +74,8 @@ def play(rank: int, size: int, folder: str) -> dict[str, Any]:
     known = f"cache.statistics={home / 'counted'}"
     for mode in ("data", "resident", "host"):
         seen[mode] = run(world, home / mode, known, f"parallel={mode}", *LONG)
+    if size == 2:
+        seen["hybrid"] = run(world, home / "hybrid", known, "parallel=hybrid", *LONG)
     cold_start = run(world, home / "cold", known, "cache.warm_start=0", *LONG)
     seen["cold start"] = (cold_start["digests"], cold_start["hot_rows_fetched"])
     seen["rows"] = sum(seen["data"]["hot_rows_by_table"].values())
@@ -157,6 +159,10 @@ def test_modes_and_stops_give_the_same_bits(tmp_path, size):
     whole = first["data"]
     for mode in ("resident", "host"):
         assert first[mode]["digests"] == whole["digests"], mode
+    if size == 2:  # the same batches: equal up to the order of sums
+        both = [first[mode]["eval_logloss"] for mode in ("data", "hybrid")]
+        np.testing.assert_allclose(*both, rtol=1e-4)
+        assert first["hybrid"]["phase_rate"] == whole["phase_rate"]
     digests, fetched = first["cold start"]
     assert digests == whole["digests"]
     assert 0 < fetched <= first["rows"]  # each hot row once at most, whatever came between
