@@ -142,8 +142,8 @@ class CacheConfig:
     order: str = "ids"
     """How the planner numbers rows: `ids`, or by `popularity`, the most frequent first."""
     warm_start: Any = "auto"
-    """Share of the slots, 0 to 1, filled with the most frequent rows before step 0; `auto`: all
-    where there are statistics, else none."""
+    """Share of the slots, 0 to 1, filled with the most frequent rows before step 0; `auto`: half
+    of them where there are statistics (all where rows are pinned), else none."""
     split: Any = "proportional"
     """Slots over groups of tables: `proportional` to their rows, `by_curve` for the fewest expected
     fetches (with statistics), or {table: rows}, the rows of each table to be cached first."""

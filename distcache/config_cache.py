@@ -64,7 +64,7 @@ def _check_popularity(cache: CacheConfig) -> None:
 
 def _check_policy(cache: CacheConfig) -> None:
     ahead, life = cache.policy == "lookahead", cache.half_life
-    if cache.tail != "lru" and not ahead:
+    if cache.tail != CacheConfig().tail and not ahead:
         raise ConfigError(
             f"cache.tail={cache.tail} orders what cache.policy=lookahead leaves open, and "
             f"cache.policy={cache.policy} leaves nothing open: leave one of them out"

@@ -15,7 +15,7 @@ from distcache.planner.policy import PINNED, Policy
 NEVER = 10**9
 VALUES = [round(256 * (2 ** (level / 12) - 1) / (2 ** (1 / 12) - 1)) for level in range(256)]
 FACTORS = [round(2 ** (28 - place / 256)) for place in range(257)]
-RANKS = [0] + [round(8 * np.log2((2 ** (c / 12) - 1) / (2 ** (1 / 12) - 1))) for c in range(1, 256)]
+RANKS = [0] + [round(4 * np.log2((2 ** (c / 12) - 1) / (2 ** (1 / 12) - 1))) for c in range(1, 256)]
 
 
 def mixed(row: int, step: int) -> int:
@@ -76,7 +76,7 @@ class Reference:
         """The key of a row that the step learnt last uses, and of all restored rows."""
         ranking = self.policy.ranking
         if ranking == "lfu":
-            return RANKS[self.levels.get(row, 0)] + (8 * self.clock >> 32)
+            return RANKS[self.levels.get(row, 0)] + (4 * self.clock >> 32)
         return int(self.classes[row]) if ranking == "frequency" else 0
 
     def key_before(self, row: int) -> int:
@@ -86,7 +86,7 @@ class Reference:
         if not self.levels.get(row, 0):
             return -1
         used_at = self.clock - (self.step - self.previous.get(row, -1)) * self.rate
-        return max(0, RANKS[self.levels[row]] + (8 * used_at >> 32))
+        return max(0, RANKS[self.levels[row]] + (4 * used_at >> 32))
 
     def order(self, row: int, now: int, stream: list[set[int]]) -> tuple:
         """What says when a row leaves, smallest first; rows with the same leave in any order."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distcache.errors import ConfigError, DistcacheError
-from distcache.planner.policy import POLICIES, TAILS, Policy
+from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class CacheSettings:
     bytes: int | None = None
     lookahead: int = 8
     prefetch: int = 1
-    policy: str = "lookahead"
-    tail: str = "lru"
-    admission: bool = False
+    policy: str = DEFAULT.name
+    tail: str = DEFAULT.tail
+    admission: bool = DEFAULT.admission
     half_life: float | str = "auto"
     statistics: Any = field(default=None, repr=False)
     order: str = "ids"
@@ -66,7 +66,7 @@ class CacheSettings:
     def _check_policy(self) -> None:
         with library_words():
             policy = self.policy_settings
-        if self.tail != "lru" and not policy.uses_window:
+        if self.tail != DEFAULT.tail and not policy.uses_window:
             raise ConfigError(f"tail={self.tail!r} is for policy='lookahead': leave it out")
         name = "tail" if policy.uses_window else "policy"
         self._needs_statistics(f"{name}={policy.ranking!r}", policy.needs_popularity)

@@ -33,18 +33,22 @@ class _Bucket:
         return self.stop - self.start
 
     def append(self, slots: np.ndarray, step: int | np.ndarray) -> None:
-        stop = self.stop + len(slots)
+        start = self.stop
+        self.stop = stop = start + len(slots)
         if stop > len(self.slots):
-            kept = len(self)
-            size = max(8, 3 * (kept + len(slots)) // 2)
-            for name in ("slots", "steps"):
-                old, new = getattr(self, name), np.empty(size, np.int32)
-                new[:kept] = old[self.start : self.stop]
-                setattr(self, name, new)
-            self.start, self.stop, stop = 0, kept, kept + len(slots)
-        self.slots[self.stop : stop] = slots
-        self.steps[self.stop : stop] = step
-        self.stop = stop
+            self._grow(start, len(slots))
+            start, stop = self.stop - len(slots), self.stop
+        self.slots[start:stop] = slots
+        self.steps[start:stop] = step
+
+    def _grow(self, stop: int, count: int) -> None:
+        """Move the entries before `stop` to the front, with room for `count` more and some."""
+        kept = stop - self.start
+        for name in ("slots", "steps"):
+            new = np.empty(max(8, 3 * (kept + count) // 2), np.int32)
+            new[:kept] = getattr(self, name)[self.start : stop]
+            setattr(self, name, new)
+        self.start, self.stop = 0, kept + count
 
 
 class Buckets:
@@ -72,14 +76,20 @@ class Buckets:
 
     def file(self, key: int, slots: np.ndarray, step: int) -> None:
         """`slots` (int32), last used by `step`, no earlier than those filed before, have `key`."""
-        if not len(slots):
-            return
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            bucket = self._buckets[key] = _Bucket()
-            heapq.heappush(self._keys, key)
-        bucket.append(slots, step)
-        self._hints += len(slots)
+        self.file_all([key], slots, [0, len(slots)], step)
+
+    def file_all(self, keys: list[int], slots: np.ndarray, bounds: list[int], step: int) -> None:
+        """The same for several keys: `slots[bounds[i]:bounds[i + 1]]` have `keys[i]`."""
+        buckets = self._buckets
+        for key, start, stop in zip(keys, bounds, bounds[1:], strict=False):
+            if stop == start:
+                continue
+            bucket = buckets.get(key)
+            if bucket is None:
+                bucket = buckets[key] = _Bucket()
+                heapq.heappush(self._keys, key)
+            bucket.append(slots[start:stop], step)
+        self._hints += bounds[-1] - bounds[0]
         if self._hints > _HINTS * len(self._last_use):
             self._compact()
 

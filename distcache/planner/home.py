@@ -72,6 +72,7 @@ class HomePlanner:
     ) -> None:
         self.layout, self.home, self.slots = layout, home, slots
         self.policy = policy
+        self._popularity_bytes = 0 if popularity is None else popularity.nbytes
         self._ranking = make_ranking(policy, layout.local_rows, slots, popularity)
         self._slot_of = np.full(layout.local_rows, -1, dtype=np.int32)
         self._last_reference = np.full(layout.local_rows, -1, dtype=np.int32)
@@ -85,7 +86,7 @@ class HomePlanner:
     def index_bytes(self) -> int:
         """Bytes of the index over this home's rows, with what the policy keeps of each."""
         index = self._slot_of.nbytes + self._last_reference.nbytes
-        return index + self._ranking.nbytes
+        return index + self._ranking.nbytes + self._popularity_bytes
 
     @property
     def own_slots(self) -> slice:

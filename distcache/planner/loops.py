@@ -239,13 +239,11 @@ def count_uses(
         place, rest = (age >> 24) & 255, age & 0xFFFFFF
         factor = factors[place] - (((factors[place] - factors[place + 1]) * rest) >> 24)
         value = (((values[counts[row]] * factor) >> 28) >> min(age >> 32, 62)) + 256
-        low, high = 0, 255  # the highest level whose value is not above
-        while low < high:
-            middle = (low + high + 1) >> 1
-            if values[middle] <= value:
-                low = middle
-            else:
-                high = middle - 1
+        low = np.int64(counts[row])  # to the highest level whose value is not above: a few away
+        while low < 255 and values[low + 1] <= value:
+            low += 1
+        while values[low] > value:
+            low -= 1
         if low < 255:
             key = (np.uint64(row) << _HALF) ^ np.uint64(step)
             key = (key ^ (key >> _HALF)) * _FIRST

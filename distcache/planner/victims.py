@@ -128,9 +128,9 @@ class SlotTable:
             self._idle.file(base, slots, step)
             return
         order, starts = grouped(self.ranking.keys(self.row[slots]), 0, span)
-        slots, bounds = slots[order], starts.tolist()
-        for key in np.flatnonzero(np.diff(starts)).tolist():
-            self._idle.file(base + key, slots[bounds[key] : bounds[key + 1]], step)
+        found = np.flatnonzero(np.diff(starts))
+        bounds = [*starts[found].tolist(), len(slots)]
+        self._idle.file_all((found + base).tolist(), slots[order], bounds, step)
 
     def take(self, count: int, step: int) -> tuple[np.ndarray, int]:
         """`count` slots to hold for the misses of `step`, and the latest last use among them (-1:

@@ -56,9 +56,12 @@ def row_use(counts: np.ndarray, lookups: int, per_step: float) -> np.ndarray:
     """q of rows that `counts` of `lookups` lookups name, for `per_step` lookups; float64.
 
     C(N - c, n) / C(N, n) is a product of c factors 1 - n / (N - i), and one of n factors
-    1 - c / (N - i): the one with fewer factors, each of them taken at the middle i.
+    1 - c / (N - i): the one with fewer factors, each of them taken at the middle i. Below one
+    lookup a step, q is that share of what one lookup has.
     """
     counts = np.asarray(counts, dtype=np.float64)
+    if per_step < 1:
+        return per_step * counts / max(lookups, 1)
     few, many = np.minimum(counts, per_step), np.maximum(counts, per_step)
     left = lookups - np.maximum(few - 1, 0) / 2
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -13,7 +13,6 @@ from distcache.comm.agree import agree_on, together
 from distcache.comm.world import World
 from distcache.layout import RowLayout
 from distcache.popularity.classes import row_classes
-from distcache.popularity.curves import lookups_per_step, row_use
 from distcache.popularity.order import RowOrder, fill_order, order_dtype
 from distcache.popularity.statistics import Statistics
 from distcache.store.memory import SharedMemory, describe_bytes
@@ -161,7 +160,7 @@ def _nothing() -> None:
 def hot_rows(
     statistics: Statistics, tables: Sequence[int], counts: Sequence[int], layout: RowLayout
 ) -> np.ndarray:
-    """The `counts[t]` most frequent rows of each table t of a group, the likeliest in a step first.
+    """The `counts[t]` most frequent rows of each table t of a group, the most frequent first.
 
     int64, by the numbers of `layout`; fewer where fewer rows of a table were looked up.
     """
@@ -169,9 +168,7 @@ def hot_rows(
     for place, index in enumerate(tables):
         table = statistics.tables[index]
         ids = table.hottest(counts[index])
-        found = table.counts if table.ids is None else table.dense()
-        share = row_use(found[ids], table.lookups, lookups_per_step(statistics, table, 1))
         rows.append(ids + int(layout.offsets[place]))
-        use.append(share)
+        use.append(table.dense()[ids])
     order = np.argsort(-np.concatenate(use), kind="stable")
     return np.concatenate(rows)[order]

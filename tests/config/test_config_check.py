@@ -10,8 +10,11 @@ from omegaconf import OmegaConf
 
 from distcache import config_check
 from distcache.cli.compose import compose_overrides, to_config
+from distcache.config import CacheConfig
 from distcache.config_check import check
+from distcache.config_values import CHOICES
 from distcache.errors import ConfigError
+from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
 
 REFUSED = {
     "cache.rows=5 cache.ratio=0.1": ("cache.rows=5 and cache.ratio=0.1", "one of them"),
@@ -28,8 +31,14 @@ REFUSED = {
     "trainer.threads=0": ("trainer.threads=0", "at least 1"),
     "trainer.schedule=fast": ("trainer.schedule=fast", "overlapped or serial"),
     "trainer.shake_ms=-1": ("trainer.shake_ms=-1", "at least 0"),
-    "cache.policy=lfu": ("cache.policy=lfu", "lookahead or lru"),
-    "cache.tail=mru": ("cache.tail=mru", "choose lru"),
+    "cache.policy=mru": ("cache.policy=mru", "lookahead or lfu or lru or frequency or static"),
+    "cache.tail=mru": ("cache.tail=mru", "choose lru or lfu or frequency"),
+    "cache.policy=lru cache.tail=lfu": ("cache.tail=lfu", "leave one of them out"),
+    "cache.policy=static": ("cache.policy=static", "cache.statistics=<folder>"),
+    "cache.tail=frequency": ("cache.tail=frequency", "distcache.analyze"),
+    "cache.tail=lfu cache.half_life=0": ("cache.half_life=0", "give auto, or steps from 1"),
+    "cache.tail=lfu cache.half_life=long": ("cache.half_life=long", "give auto"),
+    "cache.tail=lru cache.half_life=9": ("cache.half_life=9", "cache.tail=lfu or cache.policy=lfu"),
     "cache.placement=sharded": ("cache.placement=sharded", "replicated"),
     "cache.reduction=fast": ("cache.reduction=fast", "ordered or native"),
     "store.name=disk": ("store.name=disk", "memory"),
@@ -214,3 +223,10 @@ def test_a_glob_of_files_is_found(tmp_path):
     for day in range(2):
         (tmp_path / f"day_{day}").write_text("")
     assert checked(["data=criteo", f"data.path={tmp_path}/day_*"]) == []
+
+
+def test_the_tree_and_the_planner_have_the_same_policies() -> None:
+    cache = CacheConfig()
+    policy = Policy.of(cache.policy, cache.tail, cache.admission, cache.half_life)
+    assert policy == DEFAULT == Policy()
+    assert CHOICES["cache.policy"] == POLICIES and CHOICES["cache.tail"] == TAILS

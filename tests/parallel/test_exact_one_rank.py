@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from oracle import OPTIMIZERS, check_against_trainer
@@ -11,7 +12,9 @@ from scenarios import Outcome, Scenario, run_mode, table
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.errors import DataError, StepTooLargeError
+from distcache.layout import group_tables
 from distcache.parallel.cached_parts import CachedSettings
+from distcache.planner.policy import PINNED, Policy
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))
 
@@ -33,6 +36,17 @@ def same_bits(one: Outcome, other: Outcome) -> None:
     assert one.state_digest == other.state_digest
 
 
+def classes_of(case: Scenario) -> list[np.ndarray]:
+    """Popularity classes of the rows of each group, as they come, a tenth of them pinned."""
+    found = []
+    for members in group_tables(case.tables):
+        rows = sum(case.tables[index].rows for index in members)
+        classes = np.random.default_rng(rows).integers(0, 60, rows).astype(np.uint8)
+        classes[::10] = PINNED
+        found.append(classes)
+    return found
+
+
 def slots_of(spare: int) -> tuple[int, ...]:
     return (170 + spare, 7)
 
@@ -45,10 +59,11 @@ def test_every_cache_size_window_and_policy_has_the_bits_of_resident(world, opti
     serial = CachedSettings("data", slots_of(0), 8, 3, schedule="serial", validate=True)
     same_bits(run_mode(world, case, serial), resident)
     for spare, lookahead, prefetch, policy in (
-        (0, 0, 0, "lookahead"),
-        (0, 8, 3, "lookahead"),
-        (20, 2, 1, "lru"),
-        (178, 3, 1, "lookahead"),
+        (0, 0, 0, Policy()),
+        (0, 8, 3, Policy()),
+        (20, 2, 1, Policy("lru")),
+        (178, 3, 1, Policy(tail="lfu")),
+        (40, 2, 1, Policy("lfu", admission=True)),
     ):
         settings = CachedSettings(
             "data", slots_of(spare), lookahead, prefetch, policy, validate=True
@@ -56,6 +71,9 @@ def test_every_cache_size_window_and_policy_has_the_bits_of_resident(world, opti
         found = run_mode(world, case, settings)
         same_bits(found, resident)
         assert 0 < found.summary["hit_rate"] < 1
+    for name in ("frequency", "static"):
+        settings = CachedSettings("data", slots_of(9), 2, 1, Policy(name), classes_of(case))
+        same_bits(run_mode(world, case, replace(settings, validate=True)), resident)
     same_bits(run_mode(world, case, CachedSettings("host")), resident)
     same_bits(run_mode(world, case, CachedSettings("data", slots_of(0)), evals=3), resident)
 
@@ -98,8 +116,19 @@ def test_grid_of_caches_at_200_steps(world: World, optimizer, batch) -> None:
     case = replace(case, weighted=True)
     resident = run_mode(world, case, CachedSettings("resident"))
     need = min(99_000, 2 * (batch * 3 + 40))
-    for lookahead, prefetch, policy in ((0, 0, "lookahead"), (16, 4, "lookahead"), (4, 2, "lru")):
-        found = run_mode(world, case, CachedSettings("data", (need,), lookahead, prefetch, policy))
+    for lookahead, prefetch, policy in (
+        (0, 0, Policy()),
+        (16, 4, Policy()),
+        (4, 2, Policy("lru")),
+        (4, 1, Policy(tail="lfu", admission=True)),
+        (0, 1, Policy("lfu", half_life=30)),
+        (0, 2, Policy("lru", admission=True)),
+        (8, 1, Policy(tail="frequency")),
+        (0, 1, Policy("frequency", admission=True)),
+        (0, 1, Policy("static")),
+    ):
+        settings = CachedSettings("data", (need,), lookahead, prefetch, policy, classes_of(case))
+        found = run_mode(world, case, settings)
         same_bits(found, resident)
 
 

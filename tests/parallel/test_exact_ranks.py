@@ -14,6 +14,7 @@ from scenarios import Outcome, Scenario, run_mode, table
 
 from distcache.comm.world import close_world, open_world
 from distcache.parallel.cached_parts import CachedSettings
+from distcache.planner.policy import Policy
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))
 SLOTS = (176, 8)
@@ -54,7 +55,8 @@ def caches(case: Scenario, dtype: torch.dtype = torch.float32) -> Jobs:
         (case, CachedSettings("data", tight, 0, 0, dtype=dtype, validate=True), 0),
         (case, CachedSettings("data", tight, 6, 2, dtype=dtype, validate=True), 7),
         (case, CachedSettings("resident", dtype=dtype), 0),
-        (case, CachedSettings("data", tight, 2, 1, "lru", dtype=dtype), 0),
+        (case, CachedSettings("data", tight, 2, 1, Policy("lru"), dtype=dtype), 0),
+        (case, CachedSettings("data", tight, 2, 1, Policy("lfu", "lru", True), dtype=dtype), 0),
         (case, CachedSettings("host", dtype=dtype), 0),
     ]
 

@@ -13,14 +13,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plan_streams import BODIES, make_layout, streams
+from policy_reference import counted
 
 from distcache.errors import ConfigError, PlanError
 from distcache.planner import loops
 from distcache.planner.assemble import make_request
-from distcache.planner.bodies import NAMES, NUMPY, SETTING, Bodies, make, using
+from distcache.planner.bodies import NAMES, NUMPY, SETTING, Bodies, bodies, make, using
 from distcache.planner.calls import distinct_rows, grouped, hashed_rows, occurrences
 from distcache.planner.home import HomePlanner
 from distcache.planner.policy import POLICIES, Policy
+from distcache.planner.rankings import ByCount
 from distcache.planner.simulator import PlannerSettings, simulate
 
 PLAIN = Bodies("python", **{name: getattr(loops, name) for name in NAMES})
@@ -139,6 +141,31 @@ def test_occurrences(values: list[int], kind: str, total: int, looked_up: bool) 
     ):
         assert (canonical[result.order[low:high]] == row).all()
     assert (result.starts == [(canonical < k).sum() for k in range(total + 1)]).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(0, 255), min_size=1, max_size=40),
+    st.integers(0, 2**30),
+    st.sampled_from([0, 1, 2**20 + 7, 2**32 // 9, 2**31, 2**32]),
+    st.integers(0, 2**32 - 1),
+)
+def test_counts(levels: list[int], step: int, rate: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = rng.permutation(len(levels)).astype(np.int32)
+    back = (step * rng.random(len(levels)) ** rng.choice([1, 9])).astype(np.int32)
+    ranking = ByCount(len(levels), 1, 5.0)
+
+    def count(counts: np.ndarray) -> np.ndarray:
+        tables = ranking._values, ranking._factors
+        bodies().count_uses(rows, step - back - 1, step, rate, *tables, counts)
+        return counts
+
+    counts = np.array(levels, np.uint8)
+    result = by_all(count, counts, written=0)
+    expected = [counted(levels[r], int(r), step, min(int(b) + 1, 2**30) * rate)
+                for r, b in zip(rows, back, strict=True)]  # fmt: skip
+    assert result[rows].tolist() == expected
 
 
 @pytest.mark.parametrize("rows", [70_000, 200_000])

@@ -59,7 +59,7 @@ def check_case(case: tuple, body: str, restore_after: int) -> None:
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(streams(), st.sampled_from(BODIES), st.integers(-9, 9))
+@given(streams(80), st.sampled_from(BODIES), st.integers(-40, 40))
 def test_every_victim_is_the_one_that_the_slow_twin_picks(
     case: tuple, body: str, restore_after: int
 ) -> None:
@@ -68,7 +68,7 @@ def test_every_victim_is_the_one_that_the_slow_twin_picks(
 
 @pytest.mark.slow
 @settings(max_examples=6000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(streams(), st.sampled_from(BODIES), st.integers(-9, 9))
+@given(streams(80), st.sampled_from(BODIES), st.integers(-40, 40))
 def test_every_victim_campaign(case: tuple, body: str, restore_after: int) -> None:
     check_case(case, body, restore_after)
 
@@ -174,6 +174,17 @@ def test_lfu_keeps_what_is_used_often_and_admission_keeps_single_uses_out() -> N
     for policy, kept in ((Policy("lru"), 0), (Policy("lfu"), 20), (Policy("lru", "lru", True), 20)):
         last = decisions(home_of(policy, 3000, 100), stream, window=0)[-1]
         assert 20 - len(last.fetch) == kept, policy
+
+
+def test_a_row_costs_a_byte_for_counts_and_one_for_its_popularity() -> None:
+    layout, classes = make_layout(100, 2), np.zeros(50, np.uint8)
+    for policy, popularity, each in (
+        (Policy(), None, 8),
+        (Policy(tail="lfu"), None, 9),
+        (Policy("frequency"), classes, 9),
+        (Policy("lfu"), classes, 10),
+    ):
+        assert HomePlanner(layout, 0, 5, 1, policy, popularity).index_bytes == each * 50
 
 
 def test_what_a_policy_needs_is_named() -> None:

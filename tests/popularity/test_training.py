@@ -92,7 +92,8 @@ def several(rank: int, size: int, folders: dict[str, str], home: str) -> dict[st
     known = f"cache.statistics={folders['one']}"
     run("plain")
     run("cold", known, "cache.warm_start=0")
-    run("warm", known)
+    run("warm", known, "cache.warm_start=1")
+    run("auto", known)
     run("ordered", known, "cache.order=popularity", "cache.warm_start=0.5")
     run("by_curve", known, "cache.split=by_curve", "cache.order=popularity")
     run("given", "cache.split={t_cat_0:250,cat_1:60,t_cat_2:30}", "cache.bytes=null")
@@ -123,6 +124,8 @@ def test_every_use_of_statistics_trains_the_same_model(world, folders, tmp_path)
     assert found["cold"]["warm_start_rows"] == 0
     assert found["cold"]["rows_fetched"] == plain["rows_fetched"], "counts alone change nothing"
     assert found["warm"]["warm_start_rows"] > 0.8 * found["warm"]["cache_rows"]
+    assert 0.4 < found["auto"]["warm_start_rows"] / found["auto"]["cache_rows"] <= 0.5
+    assert found["static"]["warm_start_rows"] > 0.8 * found["static"]["cache_rows"]
     assert found["warm"]["rows_fetched"] < plain["rows_fetched"]
     assert found["resumed"]["warm_start_rows"] > 0
     hot = found["warm"]["hot_rows_by_table"]

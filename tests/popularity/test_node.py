@@ -1,0 +1,118 @@
+"""The popularity order and classes of a group, and what the ranks of a node share of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from distcache.comm.world import close_world, open_world
+from distcache.errors import MemoryTooSmallError
+from distcache.layout import RowLayout, TableSpec
+from distcache.popularity.classes import row_classes
+from distcache.popularity.curves import curve_of, expected_misses, hot_prefixes, pinned_prefixes
+from distcache.popularity.node import Popularity, share_popularity
+from distcache.popularity.order import make_order, order_dtype
+from distcache.popularity.statistics import Statistics, TableCounts
+from distcache.store import available
+
+TABLES = [TableSpec("a", 5, 4, ("a_0",)), TableSpec("b", 601, 4, ("b_0",))]
+
+
+def counted(feature: str, counts: np.ndarray, sparse: bool = False) -> TableCounts:
+    counts = np.asarray(counts, np.int64)
+    total, distinct = int(counts.sum()), int((counts > 0).sum())
+    if not sparse:
+        return TableCounts(feature, len(counts), total, distinct, counts)
+    ids = np.flatnonzero(counts)
+    return TableCounts(feature, len(counts), total, distinct, counts[ids], ids)
+
+
+def some(sparse: bool = False) -> Statistics:
+    counts = np.random.default_rng(0).zipf(1.4, 601).clip(max=999) - 1
+    tables = (counted("a", [3, 0, 9, 0, 9], sparse), counted("b", counts, sparse))
+    return Statistics(tables, "ids", 500)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("world", [1, 3])
+def test_order_puts_frequent_ids_first_in_each_table(sparse: bool, world: int) -> None:
+    statistics, layout = some(sparse), RowLayout(TABLES, world)
+    order = make_order(layout, statistics.tables)
+    assert order.row_of[:5].tolist() == [2, 4, 0, 1, 3], "by count, then id, then the unknown"
+    counts = statistics.tables[1].dense()
+    slow = sorted(range(601), key=lambda i: (-counts[i], i))
+    assert order.row_of[5:].tolist() == [5 + i for i in slow]
+    rows = np.arange(layout.rows)
+    assert np.array_equal(order.original(order.planned(rows)), rows)
+    assert order.planned(rows).dtype == order.original(rows).dtype == np.int64
+    assert order.position.dtype == np.int32 == order_dtype(2**31 - 1)
+    assert order_dtype(2**31) == np.int64
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = open_world("cpu", "gloo", 60)
+    yield world
+    close_world(world)
+
+
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize("homes", [1, 3, 4])
+def test_each_home_reads_the_classes_of_its_rows(world, order: bool, homes: int) -> None:
+    statistics, layout = some(), RowLayout(TABLES, homes)
+    popularity = Popularity(statistics, (2, 40), order, classes=True, pinned_rows=(1, 30))
+    (shared,) = share_popularity(world, [layout], [(0, 1)], popularity)
+    expected = row_classes(statistics, [0, 1], [1, 30])
+    assert np.array_equal(shared.classes, expected)
+    assert shared.hot is None and (shared.order is not None) == order
+    seen = 0
+    for home in range(homes):
+        found = shared.classes_at(layout, home)
+        for local, klass in enumerate(found.tolist()):
+            planned = int(layout.row(home, np.array([local]))[0])
+            if planned >= layout.rows:
+                assert klass == 0
+                continue
+            row = planned if shared.order is None else int(shared.order.row_of[planned])
+            assert klass == expected[row]
+            seen += 1
+    assert seen == layout.rows
+
+
+def test_hot_rows_are_the_likeliest_of_the_group(world) -> None:
+    statistics, layout = some(), RowLayout(TABLES, 1)
+    popularity = Popularity(statistics, (3, 300), warm_start=0.5)
+    (shared,) = share_popularity(world, [layout], [(0, 1)], popularity)
+    counts = np.concatenate([table.dense() for table in statistics.tables])
+    known = shared.hot[shared.hot >= 0]
+    assert set(known[known < 5].tolist()) == {0, 2, 4}
+    assert len(known) == 3 + min(300, statistics.tables[1].distinct)
+    assert (np.diff(counts[known]) <= 0).all(), "per step and sample a count is a likelihood"
+    assert (shared.hot[len(known) :] == -1).all()
+    nothing = share_popularity(world, [layout], [(0, 1)], replace(popularity, warm_start=0.0))
+    assert nothing[0].hot is None and nothing[0].order is None and nothing[0].classes is None
+
+
+def test_a_node_without_memory_for_the_order_says_so(world, monkeypatch) -> None:
+    monkeypatch.setattr(available, "available_memory", lambda: 2 * 4 * 606 - 1)
+    with pytest.raises(MemoryTooSmallError, match=r"popularity of the rows.*cache\.order=ids"):
+        share_popularity(
+            world, [RowLayout(TABLES, 1)], [(0, 1)], Popularity(some(), (0, 0), order=True)
+        )
+
+
+@pytest.mark.parametrize("homes", [1, 4])
+def test_pinned_rows_leave_room_for_those_of_the_next_steps(homes: int) -> None:
+    rng = np.random.default_rng(2)
+    curves = [curve_of(counted("x", rng.zipf(1.3, 4000).clip(max=10**4)), 200) for _ in range(2)]
+    for slots in (900, 2000, 8000):
+        pinned = pinned_prefixes(curves, slots, 2, homes)
+        others = 2 * expected_misses(curves, pinned)
+        assert sum(pinned) + others <= slots
+        assert slots == 8000 or sum(pinned) + others > 0.5 * slots
+        assert pinned == hot_prefixes(curves, sum(pinned))
+    assert pinned_prefixes(curves, 10, 2, homes) == [0, 0], (
+        "a cache that holds no step pins nothing"
+    )
