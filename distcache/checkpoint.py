@@ -27,6 +27,7 @@ from distcache.comm.world import World
 from distcache.errors import ConfigError, DistcacheError
 from distcache.parallel.base import Parallel
 from distcache.run.blocks import BlockSavePlanner, CompleteLoadPlanner
+from distcache.run.phases import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +65,12 @@ class RunIdentity:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where training stands: `step` steps are done; `loss_digest` chains their losses."""
+    """Where training stands: `step` steps are done; `loss_digest` chains their losses; `phase`:
+    among hot and cold batches, where these come apart."""
 
     step: int = 0
     loss_digest: bytes = b""
+    phase: Phase | None = None
 
 
 KEYS = {
@@ -187,6 +190,7 @@ def describe(identity: RunIdentity, state: TrainerState) -> str:
             "step": state.step,
             "data_position": {"epoch": epoch, "batch": batch},
             "loss_digest": state.loss_digest.hex(),
+            "phase": state.phase and state.phase.values(),
         }
     )
 
@@ -210,7 +214,9 @@ def check(folder: Path, text: str, identity: RunIdentity) -> TrainerState:
             f"{folder} is a checkpoint of another run: {'; '.join(wrong)}. Set what it was made "
             "with, or leave trainer.resume out"
         )
-    return TrainerState(header["step"], bytes.fromhex(header["loss_digest"]))
+    phase = header.get("phase")  # checkpoints of older versions have none
+    digest = bytes.fromhex(header["loss_digest"])
+    return TrainerState(header["step"], digest, Phase(**phase) if phase else None)
 
 
 def other_data(text: str, identity: RunIdentity) -> str:

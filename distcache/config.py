@@ -46,6 +46,16 @@ class DataConfig:
     says, or for Criteo Kaggle's where `path` is text. Interactions: may be empty."""
     dense_features: int = 13
     """Synthetic, Criteo: number of dense (float) features of a sample."""
+    batching: str = "as_is"
+    """`as_is`; `hot_cold`: samples of hot rows alone in batches of their own, which move no rows;
+    `split`: each batch in a hot and a cold part, whose gradients make one step. The last two need
+    `cache.statistics`."""
+    hot_rows: Any = "auto"
+    """`hot_cold`: rows that stay cached, over all tables: a number, a share of all rows in (0, 1),
+    or `auto`: as many of the most frequent ones as the slots hold beside a few cold batches."""
+    phase_rate: float = 0.5
+    """`hot_cold`: the share of an epoch's hot batches, then of its cold ones, that makes a phase at
+    first, in (0, 1]; the held-out loss halves or doubles it."""
     on_bad_id: str = "error"
     """An id outside its table: `error`, or `hash` (taken modulo the table's rows)."""
     bag_size: Any = 1

@@ -9,6 +9,7 @@ from pathlib import Path
 from distcache.config import Config, DataConfig, ModelConfig, OptimConfig
 from distcache.config_cache import check_cache
 from distcache.config_data import (
+    check_batching,
     check_held_out,
     check_interactions,
     check_is_file,
@@ -46,6 +47,7 @@ def check(config: Config, world_size: int, local_size: int) -> list[str]:
         auto_or_count(key, lookup(config, key))
     auto_or_count("trainer.threads", config.trainer.threads, 1)
     _check_data(config.data)
+    check_batching(config)
     _check_model(config.model, config.data)
     check_cache(config.cache)
     _check_optim(config.optim)
@@ -64,6 +66,7 @@ def check_own(config: Config, local_size: int) -> None:
     for key, rule, wanted in rules:
         if key not in ("data.name", "model.name"):
             rule(key, lookup(config, key), wanted)
+    check_batching(config)
     check_cache(config.cache)
     _check_optim(config.optim)
     _check_precision(config)

@@ -6,7 +6,7 @@ import glob
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from distcache.config import DataConfig
+from distcache.config import Config, DataConfig
 from distcache.config_values import positive_list
 from distcache.errors import ConfigError
 
@@ -104,6 +104,45 @@ def check_held_out(data: DataConfig) -> None:
     """The share that is held out."""
     if data.held_out is not None and not 0 <= data.held_out < 1:
         raise ConfigError(f"data.held_out={data.held_out}: give a share from 0 to below 1")
+
+
+def check_batching(config: Config) -> None:
+    """Raise ConfigError where `data.batching` wants what is not there."""
+    data, kind = config.data, config.data.batching
+    hot, rate = data.hot_rows, data.phase_rate
+    whole = isinstance(hot, int) and not isinstance(hot, bool) and hot >= 0
+    if not (hot == "auto" or whole or (isinstance(hot, float) and 0 < hot < 1)):
+        raise ConfigError(
+            f"data.hot_rows={hot}: give auto, a whole number of rows, or a share of all rows "
+            "above 0 and below 1"
+        )
+    if not 0 < rate <= 1:
+        raise ConfigError(f"data.phase_rate={rate}: give a share above 0 and at most 1")
+    if kind != "hot_cold":
+        for key, default in (("hot_rows", "auto"), ("phase_rate", 0.5)):
+            if getattr(data, key) != default:
+                raise ConfigError(
+                    f"data.{key}={getattr(data, key)} is a key of data.batching=hot_cold and means "
+                    f"nothing to data.batching={kind}: leave it out"
+                )
+    if kind == "as_is":
+        return
+    if data.name == "own":
+        raise ConfigError(
+            f"data.batching={kind} means nothing to batches of your own loader: how samples are "
+            "brought together is up to it; leave the key out"
+        )
+    if config.cache.statistics is None:
+        raise ConfigError(
+            f"data.batching={kind} needs to know which rows are hot: give "
+            "cache.statistics=<folder that python -m distcache.analyze or distcache.preprocess "
+            "made>"
+        )
+    if kind == "hot_cold" and data.name == "synthetic" and data.samples is None:
+        raise ConfigError(
+            "data.batching=hot_cold sorts the samples of an epoch, and data.samples=null is a "
+            "stream without an end: give data.samples=<samples of an epoch>"
+        )
 
 
 def _check_path(data: DataConfig, key: str) -> None:

@@ -15,6 +15,7 @@ CHOICES = {
     "model.name": ("dlrm", "dcn_v2"),
     "model.pooling": ("sum", "mean"),
     "data.name": ("synthetic", "criteo", "parquet", "interactions"),
+    "data.batching": ("as_is", "hot_cold", "split"),
     "data.on_bad_id": ("error", "hash"),
     "data.on_bad_line": ("error", "skip"),
     "data.string_ids": ("hash", "hex"),

@@ -16,6 +16,7 @@ from distcache.comm.first import on_first
 from distcache.comm.world import World
 from distcache.config import Config
 from distcache.data.batch import BatchSource
+from distcache.data.hot_cold import HotColdSource
 from distcache.errors import (
     DataError,
     DistcacheError,
@@ -30,8 +31,10 @@ from distcache.metrics.trace import tracing
 from distcache.parallel.base import Parallel
 from distcache.parallel.precision import tf32
 from distcache.run import build
+from distcache.run.batching import arrange, batching_summary
 from distcache.run.digest import state_digest, wants_state_digest
 from distcache.run.loop import Loop, Outcome
+from distcache.run.phased import PhasedSchedule
 from distcache.run.schedule import Schedule, make_schedule
 from distcache.run.stop import StopRequest
 
@@ -57,6 +60,7 @@ def train(config: Config, world: World, run_dir: Path) -> TrainResult:
     source = build.build_source(config)
     tables = build.build_tables(config, source)
     model = build.build_dense(config, tables, source.dense_features)
+    source = arrange(config, world, source, tables)
     mode = build.build_parallel(config, world, tables, model, source)
     bad_lines = getattr(source, "bad_lines", None)
     if bad_lines is not None and bad_lines.skip:  # every rank has read, and skipped, the same
@@ -118,6 +122,9 @@ class Run:
         schedule = make_schedule(
             self.source, start.step, want.steps, want.eval_every, want.eval_steps
         )
+        if isinstance(self.source, HotColdSource):
+            rate = self.config.data.phase_rate
+            schedule = PhasedSchedule.of(schedule, self.source, start.phase, rate)
         if self.world.is_first and schedule.nothing_to_train:
             logger.warning(
                 "nothing to train: %d steps are done and trainer.steps is %s",
@@ -150,8 +157,13 @@ class Run:
                 raise
 
     def walk(self, loop: Loop) -> Outcome:
-        """Go through the batches of the source."""
-        return loop.run(loop.schedule.batches(self.source, self.world.rank, self.world.size))
+        """Go through the batches of the source, stream by stream."""
+        outcome = loop.outcome
+        for batches in loop.schedule.streams(self.source, self.world.rank, self.world.size):
+            outcome = loop.run(batches)
+            if loop.over:
+                break
+        return outcome
 
     def rescue(self, outcome: Outcome) -> None:
         """Save the steps before one that could not be planned, where all ranks stand after them."""
@@ -232,6 +244,7 @@ class Run:
             "samples_per_second": outcome.times.samples_per_second(),
             "step_ms": outcome.times.step_ms(),
             "table_rows": sum(table.rows for table in self.tables),
+            **batching_summary(self.source, outcome.state.phase),
             "loss_digest": outcome.state.loss_digest.hex() or None,
             "state_digest": digest,
         }

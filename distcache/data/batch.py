@@ -44,6 +44,8 @@ class Batch:
 
     Where ranks bring batches of their own sizes, `global_size` is `UNKNOWN` until they have told
     each other; then `largest` is the number of samples of the largest slice (None: ceil(B / W)).
+
+    `phase`: `hot` or `cold` where such batches come apart, else empty.
     """
 
     dense: Tensor
@@ -56,6 +58,7 @@ class Batch:
     kind: str = "train"
     load: Callable[[], tuple[Tensor, Tensor]] | None = None
     largest: int | None = None
+    phase: str = ""
 
     def loaded(self) -> Batch:
         """This batch with its dense features and labels; itself where it has them."""

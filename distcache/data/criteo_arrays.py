@@ -71,6 +71,10 @@ class CriteoArrays(CriteoBatches):
             self._ahead.reach(part.span.epoch, part.span.start, part.span.stop)
         return super().read(part)
 
+    def will_need(self, start: int, stop: int) -> None:
+        """See `SlicedSource.will_need`."""
+        _will_need([*self._arrays.values()], start, stop)
+
     def read_ids(self, lines: np.ndarray) -> np.ndarray:
         """See `CriteoBatches.read_ids`."""
         return self._arrays["ids"].take(lines)

@@ -16,6 +16,7 @@ from distcache.data.hashing import key_of
 from distcache.data.raw.multi_hot import bags
 from distcache.data.samplers import BlockOrder, SampleOrder
 from distcache.data.slices import BatchSlice, SlicedSource
+from distcache.data.subset import Subset
 from distcache.errors import ConfigError
 
 SHUFFLE_BLOCK = 4096
@@ -65,7 +66,7 @@ class CriteoBatches(SlicedSource):
         self.features = tuple(f"cat_{index}" for index in range(IDS))
         self.dense_features = INTEGERS
         self.samples, self.train_samples = samples, train_samples
-        self._dtype, self._bag_sizes = settings.dtype, bag_sizes
+        self._dtype, self._bag_sizes, self._settings = settings.dtype, bag_sizes, settings
         super().__init__(train_samples, samples - train_samples, settings.global_batch_size)
         seed = key_of(settings.seed, 0)
         self._order: SampleOrder | BlockOrder = SampleOrder(train_samples, seed, shuffle=False)
@@ -86,17 +87,30 @@ class CriteoBatches(SlicedSource):
     def read(self, part: BatchSlice) -> Batch:
         """See `SlicedSource.read`."""
         if part.kind == "train":
-            lines = self._order.positions(part.span.epoch, part.start, part.stop)
-        else:
-            lines = np.arange(part.start, part.stop) + self.train_samples
+            return self.take(self._order.positions(part.span.epoch, part.start, part.stop), part)
+        return self.take(np.arange(part.start, part.stop) + self.train_samples, part)
+
+    def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
+        """See `SlicedSource.take`."""
 
         def load() -> tuple[Tensor, Tensor]:
-            dense, labels = (torch.from_numpy(values) for values in self.read_rest(lines))
+            dense, labels = (torch.from_numpy(values) for values in self.read_rest(samples))
             return dense.to(self._dtype), labels.to(self._dtype)
 
-        ids = self._jagged(self.read_ids(lines))
-        batch = part.batch(unloaded(len(lines), INTEGERS), ids, unloaded(len(lines)), load)
+        ids, count = self._jagged(self.read_ids(samples)), len(samples)
+        batch = part.batch(unloaded(count, INTEGERS), ids, unloaded(count), load)
         return batch if self.deferred else batch.loaded()
+
+    def ids_of(self, samples: np.ndarray, epoch: int) -> JaggedIds:
+        """See `SlicedSource.ids_of`."""
+        return self._jagged(self.read_ids(samples))
+
+    def order_of(self, chosen: Subset, which: int) -> SampleOrder | BlockOrder:
+        """See `SlicedSource.order_of`: neighbours among `chosen` stay near each other."""
+        seed = key_of(self._settings.seed, 0, which)
+        if not self._settings.shuffle or not chosen.count:
+            return SampleOrder(chosen.count, seed, shuffle=False)
+        return BlockOrder(chosen.count, seed, self._settings.shuffle_block)
 
     def _jagged(self, ids: np.ndarray) -> JaggedIds:
         """Bags of all features from ids `[b, 26]`."""

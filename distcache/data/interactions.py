@@ -17,6 +17,7 @@ from distcache.data.interactions_text import Interactions, read_csv, read_user_l
 from distcache.data.lines import BadLines
 from distcache.data.samplers import SampleOrder
 from distcache.data.slices import BatchSlice, SlicedSource
+from distcache.data.subset import Subset
 from distcache.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class InteractionsSource(SlicedSource):
 
     dense_features = 1
     features = FEATURES
+    ids_vary = True
 
     def __init__(self, spec: InteractionsSpec) -> None:
         self.spec = spec
@@ -131,23 +133,37 @@ class InteractionsSource(SlicedSource):
 
     def read(self, part: BatchSlice) -> Batch:
         """See `SlicedSource.read`: 1 + negatives in a row for each positive, the positive first."""
-        train = part.kind == "train"
-        positives = self._train if train else self._eval
-        samples = np.arange(part.start, part.stop)
-        if train:
-            samples = self._order.positions(part.span.epoch, part.start, part.stop)
+        if part.kind == "train":
+            return self.take(self._order.positions(part.span.epoch, part.start, part.stop), part)
+        return self._batch(self._ids(np.arange(part.start, part.stop), None), part)
+
+    def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
+        """See `SlicedSource.take`."""
+        return self._batch(self._ids(samples, part.span.epoch), part)
+
+    def ids_of(self, samples: np.ndarray, epoch: int) -> JaggedIds:
+        """See `SlicedSource.ids_of`."""
+        return self._ids(samples, epoch)[0]
+
+    def order_of(self, chosen: Subset, which: int) -> SampleOrder:
+        """See `SlicedSource.order_of`."""
+        return SampleOrder(chosen.count, key_of(self.spec.seed, 0, which))
+
+    def _ids(self, samples: np.ndarray, epoch: int | None) -> tuple[JaggedIds, np.ndarray]:
+        """Ids of some samples, and which of them are positives; `epoch` None: held-out ones."""
+        positives = self._eval if epoch is None else self._train
         which, place = np.divmod(samples, 1 + self.spec.negatives)
         users, items = positives.users[which], positives.items[which].copy()
         negative = np.flatnonzero(place)
-        items[negative] = self._negatives.draw(
-            users[negative], samples[negative], part.span.epoch if train else None
-        )
+        items[negative] = self._negatives.draw(users[negative], samples[negative], epoch)
         values = torch.from_numpy(np.concatenate((users, items)))
-        return part.batch(
-            torch.ones(len(samples), 1, dtype=self.spec.dtype),
-            JaggedIds(FEATURES, values, torch.arange(len(values) + 1)),
-            torch.from_numpy(place == 0).to(self.spec.dtype),
-        )
+        return JaggedIds(FEATURES, values, torch.arange(len(values) + 1)), place == 0
+
+    def _batch(self, found: tuple[JaggedIds, np.ndarray], part: BatchSlice) -> Batch:
+        ids, positive = found
+        dtype = self.spec.dtype
+        labels = torch.from_numpy(positive).to(dtype)
+        return part.batch(torch.ones(len(labels), 1, dtype=dtype), ids, labels)
 
     def _read(self) -> Interactions:
         """All interactions in file order, those rated too low left out."""

@@ -16,11 +16,13 @@ from distcache.data.bags import BagColumn, gather, join
 from distcache.data.batch import Batch, JaggedIds, unloaded
 from distcache.data.block_cache import BlockCache
 from distcache.data.files import find_files
+from distcache.data.hashing import key_of
 from distcache.data.parquet_columns import NULLS, ColumnRules, Place
 from distcache.data.parquet_files import IDS, NUMBERS, ParquetFiles, RowGroup, WantedColumn
 from distcache.data.row_group_order import RowGroupOrder
-from distcache.data.slices import BatchSlice, SlicedSource
+from distcache.data.slices import BatchSlice, SampleOrdering, SlicedSource
 from distcache.data.string_ids import STRING_IDS
+from distcache.data.subset import Subset
 from distcache.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -183,7 +185,25 @@ class ParquetSource(SlicedSource):
             groups, samples = self._eval_order.places(0, span.start, span.stop)
             samples += np.where(groups == 0, self._eval_skip, 0)
             groups = groups + self._eval_group
-        groups, samples = groups[part.low : part.high], samples[part.low : part.high]
+        return self._batch(groups[part.low : part.high], samples[part.low : part.high], part)
+
+    def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
+        """See `SlicedSource.take`."""
+        return self._batch(*self._order.locate(samples), part)
+
+    def ids_of(self, samples: np.ndarray, epoch: int) -> JaggedIds:
+        """See `SlicedSource.ids_of`."""
+        return self.ids(*self._order.locate(samples))
+
+    def order_of(self, chosen: Subset, which: int) -> SampleOrdering:
+        """See `SlicedSource.order_of`: windows hold as many row groups as those of all samples."""
+        share = chosen.count / max(self._order.samples, 1)
+        window = max(1, int(self.spec.shuffle_rows * share)) if self.spec.shuffle_rows else 0
+        sizes = np.diff(chosen.before(self._order.edges))
+        return RowGroupOrder(sizes.tolist(), key_of(self.spec.seed, 0, which), window)
+
+    def _batch(self, groups: np.ndarray, samples: np.ndarray, part: BatchSlice) -> Batch:
+        """Rows `samples` of row groups `groups`."""
         count = len(samples)
         batch = part.batch(
             unloaded(count, self.dense_features),

@@ -38,7 +38,8 @@ class RowGroupOrder:
 
     def __init__(self, sizes: Sequence[int], seed: int, window: int) -> None:
         self.sizes = np.asarray(sizes, dtype=np.int64)
-        self.samples = int(self.sizes.sum())
+        self.edges = np.concatenate(([0], np.cumsum(self.sizes)))
+        self.samples = int(self.edges[-1])
         self.one_window = self.samples <= window
         self._seed, self._window = seed, window
         self._all = SampleOrder(self.samples, key_of(seed, 0), shuffle=window > 0)
@@ -55,10 +56,7 @@ class RowGroupOrder:
         The positions must be those of one whole batch: ranks take slices of the result.
         """
         if self.one_window or self._window == 0:
-            at = self._all.positions(epoch, start, stop)
-            starts = np.concatenate(([0], np.cumsum(self.sizes)))
-            blocks = np.searchsorted(starts, at, side="right") - 1
-            return blocks, at - starts[blocks]
+            return self.locate(self._all.positions(epoch, start, stop))
         parts = list(self._window_places(epoch, start, stop))
         at = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
         order = self._epoch(epoch)
@@ -66,6 +64,16 @@ class RowGroupOrder:
         sorted_ = np.argsort(places, kind="stable")
         at, places = at[sorted_], places[sorted_]
         return order.blocks[places], at - order.starts[places]
+
+    def positions(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """The samples of `places`, counted over all blocks in their own order; int64."""
+        blocks, inside = self.places(epoch, start, stop)
+        return self.edges[blocks] + inside
+
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Block and sample inside it of samples that are counted over all blocks; int64 each."""
+        blocks = np.searchsorted(self.edges, samples, side="right") - 1
+        return blocks, samples - self.edges[blocks]
 
     def _window_places(self, epoch: int, start: int, stop: int):
         """Shuffled positions in the epoch's order of blocks, window by window."""

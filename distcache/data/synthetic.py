@@ -25,6 +25,7 @@ from distcache.data.hashing import (
 )
 from distcache.data.samplers import SampleOrder
 from distcache.data.slices import BatchSlice, SlicedSource
+from distcache.data.subset import Subset
 from distcache.data.teacher import Teacher
 from distcache.data.zipf import ZipfTables
 from distcache.errors import ConfigError
@@ -131,24 +132,42 @@ class SyntheticSource(SlicedSource):
     def read(self, part: BatchSlice) -> Batch:
         """See `SlicedSource.read`."""
         if part.kind == "train":
-            samples = self._order.positions(part.span.epoch, part.start, part.stop)
-        else:
-            samples = np.arange(part.start, part.stop, dtype=np.int64) + _HELD_OUT
+            return self.take(self._order.positions(part.span.epoch, part.start, part.stop), part)
+        return self.take(np.arange(part.start, part.stop, dtype=np.int64) + _HELD_OUT, part)
+
+    def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
+        """See `SlicedSource.take`."""
         keys = hash_counters(samples.view(np.uint64), key_of(self.spec.seed, _SAMPLE))
         dense = normal_from_bits(hash_counters(keys[:, None], self._dense_keys))
         lengths = self._lengths(keys)
         ids, weights = self._bags(keys, lengths)
         chances = self._teacher.probabilities(ids, lengths, weights, dense)
         draws = uniform_from_bits(hash_counters(keys, key_of(self.spec.seed, _LABEL)))
+        jagged = self._jagged(ids, lengths, weights)
+        return part.batch(self._floats(dense), jagged, self._floats(draws < chances))
+
+    def ids_of(self, samples: np.ndarray, epoch: int) -> JaggedIds:
+        """See `SlicedSource.ids_of`; without weights."""
+        keys = hash_counters(samples.view(np.uint64), key_of(self.spec.seed, _SAMPLE))
+        lengths = self._lengths(keys)
+        return self._jagged(self._bags(keys, lengths)[0], lengths, None)
+
+    def order_of(self, chosen: Subset, which: int) -> SampleOrder:
+        """See `SlicedSource.order_of`."""
+        return SampleOrder(chosen.count, key_of(self.spec.seed, _ORDER, which))
+
+    def _jagged(
+        self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None
+    ) -> JaggedIds:
+        """Bags of `lengths` `[F, b]`."""
         offsets = np.zeros(lengths.size + 1, dtype=np.int64)
         np.cumsum(lengths.ravel(), out=offsets[1:])
-        jagged = JaggedIds(
+        return JaggedIds(
             features=self.features,
             values=torch.from_numpy(ids),
             offsets=torch.from_numpy(offsets),
             weights=None if weights is None else self._floats(weights),
         )
-        return part.batch(self._floats(dense), jagged, self._floats(draws < chances))
 
     def _lengths(self, keys: np.ndarray) -> np.ndarray:
         """Ids of each bag, int64 `[F, b]`, from sample keys `[b]`."""

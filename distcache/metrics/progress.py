@@ -12,6 +12,7 @@ from distcache.metrics.record import MetricsFile
 from distcache.metrics.timing import StepTimes
 from distcache.parallel.base import Parallel, StepResult
 from distcache.pipeline.clock import WAIT
+from distcache.run.phases import Phase
 from distcache.run.schedule import Schedule
 
 logger = logging.getLogger("distcache.trainer")
@@ -36,12 +37,18 @@ class Progress:
             self._file.close()
 
     def step(
-        self, done: int, epoch: int, result: StepResult, times: StepTimes, mode: Parallel
+        self,
+        done: int,
+        epoch: int,
+        result: StepResult,
+        times: StepTimes,
+        mode: Parallel,
+        phase: Phase | None = None,
     ) -> None:
         """Report the step that made it `done` steps, if its turn has come or it is the last.
 
         `mode.progress()` adds values of this rank, such as `hit_rate` and the times of stages;
-        they, and the rate, are those since the line before.
+        they, and the rate, are those since the line before. `phase`: the one of this step.
         """
         if self._file is None or (done % self._log_every and done != self._steps):
             return
@@ -54,13 +61,15 @@ class Progress:
             samples_per_second=rate,
             step_ms=1e3 * interval_s,
             **live,
+            **({} if phase is None else {"phase": phase.kind, "phase_rate": phase.rate}),
         )
         logger.info(
-            "step %s  loss %.6f  %s samples/s  %.2f ms%s%s",
+            "step %s  loss %.6f  %s samples/s  %.2f ms%s%s%s",
             self._done(done),
             result.loss,
             f"{rate:,.0f}",
             1e3 * interval_s,
+            "" if phase is None else f"  {phase.kind}",
             shares(live),
             self._eta(interval_s, done),
         )
@@ -76,12 +85,13 @@ class Progress:
             return ""
         return f"  ETA {timedelta(seconds=round(interval_s * max(0, self._steps - done)))}"
 
-    def evaluation(self, done: int, result: EvalResult) -> None:
-        """Report an evaluation after `done` training steps."""
+    def evaluation(self, done: int, result: EvalResult, phase: Phase | None = None) -> None:
+        """Report an evaluation after `done` training steps; `phase`: with the rate after it."""
         if self._file is None:
             return
         values = {"eval_auc": result.auc, "eval_logloss": result.logloss, "eval_ne": result.ne}
-        self._file.write(step=done, **values)
+        rate = {} if phase is None else {"phase_rate": phase.rate}
+        self._file.write(step=done, **values, **rate)
         shown = ("none" if value is None else f"{value:.6f}" for value in values.values())
         logger.info(
             "step %s  AUC %s  log loss %s  NE %s  on %s held-out samples",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,8 +12,22 @@ import torch.distributed as dist
 from distcache.comm.counters import CollectiveCounters
 from distcache.comm.world import World
 from distcache.pipeline.clock import WAIT, StageClock
-from distcache.pipeline.rows import GroupRows
+from distcache.pipeline.rows import GroupRows, MoveCounts
 from distcache.pipeline.schedule import TRAINING, InFlight, Stage
+
+
+@dataclass
+class PhaseCounts:
+    """Training steps of hot or of cold batches, and the rows that moved for them."""
+
+    steps: int = 0
+    moved: MoveCounts = field(default_factory=MoveCounts)
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """Rows fetched, and bytes over the host link in both directions."""
+        moved = self.moved
+        return moved.rows_fetched, moved.host_to_device_bytes + moved.device_to_host_bytes
 
 
 class StepStatistics:
@@ -24,6 +39,7 @@ class StepStatistics:
         self.lookups = 0
         self.lookup_hits = 0
         self.row_buffer_bytes = 0
+        self.phases = {"hot": PhaseCounts(), "cold": PhaseCounts()}
 
     def add(self, flight: InFlight, rows: Sequence[GroupRows]) -> None:
         """Count one training step, and its moves in `rows`.
@@ -34,6 +50,11 @@ class StepStatistics:
         buffers = 0
         for counts, group in zip(flight.counts, rows, strict=True):
             group.counts.add(counts)
+        phase = self.phases.get(flight.planned.batch.phase)
+        if phase is not None:
+            phase.steps += 1
+            for counts in flight.counts:
+                phase.moved.add(counts)
         for plan, group in zip(flight.planned.plans, rows, strict=True):
             self.distinct += plan.distinct
             self.misses += plan.misses
@@ -69,11 +90,12 @@ class StepStatistics:
                 sum(c.host_to_device_bytes for c in counts),
                 sum(c.device_to_host_bytes for c in counts),
                 *counters.values().values(),
+                *(n for phase in self.phases.values() for n in phase.numbers),
             ],
             dtype=torch.int64,
         )
         dist.all_reduce(totals, group=world.host_group)
-        lookups, hits, *moved, row_bytes, dense, planning = totals.tolist()
+        lookups, hits, *moved, row_bytes, dense, planning = totals[:-4].tolist()
         embedding = sum(group.cache.device_bytes for group in rows) + self.row_buffer_bytes
         peak = torch.tensor([embedding, embedding + dense_bytes], dtype=torch.int64)
         if world.device.type == "cuda":
@@ -89,6 +111,7 @@ class StepStatistics:
             "hit_rate": self.hit_rate(),
             "hit_rate_lookups": hits / lookups if lookups else None,
             **dict(zip(names, moved, strict=True)),
+            **self._of_phases(totals[-4:].tolist()),
             "collective_bytes": row_bytes // world.size,
             "dense_collective_bytes": dense // world.size,
             "planning_bytes": planning // world.size,
@@ -96,6 +119,14 @@ class StepStatistics:
             "peak_device_bytes": int(peak[1]),
             "cache_rows": sum(group.cache.slots for group in rows),
         }
+
+    def _of_phases(self, numbers: Sequence[int]) -> dict[str, int]:
+        """Steps of each phase, and the sums over ranks of their `numbers`; none without phases."""
+        if not any(phase.steps for phase in self.phases.values()):
+            return {}
+        found = {f"{name}_steps": phase.steps for name, phase in self.phases.items()}
+        keys = [f"{name}_{key}" for name in self.phases for key in ("rows_fetched", "host_bytes")]
+        return found | dict(zip(keys, numbers, strict=True))
 
 
 def stage_values(clock: StageClock, stages: Sequence[Stage]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from distcache.checkpoint import TrainerState
 from distcache.comm.world import World
@@ -65,13 +65,15 @@ class Loop:
     outcome: Outcome
     evaluation: Evaluation = field(default_factory=Evaluation)
     mark: float = 0.0
+    over: bool = False
     unread: deque[_Run] = field(default_factory=deque)
 
     def run(self, batches: Iterable[Batch]) -> Outcome:
         """Go through the batches, which the mode draws ahead of training as it needs them.
 
         Ends after the same step on all ranks: at the end of the schedule, when some rank was
-        asked to stop, or at a loss that is not finite. What the mode has drawn ahead is dropped.
+        asked to stop, or at a loss that is not finite; the last two set `over`. What the mode has
+        drawn ahead is dropped. May be called again, with other batches, unless it is `over`.
         """
         stream = self.mode.stream(batches)
         self.mark = time.perf_counter()
@@ -79,8 +81,9 @@ class Loop:
             for step in stream:
                 run = self.evaluate if step.batch.kind == "eval" else self.train
                 if run(step):
+                    self.over = True
                     break
-            self.look()
+            self.over |= self.look()
         except DistcacheError:
             with suppress(DistcacheError):  # what was run before the error counts
                 self.look()
@@ -127,9 +130,10 @@ class Loop:
             return True
         outcome.times.add(ran.seconds, ran.samples)
         digest = chain_loss(outcome.state.loss_digest, result.loss)
-        outcome.state = TrainerState(ran.index + 1, digest)
+        done = ran.index + 1
+        outcome.state = TrainerState(done, digest, self.schedule.position(done))
         outcome.final_loss, outcome.evaluation = result.loss, None
-        self.report.step(ran.index + 1, ran.epoch, result, outcome.times, self.mode)
+        self.report.step(done, ran.epoch, result, outcome.times, self.mode, outcome.state.phase)
         return result.stop
 
     def evaluate(self, step: Step) -> bool:
@@ -138,8 +142,14 @@ class Loop:
             return True
         self.evaluation.add(self.mode.eval_step(step), step.batch.labels)
         if self.evaluation.batches == self.schedule.eval_batches:
-            self.outcome.evaluation = self.evaluation.finish(self.world)
-            self.report.evaluation(self.outcome.state.step, self.outcome.evaluation)
-            self.evaluation = Evaluation()
+            self.evaluated(self.evaluation.finish(self.world))
         self.mark = time.perf_counter()
         return self.stop.agreed(self.world) is not None
+
+    def evaluated(self, result: EvalResult) -> None:
+        """Take up the result of a whole evaluation, which is the same on all ranks."""
+        outcome = self.outcome
+        phase = self.schedule.learn(outcome.state.step, result.logloss)
+        outcome.state = replace(outcome.state, phase=phase)
+        outcome.evaluation, self.evaluation = result, Evaluation()
+        self.report.evaluation(outcome.state.step, result, phase)

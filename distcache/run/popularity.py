@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from distcache.comm.world import World
 from distcache.config import Config
@@ -11,6 +12,7 @@ from distcache.layout import TableSpec
 from distcache.optim.rows import row_update
 from distcache.planner.policy import Policy
 from distcache.popularity.decide import Use, decide
+from distcache.popularity.hot import HotSet
 from distcache.popularity.node import Popularity
 from distcache.popularity.plan import Budget, statistics_of
 from distcache.popularity.statistics import Statistics, check_fits, read_statistics
@@ -25,13 +27,11 @@ def plan_cache(
     `itemsize`: bytes of an element. Called by all ranks; raises ConfigError on all of them.
     """
     cache = config.cache
-    update = row_update(config.optim.name, 0.0)
-    batch = config.data.global_batch_size
-    return decide(
+    slots, popularity = decide(
         world,
         tables,
-        [update.state_width(table.dim) for table in tables],
-        Budget(cache.rows, cache.ratio, cache.bytes, itemsize, world.size, batch),
+        state_widths(config, tables),
+        budget_of(config, itemsize, world.size),
         Use(
             Policy(cache.policy, cache.tail),
             cache.order,
@@ -41,6 +41,24 @@ def plan_cache(
         ),
         lambda: read_checked(config, tables, source),
     )
+    hot: HotSet | None = getattr(source, "hot", None)
+    if hot is not None and popularity is not None:  # the rows of hot batches stay for good
+        warm = 1.0 if cache.warm_start == AUTO else popularity.warm_start
+        rows = hot.hot_rows
+        popularity = replace(popularity, hot_rows=rows, pinned_rows=rows, warm_start=warm)
+    return slots, popularity
+
+
+def state_widths(config: Config, tables: Sequence[TableSpec]) -> list[int]:
+    """S of each table's rows."""
+    update = row_update(config.optim.name, 0.0)
+    return [update.state_width(table.dim) for table in tables]
+
+
+def budget_of(config: Config, itemsize: int, world_size: int) -> Budget:
+    """What the keys of `cache` give the slots of a rank."""
+    cache, batch = config.cache, config.data.global_batch_size
+    return Budget(cache.rows, cache.ratio, cache.bytes, itemsize, world_size, batch)
 
 
 def read_checked(

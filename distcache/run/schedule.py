@@ -8,6 +8,7 @@ from itertools import count
 
 from distcache.data.batch import Batch, BatchSource
 from distcache.errors import ConfigError
+from distcache.run.phases import Phase
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,18 @@ class Schedule:
         for kind, index in self.order():
             draw = source.train_batch if kind == "train" else source.eval_batch
             yield draw(index, rank, world_size)
+
+    def streams(self, source: BatchSource, rank: int, world_size: int) -> Iterator[Iterator[Batch]]:
+        """Streams of batches; what one of them holds may depend on the results of those before."""
+        yield self.batches(source, rank, world_size)
+
+    def position(self, step: int) -> Phase | None:
+        """Where training stands after `step` steps, beyond that number."""
+        return None
+
+    def learn(self, step: int, loss: float | None) -> Phase | None:
+        """`position` after an evaluation after `step` steps gave `loss`, the mean log loss."""
+        return None
 
 
 def make_schedule(

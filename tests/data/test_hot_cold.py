@@ -1,0 +1,249 @@
+"""Hot and cold batches of every source: every sample once, of its kind, the same for all ranks."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from criteo_lines import ROWS, make_lines, preprocessed, write_lines
+from hot_cold_cases import SYNTHETIC, count
+from parquet_files import columns, source, write
+
+from distcache.data import hot_cold
+from distcache.data.batch import Batch
+from distcache.data.criteo import CriteoSource, CriteoSpec
+from distcache.data.criteo_arrays import CriteoArrays
+from distcache.data.criteo_batches import BatchSettings
+from distcache.data.hot_cold import COLD, HOT, BatchPlace, HotColdSource
+from distcache.data.interactions import InteractionsSource, InteractionsSpec
+from distcache.data.slices import SlicedSource
+from distcache.data.synthetic import SyntheticSource, SyntheticSpec
+from distcache.errors import ConfigError
+from distcache.popularity.hot import HotSet, curve_of, greedy
+
+
+def clicks(folder: Path) -> InteractionsSource:
+    """40 users with 8 of 60 items each, and their negatives."""
+    rng = np.random.default_rng(0)
+    lines = [" ".join(map(str, [user, *np.unique(rng.zipf(1.4, 12) % 60)])) for user in range(40)]
+    (folder / "users.txt").write_text("\n".join(lines) + "\n")
+    return InteractionsSource(InteractionsSpec(folder / "users.txt", global_batch_size=16))
+
+
+def make_source(name: str, folder: Path) -> SlicedSource:
+    """A small source of each kind."""
+    if name == "synthetic":
+        return SyntheticSource(SyntheticSpec(**SYNTHETIC, weighted=True))
+    if name == "interactions":
+        return clicks(folder)
+    if name.startswith("parquet"):
+        window = 40 if "window" in name else 0 if "file order" in name else 1 << 20
+        return source(write(folder / "a.parquet", columns(300), 17), shuffle_rows=window)
+    text = write_lines(folder / "a.txt", make_lines(420))
+    if name == "text":
+        return CriteoSource(CriteoSpec(text, ROWS, 16))
+    words = {"mode": "vocabulary", "min_count": 2, "multi_hot": (1, 3) * 13}
+    preprocessed(text, folder / "out", **(words if "bags" in name else {}))
+    settings = BatchSettings(16, shuffle="file order" not in name, shuffle_block=1)
+    return CriteoArrays(folder / "out", settings)
+
+
+NAMES = (
+    *("synthetic", "text", "arrays", "arrays, bags", "arrays, file order", "interactions"),
+    *("parquet", "parquet, window", "parquet, file order"),
+)
+
+
+def hot_set(of: SlicedSource, share: float | None = None) -> HotSet:
+    """A share of the rows that are looked up; None: one that leaves samples of both kinds."""
+    if share is None:
+        share = 0.85 if len(of.features) == 26 else 0.35
+    known = count(of)
+    curves = [curve_of(known, index) for index in range(len(known.tables))]
+    return HotSet(known, greedy(curves, int(share * sum(t.distinct for t in known.tables))))
+
+
+def samples_of(batch: Batch) -> list[tuple]:
+    """Each sample of a loaded batch, as something that can be compared."""
+    found, size = [], batch.ids.batch_size
+    values, offsets = batch.ids.values.tolist(), batch.ids.offsets.tolist()
+    weights = None if batch.ids.weights is None else batch.ids.weights.tolist()
+    for at in range(size):
+        places = [(offsets[f], offsets[f + 1]) for f in range(at, len(offsets) - 1, size)]
+        bags = tuple(tuple(values[low:high]) for low, high in places)
+        heavy = weights and tuple(tuple(weights[low:high]) for low, high in places)
+        found.append((tuple(batch.dense[at].tolist()), batch.labels[at].item(), bags, heavy))
+    return found
+
+
+def batches_of(of: HotColdSource, epoch: int, rank: int = 0, size: int = 1) -> list[Batch]:
+    """All of an epoch, hot ones first."""
+    places = [
+        BatchPlace(epoch, kind, number)
+        for kind, total in zip((HOT, COLD), of.epoch(epoch).sizes, strict=True)
+        for number in range(total)
+    ]
+    return [of.batch(place, 100 + at, rank, size).loaded() for at, place in enumerate(places)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_sample_once_and_of_its_kind(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(hot_cold, "_CHUNK", 64)
+    plain = make_source(name, tmp_path)
+    hot = hot_set(plain)
+    tables = zip(count(plain).tables, hot.hot_rows, strict=True)
+    own = [set(table.hottest(rows).tolist()) for table, rows in tables]
+    of, orders = HotColdSource(plain, hot), []
+    assert of.steps_per_epoch == sum(of.epoch(0).sizes)
+    for epoch in (0, 1):
+        batches = batches_of(of, epoch)
+        found = [samples_of(batch) for batch in batches]
+        steps = range(epoch * plain.steps_per_epoch, (epoch + 1) * plain.steps_per_epoch)
+        as_is = [s for step in steps for s in samples_of(plain.train_batch(step, 0, 1).loaded())]
+        assert Counter(s for batch in found for s in batch) == Counter(as_is)
+        for batch, samples in zip(batches, found, strict=True):
+            for _, _, bags, _ in samples:
+                only_hot = all(row in own[f] for f, bag in enumerate(bags) for row in bag)
+                assert only_hot == (batch.phase == HOT)
+        sizes = [batch.global_size for batch in batches]
+        hot_batches = of.epoch(epoch).sizes[0]
+        assert min(of.epoch(epoch).sizes) > 1
+        assert set(sizes[: hot_batches - 1]) | set(sizes[hot_batches:-1]) == {16}
+        orders.append([samples for batch in found for samples in batch])
+    assert (orders[0] == orders[1]) == ("file order" in name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_slices_make_the_global_batch(tmp_path, name):
+    plain = make_source(name, tmp_path)
+    of = HotColdSource(plain, hot_set(plain))
+    again = HotColdSource(plain, of.hot)
+    for size in (2, 3):
+        ranks = [batches_of(again, 1, rank, size) for rank in range(size)]
+        for whole, parts in zip(batches_of(of, 1), zip(*ranks, strict=True), strict=True):
+            assert samples_of(whole) == [s for part in parts for s in samples_of(part)]
+            first = 0
+            for part in parts:
+                assert part.global_size == whole.global_size
+                assert (part.index, part.epoch, part.kind) == (whole.index, 1, "train")
+                assert part.first_sample == first
+                first += part.ids.batch_size
+
+
+@pytest.mark.parametrize("name", ["synthetic", "arrays", "parquet, window", "interactions"])
+def test_steps_in_order_are_hot_ones_then_cold_ones(tmp_path, name):
+    plain = make_source(name, tmp_path)
+    of = HotColdSource(plain, hot_set(plain))
+    first = of.steps_per_epoch
+    for step in (0, first - 1, first, first + 1):
+        batch = of.train_batch(step, 0, 1).loaded()
+        expected = batches_of(of, step // first)[step % first]
+        assert samples_of(batch) == samples_of(expected)
+        assert batch.index == step
+    assert [of.train_batch(step, 0, 1).phase for step in (0, first - 1, first)] == [HOT, COLD, HOT]
+    held_out = [it.eval_batch(0, 0, 1).loaded() for it in (of, of.source)]
+    assert samples_of(held_out[0]) == samples_of(held_out[1])
+    assert of.eval_batches == of.source.eval_batches
+
+
+def test_what_the_source_says_beyond_its_batches():
+    plain = SyntheticSource(SyntheticSpec(**SYNTHETIC))
+    of = HotColdSource(plain, hot_set(plain))
+    assert of.expected_distinct(0, 100) == plain.expected_distinct(0, 100)
+    assert (of.features, of.table_rows) == (plain.features, plain.table_rows)
+    added = dict(of.identity.items() - plain.identity.items())
+    assert set(added) == {"data.batching", "data.hot_rows"}
+    other = HotColdSource(plain, hot_set(plain, 0.3))
+    assert other.identity != of.identity
+
+
+def test_an_order_of_a_seed():
+    def order(seed: int) -> list:
+        plain = SyntheticSource(SyntheticSpec(**SYNTHETIC, seed=seed))
+        batches = batches_of(HotColdSource(plain, hot_set(plain)), 0)
+        return [samples_of(batch) for batch in batches]
+
+    assert order(0) == order(0)
+    assert order(0) != order(1)
+
+
+def test_neighbours_on_the_disk_stay_near_each_other(tmp_path, monkeypatch):
+    """A pool's worth of hot samples lies in few places, and the system hears of them before."""
+    from distcache.data import samplers
+
+    monkeypatch.setattr(samplers, "POOL_BLOCKS", 4)
+    text = write_lines(tmp_path / "a.txt", make_lines(3000))
+    preprocessed(text, tmp_path / "out")
+    plain = CriteoArrays(tmp_path / "out", BatchSettings(64, shuffle_block=16))
+    hinted = []
+    plain.will_need = lambda start, stop: hinted.append((start, stop))
+    of = HotColdSource(plain, hot_set(plain, 0.6))
+    hot = of.epoch(0).kinds[HOT]
+    assert hot.chosen.count > 256
+    hinted.clear()
+    spread = []
+    for number in range(4):  # a pool is one batch of 64
+        span = hot.spans.locate(number)
+        samples = hot.samples(span, 0, span.size)
+        index = np.searchsorted(hot.chosen.at(np.arange(hot.chosen.count)), samples)
+        spread.append(len(np.unique(index // 16)))
+        assert all(any(low <= s < high for low, high in hinted) for s in samples.tolist())
+    assert max(spread) <= 8  # four blocks, each across two of these; without blocks about 40
+
+
+def unlimited() -> SyntheticSource:
+    """A stream without an end."""
+    return SyntheticSource(SyntheticSpec(**SYNTHETIC | {"samples": None}))
+
+
+def test_a_stream_without_an_end_is_refused():
+    hot = hot_set(SyntheticSource(SyntheticSpec(**SYNTHETIC)))
+    with pytest.raises(ConfigError, match=r"known number of samples.*data\.samples"):
+        HotColdSource(unlimited(), hot)
+    with pytest.raises(ConfigError, match="known number of samples"):
+        HotColdSource(object(), hot)
+
+
+@pytest.mark.parametrize(("share", "kind"), [(0.0, "cold"), (1.0, "hot")])
+def test_all_of_one_kind_trains_as_it_is_with_a_warning(caplog, share, kind):
+    plain = SyntheticSource(SyntheticSpec(**SYNTHETIC | {"bag_size": 1}))
+    with caplog.at_level(logging.INFO, logger="distcache"):
+        of = HotColdSource(plain, hot_set(plain, share), show=True)
+    assert re.search(f"all samples are {kind}.*nothing is gained over data.batch", caplog.text)
+    assert re.search(r"(0|700) of 700 samples are hot \((0|100).00 %\)", caplog.text)
+    assert sorted(of.epoch(0).sizes) == [0, 44]
+    found = [s for batch in batches_of(of, 0) for s in samples_of(batch)]
+    as_is = [s for step in range(44) for s in samples_of(plain.train_batch(step, 0, 1))]
+    assert Counter(found) == Counter(as_is)
+
+
+def test_memory_is_bits():
+    plain = SyntheticSource(SyntheticSpec(**SYNTHETIC))
+    of = HotColdSource(plain, hot_set(plain))
+    both = [of.epoch(0).kinds[kind].chosen for kind in (HOT, COLD)]
+    assert sum(one.count for one in both) == 700
+    assert sum(one.nbytes for one in both) <= 700 * 3 / 8 + 24
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 50])
+def test_parts_of_a_classification_make_the_whole(ranks):
+    plain = SyntheticSource(SyntheticSpec(**SYNTHETIC))
+    hot = hot_set(plain)
+    cuts = [64 * (rank * 11 // ranks) for rank in range(ranks)] + [700]
+    parts = [hot_cold.classify(plain, hot, 0, pair) for pair in pairwise(cuts)]
+    assert np.array_equal(np.concatenate(parts), hot_cold.classify(plain, hot, 0))
+
+
+def test_weights_do_not_change_what_is_hot():
+    plain = SyntheticSource(SyntheticSpec(**SYNTHETIC))
+    heavy = SyntheticSource(SyntheticSpec(**SYNTHETIC, weighted=True))
+    hot = hot_set(plain)
+    found = [hot_cold.classify(of, hot, 0) for of in (plain, heavy)]
+    assert np.array_equal(*found)
+    assert torch.equal(*(of.ids_of(np.arange(50), 0).values for of in (plain, heavy)))

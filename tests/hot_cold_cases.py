@@ -1,0 +1,64 @@
+"""Statistics of a source, and small runs with hot and cold batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distcache.data.slices import SlicedSource
+from distcache.popularity.statistics import (
+    Statistics,
+    TableCounts,
+    vocabulary_of,
+    write_statistics,
+)
+
+
+def count(source: SlicedSource, epoch: int = 0) -> Statistics:
+    """Exact counts of the training samples of a small source, as they are in `epoch`."""
+    samples = source.samples_per_epoch
+    ids = source.ids_of(np.arange(samples), epoch)
+    edges = ids.offsets.numpy()[:: ids.batch_size]
+    tables = []
+    for index, (feature, rows) in enumerate(zip(source.features, source.table_rows, strict=True)):
+        own = ids.values.numpy()[edges[index] : edges[index + 1]]
+        counts = np.bincount(own, minlength=rows)
+        found = int(np.count_nonzero(counts))
+        tables.append(TableCounts(feature, rows, len(own), found, counts))
+    return Statistics(tuple(tables), vocabulary_of(source), samples)
+
+
+def counted(source: SlicedSource, folder: Path) -> Path:
+    """A folder with the statistics of `source`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_statistics(folder, count(source))
+    return folder
+
+
+SYNTHETIC: dict[str, Any] = {
+    "table_rows": [300, 40, 500, 3],
+    "bag_size": [1, 2, 0.7, 1],
+    "samples": 700,
+    "dense_features": 3,
+    "global_batch_size": 16,
+}
+"""`SyntheticSpec` of the small runs, whose third table has empty and ragged bags."""
+
+RUN = (
+    "data.table_rows=[300,40,500,3]",
+    "data.bag_size=[1,2,0.7,1]",
+    "data.samples=700",
+    "data.dense_features=3",
+    "data.global_batch_size=16",
+    "data.batching=hot_cold",
+    "model.embedding_dim=4",
+    "model.dense_arch=[8,4]",
+    "model.over_arch=[8,1]",
+    "cache.rows=300",
+    "optim=adagrad",
+    "run.digest=true",
+    "trainer.eval_steps=2",
+)
+"""Overrides of the same runs."""

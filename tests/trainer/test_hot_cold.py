@@ -1,0 +1,271 @@
+"""Runs with hot and cold batches: the same bits in every mode, stopped or not; what they report."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hot_cold_cases import RUN, SYNTHETIC, count, counted
+from ranks import run_ranks
+
+from distcache.cli.compose import checked_config, compose_overrides, to_config
+from distcache.comm.rendezvous import Place
+from distcache.comm.world import close_world, open_world
+from distcache.config import Config
+from distcache.data.interactions import InteractionsSource, InteractionsSpec
+from distcache.data.synthetic import SyntheticSource, SyntheticSpec
+from distcache.errors import ConfigError
+from distcache.fitting import fit
+from distcache.layout import TableSpec
+from distcache.parallel.cached import CachedParallel
+from distcache.popularity.statistics import write_statistics
+from distcache.trainer import train
+
+QUIET = ("trainer.device=cpu", "trainer.log_level=ERROR", "trainer.log_every=1")
+LONG = ("trainer.steps=60", "data.phase_rate=0.25", "optim.dense_lr=0.3", "run.save=false")
+"""An epoch and a part, with a held-out loss that rises and falls."""
+
+SAVED = "run.save=true"
+
+
+def run(world, home: Path, *overrides: str) -> dict[str, Any]:
+    """One run in `home`: its digests and its summary."""
+    home.mkdir(parents=True, exist_ok=True)
+    config = to_config(compose_overrides([*QUIET, *RUN, *overrides]))
+    summary = train(config, world, home).summary
+    return summary | {"digests": (summary["loss_digest"], summary["state_digest"])}
+
+
+def lines_of(home: Path) -> list[dict[str, Any]]:
+    """The lines of `metrics.jsonl`."""
+    return [json.loads(line) for line in (home / "metrics.jsonl").read_text().splitlines()]
+
+
+def stopped(world, home: Path, at: int, *overrides: str) -> dict[str, Any]:
+    """A run that gets SIGTERM in its `at`-th evaluation batch, on the last rank."""
+    plain, seen = CachedParallel.eval_step, []
+
+    def eval_step(self, step):
+        seen.append(step)
+        if len(seen) == at and world.rank == world.size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, step)
+
+    CachedParallel.eval_step = eval_step
+    try:
+        return run(world, home, *overrides)
+    finally:
+        CachedParallel.eval_step = plain
+
+
+def play(rank: int, size: int, folder: str) -> dict[str, Any]:
+    """All runs of one world size in one set of processes."""
+    torch.set_num_threads(1)
+    home, seen = Path(folder), {}
+    world = open_world("cpu", timeout_s=60)
+    known = f"cache.statistics={home / 'counted'}"
+    for mode in ("data", "resident", "host"):
+        seen[mode] = run(world, home / mode, known, f"parallel={mode}", *LONG)
+    if size == 2:
+        seen["hybrid"] = run(world, home / "hybrid", known, "parallel=hybrid", *LONG)
+    cold_start = run(world, home / "cold", known, "cache.warm_start=0", *LONG)
+    seen["cold start"] = (cold_start["digests"], cold_start["hot_rows_fetched"])
+    seen["rows"] = sum(seen["data"]["hot_rows_by_table"].values())
+    seen["clicks"] = [
+        run(
+            world, home / f"clicks-{mode}", f"cache.statistics={home / 'clicks'}",
+            "data=interactions", f"data.path={home / 'users.txt'}", "data.table_rows=[]",
+            f"parallel={mode}", "trainer.steps=40", "cache.rows=60", "data.samples=null",
+            "data.bag_size=1", "data.dense_features=13", "run.save=false",
+        )["digests"]
+        for mode in (("data", "resident") if size == 1 else ())
+    ]  # fmt: skip
+    if size < 3:
+        seen["resumed"] = {}
+        for steps in (7, 23, 45) if size == 1 else (23,):
+            half, rest = home / f"half-{steps}", home / f"rest-{steps}"
+            run(world, half, known, *LONG, SAVED, f"trainer.steps={steps}")
+            mode = "parallel=resident" if steps == 23 else "parallel=data"
+            resumed = run(world, rest, known, *LONG, mode, f"trainer.resume={half}")
+            seen["resumed"][f"step {steps}"] = resumed["digests"]
+        for at in (2, 9) if size == 1 else (9,):
+            half, rest = home / f"stopped-{at}", home / f"went-on-{at}"
+            first = stopped(world, half, at, known, *LONG)
+            resumed = run(world, rest, known, *LONG, f"trainer.resume={half}")
+            seen["resumed"][f"evaluation {at}"] = resumed["digests"]
+            assert first["hot_rows_fetched"] == resumed["hot_rows_fetched"] == 0
+            assert first["steps"] + resumed["steps"] == 60
+            assert 0 < first["steps"] < 60
+        seen["other"] = refused(world, home, known)
+    close_world(world)
+    return seen
+
+
+def refused(world, home: Path, known: str) -> dict[str, str]:
+    """What is said of a checkpoint whose batches were other ones."""
+    changes = {
+        "hot rows": [known, *LONG, "data.hot_rows=100"],
+        "batching": [*LONG[:1], *LONG[2:], "data.batching=as_is"],
+    }
+    seen = {}
+    for name, overrides in changes.items():
+        try:
+            run(world, home / f"other-{name}", *overrides, f"trainer.resume={home / 'half-23'}")
+        except ConfigError as error:
+            seen[name] = str(error)
+    # From as_is, where that is meant: as though the steps had gone at the first rate.
+    run(world, home / "as-is", "data.batching=as_is", "trainer.steps=9")
+    meant = (f"trainer.resume={home / 'as-is'}", "trainer.resume_data=any")
+    run(world, home / "meant", known, *LONG, *meant, "trainer.steps=14")
+    if world.is_first:
+        seen["meant"] = " ".join(
+            line["phase"] for line in lines_of(home / "meant") if "loss" in line
+        )
+    return seen
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory) -> Path:
+    """Statistics of the small synthetic stream."""
+    return counted(SyntheticSource(SyntheticSpec(**SYNTHETIC)), tmp_path_factory.mktemp("known"))
+
+
+def prepare(folder: Path) -> None:
+    """The statistics and the clicks of the runs."""
+    counted(SyntheticSource(SyntheticSpec(**SYNTHETIC)), folder / "counted")
+    rng = np.random.default_rng(0)
+    users = folder / "users.txt"
+    users.write_text(
+        "".join(
+            " ".join(map(str, [user, *np.unique(rng.zipf(1.4, 12) % 60)])) + "\n"
+            for user in range(40)
+        )
+    )
+    counted(InteractionsSource(InteractionsSpec(users)), folder / "clicks")
+
+
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_modes_and_stops_give_the_same_bits(tmp_path, size):
+    prepare(tmp_path)
+    first = run_ranks(play, size, str(tmp_path), timeout=240)[0]
+    whole = first["data"]
+    for mode in ("resident", "host"):
+        assert first[mode]["digests"] == whole["digests"], mode
+    if size == 2:  # the same batches: equal up to the order of sums
+        both = [first[mode]["eval_logloss"] for mode in ("data", "hybrid")]
+        np.testing.assert_allclose(*both, rtol=1e-4)
+        assert first["hybrid"]["phase_rate"] == whole["phase_rate"]
+    digests, fetched = first["cold start"]
+    assert digests == whole["digests"]
+    assert 0 < fetched <= first["rows"]  # each hot row once at most, whatever came between
+    assert len(set(first["clicks"])) == (size == 1)
+    for name, found in first.get("resumed", {}).items():
+        assert found == whole["digests"], name
+    reported(whole, lines_of(tmp_path / "data"))
+    if size < 3:
+        other = first["other"]
+        assert re.search("other data: data.hot_rows was .{64}, is .{64}", other["hot rows"])
+        assert "data.batching was hot_cold, is None" in other["batching"]
+        assert other["meant"] == "cold cold cold hot hot"  # nine hot ones were the first phase
+
+
+def reported(summary: dict[str, Any], lines: list[dict[str, Any]]) -> None:
+    """What the summary and `metrics.jsonl` say of a whole run."""
+    steps = [line for line in lines if "loss" in line]
+    kinds = [line["phase"] for line in steps]
+    assert len(steps) == summary["steps"] == 60
+    assert summary["hot_steps"] == kinds.count("hot") > 0
+    assert summary["cold_steps"] == kinds.count("cold") > 0
+    assert 0.2 < summary["hot_samples"] < 0.9
+    evaluations = [line for line in lines if "eval_logloss" in line]
+    ends = [line["step"] for line in evaluations]
+    assert ends[-1] == len(kinds)
+    for start, end in pairwise([0, *ends]):  # every phase is of one kind
+        assert len(set(kinds[start:end])) == 1
+    changes = {at + 1 for at, (one, two) in enumerate(pairwise(kinds)) if one != two}
+    assert changes <= set(ends)
+    rates = [line["phase_rate"] for line in evaluations]
+    assert len(set(rates)) > 1
+    assert summary["phase_rate"] == rates[-1]
+    for (one, two), (before, after) in zip(pairwise(evaluations), pairwise(rates), strict=True):
+        rose = two["eval_logloss"] > one["eval_logloss"]
+        assert after >= before / 2 if rose else after >= before
+        assert after <= before if rose else after <= 2 * before
+    # Hot rows lie in the cache before the first step, and stay there: hot batches move nothing.
+    assert summary["hot_rows_fetched"] == summary["hot_host_bytes"] == 0
+    assert summary["cold_rows_fetched"] == summary["rows_fetched"] > 0
+    assert summary["cold_host_bytes"] > summary["host_to_device_bytes"]
+    assert sum(summary["hot_rows_by_table"].values()) == summary["warm_start_rows"] > 100
+
+
+REFUSED = {
+    "unknown": (["data.batching=hot"], "data.batching=hot is unknown: choose as_is or hot_cold"),
+    "no statistics": (["cache.statistics=null"], "needs to know which rows are hot: give cache.st"),
+    "no such folder": (["cache.statistics=nowhere"], "holds neither statistics.json nor"),
+    "split": (["data.batching=split", "cache.statistics=null"], "split needs to know which rows"),
+    "no end": (["data.samples=null"], "data.samples=null is a stream without an end"),
+    "rows": (["data.hot_rows=-1"], r"data\.hot_rows=-1: give auto, a whole number"),
+    "share": (["data.hot_rows=1.5"], r"data\.hot_rows=1\.5: give auto"),
+    "word": (["data.hot_rows=many"], r"data\.hot_rows=many: give auto"),
+    "rate": (["data.phase_rate=0"], r"data\.phase_rate=0\.0: give a share above 0"),
+    "too fast": (["data.phase_rate=1.1"], r"data\.phase_rate=1\.1"),
+    "key": (["data.batching=as_is", "data.hot_rows=9"], "a key of data.batching=hot_cold"),
+    "slots": (["data.hot_rows=300"], "300 hot rows of the tables of width 4 leave no room"),
+    "tables": (["data.table_rows=[300,40,500,4]"], "fingerprint"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(tmp_path, counts, overrides, message):
+    given = [*QUIET, *RUN, f"cache.statistics={counts}", *overrides]
+    world = open_world("cpu", timeout_s=60)
+    try:
+        with pytest.raises(ConfigError, match=message):
+            train(checked_config(compose_overrides(given), Place(0, 1, 0, 1)), world, tmp_path)
+    finally:
+        close_world(world)
+
+
+def test_own_loaders_are_refused():
+    tables = [TableSpec("t", 10, 4, ("f",))]
+    settings = {"data.batching": "hot_cold", "cache.statistics": "x"}
+    with pytest.raises(ConfigError, match="batches of your own loader"):
+        fit(torch.nn.Linear(1, 1), tables, [], settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "share"),
+    [(["data.hot_rows=0"], 0.0), (["cache.ratio=1", "cache.rows=null"], 1.0)],
+)
+def test_all_of_one_kind(tmp_path, counts, overrides, share):
+    world = open_world("cpu", timeout_s=60)
+    try:
+        found = run(world, tmp_path, f"cache.statistics={counts}", "trainer.steps=null", *overrides)
+    finally:
+        close_world(world)
+    assert (found["hot_samples"], found["steps"]) == (share, 44)
+    assert found["hot_steps"] == (44 if share else 0)
+
+
+def test_the_default_is_as_it_was():
+    assert Config().data.batching == "as_is"
+
+
+def test_statistics_of_a_sample_do(tmp_path):
+    """Rows that were not counted are cold."""
+    source = SyntheticSource(SyntheticSpec(**SYNTHETIC | {"samples": 100}))
+    write_statistics(tmp_path / "some", count(source))
+    world = open_world("cpu", timeout_s=60)
+    try:
+        found = run(world, tmp_path / "run", f"cache.statistics={tmp_path / 'some'}")
+    finally:
+        close_world(world)
+    assert 0 < found["hot_samples"] < 1
