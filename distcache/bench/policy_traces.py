@@ -95,7 +95,7 @@ def missing(name: str, settings: TraceSettings) -> str | None:
     """Why the trace cannot be had here; None if it can."""
     if name != "book" or Path(settings.book).is_file():
         return None
-    given = f"book={settings.book} is no file" if settings.book else "no file was given"
+    given = "book= names no file" if settings.book else "no file was given"
     return (
         f"{given}: book=<file> of lines `user item item ...` (Amazon-Book, as LightGCN has it) "
         "replays it"

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from distcache.planner.cases import Case
 from distcache.planner.policy import PINNED
+from distcache.planner.replay import Popularity
 from distcache.planner.trace import Trace
 from distcache.popularity.classes import row_classes
 from distcache.popularity.statistics import Statistics, TableCounts
 
 
-def popularity_of(traces: Sequence[Trace]) -> Callable[[Case, int], np.ndarray]:
+def popularity_of(traces: Sequence[Trace]) -> Popularity:
     """The `popularity` for `replay`: classes of every row, uint8 `[V]`, by case and group.
 
     Counts are of the training steps. For `static` the hottest rows are pinned, as many as
@@ -22,11 +23,13 @@ def popularity_of(traces: Sequence[Trace]) -> Callable[[Case, int], np.ndarray]:
     counted = [_table(trace) for trace in traces]
     plain: dict[int, np.ndarray] = {}
 
-    def classes(case: Case, group: int) -> np.ndarray:
+    def classes(case: Case, group: int) -> np.ndarray | None:
+        if case.policy is None or not case.policy.needs_popularity:
+            return None
         table = counted[group]
         if group not in plain:
             plain[group] = row_classes(Statistics((table,), "ids", 0), [0])
-        if case.policy is None or case.policy.ranking != "static":
+        if case.policy.ranking != "static":
             return plain[group]
         pinned = plain[group].copy()
         pinned[table.hottest(pinned_rows(traces[group], table.order, case, group))] = PINNED

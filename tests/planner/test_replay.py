@@ -13,7 +13,7 @@ from plan_streams import BODIES, make_layout, streams
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.planner.bodies import using
 from distcache.planner.cases import Case, GroupCounts, Outcome
-from distcache.planner.policy import Policy
+from distcache.planner.policy import PINNED, POLICIES, TAILS, Policy
 from distcache.planner.replay import miss_curve, replay
 from distcache.planner.simulator import PlannerSettings, simulate
 from distcache.planner.trace import Recorder, Trace
@@ -34,7 +34,7 @@ def counted(plans: list, stream: list, prefetch: int) -> Outcome:
     tight = 0
     for now, (step, rows) in enumerate(zip(plans, stream, strict=True)):
         leaving = [row for plan in step for row in plan.evict_rows.tolist()]
-        tight += max((last[row] for row in leaving), default=-1) >= now - prefetch
+        tight += any(last[row] >= now - prefetch for row in leaving)
         last.update(dict.fromkeys(np.concatenate(rows).tolist(), now))
     fetched = sum(len(p.fetch_rows) for step in plans for p in step)
     left = sum(len(p.evict_rows) for step in plans for p in step)
@@ -58,14 +58,39 @@ def test_a_case_counts_what_whole_plans_count(case: tuple, body: str) -> None:
         with pytest.raises(DataError, match="no id in any training step"):
             recorded(stream, layout.rows, world)
         return
-    policy = Policy() if config.use_window else Policy("lru")
-    asked = Case(policy, (config.slots,), config.lookahead, config.prefetch, world)
+    asked = Case(config.policy, (config.slots,), config.lookahead, config.prefetch, world)
     with using(body):
         plans = list(simulate(layout, config, stream))
-        (outcome,) = replay(recorded(stream, layout.rows, world), [asked])
+        trace = recorded(stream, layout.rows, world)
+        (outcome,) = replay(trace, [asked], lambda case, group: config.popularity)
     expected = counted(plans, stream, config.prefetch)
     assert outcome.groups == expected.groups and outcome.refused is None
     assert (outcome.steps, outcome.tight_steps) == (expected.steps, expected.tight_steps)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_policy_counts_the_same_over_a_long_stream(world: int) -> None:
+    """Long enough for `lfu` to round many a count by its hash of the row."""
+    rng = np.random.default_rng(5)
+    rows = 2000
+    stream = [
+        [(rng.random(200) ** 4 * rows).astype(np.int64) for _ in range(world)] for _ in range(60)
+    ]
+    classes = rng.integers(0, 250, rows).astype(np.uint8)
+    classes[rng.permutation(rows)[:60]] = PINNED
+    policies = [Policy(name, admission=new) for name in POLICIES[1:] for new in (False, True)]
+    policies += [Policy("lookahead", tail, new) for tail in TAILS for new in (False, True)]
+    layout, trace = make_layout(rows, world), recorded(stream, rows, world)
+    fetched = set()
+    for policy in policies:
+        case = Case(policy, (500 * world,), 4, 1, world)
+        config = PlannerSettings(case.slots[0], 4, 1, policy, classes)
+        expected = counted(list(simulate(layout, config, stream)), stream, 1)
+        (outcome,) = replay(trace, [case], lambda *_: classes)
+        assert outcome.groups == expected.groups, case
+        assert outcome.tight_steps == expected.tight_steps, case
+        fetched.add(outcome.fetched)
+    assert len(fetched) > len(policies) // 2, "the policies decide alike"
 
 
 def test_rates_and_bytes_are_those_of_the_counts() -> None:

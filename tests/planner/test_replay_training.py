@@ -36,6 +36,21 @@ RUN = (
 RUNS = {
     "lookahead": ("cache.lookahead=5", "cache.prefetch=2", "trainer.eval_steps=0"),
     "lru": ("cache.policy=lru", "cache.lookahead=4", "cache.prefetch=3", "trainer.eval_steps=0"),
+    "lfu": (
+        "cache.policy=lfu",
+        "cache.lookahead=2",
+        "cache.prefetch=1",
+        "cache.admission=true",
+        "trainer.eval_steps=0",
+    ),
+    "a tail": (
+        "cache.tail=lfu",
+        "cache.half_life=6",
+        "cache.lookahead=2",
+        "cache.prefetch=0",
+        "trainer.eval_every=11",
+        "trainer.eval_steps=1",
+    ),
     "evaluated": (
         "cache.lookahead=2",
         "cache.prefetch=1",
@@ -51,7 +66,7 @@ def predicted(config: Config, world: int) -> Outcome:
     want, cache = config.trainer, config.cache
     schedule = make_schedule(source, 0, want.steps, want.eval_every, want.eval_steps)
     traces = record_source(source, build.build_tables(config, source), (world,), schedule.order())
-    policy = Policy(cache.policy, cache.tail)
+    policy = Policy.of(cache.policy, cache.tail, cache.admission, cache.half_life)
     case = Case(policy, (cache.rows,), config.cache.lookahead, config.cache.prefetch, world)
     return replay(traces, [case])[0]
 
