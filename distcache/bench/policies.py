@@ -47,7 +47,8 @@ class PoliciesOptions:
     tails: tuple[str, ...] = option(TAILS, "tails of lookahead")
     windows: tuple[int, ...] = option((8, 32, 128), "L of lookahead")
     admission: tuple[bool, ...] = option((False, True), "values of cache.admission")
-    prefetch: int = option(1, "P")
+    prefetch: tuple[int, ...] = option((0, 1), "P: a slot is held for so many steps after its use")
+    all_ahead: bool = option(True, "lookahead over the whole trace as well, with the tail lru")
     steps: int = option(600, "steps of each trace, at most")
     rows: int = option(1_000_000, "rows of the drawn traces")
     lookups: int = option(8192, "lookups of a step of the drawn traces")
@@ -62,7 +63,7 @@ class PoliciesOptions:
         at_least(1, steps=self.steps, rows=self.rows, lookups=self.lookups)
         at_least(1, criteo_batch=self.criteo_batch, criteo_shrink=self.criteo_shrink)
         at_least(1, book_batch=self.book_batch)
-        at_least(0, prefetch=self.prefetch, windows=min(self.windows))
+        at_least(0, prefetch=min(self.prefetch), windows=min(self.windows))
         unknown = [name for name in self.traces if name not in NAMES]
         if unknown:
             raise ConfigError(f"traces={unknown[0]} is unknown: choose of {','.join(NAMES)}")
@@ -78,9 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_bench(bench, arguments)
 
 
+ALL = -1
+"""The L of lookahead over the whole trace: what only its holds tell from MIN."""
+
+
 def contenders(options: PoliciesOptions) -> list[tuple[Policy | None, int]]:
     """Every policy with its L, MIN first. Raises ConfigError for an unknown one."""
     found: list[tuple[Policy | None, int]] = [(None, 0)]
+    if options.all_ahead:
+        found.append((Policy(), ALL))
     for name in options.policies:
         for admission in options.admission:
             policies = [Policy(name, tail, admission) for tail in options.tails]
@@ -153,40 +160,42 @@ def window_rows(trace: Trace, window: int) -> float:
 def _outcomes(name: str, trace: Trace, options: PoliciesOptions) -> list[Record]:
     records = []
     popularity = popularity_of([trace])
+    asked = contenders(options)
     for size in options.sizes:
         slots = max(1, math.ceil(trace.rows * size / 100))
-        cases = [
-            Case(policy, (slots,), window, options.prefetch)
-            for policy, window in contenders(options)
-        ]
-        least = None
-        for outcome in replay(trace, cases, popularity):
-            least = outcome.fetched if outcome.case.policy is None else least
-            records.append(_outcome_record(name, size, outcome, least))
+        for prefetch in options.prefetch:
+            cases = [
+                Case(policy, (slots,), trace.steps if window == ALL else window, prefetch)
+                for policy, window in asked
+            ]
+            outcomes = replay(trace, cases, popularity)
+            for outcome, (_, window) in zip(outcomes, asked, strict=True):
+                record = _outcome_record(outcome, outcomes[0].fetched)
+                if window == ALL:
+                    record |= {"label": "lookahead over all", "lookahead": None}
+                records.append({"kind": "outcome", "trace": name, "size": size, **record})
     return records
 
 
-def _outcome_record(name: str, size: float, outcome: Outcome, least: int | None) -> Record:
-    policy = outcome.case.policy
+def _outcome_record(outcome: Outcome, least: int) -> Record:
+    policy, case, served = outcome.case.policy, outcome.case, outcome.refused is None
     return {
-        "kind": "outcome",
-        "trace": name,
-        "size": size,
-        "slots": outcome.case.slots[0],
-        "label": outcome.case.label,
+        "slots": case.slots[0],
+        "prefetch": case.prefetch,
+        "label": case.label,
         "policy": "MIN" if policy is None else policy.name,
         "tail": policy.tail if policy is not None and policy.uses_window else None,
         "admission": policy is not None and policy.admission,
-        "lookahead": outcome.case.lookahead,
+        "lookahead": case.lookahead,
         "refused": outcome.refused,
         "hit_rate": outcome.hit_rate,
         "hit_rate_lookups": outcome.hit_rate_lookups,
         "rows_fetched": outcome.fetched,
         "rows_written_back": outcome.written_back,
         "tight_steps": outcome.tight_steps,
-        "ratio_to_min": outcome.fetched / least if least and not outcome.refused else None,
+        "ratio_to_min": outcome.fetched / least if served and least else None,
         "seconds": outcome.seconds,
-        "ids_per_second": outcome.ids / outcome.seconds if not outcome.refused else None,
+        "ids_per_second": outcome.ids / outcome.seconds if served else None,
     }
 
 

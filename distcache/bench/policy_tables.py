@@ -23,8 +23,10 @@ def tables(records: Sequence[Record]) -> list[Table]:
     }
     made = [_traces(of["trace"])]
     for trace in of["trace"]:
-        name = trace["trace"]
-        made.append(_policies(name, [r for r in of["outcome"] if r["trace"] == name]))
+        own = [r for r in of["outcome"] if r["trace"] == trace["trace"]]
+        for prefetch in dict.fromkeys(r["prefetch"] for r in own):
+            title = f"{trace['trace']}, P = {prefetch}"
+            made.append(_policies(title, [r for r in own if r["prefetch"] == prefetch]))
     made += [
         _near_min(of["trace"], of["outcome"]),
         _near_best(of["outcome"]),
@@ -61,7 +63,7 @@ def _traces(records: Sequence[Record]) -> Table:
     return Table("Traces", note, columns, rows)
 
 
-def _policies(name: str, records: Sequence[Record]) -> Table:
+def _policies(title: str, records: Sequence[Record]) -> Table:
     sizes = list(dict.fromkeys(record["size"] for record in records))
     labels = list(dict.fromkeys(record["label"] for record in records))
     of = {(record["label"], record["size"]): record for record in records}
@@ -77,11 +79,11 @@ def _policies(name: str, records: Sequence[Record]) -> Table:
     note = (
         "For each cache size, in % of the rows: share of a step's distinct rows found cached, rows "
         "fetched over the trace in thousands, and their ratio to MIN. The number after `lookahead` "
-        "is L, the word its tail. A dash: training would refuse it, for a step has more distinct "
-        "rows than the cache has slots. Last: millions of lookups replayed per second and core, "
-        "mean over the sizes."
+        "is L, the word its tail; MIN holds no slots, whatever P. A dash: training would refuse "
+        "it, for a step has more distinct rows than the cache has slots. Last: millions of lookups "
+        "replayed per second and core, mean over the sizes."
     )
-    return Table(name, note, (*columns, "M ids/s"), rows)
+    return Table(title, note, (*columns, "M ids/s"), rows)
 
 
 def _cells(record: Record) -> tuple[str, str, str]:
@@ -98,37 +100,52 @@ def _cells(record: Record) -> tuple[str, str, str]:
 def _near_min(traces: Sequence[Record], records: Sequence[Record]) -> Table:
     """The first bar: lookahead whose window holds at least as many rows as the cache."""
     held = {trace["trace"]: trace["window_rows"] for trace in traces}
-    rows = []
+    rows: dict[tuple[str, ...], dict[str, float]] = {}
     for r in records:
-        if r["policy"] != "lookahead" or r["ratio_to_min"] is None:
+        if r["policy"] != "lookahead" or r["lookahead"] is None or r["ratio_to_min"] is None:
             continue
         window = held[r["trace"]][str(r["lookahead"])]
         if window >= r["slots"]:
-            met = "yes" if r["ratio_to_min"] <= NEAR_MIN else "no"
-            ratio = f"{r['ratio_to_min']:.3f}"
-            rows.append((*_named(r), f"{window:,.0f}", f"{r['slots']:,}", ratio, met))
+            name, size = r["trace"], f"{r['size']:g} %"
+            where = (name, size, f"{r['slots']:,}", str(r["lookahead"]), f"{window:,.0f}")
+            key = (*where, str(r["prefetch"]), "yes" if r["admission"] else "no")
+            rows.setdefault(key, {})[r["tail"]] = r["ratio_to_min"]
+    tails = list(dict.fromkeys(tail for found in rows.values() for tail in found))
+    cells = []
+    for key, found in rows.items():
+        ratios = [f"{found[tail]:.3f}" if tail in found else "-" for tail in tails]
+        missed = [tail for tail, ratio in found.items() if ratio > NEAR_MIN]
+        cells.append((*key, *ratios, f"not by {', '.join(missed)}" if missed else "yes"))
     note = (
-        f"Wherever the window holds at least as many distinct rows as the cache has slots (mean "
-        f"over the trace); the bar is {NEAR_MIN} of MIN."
+        "Rows fetched, of MIN, by tail, wherever the window holds at least as many distinct rows "
+        f"(mean over the trace) as the cache has slots; the bar is {NEAR_MIN}. With P above 0, "
+        "slots are held for movement, which MIN need not do."
     )
-    columns = ("trace", "size", "policy", "rows in the window", "slots", "of MIN", "met")
-    return Table("Lookahead beside MIN", note, columns, rows)
+    columns = ("trace", "size", "slots", "L", "rows in it", "P", "admission", *tails, "met")
+    return Table("Lookahead beside MIN", note, columns, cells)
 
 
-def _named(record: Record) -> tuple[str, str, str]:
-    return record["trace"], f"{record['size']:g} %", record["label"]
+def _named(record: Record) -> tuple[str, ...]:
+    size, prefetch = f"{record['size']:g} %", str(record["prefetch"])
+    return record["trace"], size, prefetch, record["label"]
+
+
+def _setting(record: Record) -> tuple[str, float, int]:
+    return record["trace"], record["size"], record["prefetch"]
 
 
 def _near_best(records: Sequence[Record]) -> Table:
     """The second bar: lookahead with the same statistics beside the policies without a window."""
     rows = []
     for r in records:
-        if r["tail"] != "frequency" or r["lookahead"] < _LEAST_WINDOW or not r["rows_fetched"]:
+        if r["tail"] != "frequency" or not r["lookahead"] or not r["rows_fetched"]:
+            continue
+        if r["lookahead"] < _LEAST_WINDOW:
             continue
         others = [
             o
             for o in records
-            if (o["trace"], o["size"]) == (r["trace"], r["size"])
+            if _setting(o) == _setting(r)
             and o["policy"] not in ("lookahead", "MIN")
             and o["rows_fetched"]
         ]
@@ -141,7 +158,7 @@ def _near_best(records: Sequence[Record]) -> Table:
         f"Rows fetched with the tail frequency and L of at least {_LEAST_WINDOW}, of the best "
         f"policy without a window on the same trace and size; the bar is {NEAR_BEST}."
     )
-    columns = ("trace", "size", "policy", "best other", "of it", "met")
+    columns = ("trace", "size", "P", "policy", "best other", "of it", "met")
     return Table("Lookahead beside the best other policy", note, columns, rows)
 
 
@@ -149,14 +166,14 @@ def _under_drift(records: Sequence[Record]) -> Table:
     """Each tail of lookahead beside the policy of the same name, under drift."""
     rows = []
     for r in records:
-        if r["trace"] != "drift" or r["policy"] != "lookahead" or not r["rows_fetched"]:
+        if r["trace"] != "drift" or not r["lookahead"] or not r["rows_fetched"]:
             continue
         for o in records:
-            same = all(r[key] == o[key] for key in ("trace", "size", "admission"))
+            same = _setting(o) == _setting(r) and o["admission"] == r["admission"]
             if same and o["policy"] == r["tail"] and o["rows_fetched"]:
                 ratio = r["rows_fetched"] / o["rows_fetched"]
                 met = "yes" if ratio <= 1 else "no"
                 rows.append((*_named(r), o["label"], f"{ratio:.3f}", met))
     note = "On the drifting trace: rows fetched, of the policy that is the tail alone; at most 1."
-    columns = ("trace", "size", "policy", "its tail alone", "of it", "met")
+    columns = ("trace", "size", "P", "policy", "its tail alone", "of it", "met")
     return Table("Lookahead beside its tail, under drift", note, columns, rows)

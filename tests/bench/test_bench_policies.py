@@ -23,7 +23,7 @@ SETTINGS = TraceSettings(
 )  # fmt: skip
 ARGUMENTS = [
     "steps=30", "rows=2000", "lookups=64", "criteo_batch=4", "criteo_shrink=5000", "book_batch=4",
-    "sizes=1,5,20", "windows=4,8",
+    "sizes=1,5,20", "windows=4,8", "prefetch=0,1",
 ]  # fmt: skip
 
 
@@ -49,15 +49,18 @@ def test_every_policy_is_measured_on_every_trace(report) -> None:
     assert [record["trace"] for record in of(records, "trace")] == list(NAMES)
     assert not of(records, "skipped")
     outcomes = of(records, "outcome")
-    labels = 1 + 2 * (2 * len(TAILS) + len(POLICIES) - 1)
-    assert len(outcomes) == len(NAMES) * 3 * labels
-    assert len({(r["trace"], r["size"], r["label"]) for r in outcomes}) == len(outcomes)
+    labels = 2 + 2 * (2 * len(TAILS) + len(POLICIES) - 1)
+    assert len(outcomes) == len(NAMES) * 3 * 2 * labels
+    assert len({(r["trace"], r["size"], r["prefetch"], r["label"]) for r in outcomes}) == len(
+        outcomes
+    )
     for record in outcomes:
         if record["refused"]:
             assert record["ratio_to_min"] is None and "distinct rows for" in record["refused"]
             continue
         assert record["ratio_to_min"] >= 1 and record["ids_per_second"] > 0
-        assert (record["policy"] != "MIN") or record["ratio_to_min"] == 1
+        knows_all = record["lookahead"] is None and record["prefetch"] == 0
+        assert record["ratio_to_min"] == 1 or not (record["policy"] == "MIN" or knows_all)
     refused = {(r["trace"], r["size"]) for r in outcomes if r["refused"]}
     assert refused and len(refused) < len(NAMES) * 3
 
@@ -67,7 +70,9 @@ def test_outcomes_are_those_of_the_replay(report) -> None:
     trace = make_trace("drift", SETTINGS)
     for record in of(records, "outcome"):
         if record["trace"] == "drift" and record["policy"] == "lru" and not record["admission"]:
-            (outcome,) = replay(trace, [Case(Policy("lru"), (record["slots"],), 0, 1)])
+            (outcome,) = replay(
+                trace, [Case(Policy("lru"), (record["slots"],), 0, record["prefetch"])]
+            )
             assert record["slots"] == 2000 * record["size"] / 100
             assert record["rows_fetched"] == outcome.fetched
             assert record["hit_rate"] == outcome.hit_rate
@@ -77,25 +82,34 @@ def test_outcomes_are_those_of_the_replay(report) -> None:
 def test_bars_are_judged_from_the_records(report) -> None:
     _, records = report
     named = {table.title: table for table in tables(records)}
-    assert set(NAMES) <= set(named) and "Left out" not in named
+    assert {f"{name}, P = {p}" for name in NAMES for p in (0, 1)} <= set(named)
+    assert "Left out" not in named
     window = {r["trace"]: r["window_rows"] for r in of(records, "trace")}
-    expected = [
-        r
-        for r in of(records, "outcome")
-        if r["policy"] == "lookahead"
-        and not r["refused"]
-        and window[r["trace"]][str(r["lookahead"])] >= r["slots"]
-    ]
+    expected: dict[tuple[str, ...], list[float]] = {}
+    for r in of(records, "outcome"):
+        if r["policy"] != "lookahead" or r["refused"] or r["lookahead"] is None:
+            continue
+        if window[r["trace"]][str(r["lookahead"])] >= r["slots"]:
+            admission = "yes" if r["admission"] else "no"
+            key = (
+                r["trace"],
+                f"{r['slots']:,}",
+                str(r["lookahead"]),
+                str(r["prefetch"]),
+                admission,
+            )
+            expected.setdefault(key, []).append(r["ratio_to_min"])
     shown = named["Lookahead beside MIN"].rows
     assert len(shown) == len(expected) > 0
-    for row, record in zip(shown, expected, strict=True):
-        assert row[-2] == f"{record['ratio_to_min']:.3f}"
-        assert row[-1] == ("yes" if record["ratio_to_min"] <= 1.05 else "no")
+    for name, _, slots, ahead, _, prefetch, admission, *ratios, met in shown:
+        found = expected[name, slots, ahead, prefetch, admission]
+        assert ratios == [f"{ratio:.3f}" for ratio in found]
+        assert (met == "yes") == (max(found) <= 1.05)
     best = named["Lookahead beside the best other policy"].rows
     assert best and {row[-1] for row in best} <= {"yes", "no"}
-    assert all(row[2].startswith("lookahead 8, frequency") for row in best)
+    assert all(row[3].startswith("lookahead 8, frequency") for row in best)
     drift = named["Lookahead beside its tail, under drift"].rows
-    assert {row[3].removesuffix(", admission") for row in drift} == set(TAILS)
+    assert {row[4].removesuffix(", admission") for row in drift} == set(TAILS)
 
 
 def test_windows_are_counted() -> None:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plan_streams import BODIES, make_layout, streams
 
-from distcache.errors import ConfigError, DataError, StepTooLargeError
+from distcache.errors import ConfigError, DataError, MemoryTooSmallError, StepTooLargeError
 from distcache.planner.bodies import using
 from distcache.planner.cases import Case, GroupCounts, Outcome
 from distcache.planner.policy import PINNED, POLICIES, TAILS, Policy
@@ -172,3 +172,11 @@ def test_cases_that_cannot_be_served_are_refused() -> None:
             Case(**{"policy": Policy(), "slots": (4,), **wrong})
     with pytest.raises(ConfigError, match="world size 0 must be at least 1"):
         Case(Policy(), (4,), world_size=0)
+
+
+def test_an_index_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = record_ids([np.array([5, 10**9])])
+    monkeypatch.setattr("distcache.store.available.available_memory", lambda: 10**6)
+    assert replay(trace, [Case(Policy(), (2,))])[0].fetched == 2  # two rows are named
+    with pytest.raises(MemoryTooSmallError, match=r"index of lfu over 1000000001 rows.*8\.38 GiB"):
+        replay(trace, [Case(Policy("lfu"), (2,))])
