@@ -38,10 +38,11 @@ def policies(draw: st.DrawFn, rows: int) -> tuple:
 
 
 @st.composite
-def streams(draw: st.DrawFn) -> tuple:
+def streams(draw: st.DrawFn, longest: int = 14) -> tuple:
+    """Steps by rank, at most `longest`, with a layout and settings whose slots hold every step."""
     world = draw(st.sampled_from([1, 1, 2, 3, 4]))
     rows = draw(st.integers(1, 60))
-    steps = draw(st.integers(1, 14))
+    steps = draw(st.integers(1, longest))
     most = draw(st.integers(0, 12))
     seed = draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)

@@ -59,7 +59,7 @@ def check_case(case: tuple, body: str, restore_after: int) -> None:
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(streams(), st.sampled_from(BODIES), st.integers(-9, 9))
+@given(streams(80), st.sampled_from(BODIES), st.integers(-40, 40))
 def test_every_victim_is_the_one_that_the_slow_twin_picks(
     case: tuple, body: str, restore_after: int
 ) -> None:
@@ -68,7 +68,7 @@ def test_every_victim_is_the_one_that_the_slow_twin_picks(
 
 @pytest.mark.slow
 @settings(max_examples=6000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(streams(), st.sampled_from(BODIES), st.integers(-9, 9))
+@given(streams(80), st.sampled_from(BODIES), st.integers(-40, 40))
 def test_every_victim_campaign(case: tuple, body: str, restore_after: int) -> None:
     check_case(case, body, restore_after)
 
