@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -180,3 +181,20 @@ def test_an_index_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyP
     assert replay(trace, [Case(Policy(), (2,))])[0].fetched == 2  # two rows are named
     with pytest.raises(MemoryTooSmallError, match=r"index of lfu over 1000000001 rows.*8\.38 GiB"):
         replay(trace, [Case(Policy("lfu"), (2,))])
+
+
+def test_the_page_on_replay_runs_as_it_stands(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    page = (checkout / "docs/replay.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    rng = np.random.default_rng(0)
+    lines = [" ".join(map(str, rng.integers(0, 40_000, 5_000))) for _ in range(12)]
+    (tmp_path / "ids.txt").write_text("\n".join(lines) + "\n")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "replay.md", "exec"), {})
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in shown] == ["MIN", "lookahead", "lookahead", "lru"]
+    fetched = [int(line[-2]) for line in shown]
+    assert fetched[0] <= min(fetched[1:]) and fetched[1] <= fetched[3]
+    assert {line[-1] for line in shown} == {"None"}
