@@ -22,6 +22,10 @@ SHUFFLE_BLOCK = 4096
 """Consecutive samples that are read together when an epoch is shuffled."""
 
 
+HASHED = "criteo, hexadecimal values modulo the rows"
+"""How values became ids where there is no vocabulary."""
+
+
 @dataclass(frozen=True)
 class BatchSettings:
     """How samples become batches. Raises ConfigError that names the key.
@@ -48,9 +52,11 @@ class CriteoBatches(SlicedSource):
     Features are `cat_0` to `cat_25`. `bag_sizes`: ids per bag of each table (`multi_hot.bags`),
     None for one. Two sources of the same samples give the same batches. `deferred`: dense features
     and labels are read when a batch is loaded. `fingerprint`: a digest of all samples.
+    `vocabulary`: how the text's values became ids.
     """
 
     deferred = True
+    vocabulary = HASHED
 
     def __init__(
         self,

@@ -89,6 +89,7 @@ class InteractionsSource(SlicedSource):
 
     dense_features = 1
     features = FEATURES
+    vocabulary = "ids"
 
     def __init__(self, spec: InteractionsSpec) -> None:
         self.spec = spec

@@ -128,6 +128,7 @@ class ParquetSource(SlicedSource):
                 "of which all are held out; lower data.held_out or give more rows"
             )
         self._split(rows, train)
+        self.vocabulary = f"parquet columns, strings by {spec.rules.string_ids}"
         self.identity = self._identity(train)
         largest = int(rows.max())
         limit = self._order.widest + largest
