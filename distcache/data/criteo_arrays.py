@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from distcache.data.criteo_batches import HASHED, BatchSettings, CriteoBatches
 from distcache.data.mapped import MappedRows
 from distcache.data.raw.manifest import Manifest, open_array, read_manifest
 from distcache.data.read_ahead import ReadAhead
-from distcache.data.samplers import BlockOrder
+from distcache.data.samplers import BlockOrder, SampleOrder
 from distcache.data.slices import BatchSlice
 from distcache.errors import ConfigError, DataError
 
@@ -66,6 +67,13 @@ class CriteoArrays(CriteoBatches):
             f"{manifest.samples - manifest.train_samples:,}",
             manifest.fingerprint[:16],
         )
+
+    def in_file_order(self) -> CriteoArrays:
+        """See `CriteoBatches.in_file_order`."""
+        other = copy.copy(self)
+        other._order = SampleOrder(self.train_samples, 0, shuffle=False)
+        other._ahead = None
+        return other
 
     def read(self, part: BatchSlice) -> Batch:
         """See `SlicedSource.read`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,6 +81,12 @@ class CriteoBatches(SlicedSource):
         self.identity = {"data.path": fingerprint, "data.shuffle": str(settings.shuffle)}
         if settings.shuffle:
             self.identity["data.shuffle_block"] = str(settings.shuffle_block)
+
+    def in_file_order(self) -> CriteoBatches:
+        """The same samples, not shuffled; shares all that holds them."""
+        other = copy.copy(self)
+        other._order = SampleOrder(self.train_samples, 0, shuffle=False)
+        return other
 
     @abstractmethod
     def read_ids(self, lines: np.ndarray) -> np.ndarray:

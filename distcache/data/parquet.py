@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -169,6 +169,10 @@ class ParquetSource(SlicedSource):
             held_out[0] -= self._eval_skip
         self._eval_order = RowGroupOrder(held_out.tolist(), self.spec.seed, 0)
         super().__init__(self._order.samples, self._eval_order.samples, self.spec.global_batch_size)
+
+    def in_file_order(self) -> ParquetSource:
+        """The same samples, not shuffled."""
+        return ParquetSource(replace(self.spec, shuffle_rows=0))
 
     @property
     def weighted(self) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from distcache.popularity.statistics import TableCounts
 
 ALIKE = 0.02
-"""Below this `CountCurve.spread` all rows count as alike (it is 0.02 at a Zipf exponent of 0.14)."""
+"""Below this `CountCurve.spread` rows count as alike (it is 0.02 at a Zipf exponent of 0.14)."""
 
 _SMALL = 1 << 16
 
@@ -154,5 +154,10 @@ def split_static(curves: Sequence[CountCurve], rows: float) -> list[float]:
     table = np.repeat(np.arange(len(curves)), [len(curve.counts) for curve in curves])
     order = np.argsort(-counts, kind="stable")
     before = np.cumsum(number[order]) - number[order]
-    taken = np.clip(rows - before, 0.0, number[order])
-    return np.bincount(table[order], weights=taken, minlength=len(curves)).tolist()
+    last = np.searchsorted(before, rows) - 1  # the entry in which the rows run out
+    level = counts[order][max(last, 0)] if len(counts) else 0.0
+    taken = np.where(counts > level, number, 0.0)
+    alike = np.where(counts == level, number, 0.0)  # they share what is left by their numbers
+    left = min(max(rows - taken.sum(), 0.0), alike.sum())
+    taken += alike * (left / max(alike.sum(), 1.0))
+    return np.bincount(table, weights=taken, minlength=len(curves)).tolist()

@@ -1,0 +1,236 @@
+"""What a training run will measure, by replaying its ids through the planner that it runs."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from distcache.cache.size import cache_bytes, cache_slots
+from distcache.config import CacheConfig, Config
+from distcache.data.batch import BatchSource
+from distcache.layout import TableSpec, group_tables
+from distcache.optim.rows import row_update
+from distcache.planner.cases import Case, Outcome
+from distcache.planner.policy import Policy
+from distcache.planner.replay import replay
+from distcache.planner.trace import Trace
+from distcache.planner.trace_sources import record_source
+from distcache.popularity.classes import row_classes
+from distcache.popularity.curve import split_static
+from distcache.popularity.profile import TableProfile
+from distcache.popularity.statistics import Statistics
+from distcache.run.ahead import AUTO, LOOKAHEAD, PREFETCH, prefetch_that_slots_hold
+from distcache.run.build import dtype_of
+
+log = logging.getLogger(__name__)
+
+_LATE = 4
+"""The last one of so many parts of a replay stands for the steps after it."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run of `steps` steps is expected to measure in a case; None where it is `refused`.
+
+    `hit_rate`: of distinct rows; `hit_rate_lookups`: of lookups, both as in `summary.json`;
+    `distinct`, `fetched`, `written_back`: rows over the run.
+    """
+
+    case: Case
+    steps: int
+    refused: str | None = None
+    hit_rate: float | None = None
+    hit_rate_lookups: float | None = None
+    distinct: float | None = None
+    fetched: float | None = None
+    written_back: float | None = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes and slots of a model's tables. `groups`: (V, D, S) of each group; `itemsize`: bytes of
+    an element."""
+
+    groups: tuple[tuple[int, int, int], ...]
+    members: tuple[tuple[int, ...], ...]
+    itemsize: int
+
+    @classmethod
+    def of(cls, config: Config, tables: Sequence[TableSpec]) -> Sizes:
+        """Those of the tables with the optimizer of `config`."""
+        update = row_update(config.optim.name, 0.0)
+        members = tuple(tuple(group) for group in group_tables(tables))
+        groups = []
+        for group in members:
+            dim = tables[group[0]].dim
+            groups.append((sum(tables[i].rows for i in group), dim, update.state_width(dim)))
+        return cls(tuple(groups), members, dtype_of(config).itemsize)
+
+    @property
+    def rows(self) -> int:
+        """V of all groups."""
+        return sum(rows for rows, _, _ in self.groups)
+
+    @property
+    def row_bytes(self) -> list[int]:
+        """Bytes of a row and its optimizer state, by group."""
+        return [(dim + state) * self.itemsize for _, dim, state in self.groups]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.bytes_of([rows for rows, _, _ in self.groups])
+
+    def bytes_of(self, slots: Sequence[int]) -> int:
+        """Bytes of slots of each group on one rank."""
+        return cache_bytes(slots, self.groups, self.itemsize)
+
+    def slots(self, size: float, world_size: int) -> tuple[int, ...]:
+        """Slots per rank for a share of the rows (at most 1), or for rows."""
+        ratio, rows = (size, None) if size <= 1 else (None, min(int(size), self.rows))
+        found = cache_slots(rows, ratio, None, self.groups, self.itemsize, world_size)
+        return tuple(found)
+
+    def slots_of(self, cache: CacheConfig, world_size: int) -> tuple[int, ...]:
+        """Slots per rank that the configuration gives."""
+        sizes = (cache.rows, cache.ratio, cache.bytes)
+        return tuple(cache_slots(*sizes, self.groups, self.itemsize, world_size))
+
+
+class Prediction:
+    """The first steps of a run, recorded once, and what any case comes to over the whole run.
+
+    A run of more steps than were recorded goes on as the last quarter of them did: the cache is
+    warm by then, and rows seen for the first time become fewer, so this errs on the low side.
+    """
+
+    def __init__(
+        self,
+        traces: Sequence[Trace],
+        steps: int,
+        classes: Callable[[Case, int], np.ndarray],
+    ) -> None:
+        """`steps`: of the run; `classes`: for policies that rank rows by statistics."""
+        self.traces, self.steps, self._classes = list(traces), steps, classes
+        self.recorded = traces[0].steps
+        self._late = [] if self.recorded >= steps else [_late(trace) for trace in traces]
+
+    @property
+    def largest_step(self) -> list[int]:
+        """Of each group, the most distinct rows of one recorded step."""
+        worlds = [next(iter(trace.homes)) for trace in self.traces]
+        homes = [t.of_world(w) for t, w in zip(self.traces, worlds, strict=True)]
+        return [int(sum(home.distinct for home in group).max()) for group in homes]
+
+    @property
+    def distinct_per_step(self) -> float:
+        """Distinct rows of a step, the mean over those recorded."""
+        world = next(iter(self.traces[0].homes))
+        total = sum(len(home.numbers) for trace in self.traces for home in trace.of_world(world))
+        return total / self.recorded
+
+    def estimate(self, case: Case) -> Estimate:
+        """What the run comes to in `case`."""
+        whole = replay(self.traces, [case], self._classes)[0]
+        if whole.refused is not None:
+            return Estimate(case, self.steps, whole.refused)
+        if not self._late:
+            return _estimate(case, self.steps, whole, None, 0.0)
+        late = replay(self._late, [case], self._classes)[0]
+        return _estimate(case, self.steps, whole, late, (self.steps - self.recorded) / late.steps)
+
+
+def _estimate(
+    case: Case, steps: int, whole: Outcome, late: Outcome | None, times: float
+) -> Estimate:
+    """The counts of `whole` with `times` those of `late`, as rates."""
+
+    def total(name: str, of_late: str | None = None) -> float:
+        rest = 0.0 if late is None else times * getattr(late, of_late or name)
+        return getattr(whole, name) + rest
+
+    distinct, ids, fetched = total("distinct"), total("ids"), total("fetched")
+    return Estimate(
+        case,
+        steps,
+        None,
+        1 - fetched / distinct,
+        total("lookups_hit") / ids,
+        distinct,
+        fetched,
+        total("written_back", "fetched"),  # once the cache is full, as many leave as come
+    )
+
+
+def _late(trace: Trace) -> Trace:
+    """The trace with its last steps alone counted."""
+    first = trace.steps - max(1, trace.steps // _LATE)
+    homes = next(iter(trace.homes.values()))
+    ids = sum(int(home.counts[home.starts[first] :].sum()) for home in homes)
+    return replace(trace, training=np.arange(trace.steps) >= first, ids=ids)
+
+
+def record_run(
+    source: BatchSource,
+    tables: Sequence[TableSpec],
+    steps: int,
+    worlds: Sequence[int],
+    most_lookups: int,
+    progress: Callable[[int], object] | None = None,
+) -> list[Trace]:
+    """The traces of the first steps of a run of `steps`, of about `most_lookups` lookups."""
+    each = max(1, len(source.train_batch(0, 0, 1).ids.values))
+    count = min(steps, max(_LATE, math.ceil(most_lookups / each)))
+    order = (("train", step) for step in range(count))
+    tell = None if progress is None else (lambda _: progress(1))
+    return record_source(source, tables, worlds, order, tell)
+
+
+def popularity_classes(
+    statistics: Statistics, profiles: Sequence[TableProfile], sizes: Sizes
+) -> Callable[[Case, int], np.ndarray]:
+    """The popularity class of every row of a group, from these statistics; rows that a `static`
+    cache pins are the most frequent ones of its slots."""
+    known: dict[tuple, np.ndarray] = {}
+
+    def classes(case: Case, group: int) -> np.ndarray:
+        members = sizes.members[group]
+        pins = case.policy is not None and case.policy.ranking == "static"
+        slots = case.slots[group] if pins else 0
+        if (group, slots) not in known:
+            hot = None
+            if pins:
+                curves = [profiles[table].curve for table in members]
+                hot = [int(rows) for rows in split_static(curves, slots)]
+            known.clear()
+            known[group, slots] = row_classes(statistics, members, hot)
+        return known[group, slots]
+
+    return classes
+
+
+def policy_of(cache: CacheConfig) -> Policy:
+    """The policy that the configuration names."""
+    names = [field.name for field in fields(Policy) if field.name != "name"]
+    return Policy(cache.policy, **{n: getattr(cache, n) for n in names if hasattr(cache, n)})
+
+
+def configured_case(
+    config: Config,
+    source: BatchSource,
+    tables: Sequence[TableSpec],
+    slots: Sequence[int],
+    world_size: int,
+) -> Case:
+    """The case of a run with these slots; `auto` as it is where memory is no matter."""
+    cache = config.cache
+    prefetch, lookahead = cache.prefetch, cache.lookahead
+    if prefetch == AUTO:
+        prefetch = min(PREFETCH, prefetch_that_slots_hold(source, tables, config, slots))
+    if lookahead == AUTO:
+        lookahead = LOOKAHEAD
+    return Case(policy_of(cache), tuple(slots), lookahead, prefetch, world_size)
