@@ -12,7 +12,7 @@ from distcache.popularity.profile import TableProfile
 from distcache.run.prediction import Sizes
 
 _MOSTLY = 0.5
-"""Share of the rows in tables without hot rows above which a cache is of no use."""
+"""Share of the rows, cached or in tables without hot rows, above which a cache is of little use."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ def advise(
         f"tables take {human_bytes(sizes.bytes)} on every rank; it saves "
         f"{human_bytes(saved)}, {saved / sizes.bytes:.1%}."
     )
+    if share > _MOSTLY:
+        parts.append("That saves little: the lookups are spread over most of the rows.")
     largest = sorted(range(len(rows)), key=lambda table: -rows[table])[:3]
     named = ", ".join(
         f"{profiles[t].counts.feature} {rows[t] / max(sum(rows), 1):.0%}"

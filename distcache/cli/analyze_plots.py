@@ -74,40 +74,53 @@ def plot_access(path: Path, profiles: Sequence[TableProfile]) -> bool:
 
 
 def plot_misses(
-    path: Path, points: Sequence[SizePoint], total_rows: int, outcomes: Sequence[Outcome]
+    path: Path,
+    points: Sequence[SizePoint],
+    total_rows: int,
+    outcomes: Sequence[Outcome],
+    advised: SizePoint | None = None,
 ) -> bool:
     """Share of lookups that miss by cache size: the configured policy over the run, the best fixed
-    set, and the simulated policies."""
-    figure = new_figure(10, 6)
+    set, and the simulated policies at their first number of ranks."""
+    figure = new_figure(9, 7)
     if figure is None:
         return False
     panel = figure.subplots()
-    lowest = 100.0
+    lowest, highest = 100.0, 0.0
     if points:
         sizes = [100 * sum(point.slots) / total_rows for point in points]
         static = [100 * max(1 - point.static, 0.0) for point in points]
         missed = [100 * (1 - point.rate) for point in points]
         label = f"{points[0].estimate.case.label} (the run, replayed)"
-        panel.plot(sizes, missed, color="#0072b2", marker="o", linewidth=2, label=label)
+        panel.plot(sizes, missed, color="#0072b2", linewidth=2, label=label)
+        if advised is not None:
+            panel.axvline(
+                100 * sum(advised.slots) / total_rows,
+                color="#555555",
+                linewidth=1,
+                label=f"advised: {sum(advised.slots):,} rows per rank",
+            )
         shown = [(size, value) for size, value in zip(sizes, static, strict=True) if value > 1e-3]
         if shown:
             panel.plot(
                 *zip(*shown, strict=True),
                 color="#d55e00",
                 linestyle="--",
-                marker="s",
-                markersize=4,
                 label="best fixed set, always cached (from counts)",
             )
-        lowest = min([lowest, *missed, *(value for _, value in shown)])
+        seen = [*missed, *(value for _, value in shown)]
+        lowest, highest = min(lowest, *seen), max(highest, *seen)
     lines: dict[str, list[tuple[float, float]]] = {}
     for outcome in outcomes:
-        if outcome.refused is None and outcome.hit_rate_lookups is not None:
-            worlds = f", {outcome.case.world_size} ranks" if outcome.case.world_size > 1 else ""
+        world = outcome.case.world_size
+        if world != outcomes[0].case.world_size or outcome.refused is not None:
+            continue
+        if outcome.hit_rate_lookups is not None:
+            worlds = f", {world} ranks" if world > 1 else ""
             size = 100 * sum(outcome.case.slots) / total_rows
             miss = 100 * (1 - outcome.hit_rate_lookups)
             lines.setdefault(f"{outcome.case.label}{worlds}", []).append((size, miss))
-            lowest = min(lowest, miss)
+            lowest, highest = min(lowest, miss), max(highest, miss)
     for place, (label, pairs) in enumerate(lines.items()):
         panel.plot(
             *zip(*sorted(pairs), strict=True),
@@ -120,7 +133,7 @@ def plot_misses(
         )
     panel.set_xscale("log")
     panel.set_yscale("log")
-    panel.set_ylim(max(lowest / 1.3, 1e-3), 110)
+    panel.set_ylim(max(lowest / 1.3, 1e-3), min(max(1.3 * highest, 1e-2), 130))
     _plain_numbers(panel)
     panel.set(
         title="Lookups that miss, by cache size",
@@ -128,7 +141,8 @@ def plot_misses(
         ylabel="share of the lookups that miss, % (logarithmic)",
     )
     _tidy(panel)
-    _legend(figure, panel, "policy", len(lines) + 2)
+    handles, labels = panel.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=9)
     figure.savefig(path, dpi=110)
     return True
 
@@ -163,7 +177,7 @@ def plot_drift(path: Path, profiles: Sequence[TableProfile]) -> bool:
     for panel in (left, right):
         panel.xaxis.get_major_locator().set_params(integer=True)
         _tidy(panel)
-    figure.suptitle("Drift: how the hot 1 % of the rows of one part of the stream serve another")
+    figure.suptitle("Drift: how the hot rows of one part of the stream serve another")
     _legend(figure, left, "table (rows)", len(ordered))
     figure.savefig(path, dpi=110)
     return True

@@ -55,7 +55,11 @@ def write_report(analysis: Analysis, command: Sequence[str]) -> str:
     pictures = {
         "access.png": plot_access(out / "access.png", profiles),
         "misses.png": plot_misses(
-            out / "misses.png", analysis.points, analysis.sizes.rows, analysis.simulated
+            out / "misses.png",
+            analysis.points,
+            analysis.sizes.rows,
+            analysis.simulated,
+            analysis.target.point,
         ),
         "drift.png": plot_drift(out / "drift.png", profiles),
     }

@@ -84,8 +84,9 @@ def use_table(
     return Table(
         "Batches, drift, and each table's share of the cache",
         "Lookups of a global batch and the distinct rows expected in it (and in a rank's slice of "
-        "it); what the hot 1 % of the rows of one part of the stream serve of the next, and the "
-        "first part's of the last, in % of what that part's own hot rows serve; and the rows of "
+        "it); what the hot rows of one part of the stream (1 % of the table's, at most a tenth of "
+        "those that the part looks up) serve of the next part, and the first part's of the last, "
+        "in % of what that part's own hot rows serve; and the rows of "
         "the advised cache that are this table's if it holds the most frequent ones, with their "
         "share of the table (%).",
         ("table", "lookups", *slices, "kept next", "kept far", "cache rows", "of the table"),
@@ -135,11 +136,12 @@ def prediction_table(
     estimates: Sequence[Estimate], prediction: Prediction, expected: float
 ) -> Table:
     """What the configured run will measure, by number of ranks."""
-    rows = []
+    rows, refused = [], ""
     for found in estimates:
         start = (str(found.case.world_size), f"{sum(found.case.slots):,}")
         if found.refused is not None:
-            rows.append((*start, "refused: " + found.refused, *["-"] * 5))
+            rows.append((*start, "refused", *["-"] * 5))
+            refused += f" Training would refuse {start[1]} slots: {found.refused}."
             continue
         rows.append(
             (
@@ -163,7 +165,7 @@ def prediction_table(
         "What training will measure with this configuration",
         "`hit_rate_lookups` and `hit_rate` (of distinct rows) of `summary.json`; distinct rows per "
         "step as expected from the counts alone, and as replayed; rows fetched and written back "
-        f"per step. Through the planner that training runs: {how}.",
+        f"per step. Through the planner that training runs: {how}.{refused}",
         (
             "ranks",
             "slots",
@@ -181,12 +183,13 @@ def prediction_table(
 def simulation_table(outcomes: Sequence[Outcome], row_bytes: Sequence[int]) -> Table:
     """Policies x sizes x windows x ranks, beside the offline optimum of the same size."""
     least = {_key(o): o.fetched for o in outcomes if o.case.policy is None and o.refused is None}
-    rows = []
+    rows, refused = [], {}
     for outcome in outcomes:
         case = outcome.case
         start = (case.label, f"{sum(case.slots):,}", str(case.world_size))
         if outcome.refused is not None:
-            rows.append((*start, "refused: " + outcome.refused, *["-"] * 6))
+            rows.append((*start, "refused", *["-"] * 6))
+            refused[_key(outcome)] = outcome.refused
             continue
         steps, optimum = max(outcome.steps, 1), least.get(_key(outcome))
         rows.append(
@@ -205,7 +208,10 @@ def simulation_table(outcomes: Sequence[Outcome], row_bytes: Sequence[int]) -> T
         "Simulated policies",
         "Hits of lookups and of distinct rows (%), and per step over all ranks: rows fetched and "
         "written back, bytes in and out; rows fetched relative to Belady's MIN over the whole "
-        "trace (the offline optimum). No tensors are made, but plans are those of training.",
+        "trace (the offline optimum). No tensors are made, but plans are those of training."
+        + "".join(
+            f" Training would refuse {sum(k[0]):,} slots: {why}." for k, why in refused.items()
+        ),
         (
             "policy",
             "slots per rank",

@@ -54,15 +54,15 @@ class CountCurve:
         """For each entry, the probability that a row of it is among `lookups` lookups.
 
         These are drawn from the N that were counted, without putting any back: as a batch is from
-        an epoch. 1 - C(N - c, n) / C(N, n), of which the logarithm is c log(1 - n / (N - (c-1)/2))
-        to second order and exactly for c = 1. For a stream without an end it estimates without
+        an epoch. 1 - C(N - c, n) / C(N, n), where with m = min(c, n) and M = max(c, n) the quotient
+        is (1 - M / (N - (m-1)/2))^m to second order, and exactly for m = 1. For a stream without an end it estimates without
         bias what 1 - (1 - p)^n would be with the unknown p (Hurlbert 1971), where p = c / N would
         be biased by rows that the counts have not seen.
         """
-        left = np.maximum(self.lookups - (self.counts - 1) / 2, 1.0)
+        few, many = np.minimum(self.counts, lookups), np.maximum(self.counts, lookups)
+        left = np.maximum(self.lookups - np.maximum(few - 1, 0) / 2, 1.0)
         with np.errstate(divide="ignore"):
-            missed = self.counts * np.log1p(-np.minimum(lookups / left, 1.0))
-        return -np.expm1(missed)
+            return -np.expm1(few * np.log1p(-np.minimum(many / left, 1.0)))
 
     def expected_distinct(self, lookups: float) -> float:
         """Expected distinct rows among `lookups` lookups in random order, at most N of them."""

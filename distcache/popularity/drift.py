@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-HOT_SHARE = 0.01
-"""The hot set of a part is this share of the table's rows, and at least one row."""
+HOT_SHARE, SEEN_SHARE = 0.01, 0.1
+"""A hot set is the first share of the table's rows, at most the second one of those that the first
+part looks up (the others are there by chance), and at least one row."""
 
 
 @dataclass
@@ -16,24 +17,24 @@ class Drift:
     """Shares of the lookups of consecutive parts that fall on hot sets, for a table of `rows`.
 
     `own[i]`: of part i, on its own hot set; `next[i]`: of part i + 1, on that of part i; `far[i]`:
-    of part i, on that of the first part. Popularity that stays as it is gives `next` and `far`
-    alike; both are a little below `own`, as a hot set fits its own part's chance as well.
+    of part i, on that of the first part. `hot_rows`: rows of a hot set. Popularity that stays as it
+    is gives `next` and `far` alike; both are a little below `own`, as a hot set fits its own part's
+    chance as well.
     """
 
     rows: int
     own: list[float] = field(default_factory=list)
     next: list[float] = field(default_factory=list)
     far: list[float] = field(default_factory=list)
+    hot_rows: int = 0
     _first: np.ndarray | None = None
     _last: np.ndarray | None = None
 
-    @property
-    def hot_rows(self) -> int:
-        """Rows of a hot set."""
-        return max(1, math.ceil(HOT_SHARE * self.rows))
-
     def add(self, ids: np.ndarray, counts: np.ndarray, lookups: int) -> None:
         """The next part: distinct `ids`, ascending, their counts, and all its lookups."""
+        if not self.hot_rows:
+            most = min(HOT_SHARE * self.rows, SEEN_SHARE * len(ids))
+            self.hot_rows = max(1, math.ceil(most))
         hot = ids
         if len(ids) > self.hot_rows:
             hot = np.sort(ids[np.argpartition(-counts, self.hot_rows - 1)[: self.hot_rows]])
