@@ -119,9 +119,16 @@ class CacheConfig:
     """P: steps that movement may run ahead of training; `auto`: 1, or 0 where the slots are too
     few for the rows of two steps."""
     policy: str = "lookahead"
-    """Which rows leave first: `lookahead` (window-Belady) or `lru`."""
+    """Which rows leave first: `lookahead` (window-Belady, then `tail`); or, whatever the window,
+    by `lfu`, `lru`, `frequency` (in the statistics), `static` (the hottest stay)."""
     tail: str = "lru"
-    """`lookahead`: order of the rows without a use in the window: `lru`."""
+    """`lookahead`: order of the rows without a use in the window: `lru`, `lfu` or `frequency`."""
+    admission: bool = False
+    """A row that comes in leaves first unless it scored above the next to leave even before."""
+    half_life: Any = "auto"
+    """`lfu`: steps in which counts lose half of their weight; `auto`: from slots and rows used."""
+    statistics: str | None = None
+    """Folder of distcache.analyze or distcache.preprocess: how often rows are looked up."""
     placement: str = "replicated"
     """How cached rows lie over ranks: `replicated`."""
     reduction: str = "ordered"

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner.bodies import COMPILED, NUMPY
+from distcache.planner.policy import PINNED, POLICIES, TAILS, Policy
 from distcache.planner.simulator import PlannerSettings
 
 BODIES = (COMPILED, NUMPY)
@@ -14,6 +15,26 @@ BODIES = (COMPILED, NUMPY)
 
 def make_layout(rows: int, world: int) -> RowLayout:
     return RowLayout([TableSpec("t", rows, 4, ("f",))], world)
+
+
+@st.composite
+def policies(draw: st.DrawFn, rows: int) -> tuple:
+    """A policy, and popularity classes of so many rows with pins among them, where it takes them.
+
+    Half of the time `lookahead` with the tail `lru`, most often with nothing else.
+    """
+    plain = draw(st.booleans())
+    name = "lookahead" if plain else draw(st.sampled_from(POLICIES))
+    tail = "lru" if plain or name != "lookahead" else draw(st.sampled_from(TAILS))
+    half_life = draw(st.sampled_from([None, 1.0, 2.5, 40.0, 1e9]))
+    policy = Policy(name, tail, draw(st.sampled_from([False, False, True])), half_life)
+    if not policy.needs_popularity and draw(st.sampled_from([True, True, False])):
+        return policy, None
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    classes = rng.integers(0, draw(st.sampled_from([1, 4, PINNED])), rows).astype(np.uint8)
+    pinned = draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+    classes[rng.random(rows) < pinned] = PINNED
+    return policy, classes
 
 
 @st.composite
@@ -36,7 +57,7 @@ def streams(draw: st.DrawFn) -> tuple:
         homes = layout.home(np.unique(np.concatenate(step)))
         need = max(need, *np.bincount(homes, minlength=world))
     slots = world * (need + draw(st.integers(0, 12)))
-    config = PlannerSettings(
-        slots, draw(st.integers(0, 16)), draw(st.integers(0, 6)), draw(st.booleans())
-    )
+    policy, popularity = draw(policies(rows))
+    ahead, prefetch = draw(st.integers(0, 16)), draw(st.integers(0, 6))
+    config = PlannerSettings(slots, ahead, prefetch, policy, popularity)
     return stream, layout, config

@@ -18,7 +18,7 @@ from distcache.errors import ConfigError
 
 Record = dict[str, Any]
 
-_PLACES = ("out", "folder")
+_PLACES = ("out", "folder", "book")
 """Options that name places on this machine."""
 
 
@@ -47,7 +47,7 @@ class Report:
 def header(module: str, arguments: Sequence[str], settings: dict[str, Any], world: int) -> Record:
     """The first record: machine, versions, commit, command, load and settings.
 
-    Taken before the bench changes threads or affinity. Where files lie (`out`, `folder`) says
+    Taken before the bench changes threads or affinity. Where files lie (`out`, `folder`, ...) says
     nothing elsewhere and is left out.
     """
     record = {"kind": "environment", **describe_environment(world)}

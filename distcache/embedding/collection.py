@@ -63,7 +63,8 @@ class CachedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
         Settings by keyword: at most one of `rows` (slots per rank over all tables), `ratio` (of
         each width's rows) and `bytes` (default: ratio 0.015); `lookahead=8` and `prefetch=1`,
-        optimizer steps that ids are known, and rows may move, ahead; `policy="lookahead"|"lru"`;
+        optimizer steps that ids are known, and rows may move, ahead; `policy="lookahead"|
+        "lfu"|"lru"`, with `tail="lru"|"lfu"`, `admission=False|True` and `half_life="auto"|steps`;
         `schedule="overlapped"|"serial"`: rows move beside the steps, or between them;
         `reduction="ordered"|"native"`, whose bits do not or may depend on the cache;
         `gradient_reduction="mean"|"sum"`; `dtype=torch.float32|torch.float64`; `seed=0` of the

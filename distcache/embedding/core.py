@@ -118,7 +118,13 @@ class CachedTables:
         return StreamPlanner(
             link,
             self.groups,
-            home_planners(self.rows, world.rank, settings.prefetch, settings.policy),
+            home_planners(
+                self.rows,
+                world.rank,
+                settings.prefetch,
+                settings.policy_settings,
+                [None] * len(self.rows),
+            ),
             [rows.cache.slots for rows in self.rows],
             PlanningSettings(
                 lookahead=settings.lookahead,

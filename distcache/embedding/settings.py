@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from distcache.errors import ConfigError, DistcacheError
+from distcache.planner.policy import POLICIES, TAILS, Policy
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class CacheSettings:
     lookahead: int = 8
     prefetch: int = 1
     policy: str = "lookahead"
+    tail: str = "lru"
+    admission: bool = False
+    half_life: float | str = "auto"
     schedule: str = "overlapped"
     reduction: str = "ordered"
     gradient_reduction: str = "mean"
@@ -30,7 +34,9 @@ class CacheSettings:
 
     def __post_init__(self) -> None:
         for name, known in (
-            ("policy", ("lookahead", "lru")),
+            ("policy", POLICIES),
+            ("tail", TAILS),
+            ("admission", (False, True)),
             ("schedule", ("overlapped", "serial")),
             ("reduction", ("ordered", "native")),
             ("gradient_reduction", ("mean", "sum")),
@@ -39,11 +45,29 @@ class CacheSettings:
         ):
             value = getattr(self, name)
             if value not in known:
-                raise ConfigError(f"{name}={value!r} is not {known[0]!r} or {known[1]!r}")
+                raise ConfigError(f"{name}={value!r} is not {' or '.join(map(repr, known))}")
+        self._check_policy()
         for name in ("lookahead", "prefetch"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 0")
+
+    def _check_policy(self) -> None:
+        with library_words():
+            policy = self.policy_settings
+        if self.tail != "lru" and not policy.uses_window:
+            raise ConfigError(f"tail={self.tail!r} is for policy='lookahead': leave it out")
+        if policy.needs_popularity:
+            name = "tail" if policy.uses_window else "policy"
+            raise ConfigError(
+                f"{name}={policy.ranking!r} ranks rows by statistics, which a collection cannot be "
+                f"given yet: use {name}='lfu', which counts for itself"
+            )
+
+    @property
+    def policy_settings(self) -> Policy:
+        """Which rows leave first."""
+        return Policy.of(self.policy, self.tail, self.admission, self.half_life)
 
 
 _WORDS = (

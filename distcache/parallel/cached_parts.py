@@ -19,6 +19,7 @@ from distcache.pipeline.groups import TableGroup
 from distcache.pipeline.planning import PlanningSettings, StreamPlanner
 from distcache.pipeline.rows import GroupRows
 from distcache.planner.home import PassThroughPlanner, Planner, ResidentPlanner
+from distcache.planner.policy import DEFAULT, Policy
 from distcache.store.initial import block_rows, initial_rows
 from distcache.store.rows import RowStore
 from distcache.streams import Streams
@@ -35,7 +36,7 @@ class CachedSettings:
     slots: Sequence[int] = ()
     lookahead: int = 8
     prefetch: int = 1
-    policy: str = "lookahead"
+    policy: Policy = DEFAULT
     reduction: str = "ordered"
     seed: int = 0
     dtype: torch.dtype = torch.float32
@@ -101,7 +102,9 @@ def make_planner(
     elif settings.mode == "host":
         planners = [PassThroughPlanner(layout, world.rank) for layout in layouts]
     else:
-        planners = home_planners(rows, world.rank, settings.prefetch, settings.policy)
+        planners = home_planners(
+            rows, world.rank, settings.prefetch, settings.policy, [None] * len(rows)
+        )
     grows = settings.mode == "host"
     return StreamPlanner(
         Link(world, world.planning_group, counters, "the planning group"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from distcache.cache.device_cache import DeviceCache
@@ -14,6 +15,7 @@ from distcache.optim.rows import RowUpdate
 from distcache.pipeline.groups import TableGroup
 from distcache.pipeline.rows import GroupRows
 from distcache.planner.home import HomePlanner
+from distcache.planner.policy import Policy
 from distcache.store.available import require_memory
 from distcache.store.rows import RowStore, create_stores
 from distcache.streams import Streams
@@ -79,13 +81,19 @@ def join_rows(
 
 
 def home_planners(
-    rows: Sequence[GroupRows], rank: int, prefetch: int, policy: str
+    rows: Sequence[GroupRows],
+    rank: int,
+    prefetch: int,
+    policy: Policy,
+    popularity: Sequence[np.ndarray | None],
 ) -> list[HomePlanner]:
-    """The planners of this rank's homes: home h plans its own C / W slots of each group."""
-    window = policy == "lookahead"
+    """The planners of this rank's homes: home h plans its own C / W slots of each group.
+
+    `popularity`: for each group, the class of each row of this rank's home (uint8), or None.
+    """
     return [
-        HomePlanner(of.group.layout, rank, len(own_slots(of, rank)), prefetch, window)
-        for of in rows
+        HomePlanner(of.group.layout, rank, len(own_slots(of, rank)), prefetch, policy, classes)
+        for of, classes in zip(rows, popularity, strict=True)
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from distcache.planner.distinct import by_hash, by_index
-from distcache.planner.loops import NEVER
+from distcache.planner.loops import _FIRST, _HALF, _OLDEST, _SECOND, _SOME, _TOP, NEVER
 
 _DIGIT = 16
 """Bits that NumPy's stable sort takes by radix."""
@@ -108,16 +108,56 @@ def fill(
     return count
 
 
+def idle(slots: np.ndarray, next_use: np.ndarray, out: np.ndarray) -> int:
+    """See `loops.idle`."""
+    found = slots[next_use[slots] == NEVER]
+    out[: len(found)] = found
+    return len(found)
+
+
 def live(
-    slots: np.ndarray, last_use: np.ndarray, next_use: np.ndarray, used_at: int, out: np.ndarray
+    slots: np.ndarray,
+    steps: np.ndarray,
+    last_use: np.ndarray,
+    next_use: np.ndarray,
+    before: int,
+    out: np.ndarray,
 ) -> tuple[int, int]:
     """See `loops.live`."""
-    found = np.flatnonzero((last_use[slots] == used_at) & (next_use[slots] == NEVER))
+    held = steps >= before
+    end = int(held.argmax()) if held.any() else len(slots)
+    slots, steps = slots[:end], steps[:end]
+    found = np.flatnonzero((last_use[slots] == steps) & (next_use[slots] == NEVER))
     count = min(len(found), len(out))
     out[:count] = slots[found[:count]]
     if len(out) == 0:
         return 0, 0
-    return count, int(found[count - 1]) + 1 if count == len(out) else len(slots)
+    return count, int(found[count - 1]) + 1 if count == len(out) else end
+
+
+def count_uses(
+    rows: np.ndarray,
+    previous: np.ndarray,
+    step: int,
+    rate: int,
+    values: np.ndarray,
+    factors: np.ndarray,
+    counts: np.ndarray,
+) -> None:
+    """See `loops.count_uses`."""
+    age = np.minimum(step - previous.astype(np.int64), _OLDEST) * rate
+    place, rest = (age >> 24) & 255, age & 0xFFFFFF
+    factor = factors[place] - (((factors[place] - factors[place + 1]) * rest) >> 24)
+    value = (((values[counts[rows]] * factor) >> 28) >> np.minimum(age >> 32, 62)) + 256
+    low = np.searchsorted(values, value, side="right") - 1
+    key = (rows.astype(np.uint64) << _HALF) ^ np.uint64(step)
+    key = (key ^ (key >> _HALF)) * _FIRST
+    key = (key ^ (key >> _SOME)) * _SECOND
+    chance = ((key ^ (key >> _HALF)) >> _TOP).astype(np.int64)
+    next_up = np.minimum(low + 1, 255)
+    gap = values[next_up] - values[low]
+    up = (low < 255) & ((value - values[low]) << 24 > chance * gap)
+    counts[rows] = np.where(up, next_up, low)
 
 
 def order_ids(

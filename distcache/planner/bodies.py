@@ -37,7 +37,9 @@ class Bodies:
     want: Callable[..., int]
     look_up: Callable[..., int]
     fill: Callable[..., int]
+    idle: Callable[..., int]
     live: Callable[..., tuple[int, int]]
+    count_uses: Callable[..., None]
     order_ids: Callable[..., int]
 
 
@@ -138,6 +140,7 @@ def _signatures(types: Any) -> dict[str, Any]:
 
     i4, i8 = types.int32, types.int64
     in4, in8, out4, out8 = array(i4, False), array(i8, False), array(i4, True), array(i8, True)
+    out1 = array(types.uint8, True)
     return {
         "name_rows": i8(in8, out4, i8, out4, out4, out4),
         "find_rows": i8(in8, out4, out8, out4),
@@ -145,7 +148,9 @@ def _signatures(types: Any) -> dict[str, Any]:
         "want": i8(in4, in4, out4, i8, out4),
         "look_up": i8(in4, in4, out4, out4, i8, out4, out4),
         "fill": i8(in4, in4, in4, out4, out4, out4, out4, out4),
-        "live": types.UniTuple(i8, 2)(in4, in4, in4, i8, out4),
+        "idle": i8(in4, in4, out4),
+        "live": types.UniTuple(i8, 2)(in4, in4, in4, in4, i8, out4),
+        "count_uses": types.void(in4, in4, i8, i8, in8, in8, out1),
         "order_ids": i8(in4, in4, out8, out4, out8, out8, out8),
     }
 

@@ -17,18 +17,21 @@ from distcache.errors import StepTooLargeError
 from distcache.layout import RowLayout
 from distcache.planner.bodies import bodies
 from distcache.planner.calls import distinct_rows, grouped
+from distcache.planner.policy import DEFAULT, Policy
+from distcache.planner.rankings import make_ranking
 from distcache.planner.victims import SlotTable
 
 
 @dataclass(frozen=True)
 class Ingested:
     """A step's rows at their home. `local`: distinct local rows `[U_h]` in canonical order;
-    `replies`: for each rank, the canonical index within this home of every row that it asked for.
-    All int32."""
+    `previous` `[U_h]`: the steps before it that named them last, -1 for none; `replies`: for each
+    rank, the canonical index within this home of every row that it asked for. All int32."""
 
     step: int
     kind: str
     local: np.ndarray
+    previous: np.ndarray
     replies: tuple[np.ndarray, ...]
 
 
@@ -53,17 +56,26 @@ class HomePlanner:
 
     `lookahead` is L, `prefetch` P. A step is decided when the ids through step + L are ingested
     (or the stream ended): call `ingest` in stream order, then `plan` in stream order.
-    `use_window=False` is the policy `lru`: only holds and last uses count.
+    `popularity` uint8 `[local rows]`: each row's class, higher is hotter, 0 never seen; `PINNED`
+    rows leave where no other can, whatever the policy. Raises ConfigError where a policy needs it
+    and it is None.
     """
 
     def __init__(
-        self, layout: RowLayout, home: int, slots: int, prefetch: int, use_window: bool = True
+        self,
+        layout: RowLayout,
+        home: int,
+        slots: int,
+        prefetch: int,
+        policy: Policy = DEFAULT,
+        popularity: np.ndarray | None = None,
     ) -> None:
         self.layout, self.home, self.slots = layout, home, slots
-        self.use_window = use_window
+        self.policy = policy
+        self._ranking = make_ranking(policy, layout.local_rows, slots, popularity)
         self._slot_of = np.full(layout.local_rows, -1, dtype=np.int32)
         self._last_reference = np.full(layout.local_rows, -1, dtype=np.int32)
-        self._table = SlotTable(slots, prefetch)
+        self._table = SlotTable(slots, prefetch, self._ranking, popularity)
         self._window: deque[Ingested] = deque()
         self._next_uses: dict[int, list[tuple[int, np.ndarray]]] = {}
         self._planned = -1
@@ -71,8 +83,9 @@ class HomePlanner:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the index over this home's rows."""
-        return self._slot_of.nbytes + self._last_reference.nbytes
+        """Bytes of the index over this home's rows, with what the policy keeps of each."""
+        index = self._slot_of.nbytes + self._last_reference.nbytes
+        return index + self._ranking.nbytes
 
     @property
     def own_slots(self) -> slice:
@@ -86,19 +99,19 @@ class HomePlanner:
 
     def ingest(self, step: int, kind: str, requests: Sequence[np.ndarray]) -> Ingested:
         """Take the rows (int64, homed here) that every rank names in `step`, in rank order."""
-        entry, previous = take_requests(self.layout, self._last_reference, (step, kind), requests)
-        if self.use_window:
-            self._refer(entry, previous)
+        entry = take_requests(self.layout, self._last_reference, (step, kind), requests)
+        if self.policy.uses_window:
+            self._refer(entry)
         self._window.append(entry)
         return entry
 
-    def _refer(self, entry: Ingested, previous: np.ndarray) -> None:
-        """Tell `previous`, the step before it that named each row, of this next use.
+    def _refer(self, entry: Ingested) -> None:
+        """Tell the step that named each row before of this next use.
 
         Rows that a planned step named learn it now, if they are cached; the others when the step
         that names them before has been planned.
         """
-        order, starts = grouped(previous, self._planned, entry.step - self._planned)
+        order, starts = grouped(entry.previous, self._planned, entry.step - self._planned)
         rows = np.take(entry.local, order)
         self._table.wanted(rows[: starts[1]], self._slot_of, entry.step)
         for place in range(1, len(starts) - 1):
@@ -126,7 +139,9 @@ class HomePlanner:
         evict_slots, leaving = table.fill(local, fetch, filled, self._slot_of, slots)
         for later, rows in self._next_uses.pop(entry.step, ()):
             table.wanted(rows, self._slot_of, later)
-        table.used(slots, entry.step)
+        leave_first = self._not_admitted(entry, fetch) if self.policy.admission else None
+        self._ranking.learn(local, entry.previous, entry.step)
+        table.used(slots, entry.step, leave_first)
         base = np.int32(self.home * self.slots)
         return HomeDecision(
             step=entry.step,
@@ -140,6 +155,13 @@ class HomePlanner:
             replies=entry.replies,
         )
 
+    def _not_admitted(self, entry: Ingested, fetch: np.ndarray) -> np.ndarray:
+        """For each row of a step (bool `[U_h]`), whether it comes in to leave first."""
+        found = np.zeros(len(entry.local), bool)
+        rows, previous = entry.local[fetch], entry.previous[fetch]
+        found[fetch] = self._table.refused(rows, previous, entry.step)
+        return found
+
     def _rows(self, local: np.ndarray) -> np.ndarray:
         return self.layout.row(self.home, local.astype(np.int64))
 
@@ -152,7 +174,7 @@ class HomePlanner:
         self._next_uses.clear()
         self._planned = step
         self._slot_of.fill(-1)
-        self._last_reference.fill(-1)
+        np.minimum(self._last_reference, step, out=self._last_reference)
         local = np.where(slot_row >= 0, self.layout.local(np.maximum(slot_row, 0)), -1)
         held = local >= 0
         self._slot_of[local[held]] = np.flatnonzero(held)
@@ -186,7 +208,7 @@ class _SlotFreePlanner:
 
     def ingest(self, step: int, kind: str, requests: Sequence[np.ndarray]) -> Ingested:
         """As `HomePlanner.ingest`."""
-        entry, _ = take_requests(self.layout, self._position, (step, kind), requests)
+        entry = take_requests(self.layout, self._position, (step, kind), requests)
         self._window.append(entry)
         return entry
 
@@ -248,8 +270,8 @@ Planner = HomePlanner | ResidentPlanner | PassThroughPlanner
 
 def take_requests(
     layout: RowLayout, position: np.ndarray, label: tuple[int, str], requests: Sequence[np.ndarray]
-) -> tuple[Ingested, np.ndarray]:
-    """Distinct local rows over all ranks' requests, and the step before that named each (-1: none).
+) -> Ingested:
+    """Distinct local rows over all ranks' requests, and the step before that named each.
 
     `position` int32 `[ceil(V / W)]`: the step that named each row last, -1 for none; updated.
     Raises PlanError for a row that the layout does not have.
@@ -258,4 +280,4 @@ def take_requests(
     rows = np.concatenate(requests) if len(requests) > 1 else requests[0]
     distinct, previous, labels = distinct_rows(layout.local(rows), position, step)
     cuts = np.cumsum([len(request) for request in requests])[:-1]
-    return Ingested(step, kind, distinct, tuple(np.split(labels, cuts))), previous
+    return Ingested(step, kind, distinct, previous, tuple(np.split(labels, cuts)))

@@ -13,8 +13,11 @@ NEVER = np.iinfo(np.int32).max
 """Next use of a row that no step in the window uses."""
 
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_HALF, _SOME = np.uint64(32), np.uint64(29)
-"""The multipliers and shifts of a 64-bit mix (Steele et al. 2014, SplitMix)."""
+_HALF, _SOME, _TOP = np.uint64(32), np.uint64(29), np.uint64(40)
+"""Multipliers and shifts of a 64-bit mix (Steele et al. 2014, SplitMix); `_TOP` leaves 24 bits."""
+
+_OLDEST = 1 << 30
+"""Steps beyond which a row's last use is no further back."""
 
 
 def name_rows(
@@ -181,21 +184,76 @@ def fill(
     return leaving
 
 
+def idle(slots: np.ndarray, next_use: np.ndarray, out: np.ndarray) -> int:
+    """Those of `slots` that no step in the window uses, to `out` (int32); returns how many."""
+    count = 0
+    for i in range(len(slots)):
+        if next_use[slots[i]] == NEVER:
+            out[count] = slots[i]
+            count += 1
+    return count
+
+
 def live(
-    slots: np.ndarray, last_use: np.ndarray, next_use: np.ndarray, used_at: int, out: np.ndarray
+    slots: np.ndarray,
+    steps: np.ndarray,
+    last_use: np.ndarray,
+    next_use: np.ndarray,
+    before: int,
+    out: np.ndarray,
 ) -> tuple[int, int]:
-    """The first `len(out)` of `slots` that were last used at `used_at` and are not wanted.
+    """The first `len(out)` of `slots` that were last used by their step of `steps`, and are not
+    wanted; up to the first whose step is not below `before`.
 
     Writes them to `out` (int32); returns how many there are, and how many of `slots` were read.
     """
     count = read = 0
-    while read < len(slots) and count < len(out):
+    while read < len(slots) and count < len(out) and steps[read] < before:
         slot = slots[read]
-        read += 1
-        if last_use[slot] == used_at and next_use[slot] == NEVER:
+        if last_use[slot] == steps[read] and next_use[slot] == NEVER:
             out[count] = slot
             count += 1
+        read += 1
     return count, read
+
+
+def count_uses(
+    rows: np.ndarray,
+    previous: np.ndarray,
+    step: int,
+    rate: int,
+    values: np.ndarray,
+    factors: np.ndarray,
+    counts: np.ndarray,
+) -> None:
+    """Count one use by `step` of each of `rows` (int32, distinct), last used by `previous`.
+
+    `counts` uint8: each row's level, `values` int64 `[256]`: what a level stands for, in 1 / 256
+    uses, ascending from 0. Counts lose `rate` / 2^32 octaves a step; `factors` int64 `[257]`:
+    2^28 * 2^(-i / 256). The sum lies between two levels, and a hash of (row, step) chooses one of
+    them so that the expected value is the sum (Morris 1978).
+    """
+    for i in range(len(rows)):
+        row = rows[i]
+        age = np.int64(min(step - previous[i], _OLDEST)) * rate
+        place, rest = (age >> 24) & 255, age & 0xFFFFFF
+        factor = factors[place] - (((factors[place] - factors[place + 1]) * rest) >> 24)
+        value = (((values[counts[row]] * factor) >> 28) >> min(age >> 32, 62)) + 256
+        low, high = 0, 255  # the highest level whose value is not above
+        while low < high:
+            middle = (low + high + 1) >> 1
+            if values[middle] <= value:
+                low = middle
+            else:
+                high = middle - 1
+        if low < 255:
+            key = (np.uint64(row) << _HALF) ^ np.uint64(step)
+            key = (key ^ (key >> _HALF)) * _FIRST
+            key = (key ^ (key >> _SOME)) * _SECOND
+            chance = np.int64((key ^ (key >> _HALF)) >> _TOP)
+            if (value - values[low]) << 24 > chance * (values[low + 1] - values[low]):
+                low += 1
+        counts[row] = low
 
 
 def order_ids(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from distcache.errors import ConfigError
 
@@ -14,6 +15,9 @@ TAILS = ("lru", "lfu", "frequency")
 
 PINNED = 255
 """Popularity class of a row that leaves only where no other can."""
+
+LONGEST = 10**9
+"""Most steps of a half-life."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,18 @@ class Policy:
         for key, value, known in (("policy", self.name, POLICIES), ("tail", self.tail, TAILS)):
             if value not in known:
                 raise ConfigError(f"cache.{key}={value} is unknown: choose {' or '.join(known)}")
+        life = self.half_life
+        number = isinstance(life, int | float) and not isinstance(life, bool)
+        if life is not None and not (number and 1 <= life <= LONGEST):
+            raise ConfigError(
+                f"cache.half_life={life} is out of range: give auto, or steps from 1 to {LONGEST}"
+            )
+
+    @classmethod
+    def of(cls, name: str, tail: str, admission: bool, half_life: float | str) -> Policy:
+        """The policy of a user's settings, where a half-life may be `auto`."""
+        life: Any = None if half_life == "auto" else half_life
+        return cls(name, tail, admission, life)
 
     @property
     def uses_window(self) -> bool:
@@ -46,3 +62,7 @@ class Policy:
     def needs_popularity(self) -> bool:
         """Whether it reads the popularity class of each row (`cache.statistics`)."""
         return self.ranking in ("frequency", "static")
+
+
+DEFAULT = Policy()
+"""What is used where nothing is said."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,11 +18,13 @@ from distcache.layout import RowLayout, TableSpec
 from distcache.planner.belady import belady
 from distcache.planner.cases import Case, GroupCounts, Outcome
 from distcache.planner.home import HomePlanner
-from distcache.planner.policy import Policy
+from distcache.planner.policy import DEFAULT
 from distcache.planner.trace import HomeTrace, Trace
+from distcache.store.available import require_memory
 
-Popularity = Callable[[Case, int], np.ndarray]
-"""The popularity class of every row, uint8 `[V]`, for a case and the number of a group."""
+Popularity = Callable[[Case, int], np.ndarray | None]
+"""The popularity class of every row, uint8 `[V]`, for a case and the number of a group; None where
+training would give the planner none."""
 
 
 def replay(
@@ -34,8 +37,8 @@ def replay(
 
     `popularity`: for policies that rank rows by statistics; `progress`: told of every outcome when
     it is there. A case that training would refuse is an outcome with `refused`. Memory beside the
-    traces: 8 bytes or so per row that the trace names, and the slots' (`victims`). Raises
-    ConfigError for a case that these traces, or this call, cannot serve.
+    traces: 16 bytes or so per row that the trace names (`lfu`: 9 per row of the tables), and the
+    slots' (`victims`). Raises ConfigError for a case that these traces, or this call, cannot serve.
     """
     traces = [trace] if isinstance(trace, Trace) else list(trace)
     for case in cases:
@@ -62,13 +65,43 @@ def miss_curve(
     ]
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where the rows of a home lie in its planner's index: `of` int64 `[D]`, by number, of `rows`.
+
+    The rows that the trace names lie side by side, for speed, and decisions are the same. But the
+    ranking `lfu` rounds counts by a hash of the row: it gets the places that training has.
+    """
+
+    of: np.ndarray
+    rows: int
+
+    @classmethod
+    def make(cls, home: HomeTrace, trace: Trace, case: Case) -> _Place:
+        if case.policy is None or case.policy.ranking != "lfu":
+            return cls(np.arange(len(home.names)), max(len(home.names), 1))
+        local_rows = -(-trace.rows // case.world_size)
+        require_memory(
+            9 * local_rows,
+            f"the index of {case.label} over {local_rows} rows",
+            "replay another policy, or more ranks",
+        )
+        return cls(home.names // case.world_size, local_rows)
+
+
 def make_planner(
-    layout: RowLayout, slots: int, prefetch: int, policy: Policy, popularity: np.ndarray | None
+    home: HomeTrace, place: _Place, slots: int, case: Case, classes: np.ndarray | None
 ) -> HomePlanner:
-    """The planner of one home, as training makes it; `layout` has the home's rows alone."""
-    if policy.name not in ("lookahead", "lru") or policy.ranking != "lru" or policy.admission:
-        raise ConfigError(f"the policy {policy} cannot be planned yet")
-    return HomePlanner(layout, 0, slots, prefetch, policy.uses_window)
+    """The planner of one home as training makes it, a world of its own, for homes decide alone.
+
+    `classes` uint8 `[V]`: of all rows, or None.
+    """
+    layout = RowLayout([TableSpec("trace", place.rows, 1, ("trace",))], 1)
+    own = None
+    if classes is not None:
+        own = np.zeros(place.rows, np.uint8)
+        own[place.of] = classes[home.names]
+    return HomePlanner(layout, 0, slots, case.prefetch, case.policy or DEFAULT, own)
 
 
 def _check(case: Case, traces: Sequence[Trace], popularity: Popularity | None) -> None:
@@ -118,29 +151,25 @@ def _replay(traces: Sequence[Trace], case: Case, popularity: Popularity | None) 
     groups = []
     for group, (trace, slots) in enumerate(zip(traces, case.home_slots, strict=True)):
         classes = None
-        if case.policy is not None and case.policy.needs_popularity and popularity is not None:
+        if case.policy is not None and popularity is not None:
             classes = popularity(case, group)
         counted = []
         for home in trace.of_world(case.world_size):
             if case.policy is None:
                 counted.append(_least(home, trace.training, slots))
                 continue
-            own = None if classes is None else classes[home.names]
-            planner = make_planner(_alone(home), slots, case.prefetch, case.policy, own)
-            run = _HomeRun(home, trace.training, planner, case)
+            place = _Place.make(home, trace, case)
+            planner = make_planner(home, place, slots, case, classes)
+            run = _HomeRun(home, place, trace.training, planner, case.lookahead)
             counted.append(run.run())
-            tight |= run.latest_use >= np.arange(trace.steps) - case.prefetch
+            late = run.latest_use >= np.arange(trace.steps) - case.prefetch
+            tight |= late & (run.latest_use >= 0)
         groups.append(_summed(counted, trace))
     seconds = time.perf_counter() - started
     training = traces[0].training
     return Outcome(
         case, int(training.sum()), tuple(groups), None, int(tight[training].sum()), seconds
     )
-
-
-def _alone(home: HomeTrace) -> RowLayout:
-    """A home's rows by number, as a world of its own: homes decide alone."""
-    return RowLayout([TableSpec("trace", max(len(home.names), 1), 1, ("trace",))], 1)
 
 
 def _summed(counted: Sequence[dict[str, int]], trace: Trace) -> GroupCounts:
@@ -152,20 +181,25 @@ class _HomeRun:
     victims of each step, -1 for none."""
 
     def __init__(
-        self, home: HomeTrace, training: np.ndarray, planner: HomePlanner, case: Case
+        self,
+        home: HomeTrace,
+        place: _Place,
+        training: np.ndarray,
+        planner: HomePlanner,
+        window: int,
     ) -> None:
-        self.home, self.training, self.planner, self.case = home, training, planner, case
+        self.home, self.place, self.training = home, place, training
+        self.planner, self.window = planner, window
         self.latest_use = np.full(home.steps, -1, dtype=np.int32)
-        self._dirty = None if training.all() else np.zeros(len(home.names), dtype=bool)
+        self._dirty = None if training.all() else np.zeros(place.rows, dtype=bool)
         self._counts = dict.fromkeys(("lookups_hit", "distinct", "fetched", "written_back"), 0)
 
     def run(self) -> dict[str, int]:
         """Ingest and decide every step in the order of training; the counts of `GroupCounts`."""
-        home, window = self.home, self.case.lookahead
+        home, window = self.home, self.window
         for step in range(home.steps):
-            numbers = home.numbers[home.starts[step] : home.starts[step + 1]].astype(np.int64)
             kind = "train" if self.training[step] else "eval"
-            self.planner.ingest(step, kind, [numbers])
+            self.planner.ingest(step, kind, [self._rows(step)])
             if step >= window:
                 self._decide(step - window)
         for step in range(max(home.steps - window, 0), home.steps):
@@ -173,6 +207,10 @@ class _HomeRun:
         counts = self._counts
         left = counts["fetched"] - counts["written_back"]
         return {**counts, "left_dirty": left if self._dirty is None else int(self._dirty.sum())}
+
+    def _rows(self, step: int) -> np.ndarray:
+        """The distinct rows of a step, by their places; int64."""
+        return self.place.of[self.home.numbers[self.home.starts[step] : self.home.starts[step + 1]]]
 
     def _decide(self, step: int) -> None:
         decision = self.planner.plan()
@@ -185,7 +223,7 @@ class _HomeRun:
         if not self.training[step]:
             return
         if self._dirty is not None:
-            self._dirty[self.home.numbers[low:high]] = True
+            self._dirty[self._rows(step)] = True
         counts, lookups = self._counts, self.home.counts[low:high]
         counts["distinct"] += len(lookups)
         counts["fetched"] += len(decision.fetch)

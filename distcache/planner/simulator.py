@@ -10,17 +10,20 @@ import numpy as np
 from distcache.layout import RowLayout
 from distcache.planner.assemble import HomePart, Request, assemble, make_request, next_move_after
 from distcache.planner.home import HomePlanner
+from distcache.planner.policy import DEFAULT, Policy
+from distcache.planner.rankings import home_popularity
 from distcache.step_plan import StepPlan
 
 
 @dataclass(frozen=True)
 class PlannerSettings:
-    """C per rank, L, P, and the policy (`use_window=False`: `lru`)."""
+    """C per rank, L, P, and the policy; `popularity` uint8 `[V]`: a class for each row."""
 
     slots: int
     lookahead: int
     prefetch: int
-    use_window: bool = True
+    policy: Policy = DEFAULT
+    popularity: np.ndarray | None = None
 
 
 def simulate(
@@ -32,10 +35,7 @@ def simulate(
     """
     world = layout.world_size
     per_home = -(-settings.slots // world)
-    homes = [
-        HomePlanner(layout, home, per_home, settings.prefetch, settings.use_window)
-        for home in range(world)
-    ]
+    homes = [_home(layout, home, per_home, settings) for home in range(world)]
     waiting: list[list[Request]] = []
     move_after = -1
     step = -1
@@ -52,6 +52,13 @@ def simulate(
         plans = _plan(homes, waiting.pop(0), settings.prefetch, move_after)
         move_after = plans[0].move_after
         yield plans
+
+
+def _home(layout: RowLayout, home: int, slots: int, settings: PlannerSettings) -> HomePlanner:
+    classes = settings.popularity
+    if classes is not None:
+        classes = home_popularity(layout, home, classes)
+    return HomePlanner(layout, home, slots, settings.prefetch, settings.policy, classes)
 
 
 def _plan(

@@ -1,9 +1,13 @@
-"""Which slots of one home may be filled next: buckets by last and next use, never a scan.
+"""Which slots of one home may be filled next: buckets by score and next use, never a scan.
 
 Window-Belady (Belady 1966, on the known window; BagPipe, SOSP 2023): rows without a use in the
-window leave first, least recently used first; then the farthest next use. Slots used in the last
+window leave first, in the order of a ranking; then the farthest next use. Slots used in the last
 P steps are *held* and leave only when the others are short, oldest last use first (ScratchPipe,
-ISCA 2022, holds past + current + future rows for the same reason).
+ISCA 2022, holds past + current + future rows for the same reason). Pinned rows leave where no
+other row can, least recently used first.
+
+Admission (TinyLFU, Einziger et al. 2017): a row that comes in leaves before all others, once its
+hold ends, unless it scored higher than the row that leaves next even before this use.
 """
 
 from __future__ import annotations
@@ -13,8 +17,11 @@ from collections import deque
 import numpy as np
 
 from distcache.planner.bodies import bodies
-from distcache.planner.calls import distinct_rows
+from distcache.planner.buckets import LEAVES_FIRST, Buckets
+from distcache.planner.calls import distinct_rows, grouped
 from distcache.planner.loops import NEVER
+from distcache.planner.policy import PINNED
+from distcache.planner.rankings import Ranking
 
 
 class SlotTable:
@@ -22,18 +29,24 @@ class SlotTable:
 
     `row`: local row held, -1 free; `last_use`, `next_use`: steps. 16 bytes per slot with scratch.
     Entries in the buckets are hints: each is checked against these arrays when it is taken.
+    `popularity` uint8 `[local rows]` or None: says which rows are `PINNED`, if any.
     """
 
-    def __init__(self, slots: int, prefetch: int) -> None:
+    def __init__(
+        self, slots: int, prefetch: int, ranking: Ranking, popularity: np.ndarray | None = None
+    ) -> None:
         self.slots = slots
         self.prefetch = prefetch
+        self.ranking = ranking
         self.row = np.full(slots, -1, dtype=np.int32)
         self.last_use = np.full(slots, -1, dtype=np.int32)
         self.next_use = np.full(slots, NEVER, dtype=np.int32)
+        self._popularity = popularity
+        self._pins = popularity is not None and bool((popularity == PINNED).any())
         self._scratch = np.full(slots, -1, dtype=np.int32)
         self._free = np.arange(slots, dtype=np.int32)
-        self._filed = 0
-        self._idle: deque[tuple[int, np.ndarray]] = deque()
+        self._idle = Buckets(self.last_use, self.next_use)
+        self._pinned = Buckets(self.last_use, self.next_use)
         self._soon: dict[int, list[np.ndarray]] = {}
         self._used: deque[tuple[int, np.ndarray]] = deque()
 
@@ -67,39 +80,57 @@ class SlotTable:
 
     def wanted(self, rows: np.ndarray, slot_of: np.ndarray, step: int) -> None:
         """The window says that these rows, as far as cached, are next used by `step`."""
+        if self._pins:
+            rows = rows[self._popularity[rows] != PINNED]
         slots = np.empty(len(rows), np.int32)
         count = bodies().want(rows, slot_of, self.next_use, step, slots)
         if count:
             self._soon.setdefault(step, []).append(slots[:count].copy())
 
-    def _live(self, slots: np.ndarray, used_at: int, most: int) -> tuple[np.ndarray, int]:
-        """At most `most` of `slots` that were last used at `used_at` and are not wanted; how many
-        of `slots` that took to find."""
-        found = np.empty(min(most, len(slots)), np.int32)
-        count, read = bodies().live(slots, self.last_use, self.next_use, used_at, found)
-        return found[:count].copy(), read
+    def refused(self, local: np.ndarray, previous: np.ndarray, step: int) -> np.ndarray:
+        """Which of the rows that `step` fetches do not score above the row that leaves next.
 
-    def used(self, slots: np.ndarray, step: int) -> None:
-        """File the slots of a step that has been planned, after `wanted` told their next uses."""
+        Called when `take` has given their slots and the ranking has not learnt the step yet.
+        `previous`: the steps that named the rows last. Nobody is refused while slots are free.
+        """
+        lowest = None if len(self._free) else self._idle.lowest()
+        if lowest is None:
+            return np.zeros(len(local), bool)
+        keys = self.ranking.before(local, previous, step)
+        return (keys < lowest[0]) | ((keys == lowest[0]) & (previous <= lowest[1]))
+
+    def used(self, slots: np.ndarray, step: int, leave_first: np.ndarray | None = None) -> None:
+        """File the slots of a step that has been planned, after `wanted` told their next uses and
+        the ranking learnt the step; `leave_first`, bool, for each: whether it is not admitted."""
         self._soon.pop(step, None)
-        idle, _ = self._live(slots, step, len(slots))
-        if len(idle):
-            self._idle.append((step, idle))
-            self._filed += len(idle)
-            self._compact()
+        if self._pins:
+            pinned = self._popularity[self.row[slots]] == PINNED
+            self._pinned.file(0, slots[pinned], step)
+            slots = slots[~pinned]
+            leave_first = None if leave_first is None else leave_first[~pinned]
+        admitted = slots
+        if leave_first is not None:
+            self._idle.file(LEAVES_FIRST, self._not_wanted(slots[leave_first]), step)
+            admitted = slots[~leave_first]
+        self._file(self._not_wanted(admitted), step)
         self._used.append((step, slots))
         while self._used and self._used[0][0] < step - self.prefetch:
             self._used.popleft()
 
-    def _compact(self) -> None:
-        """Drop outdated hints once they outnumber the slots (amortised over the steps)."""
-        if self._filed <= 4 * self.slots:
+    def _not_wanted(self, slots: np.ndarray) -> np.ndarray:
+        found = np.empty(len(slots), np.int32)
+        return found[: bodies().idle(slots, self.next_use, found)]
+
+    def _file(self, slots: np.ndarray, step: int) -> None:
+        """Put idle slots, last used by `step`, into the buckets of their keys."""
+        base, span = self.ranking.base, self.ranking.span
+        if span == 1:
+            self._idle.file(base, slots, step)
             return
-        live = [
-            (used_at, self._live(slots, used_at, len(slots))[0]) for used_at, slots in self._idle
-        ]
-        self._idle = deque(entry for entry in live if len(entry[1]))
-        self._filed = sum(len(slots) for _, slots in self._idle)
+        order, starts = grouped(self.ranking.keys(self.row[slots]), 0, span)
+        slots, bounds = slots[order], starts.tolist()
+        for key in np.flatnonzero(np.diff(starts)).tolist():
+            self._idle.file(base + key, slots[bounds[key] : bounds[key + 1]], step)
 
     def take(self, count: int, step: int) -> tuple[np.ndarray, int]:
         """`count` slots to hold for the misses of `step`, and the latest last use among them (-1:
@@ -113,7 +144,8 @@ class SlotTable:
         parts.append(taken)
         need = count - len(taken)
         latest = -1
-        for source in (self._take_idle, self._take_farthest, self._take_held):
+        sources = (self._take_idle, self._take_farthest, self._take_held, self._take_pinned)
+        for source in sources:
             if need == 0:
                 break
             for slots in source(need, step):
@@ -125,17 +157,8 @@ class SlotTable:
         return np.concatenate(parts), latest
 
     def _take_idle(self, need: int, step: int) -> list[np.ndarray]:
-        """Rows without a use in the window whose hold has ended, least recently used first."""
-        out = []
-        while need and self._idle and self._idle[0][0] < step - self.prefetch:
-            used_at, slots = self._idle.popleft()
-            leaving, read = self._live(slots, used_at, need)
-            if read < len(slots):
-                self._idle.appendleft((used_at, slots[read:]))
-            if len(leaving):
-                out.append(leaving)
-                need -= len(leaving)
-        return out
+        """Rows without a use in the window whose hold has ended, lowest score first."""
+        return self._idle.take(need, step - self.prefetch)
 
     def _take_farthest(self, need: int, step: int) -> list[np.ndarray]:
         """Rows with a use in the window whose hold has ended, farthest next use first."""
@@ -170,13 +193,29 @@ class SlotTable:
                 need -= len(live)
         return out
 
+    def _take_pinned(self, need: int, step: int) -> list[np.ndarray]:
+        """Rows that leave where no other can, least recently used first."""
+        return self._pinned.take(need, step)
+
     def restore(self, row: np.ndarray, step: int) -> None:
-        """Start again from the rows that the slots really hold (-1: free), none of them held."""
+        """Start again from the rows that the slots really hold (-1: free), none of them held.
+
+        Where rows score the same, the less popular leaves first.
+        """
         held = row >= 0
         self.row[:] = row
         self.last_use[:] = step - self.prefetch - 1
         self.next_use[:] = NEVER
         self._free = np.flatnonzero(~held).astype(np.int32)
-        occupied = np.flatnonzero(held).astype(np.int32)
-        self._idle = deque([(step - self.prefetch - 1, occupied)] if len(occupied) else [])
         self._soon, self._used = {}, deque()
+        self._idle.clear()
+        self._pinned.clear()
+        occupied = np.flatnonzero(held).astype(np.int32)
+        if self._popularity is not None:
+            classes = self._popularity[row[occupied]]
+            order = np.argsort(classes, kind="stable")
+            occupied, classes = occupied[order], classes[order]
+            pinned = classes == PINNED
+            self._pinned.file(0, occupied[pinned], step - self.prefetch - 1)
+            occupied = occupied[~pinned]
+        self._file(occupied, step - self.prefetch - 1)

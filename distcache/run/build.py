@@ -29,6 +29,7 @@ from distcache.parallel.base import OptimizerSpec, Parallel
 from distcache.parallel.cached import CachedParallel
 from distcache.parallel.cached_parts import CachedSettings
 from distcache.pipeline.room import warn_if_too_small
+from distcache.planner.policy import Policy
 from distcache.run.ahead import resolve_ahead
 from distcache.run.sources import has_weights, interactions_source, parquet_source
 
@@ -195,7 +196,7 @@ def cached_settings(
         slots=tuple(slots),
         lookahead=cache.lookahead,
         prefetch=cache.prefetch,
-        policy=cache.policy,
+        policy=Policy.of(cache.policy, cache.tail, cache.admission, cache.half_life),
         reduction=cache.reduction,
         seed=config.trainer.seed,
         dtype=dtype_of(config),

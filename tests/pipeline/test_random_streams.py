@@ -15,6 +15,7 @@ from protocol_cases import batches, make, planner_threads, state
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.data.batch import Batch
+from distcache.planner.policy import Policy
 
 STEPS = 6
 NEVER = 99
@@ -26,7 +27,7 @@ class Plan:
     def __init__(self, seed: int, world: int) -> None:
         rng = np.random.default_rng(seed)
         self.mode = str(rng.choice(["data", "data", "data", "host", "resident"]))
-        self.policy = str(rng.choice(["lookahead", "lookahead", "lru"]))
+        self.policy = str(rng.choice(["lookahead", "lookahead", "lru", "lfu"]))
         self.lookahead, self.prefetch = int(rng.choice([0, 1, 3, 9])), int(rng.choice([0, 1, 3, 9]))
         self.lengths = rng.integers(0, STEPS + 1, world) if rng.random() < 0.4 else [STEPS] * world
         self.stop = int(rng.integers(0, STEPS)) if rng.random() < 0.5 else NEVER
@@ -51,7 +52,7 @@ class Plan:
 
 
 def one(world: World, plan: Plan) -> tuple:
-    mode = make(world, plan.lookahead, plan.prefetch, mode=plan.mode, policy=plan.policy)
+    mode = make(world, plan.lookahead, plan.prefetch, mode=plan.mode, policy=Policy(plan.policy))
     read_pause, step_pause = plan.pauses[world.rank]
     losses, error = [], ""
 

@@ -20,6 +20,7 @@ from distcache.planner.assemble import make_request
 from distcache.planner.bodies import NAMES, NUMPY, SETTING, Bodies, make, using
 from distcache.planner.calls import distinct_rows, grouped, hashed_rows, occurrences
 from distcache.planner.home import HomePlanner
+from distcache.planner.policy import POLICIES, Policy
 from distcache.planner.simulator import PlannerSettings, simulate
 
 PLAIN = Bodies("python", **{name: getattr(loops, name) for name in NAMES})
@@ -175,15 +176,17 @@ def test_plans_of_random_streams_campaign(case: tuple) -> None:
     check_equal_plans(case)
 
 
-@pytest.mark.parametrize("window", [True, False])
+@pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_plans_of_a_long_stream_in_a_tight_cache(world: int, window: bool) -> None:
+def test_plans_of_a_long_stream_in_a_tight_cache(world: int, name: str) -> None:
     rng = np.random.default_rng(world)
     stream = [
         [(rng.random(60) ** 3 * 4000).astype(np.int64) for _ in range(world)] for _ in range(80)
     ]
     largest = max(len(np.unique(np.concatenate(step))) for step in stream)
-    config = PlannerSettings(world * largest, 5, 1, window)
+    classes = rng.integers(0, 250, 4000).astype(np.uint8)
+    policy = Policy(name, "lfu" if name == "lookahead" else "lru", admission=world > 2)
+    config = PlannerSettings(world * largest, 5, 1, policy, classes)
     check_equal_plans((stream, make_layout(4000, world), config))
 
 

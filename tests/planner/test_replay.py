@@ -1,0 +1,174 @@
+"""Replaying a trace counts what whole plans count, and refuses what training refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from plan_streams import BODIES, make_layout, streams
+
+from distcache.errors import ConfigError, DataError, StepTooLargeError
+from distcache.planner.bodies import using
+from distcache.planner.cases import Case, GroupCounts, Outcome
+from distcache.planner.policy import PINNED, POLICIES, TAILS, Policy
+from distcache.planner.replay import miss_curve, replay
+from distcache.planner.simulator import PlannerSettings, simulate
+from distcache.planner.trace import Recorder, Trace
+from distcache.planner.trace_sources import record_ids
+
+
+def recorded(steps: Sequence[Sequence[np.ndarray]], rows: int, world: int) -> Trace:
+    recorder = Recorder(rows, [world])
+    for parts in steps:
+        recorder.add({world: parts})
+    return recorder.finish()
+
+
+def counted(plans: list, stream: list, prefetch: int) -> Outcome:
+    """What whole plans of all ranks come to; a step is tight if it takes a slot that one of the P
+    steps before it used."""
+    last: dict[int, int] = {}
+    tight = 0
+    for now, (step, rows) in enumerate(zip(plans, stream, strict=True)):
+        leaving = [row for plan in step for row in plan.evict_rows.tolist()]
+        tight += any(last[row] >= now - prefetch for row in leaving)
+        last.update(dict.fromkeys(np.concatenate(rows).tolist(), now))
+    fetched = sum(len(p.fetch_rows) for step in plans for p in step)
+    left = sum(len(p.evict_rows) for step in plans for p in step)
+    counts = GroupCounts(
+        ids=sum(len(part) for step in stream for part in step),
+        lookups_hit=sum(p.lookup_hits for step in plans for p in step),
+        distinct=sum(step[0].distinct for step in plans),
+        fetched=fetched,
+        written_back=left,
+        left_dirty=fetched - left,
+    )
+    return Outcome(Case(Policy(), (1,)), len(plans), (counts,), tight_steps=tight)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(streams(), st.sampled_from(BODIES))
+def test_a_case_counts_what_whole_plans_count(case: tuple, body: str) -> None:
+    stream, layout, config = case
+    world, ids = layout.world_size, sum(len(part) for step in stream for part in step)
+    if ids == 0:
+        with pytest.raises(DataError, match="no id in any training step"):
+            recorded(stream, layout.rows, world)
+        return
+    asked = Case(config.policy, (config.slots,), config.lookahead, config.prefetch, world)
+    with using(body):
+        plans = list(simulate(layout, config, stream))
+        trace = recorded(stream, layout.rows, world)
+        (outcome,) = replay(trace, [asked], lambda case, group: config.popularity)
+    expected = counted(plans, stream, config.prefetch)
+    assert outcome.groups == expected.groups and outcome.refused is None
+    assert (outcome.steps, outcome.tight_steps) == (expected.steps, expected.tight_steps)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_policy_counts_the_same_over_a_long_stream(world: int) -> None:
+    """Long enough for `lfu` to round many a count by its hash of the row."""
+    rng = np.random.default_rng(5)
+    rows = 2000
+    stream = [
+        [(rng.random(200) ** 4 * rows).astype(np.int64) for _ in range(world)] for _ in range(60)
+    ]
+    classes = rng.integers(0, 250, rows).astype(np.uint8)
+    classes[rng.permutation(rows)[:60]] = PINNED
+    policies = [Policy(name, admission=new) for name in POLICIES[1:] for new in (False, True)]
+    policies += [Policy("lookahead", tail, new) for tail in TAILS for new in (False, True)]
+    layout, trace = make_layout(rows, world), recorded(stream, rows, world)
+    fetched = set()
+    for policy in policies:
+        case = Case(policy, (500 * world,), 4, 1, world)
+        config = PlannerSettings(case.slots[0], 4, 1, policy, classes)
+        expected = counted(list(simulate(layout, config, stream)), stream, 1)
+        (outcome,) = replay(trace, [case], lambda *_: classes)
+        assert outcome.groups == expected.groups, case
+        assert outcome.tight_steps == expected.tight_steps, case
+        fetched.add(outcome.fetched)
+    assert len(fetched) > len(policies) // 2, "the policies decide alike"
+
+
+def test_rates_and_bytes_are_those_of_the_counts() -> None:
+    groups = (GroupCounts(10, 6, 8, 2, 1, 1), GroupCounts(30, 3, 12, 9, 4, 5))
+    outcome = Outcome(Case(Policy(), (4, 4)), 3, groups)
+    assert (outcome.ids, outcome.lookups_hit, outcome.distinct) == (40, 9, 20)
+    assert (outcome.fetched, outcome.written_back, outcome.left_dirty) == (11, 5, 6)
+    assert outcome.hit_rate == 1 - 11 / 20
+    assert outcome.hit_rate_lookups == 9 / 40
+    assert outcome.host_to_device_bytes([16, 100]) == 2 * 16 + 9 * 100
+    assert outcome.device_to_host_bytes([16, 100]) == 16 + 400
+    nothing = Outcome(Case(Policy(), (4,)), 0, (GroupCounts(),), refused="because")
+    assert nothing.hit_rate is None and nothing.hit_rate_lookups is None
+
+
+def test_a_step_that_does_not_fit_is_said_for_that_case_alone() -> None:
+    steps = [[np.arange(5)], [np.arange(11)], [np.arange(12)]]
+    trace = recorded(steps, 100, 1)
+    with pytest.raises(StepTooLargeError, match=r"step 1: home rank 0 has 11 .* for 10 slots"):
+        list(simulate(make_layout(100, 1), PlannerSettings(10, 0, 0), steps))
+    small, enough, least = replay(
+        trace, [Case(Policy(), (10,)), Case(Policy(), (12,)), Case(None, (11,))]
+    )
+    assert small.refused == (
+        "step 1: home rank 0 of group 0 has 11 distinct rows for 10 slots; all steps fit in 12 "
+        "slots per rank"
+    )
+    assert small.groups == (GroupCounts(),)
+    assert enough.refused is None and enough.fetched == 12
+    assert least.refused is not None and "step 2" in least.refused
+
+
+def test_groups_are_summed_and_refused_by_name() -> None:
+    rng = np.random.default_rng(0)
+    traces = [record_ids(list(rng.integers(0, rows, (9, 6))), rows) for rows in (20, 7)]
+    case = Case(Policy(), (12, 6), 2, 1)
+    (both,) = replay(traces, [case])
+    parts = zip(traces, (12, 6), strict=True)
+    alone = [replay(trace, [Case(Policy(), (slots,), 2, 1)])[0] for trace, slots in parts]
+    assert both.groups == (alone[0].groups[0], alone[1].groups[0])
+    assert both.tight_steps <= alone[0].tight_steps + alone[1].tight_steps
+    (refused,) = replay(traces, [Case(Policy(), (12, 1))])
+    assert refused.refused is not None and "of group 1" in refused.refused
+
+
+def test_a_miss_curve_falls_with_the_size_under_the_optimum() -> None:
+    rng = np.random.default_rng(1)
+    trace = record_ids([(rng.random(30) ** 3 * 200).astype(int) for _ in range(40)], 200)
+    sizes = (5, 40, 80, 200)
+    least = miss_curve(trace, sizes, Case(None, (1,)))
+    lru = miss_curve(trace, sizes, Case(Policy("lru"), (1,), prefetch=0))
+    assert least[0] is None and lru[0] is None
+    assert least[1:] == sorted(least[1:], reverse=True)
+    assert all(a <= b for a, b in zip(least[1:], lru[1:], strict=True))
+    assert least[-1] == lru[-1]  # all rows fit: only first uses miss
+
+
+def test_outcomes_are_told_one_by_one() -> None:
+    trace = record_ids([np.arange(4), np.arange(2, 6)])
+    told: list[Outcome] = []
+    cases = [Case(Policy(), (5,)), Case(None, (5,))]
+    assert replay(trace, cases, progress=told.append) == told
+    assert [outcome.case for outcome in told] == cases
+    assert [outcome.case.label for outcome in told] == ["lookahead 8, lru", "MIN"]
+
+
+def test_cases_that_cannot_be_served_are_refused() -> None:
+    trace = record_ids([np.arange(4)], worlds=(1, 3))
+    with pytest.raises(ConfigError, match=r"recorded for world sizes 1, 3, not 2"):
+        replay(trace, [Case(Policy(), (4,), world_size=2)])
+    with pytest.raises(ConfigError, match="slots for 2 groups, not 1"):
+        replay(trace, [Case(Policy(), (4, 4))])
+    with pytest.raises(ConfigError, match=r"frequency ranks rows by statistics"):
+        replay(trace, [Case(Policy("frequency"), (4,))])
+    with pytest.raises(ConfigError, match="1 and 2 steps"):
+        replay([trace, record_ids([np.arange(4)] * 2)], [Case(Policy(), (4, 4))])
+    for wrong in ({"slots": ()}, {"slots": (0,)}, {"lookahead": -1}, {"prefetch": -1}):
+        with pytest.raises(ConfigError, match="at least"):
+            Case(**{"policy": Policy(), "slots": (4,), **wrong})
+    with pytest.raises(ConfigError, match="world size 0 must be at least 1"):
+        Case(Policy(), (4,), world_size=0)

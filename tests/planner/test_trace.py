@@ -1,0 +1,225 @@
+"""Traces: what batch sources and files of ids ask of every home, and what is no trace."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from plan_streams import make_layout
+from scenarios import Scenario, table
+
+from distcache.data.batch import JaggedIds
+from distcache.data.synthetic import SyntheticSource, SyntheticSpec
+from distcache.errors import ConfigError, DataError
+from distcache.layout import TableSpec, group_tables
+from distcache.pipeline.groups import group_bags, make_groups
+from distcache.planner.simulator import PlannerSettings, simulate
+from distcache.planner.trace import Recorder, Trace
+from distcache.planner.trace_sources import read_steps, record_ids, record_source
+
+SPEC = SyntheticSpec([300, 40, 7], bag_size=[2, 1.5, 1], samples=50, global_batch_size=16)
+
+
+def tables_of(source: SyntheticSource, dims: tuple[int, ...]) -> list[TableSpec]:
+    parts = zip(source.features, source.table_rows, dims, strict=True)
+    return [TableSpec(name, rows, dim, (name,)) for name, rows, dim in parts]
+
+
+def check_trace(trace: Trace, world: int, steps: list[list[np.ndarray]], rows: int) -> None:
+    """Every step of a trace is what the planner's plans of these rows (by rank) say."""
+    layout = make_layout(rows, world)
+    homes = trace.of_world(world)
+    plans = list(simulate(layout, PlannerSettings(rows + world, 0, 0), steps))
+    for step, ranks in enumerate(plans):
+        everything = np.concatenate(steps[step])
+        for home, (recorded, plan) in enumerate(zip(homes, ranks, strict=True)):
+            span = slice(recorded.starts[step], recorded.starts[step + 1])
+            named = recorded.names[recorded.numbers[span]]
+            assert (layout.home(named) == home).all()
+            assert len(named) == plan.home_counts[home]
+            assert recorded.counts[span].tolist() == [(everything == r).sum() for r in named]
+        named = [
+            h.names[h.numbers[h.starts[step] : h.starts[step + 1]]] for h in homes
+        ]  # fmt: skip
+        canonical = np.concatenate(named)
+        for plan, own in zip(ranks, steps[step], strict=True):
+            assert canonical[plan.positions].tolist() == own.tolist()
+
+
+@pytest.mark.parametrize("dims", [(4, 4, 4), (4, 8, 4)])
+def test_a_source_is_recorded_as_ranks_read_it(dims: tuple[int, ...]) -> None:
+    source = SyntheticSource(SPEC)
+    tables = tables_of(source, dims)
+    traces = record_source(source, tables, worlds=(1, 2, 3))
+    assert len(traces) == len(group_tables(tables))
+    assert sum(trace.ids for trace in traces) == sum(
+        len(source.train_batch(step, 0, 1).ids.values) for step in range(4)
+    )
+    for world in (1, 2, 3):
+        for group, trace in zip(make_groups(tables, source.features, world), traces, strict=True):
+            steps = [
+                [
+                    group_bags(group, source.train_batch(step, r, world).ids, torch.float32).rows
+                    for r in range(world)
+                ]
+                for step in range(4)  # the last one has 2 samples: rank 0 of 3 has none
+            ]
+            assert trace.rows == group.layout.rows and trace.steps == 4 and trace.complete
+            check_trace(trace, world, steps, trace.rows)
+
+
+def test_features_in_another_order_and_tables_read_twice() -> None:
+    case = Scenario((table("a", 60), table("b", 9, features=2), table("c", 5, dim=4)))
+
+    class Source:
+        features, table_rows = case.features, ()
+        steps_per_epoch = 3
+        train_batch = staticmethod(case.batch)
+
+    told: list[int] = []
+    traces = record_source(Source(), case.tables, (2,), progress=told.append)
+    assert told == [len(case.batch(step).ids.values) for step in range(3)]
+    for group, trace in zip(make_groups(case.tables, case.features, 2), traces, strict=True):
+        steps = [
+            [group_bags(group, case.batch(s, r, 2).ids, torch.float32).rows for r in range(2)]
+            for s in range(3)
+        ]
+        check_trace(trace, 2, steps, trace.rows)
+
+
+def test_counts_are_of_training_steps() -> None:
+    source = SyntheticSource(SPEC)
+    tables = tables_of(source, (4, 4, 4))
+    order = [("train", 0), ("eval", 3), ("train", 1)]
+    (trace,) = record_source(source, tables, (2, 1), order)
+    layout = make_layout(347, 1)
+    offsets = np.array([0, 300, 340])
+    rows = []
+    for step in (0, 1):
+        ids = source.train_batch(step, 0, 1).ids
+        per_feature = np.diff(ids.offsets.numpy()[:: ids.batch_size])
+        rows.append(ids.values.numpy() + np.repeat(offsets, per_feature))
+    expected = np.bincount(np.concatenate(rows), minlength=layout.rows)
+    found, counts = trace.row_counts()
+    assert trace.training.tolist() == [True, False, True]
+    assert trace.ids == expected.sum() == counts.sum()
+    assert (np.diff(found) > 0).all() and (expected[found] == counts).all()
+
+
+def test_a_source_that_cannot_be_recorded() -> None:
+    unlimited = SyntheticSource(SyntheticSpec([9], global_batch_size=4))
+    tables = tables_of(unlimited, (4,))
+    with pytest.raises(ConfigError, match="unlimited: say how many steps"):
+        record_source(unlimited, tables)
+    with pytest.raises(ConfigError, match=r"no table reads the features \['cat_0'\]"):
+        record_source(unlimited, [TableSpec("t", 9, 4, ("other",))], order=[("train", 0)])
+
+    class Wrong:
+        features, steps_per_epoch = ("cat_0",), 1
+
+        def train_batch(self, step: int, rank: int, world: int) -> object:
+            batch = unlimited.train_batch(step, rank, world)
+            ids = JaggedIds(("cat_0",), torch.tensor([9]), torch.tensor([0, 1]))
+            return type(batch)(**{**vars(batch), "ids": ids})
+
+    with pytest.raises(DataError, match="id 9 is not in table 'cat_0', which has 9 rows"):
+        record_source(Wrong(), tables)
+
+
+def test_memory_is_bounded_and_the_cut_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    steps = [np.arange(step, step + 10) for step in range(100)]
+    with caplog.at_level(logging.WARNING):
+        trace = record_ids(steps, most_bytes=1000)
+    # A step has 10 distinct rows of 8 bytes; 10 rows of 12 bytes are new at first, then one.
+    assert trace.steps == 10 and not trace.complete
+    assert "ends after 10 steps" in caplog.text and "1000 bytes" in caplog.text
+    assert 1000 < trace.nbytes < 1200
+    assert record_ids(steps, most_bytes=10**6).complete
+
+
+def test_ids_of_unknown_tables_are_recorded_and_bounded() -> None:
+    steps = [np.array([5, 2**31 - 2, 5]), np.array([70_000, 5])]
+    trace = record_ids(steps, worlds=(2,))
+    assert trace.rows == 2**31 - 1
+    assert sorted(np.concatenate([h.names for h in trace.homes[2]])) == [5, 70_000, 2**31 - 2]
+    with pytest.raises(DataError, match="id 2147483647: a trace takes ids up to 2147483646"):
+        record_ids([np.array([2**31 - 1])])
+    with pytest.raises(DataError, match="step 1 of the trace has the id -3: ids are not negative"):
+        record_ids([np.array([5]), np.array([5, -3])])
+    with pytest.raises(DataError, match="step 0 of the trace has the id 9: the table has 9 rows"):
+        record_ids([np.array([9])], 9)
+    with pytest.raises(DataError, match="nothing to replay"):
+        record_ids([np.empty(0, np.int64)])
+    with pytest.raises(ConfigError, match=r"world sizes \[\]"):
+        Recorder(9, [])
+    with pytest.raises(ConfigError, match="3000000000 rows"):
+        Recorder(3 * 10**9)
+
+
+def test_text_is_a_step_to_a_line_or_so_many_ids(tmp_path: Path) -> None:
+    file = tmp_path / "ids.txt"
+    file.write_text("1 2\t3\n\n4\n5 6 7 8\n")
+    assert [s.tolist() for s in read_steps(file)] == [[1, 2, 3], [], [4], [5, 6, 7, 8]]
+    assert [s.tolist() for s in read_steps(file, 3)] == [[1, 2, 3], [4, 5, 6], [7, 8]]
+    assert [s.tolist() for s in read_steps(file, 8)] == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    assert [s.tolist() for s in read_steps(file, 9)] == [[1, 2, 3, 4, 5, 6, 7, 8]]
+
+
+def test_arrays_are_a_step_to_a_row_or_so_many_ids(tmp_path: Path) -> None:
+    for dtype in (np.int64, np.int32, np.uint64):
+        np.save(tmp_path / "two.npy", np.arange(6, dtype=dtype).reshape(2, 3))
+        np.save(tmp_path / "one.npy", np.arange(5, dtype=dtype))
+        steps = list(read_steps(tmp_path / "two.npy"))
+        assert [s.tolist() for s in steps] == [[0, 1, 2], [3, 4, 5]]
+        assert all(s.dtype == np.int64 for s in steps)
+        assert [s.tolist() for s in read_steps(tmp_path / "two.npy", 4)] == [[0, 1, 2, 3], [4, 5]]
+        assert [s.tolist() for s in read_steps(tmp_path / "one.npy", 2)] == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("1 2\n3 -4\n", r"line 2: '-4' is not an id"),
+        ("1.5\n", r"line 1: '1.5' is not an id"),
+        ("1\n\nx7\n", r"line 3: 'x7' is not an id"),
+        ("99999999999999999999\n", "line 1: '99999999999999999999' is not an id"),
+        ("", "has no ids"),
+        ("\n \n", "has no ids"),
+    ],
+)
+def test_text_that_holds_no_ids(tmp_path: Path, text: str, problem: str) -> None:
+    file = tmp_path / "ids.txt"
+    file.write_text(text)
+    with pytest.raises(DataError, match=problem):
+        list(read_steps(file))
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (np.array([[1.5, 2]]), r"holds float64, its first value is 1.5: ids are integers"),
+        (np.array([True]), "holds bool"),
+        (np.array([[1, 2], [3, -4]]), "id 3 is -4: ids are not negative"),
+        (np.array([1, 2]), r"has shape \[2\]: give \[steps, ids\], or \[ids\] and how many"),
+        (np.zeros((2, 2, 2), int), r"has shape \[2, 2, 2\]"),
+        (np.array([[2**63]], np.uint64), "holds 9223372036854775808: ids are int64"),
+        (np.zeros((0, 3), int), "has no ids"),
+    ],
+)
+def test_arrays_that_hold_no_ids(tmp_path: Path, values: np.ndarray, problem: str) -> None:
+    np.save(tmp_path / "ids.npy", values)
+    with pytest.raises(DataError, match=problem):
+        list(read_steps(tmp_path / "ids.npy"))
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no such file of ids"):
+        list(read_steps(tmp_path / "ids.txt"))
+    (tmp_path / "ids.npy").write_text("1 2 3")
+    with pytest.raises(DataError, match="is not an array of ids"):
+        list(read_steps(tmp_path / "ids.npy"))
+    with pytest.raises(ConfigError, match="0 ids per step"):
+        list(read_steps(tmp_path / "ids.npy", 0))

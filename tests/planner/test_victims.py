@@ -1,0 +1,198 @@
+"""Every victim is the right one, whatever the policy, and finding it does not scan the cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from plan_streams import BODIES, make_layout, streams
+from policy_reference import Reference
+
+from distcache.errors import ConfigError
+from distcache.planner.bodies import NAMES, Bodies, make, using
+from distcache.planner.home import HomePlanner
+from distcache.planner.policy import PINNED, POLICIES, TAILS, Policy
+from distcache.planner.rankings import home_popularity
+
+ALL = [Policy(name, admission=admission) for name in POLICIES for admission in (False, True)]
+ALL += [Policy(tail=tail, admission=admission) for tail in TAILS[1:] for admission in (False, True)]
+
+
+def check_home(case: tuple, home: int, restore_after: int) -> None:
+    """One home's decisions against the slow twin, with a restore on the way."""
+    stream, layout, config = case
+    named = [np.unique(np.concatenate(step)) for step in stream]
+    named = [rows[layout.home(rows) == home] for rows in named]
+    sets = [set(layout.local(rows).tolist()) for rows in named]
+    classes = config.popularity
+    if classes is not None:
+        classes = home_popularity(layout, home, classes)
+    slots = -(-config.slots // layout.world_size)
+    planner = HomePlanner(layout, home, slots, config.prefetch, config.policy, classes)
+    twin = Reference(config.policy, slots, config.lookahead, config.prefetch, classes)
+    slot_row, ingested = np.full(slots, -1), 0
+    for now in range(len(stream)):
+        for step in range(ingested, min(now + config.lookahead + 1, len(stream))):
+            planner.ingest(step, "train", [named[step]])
+            ingested = step + 1
+        decision = planner.plan()
+        evicted, fetched = (
+            layout.local(rows).tolist() for rows in (decision.evict_rows, decision.fetch_rows)
+        )
+        twin.check(now, evicted, fetched, sets)
+        slot_row[decision.evict_slots - home * slots] = -1
+        slot_row[decision.slots[decision.fetch] - home * slots] = decision.fetch_rows
+        if now == restore_after:
+            planner.restore(slot_row, now)
+            ahead = set().union(*sets[now + 1 : ingested])
+            twin.restore(set(layout.local(slot_row[slot_row >= 0]).tolist()), ahead, now)
+            ingested = now + 1
+
+
+def check_case(case: tuple, body: str, restore_after: int) -> None:
+    with using(body):
+        for home in range(case[1].world_size):
+            check_home(case, home, restore_after)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(streams(), st.sampled_from(BODIES), st.integers(-9, 9))
+def test_every_victim_is_the_one_that_the_slow_twin_picks(
+    case: tuple, body: str, restore_after: int
+) -> None:
+    check_case(case, body, restore_after)
+
+
+@pytest.mark.slow
+@settings(max_examples=6000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(streams(), st.sampled_from(BODIES), st.integers(-9, 9))
+def test_every_victim_campaign(case: tuple, body: str, restore_after: int) -> None:
+    check_case(case, body, restore_after)
+
+
+def skewed(rows: int, count: int, steps: int, seed: int = 0) -> list[np.ndarray]:
+    """Steps of `count` ids, the lower the more frequent."""
+    rng = np.random.default_rng(seed)
+    return [(rng.random(count) ** 4 * rows).astype(np.int64) for _ in range(steps)]
+
+
+def home_of(policy: Policy, rows: int, slots: int, pinned: int = 0) -> HomePlanner:
+    """A planner with P = 1 that knows that lower rows are more frequent."""
+    classes = np.clip(200 - 20 * np.log2(1 + np.arange(rows)), 0, 254).astype(np.uint8)
+    classes[:pinned] = PINNED
+    return HomePlanner(make_layout(rows, 1), 0, slots, 1, policy, classes)
+
+
+def decisions(home: HomePlanner, stream: list[np.ndarray], window: int = 4) -> list:
+    """All steps planned, `window` known beyond each."""
+    out = []
+    for step, ids in enumerate(stream):
+        home.ingest(step, "train", [ids])
+        if step >= window:
+            out.append(home.plan())
+    return out
+
+
+@pytest.mark.parametrize("policy", ALL, ids=str)
+@pytest.mark.parametrize("tight", [False, True])
+def test_the_contract_of_every_policy(policy: Policy, tight: bool) -> None:
+    stream = skewed(3000, 150, 120)
+    need = max(len(np.unique(ids)) for ids in stream)
+    slots = need if tight else 3 * need
+    first, second = (decisions(home_of(policy, 3000, slots, 40), stream) for _ in range(2))
+    cached: dict[int, int] = {}
+    for ids, one, other in zip(stream, first, second, strict=False):
+        for name in ("slots", "fetch", "fetch_rows", "evict_slots", "evict_rows"):
+            assert np.array_equal(getattr(one, name), getattr(other, name))
+        for slot, row in zip(one.evict_slots.tolist(), one.evict_rows.tolist(), strict=True):
+            assert cached.pop(row) == slot and row not in ids
+        cached.update(zip(one.fetch_rows.tolist(), one.slots[one.fetch].tolist(), strict=True))
+        assert len(cached) == len(set(cached.values())) <= slots
+        assert [cached[row] for row in dict.fromkeys(ids.tolist())] == one.slots.tolist()
+    if not tight:
+        assert not any((one.evict_rows < 40).any() for one in first), "a pinned row left"
+
+
+@pytest.mark.parametrize("policy", ALL, ids=str)
+def test_pinned_rows_leave_where_no_other_can(policy: Policy) -> None:
+    with_pins = home_of(policy, 100, 10, pinned=100)
+    stream = [np.arange(start, start + 10) for start in (0, 10, 5, 50)]
+    found = decisions(with_pins, stream, window=0)
+    assert [len(one.evict_rows) for one in found] == [0, 10, 5, 10]
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("policy", ALL, ids=str)
+def test_work_is_in_proportion_to_the_rows_of_the_steps(policy: Policy, body: str) -> None:
+    count = {"live": 0, "calls": 0, "filed": 0}
+    plain = make(body)
+
+    def live(slots: np.ndarray, *rest: object) -> tuple[int, int]:
+        count["live"] += len(slots)
+        count["calls"] += 1
+        return plain.live(slots, *rest)
+
+    def idle(slots: np.ndarray, *rest: object) -> int:
+        count["filed"] += len(slots)
+        return plain.idle(slots, *rest)
+
+    loops = {name: getattr(plain, name) for name in NAMES} | {"live": live, "idle": idle}
+    steps, slots = 400, 12_000
+    with using(Bodies("counting", **loops)):
+        home = home_of(policy, 60_000, slots, pinned=500)
+        made = decisions(home, skewed(60_000, 600, steps))
+    left = sum(len(one.evict_rows) for one in made)
+    assert left > slots, "the cache never turned over"
+    scanned = steps * slots
+    assert count["live"] < 3 * (count["filed"] + left) + 70 * count["calls"] < scanned
+    assert count["calls"] < 60 * steps
+
+
+def test_counts_grow_with_uses_and_halve_with_time() -> None:
+    policy = Policy("lfu", half_life=200)
+    home = home_of(policy, 400, 400)
+    for step in range(1500):
+        home.ingest(step, "train", [np.arange(400) if step % 4 == 0 else np.arange(200)])
+        home.plan()
+    ranking = home._ranking
+    counts = ranking._values[ranking._counts] / 256
+    often, seldom = counts[:200].mean(), counts[200:].mean()
+    every_step = 1 / (1 - 2 ** (-1 / 200))
+    assert abs(often / every_step - 1) < 0.1 and abs(seldom / every_step * 4 - 1) < 0.1
+    home.ingest(1899, "train", [np.arange(400)])
+    home.plan()
+    aged = ranking._values[ranking._counts[:200]].mean() / 256
+    assert abs(aged / (often / 4 + 1) - 1) < 0.1
+
+
+def test_lfu_keeps_what_is_used_often_and_admission_keeps_single_uses_out() -> None:
+    stream = [np.concatenate((np.arange(20), 100 + 30 * step + np.arange(30))) for step in range(9)]
+    stream += [2000 + 30 * step + np.arange(30) for step in range(9)] + [np.arange(20)]
+    for policy, kept in ((Policy("lru"), 0), (Policy("lfu"), 20), (Policy("lru", "lru", True), 20)):
+        last = decisions(home_of(policy, 3000, 100), stream, window=0)[-1]
+        assert 20 - len(last.fetch) == kept, policy
+
+
+def test_what_a_policy_needs_is_named() -> None:
+    layout = make_layout(10, 1)
+    for policy, key in ((Policy("static"), "policy=static"), (Policy(tail="frequency"), "tail=fr")):
+        with pytest.raises(ConfigError, match=rf"cache.{key}.* cache.statistics=<folder>"):
+            HomePlanner(layout, 0, 5, 1, policy)
+    for wrong in (np.zeros(9, np.uint8), np.zeros(10, np.int64)):
+        with pytest.raises(ConfigError, match="uint8, for each of the home's 10 rows"):
+            HomePlanner(layout, 0, 5, 1, popularity=wrong)
+    for field, value in (("name", "mru"), ("tail", "fifo"), ("half_life", 0), ("half_life", "x")):
+        with pytest.raises(ConfigError, match=f"{value}"):
+            replace(Policy(), **{field: value})
+
+
+def test_each_home_reads_its_part_of_the_popularity() -> None:
+    layout = make_layout(11, 3)
+    classes = np.arange(11, dtype=np.uint8) + 1
+    for home in range(3):
+        mine = home_popularity(layout, home, classes)
+        rows = layout.row(home, np.arange(layout.local_rows))
+        assert mine.tolist() == [row + 1 if row < 11 else 0 for row in rows.tolist()]

@@ -1,0 +1,147 @@
+"""Which rows leave, by the book: a dictionary of the rows in the cache and a sort of all of them.
+
+The slow twin of `distcache.planner.victims`, `buckets` and `rankings`. It follows the planner's
+own choice among rows that score the same, and so says of every victim whether it is right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distcache.planner.policy import PINNED, Policy
+
+NEVER = 10**9
+VALUES = [round(256 * (2 ** (level / 12) - 1) / (2 ** (1 / 12) - 1)) for level in range(256)]
+FACTORS = [round(2 ** (28 - place / 256)) for place in range(257)]
+RANKS = [0] + [round(8 * np.log2((2 ** (c / 12) - 1) / (2 ** (1 / 12) - 1))) for c in range(1, 256)]
+
+
+def mixed(row: int, step: int) -> int:
+    """24 bits of a hash of the two."""
+    key = row << 32 ^ step
+    key = (key ^ key >> 32) * 0xBF58476D1CE4E5B9 % 2**64
+    key = (key ^ key >> 29) * 0x94D049BB133111EB % 2**64
+    return (key ^ key >> 32) >> 40
+
+
+def counted(level: int, row: int, step: int, age: int) -> int:
+    """The level of a count after one more use, the last one `age` / 2^32 half-lives ago."""
+    place, rest = (age >> 24) % 256, age % 2**24
+    factor = FACTORS[place] - ((FACTORS[place] - FACTORS[place + 1]) * rest >> 24)
+    value = (VALUES[level] * factor >> 28 >> (age >> 32)) + 256
+    low = max(c for c in range(256) if VALUES[c] <= value)
+    if low == 255:
+        return low
+    share = (value - VALUES[low]) * 2**24
+    return low + (share > mixed(row, step) * (VALUES[low + 1] - VALUES[low]))
+
+
+@dataclass
+class Held:
+    """A row in the cache: when it was last used, its key then, and whether it leaves first."""
+
+    last: int
+    key: int
+    first: bool = False
+
+
+class Reference:
+    """One home's cache. `classes`: the popularity of each of its rows (local numbers)."""
+
+    def __init__(
+        self, policy: Policy, slots: int, window: int, prefetch: int, classes: np.ndarray | None
+    ) -> None:
+        self.policy, self.slots, self.prefetch = policy, slots, prefetch
+        self.window = window if policy.name == "lookahead" else 0
+        self.classes = classes
+        self.cached: dict[int, Held] = {}
+        self.levels: dict[int, int] = {}
+        self.previous: dict[int, int] = {}
+        self.clock = self.used = self.steps = self.rate = 0
+        self.step = -1
+        if policy.half_life is not None:
+            self.rate = round(2**32 / policy.half_life)
+
+    def pinned(self, row: int) -> bool:
+        return self.classes is not None and self.classes[row] == PINNED
+
+    def next_use(self, row: int, now: int, stream: list[set[int]]) -> int:
+        """The first step in the window after `now` that names the row."""
+        ahead = range(now + 1, min(now + self.window + 1, len(stream)))
+        return next((step for step in ahead if row in stream[step]), NEVER)
+
+    def key(self, row: int) -> int:
+        """The key of a row that the step learnt last uses, and of all restored rows."""
+        ranking = self.policy.ranking
+        if ranking == "lfu":
+            return RANKS[self.levels.get(row, 0)] + (8 * self.clock >> 32)
+        return int(self.classes[row]) if ranking == "frequency" else 0
+
+    def key_before(self, row: int) -> int:
+        """The key of a row that is not in the cache, before this step's use of it."""
+        if self.policy.ranking != "lfu":
+            return self.key(row)
+        if not self.levels.get(row, 0):
+            return -1
+        used_at = self.clock - (self.step - self.previous.get(row, -1)) * self.rate
+        return max(0, RANKS[self.levels[row]] + (8 * used_at >> 32))
+
+    def order(self, row: int, now: int, stream: list[set[int]]) -> tuple:
+        """What says when a row leaves, smallest first; rows with the same leave in any order."""
+        held = self.cached[row]
+        if self.pinned(row):
+            return (3, held.last)
+        use = self.next_use(row, now, stream)
+        if held.last >= now - self.prefetch:
+            return (2, held.last, -use)
+        if use < NEVER:
+            return (1, -use)
+        return (0, -1 if held.first else held.key, held.last)
+
+    def check(self, now: int, evicted: list[int], fetched: list[int], stream: list) -> None:
+        """Step `now` decided this; raises AssertionError where another row should have left."""
+        named, mine = stream[now], set(self.cached)
+        assert sorted(fetched) == sorted(named - mine)
+        assert len(evicted) == max(0, len(mine | named) - self.slots)
+        orders = sorted(self.order(row, now, stream) for row in mine - named)
+        assert sorted(self.order(row, now, stream) for row in evicted) == orders[: len(evicted)]
+        for row in evicted:
+            del self.cached[row]
+        refused = self.refused(fetched, now, stream)
+        self.learn(sorted(named), now)
+        for row in named:
+            self.cached[row] = Held(now, self.key(row), row in refused)
+
+    def refused(self, fetched: list[int], now: int, stream: list[set[int]]) -> set[int]:
+        """Rows that come in to leave first."""
+        resting = [
+            (held.key, held.last)
+            for row, held in self.cached.items()
+            if row not in stream[now] and not held.first and not self.pinned(row)
+            if self.next_use(row, now, stream) == NEVER
+        ]
+        full = len(self.cached.keys() | stream[now]) == self.slots
+        if not self.policy.admission or not resting or not full:
+            return set()
+        scores = {row: (self.key_before(row), self.previous.get(row, -1)) for row in fetched}
+        return {row for row, score in scores.items() if score <= min(resting)}
+
+    def learn(self, rows: list[int], now: int) -> None:
+        """The step uses these rows: count them."""
+        self.used += len(rows)
+        self.steps += 1
+        if self.policy.half_life is None:
+            self.rate = 2**32 * self.used // (16 * self.slots * self.steps)
+        self.clock += self.rate * (now - self.step)
+        self.step = now
+        for row in rows:
+            age = (now - self.previous.get(row, -1)) * self.rate
+            self.levels[row] = counted(self.levels.get(row, 0), row, now, age)
+            self.previous[row] = now
+
+    def restore(self, held: set[int], ahead: set[int], now: int) -> None:
+        """Go on after `now` with these rows; rows named `ahead` of it were named by it, so far."""
+        self.cached = {row: Held(now - self.prefetch - 1, self.key(row)) for row in held}
+        self.previous.update(dict.fromkeys(ahead, now))
