@@ -32,12 +32,11 @@ from distcache.errors import ConfigError, DistcacheError
 from distcache.planner.replay import replay
 from distcache.popularity.statistics import write_statistics
 from distcache.run.build import build_source, build_tables
-from distcache.run.popularity import CheckedSource, count_source
+from distcache.run.counting import CheckedSource, count_source
 from distcache.run.prediction import (
     Prediction,
     Sizes,
     configured_case,
-    popularity_classes,
     record_run,
 )
 
@@ -92,8 +91,7 @@ def analyze(request: Request, config: Config) -> Analysis:
     sizes = Sizes.of(config, tables)
     with progress_bar("record", None, "step") as bar:
         traces = record_run(checked, tables, run_steps, ranks, options.replay, bar.update)
-    classes = popularity_classes(counted.statistics, counted.profiles, sizes)
-    prediction = Prediction(traces, run_steps, classes)
+    prediction = Prediction(traces, run_steps)
 
     def case(slots, world=ranks[0]):
         return configured_case(config, checked, tables, slots, world)
@@ -106,7 +104,7 @@ def analyze(request: Request, config: Config) -> Analysis:
         slots = [sizes.slots(size, max(ranks)) for size in options.sizes]
         cases = cases_of(request.policies, slots, options, case(slots[0]).prefetch)
         with progress_bar("simulate", len(cases), "case") as bar:
-            outcomes = replay(traces, cases, classes, lambda _: bar.update(1))
+            outcomes = replay(traces, cases, prediction.classes, lambda _: bar.update(1))
     return Analysis(
         request=request,
         counted=counted,

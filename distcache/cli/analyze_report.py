@@ -23,7 +23,7 @@ from distcache.cli.analyze_tables import (
 from distcache.cli.environment import describe_environment
 from distcache.metrics.record import write_json
 from distcache.planner.cases import Case, Outcome
-from distcache.run.popularity import PARTS, Counted
+from distcache.run.counting import PARTS, Counted
 from distcache.run.prediction import Estimate, Prediction, Sizes
 
 _SHOWN = 26

@@ -14,13 +14,10 @@ from distcache.cli.analyze_request import Request, cases_of
 from distcache.cli.analyze_tables import simulation_table
 from distcache.cli.environment import describe_environment
 from distcache.metrics.record import write_json
-from distcache.planner.cases import Case
 from distcache.planner.replay import replay
-from distcache.planner.trace import Trace
 from distcache.planner.trace_sources import read_steps, record_ids
-from distcache.popularity.classes import row_classes
-from distcache.popularity.statistics import Statistics, TableCounts
-from distcache.run.popularity import Progress
+from distcache.popularity.of_trace import popularity_of
+from distcache.run.counting import Progress
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +44,7 @@ def simulate_trace(request: Request, progress: Progress, command: Sequence[str])
         slots.append((max(1, min(trace.rows, int(np.ceil(rows)))),))
     cases = cases_of(request.policies, slots, options, 1)
     with progress("simulate", len(cases), "case") as bar:
-        outcomes = replay(trace, cases, _classes(trace), lambda _: bar.update(1))
+        outcomes = replay(trace, cases, popularity_of([trace]), lambda _: bar.update(1))
     table = simulation_table(outcomes, [_ROW_BYTES])
     read = (
         f"{trace.ids:,} ids in {trace.steps:,} steps, of {trace.rows:,} rows; bytes are those of "
@@ -68,16 +65,3 @@ def simulate_trace(request: Request, progress: Progress, command: Sequence[str])
     parts += ["![misses](misses.png)"] if drawn else []
     (out / "report.md").write_text("\n\n".join([*parts, machine_text(environment)]) + "\n")
     return f"{read}\n\n{aligned(table.columns, table.rows)}\n"
-
-
-def _classes(trace: Trace) -> Any:
-    """Popularity from the trace itself, for policies that rank rows by statistics."""
-
-    def classes(case: Case, group: int) -> np.ndarray:
-        ids, counts = trace.row_counts()
-        table = TableCounts("ids", trace.rows, int(counts.sum()), len(ids), counts, ids)
-        pins = case.policy is not None and case.policy.ranking == "static"
-        hot = [case.slots[group]] if pins else None
-        return row_classes(Statistics((table,), "ids", trace.steps), [0], hot)
-
-    return classes

@@ -55,9 +55,9 @@ class CountCurve:
 
         These are drawn from the N that were counted, without putting any back: as a batch is from
         an epoch. 1 - C(N - c, n) / C(N, n), where with m = min(c, n) and M = max(c, n) the quotient
-        is (1 - M / (N - (m-1)/2))^m to second order, and exactly for m = 1. For a stream without an end it estimates without
-        bias what 1 - (1 - p)^n would be with the unknown p (Hurlbert 1971), where p = c / N would
-        be biased by rows that the counts have not seen.
+        is (1 - M / (N - (m-1)/2))^m to second order, and exactly for m = 1. For a stream without an
+        end it estimates without bias what 1 - (1 - p)^n would be with the unknown p (Hurlbert
+        1971), where p = c / N would be biased by rows that the counts have not seen.
         """
         few, many = np.minimum(self.counts, lookups), np.maximum(self.counts, lookups)
         left = np.maximum(self.lookups - np.maximum(few - 1, 0) / 2, 1.0)

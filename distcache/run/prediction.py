@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,10 +19,7 @@ from distcache.planner.policy import Policy
 from distcache.planner.replay import replay
 from distcache.planner.trace import Trace
 from distcache.planner.trace_sources import record_source
-from distcache.popularity.classes import row_classes
-from distcache.popularity.curve import split_static
-from distcache.popularity.profile import TableProfile
-from distcache.popularity.statistics import Statistics
+from distcache.popularity.of_trace import popularity_of
 from distcache.run.ahead import AUTO, LOOKAHEAD, PREFETCH, prefetch_that_slots_hold
 from distcache.run.build import dtype_of
 
@@ -112,10 +109,10 @@ class Prediction:
         self,
         traces: Sequence[Trace],
         steps: int,
-        classes: Callable[[Case, int], np.ndarray],
     ) -> None:
-        """`steps`: of the run; `classes`: for policies that rank rows by statistics."""
-        self.traces, self.steps, self._classes = list(traces), steps, classes
+        """`steps`: of the run. Policies that rank rows by statistics get those of the traces."""
+        self.traces, self.steps = list(traces), steps
+        self.classes = popularity_of(self.traces)
         self.recorded = traces[0].steps
         self._late = [] if self.recorded >= steps else [_late(trace) for trace in traces]
 
@@ -135,12 +132,12 @@ class Prediction:
 
     def estimate(self, case: Case) -> Estimate:
         """What the run comes to in `case`."""
-        whole = replay(self.traces, [case], self._classes)[0]
+        whole = replay(self.traces, [case], self.classes)[0]
         if whole.refused is not None:
             return Estimate(case, self.steps, whole.refused)
         if not self._late:
             return _estimate(case, self.steps, whole, None, 0.0)
-        late = replay(self._late, [case], self._classes)[0]
+        late = replay(self._late, [case], self.classes)[0]
         return _estimate(case, self.steps, whole, late, (self.steps - self.recorded) / late.steps)
 
 
@@ -190,35 +187,6 @@ def record_run(
     return record_source(source, tables, worlds, order, tell)
 
 
-def popularity_classes(
-    statistics: Statistics, profiles: Sequence[TableProfile], sizes: Sizes
-) -> Callable[[Case, int], np.ndarray]:
-    """The popularity class of every row of a group, from these statistics; rows that a `static`
-    cache pins are the most frequent ones of its slots."""
-    known: dict[tuple, np.ndarray] = {}
-
-    def classes(case: Case, group: int) -> np.ndarray:
-        members = sizes.members[group]
-        pins = case.policy is not None and case.policy.ranking == "static"
-        slots = case.slots[group] if pins else 0
-        if (group, slots) not in known:
-            hot = None
-            if pins:
-                curves = [profiles[table].curve for table in members]
-                hot = [int(rows) for rows in split_static(curves, slots)]
-            known.clear()
-            known[group, slots] = row_classes(statistics, members, hot)
-        return known[group, slots]
-
-    return classes
-
-
-def policy_of(cache: CacheConfig) -> Policy:
-    """The policy that the configuration names."""
-    names = [field.name for field in fields(Policy) if field.name != "name"]
-    return Policy(cache.policy, **{n: getattr(cache, n) for n in names if hasattr(cache, n)})
-
-
 def configured_case(
     config: Config,
     source: BatchSource,
@@ -233,4 +201,5 @@ def configured_case(
         prefetch = min(PREFETCH, prefetch_that_slots_hold(source, tables, config, slots))
     if lookahead == AUTO:
         lookahead = LOOKAHEAD
-    return Case(policy_of(cache), tuple(slots), lookahead, prefetch, world_size)
+    policy = Policy.of(cache.policy, cache.tail, cache.admission, cache.half_life)
+    return Case(policy, tuple(slots), lookahead, prefetch, world_size)

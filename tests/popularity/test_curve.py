@@ -39,9 +39,7 @@ def test_rows_that_a_sketch_does_not_hold_share_the_rest() -> None:
 def test_distinct_rows_of_a_part_of_the_lookups(lookups: int) -> None:
     counts = np.array([20, 9, 5, 5, 1, 1, 1, 1, 0])
     total = int(counts.sum())
-    exact = sum(
-        1 - math.comb(total - int(c), lookups) / math.comb(total, lookups) for c in counts
-    )
+    exact = sum(1 - math.comb(total - int(c), lookups) / math.comb(total, lookups) for c in counts)
     assert curve_of(table(counts)).expected_distinct(lookups) == pytest.approx(exact, rel=0.003)
     assert curve_of(table(counts)).expected_distinct(10 * total) == pytest.approx(8)
 
