@@ -1,4 +1,4 @@
-"""Ids counted per second on one core, exactly and in sketches: `python -m distcache.bench.counting`.
+"""Ids counted per second on one core, exactly or sketched: `python -m distcache.bench.counting`.
 
 Ids lie in memory and come in batches of tables, as a source gives them; drawing them is not timed.
 All contenders take turns over the same batches, on one thread.

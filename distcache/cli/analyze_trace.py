@@ -13,6 +13,7 @@ from distcache.cli.analyze_report import aligned, machine_text, outcome_values, 
 from distcache.cli.analyze_request import Request, cases_of
 from distcache.cli.analyze_tables import simulation_table
 from distcache.cli.environment import describe_environment
+from distcache.errors import DataError
 from distcache.metrics.record import write_json
 from distcache.planner.replay import replay
 from distcache.planner.trace_sources import read_steps, record_ids
@@ -31,13 +32,16 @@ def simulate_trace(request: Request, progress: Progress, command: Sequence[str])
     Raises DataError for ids that are negative or no integers, naming place and value.
     """
     options = request.options
-    with progress("read", None, "id") as bar:
-        trace = record_ids(
-            read_steps(options.trace, options.ids_per_step or None),
-            options.trace_rows or None,
-            options.world_sizes,
-            bar.update,
-        )
+    try:
+        with progress("read", None, "id") as bar:
+            trace = record_ids(
+                read_steps(options.trace, options.ids_per_step or None),
+                options.trace_rows or None,
+                options.world_sizes,
+                bar.update,
+            )
+    except DataError as error:
+        raise DataError(f"trace: {error}; correct the file, or name another one") from error
     slots = []
     for size in options.sizes:
         rows = size * trace.rows if size <= 1 else size

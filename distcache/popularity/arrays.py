@@ -17,6 +17,16 @@ def count_rows(ids: np.ndarray, counts: np.ndarray) -> int:
     return good if good == len(ids) else -1 - good
 
 
+def take_counts(part: np.ndarray, whole: np.ndarray, ids: np.ndarray, counts: np.ndarray) -> int:
+    """See `loops.take_counts`."""
+    rows = np.flatnonzero(part)
+    found = len(rows)
+    ids[:found], counts[:found] = rows, part[rows]
+    whole[rows] += part[rows].astype(whole.dtype)
+    part[rows] = 0
+    return found
+
+
 def offer(
     ids: np.ndarray,
     weights: np.ndarray,

@@ -15,7 +15,7 @@ from distcache.popularity import arrays, loops
 
 log = logging.getLogger(__name__)
 
-NAMES = ("count_rows", "offer", "mark", "observe")
+NAMES = ("count_rows", "take_counts", "offer", "mark", "observe")
 """The names of the loops."""
 
 
@@ -25,6 +25,7 @@ class Bodies:
 
     body: str
     count_rows: Callable[..., int]
+    take_counts: Callable[..., int]
     offer: Callable[..., tuple[int, int]]
     mark: Callable[..., int]
     observe: Callable[..., int]
@@ -78,6 +79,11 @@ def _signatures(types: Any) -> dict[str, list[Any]]:
     long, word, byte = (array(t, True) for t in (types.int64, types.uint32, types.uint8))
     return {
         "count_rows": [number(ids, word), number(ids, long)],
+        "take_counts": [
+            number(word, word, long, long),
+            number(word, long, long, long),
+            number(long, long, long, long),
+        ],
         "offer": [types.UniTuple(number, 2)(ids, ids, long, long, number, number)],
         "mark": [number(ids, byte)],
         "observe": [number(ids, byte)],

@@ -94,11 +94,10 @@ class DenseCounter(TableCounter):
     def _end_part(self) -> tuple[np.ndarray, np.ndarray]:
         if self._whole.dtype == np.uint32 and self.lookups > _MOST:
             self._whole = self._whole.astype(np.int64)
-        ids = np.flatnonzero(self._part)
-        counts = self._part[ids].astype(np.int64)
-        self._whole[ids] += counts.astype(self._whole.dtype)
-        self._part[ids] = 0
-        return ids, counts
+        most = min(self.rows, self._in_part)
+        ids, counts = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
+        found = bodies().take_counts(self._part, self._whole, ids, counts)
+        return ids[:found], counts[:found]
 
     def result(self) -> TableCounts:
         """See `TableCounter.result`."""

@@ -31,6 +31,24 @@ def count_rows(ids: np.ndarray, counts: np.ndarray) -> int:
     return len(ids)
 
 
+def take_counts(part: np.ndarray, whole: np.ndarray, ids: np.ndarray, counts: np.ndarray) -> int:
+    """Move the counts of `part` to `whole` (uint32 or int64 `[V]` each).
+
+    Writes the ids that `part` had counted, ascending, and their `counts`, int64 of enough entries
+    each; returns how many.
+    """
+    found = 0
+    for row in range(len(part)):
+        count = part[row]
+        if count:
+            ids[found] = row
+            counts[found] = count
+            found += 1
+            whole[row] += count
+            part[row] = 0
+    return found
+
+
 def offer(
     ids: np.ndarray,
     weights: np.ndarray,

@@ -44,6 +44,18 @@ def test_counting_stops_before_an_id_outside_the_table(body: Bodies, bad: int) -
     assert counts.tolist() == [0, 2, 0, 0, 0]
 
 
+@pytest.mark.parametrize(("part", "whole"), [("u4", "u4"), ("u4", "i8"), ("i8", "i8")])
+def test_a_parts_counts_are_taken(body: Bodies, part: str, whole: str) -> None:
+    ids = skewed(500, 300)
+    true = np.bincount(ids, minlength=500)
+    counted, total = true.astype(part), np.full(500, 3, dtype=whole)
+    rows, counts = np.empty(300, dtype=np.int64), np.empty(300, dtype=np.int64)
+    found = body.take_counts(counted, total, rows, counts)
+    assert rows[:found].tolist() == np.flatnonzero(true).tolist()
+    assert counts[:found].tolist() == true[true > 0].tolist()
+    assert total.tolist() == (true + 3).tolist() and not counted.any()
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_table_of_counters(body: Bodies, weighted: bool) -> None:
     ids = skewed(10_000, 5000)
