@@ -39,6 +39,7 @@ from distcache.run.prediction import (
     configured_case,
     record_run,
 )
+from distcache.run.schedule import make_schedule
 
 log = logging.getLogger("distcache.analyze")
 
@@ -83,14 +84,14 @@ def analyze(request: Request, config: Config) -> Analysis:
     source = build_source(config)
     tables = build_tables(config, source)
     checked = CheckedSource(source, tables, config.data.on_bad_id)
-    run_steps = config.trainer.steps or source.steps_per_epoch
+    want = config.trainer
+    schedule = make_schedule(source, 0, want.steps, want.eval_every, want.eval_steps)
+    run_steps = schedule.steps or 0
     steps = source.steps_per_epoch or run_steps
-    if not steps or not run_steps:
-        raise ConfigError("the data has no end: give trainer.steps=<steps>, or data.samples=<...>")
     counted = count_source(checked, steps, request.sample, request.memory, progress_bar)
     sizes = Sizes.of(config, tables)
     with progress_bar("record", None, "step") as bar:
-        traces = record_run(checked, tables, run_steps, ranks, options.replay, bar.update)
+        traces = record_run(checked, tables, schedule, ranks, options.replay, bar.update)
     prediction = Prediction(traces, run_steps)
 
     def case(slots, world=ranks[0]):

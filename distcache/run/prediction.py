@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from distcache.planner.trace_sources import record_source
 from distcache.popularity.of_trace import popularity_of
 from distcache.run.ahead import AUTO, LOOKAHEAD, PREFETCH, prefetch_that_slots_hold
 from distcache.run.build import dtype_of
+from distcache.run.schedule import Schedule
 
 log = logging.getLogger(__name__)
 
@@ -113,21 +114,16 @@ class Prediction:
         """`steps`: of the run. Policies that rank rows by statistics get those of the traces."""
         self.traces, self.steps = list(traces), steps
         self.classes = popularity_of(self.traces)
-        self.recorded = traces[0].steps
+        self.recorded = int(traces[0].training.sum())
         self._late = [] if self.recorded >= steps else [_late(trace) for trace in traces]
 
     @property
-    def largest_step(self) -> list[int]:
-        """Of each group, the most distinct rows of one recorded step."""
-        worlds = [next(iter(trace.homes)) for trace in self.traces]
-        homes = [t.of_world(w) for t, w in zip(self.traces, worlds, strict=True)]
-        return [int(sum(home.distinct for home in group).max()) for group in homes]
-
-    @property
     def distinct_per_step(self) -> float:
-        """Distinct rows of a step, the mean over those recorded."""
-        world = next(iter(self.traces[0].homes))
-        total = sum(len(home.numbers) for trace in self.traces for home in trace.of_world(world))
+        """Distinct rows of a training step, the mean over those recorded."""
+        total = 0
+        for trace in self.traces:
+            homes = next(iter(trace.homes.values()))
+            total += sum(int(home.distinct[trace.training].sum()) for home in homes)
         return total / self.recorded
 
     def estimate(self, case: Case) -> Estimate:
@@ -164,27 +160,37 @@ def _estimate(
 
 
 def _late(trace: Trace) -> Trace:
-    """The trace with its last steps alone counted."""
-    first = trace.steps - max(1, trace.steps // _LATE)
+    """The trace with its last training steps alone counted."""
+    trained = np.cumsum(trace.training)
+    first = trained[-1] - max(1, trained[-1] // _LATE)
+    late = trace.training & (trained > first)
     homes = next(iter(trace.homes.values()))
-    ids = sum(int(home.counts[home.starts[first] :].sum()) for home in homes)
-    return replace(trace, training=np.arange(trace.steps) >= first, ids=ids)
+    ids = sum(int(home.counts[np.repeat(late, home.distinct)].sum()) for home in homes)
+    return replace(trace, training=late, ids=ids)
 
 
 def record_run(
     source: BatchSource,
     tables: Sequence[TableSpec],
-    steps: int,
+    schedule: Schedule,
     worlds: Sequence[int],
     most_lookups: int,
     progress: Callable[[int], object] | None = None,
 ) -> list[Trace]:
-    """The traces of the first steps of a run of `steps`, of about `most_lookups` lookups."""
+    """The traces of a run's first batches, evaluations among them, of about `most_lookups` lookups
+    of training steps."""
     each = max(1, len(source.train_batch(0, 0, 1).ids.values))
-    count = min(steps, max(_LATE, math.ceil(most_lookups / each)))
-    order = (("train", step) for step in range(count))
+    count = max(_LATE, math.ceil(most_lookups / each))
     tell = None if progress is None else (lambda _: progress(1))
-    return record_source(source, tables, worlds, order, tell)
+    return record_source(source, tables, worlds, _first(schedule, count), tell)
+
+
+def _first(schedule: Schedule, count: int) -> Iterator[tuple[str, int]]:
+    """The batches of the first `count` training steps, with the evaluations that follow them."""
+    for kind, index in schedule.order():
+        if kind == "train" and index >= count:
+            return
+        yield kind, index
 
 
 def configured_case(
