@@ -161,7 +161,7 @@ def test_data_without_a_lookup(tmp_path: Path, capsys: pytest.CaptureFixture) ->
         ("analyze.sizes=0", "analyze.sizes=0.0: give shares"),
         ("analyze.sizes=1.5", "analyze.sizes=1.5: give shares"),
         ("analyze.world_sizes=0", "analyze.world_sizes="),
-        ("analyze.target=0.9", "analyze.target=0.9: no such key: did you mean target_hit_rate"),
+        ("analyze.hit_rate=1", "analyze.hit_rate=1: no such key: did you mean target_hit_rate"),
         ("run.dir=here", "run.dir=here: nothing is trained"),
         ("trace=x.txt", "trace=x.txt is a trace to simulate: give simulate=true"),
         ("--cfg", "--cfg: no such flag"),
@@ -246,9 +246,6 @@ def test_simulation_of_the_data(tmp_path: Path) -> None:
     )  # fmt: skip
     cases = report["simulated"]
     assert len(cases) == 2 * 3 * 8
-    assert all(
-        ("refused" in (case["refused"] or "") or case["refused"] is None) or True for case in cases
-    )
     small = [case for case in cases if case["slots"][0] < 300]
     assert len(small) == 16 and all("distinct rows" in case["refused"] for case in small)
     done = [case for case in cases if case["refused"] is None]
