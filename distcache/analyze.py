@@ -66,9 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stopped_by = analysis.counted.stopped_by
             text = write_report(analysis, command)
             write_statistics(request.output, analysis.counted.statistics)
+            log.info("for training by popularity: cache.statistics=%s", request.output)
         sys.stdout.write(f"\n{text}")
         sys.stdout.flush()
-        log.info("report, pictures and statistics are in %s", request.output)
+        log.info("the report is in %s", request.output)
         return 128 + stopped_by if stopped_by else 0
     except KeyboardInterrupt:
         log.error("interrupted before there was anything to report")
@@ -90,8 +91,9 @@ def analyze(request: Request, config: Config) -> Analysis:
     steps = source.steps_per_epoch or run_steps
     counted = count_source(checked, steps, request.sample, request.memory, progress_bar)
     sizes = Sizes.of(config, tables)
+    most = min(options.replay, counted.lookups) if counted.stopped_by else options.replay
     with progress_bar("record", None, "step") as bar:
-        traces = record_run(checked, tables, schedule, ranks, options.replay, bar.update)
+        traces = record_run(checked, tables, schedule, ranks, most, bar.update)
     prediction = Prediction(traces, run_steps)
 
     def case(slots, world=ranks[0]):

@@ -23,6 +23,7 @@ from distcache.popularity.of_trace import popularity_of
 from distcache.run.ahead import AUTO, LOOKAHEAD, PREFETCH, prefetch_that_slots_hold
 from distcache.run.build import dtype_of
 from distcache.run.schedule import Schedule
+from distcache.run.stop import StopRequest
 
 log = logging.getLogger(__name__)
 
@@ -178,17 +179,18 @@ def record_run(
     progress: Callable[[int], object] | None = None,
 ) -> list[Trace]:
     """The traces of a run's first batches, evaluations among them, of about `most_lookups` lookups
-    of training steps."""
+    of training steps; of fewer where Ctrl-C ends the recording."""
     each = max(1, len(source.train_batch(0, 0, 1).ids.values))
     count = max(_LATE, math.ceil(most_lookups / each))
     tell = None if progress is None else (lambda _: progress(1))
-    return record_source(source, tables, worlds, _first(schedule, count), tell)
+    with StopRequest() as stop:
+        return record_source(source, tables, worlds, _first(schedule, count, stop), tell)
 
 
-def _first(schedule: Schedule, count: int) -> Iterator[tuple[str, int]]:
+def _first(schedule: Schedule, count: int, stop: StopRequest) -> Iterator[tuple[str, int]]:
     """The batches of the first `count` training steps, with the evaluations that follow them."""
     for kind, index in schedule.order():
-        if kind == "train" and index >= count:
+        if kind == "train" and (index >= count or (stop.requested and index >= _LATE)):
             return
         yield kind, index
 
