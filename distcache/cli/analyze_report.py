@@ -125,7 +125,8 @@ def read_text(analysis: Analysis) -> str:
         f"{len(sketched)} table(s) were counted with a frequent-items sketch: a count of "
         f"{worst.counts.feature} is at most {worst.counts.error:,} too small (of "
         f"{worst.counts.lookups:,} lookups), those of the other tables less; rows that it does not "
-        "hold share the rest evenly. "
+        "hold share the rest evenly. So these tables look flatter than they are: shares of the "
+        "most frequent rows are at least, distinct rows per batch at most those shown. "
     )
     guessed = [p for p in sketched if p.distinct_error]
     if guessed:

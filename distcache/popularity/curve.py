@@ -25,12 +25,13 @@ _SMALL = 1 << 16
 class CountCurve:
     """`rows[i]` rows have the count `counts[i]` each; counts fall. Float64 `[k]`, none are 0.
 
-    Counts are whole where they are exact; of a sketch, the rows that it does not hold share what
-    is left of the lookups evenly.
+    Counts are whole where they are exact (`error` 0); of a sketch they are up to `error` too small,
+    and the rows that it does not hold share what is left of the lookups evenly.
     """
 
     counts: np.ndarray
     rows: np.ndarray
+    error: int = 0
 
     @cached_property
     def lookups(self) -> float:
@@ -79,8 +80,8 @@ class CountCurve:
 
     def alike(self, rows: int) -> bool:
         """Whether the `rows` rows of a table differ by no more than chance: their spread is near 0,
-        and enough lookups were counted to say so. A table of one row is none."""
-        if rows < 2 or not self.lookups:
+        and enough lookups were counted, exactly, to say so. A table of one row is none."""
+        if rows < 2 or not self.lookups or self.error:
             return False
         chance = math.sqrt(2 / rows) * rows / self.lookups  # the standard error of `spread`
         return self.spread(rows) < ALIKE and 2 * chance < ALIKE
@@ -104,7 +105,9 @@ def curve_of(table: TableCounts) -> CountCurve:
     others = max(table.distinct - curve.distinct, left / max(table.error, 1), 1.0)
     order = np.argsort(-np.append(curve.counts, left / others), kind="stable")
     return CountCurve(
-        np.append(curve.counts, left / others)[order], np.append(curve.rows, others)[order]
+        np.append(curve.counts, left / others)[order],
+        np.append(curve.rows, others)[order],
+        table.error,
     )
 
 

@@ -11,6 +11,9 @@ from distcache.popularity.curve import ALIKE, CountCurve
 
 _SURE = 30
 """Least count of a row in the fit: its own chance is then below a fifth."""
+_ERRORS = 10
+"""Least count of a row in the fit, in errors of a sketch."""
+
 _LEAST_ROWS = 20
 _MOST_ROWS = 1_000_000
 _INNER = 0.5
@@ -34,10 +37,11 @@ def fit_zipf(curve: CountCurve, table_rows: int) -> ZipfFit:
     Rank regression: least squares of log(rank - 1/2) on log(count) has slope -1/a, with standard
     error (1/a) sqrt(2 / rows) (Gabaix & Ibragimov 2011, "Rank - 1/2"). Over the rows with at least
     30 lookups, at most the more frequent half of those looked up: chance blurs the counts of the
-    others, and sorting then makes them look steeper. Rows whose counts differ by no more than
+    others, and sorting then makes them look steeper. In a sketch, of rows with at least ten times
+    its error. Rows whose counts differ by no more than
     chance have the exponent 0.
     """
-    rows = int(curve.rows[curve.counts >= _SURE].sum())
+    rows = int(curve.rows[curve.counts >= max(_SURE, _ERRORS * curve.error)].sum())
     rows = min(rows, _MOST_ROWS, int(curve.distinct * _INNER))
     if curve.alike(table_rows):
         return ZipfFit(0.0, math.sqrt(ALIKE), table_rows, "rows differ by chance alone")

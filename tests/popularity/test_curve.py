@@ -10,6 +10,7 @@ import pytest
 from distcache.popularity.curve import CountCurve, StaticSet, curve_of, split_static
 from distcache.popularity.drift import Drift
 from distcache.popularity.statistics import TableCounts
+from distcache.popularity.zipf_fit import fit_zipf
 
 COUNTS = np.array([5, 0, 100_000, 1, 1, 70_000, 5, 0, 2], dtype=np.uint32)
 
@@ -33,6 +34,9 @@ def test_rows_that_a_sketch_does_not_hold_share_the_rest() -> None:
     curve = curve_of(sketched)
     assert curve.lookups == 100 and curve.distinct == 6
     assert curve.counts.tolist() == [50, 30, 5] and curve.rows.tolist() == [1, 1, 4]
+    flat = TableCounts("a", 100, 10_000, 100, np.array([1]), np.array([4]), error=90)
+    assert curve_of(flat).spread(100) < 0.001 and not curve_of(flat).alike(100)
+    assert fit_zipf(curve_of(flat), 100).exponent is None
 
 
 @pytest.mark.parametrize("lookups", [1, 3, 12, 40])
