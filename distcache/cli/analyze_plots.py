@@ -174,6 +174,7 @@ def plot_drift(path: Path, profiles: Sequence[TableProfile]) -> bool:
         ylabel="lookups served, % of what the part's own hot rows serve",
     )
     right.set(title="hot rows of the first part", xlabel="part of the stream")
+    left.set_ylim(bottom=min(left.get_ylim()[0], 90))  # a little drift shall look little
     for panel in (left, right):
         panel.xaxis.get_major_locator().set_params(integer=True)
         _tidy(panel)

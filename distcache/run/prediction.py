@@ -103,8 +103,8 @@ class Sizes:
 class Prediction:
     """The first steps of a run, recorded once, and what any case comes to over the whole run.
 
-    A run of more steps than were recorded goes on as the last quarter of them did: the cache is
-    warm by then, and rows seen for the first time become fewer, so this errs on the low side.
+    A run of more steps than were recorded goes on as the last quarter of them did: too low where
+    new rows still become fewer, too high where the cache was not full yet.
     """
 
     def __init__(
