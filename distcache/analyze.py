@@ -90,6 +90,12 @@ def analyze(request: Request, config: Config) -> Analysis:
     run_steps = schedule.steps or 0
     steps = source.steps_per_epoch or run_steps
     counted = count_source(checked, steps, request.sample, request.memory, progress_bar)
+    if config.cache.statistics is not None:
+        log.warning(
+            "cache.statistics=%s is not read here: what is predicted starts from an empty cache, "
+            "and policies by popularity get that of the replayed steps",
+            config.cache.statistics,
+        )
     sizes = Sizes.of(config, tables)
     most = min(options.replay, counted.lookups) if counted.stopped_by else options.replay
     with progress_bar("record", None, "step") as bar:

@@ -128,13 +128,20 @@ class Prediction:
         return total / self.recorded
 
     def estimate(self, case: Case) -> Estimate:
-        """What the run comes to in `case`."""
-        whole = replay(self.traces, [case], self.classes)[0]
+        """What the run comes to in `case`.
+
+        More slots than a home has rows in the trace change nothing, and are not made.
+        """
+        world = case.world_size
+        named = [max(len(home.names) for home in t.of_world(world)) for t in self.traces]
+        slots = (min(s, world * most) for s, most in zip(case.slots, named, strict=True))
+        small = replace(case, slots=tuple(max(count, 1) for count in slots))
+        whole = replay(self.traces, [small], self.classes)[0]
         if whole.refused is not None:
             return Estimate(case, self.steps, whole.refused)
         if not self._late:
             return _estimate(case, self.steps, whole, None, 0.0)
-        late = replay(self._late, [case], self.classes)[0]
+        late = replay(self._late, [small], self.classes)[0]
         return _estimate(case, self.steps, whole, late, (self.steps - self.recorded) / late.steps)
 
 
