@@ -40,6 +40,7 @@ from distcache.run.prediction import (
     record_run,
 )
 from distcache.run.schedule import make_schedule
+from distcache.run.stop import StopRequest
 
 log = logging.getLogger("distcache.analyze")
 
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             config = checked_config(compose_overrides(request.overrides), Place())
             analysis = analyze(request, config)
-            stopped_by = analysis.counted.stopped_by
+            stopped_by = analysis.stopped_by
             text = write_report(analysis, command)
             write_statistics(request.output, analysis.counted.statistics)
             log.info("for training by popularity: cache.statistics=%s", request.output)
@@ -98,9 +99,11 @@ def analyze(request: Request, config: Config) -> Analysis:
         )
     sizes = Sizes.of(config, tables)
     most = min(options.replay, counted.lookups) if counted.stopped_by else options.replay
-    with progress_bar("record", None, "step") as bar:
-        traces = record_run(checked, tables, schedule, ranks, most, bar.update)
+    with progress_bar("record", None, "step") as bar, StopRequest() as stop:
+        traces = record_run(checked, tables, schedule, ranks, most, bar.update, stop)
     prediction = Prediction(traces, run_steps)
+    if stop.requested:
+        log.warning("stopped: the first %d steps of the run are replayed", prediction.recorded)
 
     def case(slots, world=ranks[0]):
         return configured_case(config, checked, tables, slots, world)
@@ -126,6 +129,7 @@ def analyze(request: Request, config: Config) -> Analysis:
         data=config.data.name,
         files_order=checked.keeps_order,
         simulated=tuple(outcomes),
+        stopped_by=counted.stopped_by or stop.signal,
     )
 
 

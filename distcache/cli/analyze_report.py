@@ -33,7 +33,7 @@ _SHOWN = 26
 @dataclass(frozen=True)
 class Analysis:
     """All that was found out. `files_order`: counted in the order of the files; `simulated`: empty
-    without `simulate=true`."""
+    without `simulate=true`; `stopped_by`: the signal that cut it short, None for none."""
 
     request: Request
     counted: Counted
@@ -46,6 +46,7 @@ class Analysis:
     data: str
     files_order: bool
     simulated: tuple[Outcome, ...] = ()
+    stopped_by: int | None = None
 
 
 def write_report(analysis: Analysis, command: Sequence[str]) -> str:

@@ -183,15 +183,15 @@ def record_run(
     schedule: Schedule,
     worlds: Sequence[int],
     most_lookups: int,
-    progress: Callable[[int], object] | None = None,
+    progress: Callable[[int], object],
+    stop: StopRequest,
 ) -> list[Trace]:
     """The traces of a run's first batches, evaluations among them, of about `most_lookups` lookups
-    of training steps; of fewer where Ctrl-C ends the recording."""
+    of training steps; of fewer where `stop` ends the recording."""
     each = max(1, len(source.train_batch(0, 0, 1).ids.values))
     count = max(_LATE, math.ceil(most_lookups / each))
-    tell = None if progress is None else (lambda _: progress(1))
-    with StopRequest() as stop:
-        return record_source(source, tables, worlds, _first(schedule, count, stop), tell)
+    order = _first(schedule, count, stop)
+    return record_source(source, tables, worlds, order, lambda _: progress(1))
 
 
 def _first(schedule: Schedule, count: int, stop: StopRequest) -> Iterator[tuple[str, int]]:

@@ -239,6 +239,22 @@ def test_ctrl_c_reports_what_was_read(
     assert read_statistics(tmp_path).samples == 21 * 256
 
 
+def test_ctrl_c_ends_the_recording_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    record = entry.record_run
+
+    def press(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return record(*arguments)
+
+    monkeypatch.setattr(entry, "record_run", press)
+    assert main([*SMALL, f"analyze.output={tmp_path}"]) == 130
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["read"]["steps"] == 60 and report["prediction"]["replayed_steps"] == 4
+    assert "stopped: the first 4 steps of the run are replayed" in capsys.readouterr().err
+
+
 def test_simulation_of_the_data(tmp_path: Path) -> None:
     report = run(
         tmp_path, *SMALL, "simulate=true", "analyze.policies=all", "analyze.sizes=0.001,0.1,4000",
