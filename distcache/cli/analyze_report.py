@@ -10,7 +10,7 @@ from distcache.bench.report import Table, markdown_table
 from distcache.cli.analyze_advice import Advice
 from distcache.cli.analyze_plots import plot_access, plot_drift, plot_misses
 from distcache.cli.analyze_request import Request
-from distcache.cli.analyze_sizes import SizePoint, Target
+from distcache.cli.analyze_sizes import GRID, SizePoint, Target
 from distcache.cli.analyze_tables import (
     access_table,
     human_bytes,
@@ -76,6 +76,11 @@ def markdown(
 ) -> str:
     """The whole report."""
     advice, counted = analysis.advice, analysis.counted
+
+    def shown(point: SizePoint) -> bool:
+        """Not those that the search only passed by."""
+        return point.ratio in GRID or point is analysis.target.point
+
     parts = [f"# Lookups of data={analysis.data}", f"`{' '.join(command)}`"]
     parts += ["## Advice", advice.text, "```\n" + "\n".join(advice.paste) + "\n```"]
     parts += ["## What was read", read_text(analysis)]
@@ -83,7 +88,7 @@ def markdown(
         access_table(counted.profiles),
         use_table(counted.profiles, analysis.request.options.world_sizes, advice.table_rows),
         prediction_table(analysis.estimates, analysis.prediction, counted.distinct_per_step()),
-        size_table(analysis.points, analysis.sizes),
+        size_table([point for point in analysis.points if shown(point)], analysis.sizes),
     ]
     if analysis.simulated:
         tables.append(simulation_table(analysis.simulated, analysis.sizes.row_bytes))
