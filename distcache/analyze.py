@@ -29,6 +29,7 @@ from distcache.cli.logs import set_up_logging
 from distcache.comm.rendezvous import Place
 from distcache.config import Config
 from distcache.errors import ConfigError, DistcacheError
+from distcache.planner.cases import Case
 from distcache.planner.replay import replay
 from distcache.popularity.statistics import write_statistics
 from distcache.run.build import build_source, build_tables
@@ -105,7 +106,7 @@ def analyze(request: Request, config: Config) -> Analysis:
     if stop.requested:
         log.warning("stopped: the first %d steps of the run are replayed", prediction.recorded)
 
-    def case(slots, world=ranks[0]):
+    def case(slots: Sequence[int], world: int = ranks[0]) -> Case:
         return configured_case(config, checked, tables, slots, world)
 
     estimates = [prediction.estimate(case(sizes.slots_of(config.cache, w), w)) for w in ranks]
