@@ -14,10 +14,11 @@ from distcache.data.check import BatchCheck
 from distcache.errors import DataError
 from distcache.layout import TableSpec
 from distcache.popularity.bodies import bodies
-from distcache.popularity.counters import TableCounter, make_counters
+from distcache.popularity.counters import DENSE_BYTES, TableCounter, make_counters
 from distcache.popularity.profile import TableProfile, profile_of
 from distcache.popularity.statistics import Statistics, vocabulary_of
 from distcache.run.stop import StopRequest
+from distcache.store.available import require_memory
 
 log = logging.getLogger(__name__)
 
@@ -145,10 +146,12 @@ def count_source(
     """Count the lookups of the training steps [0, `steps`) of `source`, or a sample of them.
 
     At most about `memory` bytes of counts. Ctrl-C ends the reading, not the counting. Raises
-    DataError where nothing is looked up.
+    DataError where nothing is looked up, MemoryTooSmallError where the machine lacks the memory.
     """
     reader = source.in_file_order()
     wanted = sampled_steps(reader, steps, share)
+    exact = DENSE_BYTES * sum(source.table_rows)
+    require_memory(min(memory, exact), "counts of all lookups", "lower analyze.memory")
     counters = make_counters(source.features, source.table_rows, memory)
     bodies()  # compiled now, beside no progress bar
     part = -(-len(wanted) // PARTS)

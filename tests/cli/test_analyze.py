@@ -18,6 +18,7 @@ from distcache.cli.analyze_sizes import rounded_up
 from distcache.errors import ConfigError
 from distcache.planner.policy import Policy
 from distcache.popularity.statistics import read_statistics
+from distcache.store import available
 
 SMALL = (
     *("data=synthetic", "data.table_rows=[20000,3000,40]", "data.global_batch_size=256"),
@@ -145,6 +146,14 @@ def test_data_without_a_lookup(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     empty.write_text("")
     source = ("data=criteo", f"data.path={empty}", f"analyze.output={tmp_path}")
     assert "empty.txt is empty" in refused(capsys, *source)
+
+
+def test_memory_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(available, "available_memory", lambda: 100_000)
+    said = refused(capsys, *SMALL, f"analyze.output={tmp_path}")
+    assert "counts of all lookups" in said and "lower analyze.memory" in said
 
 
 @pytest.mark.parametrize(
