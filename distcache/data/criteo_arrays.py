@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -10,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from distcache.data.batch import Batch
-from distcache.data.criteo_batches import BatchSettings, CriteoBatches
+from distcache.data.criteo_batches import HASHED, BatchSettings, CriteoBatches
 from distcache.data.mapped import MappedRows
 from distcache.data.raw.manifest import Manifest, open_array, read_manifest
 from distcache.data.read_ahead import ReadAhead
-from distcache.data.samplers import BlockOrder
+from distcache.data.samplers import BlockOrder, SampleOrder
 from distcache.data.slices import BatchSlice
 from distcache.errors import ConfigError, DataError
 
@@ -48,6 +50,7 @@ class CriteoArrays(CriteoBatches):
             manifest.multi_hot,
             manifest.fingerprint,
         )
+        self.vocabulary = _vocabulary(manifest)
         self._arrays = {}
         for name in ("labels", "dense", "ids"):
             array = open_array(self.folder, manifest, f"{name}.npy")
@@ -64,6 +67,13 @@ class CriteoArrays(CriteoBatches):
             f"{manifest.samples - manifest.train_samples:,}",
             manifest.fingerprint[:16],
         )
+
+    def in_file_order(self) -> CriteoArrays:
+        """See `CriteoBatches.in_file_order`."""
+        other = copy.copy(self)
+        other._order = SampleOrder(self.train_samples, 0, shuffle=False)
+        other._ahead = None
+        return other
 
     def read(self, part: BatchSlice) -> Batch:
         """See `SlicedSource.read`."""
@@ -94,6 +104,16 @@ class CriteoArrays(CriteoBatches):
     def counts(self, table: int) -> np.ndarray:
         """How often each row of a table occurs in training samples, int64 `[rows]`, by map."""
         return open_array(self.folder, self.manifest, f"counts/cat_{table}.npy")
+
+
+def _vocabulary(manifest: Manifest) -> str:
+    """How the text's values became ids: the rule, or a digest of the vocabulary, and the bags."""
+    text = HASHED
+    if manifest.mode != "hash":
+        names = sorted(name for name in manifest.arrays if name.startswith("vocabulary/"))
+        sums = "".join(manifest.arrays[name].checksum for name in names)
+        text = f"criteo, {manifest.mode} {hashlib.sha256(sums.encode()).hexdigest()[:16]}"
+    return text if manifest.multi_hot is None else f"{text}, bags of {list(manifest.multi_hot)}"
 
 
 def _will_need(arrays: Sequence[MappedRows], start: int, stop: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ from distcache.errors import ConfigError
 
 SHUFFLE_BLOCK = 4096
 """Consecutive samples that are read together when an epoch is shuffled."""
+
+
+HASHED = "criteo, hexadecimal values modulo the rows"
+"""How values became ids where there is no vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +54,11 @@ class CriteoBatches(SlicedSource):
     Features are `cat_0` to `cat_25`. `bag_sizes`: ids per bag of each table (`multi_hot.bags`),
     None for one. Two sources of the same samples give the same batches. `deferred`: dense features
     and labels are read when a batch is loaded. `fingerprint`: a digest of all samples.
+    `vocabulary`: how the text's values became ids.
     """
 
     deferred = True
+    vocabulary = HASHED
 
     def __init__(
         self,
@@ -75,6 +82,12 @@ class CriteoBatches(SlicedSource):
         self.identity = {"data.path": fingerprint, "data.shuffle": str(settings.shuffle)}
         if settings.shuffle:
             self.identity["data.shuffle_block"] = str(settings.shuffle_block)
+
+    def in_file_order(self) -> CriteoBatches:
+        """The same samples, not shuffled; shares all that holds them."""
+        other = copy.copy(self)
+        other._order = SampleOrder(self.train_samples, 0, shuffle=False)
+        return other
 
     @abstractmethod
     def read_ids(self, lines: np.ndarray) -> np.ndarray:

@@ -116,6 +116,7 @@ class InteractionsSource(SlicedSource):
             "data.negatives": str(spec.negatives),
             "data.negative_sampling": spec.sampling,
         }
+        self.vocabulary = "ids"  # the data's own numbers
         each = 1 + spec.negatives
         self._order = SampleOrder(len(train.users) * each, key_of(spec.seed, 0))
         super().__init__(len(train.users) * each, len(rest.users) * each, spec.global_batch_size)

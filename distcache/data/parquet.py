@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -130,6 +130,7 @@ class ParquetSource(SlicedSource):
                 "of which all are held out; lower data.held_out or give more rows"
             )
         self._split(rows, train)
+        self.vocabulary = f"parquet columns, strings by {spec.rules.string_ids}"
         self.identity = self._identity(train)
         largest = int(rows.max())
         limit = self._order.widest + largest
@@ -170,6 +171,10 @@ class ParquetSource(SlicedSource):
             held_out[0] -= self._eval_skip
         self._eval_order = RowGroupOrder(held_out.tolist(), self.spec.seed, 0)
         super().__init__(self._order.samples, self._eval_order.samples, self.spec.global_batch_size)
+
+    def in_file_order(self) -> ParquetSource:
+        """The same samples, not shuffled."""
+        return ParquetSource(replace(self.spec, shuffle_rows=0))
 
     @property
     def weighted(self) -> bool:

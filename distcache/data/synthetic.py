@@ -108,6 +108,7 @@ class SyntheticSource(SlicedSource):
         self.dense_features = spec.dense_features
         keys = ("bag_size", "zipf", "weighted", "samples", "dense_features")
         self.identity = {f"data.{key}": str(getattr(spec, key)) for key in keys}
+        self.vocabulary = f"synthetic, zipf {spec.zipf}, seed {spec.seed}"  # fix which ids are hot
         super().__init__(spec.samples, spec.eval_samples, spec.global_batch_size)
         self._order = SampleOrder(spec.samples, key_of(spec.seed, _ORDER))
         self._tables = ZipfTables(self.table_rows, spec.zipf, key_of(spec.seed, _ZIPF))

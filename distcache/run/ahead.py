@@ -66,7 +66,7 @@ def resolve_ahead(
     room = min(together(world, lambda: _room(each, world)))
     prefetch = cache.prefetch
     if prefetch == AUTO:
-        fits = _prefetch_that_slots_hold(source, tables, config, world, slots)
+        fits = prefetch_that_slots_hold(source, tables, config, slots)
         prefetch = max(0, min(PREFETCH, fits, room))
     lookahead = cache.lookahead
     if lookahead == AUTO:
@@ -105,8 +105,8 @@ def _check(cache: CacheConfig, lookahead: int, prefetch: int, room: int, each: i
     )
 
 
-def _prefetch_that_slots_hold(
-    source: Any, tables: Sequence[TableSpec], config: Config, world: World, slots: Sequence[int]
+def prefetch_that_slots_hold(
+    source: Any, tables: Sequence[TableSpec], config: Config, slots: Sequence[int]
 ) -> int:
     """The largest P whose P + 1 steps find all their distinct rows in slots at once, as expected
     before training; more would move nothing earlier."""

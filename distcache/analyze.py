@@ -1,0 +1,158 @@
+"""Analyze: `python -m distcache.analyze data=... [data.path=...] [key=value ...]`.
+
+1. The configuration is composed and checked, as for the run that is asked about.
+2. The data is read once, ids alone, and its lookups are counted.
+3. The run's first steps are replayed through its planner, at many cache sizes.
+4. Report, pictures and statistics are written; the terminal gets a table and the advice.
+
+With `simulate=true` policies, sizes, windows and ranks are replayed too, from the data or from a
+file of ids (`trace=`).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tqdm import tqdm
+
+from distcache.cli.analyze_advice import advise
+from distcache.cli.analyze_report import Analysis, write_report
+from distcache.cli.analyze_request import Request, cases_of, help_text, parse_request
+from distcache.cli.analyze_sizes import SizeSearch
+from distcache.cli.analyze_trace import simulate_trace
+from distcache.cli.compose import checked_config, compose_overrides
+from distcache.cli.logs import set_up_logging
+from distcache.comm.rendezvous import Place
+from distcache.config import Config
+from distcache.errors import ConfigError, DistcacheError
+from distcache.planner.cases import Case
+from distcache.planner.replay import replay
+from distcache.popularity.statistics import write_statistics
+from distcache.run.build import build_source, build_tables
+from distcache.run.counting import CheckedSource, count_source
+from distcache.run.prediction import (
+    Prediction,
+    Sizes,
+    configured_case,
+    record_run,
+)
+from distcache.run.schedule import make_schedule
+from distcache.run.stop import StopRequest
+
+log = logging.getLogger("distcache.analyze")
+
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; its exit code, 130 (143) where Ctrl-C (SIGTERM) ended the reading."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    set_up_logging()
+    if "--help" in given or "-h" in given:
+        sys.stdout.write(help_text())
+        return 0
+    try:
+        request = parse_request(given)
+        open_folder(request.output)
+        command = ["python", "-m", "distcache.analyze", *given]
+        stopped_by = None
+        if request.options.trace:
+            text = simulate_trace(request, progress_bar, command)
+        else:
+            config = checked_config(compose_overrides(request.overrides), Place())
+            analysis = analyze(request, config)
+            stopped_by = analysis.stopped_by
+            text = write_report(analysis, command)
+            write_statistics(request.output, analysis.counted.statistics)
+            log.info("for training by popularity: cache.statistics=%s", request.output)
+        sys.stdout.write(f"\n{text}")
+        sys.stdout.flush()
+        log.info("the report is in %s", request.output)
+        return 128 + stopped_by if stopped_by else 0
+    except KeyboardInterrupt:
+        log.error("interrupted before there was anything to report")
+        return INTERRUPTED
+    except DistcacheError as error:
+        log.error("%s", error)
+        return 1
+
+
+def analyze(request: Request, config: Config) -> Analysis:
+    """Count, replay and advise. Raises DataError for data without a lookup."""
+    options, ranks = request.options, request.options.world_sizes
+    source = build_source(config)
+    tables = build_tables(config, source)
+    checked = CheckedSource(source, tables, config.data.on_bad_id)
+    want = config.trainer
+    schedule = make_schedule(source, 0, want.steps, want.eval_every, want.eval_steps)
+    run_steps = schedule.steps or 0
+    steps = source.steps_per_epoch or run_steps
+    counted = count_source(checked, steps, request.sample, request.memory, progress_bar)
+    if config.cache.statistics is not None:
+        log.warning(
+            "cache.statistics=%s is not read here: what is predicted starts from an empty cache, "
+            "and policies by popularity get that of the replayed steps",
+            config.cache.statistics,
+        )
+    sizes = Sizes.of(config, tables)
+    most = min(options.replay, counted.lookups) if counted.stopped_by else options.replay
+    with progress_bar("record", None, "step") as bar, StopRequest() as stop:
+        traces = record_run(checked, tables, schedule, ranks, most, bar.update, stop)
+    prediction = Prediction(traces, run_steps)
+    if stop.requested:
+        log.warning("stopped: the first %d steps of the run are replayed", prediction.recorded)
+
+    def case(slots: Sequence[int], world: int = ranks[0]) -> Case:
+        return configured_case(config, checked, tables, slots, world)
+
+    estimates = [prediction.estimate(case(sizes.slots_of(config.cache, w), w)) for w in ranks]
+    search = SizeSearch(prediction, sizes, counted.profiles, case, ranks[0])
+    target = search.target(options.target_hit_rate)
+    outcomes = []
+    if options.simulate:
+        slots = [sizes.slots(size, max(ranks)) for size in options.sizes]
+        cases = cases_of(request.policies, slots, options, case(slots[0]).prefetch)
+        with progress_bar("simulate", len(cases), "case") as bar:
+            outcomes = replay(traces, cases, prediction.classes, lambda _: bar.update(1))
+    return Analysis(
+        request=request,
+        counted=counted,
+        sizes=sizes,
+        prediction=prediction,
+        estimates=tuple(estimates),
+        points=tuple(search.grid()),
+        target=target,
+        advice=advise(target, counted.profiles, sizes, config.optim.name),
+        data=config.data.name,
+        files_order=checked.keeps_order,
+        simulated=tuple(outcomes),
+        stopped_by=counted.stopped_by or stop.signal,
+    )
+
+
+def open_folder(folder: Path) -> None:
+    """Make the folder of the report. Raises ConfigError where that is not possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"analyze.output={folder} cannot be written ({error.strerror}): name another folder"
+        ) from error
+
+
+@contextmanager
+def progress_bar(stage: str, total: int | None, unit: str) -> Iterator[tqdm]:
+    """A bar with rate and remaining time on stderr; a line every ten seconds where no one looks."""
+    often = 0.2 if sys.stderr.isatty() else 10.0
+    with tqdm(
+        total=total, desc=stage, unit=unit, unit_scale=True, mininterval=often, maxinterval=often
+    ) as bar:
+        yield bar
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,314 @@
+"""The command line of the analysis: what it leaves, what it advises, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distcache import analyze as entry
+from distcache.analyze import main
+from distcache.cli.analyze_request import cases_of, help_text, parse_request, policy_named
+from distcache.cli.analyze_sizes import rounded_up
+from distcache.errors import ConfigError
+from distcache.planner.policy import Policy
+from distcache.popularity.statistics import read_statistics
+from distcache.store import available
+
+SMALL = (
+    *("data=synthetic", "data.table_rows=[20000,3000,40]", "data.global_batch_size=256"),
+    *("trainer.steps=60", "cache.ratio=0.1"),
+)
+
+
+def run(folder: Path, *arguments: str) -> dict:
+    """The report of an analysis that goes well."""
+    out = folder / "out"
+    assert main([*arguments, f"analyze.output={out}"]) == 0
+    return json.loads((out / "report.json").read_text())
+
+
+def refused(capsys: pytest.CaptureFixture, *arguments: str) -> str:
+    """What is said of a command line that does not work."""
+    assert main(list(arguments)) == 1
+    return capsys.readouterr().err
+
+
+def test_everything_is_left(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("matplotlib")
+    report = run(tmp_path, *SMALL, "optim=adagrad", "analyze.target_hit_rate=0.8")
+    out, shown = tmp_path / "out", capsys.readouterr().out
+    for name in ("access", "misses", "drift"):
+        picture = (out / f"{name}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+        assert f"({name}.png)" in (out / "report.md").read_text()
+    advice = report["advice"]
+    assert advice["text"] in shown and advice["text"] in (out / "report.md").read_text()
+    assert all(key in shown for key in advice["paste"])
+    assert f"cache.ratio={advice['ratio']:g} serves" in advice["text"]
+    assert advice["reachable"] and 0.8 <= advice["hit_rate_lookups"] < 0.82
+    assert advice["bytes"] == advice["rows"] * 2 * 16 * 4  # Adagrad: a sum for every element
+    assert advice["all_bytes"] == 23_040 * 2 * 16 * 4
+    assert f"cache.bytes={advice['bytes']}" in advice["paste"]
+    assert sum(advice["table_rows"]) == pytest.approx(advice["rows"], abs=2)
+    table = report["tables"][0]
+    assert table["lookups"] == 60 * 256 and table["exact"]
+    assert abs(table["zipf"]["exponent"] - 1.05) < 1.5 * table["zipf"]["error"]
+    shares = list(table["top_shares"].values())
+    assert shares == sorted(shares) and 0 < shares[0] < shares[-1] <= 1
+    assert len(table["drift"]["own"]) == 8 and 0.5 < table["drift"]["kept"] <= 1.05
+    rates = [point["hit_rate_lookups"] for point in report["sizes"]]
+    assert rates[0] < rates[-1] == pytest.approx(advice["whole_tables_hit_rate"])
+
+
+def test_the_statistics_are_those_of_the_data(tmp_path: Path) -> None:
+    run(tmp_path, *SMALL)
+    found = read_statistics(tmp_path / "out")
+    assert found.samples == 60 * 256 and found.share == 1
+    source = entry.build_source(entry.checked_config(entry.compose_overrides(SMALL), entry.Place()))
+    true = np.zeros(20_000, dtype=np.int64)
+    for step in range(60):
+        np.add.at(true, source.train_batch(step, 0, 1).ids.values.numpy()[:256], 1)
+    assert found.tables[0].dense().tolist() == true.tolist()
+    assert found.vocabulary == source.vocabulary
+
+
+def test_a_sample_and_a_sketch_say_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    report = run(tmp_path, *SMALL, "analyze.sample=0.25", "analyze.memory=90000")
+    shown = capsys.readouterr().out
+    assert report["read"]["steps"] == 15 and report["read"]["share"] == 0.25
+    assert "15 of 60 training steps (25.0%)" in shown
+    large, _, small = report["tables"]
+    assert not large["exact"] and small["exact"] and "frequent-items sketch" in shown
+    assert large["count_bytes"] <= 90_000 and large["count_error"] > 0
+    assert f"at most {large['count_error']:,} too small" in shown
+    counts = read_statistics(tmp_path / "out").tables[0]
+    assert counts.error == large["count_error"] and counts.distinct == large["distinct"]
+    assert report["prediction"]["replayed_steps"] == 60
+
+
+def test_a_target_out_of_reach(tmp_path: Path) -> None:
+    report = run(tmp_path, *SMALL, "analyze.target_hit_rate=0.999")
+    advice = report["advice"]
+    assert not advice["reachable"]
+    whole = advice["whole_tables_hit_rate"]
+    first = sum(table["distinct"] for table in report["tables"]) / report["read"]["lookups"]
+    assert 1 - whole >= first  # a first access misses for each of its lookups in the batch
+    assert f"the whole tables on the device serve {whole:.2%}" in advice["text"]
+    assert "first access to a row always misses" in advice["text"]
+    assert 0.99 * whole <= advice["hit_rate_lookups"] < whole
+
+
+def test_uniform_ids_need_no_cache(tmp_path: Path) -> None:
+    report = run(tmp_path, *SMALL, "data.zipf=0", "data.table_rows=[2000,500]", "trainer.steps=400")
+    assert all(table["rows_alike"] for table in report["tables"])
+    text = report["advice"]["text"]
+    assert "A cache will not help" in text and "uniformly" in text and "parallel=hybrid" in text
+    assert "That saves little" in text
+
+
+def write_clicks(folder: Path) -> tuple[str, ...]:
+    """Parquet with a table that nothing looks up, one with one id, and a plain one."""
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    count = 1200
+    ids = (300 * np.random.default_rng(0).random(count) ** 3).astype(np.int64)
+    none = arrow.array([[]] * count, arrow.list_(arrow.int64()))
+    columns = {"label": [0, 1] * (count // 2), "never": none, "always": [7] * count, "plain": ids}
+    parquet.write_table(arrow.table(columns), folder / "clicks.parquet")
+    return (
+        *("data=parquet", f"data.path={folder / 'clicks.parquet'}", "cache.ratio=0.5"),
+        *("data.id_columns=[never,always,plain]", "data.table_rows=[50,100,300]"),
+        "data.global_batch_size=64",
+    )
+
+
+def test_odd_tables_are_named(tmp_path: Path) -> None:
+    report = run(tmp_path, *write_clicks(tmp_path))
+    unused, single, plain = report["tables"]
+    assert unused["lookups"] == 0 and unused["distinct"] == 0
+    assert single["distinct"] == 1 and single["zipf"]["exponent"] is None
+    assert plain["lookups"] > 0
+    text = report["advice"]["text"]
+    assert "Nothing looks up never" in text and "All ids of always are equal" in text
+
+
+def test_data_without_a_lookup(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    said = refused(capsys, *SMALL, "data.bag_size=0", f"analyze.output={tmp_path}")
+    assert "look up no id at all" in said and "data.bag_size" in said
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    source = ("data=criteo", f"data.path={empty}", f"analyze.output={tmp_path}")
+    assert "empty.txt is empty" in refused(capsys, *source)
+
+
+def test_memory_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(available, "available_memory", lambda: 100_000)
+    said = refused(capsys, *SMALL, f"analyze.output={tmp_path}")
+    assert "counts of all lookups" in said and "lower analyze.memory" in said
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("analyze.target_hit_rate=1", "analyze.target_hit_rate=1.0: give a share"),
+        ("analyze.sample=1.5", "analyze.sample=1.5: give auto, or a share"),
+        ("analyze.sample=some", "analyze.sample=some: give auto"),
+        ("analyze.memory=4x", "analyze.memory=4x: give bytes"),
+        ("analyze.memory=100", "analyze.memory=100 is too little"),
+        ("analyze.replay=0", "analyze.replay=0: give at least 1"),
+        ("analyze.policies=best", "analyze.policies=best is unknown: choose among lookahead"),
+        ("analyze.policies=lru-lfu", "analyze.policies=lru-lfu is unknown"),
+        ("analyze.sizes=0", "analyze.sizes=0.0: give shares"),
+        ("analyze.sizes=1.5", "analyze.sizes=1.5: give shares"),
+        ("analyze.world_sizes=0", "analyze.world_sizes="),
+        ("analyze.hit_rate=1", "analyze.hit_rate=1: no such key: did you mean target_hit_rate"),
+        ("run.dir=here", "run.dir=here: nothing is trained"),
+        ("trace=x.txt", "trace=x.txt is a trace to simulate: give simulate=true"),
+        ("--cfg", "--cfg: no such flag"),
+        ("data.nonsense=1", "nonsense"),
+        ("cache.ratio=2", "cache.ratio=2"),
+    ],
+)
+def test_what_makes_no_sense(
+    tmp_path: Path, capsys: pytest.CaptureFixture, word: str, named: str
+) -> None:
+    assert named in refused(capsys, f"analyze.output={tmp_path}", *SMALL, word)
+
+
+def test_help_names_every_key(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown == help_text()
+    for key in ("analyze.target_hit_rate=0.95", "analyze.sample=auto", "simulate=false", "trace="):
+        assert key in shown
+
+
+def test_policies_and_cases() -> None:
+    assert policy_named("lookahead-frequency+admission") == Policy("lookahead", "frequency", True)
+    request = parse_request(
+        [
+            "simulate=true",
+            "analyze.policies=all",
+            "analyze.lookaheads=[2,8]",
+            "analyze.world_sizes=1,3",
+        ]
+    )
+    assert len(request.policies) == 7
+    cases = cases_of(request.policies, [(10,), (20,)], request.options, 1)
+    assert len(cases) == 2 * 2 * (1 + 3 * 2 + 4)
+    assert cases[0].policy is None and {case.world_size for case in cases} == {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "up"), [(0.012345, 0.0124), (0.0124, 0.0124), (0.99951, 1.0), (3e-5, 3e-5), (1, 1)]
+)
+def test_sizes_have_three_digits(ratio: float, up: float) -> None:
+    assert rounded_up(ratio) == up
+
+
+def test_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    run(tmp_path, *SMALL)
+    assert "no plots: matplotlib is not installed" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("*.png"))
+    assert ".png" not in (tmp_path / "out/report.md").read_text()
+
+
+def test_ctrl_c_reports_what_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    from distcache.data.synthetic import SyntheticSource
+
+    whole = SyntheticSource.train_batch
+
+    def press(self: SyntheticSource, step: int, rank: int, world_size: int):
+        if step == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+        return whole(self, step, rank, world_size)
+
+    monkeypatch.setattr(SyntheticSource, "train_batch", press)
+    run_to = ("trainer.steps=19", *SMALL[:3], "data.samples=15000", "cache.ratio=0.1")
+    assert main([*run_to, f"analyze.output={tmp_path}"]) == 130
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["read"]["stopped"] and report["read"]["steps"] == 21
+    shown = capsys.readouterr()
+    assert "stopped: the report is of the 21 of 59 steps read" in shown.err
+    assert "the reading was stopped" in shown.out
+    assert read_statistics(tmp_path).samples == 21 * 256
+
+
+def test_ctrl_c_ends_the_recording_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    record = entry.record_run
+
+    def press(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return record(*arguments)
+
+    monkeypatch.setattr(entry, "record_run", press)
+    assert main([*SMALL, f"analyze.output={tmp_path}"]) == 130
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["read"]["steps"] == 60 and report["prediction"]["replayed_steps"] == 4
+    assert "stopped: the first 4 steps of the run are replayed" in capsys.readouterr().err
+
+
+def test_simulation_of_the_data(tmp_path: Path) -> None:
+    report = run(
+        tmp_path, *SMALL, "simulate=true", "analyze.policies=all", "analyze.sizes=0.001,0.1,4000",
+        "analyze.world_sizes=1,2",
+    )  # fmt: skip
+    cases = report["simulated"]
+    assert len(cases) == 2 * 3 * 8
+    small = [case for case in cases if case["slots"][0] < 300]
+    assert len(small) == 16 and all("distinct rows" in case["refused"] for case in small)
+    done = [case for case in cases if case["refused"] is None]
+    least = {(str(c["slots"]), c["world_size"]): c["fetched"] for c in done if c["label"] == "MIN"}
+    for case in done:
+        assert case["fetched"] >= least[str(case["slots"]), case["world_size"]]
+        assert 0 < case["hit_rate"] < 1
+    text = (tmp_path / "out/report.md").read_text()
+    assert "## Simulated policies" in text and "Training would refuse" in text
+
+
+def test_simulation_of_a_file_of_ids(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    rng = np.random.default_rng(0)
+    ids = (1000 * rng.random((50, 40)) ** 3).astype(np.int64)
+    np.save(tmp_path / "ids.npy", ids)
+    words = ("simulate=true", f"trace={tmp_path / 'ids.npy'}", "analyze.sizes=0.1,1.0")
+    report = run(tmp_path, *words)
+    assert report["read"] == {"ids": 2000, "steps": 50, "rows": int(ids.max()) + 1}
+    assert {case["label"] for case in report["simulated"]} == {"MIN", "lookahead 8, lru", "lru"}
+    assert "of MIN" in capsys.readouterr().out
+    said = refused(capsys, *words, "optim=adam", f"analyze.output={tmp_path}")
+    assert "optim=adam speaks of a data source" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("1 2\n3 -4\n", "line 2: '-4'"), ("1 2.5\n", "line 1: '2.5'"), ("", "no ids")],
+)
+def test_a_bad_trace(tmp_path: Path, capsys: pytest.CaptureFixture, text: str, named: str) -> None:
+    path = tmp_path / "ids.txt"
+    path.write_text(text)
+    said = refused(capsys, "simulate=true", f"trace={path}", f"analyze.output={tmp_path / 'o'}")
+    assert "trace: " in said and named in said and "name another one" in said
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    said = refused(capsys, *SMALL, f"analyze.output={tmp_path / 'file/out'}")
+    assert "analyze.output=" in said and "name another folder" in said
+    with pytest.raises(ConfigError, match="nothing is trained"):
+        parse_request(["parallel=host"])

@@ -1,0 +1,127 @@
+"""What follows from counts, beside the plain way to compute it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from distcache.popularity.curve import CountCurve, StaticSet, curve_of, split_static
+from distcache.popularity.drift import Drift
+from distcache.popularity.statistics import TableCounts
+from distcache.popularity.zipf_fit import fit_zipf
+
+COUNTS = np.array([5, 0, 100_000, 1, 1, 70_000, 5, 0, 2], dtype=np.uint32)
+
+
+def table(counts: np.ndarray) -> TableCounts:
+    return TableCounts("a", len(counts), int(counts.sum()), int((counts > 0).sum()), counts)
+
+
+def test_a_curve_holds_the_counts() -> None:
+    curve = curve_of(table(COUNTS))
+    pairs = list(zip(curve.counts.tolist(), curve.rows.tolist(), strict=True))
+    assert pairs == [(100_000, 1), (70_000, 1), (5, 2), (2, 1), (1, 2)]
+    assert curve.lookups == COUNTS.sum() and curve.distinct == 7
+    for rows in range(10):
+        best = np.sort(COUNTS)[::-1][:rows].sum() / COUNTS.sum()
+        assert curve.top_share(rows) == pytest.approx(best)
+
+
+def test_rows_that_a_sketch_does_not_hold_share_the_rest() -> None:
+    sketched = TableCounts("a", 9, 100, 6, np.array([50, 30]), np.array([2, 4]), error=6)
+    curve = curve_of(sketched)
+    assert curve.lookups == 100 and curve.distinct == 6
+    assert curve.counts.tolist() == [50, 30, 5] and curve.rows.tolist() == [1, 1, 4]
+    flat = TableCounts("a", 100, 10_000, 100, np.array([1]), np.array([4]), error=90)
+    assert curve_of(flat).spread(100) < 0.001 and not curve_of(flat).alike(100)
+    assert fit_zipf(curve_of(flat), 100).exponent is None
+
+
+@pytest.mark.parametrize("lookups", [1, 3, 12, 40])
+def test_distinct_rows_of_a_part_of_the_lookups(lookups: int) -> None:
+    counts = np.array([20, 9, 5, 5, 1, 1, 1, 1, 0])
+    total = int(counts.sum())
+    exact = sum(1 - math.comb(total - int(c), lookups) / math.comb(total, lookups) for c in counts)
+    assert curve_of(table(counts)).expected_distinct(lookups) == pytest.approx(exact, rel=0.003)
+    assert curve_of(table(counts)).expected_distinct(10 * total) == pytest.approx(8)
+
+
+def test_many_lookups_give_the_form_with_probabilities() -> None:
+    rng = np.random.default_rng(0)
+    counts = rng.integers(1, 10_000, 3000)
+    shares = counts / counts.sum()
+    plain = float(np.sum(-np.expm1(2048 * np.log1p(-shares))))
+    assert curve_of(table(counts)).expected_distinct(2048) == pytest.approx(plain, rel=1e-3)
+
+
+def test_an_endless_stream_is_estimated_without_bias() -> None:
+    shares = 1.0 / np.arange(1, 50_001)
+    shares /= shares.sum()
+    true = float(np.sum(-np.expm1(2000 * np.log1p(-shares))))
+    rng, found, plugged = np.random.default_rng(5), [], []
+    for _ in range(20):
+        counts = np.bincount(rng.choice(50_000, 20_000, p=shares), minlength=50_000)
+        found.append(curve_of(table(counts)).expected_distinct(2000))
+        seen = counts / counts.sum()
+        plugged.append(float(np.sum(-np.expm1(2000 * np.log1p(-seen)))))
+    error = np.std(found) / math.sqrt(len(found))
+    assert abs(np.mean(found) - true) < 4 * error
+    assert abs(np.mean(plugged) - true) > 4 * error  # what the plain form would have said
+
+
+def test_rows_alike_and_not() -> None:
+    rng = np.random.default_rng(1)
+    even = curve_of(table(np.bincount(rng.integers(0, 1000, 100_000), minlength=1000)))
+    assert even.alike(1000) and even.spread(1000) < 0.005
+    few = curve_of(table(np.bincount(rng.integers(0, 10**6, 1000), minlength=10**6)))
+    assert not few.alike(10**6)  # too few lookups to say so
+    assert not curve_of(table(np.array([100, 0, 0, 0]))).alike(4)
+    assert not CountCurve(np.array([9.0]), np.array([1.0])).alike(1)
+    uneven = rng.choice(1000, 100_000, p=np.arange(1, 1001) / 500_500)
+    found = curve_of(table(np.bincount(uneven, minlength=1000))).spread(1000)
+    assert found == pytest.approx(1 / 3, rel=0.05)  # of a popularity that rises evenly
+
+
+def test_the_best_fixed_set_of_several_tables() -> None:
+    rng = np.random.default_rng(2)
+    many = [rng.integers(0, 50, 40), rng.integers(0, 90, 30)]
+    curves = [curve_of(table(counts)) for counts in many]
+    found = StaticSet.of(curves, [20, 40])
+    joint = np.concatenate(many)
+    chances = np.concatenate(
+        [
+            1 - np.array([math.comb(int(c.sum() - x), n) / math.comb(int(c.sum()), n) for x in c])
+            for c, n in zip(many, (20, 40), strict=True)
+        ]
+    )
+    order = np.argsort(-joint, kind="stable")
+    for rows in (1, 7, 30, 65):
+        best = order[:rows]
+        assert found.lookup_rate(rows) == pytest.approx(joint[best].sum() / joint.sum())
+        expected = chances[best].sum() / chances.sum()
+        assert found.hit_rate(rows) == pytest.approx(expected, rel=0.02)
+        parts = split_static(curves, rows)
+        assert sum(parts) == pytest.approx(min(rows, (joint > 0).sum()))
+        least = joint[best].min()
+        for counts, part in zip(many, parts, strict=True):
+            assert (counts > least).sum() <= part + 1e-9 <= (counts >= least).sum() + 1e-6
+    assert found.lookup_rate(found.rows_for(0.5)) == pytest.approx(0.5)
+
+
+def test_drift_is_seen() -> None:
+    def parts(moves: bool) -> Drift:
+        drift, rng = Drift(1000), np.random.default_rng(0)
+        for part in range(4):
+            ids = (1000 * rng.random(20_000) ** 6).astype(np.int64)
+            counts = np.bincount((ids + 100 * part * moves) % 1000, minlength=1000)
+            some = np.flatnonzero(counts)
+            drift.add(some, counts[some], 20_000)
+        return drift
+
+    still, moving = parts(False), parts(True)
+    assert still.hot_rows == 10 and len(still.own) == len(still.far) == len(still.next) + 1 == 4
+    assert still.kept() > 0.98 and still.kept_far() > 0.98
+    assert moving.kept() < 0.3 and moving.kept_far() < 0.3
+    assert Drift(10).kept() is None and Drift(10).kept_far() is None
