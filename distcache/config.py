@@ -51,8 +51,8 @@ class DataConfig:
     `split`: each batch in a hot and a cold part, whose gradients make one step. The last two need
     `cache.statistics`."""
     hot_rows: Any = "auto"
-    """`hot_cold`: rows that stay cached, over all tables: a number, a share of all rows in (0, 1),
-    or `auto`: as many of the most frequent ones as the slots hold beside a few cold batches."""
+    """`hot_cold`, `split`: rows that stay cached, over all tables: a number, a share of all rows in
+    (0, 1), or `auto`: as many of the most frequent as the slots hold beside a few cold batches."""
     phase_rate: float = 0.5
     """`hot_cold`: the share of an epoch's hot batches, then of its cold ones, that makes a phase at
     first, in (0, 1]; the held-out loss halves or doubles it."""

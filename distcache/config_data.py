@@ -118,13 +118,13 @@ def check_batching(config: Config) -> None:
         )
     if not 0 < rate <= 1:
         raise ConfigError(f"data.phase_rate={rate}: give a share above 0 and at most 1")
-    if kind != "hot_cold":
-        for key, default in (("hot_rows", "auto"), ("phase_rate", 0.5)):
-            if getattr(data, key) != default:
-                raise ConfigError(
-                    f"data.{key}={getattr(data, key)} is a key of data.batching=hot_cold and means "
-                    f"nothing to data.batching={kind}: leave it out"
-                )
+    kinds = {"hot_rows": ("hot_cold", "split"), "phase_rate": ("hot_cold",)}
+    for key, default in (("hot_rows", "auto"), ("phase_rate", 0.5)):
+        if kind not in kinds[key] and getattr(data, key) != default:
+            raise ConfigError(
+                f"data.{key}={getattr(data, key)} is a key of data.batching="
+                f"{' or '.join(kinds[key])} and means nothing to data.batching={kind}: leave it out"
+            )
     if kind == "as_is":
         return
     if data.name == "own":

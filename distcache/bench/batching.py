@@ -63,7 +63,7 @@ class BatchingOptions:
     samples: int = option(400_000, "synthetic: samples of an epoch")
     zipf: float = option(1.05, "synthetic: exponent of the ids")
     hot: tuple[float, ...] = option((0.001, 0.005, 0.015, 0.05, 0.1), "hot rows, share of all")
-    batchings: tuple[str, ...] = option(("as_is", "hot_cold"), f"among {', '.join(BATCHINGS)}")
+    batchings: tuple[str, ...] = option(BATCHINGS, f"among {', '.join(BATCHINGS)}")
     ratio: float = option(0.05, "cache.ratio of the runs")
     batch: int = option(2048, "samples of a global batch")
     eval_steps: int = option(5, "held-out batches of an evaluation")

@@ -37,6 +37,7 @@ SUMMARY_KEYS = (
     "embedding_device_bytes",
     "cache_rows",
     "hot_samples",
+    "early_steps",
     "phase_rate",
     "hot_steps",
     "cold_steps",

@@ -40,6 +40,9 @@ class StepStatistics:
         self.lookup_hits = 0
         self.row_buffer_bytes = 0
         self.phases = {"hot": PhaseCounts(), "cold": PhaseCounts()}
+        self.split = {"samples": 0, "hot": 0, "steps": 0, "early": 0}
+        """Of steps in two parts: samples and hot ones, steps and those whose hot part could
+        compute before their rows moved."""
 
     def add(self, flight: InFlight, rows: Sequence[GroupRows]) -> None:
         """Count one training step, and its moves in `rows`.
@@ -55,6 +58,13 @@ class StepStatistics:
             phase.steps += 1
             for counts in flight.counts:
                 phase.moved.add(counts)
+        if flight.planned.parts:
+            hot, cold = flight.planned.parts
+            split = self.split
+            split["samples"] += len(hot.samples) + len(cold.samples)
+            split["hot"] += len(hot.samples)
+            split["steps"] += 1
+            split["early"] += hot.early
         for plan, group in zip(flight.planned.plans, rows, strict=True):
             self.distinct += plan.distinct
             self.misses += plan.misses
@@ -91,11 +101,12 @@ class StepStatistics:
                 sum(c.device_to_host_bytes for c in counts),
                 *counters.values().values(),
                 *(n for phase in self.phases.values() for n in phase.numbers),
+                *self.split.values(),
             ],
             dtype=torch.int64,
         )
         dist.all_reduce(totals, group=world.host_group)
-        lookups, hits, *moved, row_bytes, dense, planning = totals[:-4].tolist()
+        lookups, hits, *moved, row_bytes, dense, planning = totals[:-8].tolist()
         embedding = sum(group.cache.device_bytes for group in rows) + self.row_buffer_bytes
         peak = torch.tensor([embedding, embedding + dense_bytes], dtype=torch.int64)
         if world.device.type == "cuda":
@@ -111,7 +122,8 @@ class StepStatistics:
             "hit_rate": self.hit_rate(),
             "hit_rate_lookups": hits / lookups if lookups else None,
             **dict(zip(names, moved, strict=True)),
-            **self._of_phases(totals[-4:].tolist()),
+            **self._of_phases(totals[-8:-4].tolist()),
+            **_of_split(*totals[-4:].tolist()),
             "collective_bytes": row_bytes // world.size,
             "dense_collective_bytes": dense // world.size,
             "planning_bytes": planning // world.size,
@@ -127,6 +139,13 @@ class StepStatistics:
         found = {f"{name}_steps": phase.steps for name, phase in self.phases.items()}
         keys = [f"{name}_{key}" for name in self.phases for key in ("rows_fetched", "host_bytes")]
         return found | dict(zip(keys, numbers, strict=True))
+
+
+def _of_split(samples: int, hot: int, steps: int, early: int) -> dict[str, float]:
+    """Shares of hot samples, and of steps whose hot part came before their rows; none without."""
+    if not steps:
+        return {}
+    return {"hot_samples": hot / max(1, samples), "early_steps": early / steps}
 
 
 def stage_values(clock: StageClock, stages: Sequence[Stage]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from distcache.comm.world import World
 from distcache.config import Config
 from distcache.data.batch import BatchSource
 from distcache.data.hot_cold import HotColdSource
+from distcache.data.split import SplitSource
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables
 from distcache.popularity.hot import HotSet, curve_of, greedy, rows_that_fit
@@ -31,12 +32,17 @@ def arrange(
     samples. Raises ConfigError where there are no statistics, or where they or `data.hot_rows` do
     not fit.
     """
-    if config.data.batching != "hot_cold":
+    kind = config.data.batching
+    if kind == "as_is":
         return source
     statistics = read_checked(config, tables, source)
     if statistics is None:
-        raise ConfigError("data.batching=hot_cold needs cache.statistics=<folder>")
+        raise ConfigError(f"data.batching={kind} needs cache.statistics=<folder>")
     hot = HotSet(statistics, choose(config, world, statistics, tables))
+    if kind == "split":
+        if config.parallel.mode == "hybrid" and world.is_first:
+            logger.info("data.batching=split: hybrid trains whole batches, the same up to rounding")
+        return SplitSource(source, hot)  # type: ignore[return-value]
     return HotColdSource(source, hot, show=world.is_first, world=world)  # type: ignore[arg-type]
 
 

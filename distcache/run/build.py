@@ -18,6 +18,7 @@ from distcache.data.criteo import CriteoSource, CriteoSpec
 from distcache.data.criteo_arrays import CriteoArrays
 from distcache.data.criteo_batches import BatchSettings
 from distcache.data.raw.settings import KAGGLE_ROWS
+from distcache.data.split import SplitSource
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
@@ -200,4 +201,5 @@ def cached_settings(
         schedule=config.trainer.schedule,
         shake_ms=config.trainer.shake_ms,
         amp=config.trainer.amp,
+        hot=source.hot.samples if isinstance(source, SplitSource) else None,
     )

@@ -25,8 +25,8 @@ ISSUE_KEYS = (
     "rows_fetched rows_written_back warm_start_rows hot_rows_by_table "
     "host_to_device_bytes device_to_host_bytes collective_bytes "
     "dense_collective_bytes planning_bytes peak_device_bytes embedding_device_bytes cache_rows "
-    "hot_samples phase_rate hot_steps cold_steps hot_rows_fetched cold_rows_fetched hot_host_bytes "
-    "cold_host_bytes table_rows loss_digest state_digest"
+    "hot_samples early_steps phase_rate hot_steps cold_steps hot_rows_fetched "
+    "cold_rows_fetched hot_host_bytes cold_host_bytes table_rows loss_digest state_digest"
 )
 """As the run folder's description lists them."""
 
