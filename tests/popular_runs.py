@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from scenarios import Outcome, Scenario, finish
+from scenarios import Outcome, Scenario, run_mode
 
 from distcache.comm.world import World
 from distcache.layout import TableSpec, group_tables
@@ -61,19 +61,5 @@ def make_popular(
 def run_popular(
     world: World, case: Scenario, settings: CachedSettings, popularity: Popularity | None
 ) -> Outcome:
-    """Train `case`, with an evaluation batch now and then."""
-    mode = make_popular(world, case, settings, popularity)
-
-    def batches():
-        for step in range(case.steps):
-            yield case.batch(step, world.rank, world.size)
-            if step % 5 == 4:
-                yield case.batch(1000 + step, world.rank, world.size, "eval")
-
-    losses = []
-    for step in mode.stream(batches()):
-        if step.batch.kind == "eval":
-            mode.eval_step(step)
-        else:
-            losses.append(mode.train_step(step).loss)
-    return finish(mode, case, losses)
+    """Train `case`, with an evaluation batch every five steps."""
+    return run_mode(world, case, settings, 5, popularity)

@@ -19,6 +19,7 @@ from distcache.data.batch import Batch
 from distcache.parallel.base import OptimizerSpec
 from distcache.parallel.cached import CachedParallel
 from distcache.parallel.cached_parts import CachedSettings
+from distcache.parallel.cached_state import table_views
 
 TABLES = (table("a", 60), table("b", 9, features=2), table("c", 5, dim=4))
 CASE = Scenario(TABLES, OptimizerSpec("adagrad"), global_batch=12, steps=6)
@@ -75,7 +76,7 @@ def state(mode: CachedParallel) -> str:
     mode.flush()
     sha = hashlib.sha256()
     for index in range(len(TABLES)):
-        for values in mode._table(index):
+        for values in table_views(mode.rows, index):
             if values is not None:
                 sha.update(np.ascontiguousarray(values.numpy()))
     for value in mode.dense_state().values():

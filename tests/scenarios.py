@@ -17,6 +17,7 @@ from distcache.models import initialise
 from distcache.parallel.base import OptimizerSpec
 from distcache.parallel.cached import CachedParallel
 from distcache.parallel.cached_parts import CachedSettings
+from distcache.popularity.node import Popularity
 
 
 class SmallNet(nn.Module):
@@ -124,11 +125,16 @@ class Outcome:
     cached: np.ndarray | None = None
 
 
-def run_mode(world: World, scenario: Scenario, settings: CachedSettings, evals: int = 0) -> Outcome:
+def run_mode(
+    world: World,
+    scenario: Scenario,
+    settings: CachedSettings,
+    evals: int = 0,
+    popularity: Popularity | None = None,
+) -> Outcome:
     """Train `scenario` in a cached mode; an evaluation batch every `evals` steps (0: none)."""
-    mode = CachedParallel(
-        world, scenario.tables, scenario.features, scenario.model(), scenario.optimizer, settings
-    )
+    parts = (scenario.tables, scenario.features, scenario.model(), scenario.optimizer)
+    mode = CachedParallel(world, *parts, settings, popularity)
 
     def batches():
         for step in range(scenario.steps):

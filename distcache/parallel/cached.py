@@ -247,7 +247,7 @@ class CachedParallel(Parallel):
         Raises PlanError once rows are cached, which would hide what was filled in.
         """
         if self.feed.run_step >= 0 or self._warmed > 0:
-            raise PlanError("rows are cached: load a checkpoint before the first stream of steps")
+            raise PlanError("a step was run or rows are cached: load a checkpoint before that")
         self.applied.copy_(state["applied_steps"])
         load_dense(self.model, self.dense_optimizer, state)
         together(self.world, lambda: None)

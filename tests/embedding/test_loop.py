@@ -451,7 +451,7 @@ def test_wrong_arguments_are_named() -> None:
         ({"rows": 10, "ratio": 0.5}, "at most one of rows, ratio, bytes"),
         ({"policy": "belady"}, "policy='belady' is not 'lookahead' or 'lfu'"),
         ({"policy": "lru", "tail": "lfu"}, "tail='lfu' is for policy='lookahead'"),
-        ({"tail": "frequency"}, "tail='frequency' ranks rows by statistics.*use tail='lfu'"),
+        ({"tail": "frequency"}, "tail='frequency' needs to know .* give statistics="),
         ({"policy": "lfu", "half_life": 0.5}, "^half_life=0.5 is out of range"),
         ({"lookahead": -1}, "lookahead=-1"),
         ({"dtype": torch.float16}, "dtype=torch.float16"),

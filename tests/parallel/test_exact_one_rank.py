@@ -12,9 +12,10 @@ from scenarios import Outcome, Scenario, run_mode, table
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.errors import DataError, StepTooLargeError
-from distcache.layout import group_tables
 from distcache.parallel.cached_parts import CachedSettings
-from distcache.planner.policy import PINNED, Policy
+from distcache.planner.policy import Policy
+from distcache.popularity.node import Popularity
+from distcache.popularity.statistics import Statistics, TableCounts
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))
 
@@ -36,15 +37,16 @@ def same_bits(one: Outcome, other: Outcome) -> None:
     assert one.state_digest == other.state_digest
 
 
-def classes_of(case: Scenario) -> list[np.ndarray]:
-    """Popularity classes of the rows of each group, as they come, a tenth of them pinned."""
-    found = []
-    for members in group_tables(case.tables):
-        rows = sum(case.tables[index].rows for index in members)
-        classes = np.random.default_rng(rows).integers(0, 60, rows).astype(np.uint8)
-        classes[::10] = PINNED
-        found.append(classes)
-    return found
+def popularity_of(case: Scenario) -> Popularity:
+    """Classes of rows by counts as they come, a tenth of each table's rows pinned."""
+    tables = []
+    for spec in case.tables:
+        counts = np.random.default_rng(spec.rows).integers(0, 200, spec.rows)
+        distinct = int(np.count_nonzero(counts))
+        tables.append(TableCounts(spec.name, spec.rows, int(counts.sum()), distinct, counts))
+    pinned = tuple(-(-spec.rows // 10) for spec in case.tables)
+    statistics = Statistics(tuple(tables), "ids", 100)
+    return Popularity(statistics, pinned, classes=True, pinned_rows=pinned)
 
 
 def slots_of(spare: int) -> tuple[int, ...]:
@@ -72,8 +74,8 @@ def test_every_cache_size_window_and_policy_has_the_bits_of_resident(world, opti
         same_bits(found, resident)
         assert 0 < found.summary["hit_rate"] < 1
     for name in ("frequency", "static"):
-        settings = CachedSettings("data", slots_of(9), 2, 1, Policy(name), classes_of(case))
-        same_bits(run_mode(world, case, replace(settings, validate=True)), resident)
+        settings = CachedSettings("data", slots_of(9), 2, 1, Policy(name), validate=True)
+        same_bits(run_mode(world, case, settings, popularity=popularity_of(case)), resident)
     same_bits(run_mode(world, case, CachedSettings("host")), resident)
     same_bits(run_mode(world, case, CachedSettings("data", slots_of(0)), evals=3), resident)
 
@@ -127,8 +129,8 @@ def test_grid_of_caches_at_200_steps(world: World, optimizer, batch) -> None:
         (0, 1, Policy("frequency", admission=True)),
         (0, 1, Policy("static")),
     ):
-        settings = CachedSettings("data", (need,), lookahead, prefetch, policy, classes_of(case))
-        found = run_mode(world, case, settings)
+        settings = CachedSettings("data", (need,), lookahead, prefetch, policy)
+        found = run_mode(world, case, settings, popularity=popularity_of(case))
         same_bits(found, resident)
 
 
