@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from distcache.comm.link import Link
 from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.optim.rows import RowUpdate
+from distcache.parallel.same import NOT_COMPARED
 from distcache.pipeline.build import home_planners, join_rows, make_caches, make_stores
 from distcache.pipeline.groups import TableGroup
 from distcache.pipeline.planning import PlanningSettings, StreamPlanner
@@ -39,7 +40,7 @@ class CachedSettings:
     lookahead: int = 8
     prefetch: int = 1
     policy: Policy = DEFAULT
-    popularity: Sequence[np.ndarray] = ()
+    popularity: Sequence[np.ndarray] = field(default=(), metadata=NOT_COMPARED)
     reduction: str = "ordered"
     seed: int = 0
     dtype: torch.dtype = torch.float32

@@ -14,6 +14,9 @@ from distcache.comm.world import World
 from distcache.layout import TableSpec
 from distcache.parallel.base import OptimizerSpec
 
+NOT_COMPARED = {"compared": False}
+"""Metadata of a setting that is too large to be sent to the other ranks, or a rank's own."""
+
 
 def check_same(
     world: World,
@@ -25,10 +28,11 @@ def check_same(
 ) -> None:
     """Raise ConfigError on every rank unless all ranks were given the same; called by all ranks.
 
-    `settings`: a dataclass whose fields are compared one by one.
+    `settings`: a dataclass whose fields are compared one by one, but for those `NOT_COMPARED`.
     """
     values: dict[str, Any] = {"torch's version": torch.__version__}
-    values |= {f"setting {f.name!r}": getattr(settings, f.name) for f in fields(settings)}
+    compared = [f.name for f in fields(settings) if f.metadata != NOT_COMPARED]
+    values |= {f"setting {name!r}": getattr(settings, name) for name in compared}
     values |= {f"optim {f.name!r}": getattr(optimizer, f.name) for f in fields(optimizer)}
     values["the order of tables"] = [table.name for table in tables]
     values |= {f"table {table.name!r}": table for table in tables}
