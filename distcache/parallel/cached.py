@@ -77,30 +77,23 @@ class CachedParallel(Parallel):
         self.groups, popular = popular_groups(world, tables, features, popularity)
         self.counters = CollectiveCounters()
         self.link = Link(world, world.device_group, self.counters, "the device group")
-        spec = optimizer
+        spec, result_delay = optimizer, settings.result_delay
         self.update = row_update(spec.name, 0.0, spec.eps, spec.betas, spec.initial_accumulator)
         self.streams = Streams(world.device)
         self.rows = make_rows(self.groups, self.update, self.link, settings, self.streams)
         self.dense_optimizer = dense_optimizer(
             self.model.parameters(), spec.name, 0.0, spec.eps, spec.betas, spec.initial_accumulator
         )
-        given = settings.result_delay
-        self.result_delay = _DELAY * self.streams.asynchronous if given is None else given
-        self.step = CachedStep(
-            self.groups,
-            self.rows,
-            self.model,
-            self.dense_optimizer,
-            settings,
-            self.streams,
-            self.result_delay,
-        )
+        if result_delay is None:
+            result_delay = _DELAY * self.streams.asynchronous
+        self.result_delay = result_delay
+        parts = (self.groups, self.rows, self.model, self.dense_optimizer)
+        self.step = CachedStep(*parts, settings, self.streams, result_delay)
         self._unread: deque[tuple[InFlight, Mark]] = deque()
         self.clock, self.statistics = StageClock(), StepStatistics()
         check = BatchCheck(tables, features, settings.on_bad_id)
-        self.planner = make_planner(
-            world, self.rows, CollectiveCounters(), settings, check, popular
-        )
+        counters = CollectiveCounters()
+        self.planner = make_planner(world, self.rows, counters, settings, check, popular)
         share = 0.0 if popularity is None else popularity.warm_start
         self._warm, self._warmed = WarmStart([own.hot for own in popular], share), -1
         self._hot_rows = None if popularity is None else popularity.hot_rows
