@@ -81,11 +81,16 @@ class SlotTable:
     def wanted(self, rows: np.ndarray, slot_of: np.ndarray, step: int) -> None:
         """The window says that these rows, as far as cached, are next used by `step`."""
         if self._pins:
-            rows = rows[self._popularity[rows] != PINNED]
+            rows = rows[~self._pinned_among(rows)]
         slots = np.empty(len(rows), np.int32)
         count = bodies().want(rows, slot_of, self.next_use, step, slots)
         if count:
             self._soon.setdefault(step, []).append(slots[:count].copy())
+
+    def _pinned_among(self, rows: np.ndarray) -> np.ndarray:
+        if self._popularity is None:
+            return np.zeros(len(rows), bool)
+        return self._popularity[rows] == PINNED
 
     def refused(self, local: np.ndarray, previous: np.ndarray, step: int) -> np.ndarray:
         """Which of the rows that `step` fetches do not score above the row that leaves next.
@@ -104,7 +109,7 @@ class SlotTable:
         the ranking learnt the step; `leave_first`, bool, for each: whether it is not admitted."""
         self._soon.pop(step, None)
         if self._pins:
-            pinned = self._popularity[self.row[slots]] == PINNED
+            pinned = self._pinned_among(self.row[slots])
             self._pinned.file(0, slots[pinned], step)
             slots = slots[~pinned]
             leave_first = None if leave_first is None else leave_first[~pinned]
