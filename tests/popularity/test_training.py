@@ -14,7 +14,12 @@ from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
 from distcache.config_check import check
 from distcache.errors import ConfigError
-from distcache.popularity.statistics import Statistics, TableCounts, write_statistics
+from distcache.popularity.statistics import (
+    Statistics,
+    TableCounts,
+    vocabulary_of,
+    write_statistics,
+)
 from distcache.run.build import build_source
 from distcache.run.popularity import read_checked
 from distcache.trainer import train
@@ -61,7 +66,7 @@ def count_source(steps: range) -> Statistics:
         TableCounts(feature, len(c), int(c.sum()), int((c > 0).sum()), c)
         for feature, c in zip(source.features, counts, strict=True)
     )
-    return Statistics(tables, "ids", 32 * len(steps))
+    return Statistics(tables, vocabulary_of(source), 32 * len(steps))
 
 
 @pytest.fixture(scope="module")
