@@ -91,17 +91,20 @@ class BatchingOptions:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the bench; the exit code."""
-    bench = Bench("Hot and cold samples", MODULE, PURPOSE, BatchingOptions, measure, tables)
+    bench = Bench(
+        "Hot and cold samples", MODULE, PURPOSE, BatchingOptions, measure, tables, overrides=True
+    )
     return run_bench(bench, arguments)
 
 
-def measure(options: BatchingOptions) -> list[Record]:
-    """The records of all sources, from files in a folder that is removed at the end."""
+def measure(options: BatchingOptions, overrides: Sequence[str] = ()) -> list[Record]:
+    """The records of all sources, from files in a folder that is removed at the end; `overrides`
+    of the runs win over the options."""
     records: list[Record] = []
     with tempfile.TemporaryDirectory(prefix="batching-", dir=options.folder or None) as folder:
         for name in options.data:
             home = Path(folder) / name
-            source = build_source(configured(options, name, home, "as_is"))
+            source = build_source(configured(options, overrides, name, home, "as_is"))
             if not isinstance(source, SlicedSource):
                 raise ConfigError(f"data={name} has no samples of its own")
             statistics = counted(source)
@@ -110,11 +113,15 @@ def measure(options: BatchingOptions) -> list[Record]:
             with one_rank() as world:
                 for turn in range(options.repetitions):
                     for batching in rotated(list(options.batchings), turn):
-                        records.append(trained(options, (name, batching, turn), home, world))
+                        records.append(
+                            trained(options, overrides, (name, batching, turn), home, world)
+                        )
     return records
 
 
-def configured(options: BatchingOptions, name: str, home: Path, batching: str) -> Any:
+def configured(
+    options: BatchingOptions, more: Sequence[str], name: str, home: Path, batching: str
+) -> Any:
     """The configuration of a run over source `name`, whose statistics are in `home`."""
     own = {
         "synthetic": ["experiment=quickstart", f"data.samples={options.samples}"],
@@ -125,7 +132,7 @@ def configured(options: BatchingOptions, name: str, home: Path, batching: str) -
         own.append(f"data.zipf={options.zipf}")
     if name != "interactions":
         own.append(f"data.table_rows={[max(3, rows // options.scale) for rows in KAGGLE_ROWS]}")
-    overrides = [
+    given = [
         *own,
         f"cache.ratio={options.ratio}",
         f"data.global_batch_size={options.batch}",
@@ -138,8 +145,8 @@ def configured(options: BatchingOptions, name: str, home: Path, batching: str) -
         "run.digest=false",
     ]
     if (home / "statistics.json").is_file():
-        overrides.append(f"cache.statistics={home}")
-    return checked_config(compose_overrides(overrides), Place(0, 1, 0, 1))
+        given.append(f"cache.statistics={home}")
+    return checked_config(compose_overrides([*given, *more]), Place(0, 1, 0, 1))
 
 
 def counted(source: SlicedSource) -> Statistics:
@@ -201,11 +208,15 @@ def one_rank() -> Iterator[World]:
 
 
 def trained(
-    options: BatchingOptions, what: tuple[str, str, int], home: Path, world: World
+    options: BatchingOptions,
+    overrides: Sequence[str],
+    what: tuple[str, str, int],
+    home: Path,
+    world: World,
 ) -> Record:
     """One epoch over a source, with a batching."""
     name, batching, turn = what
-    config = configured(options, name, home, batching)
+    config = configured(options, overrides, name, home, batching)
     folder = home / f"{batching}-{turn}"
     folder.mkdir()
     config = replace(config, run=replace(config.run, dir=str(folder)))

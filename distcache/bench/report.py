@@ -18,7 +18,7 @@ from distcache.errors import ConfigError
 
 Record = dict[str, Any]
 
-_PLACES = ("out", "folder", "book")
+_PLACES = ("out", "folder", "book", "interactions", "criteo")
 """Options that name places on this machine."""
 
 

@@ -44,12 +44,12 @@ def test_more_hot_rows_make_more_hot_samples(report):
 def test_batchings_train_as_many_samples(report):
     runs = of(report, "run")
     assert [(r["source"], r["batching"]) for r in runs] == [
-        (source, kind)
-        for source in ("synthetic", "interactions")
-        for kind in batching.BATCHINGS[:2]
+        (source, kind) for source in ("synthetic", "interactions") for kind in batching.BATCHINGS
     ]
-    for plain, apart in (runs[:2], runs[2:]):
-        assert plain["samples"] == apart["samples"]
+    for plain, apart, split in (runs[:3], runs[3:]):
+        assert plain["samples"] == apart["samples"] == split["samples"]
+        assert split["steps"] == plain["steps"] and 0 < split["hot_samples"] < 1
+        assert split["final_loss"] == pytest.approx(plain["final_loss"], rel=1e-4)
         assert plain["hot_steps"] is None
         assert apart["hot_steps"] + apart["cold_steps"] == apart["steps"] >= plain["steps"]
         assert apart["hot_rows_fetched"] == apart["hot_host_bytes"] == 0
