@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from distcache.comm.counters import PLANNING, CollectiveCounters
-from distcache.comm.failure import record_failure
+from distcache.comm.failure import describe
 from distcache.comm.link import Link
 from distcache.comm.world import World
 from distcache.data.batch import UNKNOWN, Batch
@@ -47,15 +47,18 @@ def agreed_batches(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
             status = _END
         except Exception as caught:
             status, error = _ERROR, caught
-            record_failure(world.store, world.rank, caught)
         own = torch.tensor([status, 0 if batch is None else batch.ids.batch_size])
         headers = torch.stack(link.all_gather(own, PLANNING, f"sizes of batch {number}"))
         worst = int(headers[:, 0].max())
         ranks = (headers[:, 0] == worst).nonzero().flatten().tolist()
+        causes: list[str] = []
+        if worst == _ERROR:  # told here, not left in the store: another run may follow this one
+            what = "" if error is None else describe(error)
+            causes = link.gather_objects(what, "why a rank stops")
         if error is not None:
             raise error
         if worst == _ERROR:
-            raise PeerError(f"stopped because rank {ranks[0]} failed: see its output")
+            raise PeerError(f"stopped because rank {ranks[0]} failed: {causes[ranks[0]]}")
         if worst == _END or batch is None:
             if batch is not None:
                 log.warning(
