@@ -131,7 +131,7 @@ class CacheConfig:
     policy: str = "lookahead"
     """Which rows leave first: `lookahead` (window-Belady, then `tail`); or, whatever the window,
     by `lfu`, `lru`, `frequency` (in the statistics), `static` (the hottest stay)."""
-    tail: str = "lru"
+    tail: str = "lfu"
     """`lookahead`: order of the rows without a use in the window: `lru`, `lfu` or `frequency`."""
     admission: bool = False
     """A row that comes in leaves first unless it scored above the next to leave even before."""

@@ -141,7 +141,6 @@ class Reference:
             self.levels[row] = counted(self.levels.get(row, 0), row, now, age)
             self.previous[row] = now
 
-    def restore(self, held: set[int], ahead: set[int], now: int) -> None:
-        """Go on after `now` with these rows; rows named `ahead` of it were named by it, so far."""
+    def restore(self, held: set[int], now: int) -> None:
+        """Go on after `now` with these rows."""
         self.cached = {row: Held(now - self.prefetch - 1, self.key(row)) for row in held}
-        self.previous.update(dict.fromkeys(ahead, now))

@@ -11,7 +11,7 @@ from typing import Any
 from distcache.bench.options import option, parse, usage
 from distcache.errors import ConfigError
 from distcache.planner.cases import Case
-from distcache.planner.policy import POLICIES, TAILS, Policy
+from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
 
 PURPOSE = """Count the lookups of a data source and say which cache serves them.
 
@@ -141,7 +141,7 @@ def policy_named(name: str) -> Policy:
             f"analyze.policies={name} is unknown: choose among {', '.join(choices)}, or all, each "
             "maybe with +admission"
         )
-    return Policy(policy, tail or "lru", bool(admission))
+    return Policy(policy, tail or DEFAULT.tail, bool(admission))
 
 
 def cases_of(

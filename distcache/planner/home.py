@@ -18,8 +18,11 @@ from distcache.layout import RowLayout
 from distcache.planner.bodies import bodies
 from distcache.planner.calls import distinct_rows, grouped
 from distcache.planner.policy import DEFAULT, Policy
-from distcache.planner.rankings import make_ranking
+from distcache.planner.rankings import Forget, make_ranking
 from distcache.planner.victims import SlotTable
+
+_AHEAD = 24
+"""Steps, beside those of 2 P, that may be planned and never run: threads are no further ahead."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class HomePlanner:
         self._last_reference = np.full(layout.local_rows, -1, dtype=np.int32)
         self._table = SlotTable(slots, prefetch, self._ranking, popularity)
         self._window: deque[Ingested] = deque()
+        self._past: deque[tuple[Ingested, Forget]] = deque(maxlen=2 * prefetch + _AHEAD)
         self._next_uses: dict[int, list[tuple[int, np.ndarray]]] = {}
         self._planned = -1
         bodies()  # compiles now, not while planning
@@ -141,7 +145,7 @@ class HomePlanner:
         for later, rows in self._next_uses.pop(entry.step, ()):
             table.wanted(rows, self._slot_of, later)
         leave_first = self._not_admitted(entry, fetch) if self.policy.admission else None
-        self._ranking.learn(local, entry.previous, entry.step)
+        self._past.append((entry, self._ranking.learn(local, entry.previous, entry.step)))
         table.used(slots, entry.step, leave_first)
         base = np.int32(self.home * self.slots)
         return HomeDecision(
@@ -167,19 +171,28 @@ class HomePlanner:
         return self.layout.row(self.home, local.astype(np.int64))
 
     def restore(self, slot_row: np.ndarray, step: int) -> None:
-        """Forget the window and start again from what the device holds after `step`.
+        """Forget all beyond `step`, and start again from what the device holds after it.
 
-        `slot_row` int64 `[slots]`: the row in each of this home's slots, -1 free.
+        `slot_row` int64 `[slots]`: the row in each of this home's slots, -1 free. How far planning
+        was ahead leaves no trace: what later steps were counted for is taken back.
         """
-        self._window.clear()
+        while self._window:
+            self._unname(self._window.pop())
+        while self._past and self._past[-1][0].step > step:
+            entry, forget = self._past.pop()
+            self._unname(entry)
+            forget()
         self._next_uses.clear()
         self._planned = step
         self._slot_of.fill(-1)
-        np.minimum(self._last_reference, step, out=self._last_reference)
+        np.minimum(self._last_reference, step, out=self._last_reference)  # beyond `_past`
         local = np.where(slot_row >= 0, self.layout.local(np.maximum(slot_row, 0)), -1)
         held = local >= 0
         self._slot_of[local[held]] = np.flatnonzero(held)
         self._table.restore(local.astype(np.int32), step)
+
+    def _unname(self, entry: Ingested) -> None:
+        self._last_reference[entry.local] = entry.previous
 
 
 class _SlotFreePlanner:

@@ -27,7 +27,7 @@ class Policy:
     the counts of `lfu` lose half of their weight (None: chosen from slots and distinct rows)."""
 
     name: str = "lookahead"
-    tail: str = "lru"
+    tail: str = "lfu"
     admission: bool = False
     half_life: float | None = None
 

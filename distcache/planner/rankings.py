@@ -7,6 +7,7 @@ does not change between a row's uses, so nothing has to be looked at again as ti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +28,10 @@ _SPAN = 16
 hold. Longer lives fetch 1 % less while popularity stands still, shorter ones less when it moves."""
 
 
+Forget = Callable[[], None]
+"""Undoes the learning of one step."""
+
+
 class Ranking(Protocol):
     """Scores of one home's rows (local numbers, int32). `span`: keys of one step; 1: all alike."""
 
@@ -37,9 +42,9 @@ class Ranking(Protocol):
         """Bytes that it keeps for all rows of the home, beside their popularity."""
         ...
 
-    def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> None:
+    def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> Forget:
         """`step`, the next to be planned, uses the distinct `rows`; `previous`: the steps that
-        named them last, -1 for none. Both int32."""
+        named them last, -1 for none. Both int32. Returns what undoes that; the last first."""
         ...
 
     @property
@@ -87,13 +92,18 @@ def home_popularity(layout: RowLayout, home: int, popularity: np.ndarray) -> np.
     return found
 
 
+def _nothing() -> None:
+    """Nothing was learnt."""
+
+
 class ByLastUse:
     """`lru`, and `static`, whose pinned rows are nobody's business here: one key for all."""
 
     span, base, nbytes = 1, 0, 0
 
-    def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> None:
+    def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> Forget:
         """Nothing but the last use counts."""
+        return _nothing
 
     def keys(self, rows: np.ndarray) -> np.ndarray:
         """See `Ranking.keys`."""
@@ -112,8 +122,9 @@ class ByClass:
     def __init__(self, popularity: np.ndarray) -> None:
         self._popularity = popularity
 
-    def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> None:
+    def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> Forget:
         """Classes are known beforehand."""
+        return _nothing
 
     def keys(self, rows: np.ndarray) -> np.ndarray:
         """See `Ranking.keys`."""
@@ -155,8 +166,15 @@ class ByCount:
         """See `Ranking.nbytes`."""
         return self._counts.nbytes
 
-    def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> None:
+    def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> Forget:
         """See `Ranking.learn`."""
+        counts = self._counts[rows]
+        before = (self._used, self._steps, self._rate, self._clock, self._step)
+
+        def forget() -> None:
+            self._counts[rows] = counts
+            self._used, self._steps, self._rate, self._clock, self._step = before
+
         self._used += len(rows)
         self._steps += 1
         if self._fixed is None:
@@ -166,6 +184,7 @@ class ByCount:
         bodies().count_uses(
             rows, previous, step, self._rate, self._values, self._factors, self._counts
         )
+        return forget
 
     @property
     def base(self) -> int:

@@ -289,7 +289,7 @@ def test_simulation_of_a_file_of_ids(tmp_path: Path, capsys: pytest.CaptureFixtu
     words = ("simulate=true", f"trace={tmp_path / 'ids.npy'}", "analyze.sizes=0.1,1.0")
     report = run(tmp_path, *words)
     assert report["read"] == {"ids": 2000, "steps": 50, "rows": int(ids.max()) + 1}
-    assert {case["label"] for case in report["simulated"]} == {"MIN", "lookahead 8, lru", "lru"}
+    assert {case["label"] for case in report["simulated"]} == {"MIN", "lookahead 8, lfu", "lru"}
     assert "of MIN" in capsys.readouterr().out
     said = refused(capsys, *words, "optim=adam", f"analyze.output={tmp_path}")
     assert "optim=adam speaks of a data source" in said

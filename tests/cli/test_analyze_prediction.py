@@ -61,8 +61,8 @@ def test_other_policies_and_auto(tmp_path: Path) -> None:
 
 def test_a_replayed_beginning_stands_for_the_run(tmp_path: Path) -> None:
     run = (*SYNTHETIC, "trainer.steps=200", "data.table_rows=[2000,300,50]", "cache.ratio=0.4")
-    prediction = predict(run, tmp_path, "analyze.replay=120000")
-    assert prediction["replayed_steps"] == 118 < prediction["steps"] == 200
+    prediction = predict(run, tmp_path, "analyze.replay=150000")
+    assert prediction["replayed_steps"] == 147 < prediction["steps"] == 200
     check(prediction, [train(run, tmp_path)], 0.02)
 
 

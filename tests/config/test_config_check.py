@@ -33,7 +33,10 @@ REFUSED = {
     "trainer.shake_ms=-1": ("trainer.shake_ms=-1", "at least 0"),
     "cache.policy=mru": ("cache.policy=mru", "lookahead or lfu or lru or frequency or static"),
     "cache.tail=mru": ("cache.tail=mru", "choose lru or lfu or frequency"),
-    "cache.policy=lru cache.tail=lfu": ("cache.tail=lfu", "leave one of them out"),
+    "cache.policy=lru cache.tail=frequency cache.statistics=.": (
+        "cache.tail=frequency",
+        "leave one of them out",
+    ),
     "cache.policy=static": ("cache.policy=static", "cache.statistics=<folder>"),
     "cache.tail=frequency": ("cache.tail=frequency", "distcache.analyze"),
     "cache.tail=lfu cache.half_life=0": ("cache.half_life=0", "give auto, or steps from 1"),

@@ -450,7 +450,7 @@ def test_wrong_arguments_are_named() -> None:
     for settings, message in (
         ({"rows": 10, "ratio": 0.5}, "at most one of rows, ratio, bytes"),
         ({"policy": "belady"}, "policy='belady' is not 'lookahead' or 'lfu'"),
-        ({"policy": "lru", "tail": "lfu"}, "tail='lfu' is for policy='lookahead'"),
+        ({"policy": "lru", "tail": "lru"}, "tail='lru' is for policy='lookahead'"),
         ({"tail": "frequency"}, "tail='frequency' needs to know .* give statistics="),
         ({"policy": "lfu", "half_life": 0.5}, "^half_life=0.5 is out of range"),
         ({"lookahead": -1}, "lookahead=-1"),

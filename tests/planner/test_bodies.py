@@ -231,7 +231,7 @@ def peak_bytes(rows: int, count: int, world: int) -> int:
     """The most that planning one batch of `count` ids adds to a warm planner, bytes."""
     layout = make_layout(rows, world)
     home = HomePlanner(layout, 0, count, 1)
-    assert home.index_bytes == 8 * layout.local_rows
+    assert home.index_bytes == 9 * layout.local_rows
     rng = np.random.default_rng(0)
     tracemalloc.start()
     try:

@@ -14,6 +14,7 @@ from distcache.layout import RowLayout
 from distcache.planner.bodies import using
 from distcache.planner.distinct import by_hash, by_index, by_unique
 from distcache.planner.home import HomePlanner
+from distcache.planner.policy import POLICIES, Policy
 from distcache.planner.simulator import PlannerSettings, simulate
 from distcache.step_plan import check_plan_fully
 
@@ -175,24 +176,36 @@ def test_restore_goes_on_from_what_the_device_holds(world: int) -> None:
     assert len(decision.evict_rows) == 1
 
 
+POLICIES_TO_RESTORE = [Policy(name, admission=a) for name in POLICIES for a in (False, True)]
+POLICIES_TO_RESTORE += [Policy(tail=tail) for tail in ("lru", "frequency")]
+
+
 @pytest.mark.usefixtures("body")
-def test_restore_forgets_the_window() -> None:
+@pytest.mark.parametrize("policy", POLICIES_TO_RESTORE, ids=str)
+def test_restore_forgets_how_far_planning_was_ahead(policy: Policy) -> None:
     rng = np.random.default_rng(5)
-    stream = [rng.integers(0, 40, 6) for _ in range(30)]
+    stream = [rng.integers(0, 40, 6) for _ in range(60)]
     layout = make_layout(40, 1)
-    used, fresh = (HomePlanner(layout, 0, 20, 0) for _ in range(2))
-    for step in range(8):
-        used.ingest(step, "train", [stream[step]])
-    used.plan()
+    classes = rng.integers(0, 20, 40).astype(np.uint8)
+    far, near = (HomePlanner(layout, 0, 20, 1, policy, classes) for _ in range(2))
     held = np.full(20, -1, np.int64)
-    held[: len(np.unique(stream[0]))] = np.unique(stream[0])
-    for home in (used, fresh):
-        home.restore(held, 0)
-    for step in range(1, len(stream)):
-        for home in (used, fresh):
+    for home, last in ((far, 25), (near, 12)):
+        for step in range(last + 9):
+            home.ingest(step, "train", [stream[step]])
+        for _ in range(13):
+            decision = home.plan()
+            if home is near:
+                held[decision.evict_slots] = -1
+                held[decision.slots[decision.fetch]] = decision.fetch_rows
+        for _ in range(12, last):
+            home.plan()
+    for home in (far, near):
+        home.restore(held, 12)
+    for step in range(13, len(stream)):
+        for home in (far, near):
             home.ingest(step, "train", [stream[-step]])
-        if step > 2:
-            one, other = used.plan(), fresh.plan()
+        if step > 15:
+            one, other = far.plan(), near.plan()
             assert one.slots.tolist() == other.slots.tolist()
             assert one.evict_rows.tolist() == other.evict_rows.tolist()
 

@@ -155,7 +155,7 @@ def test_outcomes_are_told_one_by_one() -> None:
     cases = [Case(Policy(), (5,)), Case(None, (5,))]
     assert replay(trace, cases, progress=told.append) == told
     assert [outcome.case for outcome in told] == cases
-    assert [outcome.case.label for outcome in told] == ["lookahead 8, lru", "MIN"]
+    assert [outcome.case.label for outcome in told] == ["lookahead 8, lfu", "MIN"]
 
 
 def test_cases_that_cannot_be_served_are_refused() -> None:
@@ -178,7 +178,7 @@ def test_cases_that_cannot_be_served_are_refused() -> None:
 def test_an_index_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = record_ids([np.array([5, 10**9])])
     monkeypatch.setattr("distcache.store.available.available_memory", lambda: 10**6)
-    assert replay(trace, [Case(Policy(), (2,))])[0].fetched == 2  # two rows are named
+    assert replay(trace, [Case(Policy(tail="lru"), (2,))])[0].fetched == 2  # two rows are named
     with pytest.raises(MemoryTooSmallError, match=r"index of lfu over 1000000001 rows.*8\.38 GiB"):
         replay(trace, [Case(Policy("lfu"), (2,))])
 
