@@ -49,7 +49,7 @@ def advise(
         if rows[t]
     )
     if named:
-        parts.append(f"Most of the cache goes to {named} (its share of each table is below).")
+        parts.append(f"Most of the cache goes to {named} (`cache rows` in the table).")
     alike = _alike(profiles)
     if alike is not None:
         parts.append(alike)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from distcache.cli.analyze_sizes import SizePoint
+from distcache.cli.figures import new_figure
 from distcache.planner.cases import Outcome
 from distcache.popularity.profile import TableProfile
 
@@ -17,20 +18,6 @@ log = logging.getLogger(__name__)
 
 _MARKS = "osD^vP*Xh<>"
 _LINES = ("-", "--", "-.", ":")
-
-
-def new_figure(width: float, height: float) -> Any | None:
-    """A figure that is drawn to a file without a display; None, with a warning, where matplotlib
-    is missing."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        log.warning("no plots: matplotlib is not installed (pip install matplotlib)")
-        return None
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def plot_access(path: Path, profiles: Sequence[TableProfile]) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distcache.cli.compare_runs import ModeRun, spread
+from distcache.cli.figures import new_figure
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +31,9 @@ def plot(path: Path, modes: dict[str, list[ModeRun]]) -> bool:
     """Draw the picture; False, with a warning, where matplotlib is missing or nothing ran."""
     if not modes:
         return False
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        log.warning("no plots: matplotlib is not installed (pip install matplotlib)")
+    figure = new_figure(13, 9)
+    if figure is None:
         return False
-    figure = Figure(figsize=(13, 9), layout="constrained")
-    FigureCanvasAgg(figure)  # drawn to a file without a display, and without pyplot's state
     panels = figure.subplots(2, 2)
     draw_losses(panels[0][0], modes)
     draw_throughput(panels[0][1], modes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -51,6 +52,9 @@ def test_everything_is_left(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert advice["text"] in shown and advice["text"] in (out / "report.md").read_text()
     assert all(key in shown for key in advice["paste"])
     assert f"cache.ratio={advice['ratio']:g} serves" in advice["text"]
+    named = re.search(r"`([\w ]+)` in the table", advice["text"])
+    assert named and re.search(rf"^table .* {named[1]}$", shown, re.MULTILINE)
+    assert f"| {named[1]} |" in (out / "report.md").read_text()
     assert advice["reachable"] and 0.8 <= advice["hit_rate_lookups"] < 0.82
     assert advice["bytes"] == advice["rows"] * 2 * 16 * 4  # Adagrad: a sum for every element
     assert advice["all_bytes"] == 23_040 * 2 * 16 * 4
