@@ -65,6 +65,8 @@ class TableCounts:
     def lookups_of_hottest(self, rows: int) -> int:
         """Lookups of the `rows` most frequent ids."""
         counts = np.asarray(self.counts)
+        if rows <= 0:
+            return 0
         if rows < len(counts):
             counts = np.partition(counts, len(counts) - rows)[len(counts) - rows :]
         return int(counts.sum(dtype=np.int64))
@@ -194,6 +196,10 @@ def _read_table(folder: Path, index: int, about: dict[str, Any]) -> TableCounts:
         ids = np.load(folder / f"counts/{index}_ids.npy", mmap_mode="r")
     if len(counts) != (about["rows"] if ids is None else len(ids)):
         raise ValueError(f"counts/{index}.npy has {len(counts)} entries")
+    if counts.dtype.kind not in "iu" or counts.min(initial=0) < 0:
+        raise ValueError(f"counts/{index}.npy has other entries than counts")
+    if ids is not None and len(ids) and not 0 <= ids[0] <= ids[-1] < about["rows"]:
+        raise ValueError(f"counts/{index}_ids.npy has ids outside a table of {about['rows']} rows")
     return TableCounts(counts=counts, ids=ids, **{name: about[name] for name in _PLAIN})
 
 
