@@ -142,10 +142,6 @@ class StaticSet:
         """Share of the lookups that they hold."""
         return self._share(self.lookups, rows)
 
-    def rows_for(self, lookup_rate: float) -> float:
-        """The fewest rows that hold this share of the lookups."""
-        return float(np.interp(lookup_rate * self.lookups[-1], self.lookups, self.rows))
-
     def _share(self, sums: np.ndarray, rows: float) -> float:
         return float(np.interp(rows, self.rows, sums)) / sums[-1] if sums[-1] else 0.0
 
