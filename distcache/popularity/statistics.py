@@ -24,6 +24,11 @@ from distcache.errors import ConfigError, DataError
 NAME = "statistics.json"
 FORMAT = 1
 
+_FEW = 1 << 16
+"""Counts below it are counted by an array."""
+
+_BLOCK = 1 << 20
+
 
 @dataclass(frozen=True)
 class TableCounts:
@@ -57,6 +62,21 @@ class TableCounts:
         found = np.flatnonzero(counts)
         found = found[np.argsort(-counts[found], kind="stable")]
         return found if self.ids is None else np.asarray(self.ids, dtype=np.int64)[found]
+
+    def histogram(self) -> tuple[np.ndarray, np.ndarray]:
+        """The counts that occur, without 0, descending, and how many rows have each; int64 `[k]`.
+
+        One pass without a sort of all rows, in memory that does not grow with them.
+        """
+        few, many = np.zeros(_FEW, dtype=np.int64), [np.empty(0, dtype=np.int64)]
+        for start in range(0, len(self.counts), _BLOCK):
+            counts = np.asarray(self.counts[start : start + _BLOCK], dtype=np.int64)
+            is_few = counts < _FEW
+            few += np.bincount(counts[is_few], minlength=_FEW)
+            many.append(counts[~is_few])
+        values, rows = np.unique(np.concatenate(many), return_counts=True)
+        some = 1 + np.flatnonzero(few[1:])
+        return np.concatenate((some, values))[::-1], np.concatenate((few[some], rows))[::-1]
 
     def hottest(self, rows: int) -> np.ndarray:
         """At most `rows` ids, the most frequent first; int64."""
