@@ -216,7 +216,8 @@ def _read_table(folder: Path, index: int, about: dict[str, Any]) -> TableCounts:
         ids = np.load(folder / f"counts/{index}_ids.npy", mmap_mode="r")
     if len(counts) != (about["rows"] if ids is None else len(ids)):
         raise ValueError(f"counts/{index}.npy has {len(counts)} entries")
-    if counts.dtype.kind not in "iu" or counts.min(initial=0) < 0:
+    kind = counts.dtype.kind
+    if kind not in "iu" or (kind == "i" and counts.min(initial=0) < 0):
         raise ValueError(f"counts/{index}.npy has other entries than counts")
     if ids is not None and len(ids) and not 0 <= ids[0] <= ids[-1] < about["rows"]:
         raise ValueError(f"counts/{index}_ids.npy has ids outside a table of {about['rows']} rows")
