@@ -31,6 +31,7 @@ from distcache.config import Config
 from distcache.errors import ConfigError, DistcacheError
 from distcache.planner.cases import Case
 from distcache.planner.replay import replay
+from distcache.popularity.split import BY_CURVE
 from distcache.popularity.statistics import write_statistics
 from distcache.run.build import build_source, build_tables
 from distcache.run.counting import CheckedSource, count_source
@@ -39,6 +40,7 @@ from distcache.run.prediction import (
     Sizes,
     configured_case,
     record_run,
+    slots_of,
 )
 from distcache.run.schedule import make_schedule
 from distcache.run.stop import StopRequest
@@ -87,6 +89,8 @@ def analyze(request: Request, config: Config) -> Analysis:
     source = build_source(config)
     tables = build_tables(config, source)
     checked = CheckedSource(source, tables, config.data.on_bad_id)
+    if config.cache.split != BY_CURVE:  # what is refused is refused before all the data is read
+        slots_of(config, tables, ranks[0], None)
     want = config.trainer
     schedule = make_schedule(source, 0, want.steps, want.eval_every, want.eval_steps)
     run_steps = schedule.steps or 0
@@ -109,13 +113,16 @@ def analyze(request: Request, config: Config) -> Analysis:
     def case(slots: Sequence[int], world: int = ranks[0]) -> Case:
         return configured_case(config, checked, tables, slots, world)
 
-    estimates = [prediction.estimate(case(sizes.slots_of(config.cache, w), w)) for w in ranks]
+    estimates = []
+    with logged_refusal():
+        configured = [(slots_of(config, tables, w, counted.statistics), w) for w in ranks]
+        estimates = [prediction.estimate(case(*one)) for one in configured]
     search = SizeSearch(prediction, sizes, counted.profiles, case, ranks[0])
     target = search.target(options.target_hit_rate)
     outcomes = []
     if options.simulate:
-        slots = [sizes.slots(size, max(ranks)) for size in options.sizes]
-        cases = cases_of(request.policies, slots, options, case(slots[0]).prefetch)
+        given = [sizes.slots(size, max(ranks)) for size in options.sizes]
+        cases = cases_of(request.policies, given, options, case(given[0]).prefetch)
         with progress_bar("simulate", len(cases), "case") as bar:
             outcomes = replay(traces, cases, prediction.classes, lambda _: bar.update(1))
     return Analysis(
@@ -132,6 +139,15 @@ def analyze(request: Request, config: Config) -> Analysis:
         simulated=tuple(outcomes),
         stopped_by=counted.stopped_by or stop.signal,
     )
+
+
+@contextmanager
+def logged_refusal() -> Iterator[None]:
+    """What training would refuse about the configured cache is said; all else is reported."""
+    try:
+        yield
+    except ConfigError as error:
+        log.warning("no run with the configured cache is predicted: %s", error)
 
 
 def open_folder(folder: Path) -> None:

@@ -134,7 +134,7 @@ class Reference:
         self.steps += 1
         if self.policy.half_life is None:
             self.rate = 2**32 * self.used // (16 * self.slots * self.steps)
-        self.clock += self.rate * (now - self.step)
+        self.clock = max(0, self.clock + self.rate * (now - self.step))
         self.step = now
         for row in rows:
             age = (now - self.previous.get(row, -1)) * self.rate

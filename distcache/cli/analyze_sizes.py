@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distcache.planner.cases import Case
 from distcache.popularity.curve import StaticSet
@@ -93,6 +93,12 @@ class SizeSearch:
             )
         return self._known[slots]
 
+    def _named(self, ratio: float) -> SizePoint:
+        """The point of `ratio`, by that number even where another gave the same slots before."""
+        point = replace(self.at(ratio), ratio=ratio)
+        self._known[point.slots] = point
+        return point
+
     def grid(self) -> list[SizePoint]:
         """The points of all sizes that training would not refuse, also those of the search."""
         for ratio in GRID:
@@ -111,9 +117,9 @@ class SizeSearch:
                 high = middle
             else:
                 low = middle
-        point = self.at(rounded_up(math.exp(high)))
+        point = self._named(rounded_up(math.exp(high)))
         while point.rate < aim and point.ratio < 1:  # where a larger cache serves a little less
-            point = self.at(rounded_up(1.05 * point.ratio))
+            point = self._named(rounded_up(1.05 * point.ratio))
         return Target(wanted, aim, whole, point)
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from distcache.comm.failure import record_failure
 from distcache.data.batch import Batch
-from distcache.errors import PeerError, PlanError
+from distcache.errors import PlanError
 from distcache.pipeline.clock import WAIT, Span
 from distcache.pipeline.planning import StreamPlanner
 from distcache.pipeline.rows import GroupRows
@@ -90,8 +90,8 @@ class StepFeed:
         queue = pipeline.queue
         try:
             flight = queue.take()
-        except PeerError:
-            self.failed |= queue.left_alone
+        except Exception:
+            self.failed |= queue.left_alone or self.planner.alone
             raise
         if flight is not None:
             if not self._movement:

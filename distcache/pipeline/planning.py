@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from distcache.comm.failure import failure_of_others
+from distcache.comm.failure import failure_of_others, record_failure
 from distcache.comm.link import Link
 from distcache.data.batch import Batch
 from distcache.errors import ConfigError, PeerError
 from distcache.pipeline.clock import Span, spanned
-from distcache.pipeline.exchange import PlanExchange, Status, Verdict
+from distcache.pipeline.exchange import Decided, PlanExchange, Status, Verdict
 from distcache.pipeline.groups import GroupBags, TableGroup, group_bags
 from distcache.pipeline.room import too_large
 from distcache.pipeline.sizes import agree_on_size
@@ -110,6 +110,7 @@ class StreamPlanner:
         self.slots, self.settings = list(slots), settings
         self.ingested = 0
         """Steps whose ids are known to all homes; the last of them may be undecided."""
+        self.alone = False  # whether planning failed where other ranks go on
         self._exchange = PlanExchange(link, len(self.groups), settings.fingerprint)
         self._move_after = [-1] * len(self.groups)
 
@@ -231,14 +232,24 @@ class StreamPlanner:
             raise too_large(entry.step, self.groups, decided.rows, own_slots)
         if decided.verdict.status is not Status.OK:
             raise error or _peer_error(decided.verdict)
+        try:
+            plans, parts = self._assembled(entry, decided, own)
+        except BaseException as error:  # after all have agreed to go on
+            self.alone = True
+            record_failure(self.link.world.store, self.link.world.rank, error)
+            raise
+        entry.spans.append(Span("plan", LANE, entry.step, started, time.perf_counter()))
+        sent = entry.planning_bytes + self.link.counters.planning_bytes - sent
+        return PlannedStep(entry.step, entry.batch, entry.bags, plans, entry.spans, sent, parts)
+
+    def _assembled(
+        self, entry: _Waiting, decided: Decided, own: Sequence[HomeDecision]
+    ) -> tuple[list[StepPlan], tuple[StepPart, ...]]:
+        """The plans of a step on which all homes decided, and its parts."""
         plans = []
         for group, request in enumerate(entry.requests):
-            move_after = next_move_after(
-                entry.step,
-                self.settings.prefetch,
-                [decided.latest_use[group]],
-                self._move_after[group],
-            )
+            latest, before = [decided.latest_use[group]], self._move_after[group]
+            move_after = next_move_after(entry.step, self.settings.prefetch, latest, before)
             self._move_after[group] = move_after
             plan = assemble(request, decided.parts[group], own[group], move_after)
             if self.settings.validate:
@@ -246,12 +257,9 @@ class StreamPlanner:
             else:
                 check_plan(plan)
             plans.append(plan)
-        batch, bags, parts = entry.batch, entry.bags, ()
-        if self.settings.hot is not None and batch.kind == "train":
-            parts = split_step(batch, bags, plans, self.settings.hot)
-        entry.spans.append(Span("plan", LANE, entry.step, started, time.perf_counter()))
-        sent = entry.planning_bytes + self.link.counters.planning_bytes - sent
-        return PlannedStep(entry.step, batch, bags, plans, entry.spans, sent, parts)
+        if self.settings.hot is None or entry.batch.kind != "train":
+            return plans, ()
+        return plans, split_step(entry.batch, entry.bags, plans, self.settings.hot)
 
     def _load(self, entry: _Waiting) -> Exception | None:
         """Read the batch's dense features and labels; what went wrong with that."""

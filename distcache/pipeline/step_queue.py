@@ -74,10 +74,15 @@ class StepQueue:
             return len(self._unmoved) < self._depth or (self._wanted and not self._known)
         return len(self._known) < self._depth
 
-    def end(self, error: BaseException | None) -> None:
-        """No more steps come: the stream has ended, or `error` is what follows the last one."""
+    def end(self, error: BaseException | None, alone: bool = False) -> None:
+        """No more steps come: the stream has ended, or `error` is what follows the last one.
+
+        `alone`: on this rank. Others move the rows of the next step before they exchange those of
+        the last one, so this rank may not exchange them at all.
+        """
         with self._change:
             self._ended, self._error = True, error
+            self._broken = error if alone else self._broken
             self._change.notify_all()
 
     # --- the movement's thread --------------------------------------------------------------

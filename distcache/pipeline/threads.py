@@ -114,7 +114,7 @@ class Pipeline:
         except BaseException as error:
             if not isinstance(error, DistcacheError):
                 error.add_note(f"on the planner's thread, {self._planner.ingested} steps read")
-            queue.end(error)
+            queue.end(error, self._planner.alone)
 
     def _move(self) -> None:
         queue, streams = self.queue, self._streams

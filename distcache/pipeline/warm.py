@@ -16,6 +16,7 @@ import torch
 
 from distcache.comm.agree import together
 from distcache.comm.counters import CollectiveCounters
+from distcache.comm.failure import record_failure
 from distcache.comm.link import Link
 from distcache.pipeline.build import own_slots
 from distcache.pipeline.groups import TableGroup
@@ -65,12 +66,11 @@ def warm_up(
         return 0
     link = Link(world, link.group, CollectiveCounters(), "the device group (warm start)")
     counts = MoveCounts()
-    with streams.on(COPY_IN):
-        streams.after(COPY_IN, (streams.mark(COMPUTE),))
-        for group, hot in zip(rows, warm.hot, strict=True):
-            if hot is not None:
-                _fill(group, hot[hot >= 0], warm.share, link, counts)
-        streams.wait(streams.mark(COPY_IN))
+    try:
+        _fill_all(warm, rows, link, streams, counts)
+    except BaseException as error:  # the others wait for this rank's rows
+        record_failure(world.store, world.rank, error)
+        raise
     planner.restore(step, [of.held_rows(own_slots(of, world.rank)) for of in rows])
     brought = together(world, lambda: (counts.rows_fetched, counts.host_to_device_bytes))
     fetched, moved = (sum(values) for values in zip(*brought, strict=True))
@@ -83,6 +83,18 @@ def warm_up(
             time.perf_counter() - began,
         )
     return fetched
+
+
+def _fill_all(
+    warm: WarmStart, rows: Sequence[GroupRows], link: Link, streams: Streams, counts: MoveCounts
+) -> None:
+    """Bring the hot rows of all groups, and wait until they lie on the device."""
+    with streams.on(COPY_IN):
+        streams.after(COPY_IN, (streams.mark(COMPUTE),))
+        for group, hot in zip(rows, warm.hot, strict=True):
+            if hot is not None:
+                _fill(group, hot[hot >= 0], warm.share, link, counts)
+        streams.wait(streams.mark(COPY_IN))
 
 
 def _fill(rows: GroupRows, hot: np.ndarray, share: float, link: Link, counts: MoveCounts) -> None:

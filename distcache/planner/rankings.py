@@ -179,7 +179,8 @@ class ByCount:
         self._steps += 1
         if self._fixed is None:
             self._rate = (self._used << 32) // (_SPAN * self._slots * self._steps)
-        self._clock += self._rate * (step - self._step)
+        passed = step - self._step  # below 0 where a stream was left and another goes on
+        self._clock = max(0, self._clock + self._rate * passed)
         self._step = step
         bodies().count_uses(
             rows, previous, step, self._rate, self._values, self._factors, self._counts

@@ -51,20 +51,6 @@ def replay(
     return outcomes
 
 
-def miss_curve(
-    trace: Trace, sizes: Sequence[int], case: Case, popularity: Popularity | None = None
-) -> list[float | None]:
-    """Rows fetched / distinct rows for each cache size in `sizes` (C of one group), with all else
-    as in `case`; None where training would refuse the size."""
-    cases = [
-        Case(case.policy, (size,), case.lookahead, case.prefetch, case.world_size) for size in sizes
-    ]
-    return [
-        None if outcome.refused or not outcome.distinct else outcome.fetched / outcome.distinct
-        for outcome in replay(trace, cases, popularity)
-    ]
-
-
 @dataclass(frozen=True)
 class _Place:
     """Where the rows of a home lie in its planner's index: `of` int64 `[D]`, by number, of `rows`.

@@ -18,8 +18,6 @@ from distcache.popularity.statistics import TableCounts
 ALIKE = 0.02
 """Below this `CountCurve.spread` rows count as alike (it is 0.02 at a Zipf exponent of 0.14)."""
 
-_SMALL = 1 << 16
-
 
 @dataclass(frozen=True)
 class CountCurve:
@@ -89,16 +87,8 @@ class CountCurve:
 
 def curve_of(table: TableCounts) -> CountCurve:
     """The curve of a table's counts."""
-    counts = np.asarray(table.counts)
-    counts = counts[counts > 0]
-    large = counts[counts >= _SMALL].astype(np.int64)
-    small = np.bincount(counts[counts < _SMALL].astype(np.int64), minlength=1)
-    values, numbers = np.unique(large, return_counts=True)
-    some = np.flatnonzero(small)
-    curve = CountCurve(
-        np.concatenate((some, values))[::-1].astype(np.float64),
-        np.concatenate((small[some], numbers))[::-1].astype(np.float64),
-    )
+    values, rows = table.histogram()
+    curve = CountCurve(values.astype(np.float64), rows.astype(np.float64))
     left = table.lookups - curve.lookups
     if left <= 0:
         return curve
@@ -141,10 +131,6 @@ class StaticSet:
     def lookup_rate(self, rows: float) -> float:
         """Share of the lookups that they hold."""
         return self._share(self.lookups, rows)
-
-    def rows_for(self, lookup_rate: float) -> float:
-        """The fewest rows that hold this share of the lookups."""
-        return float(np.interp(lookup_rate * self.lookups[-1], self.lookups, self.rows))
 
     def _share(self, sums: np.ndarray, rows: float) -> float:
         return float(np.interp(rows, self.rows, sums)) / sums[-1] if sums[-1] else 0.0

@@ -76,9 +76,7 @@ def lookups_per_step(statistics: Statistics, table: TableCounts, batch: int) -> 
 
 def curve_of(table: TableCounts, per_step: float) -> Curve:
     """The curve of a table for steps of `per_step` lookups."""
-    counts = np.asarray(table.counts)
-    values, rows = np.unique(counts[counts > 0], return_counts=True)
-    values, rows = values[::-1], rows[::-1].astype(np.int64)
+    values, rows = table.histogram()
     return Curve(row_use(values, table.lookups, per_step), rows, table.rows - int(rows.sum()))
 
 

@@ -109,10 +109,8 @@ class CountCurve:
 def curve_of(statistics: Statistics, table: int) -> CountCurve:
     """The curve of one table; rows that were never looked up are left out."""
     own = statistics.tables[table]
-    counts, rows = np.unique(np.asarray(own.counts), return_counts=True)
-    seen = counts > 0
     per_sample = own.lookups / max(statistics.samples, 1)
-    return CountCurve(counts[seen].astype(np.int64)[::-1], rows[seen][::-1], per_sample)
+    return CountCurve(*own.histogram(), per_sample)
 
 
 def greedy(curves: Sequence[CountCurve], rows: int) -> list[int]:

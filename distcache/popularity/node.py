@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ import torch
 
 from distcache.comm.agree import agree_on, together
 from distcache.comm.world import World
+from distcache.errors import ConfigError
 from distcache.layout import RowLayout
 from distcache.popularity.classes import row_classes
 from distcache.popularity.order import RowOrder, fill_order, order_dtype
@@ -90,6 +92,7 @@ def share_popularity(
     for layout, tables in zip(layouts, members, strict=True):
         group, fill, size = _make(world, layout, tables, popularity)
         together(world, fill)
+        _check_nodes(world, group)
         shared.append(group)
         total += size
     if world.is_first and total:
@@ -110,6 +113,23 @@ def _agree(world: World, popularity: Popularity) -> None:
             "cache.warm_start": popularity.warm_start,
         },
     )
+
+
+def _check_nodes(world: World, group: GroupPopularity) -> None:
+    """ConfigError where nodes have other orders, classes or hot rows: homes would not agree."""
+    if world.local_size == world.size:
+        return
+    order = () if group.order is None else (group.order.row_of,)
+    arrays = [a for a in (*order, group.classes, group.hot) if a is not None]
+    digests = together(world, lambda: None if world.local_rank else [zlib.crc32(a) for a in arrays])
+    known = [(rank, digest) for rank, digest in enumerate(digests) if digest is not None]
+    for rank, digest in known[1:]:
+        if digest != known[0][1]:
+            raise ConfigError(
+                f"cache.statistics has other counts on the node of rank {rank} than on that of "
+                f"rank {known[0][0]}, though the tables are the same: give all nodes a copy of one "
+                "folder"
+            )
 
 
 def _make(

@@ -59,11 +59,3 @@ def fill_order(order: RowOrder, layout: RowLayout, counts: Sequence[TableCounts]
         order.position[order.row_of[start:stop]] = np.arange(
             start, stop, dtype=order.position.dtype
         )
-
-
-def make_order(layout: RowLayout, counts: Sequence[TableCounts]) -> RowOrder:
-    """The popularity order of a group in memory of this process alone."""
-    dtype = order_dtype(layout.rows)
-    order = RowOrder(np.empty(layout.rows, dtype), np.empty(layout.rows, dtype))
-    fill_order(order, layout, counts)
-    return order

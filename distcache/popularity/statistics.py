@@ -24,6 +24,11 @@ from distcache.errors import ConfigError, DataError
 NAME = "statistics.json"
 FORMAT = 1
 
+_FEW = 1 << 16
+"""Counts below it are counted by an array."""
+
+_BLOCK = 1 << 20
+
 
 @dataclass(frozen=True)
 class TableCounts:
@@ -58,6 +63,21 @@ class TableCounts:
         found = found[np.argsort(-counts[found], kind="stable")]
         return found if self.ids is None else np.asarray(self.ids, dtype=np.int64)[found]
 
+    def histogram(self) -> tuple[np.ndarray, np.ndarray]:
+        """The counts that occur, without 0, descending, and how many rows have each; int64 `[k]`.
+
+        One pass without a sort of all rows, in memory that does not grow with them.
+        """
+        few, many = np.zeros(_FEW, dtype=np.int64), [np.empty(0, dtype=np.int64)]
+        for start in range(0, len(self.counts), _BLOCK):
+            counts = np.asarray(self.counts[start : start + _BLOCK], dtype=np.int64)
+            is_few = counts < _FEW
+            few += np.bincount(counts[is_few], minlength=_FEW)
+            many.append(counts[~is_few])
+        values, rows = np.unique(np.concatenate(many), return_counts=True)
+        some = 1 + np.flatnonzero(few[1:])
+        return np.concatenate((some, values))[::-1], np.concatenate((few[some], rows))[::-1]
+
     def hottest(self, rows: int) -> np.ndarray:
         """At most `rows` ids, the most frequent first; int64."""
         return self.order[:rows]
@@ -65,6 +85,8 @@ class TableCounts:
     def lookups_of_hottest(self, rows: int) -> int:
         """Lookups of the `rows` most frequent ids."""
         counts = np.asarray(self.counts)
+        if rows <= 0:
+            return 0
         if rows < len(counts):
             counts = np.partition(counts, len(counts) - rows)[len(counts) - rows :]
         return int(counts.sum(dtype=np.int64))
@@ -194,6 +216,11 @@ def _read_table(folder: Path, index: int, about: dict[str, Any]) -> TableCounts:
         ids = np.load(folder / f"counts/{index}_ids.npy", mmap_mode="r")
     if len(counts) != (about["rows"] if ids is None else len(ids)):
         raise ValueError(f"counts/{index}.npy has {len(counts)} entries")
+    kind = counts.dtype.kind
+    if kind not in "iu" or (kind == "i" and counts.min(initial=0) < 0):
+        raise ValueError(f"counts/{index}.npy has other entries than counts")
+    if ids is not None and len(ids) and not 0 <= ids[0] <= ids[-1] < about["rows"]:
+        raise ValueError(f"counts/{index}_ids.npy has ids outside a table of {about['rows']} rows")
     return TableCounts(counts=counts, ids=ids, **{name: about[name] for name in _PLAIN})
 
 

@@ -28,14 +28,14 @@ class PhasedSchedule(Schedule):
     def of(
         cls, plain: Schedule, source: HotColdSource, phase: Phase | None, rate: float
     ) -> PhasedSchedule:
-        """`plain` in phases, from `phase` on; None: the one that `plain.first_step` steps at
-        `rate` lead to."""
+        """`plain` in phases, from `phase` on, as far as it fits `source`; None: the one that
+        `plain.first_step` steps at `rate` lead to."""
 
         def sizes(epoch: int) -> tuple[int, int]:
             return source.epoch(epoch).sizes
 
         first = plain.first_step
-        phase = phase if phase is not None else phase_at(first, rate, sizes)
+        phase = phase.within(sizes) if phase is not None else phase_at(first, rate, sizes)
         return cls(**vars(plain), clock=PhaseClock(phase, first, sizes, plain.eval_batches))
 
     def position(self, step: int) -> Phase:

@@ -50,6 +50,17 @@ class Phase:
         counted = {self.kind: done} if self.kind else {}
         return replace(self, left=left, due=self.due or (batches > 0 and left == 0), **counted)
 
+    def within(self, sizes: Sizes) -> Phase:
+        """The same phase in an epoch of `sizes`: beyond the end of either kind nothing is done.
+
+        It makes a difference where training goes on with other batches than it began with.
+        """
+        done = {HOT: self.hot, COLD: self.cold}
+        most = dict(zip((HOT, COLD), sizes(self.epoch), strict=True))
+        done = {kind: min(done[kind], most[kind]) for kind in done}
+        left = min(self.left, most[self.kind] - done[self.kind]) if self.kind else 0
+        return replace(self, left=left, **done)
+
     def next(self, sizes: Sizes) -> Phase:
         """The phase after this one, which has ended: not empty, of the same or the next epoch."""
         phase = self

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distcache.cache.size import cache_bytes, cache_slots
-from distcache.config import CacheConfig, Config
+from distcache.config import Config
 from distcache.data.batch import BatchSource
 from distcache.layout import TableSpec, group_tables
 from distcache.optim.rows import row_update
@@ -20,8 +20,12 @@ from distcache.planner.replay import replay
 from distcache.planner.trace import Trace
 from distcache.planner.trace_sources import record_source
 from distcache.popularity.of_trace import popularity_of
+from distcache.popularity.plan import plan_slots
+from distcache.popularity.split import BY_CURVE
+from distcache.popularity.statistics import Statistics
 from distcache.run.ahead import AUTO, LOOKAHEAD, PREFETCH, prefetch_that_slots_hold
 from distcache.run.build import dtype_of
+from distcache.run.popularity import budget_of, state_widths
 from distcache.run.schedule import Schedule
 from distcache.run.stop import StopRequest
 
@@ -94,10 +98,19 @@ class Sizes:
         found = cache_slots(rows, ratio, None, self.groups, self.itemsize, world_size)
         return tuple(found)
 
-    def slots_of(self, cache: CacheConfig, world_size: int) -> tuple[int, ...]:
-        """Slots per rank that the configuration gives."""
-        sizes = (cache.rows, cache.ratio, cache.bytes)
-        return tuple(cache_slots(*sizes, self.groups, self.itemsize, world_size))
+
+def slots_of(
+    config: Config, tables: Sequence[TableSpec], world_size: int, statistics: Statistics | None
+) -> tuple[int, ...]:
+    """Slots per rank of each group that the configuration gives a run, with `cache.split`.
+
+    `statistics`: of `tables`, in order, read where the split goes by them. Raises ConfigError for a
+    split that training would refuse.
+    """
+    budget = budget_of(config, dtype_of(config).itemsize, world_size)
+    split = config.cache.split
+    known = statistics if split == BY_CURVE else None  # others do not go by it
+    return plan_slots(tables, state_widths(config, tables), budget, split, known).slots
 
 
 class Prediction:

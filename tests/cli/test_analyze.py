@@ -15,10 +15,16 @@ import pytest
 from distcache import analyze as entry
 from distcache.analyze import main
 from distcache.cli.analyze_request import cases_of, help_text, parse_request, policy_named
-from distcache.cli.analyze_sizes import rounded_up
+from distcache.cli.analyze_sizes import SizeSearch, rounded_up
 from distcache.errors import ConfigError
+from distcache.planner.cases import Case
 from distcache.planner.policy import Policy
-from distcache.popularity.statistics import read_statistics
+from distcache.popularity.curve import curve_of
+from distcache.popularity.drift import Drift
+from distcache.popularity.profile import TableProfile
+from distcache.popularity.statistics import TableCounts, read_statistics
+from distcache.popularity.zipf_fit import ZipfFit
+from distcache.run.prediction import Estimate, Sizes
 from distcache.store import available
 
 SMALL = (
@@ -217,6 +223,30 @@ def test_policies_and_cases() -> None:
 )
 def test_sizes_have_three_digits(ratio: float, up: float) -> None:
     assert rounded_up(ratio) == up
+
+
+class Served:
+    """A `Prediction` of 40 rows, of which a cache of 30 serves less than one of 29."""
+
+    def estimate(self, case: Case) -> Estimate:
+        """See `Prediction.estimate`."""
+        rate = 0.5 if case.slots[0] == 30 else case.slots[0] / 40
+        return Estimate(case, 1, hit_rate=rate, hit_rate_lookups=rate)
+
+
+@pytest.mark.parametrize("wanted", [0.3, 0.725, 0.74, 0.75, 0.9])
+def test_the_target_has_three_digits_where_few_sizes_differ(wanted: float) -> None:
+    """Many shares give the same slots: the search ends, and names the one that it asked for."""
+    sizes = Sizes(((40, 4, 0),), ((0,),), 4)
+    counts = np.ones(40, np.int64)
+    table = TableCounts("a", 40, 40, 40, counts)
+    profile = TableProfile(table, curve_of(table), ZipfFit(None, None, 0), Drift(40), 0.0, 4.0, 0)
+    search = SizeSearch(Served(), sizes, [profile], lambda slots: Case(Policy(), tuple(slots)), 1)
+    target = search.target(wanted)
+    assert target.point.rate >= wanted
+    assert rounded_up(target.point.ratio) == target.point.ratio
+    assert sizes.slots(target.point.ratio, 1) == target.point.slots
+    assert target.point in search.grid()
 
 
 def test_without_matplotlib(

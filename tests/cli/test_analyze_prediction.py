@@ -59,6 +59,40 @@ def test_other_policies_and_auto(tmp_path: Path) -> None:
         check(predict(run, tmp_path), [train(run, tmp_path)], EXACT)
 
 
+WIDE = (*SYNTHETIC, "model=dcn_v2", "model.table_dims=[4,8,4]", "data.samples=10240")
+
+
+def test_splits_of_the_cache(tmp_path: Path) -> None:
+    """The slots are those of the run, not a share of the rows: given, or by what is counted."""
+    given = (*WIDE[:-1], "cache.ratio=null", "cache.split={t_cat_0:1500,t_cat_1:600,t_cat_2:50}")
+    prediction = predict(given, tmp_path)
+    assert prediction["cases"][0]["slots"] == [1550, 600]
+    check(prediction, [train(given, tmp_path)], EXACT)
+    predict(WIDE, tmp_path)
+    counts = f"cache.statistics={tmp_path / 'analysis'}"
+    by_curve = (*WIDE, counts, "cache.split=by_curve", "cache.warm_start=0")
+    prediction, found = predict(by_curve, tmp_path), train(by_curve, tmp_path)
+    assert prediction["cases"][0]["slots"] != [2005, 300]  # as cache.split=proportional
+    assert sum(prediction["cases"][0]["slots"]) == found["cache_rows"]
+    check(prediction, [found], EXACT)
+
+
+def test_a_split_that_training_refuses(tmp_path: Path, capsys) -> None:
+    wrong = [*TINY, *SYNTHETIC, "cache.ratio=null", "cache.split={t_cat_0:9,other:9}"]
+    assert main([*wrong, f"analyze.output={tmp_path / 'wrong'}"]) == 1
+    told = capsys.readouterr().err
+    assert "other=9 names no table" in told and "count" not in told.splitlines()[0]
+    predict(WIDE, tmp_path)
+    small = (
+        f"cache.statistics={tmp_path / 'analysis'}",
+        "cache.split=by_curve",
+        "cache.ratio=0.01",
+    )
+    assert predict((*WIDE, *small), tmp_path)["cases"] == []
+    told = capsys.readouterr().err
+    assert "no run with the configured cache is predicted: cache.split=by_curve: a step" in told
+
+
 def test_a_replayed_beginning_stands_for_the_run(tmp_path: Path) -> None:
     run = (*SYNTHETIC, "trainer.steps=200", "data.table_rows=[2000,300,50]", "cache.ratio=0.4")
     prediction = predict(run, tmp_path, "analyze.replay=150000")

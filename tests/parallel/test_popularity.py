@@ -178,3 +178,34 @@ def differ(rank: int, size: int) -> str:
 
 def test_ranks_with_other_statistics_are_refused() -> None:
     assert all("hot rows" in message for message in run_ranks(differ, 2))
+
+
+def differ_by_node(rank: int, size: int) -> list[str]:
+    """Two nodes of one rank each, whose counts differ by two rows that have changed places."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    world = open_world("cpu", "gloo", 60)
+    found = []
+    for how in ({"order": True}, {"warm_start": 1.0}, {"classes": True}):
+        case = scenario("sgd")
+        popularity = popularity_of(case, SLOTS, **how)
+        tables = list(popularity.statistics.tables)
+        counts = tables[0].dense().copy()
+        low, high = int(counts.argmin()), int(counts.argmax())
+        if rank:
+            counts[[low, high]] = counts[[high, low]]
+        tables[0] = replace(tables[0], counts=counts, ids=None)
+        statistics = replace(popularity.statistics, tables=tuple(tables))
+        settings = CachedSettings("data", SLOTS, 4, 1)
+        try:
+            make_popular(world, case, settings, replace(popularity, statistics=statistics))
+            found.append("taken")
+        except ConfigError as error:
+            found.append(str(error))
+    close_world(world)
+    return found
+
+
+def test_nodes_with_other_counts_of_the_same_tables_are_refused() -> None:
+    for messages in run_ranks(differ_by_node, 2):
+        for message in messages:
+            assert "other counts on the node of rank 1 than on that of rank 0" in message

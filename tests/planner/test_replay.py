@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from distcache.errors import ConfigError, DataError, MemoryTooSmallError, StepTo
 from distcache.planner.bodies import using
 from distcache.planner.cases import Case, GroupCounts, Outcome
 from distcache.planner.policy import PINNED, POLICIES, TAILS, Policy
-from distcache.planner.replay import miss_curve, replay
+from distcache.planner.replay import replay
 from distcache.planner.simulator import PlannerSettings, simulate
 from distcache.planner.trace import Recorder, Trace
 from distcache.planner.trace_sources import record_ids
@@ -135,6 +136,12 @@ def test_groups_are_summed_and_refused_by_name() -> None:
     assert both.tight_steps <= alone[0].tight_steps + alone[1].tight_steps
     (refused,) = replay(traces, [Case(Policy(), (12, 1))])
     assert refused.refused is not None and "of group 1" in refused.refused
+
+
+def miss_curve(trace: Trace, sizes: Sequence[int], case: Case) -> list[float | None]:
+    """Rows fetched / distinct rows for each size; None where training would refuse it."""
+    outcomes = replay(trace, [replace(case, slots=(size,)) for size in sizes])
+    return [None if found.refused else found.fetched / found.distinct for found in outcomes]
 
 
 def test_a_miss_curve_falls_with_the_size_under_the_optimum() -> None:

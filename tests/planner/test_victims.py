@@ -13,9 +13,10 @@ from policy_reference import Reference
 
 from distcache.errors import ConfigError
 from distcache.planner.bodies import NAMES, Bodies, make, using
+from distcache.planner.buckets import LEAVES_FIRST
 from distcache.planner.home import HomePlanner
 from distcache.planner.policy import PINNED, POLICIES, TAILS, Policy
-from distcache.planner.rankings import home_popularity
+from distcache.planner.rankings import ByCount, home_popularity
 
 ALL = [Policy(name, admission=admission) for name in POLICIES for admission in (False, True)]
 ALL += [Policy(tail=tail, admission=admission) for tail in TAILS[1:] for admission in (False, True)]
@@ -165,6 +166,18 @@ def test_counts_grow_with_uses_and_halve_with_time() -> None:
     home.plan()
     aged = ranking._values[ranking._counts[:200]].mean() / 256
     assert abs(aged / (often / 4 + 1) - 1) < 0.1
+
+
+def test_a_stream_that_goes_on_earlier_has_no_key_of_rows_that_leave_first() -> None:
+    """Steps planned ahead and dropped have moved the clock of `lfu` on, at another rate."""
+    ranking = ByCount(400, 10, None)
+    few, many = np.zeros(1, np.int32), np.arange(10, dtype=np.int32)
+    for step in range(20):
+        rows = few if step < 18 else many
+        ranking.learn(rows, np.full(len(rows), -1, np.int32), step)
+    for step in range(3, 9):
+        ranking.learn(many, np.full(10, -1, np.int32), step)
+        assert ranking.base > LEAVES_FIRST
 
 
 def test_lfu_keeps_what_is_used_often_and_admission_keeps_single_uses_out() -> None:

@@ -13,7 +13,7 @@ from distcache.layout import RowLayout, TableSpec
 from distcache.popularity.classes import row_classes
 from distcache.popularity.curves import curve_of, expected_misses, hot_prefixes, pinned_prefixes
 from distcache.popularity.node import Popularity, share_popularity
-from distcache.popularity.order import make_order, order_dtype
+from distcache.popularity.order import RowOrder, fill_order, order_dtype
 from distcache.popularity.statistics import Statistics, TableCounts
 from distcache.store import available
 
@@ -39,7 +39,9 @@ def some(sparse: bool = False) -> Statistics:
 @pytest.mark.parametrize("world", [1, 3])
 def test_order_puts_frequent_ids_first_in_each_table(sparse: bool, world: int) -> None:
     statistics, layout = some(sparse), RowLayout(TABLES, world)
-    order = make_order(layout, statistics.tables)
+    dtype = order_dtype(layout.rows)
+    order = RowOrder(np.empty(layout.rows, dtype), np.empty(layout.rows, dtype))
+    fill_order(order, layout, statistics.tables)
     assert order.row_of[:5].tolist() == [2, 4, 0, 1, 3], "by count, then id, then the unknown"
     counts = statistics.tables[1].dense()
     slow = sorted(range(601), key=lambda i: (-counts[i], i))

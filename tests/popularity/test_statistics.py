@@ -70,6 +70,44 @@ def test_missing_and_damaged_statistics(tmp_path: Path, statistics: Statistics) 
         read_statistics(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("0", np.array([1, -1, 0, 2]), "other entries than counts"),
+        ("0", np.ones(4), "other entries than counts"),
+        ("1_ids", np.array([3, 10]), "ids outside a table of 10 rows"),
+    ],
+)
+def test_counts_that_make_no_sense(
+    tmp_path: Path, statistics: Statistics, name: str, values: np.ndarray, message: str
+) -> None:
+    write_statistics(tmp_path, statistics)
+    np.save(tmp_path / f"counts/{name}.npy", values)
+    with pytest.raises(DataError, match=f"{message}.*count again"):
+        read_statistics(tmp_path)
+
+
+def test_lookups_of_the_hottest(statistics: Statistics) -> None:
+    found = [statistics.tables[0].lookups_of_hottest(rows) for rows in (0, 1, 2, 4, 9)]
+    assert found == [0, 100, 110, 111, 111]
+    assert [statistics.tables[1].lookups_of_hottest(rows) for rows in (0, 1, 3)] == [0, 5, 10]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.int64])
+def test_histogram_of_counts(dtype: type) -> None:
+    rng = np.random.default_rng(0)
+    most = min(int(np.iinfo(dtype).max), 2**33)
+    counts = np.minimum(rng.zipf(1.2, 20_000) - 1, most).astype(dtype)
+    table = TableCounts("a", len(counts), int(counts.sum(dtype=np.int64)), 0, counts)
+    values, rows = np.unique(counts[counts > 0], return_counts=True)
+    found = table.histogram()
+    assert found[0].tolist() == values[::-1].tolist()
+    assert found[1].tolist() == rows[::-1].tolist()
+    assert found[0].dtype == found[1].dtype == np.int64
+    none = TableCounts("a", 3, 0, 0, np.zeros(3, dtype)).histogram()
+    assert [len(part) for part in none] == [0, 0]
+
+
 def test_classes_rise_with_counts(statistics: Statistics) -> None:
     classes = row_classes(statistics, [0, 1], [1, 0])
     assert classes.dtype == np.uint8 and len(classes) == 14

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,23 @@ def several(rank: int, size: int, folders: dict[str, str], home: str) -> dict[st
     run("resumed_without", first)
     close_world(world)
     return found
+
+
+@pytest.mark.parametrize("batching", ["as_is", "split", "hot_cold"])
+def test_a_table_that_nothing_looks_up(batching: str, tmp_path) -> None:
+    """It has no hot row, and changes nothing for the others."""
+    counted = count_source(range(10))
+    empty = replace(counted.tables[1], counts=np.zeros(ROWS[1], np.int64), lookups=0, distinct=0)
+    tables = (counted.tables[0], empty, counted.tables[2])
+    write_statistics(tmp_path / "counts", replace(counted, tables=tables))
+    world = open_world("cpu", timeout_s=60)
+    try:
+        how = (f"cache.statistics={tmp_path / 'counts'}", f"data.batching={batching}")
+        summary = train(config_of("data.bag_size=[2.0,0,3]", *how), world, tmp_path).summary
+    finally:
+        close_world(world)
+    assert summary["steps"] == 16 and summary["hot_rows_by_table"]["t_cat_1"] == 0
+    assert summary["hot_rows_by_table"]["t_cat_0"] > 0
 
 
 def world_barrier(world) -> None:

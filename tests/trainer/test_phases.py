@@ -192,3 +192,28 @@ def test_nothing_left_to_train_is_evaluated_once():
     schedule = PhasedSchedule.of(Schedule(40, 40, None, 2), Source(), None, 0.3)
     streams = [list(stream) for stream in schedule.streams(Source(), 0, 1)]
     assert streams == [["eval 0", "eval 1"]]
+
+
+@pytest.mark.parametrize(
+    ("phase", "expected"),
+    [
+        (Phase(0.5, 0, 40, 3, HOT, 0, 0.5), "cold0.3 hot1.0"),
+        (Phase(0.5, 0, 2, 40, COLD, 0, 0.5), "hot0.2 hot1.0"),
+        (Phase(0.5, 0, 9, 3, HOT, 20, 0.5), "hot0.9 hot0.10 cold0.3"),
+        (Phase(1.0, 0, 5, 40, COLD, 7, 1.0), "hot0.5 hot1.0"),
+        (Phase(0.5, 0, 2, 2, COLD, 2, 0.5), "cold0.2 cold0.3 hot0.2"),
+    ],
+)
+def test_other_batches_than_it_began_with(phase: Phase, expected: str):
+    """11 hot and 6 cold batches now: the epoch goes on with those that are left, and ends."""
+    schedule = PhasedSchedule.of(Schedule(43, 90, None, 0), Source(), phase, 0.3)
+    seen = [batch.split() for stream in schedule.streams(Source(), 0, 1) for batch in stream]
+    assert len(seen) == 47
+    names = [f"{kind}{epoch}.{number}" for kind, epoch, number, _ in seen]
+    places = iter(names)
+    assert all(name in places for name in expected.split())  # in this order
+    last = int(seen[-1][1])
+    numbers = [(kind, int(epoch), int(number)) for kind, epoch, number, _ in seen]
+    assert all(number < {HOT: 11, COLD: 6}[kind] for kind, _, number in numbers)
+    for epoch in range(1, last):
+        assert len({one for one in numbers if one[1] == epoch}) == 17
