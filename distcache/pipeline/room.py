@@ -59,10 +59,15 @@ def too_large(
         f"step {step} needs {needs} distinct rows of home rank {home}, which has {has} slots of "
         f"{has * world} on each device (tables of width {groups[group].dim}): set "
         f"cache.rows={enough} or more (the smallest that holds this step), or lower "
-        "data.global_batch_size",
+        f"data.global_batch_size{_other_split(groups)}",
         rows=needs,
         slots=has,
     )
+
+
+def _other_split(groups: Sequence[TableGroup]) -> str:
+    """A way out that tables of several widths have."""
+    return "" if len(groups) == 1 else "; cache.split shares slots out by need, not by rows"
 
 
 def warn_if_too_small(

@@ -162,14 +162,22 @@ def rows_that_fit(curves: Sequence[CountCurve], slots: int, batch: int) -> list[
 
 
 def expected_cold(curves: Sequence[CountCurve], hot_rows: Sequence[int], batch: int) -> float:
-    """At most about so many distinct cold rows are looked up by a cold batch of `batch` samples.
+    """About how many distinct cold rows a cold batch of `batch` samples looks up.
 
-    All lookups of a cold row come in cold samples, of which there are at least as many as the
-    table with the most cold lookups says; that bounds a row's lookups in a batch of them.
+    All lookups of a cold row come in cold samples. Of these there are as many as if the lookups of
+    a sample were cold independently of one another, and at least as many as the table with the
+    most cold lookups says.
     """
     cold = [curve.below(hot) for curve, hot in zip(curves, hot_rows, strict=True)]
     pairs = list(zip(curves, cold, strict=True))
-    samples = max(float((c.counts * rows).sum()) / max(1.0, c.per_sample) for c, rows in pairs)
+    least, all_samples, hot_share = 0.0, 0.0, 1.0
+    for curve, rows in pairs:
+        lookups, colder = (float((curve.counts * of).sum()) for of in (curve.rows, rows))
+        if lookups:
+            least = max(least, colder / max(1.0, curve.per_sample))
+            all_samples = max(all_samples, lookups / curve.per_sample)
+            hot_share *= (1 - colder / lookups) ** curve.per_sample
+    samples = max(least, all_samples * (1 - hot_share))
     if samples < 1:
         return 0.0
     share = min(batch, samples) / samples
