@@ -146,6 +146,8 @@ def configured(
     ]
     if (home / "statistics.json").is_file():
         given.append(f"cache.statistics={home}")
+    else:  # the source is wanted, to be counted
+        more = [override for override in more if not override.startswith("cache.")]
     return checked_config(compose_overrides([*given, *more]), Place(0, 1, 0, 1))
 
 
