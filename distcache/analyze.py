@@ -24,7 +24,7 @@ from distcache.cli.analyze_report import Analysis, write_report
 from distcache.cli.analyze_request import Request, cases_of, help_text, parse_request
 from distcache.cli.analyze_sizes import SizeSearch
 from distcache.cli.analyze_trace import simulate_trace
-from distcache.cli.compose import checked_config, compose_overrides
+from distcache.cli.compose import checked_config, compose_overrides, override
 from distcache.cli.logs import set_up_logging
 from distcache.comm.rendezvous import Place
 from distcache.config import Config
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if request.options.trace:
             text = simulate_trace(request, progress_bar, command)
         else:
-            config = checked_config(compose_overrides(request.overrides), Place())
+            config = checked_config(compose_overrides(with_statistics(request)), Place())
             analysis = analyze(request, config)
             stopped_by = analysis.stopped_by
             text = write_report(analysis, command)
@@ -96,13 +96,13 @@ def analyze(request: Request, config: Config) -> Analysis:
     run_steps = schedule.steps or 0
     steps = source.steps_per_epoch or run_steps
     counted = count_source(checked, steps, request.sample, request.memory, progress_bar)
-    if config.cache.statistics is not None:
+    if config.cache.statistics != str(request.output):
         log.warning(
             "cache.statistics=%s is not read here: what is predicted starts from an empty cache, "
             "and policies by popularity get that of the replayed steps",
             config.cache.statistics,
         )
-    sizes = Sizes.of(config, tables)
+    sizes = Sizes.of(config, tables, counted.statistics)
     most = min(options.replay, counted.lookups) if counted.stopped_by else options.replay
     with progress_bar("record", None, "step") as bar, StopRequest() as stop:
         traces = record_run(checked, tables, schedule, ranks, most, bar.update, stop)
@@ -121,8 +121,7 @@ def analyze(request: Request, config: Config) -> Analysis:
     target = search.target(options.target_hit_rate)
     outcomes = []
     if options.simulate:
-        given = [sizes.slots(size, max(ranks)) for size in options.sizes]
-        cases = cases_of(request.policies, given, options, case(given[0]).prefetch)
+        cases = cases_of(request.policies, options, sizes.slots, lambda *of: case(*of).prefetch)
         with progress_bar("simulate", len(cases), "case") as bar:
             outcomes = replay(traces, cases, prediction.classes, lambda _: bar.update(1))
     return Analysis(
@@ -133,12 +132,21 @@ def analyze(request: Request, config: Config) -> Analysis:
         estimates=tuple(estimates),
         points=tuple(search.grid()),
         target=target,
-        advice=advise(target, counted.profiles, sizes, config.optim.name),
+        advice=advise(
+            target, counted.profiles, sizes, config.optim.name, prediction.distinct_per_step
+        ),
         data=config.data.name,
         files_order=checked.keeps_order,
         simulated=tuple(outcomes),
         stopped_by=counted.stopped_by or stop.signal,
     )
+
+
+def with_statistics(request: Request) -> list[str]:
+    """The overrides; where statistics are not given, they are those that are counted now."""
+    given = any(word.startswith("cache.statistics=") for word in request.overrides)
+    own = override("cache.statistics", request.output)
+    return [*request.overrides, *([] if given else [own])]
 
 
 @contextmanager

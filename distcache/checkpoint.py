@@ -228,7 +228,8 @@ def other_data(text: str, identity: RunIdentity) -> str:
         was["steps of an epoch (data.samples, data.path)"] = saved["steps_per_epoch"]
         now["steps of an epoch (data.samples, data.path)"] = identity.steps_per_epoch
     differ = [key for key in was | now if was.get(key) != now.get(key)]
-    return "; ".join(f"{key} was {was.get(key)}, is {now.get(key)}" for key in differ)
+    shown = ((key, was.get(key, "not set"), now.get(key, "not set")) for key in differ)
+    return "; ".join(f"{key} was {old}, is {new}" for key, old, new in shown)
 
 
 def compare_tables(was: list[tuple], now: list[tuple]) -> list[str]:

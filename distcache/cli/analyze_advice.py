@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,9 +27,16 @@ class Advice:
 
 
 def advise(
-    target: Target, profiles: Sequence[TableProfile], sizes: Sizes, optimizer: str
+    target: Target,
+    profiles: Sequence[TableProfile],
+    sizes: Sizes,
+    optimizer: str,
+    distinct: float,
 ) -> Advice:
-    """What to do about `target`, for tables of these `sizes` with their optimizer state."""
+    """What to do about `target`, for tables of these `sizes` with their optimizer state.
+
+    `distinct`: rows of a step, the mean.
+    """
     point = target.point
     rows = _split(profiles, sizes, point.slots)
     share = sum(point.slots) / sizes.rows
@@ -40,6 +48,7 @@ def advise(
         f"tables take {human_bytes(sizes.bytes)} on every rank; it saves "
         f"{human_bytes(saved)}, {saved / sizes.bytes:.1%}."
     )
+    parts += _beside(target, sizes, distinct)
     if share > _MOSTLY:
         parts.append("That saves little: the lookups are spread over most of the rows.")
     largest = sorted(range(len(rows)), key=lambda table: -rows[table])[:3]
@@ -57,6 +66,23 @@ def advise(
     if len(sizes.groups) == 1:
         paste.append(f"cache.bytes={point.bytes}")
     return Advice(" ".join(parts), tuple(paste), rows)
+
+
+def _beside(target: Target, sizes: Sizes, distinct: float) -> list[str]:
+    """What a step takes on the device beside its slots, and whether rows can move ahead."""
+    parts, case = [], target.point.estimate.case
+    if len(sizes.groups) == 1:
+        _, dim, _ = sizes.groups[0]
+        parts.append(
+            f"A step's copies of its {distinct:,.0f} rows, their gradients and sums take about "
+            f"{human_bytes(round(3 * distinct * dim * sizes.itemsize))} beside it."
+        )
+    if case.prefetch == 0 and case.policy is not None and sum(case.slots) < 2 * distinct:
+        parts.append(
+            "It does not hold the rows of two steps, so rows move between the steps and not beside "
+            f"them (P = 0): {math.ceil(2.2 * distinct):,} rows or more hide the movement."
+        )
+    return parts
 
 
 def _reach(target: Target) -> str:

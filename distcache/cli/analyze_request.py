@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -110,10 +110,7 @@ def _checked(options: Options, overrides: tuple[str, ...]) -> Request:
             raise ConfigError(
                 f"analyze.sizes={size}: give shares of the rows in (0, 1], or whole rows"
             )
-    if options.trace and not options.simulate:
-        raise ConfigError(
-            f"trace={options.trace} is a trace to simulate: give simulate=true as well"
-        )
+    _check_simulation(options)
     if options.trace and overrides:
         raise ConfigError(
             f"{overrides[0]} speaks of a data source, and trace={options.trace} takes its place: "
@@ -128,6 +125,21 @@ def _checked(options: Options, overrides: tuple[str, ...]) -> Request:
         tuple(policy_named(name) for name in _names(options.policies)),
         overrides,
     )
+
+
+def _check_simulation(options: Options) -> None:
+    """Keys of a simulation, where there is none."""
+    if options.trace and not options.simulate:
+        raise ConfigError(
+            f"trace={options.trace} is a trace to simulate: give simulate=true as well"
+        )
+    for key in ("policies", "sizes", "lookaheads"):
+        default = Options.__dataclass_fields__[key].default
+        if not options.simulate and getattr(options, key) != default:
+            raise ConfigError(
+                f"analyze.{key} says what simulate=true replays: give that as well, or leave "
+                f"analyze.{key} out"
+            )
 
 
 def policy_named(name: str) -> Policy:
@@ -145,19 +157,24 @@ def policy_named(name: str) -> Policy:
 
 
 def cases_of(
-    policies: Sequence[Policy], slots: Sequence[tuple[int, ...]], options: Options, prefetch: int
+    policies: Sequence[Policy],
+    options: Options,
+    slots: Callable[[float, int], tuple[int, ...]],
+    prefetch: Callable[[tuple[int, ...], int], int],
 ) -> list[Case]:
     """Policies x sizes x windows x ranks, Belady's MIN first for each size and number of ranks.
 
-    `slots`: of each size, the slots of every group.
+    `slots`: those of every group for a size and a number of ranks; `prefetch`: P of a run with
+    these slots and ranks.
     """
     cases = []
     for world in options.world_sizes:
-        for size in slots:
-            cases.append(Case(None, size, 0, prefetch, world))
+        for size in (slots(size, world) for size in options.sizes):
+            ahead = prefetch(size, world)
+            cases.append(Case(None, size, 0, ahead, world))
             for policy in policies:
                 windows = options.lookaheads if policy.uses_window else (0,)
-                cases += [Case(policy, size, window, prefetch, world) for window in windows]
+                cases += [Case(policy, size, window, ahead, world) for window in windows]
     return cases
 
 

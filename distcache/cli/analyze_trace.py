@@ -42,11 +42,12 @@ def simulate_trace(request: Request, progress: Progress, command: Sequence[str])
             )
     except DataError as error:
         raise DataError(f"trace: {error}; correct the file, or name another one") from error
-    slots = []
-    for size in options.sizes:
+
+    def slots(size: float, world: int) -> tuple[int, ...]:
         rows = size * trace.rows if size <= 1 else size
-        slots.append((max(1, min(trace.rows, int(np.ceil(rows)))),))
-    cases = cases_of(request.policies, slots, options, 1)
+        return (max(1, min(trace.rows, int(np.ceil(rows)))),)
+
+    cases = cases_of(request.policies, options, slots, lambda slots, world: 1)
     with progress("simulate", len(cases), "case") as bar:
         outcomes = replay(trace, cases, popularity_of([trace]), lambda _: bar.update(1))
     table = simulation_table(outcomes, [_ROW_BYTES])

@@ -125,7 +125,7 @@ class HotColdSource:
     @property
     def identity(self) -> Mapping[str, str]:
         """See `BatchSource.identity`."""
-        own = {"data.batching": "hot_cold", "data.hot_rows": self.hot.digest}
+        own = {"data.batching": "hot_cold", "data.hot_rows": self.hot.named}
         return dict(self.source.identity) | own
 
     @property

@@ -25,5 +25,5 @@ class SplitSource:
     @property
     def identity(self) -> Mapping[str, str]:
         """See `BatchSource.identity`."""
-        own = {"data.batching": "split", "data.hot_rows": self.hot.digest}
+        own = {"data.batching": "split", "data.hot_rows": self.hot.named}
         return dict(self.source.identity) | own

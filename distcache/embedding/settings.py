@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -127,6 +128,7 @@ def library_words() -> Iterator[None]:
     except DistcacheError as error:
         text = str(error)
         for key, word in _WORDS:
-            text = text.replace(key, word)
+            # Not inside a longer word, such as distcache.analyze.
+            text = re.sub(rf"(?<![a-z]){re.escape(key)}", lambda found, word=word: word, text)
         error.args = (text,)
         raise

@@ -67,7 +67,7 @@ def too_large(
 
 def _other_split(groups: Sequence[TableGroup]) -> str:
     """A way out that tables of several widths have."""
-    return "" if len(groups) == 1 else "; cache.split shares slots out by need, not by rows"
+    return "" if len(groups) == 1 else "; cache.split=by_curve shares slots out by need"
 
 
 def warn_if_too_small(

@@ -62,6 +62,11 @@ class HotSet:
         """A digest of which rows are hot."""
         return digest_of(self._bits)
 
+    @property
+    def named(self) -> str:
+        """How many rows are hot, and which, in short."""
+        return f"{self.rows} ({self.digest[:12]})"
+
     def has(self, table: int, ids: np.ndarray) -> np.ndarray:
         """Whether each of `ids` int64 `[n]` is a hot row of `table`; bool.
 

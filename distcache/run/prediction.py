@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from distcache.cache.size import cache_bytes, cache_slots
 from distcache.config import Config
 from distcache.data.batch import BatchSource
+from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables
 from distcache.optim.rows import row_update
 from distcache.planner.cases import Case, Outcome
@@ -61,17 +63,29 @@ class Sizes:
     groups: tuple[tuple[int, int, int], ...]
     members: tuple[tuple[int, ...], ...]
     itemsize: int
+    by_curve: Callable[[float | None, int | None, int], tuple[int, ...]] | None = None
 
     @classmethod
-    def of(cls, config: Config, tables: Sequence[TableSpec]) -> Sizes:
-        """Those of the tables with the optimizer of `config`."""
+    def of(
+        cls, config: Config, tables: Sequence[TableSpec], statistics: Statistics | None = None
+    ) -> Sizes:
+        """Those of the tables with the optimizer of `config`; with `cache.split=by_curve` slots are
+        shared out by `statistics` of them."""
         update = row_update(config.optim.name, 0.0)
         members = tuple(tuple(group) for group in group_tables(tables))
         groups = []
         for group in members:
             dim = tables[group[0]].dim
             groups.append((sum(tables[i].rows for i in group), dim, update.state_width(dim)))
-        return cls(tuple(groups), members, dtype_of(config).itemsize)
+        found = cls(tuple(groups), members, dtype_of(config).itemsize)
+        if config.cache.split != BY_CURVE or statistics is None:
+            return found
+
+        def by_curve(ratio: float | None, rows: int | None, world: int) -> tuple[int, ...]:
+            cache = replace(config.cache, ratio=ratio, rows=rows, bytes=None)
+            return slots_of(replace(config, cache=cache), tables, world, statistics)
+
+        return replace(found, by_curve=by_curve)
 
     @property
     def rows(self) -> int:
@@ -93,8 +107,12 @@ class Sizes:
         return cache_bytes(slots, self.groups, self.itemsize)
 
     def slots(self, size: float, world_size: int) -> tuple[int, ...]:
-        """Slots per rank for a share of the rows (at most 1), or for rows."""
+        """Slots per rank for a share of the rows (at most 1), or for rows; by rows where the split
+        by curves refuses so few."""
         ratio, rows = (size, None) if size <= 1 else (None, min(int(size), self.rows))
+        if self.by_curve is not None:
+            with suppress(ConfigError):
+                return self.by_curve(ratio, rows, world_size)
         found = cache_slots(rows, ratio, None, self.groups, self.itemsize, world_size)
         return tuple(found)
 

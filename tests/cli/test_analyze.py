@@ -175,8 +175,12 @@ def test_memory_that_is_not_there(
         ("analyze.memory=4x", "analyze.memory=4x: give bytes"),
         ("analyze.memory=100", "analyze.memory=100 is too little"),
         ("analyze.replay=0", "analyze.replay=0: give at least 1"),
-        ("analyze.policies=best", "analyze.policies=best is unknown: choose among lookahead"),
-        ("analyze.policies=lru-lfu", "analyze.policies=lru-lfu is unknown"),
+        ("analyze.policies=[lru]", "analyze.policies says what simulate=true replays"),
+        (
+            "simulate=true analyze.policies=best",
+            "analyze.policies=best is unknown: choose among lookahead",
+        ),
+        ("simulate=true analyze.policies=lru-lfu", "analyze.policies=lru-lfu is unknown"),
         ("analyze.sizes=0", "analyze.sizes=0.0: give shares"),
         ("analyze.sizes=1.5", "analyze.sizes=1.5: give shares"),
         ("analyze.world_sizes=0", "analyze.world_sizes="),
@@ -191,7 +195,7 @@ def test_memory_that_is_not_there(
 def test_what_makes_no_sense(
     tmp_path: Path, capsys: pytest.CaptureFixture, word: str, named: str
 ) -> None:
-    assert named in refused(capsys, f"analyze.output={tmp_path}", *SMALL, word)
+    assert named in refused(capsys, f"analyze.output={tmp_path}", *SMALL, *word.split())
 
 
 def test_help_names_every_key(capsys: pytest.CaptureFixture) -> None:
@@ -213,8 +217,16 @@ def test_policies_and_cases() -> None:
         ]
     )
     assert len(request.policies) == 7
-    cases = cases_of(request.policies, [(10,), (20,)], request.options, 1)
-    assert len(cases) == 2 * 2 * (1 + 3 * 2 + 4)
+    cases = cases_of(
+        request.policies,
+        request.options,
+        lambda size, world: (int(1000 * size),),
+        lambda slots, world: int(slots[0] > 5),
+    )
+    sizes = len(request.options.sizes)
+    assert len(cases) == 2 * sizes * (1 + 3 * 2 + 4)
+    assert all(case.prefetch == (case.slots[0] > 5) for case in cases)
+    assert {case.prefetch for case in cases} == {0, 1}
     assert cases[0].policy is None and {case.world_size for case in cases} == {1, 3}
 
 

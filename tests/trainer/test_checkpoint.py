@@ -96,8 +96,8 @@ def test_blocks_give_the_same_values(world, tmp_path, monkeypatch, block_bytes):
     ("change", "message"),
     [
         ({"data": (("data.negatives", "4"), ("data.path", "abd"))}, "data.path was abc, is abd"),
-        ({"data": (("data.path", "abc"),)}, "data.negatives was 4, is None"),
-        ({"data": (*IDENTITY.data, ("data.zipf", "1.1"))}, "data.zipf was None, is 1.1"),
+        ({"data": (("data.path", "abc"),)}, "data.negatives was 4, is not set"),
+        ({"data": (*IDENTITY.data, ("data.zipf", "1.1"))}, "data.zipf was not set, is 1.1"),
         ({"steps_per_epoch": None}, r"steps of an epoch \(.*\) was 6, is None"),
     ],
 )

@@ -64,4 +64,4 @@ def test_one_result_for_every_cache(world: int, tmp_path: Path) -> None:
             assert seen[name]["stage_ms"]["forward_backward_hot"] > 0
         assert seen["host"]["early_steps"] < 0.1
         assert seen["as_is"]["early_steps"] is None
-        assert "data.batching was split, is None" in seen["refused"]
+        assert "data.batching was split, is not set" in seen["refused"]
