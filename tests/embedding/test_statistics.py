@@ -104,7 +104,10 @@ def test_statistics_change_no_bit(world: int, tmp_path) -> None:
         ({"split": "by_curve"}, r"split='by_curve' needs .* give statistics="),
         ({"split": 3}, r"split=3 is not"),
         ({"split": {"t9": 3}}, r"^split: t9=3 names no table: choose from t0, t1, t2"),
-        ({"statistics": "/nowhere"}, r"statistics=/nowhere holds neither"),
+        (
+            {"statistics": "/nowhere"},
+            r"statistics=/nowhere holds neither.* python -m distcache.analyze or distcache.preprocess",
+        ),
         (
             {"statistics": counted(), "split": "by_curve"},
             r"split='by_curve' needs .* give batch_size=",
