@@ -106,7 +106,7 @@ def test_statistics_change_no_bit(world: int, tmp_path) -> None:
         ({"split": {"t9": 3}}, r"^split: t9=3 names no table: choose from t0, t1, t2"),
         (
             {"statistics": "/nowhere"},
-            r"statistics=/nowhere holds neither.* python -m distcache.analyze or distcache.preprocess",
+            r"statistics=/nowhere holds neither.* -m distcache.analyze or distcache.preprocess",
         ),
         (
             {"statistics": counted(), "split": "by_curve"},
