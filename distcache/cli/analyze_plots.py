@@ -60,6 +60,22 @@ def plot_access(path: Path, profiles: Sequence[TableProfile]) -> bool:
     return True
 
 
+def _simulated(
+    outcomes: Sequence[Outcome], total_rows: int
+) -> dict[str, list[tuple[float, float]]]:
+    """(size, misses), both in %, of each policy at the first number of ranks."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for outcome in outcomes:
+        world = outcome.case.world_size
+        if world != outcomes[0].case.world_size or outcome.hit_rate_lookups is None:
+            continue
+        worlds = f", {world} ranks" if world > 1 else ""
+        size = 100 * sum(outcome.case.slots) / total_rows
+        miss = 100 * (1 - outcome.hit_rate_lookups)
+        lines.setdefault(f"{outcome.case.label}{worlds}", []).append((size, miss))
+    return lines
+
+
 def plot_misses(
     path: Path,
     points: Sequence[SizePoint],
@@ -97,17 +113,9 @@ def plot_misses(
             )
         seen = [*missed, *(value for _, value in shown)]
         lowest, highest = min(lowest, *seen), max(highest, *seen)
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for outcome in outcomes:
-        world = outcome.case.world_size
-        if world != outcomes[0].case.world_size or outcome.refused is not None:
-            continue
-        if outcome.hit_rate_lookups is not None:
-            worlds = f", {world} ranks" if world > 1 else ""
-            size = 100 * sum(outcome.case.slots) / total_rows
-            miss = 100 * (1 - outcome.hit_rate_lookups)
-            lines.setdefault(f"{outcome.case.label}{worlds}", []).append((size, miss))
-            lowest, highest = min(lowest, miss), max(highest, miss)
+    lines = _simulated(outcomes, total_rows)
+    seen = [miss for pairs in lines.values() for _, miss in pairs]
+    lowest, highest = min([lowest, *seen]), max([highest, *seen])
     for place, (label, pairs) in enumerate(lines.items()):
         panel.plot(
             *zip(*sorted(pairs), strict=True),

@@ -8,7 +8,6 @@ a step's rows resident, whatever it knows, fetches fewer.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -17,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from distcache.planner.bodies import COMPILED, NUMPY, bodies
+from distcache.planner.compiling import compile_loops
 from distcache.planner.trace import HomeTrace
-
-log = logging.getLogger(__name__)
 
 _FETCHED, _HITS, _EVICTED = 0, 1, 2
 _COUNTS = 3
@@ -176,15 +174,9 @@ def _compiled() -> tuple[Callable[..., None], Callable[..., None]]:
             array(i8, 2),
         ),
     }  # fmt: skip
-    made = []
-    for loop, signature in signatures.items():
-        options = {"nogil": True, "error_model": "numpy"}
-        try:
-            made.append(compiler.njit([signature], cache=True, **options)(loop))
-        except Exception as error:  # no folder can be written, a damaged file, a full disk
-            log.info("the machine code of MIN is not kept: %s", error)
-            made.append(compiler.njit([signature], **options)(loop))
-    return made[0], made[1]
+    named = {loop.__name__: (loop, [signature]) for loop, signature in signatures.items()}
+    made = compile_loops(named, "MIN")
+    return made[name_next.__name__], made[run_min.__name__]
 
 
 BODIES = (COMPILED, NUMPY)

@@ -19,6 +19,7 @@ from typing import Any
 
 from distcache.errors import ConfigError
 from distcache.planner import arrays, loops
+from distcache.planner.compiling import compile_loops
 
 log = logging.getLogger(__name__)
 
@@ -108,28 +109,14 @@ def _compiled() -> dict[str, Callable[..., Any]]:
     compiler: Any = numba  # which has no type stubs
     if compiler.config.DISABLE_JIT:
         raise RuntimeError("NUMBA_DISABLE_JIT is set")
-    try:
-        made = {name: _compile(compiler, name, cache=True) for name in NAMES}
-    except Exception as error:  # no folder can be written, a damaged file, a full disk
-        log.info("the planner's machine code is not kept: %s", _first_line(error))
-        made = {name: _compile(compiler, name, cache=False) for name in NAMES}
+    signatures = _signatures(compiler.types)
+    named = {name: (getattr(loops, name), [signatures[name]]) for name in NAMES}
+    made = compile_loops(named, "the planner's loops")
     known = all(sum(loop.stats.cache_hits.values()) for loop in made.values())
     done = "loaded from disk" if known else "compiled"
     level = logging.DEBUG if known else logging.INFO
     log.log(level, "planner: loops %s in %.2f s", done, time.perf_counter() - started)
     return made
-
-
-def _compile(compiler: Any, name: str, cache: bool) -> Any:
-    """One loop, compiled for the only types it is called with; it may allocate nothing."""
-    return compiler.njit(
-        [_signatures(compiler.types)[name]],
-        nogil=True,
-        cache=cache,
-        error_model="numpy",
-        no_cfunc_wrapper=True,
-        _nrt=False,
-    )(getattr(loops, name))
 
 
 def _signatures(types: Any) -> dict[str, Any]:

@@ -5,15 +5,13 @@ Compiled at their first use, and kept on disk, as the planner's are (see `planne
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from distcache.planner import bodies as planner
+from distcache.planner.compiling import compile_loops
 from distcache.popularity import arrays, loops
-
-log = logging.getLogger(__name__)
 
 NAMES = ("count_rows", "take_counts", "offer", "mark", "observe")
 """The names of the loops."""
@@ -50,23 +48,10 @@ def _compiled() -> dict[str, Callable[..., Any]]:
     """The loops as machine code, from disk where it is already there."""
     import numba
 
-    try:
-        return {name: _compile(numba, name, cache=True) for name in NAMES}
-    except Exception as error:  # no folder can be written, a damaged file, a full disk
-        log.info("the counting loops' machine code is not kept: %s", error)
-        return {name: _compile(numba, name, cache=False) for name in NAMES}
-
-
-def _compile(compiler: Any, name: str, cache: bool) -> Any:
-    """One loop, compiled for the only types it is called with; it may allocate nothing."""
-    return compiler.njit(
-        _signatures(compiler.types)[name],
-        nogil=True,
-        cache=cache,
-        error_model="numpy",
-        no_cfunc_wrapper=True,
-        _nrt=False,
-    )(getattr(loops, name))
+    compiler: Any = numba  # which has no type stubs
+    signatures = _signatures(compiler.types)
+    named = {name: (getattr(loops, name), signatures[name]) for name in NAMES}
+    return compile_loops(named, "the counting loops")
 
 
 def _signatures(types: Any) -> dict[str, list[Any]]:
