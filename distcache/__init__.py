@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from distcache import optim
     from distcache.embedding import (
         CachedEmbeddingBagCollection,
+        CachedEmbeddingCollection,
         RowOptimizer,
         clip_grad_norm_,
         lookahead,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CachedEmbeddingBagCollection",
+    "CachedEmbeddingCollection",
     "RowOptimizer",
     "TableSpec",
     "clip_grad_norm_",

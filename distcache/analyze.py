@@ -15,7 +15,6 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -25,6 +24,7 @@ from distcache.cli.analyze_request import Request, cases_of, help_text, parse_re
 from distcache.cli.analyze_sizes import SizeSearch
 from distcache.cli.analyze_trace import simulate_trace
 from distcache.cli.compose import checked_config, compose_overrides, override
+from distcache.cli.folders import open_folder
 from distcache.cli.logs import set_up_logging
 from distcache.comm.rendezvous import Place
 from distcache.config import Config
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         request = parse_request(given)
-        open_folder(request.output)
+        open_folder(request.output, "analyze.output")
         command = ["python", "-m", "distcache.analyze", *given]
         stopped_by = None
         if request.options.trace:
@@ -156,16 +156,6 @@ def logged_refusal() -> Iterator[None]:
         yield
     except ConfigError as error:
         log.warning("no run with the configured cache is predicted: %s", error)
-
-
-def open_folder(folder: Path) -> None:
-    """Make the folder of the report. Raises ConfigError where that is not possible."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"analyze.output={folder} cannot be written ({error.strerror}): name another folder"
-        ) from error
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from distcache.errors import ConfigError, DistcacheError
 from distcache.parallel.base import Parallel
 from distcache.run.blocks import BlockSavePlanner, CompleteLoadPlanner
 from distcache.run.phases import Phase
+from distcache.run.shared_folder import require_shared
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,8 @@ def save(
 
     Raises DistcacheError when a rank cannot write; an older checkpoint is then still in place.
     """
+    on_first(world, lambda: folder.parent.mkdir(parents=True, exist_ok=True))
+    require_shared(world, folder.parent)
     values = mode.state_dict()
     values[TRAINER_KEY] = describe(identity, state)
     values.update(extra or {})
@@ -135,7 +138,7 @@ def load(
     folder = find(path)
     reader = FileSystemReader(folder)
     header: dict[str, Any] = {TRAINER_KEY: ""}
-    values = mode.state_dict() | (extra or {})
+    values = mode.blank_state() | (extra or {})
     with file_group(world, identity) as group:
         try:
             state_dict_loader.load(header, storage_reader=reader, process_group=group)

@@ -148,7 +148,20 @@ class CacheConfig:
     """Slots over groups of tables: `proportional` to their rows, `by_curve` for the fewest expected
     fetches (with statistics), or {table: rows}, the rows of each table to be cached first."""
     placement: str = "replicated"
-    """How cached rows lie over ranks: `replicated`."""
+    """How cached rows lie over ranks: `replicated` (all on every rank), `sharded` (each on its home
+    alone), `mixed` (the most frequent replicated, the others sharded), or `auto`, by prediction."""
+    replicated_rows: Any = None
+    """`mixed`: {table: K}, each table's K most frequent rows are replicated, none of the others."""
+    replicated_share: float | None = None
+    """`mixed`: the share of all rows, in (0, 1), most frequent first, that is replicated."""
+    objective: str = "time"
+    """`auto`: what the placement makes smallest: step `time`, or `bytes` that ranks exchange."""
+    cluster: str | None = None
+    """`auto`: the `cluster.json` of distcache.plan, instead of links and row times measured at the
+    start."""
+    state: str = "replicated"
+    """Optimizer state of replicated rows: on every rank (`replicated`), or on each row's `home`,
+    which then updates the row and returns it."""
     reduction: str = "ordered"
     """Row-gradient sum: `ordered` (same bits whatever the buffer) or `native` (the library's)."""
 

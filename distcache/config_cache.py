@@ -15,7 +15,11 @@ def check_cache(cache: CacheConfig) -> None:
     sizes = {"rows": cache.rows, "ratio": cache.ratio, "bytes": cache.bytes}
     given = [f"cache.{name}={value}" for name, value in sizes.items() if value is not None]
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} contradict each other: give one of them")
+        name = given[-1].partition("=")[0]
+        raise ConfigError(
+            f"{' and '.join(given)} contradict each other: give one of them (null takes back what "
+            f"an experiment brings: {name}=null)"
+        )
     if cache.ratio is not None and not 0 < cache.ratio <= 1:
         raise ConfigError(
             f"cache.ratio={cache.ratio} is a share of the rows: give a number above 0 and at most "
@@ -23,6 +27,54 @@ def check_cache(cache: CacheConfig) -> None:
         )
     _check_policy(cache)
     _check_popularity(cache)
+    _check_placement(cache)
+
+
+def _check_placement(cache: CacheConfig) -> None:
+    rows, share = cache.replicated_rows, cache.replicated_share
+    if rows is not None and share is not None:
+        raise ConfigError(
+            f"cache.replicated_rows={rows} and cache.replicated_share={share} contradict each "
+            "other: give one of them"
+        )
+    given = {"replicated_rows": rows, "replicated_share": share}
+    for name, value in given.items():
+        if value is not None and cache.placement != "mixed":
+            raise ConfigError(
+                f"cache.{name}={value} says which rows cache.placement=mixed replicates, but "
+                f"cache.placement={cache.placement}: leave it out, or use cache.placement=mixed"
+            )
+    if cache.reduction == "native" and (cache.placement != "replicated" or cache.state == "home"):
+        key = "state" if cache.placement == "replicated" else "placement"
+        raise ConfigError(
+            f"cache.reduction=native lets the library sum rows that all ranks hold, but "
+            f"cache.{key}={getattr(cache, key)} sums them at their homes: leave one of them out"
+        )
+    if cache.cluster is not None and cache.placement not in ("auto", "mixed"):
+        raise ConfigError(
+            f"cache.cluster={cache.cluster} is for a choice by prediction, but cache.placement="
+            f"{cache.placement} leaves none: leave it out, or use cache.placement=auto"
+        )
+    if share is not None and not 0 < share < 1:
+        raise ConfigError(
+            f"cache.replicated_share={share} is a share of all rows: give a number above 0 and "
+            "below 1, or use cache.placement=sharded (none) or replicated (all)"
+        )
+    if rows is not None:
+        _check_replicated_rows(rows)
+
+
+def _check_replicated_rows(rows: object) -> None:
+    if not isinstance(rows, Mapping):
+        raise ConfigError(
+            f"cache.replicated_rows={rows}: give the rows of each table, "
+            "cache.replicated_rows='{t_cat_0:1000,t_cat_1:500}'"
+        )
+    for name, count in rows.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ConfigError(
+                f"cache.replicated_rows: {name}={count}: give a whole number of rows, at least 0"
+            )
 
 
 def _check_popularity(cache: CacheConfig) -> None:

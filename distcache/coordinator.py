@@ -1,13 +1,14 @@
 """What crosses ranks in a step, in program order: fills, row gradients, dense gradients, control.
 
-Every rank issues [fill], [row gradients to their homes], [sums to all], [dense chunks by index],
-[loss and control], with zero lengths where it has nothing; who is ready early waits for its turn.
+Every rank issues [fill], [late rows], [fills and early rows of the steps ahead], [row gradients to
+their homes], [sums to all], [dense chunks by index], [loss and control], with zero lengths where it
+has nothing; who is ready early waits for its turn.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from distcache.comm.counters import DENSE, PLANNING, ROWS
 from distcache.comm.link import Link
-from distcache.step_plan import StepPlan
+from distcache.comm.spread import spread
+from distcache.step_plan import ShardPlan, StepPlan
 from distcache.streams import COMMUNICATION, Mark, Streams
 
 CHUNK_ELEMENTS = 1 << 20
@@ -27,12 +29,7 @@ def share_rows(link: Link, plan: StepPlan, rows: Tensor) -> Tensor:
 
     Host memory was read once, by the home; the copies travel over the device group.
     """
-    size = link.world.size
-    if size == 1:
-        return rows
-    return link.all_to_all(
-        rows.repeat(size, 1), [len(rows)] * size, plan.fetch_counts, ROWS, f"fill {plan.step}"
-    )
+    return spread(link, rows, plan.fetch_counts, ROWS, f"fill {plan.step}")
 
 
 def reduce_rows(
@@ -56,8 +53,20 @@ def reduce_rows(
     if native:
         link.all_reduce(gradient, ROWS, f"row gradients {plan.step}")
         return gradient
+    return to_all(link, plan, to_homes(link, plan, gradient, where), f"row sums {plan.step}")
+
+
+def to_homes(
+    link: Link, plan: StepPlan, gradient: Tensor, where: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """The sums over all ranks of the gradients `[U, D]` of this home's rows, `[U_h, D]`.
+
+    `where` as in `reduce_rows`.
+    """
+    if link.world.size == 1:
+        return gradient
     touched, sources = where or (
-        plan.touched.to(gradient.device),
+        plan.touched_rows.to(gradient.device),
         plan.source_rows.to(gradient.device),
     )
     received = link.all_to_all(
@@ -67,19 +76,32 @@ def reduce_rows(
         ROWS,
         f"row gradients {plan.step}",
     )
-    own = plan.home_counts[world.rank]
-    sums = gradient.new_zeros((own, gradient.shape[1]))
-    parts = zip(sources.split(plan.source_counts), received.split(plan.source_counts), strict=True)
-    for rows, part in parts:
+    own = plan.home_counts[link.world.rank]
+    return _sum_by_rank(received, sources, plan.source_counts, own)
+
+
+def to_all(link: Link, plan: StepPlan, own: Tensor, what: str) -> Tensor:
+    """What each home has for its rows, `[U_h, D]`, to all ranks: `[U, D]` in canonical order."""
+    return spread(link, own, plan.home_counts, ROWS, what)
+
+
+def to_sharded_homes(
+    link: Link, step: int, shard: ShardPlan, gradient: Tensor, sources: Tensor
+) -> Tensor:
+    """The local gradients of a rank's sharded rows `[N, D]` to their homes, and the sums of those
+    of this home's rows, `[H, D]`, in rank order; `sources`: its `source_rows` on the device."""
+    what = f"sharded row gradients {step}"
+    received = link.all_to_all(gradient, shard.counts, shard.source_counts, ROWS, what)
+    return _sum_by_rank(received, sources, shard.source_counts, len(shard.slots))
+
+
+def _sum_by_rank(received: Tensor, sources: Tensor, counts: Sequence[int], rows: int) -> Tensor:
+    """Add what came from rank 0, then rank 1, ... to `rows` rows, `[rows, D]`."""
+    sums = received.new_zeros((rows, received.shape[1]))
+    for at, part in zip(sources.split(list(counts)), received.split(list(counts)), strict=True):
         # Rows are distinct within a source: a pass of plain additions, no atomics.
-        sums.index_copy_(0, rows, sums.index_select(0, rows).add_(part))
-    return link.all_to_all(
-        sums.repeat(world.size, 1),
-        [own] * world.size,
-        plan.home_counts,
-        ROWS,
-        f"row sums {plan.step}",
-    )
+        sums.index_copy_(0, at, sums.index_select(0, at).add_(part))
+    return sums
 
 
 class DenseGradients:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distcache.comm.agree import agree_on
 from distcache.comm.existing import current_world, leave_world
 from distcache.comm.first import on_first
+from distcache.comm.versions import agree_on_versions
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import Config
 from distcache.config_check import check_own
 from distcache.data.own import OwnBatches
 from distcache.errors import ConfigError
+from distcache.layout import TableSpec
 from distcache.run import build
 from distcache.run.ahead import most_ahead
 from distcache.run.own import (
@@ -28,8 +32,12 @@ from distcache.run.own import (
     share_weights,
     table_specs,
 )
-from distcache.train import open_run_folder
+from distcache.run.shared_folder import check_run_folder
+from distcache.train import needs_shared_folder, open_run_folder
 from distcache.trainer import TrainResult
+
+_OWN = ("cache.statistics", "trainer.resume", "trainer.log_level")
+"""Settings that each rank may have its own of: where it finds a folder, what it says."""
 
 
 def fit(
@@ -60,7 +68,8 @@ def fit(
     Leaves a run folder (`run.dir`, by default runs/own) and returns its summary. Without `world`
     its ranks are those of torch.distributed where that is initialised (in groups of their own, on
     the current device; they are gone when this returns), else those of the job that torchrun's
-    environment describes, or this one. Raises ConfigError and DataError, with the way out.
+    environment describes, or this one. Raises ConfigError, also where ranks differ in settings or
+    package versions, and DataError, with the way out.
     """
     specs = table_specs(tables)
     config = own_config(parallel, optimizer, dict(settings or {}), len(specs))
@@ -73,9 +82,12 @@ def fit(
     train = OwnBatches(loader, features, epochs, keep=ahead)
     own_world, leave = (world, None) if world is not None else _join(config)
     try:
+        agree_on_versions(own_world, parallel == "hybrid")
+        agree_on(own_world, _compared(config, specs))
         count = count_evaluation(own_world, eval_loader, config.trainer.eval_steps or None)
         run_dir = Path(config.run.dir)
         on_first(own_world, lambda: open_run_folder(run_dir, config, own_world))
+        check_run_folder(own_world, run_dir, needs_shared_folder(config))
         share_weights(model, own_world)
         source: Any = OwnSource(tuple(features), tuple(spec.rows for spec in specs))
         mode = build.build_parallel(config, own_world, specs, model, source)
@@ -92,6 +104,17 @@ def fit(
         train.close()
         if leave is not None:
             leave(own_world, False)
+
+
+def _compared(config: Config, tables: Sequence[TableSpec]) -> dict[str, Any]:
+    """What all ranks give alike: tables and settings by key, but those of a rank's own place."""
+    found: dict[str, Any] = {f"table {table.name!r}": table for table in tables}
+    found["the order of tables"] = [table.name for table in tables]
+    for section in fields(config):
+        own = getattr(config, section.name)
+        if section.name != "run":
+            found |= {f"{section.name}.{f.name}": getattr(own, f.name) for f in fields(own)}
+    return {key: value for key, value in found.items() if key not in _OWN}
 
 
 def _join(config: Config) -> tuple[World, Callable[[World, bool], None]]:

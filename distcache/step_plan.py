@@ -19,11 +19,67 @@ from distcache.errors import PlanError
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """Rows of a step on their way from their homes to the ranks that named them.
+
+    All int64, CPU: `slots` `[s]`: this device's slots of the rows to send, for rank 0, then rank
+    1, ...; `send_counts` `[W]`; `places` `[r]`: where in the rows of `ShardPlan.counts` each row
+    that comes belongs, by home; `receive_counts` `[W]`.
+    """
+
+    slots: Tensor
+    send_counts: tuple[int, ...]
+    places: Tensor
+    receive_counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """One rank's plan of the sharded rows of a step: cached by their homes alone.
+
+    N: distinct sharded rows of this rank's ids, by home, then by first occurrence; H: those that
+    some rank named of this rank's home, in canonical order. All tensors: int64, CPU.
+    """
+
+    distinct: int
+    """Sharded rows of the global batch, over all homes."""
+    misses: int
+    """Of these, rows that are fetched."""
+    counts: tuple[int, ...]
+    """`[W]`: how many of this rank's N rows each home has."""
+    slots: Tensor
+    """`[H]`: this device's slots of its home's rows."""
+    source_rows: Tensor
+    """This home's rows as rank 0 named them, then rank 1, ...: indices below H."""
+    source_counts: tuple[int, ...]
+    """`[W]`: how many of `source_rows` come from each rank."""
+    early: Transfer | None
+    """Rows that no step after `move_after` changes before this one: they travel with movement.
+    None where none ever does."""
+    late: Transfer
+    """The others, which travel after `apply` of the step before."""
+    fetch_slots: Tensor
+    """Slots that this home's fetched rows fill."""
+    fetch_rows: Tensor
+    """Row numbers that this home reads from the store, in the order of `fetch_slots`."""
+    evict_slots: Tensor
+    """Slots of this home whose rows leave before the fetched rows come in."""
+    evict_rows: Tensor
+    """The rows that leave, in the order of `evict_slots`."""
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return sum(self.counts)
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """One rank's plan of one step for one group of tables. All tensors: int64, CPU.
 
-    U: distinct rows of the global batch; R: those of this rank's ids; n: this rank's ids;
-    W: ranks; M: rows to fetch over all homes.
+    U: distinct rows of the global batch (the replicated ones); R: those of this rank's ids; n: this
+    rank's ids; W: ranks; M: rows to fetch over all homes. Of a group with sharded rows, the N rows
+    of `shard` follow the U ones: ids and segments speak of U + N leaf rows.
     """
 
     step: int
@@ -31,15 +87,16 @@ class StepPlan:
     kind: str
     """`train` or `eval`; an eval step dirties nothing."""
     positions: Tensor
-    """`[n]`: canonical index of each id of the local batch."""
+    """`[n]`: leaf row of each id of the local batch: its canonical index, or U + its place in the
+    rows of `shard`."""
     order: Tensor
-    """`[n]`: local ids, stably sorted by canonical index (occurrence order within a row)."""
+    """`[n]`: local ids, stably sorted by leaf row (occurrence order within a row)."""
     touched: Tensor
-    """`[R]`: canonical indices of this rank's rows, ascending."""
+    """`[R + N]`: leaf rows of this rank's ids, ascending: R canonical ones, then all of `shard`."""
     segments: Tensor
-    """`[R + 1]`: `order[segments[i]:segments[i + 1]]` are the occurrences of `touched[i]`."""
+    """`[R + N + 1]`: `order[segments[i]:segments[i + 1]]` are the occurrences of `touched[i]`."""
     touched_counts: tuple[int, ...]
-    """`[W]`: how many of `touched` each home owns."""
+    """`[W]`: how many of the R rows each home owns."""
     slots: Tensor
     """`[U]`: the device slot of each canonical row, the same on all ranks."""
     home_counts: tuple[int, ...]
@@ -62,6 +119,8 @@ class StepPlan:
     """Movement may start once `apply` of this step is done (-1: at once)."""
     lookup_hits: int
     """How many of the n local ids found their row cached when planned."""
+    shard: ShardPlan | None = None
+    """The sharded rows of the step; None for a group that has none."""
 
     @property
     def distinct(self) -> int:
@@ -72,6 +131,26 @@ class StepPlan:
     def misses(self) -> int:
         """M."""
         return len(self.fetch)
+
+    @property
+    def leaf_rows(self) -> int:
+        """U + N: rows that this rank computes with."""
+        return self.distinct + (0 if self.shard is None else self.shard.rows)
+
+    @property
+    def touched_rows(self) -> Tensor:
+        """`[R]`: canonical indices of this rank's replicated rows, ascending."""
+        return self.touched if self.shard is None else self.touched[: sum(self.touched_counts)]
+
+    @property
+    def all_distinct(self) -> int:
+        """Distinct rows of the global batch, replicated and sharded."""
+        return self.distinct + (0 if self.shard is None else self.shard.distinct)
+
+    @property
+    def all_misses(self) -> int:
+        """Rows to fetch over all homes, replicated and sharded."""
+        return self.misses + (0 if self.shard is None else self.shard.misses)
 
     @property
     def fetch_slots(self) -> Tensor:
@@ -86,12 +165,12 @@ class StepPlan:
 
 def check_plan(plan: StepPlan) -> None:
     """The cheap laws of one plan: lengths agree, indices stay in range. Raises PlanError."""
-    size = plan.distinct
+    size, shard = plan.distinct, plan.shard
     problems = {
         "home_counts do not sum to the distinct rows": sum(plan.home_counts) != size,
         "fetch_counts do not sum to the fetched rows": sum(plan.fetch_counts) != plan.misses,
         "touched_counts do not sum to the touched rows": (
-            sum(plan.touched_counts) != len(plan.touched)
+            sum(plan.touched_counts) + plan.leaf_rows - size != len(plan.touched)
         ),
         "source_counts do not sum to the source rows": (
             sum(plan.source_counts) != len(plan.source_rows)
@@ -101,9 +180,26 @@ def check_plan(plan: StepPlan) -> None:
         "order and positions differ in length": len(plan.order) != len(plan.positions),
         "segments do not cover the ids": int(plan.segments[-1]) != len(plan.positions),
     }
+    if shard is not None:
+        problems |= _shard_problems(shard)
     for problem, broken in problems.items():
         if broken:
             raise PlanError(f"plan of step {plan.step}: {problem}")
+
+
+def _shard_problems(shard: ShardPlan) -> dict[str, bool]:
+    parts = [part for part in (shard.early, shard.late) if part is not None]
+    return {
+        "sharded: source_counts do not sum to the source rows": (
+            sum(shard.source_counts) != len(shard.source_rows)
+        ),
+        "sharded: not every row arrives once": sum(len(p.places) for p in parts) != shard.rows,
+        "sharded: not every row is sent once": (
+            sum(len(p.slots) for p in parts) != len(shard.source_rows)
+        ),
+        "sharded: fetched slots and rows differ": len(shard.fetch_slots) != len(shard.fetch_rows),
+        "sharded: evicted slots and rows differ": len(shard.evict_slots) != len(shard.evict_rows),
+    }
 
 
 def check_plan_fully(plan: StepPlan, slots: int | None) -> None:
@@ -118,7 +214,7 @@ def check_plan_fully(plan: StepPlan, slots: int | None) -> None:
         and plan.distinct > 0
         and not 0 <= int(plan.slots.min()) <= int(plan.slots.max()) < slots,
         "a position names no canonical row": len(plan.positions) > 0
-        and not 0 <= int(plan.positions.min()) <= int(plan.positions.max()) < plan.distinct,
+        and not 0 <= int(plan.positions.min()) <= int(plan.positions.max()) < plan.leaf_rows,
         "a fetched row is named twice": len(plan.fetch.unique()) != plan.misses,
         "touched rows are not those of the ids": not torch.equal(
             plan.touched, plan.positions.unique()
@@ -133,9 +229,35 @@ def check_plan_fully(plan: StepPlan, slots: int | None) -> None:
             ).all()
         ),
     }
+    if plan.shard is not None:
+        laws |= _shard_laws(plan.shard, slots)
     for law, broken in laws.items():
         if broken:
             raise PlanError(f"plan of step {plan.step}: {law}")
+
+
+def _shard_laws(shard: ShardPlan, slots: int | None) -> dict[str, bool]:
+    parts = [part for part in (shard.early, shard.late) if part is not None]
+    arriving = torch.cat([part.places for part in parts]).sort().values
+    sent = torch.cat([part.slots for part in parts]).sort().values
+    return {
+        "two sharded rows share a slot": len(shard.slots.unique()) != len(shard.slots),
+        "a sharded row's slot lies outside the cache": slots is not None
+        and len(shard.slots) > 0
+        and not 0 <= int(shard.slots.min()) <= int(shard.slots.max()) < slots,
+        "a sharded row arrives twice or never": not torch.equal(arriving, torch.arange(shard.rows)),
+        "sharded rows are sent that nobody asked for": not torch.equal(
+            sent, shard.slots[shard.source_rows].sort().values
+        ),
+        "a sharded row is fetched into no slot of the step": not bool(
+            _inside(shard.fetch_slots, shard.slots).all()
+        ),
+        "a sharded slot of the step is evicted without being filled": not bool(
+            _inside(
+                shard.evict_slots[_inside(shard.evict_slots, shard.slots)], shard.fetch_slots
+            ).all()
+        ),
+    }
 
 
 def _inside(values: Tensor, of: Tensor) -> Tensor:

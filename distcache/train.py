@@ -1,7 +1,7 @@
 """Train: `torchrun [...] -m distcache.train key=value ...`, or `python -m distcache.train`.
 
 1. Rank 0 composes and checks the configuration; the other ranks receive it, or the exit code.
-2. Every rank joins the world.
+2. The ranks compare their packages, and join the world.
 3. Rank 0 writes `config.yaml` and `environment.json` into the run folder.
 4. The trainer trains.
 5. Every rank leaves the world; the first failing rank's error comes first.
@@ -14,7 +14,6 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,8 +22,10 @@ from omegaconf import OmegaConf
 from distcache.cli.compose import Composed, checked_config, compose_command_line, to_config
 from distcache.cli.environment import write_environment
 from distcache.cli.logs import set_up_logging
+from distcache.cli.processes import leave
 from distcache.comm.failure import cause_of, describe, first_traceback
 from distcache.comm.rendezvous import Place, find_place, open_store, publish, receive
+from distcache.comm.versions import agree_before_world, agree_on_versions
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import Config
 from distcache.errors import ConfigError, DistcacheError
@@ -47,6 +48,7 @@ def main() -> int:
         composed = agree(place, store)
         if composed.text is None:
             return composed.exit_code
+        agree_before_world(store, place)
         return run(to_config(composed.text), place, store)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -83,6 +85,7 @@ def agree(place: Place, store: dist.Store | None) -> Composed:
 def run(config: Config, place: Place, store: dist.Store | None) -> int:
     """Train with a checked configuration on this rank; the exit code."""
     # Imported here: `--help`, `--cfg job` and the parent of a sweep need no trainer.
+    from distcache.run.shared_folder import check_run_folder
     from distcache.run.threads import compute_threads
     from distcache.trainer import train
 
@@ -91,11 +94,13 @@ def run(config: Config, place: Place, store: dist.Store | None) -> int:
     try:
         trainer = config.trainer
         world = open_world(trainer.device, trainer.backend, trainer.timeout_s, store)
+        agree_on_versions(world, config.parallel.mode == "hybrid")
         torch.set_num_threads(compute_threads(config, world))
         run_dir = Path(config.run.dir)
         if world.is_first:
             open_run_folder(run_dir, config, world)
         dist.barrier(group=world.host_group)  # the folder is there before any rank writes into it
+        check_run_folder(world, run_dir, needs_shared_folder(config))
         result = train(config, world, run_dir)
         close_world(world)
         return 128 + result.stopped_by if result.stopped_by else 0
@@ -106,6 +111,13 @@ def run(config: Config, place: Place, store: dist.Store | None) -> int:
     finally:
         if world is not None:
             close_world(world, orderly=False)
+
+
+def needs_shared_folder(config: Config) -> str | None:
+    """The setting that has all nodes write into the run folder; None where none does."""
+    if config.run.save:
+        return "run.save=true"
+    return "trainer.trace=true" if config.trainer.trace else None
 
 
 def open_run_folder(run_dir: Path, config: Config, world: World) -> None:
@@ -168,19 +180,6 @@ def exit_code(stop: SystemExit) -> int:
     if stop.code is None:
         return 0
     return stop.code if isinstance(stop.code, int) else 1
-
-
-def leave(code: int) -> NoReturn:
-    """End the process with `code` once everything is written, without the interpreter's teardown.
-
-    The work and the process groups have ended by then; destructors of torch's communication
-    threads that run at teardown abort the process now and then, which would turn a finished run
-    into a failed one.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ class Run:
 
         `rates`: the dense and the embedding learning rate of a step.
         """
+        self.mode.scratch = self.run_dir
         try:
             start = self.resume()
             schedule = self.schedule(start)

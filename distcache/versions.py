@@ -1,4 +1,4 @@
-"""Which torch, fbgemm and torchrec are here, and whether they fit together.
+"""Which packages are here, and whether torch, fbgemm and torchrec fit together.
 
 Nothing here imports torchrec or fbgemm before `require_hybrid` is called: the other modes need
 neither.
@@ -6,13 +6,31 @@ neither.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import platform
+import zlib
 from importlib import metadata
+from pathlib import Path
 
 from distcache.errors import ConfigError
 
 FBGEMM_DISTRIBUTIONS = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 """One import name, `fbgemm_gpu`; the CUDA build and the CPU build."""
+
+DISTRIBUTIONS = (
+    "distcache",
+    "torch",
+    "torchrec",
+    *FBGEMM_DISTRIBUTIONS,
+    "numpy",
+    "numba",
+    "triton",
+)
+"""What the ranks of a job compare."""
+
+SOURCE = "distcache's source"
+"""Name of the checksum of this package's files: a checkout has no version of its own."""
 
 FITTING = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8", "2.14": "1.9"}
 """torch minor version -> the one fbgemm minor version that was built for it."""
@@ -26,6 +44,28 @@ def installed(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def versions_here() -> dict[str, str]:
+    """Python, `DISTRIBUTIONS` and `SOURCE`, each as words; torch's with its build."""
+    import torch
+
+    found = {name: installed(name) or "not installed" for name in DISTRIBUTIONS}
+    return found | {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        SOURCE: source_checksum(),
+    }
+
+
+@functools.cache
+def source_checksum() -> str:
+    """A checksum of the Python files of this package, by name and content."""
+    folder, total = Path(__file__).parent, 0
+    for file in sorted(folder.rglob("*.py")):
+        total = zlib.crc32(str(file.relative_to(folder)).encode(), total)
+        total = zlib.crc32(file.read_bytes(), total)
+    return f"{total:08x}"
 
 
 def minor(version: str) -> str:

@@ -1,19 +1,50 @@
 #!/usr/bin/env bash
-# One training job on this node: torchrun with one rank per GPU (without GPUs: two ranks).
+# One training job under torchrun, with one rank per GPU (without GPUs: two ranks) on each node.
 #
-#   [RANKS=4] bash launch/torchrun.sh [key=value ...]
+#   [RANKS=4] bash launch/torchrun.sh [--dry-run] [key=value ...]
+#   NODES=2 MASTER_ADDR=<host of one of them> [NODE_RANK=0] bash launch/torchrun.sh [key=value ...]
 #
-# The same by hand:  torchrun --standalone --nproc-per-node 4 -m distcache.train key=value ...
+# The second line is run on every node, with the same arguments in the same folder (launch/README.md).
+# By hand:  torchrun --standalone --nproc-per-node 4 -m distcache.train key=value ...
+#           torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-id 1 \
+#               --rdzv-endpoint <host>:29400 -m distcache.train key=value ...
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+dry=()
 if [[ "${1:-}" == --dry-run ]]; then
-    distcache_setup --dry-run
+    dry=(--dry-run)
+    shift
+fi
+nodes="${NODES:-1}"
+if ((nodes > 1)) && [[ -z "${MASTER_ADDR:-}" ]]; then
+    echo "torchrun.sh: NODES=$nodes needs MASTER_ADDR, the host name or address of one of the nodes" >&2
+    exit 1
+fi
+distcache_setup "${dry[@]}"
+
+ranks="${RANKS:-}"
+if [[ -z "$ranks" && ${#dry[@]} -eq 0 ]]; then
+    ranks="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 2)')"
+fi
+meeting=(--standalone)
+if ((nodes > 1)); then
+    meeting=(
+        --nnodes "$nodes" --rdzv-backend c10d --rdzv-id "${JOB_ID:-distcache}"
+        --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29400}"
+    )
+    if [[ -n "${NODE_RANK:-}" ]]; then # else torchrun looks whether MASTER_ADDR is its own host
+        meeting+=(--rdzv-conf "is_host=$((NODE_RANK == 0))")
+    fi
+fi
+job=(
+    "$PYTHON" -m torch.distributed.run "${meeting[@]}" --nproc-per-node "${ranks:-<GPUs, or 2>}"
+    -m distcache.train "$@"
+)
+if [[ ${#dry[@]} -gt 0 ]]; then
+    echo "then:"
+    echo "  ${job[*]@Q}"
     exit
 fi
-distcache_setup
-
-ranks="${RANKS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 2)')}"
 threads=$(($(nproc) / ranks))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
-exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
-    -m distcache.train "$@"
+exec "${job[@]}"

@@ -1,20 +1,36 @@
-"""Small TorchRec models over cached and over plain tables, and batches for both."""
+"""Small TorchRec models over cached and over plain tables, and batches for both.
+
+Each comes pooled or as sequences: `using("sequences")` says which from then on, and the fixture
+`kind` runs a test with either.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from reference_trainer import RowWiseAdagrad
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    PoolingType,
+)
 from torchrec.models.dlrm import DLRM
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
 import distcache
-from distcache import CachedEmbeddingBagCollection
+from distcache import CachedEmbeddingBagCollection, CachedEmbeddingCollection
 from distcache.embedding.core import CachedTables
+
+KINDS = ("bags", "sequences")
+_kind = "bags"
 
 DENSE = 4
 BATCH = 24
@@ -29,6 +45,29 @@ UPDATES = {
 }
 
 
+def using(kind: str) -> None:
+    """From now on configs, collections and models here are of this kind."""
+    global _kind
+    assert kind in KINDS
+    _kind = kind
+
+
+def kind_here() -> str:
+    """The kind in use."""
+    return _kind
+
+
+def of_kind(rank: int, size: int, kind: str, work: Callable, *args: Any) -> Any:
+    """`work(rank, size, *args)` with a kind; for processes of their own."""
+    using(kind)
+    return work(rank, size, *args)
+
+
+def key_of_tables() -> str:
+    """The name of a collection's tables in a `state_dict`."""
+    return "embedding_bags" if _kind == "bags" else "embeddings"
+
+
 @dataclass
 class Clicks:
     """A user's batch."""
@@ -38,10 +77,11 @@ class Clicks:
     labels: Tensor
 
 
-def configs(**changes: Any) -> list[EmbeddingBagConfig]:
+def configs(**changes: Any) -> list[Any]:
     """Tables `t0`, ... of ROWS rows x 8, one feature each; `t1` is read by two."""
+    table = EmbeddingBagConfig if _kind == "bags" else EmbeddingConfig
     return [
-        EmbeddingBagConfig(
+        table(
             name=f"t{i}",
             num_embeddings=rows,
             embedding_dim=8,
@@ -52,15 +92,16 @@ def configs(**changes: Any) -> list[EmbeddingBagConfig]:
     ]
 
 
-def mixed_configs() -> list[EmbeddingBagConfig]:
-    """Two widths, a mean, and a feature `f0` that two tables read."""
+def mixed_configs() -> list[Any]:
+    """Two widths, a mean if pooled, and a feature `f0` that two tables read."""
     tables = configs()
-    tables[1] = replace(tables[1], pooling=PoolingType.MEAN)
+    if _kind == "bags":
+        tables[1] = replace(tables[1], pooling=PoolingType.MEAN)
     tables[2] = replace(tables[2], embedding_dim=4, feature_names=["f2", "f0"], num_embeddings=400)
     return tables
 
 
-def features_of(tables: list[EmbeddingBagConfig]) -> dict[str, int]:
+def features_of(tables: list[Any]) -> dict[str, int]:
     """Every feature with the rows of the smallest table that reads it, in order of appearance."""
     rows: dict[str, int] = {}
     for table in tables:
@@ -72,7 +113,7 @@ def features_of(tables: list[EmbeddingBagConfig]) -> dict[str, int]:
 def draw(
     seed: int,
     size: int = BATCH,
-    tables: list[EmbeddingBagConfig] | None = None,
+    tables: list[Any] | None = None,
     weighted: bool = False,
 ) -> Clicks:
     """One batch: bags of 0 to 3 ids, skewed so that rows come again."""
@@ -134,32 +175,95 @@ def joined(parts: list[Clicks]) -> Clicks:
 
 
 class Pooled(nn.Module):
-    """A model for tables of different widths: linear over all pooled embeddings."""
+    """A model for tables of different widths: linear over all embeddings, pooled by the table or,
+    for sequences, here: each row by a score of its own, later ones more."""
 
     def __init__(self, ebc: nn.Module) -> None:
         super().__init__()
         self.ebc = ebc
         torch.manual_seed(5)
-        width = sum(
-            table.embedding_dim * len(table.feature_names) for table in ebc.embedding_bag_configs()
-        )
-        self.over = nn.Linear(width + DENSE, 1)
+        pooled = hasattr(ebc, "embedding_bag_configs")
+        tables = ebc.embedding_bag_configs() if pooled else ebc.embedding_configs()
+        widths = [table.embedding_dim for table in tables for _ in table.feature_names]
+        self.over = nn.Linear(sum(widths) + DENSE, 1)
+        self.queries = nn.ParameterList([] if pooled else [torch.randn(dim) for dim in widths])
 
     def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
-        values = self.ebc(ids).values()
+        found = self.ebc(ids)
+        if isinstance(found, dict):
+            pairs = zip(found.values(), self.queries, strict=True)
+            values = torch.cat([scored_sum(rows, query) for rows, query in pairs], dim=1)
+        else:
+            values = found.values()
         return self.over(torch.cat([values, dense.to(values)], dim=1))
 
 
+def scored_sum(rows: JaggedTensor, query: Tensor) -> Tensor:
+    """`[b, D]`: every sequence's rows, each times its score and its place."""
+    values, lengths = rows.values(), rows.lengths()
+    sample = torch.repeat_interleave(lengths)
+    place = torch.arange(len(values)) - rows.offsets()[sample] + 1
+    scored = values * torch.sigmoid(values @ query).mul(place).unsqueeze(1)
+    return values.new_zeros(len(lengths), values.shape[1]).index_add(0, sample, scored)
+
+
 def dlrm(ebc: nn.Module) -> nn.Module:
-    """TorchRec's DLRM as it is, always from the same dense weights."""
+    """TorchRec's DLRM as it is, always from the same dense weights; a `Pooled` of sequences."""
     torch.manual_seed(5)
+    if not hasattr(ebc, "embedding_bag_configs"):
+        return Pooled(ebc)
     return DLRM(ebc, DENSE, [8, 8], [8, 1])
+
+
+class ByWidth(nn.Module):
+    """TorchRec's EmbeddingCollections, one for each width (they take only one), as if one."""
+
+    def __init__(self, tables: list[EmbeddingConfig]) -> None:
+        super().__init__()
+        self.tables, self.parts, named = tables, [], {}
+        for width in {table.embedding_dim for table in tables}:
+            part = EmbeddingCollection([t for t in tables if t.embedding_dim == width])
+            self.parts.append(part)
+            named |= dict(part.embeddings.items())
+        self.embeddings = nn.ModuleDict({table.name: named[table.name] for table in tables})
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        return self.tables
+
+    def forward(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        found = {}
+        for part in self.parts:
+            out = part(ids)
+            pairs = zip(part.embedding_configs(), part.embedding_names_by_table(), strict=True)
+            found |= {table.name: [out[name] for name in names] for table, names in pairs}
+        names = get_embedding_names_by_table(self.tables)
+        return {
+            name: rows
+            for table, own in zip(self.tables, names, strict=True)
+            for name, rows in zip(own, found[table.name], strict=True)
+        }
+
+
+def values_of(found: Any) -> Tensor:
+    """All values that a collection has given out, in the order of its keys, `[n]`."""
+    parts = found.values() if isinstance(found, dict) else [found]
+    return torch.cat([part.values().reshape(-1) for part in parts])
+
+
+def plain_tables(tables: list[Any] | None = None) -> nn.Module:
+    """TorchRec's own collection."""
+    tables = tables if tables is not None else configs()
+    if _kind == "bags":
+        return EmbeddingBagCollection(tables)
+    one_width = len({table.embedding_dim for table in tables}) == 1
+    return EmbeddingCollection(tables) if one_width else ByWidth(tables)
 
 
 def cached(name: str = "adagrad", tables: Any = None, **settings: Any):
     """A collection over `tables` with the optimizer `name`."""
     settings.setdefault("rows", 300)
-    return CachedEmbeddingBagCollection(
+    collection = CachedEmbeddingBagCollection if _kind == "bags" else CachedEmbeddingCollection
+    return collection(
         tables if tables is not None else configs(), optimizer=UPDATES[name], **settings
     )
 
@@ -172,7 +276,7 @@ def loss_of(model: nn.Module, batch: Clicks) -> Tensor:
 
 def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """SGD over all that are not tables."""
-    named = [p for name, p in model.named_parameters() if "embedding_bags" not in name]
+    named = [p for name, p in model.named_parameters() if f"{key_of_tables()}." not in name]
     return torch.optim.SGD(named, lr=0.1)
 
 
@@ -190,10 +294,10 @@ def train(model: nn.Module, ebc, stream: Iterable[Clicks], dense=None) -> list[f
     return losses
 
 
-def plain_optimizer(name: str, ebc: EmbeddingBagCollection) -> torch.optim.Optimizer:
+def plain_optimizer(name: str, ebc: nn.Module) -> torch.optim.Optimizer:
     """What `UPDATES[name]` is on whole tables in torch, on sparse gradients."""
     update, weights = UPDATES[name], list(ebc.parameters())
-    for bag in ebc.embedding_bags.values():
+    for bag in getattr(ebc, key_of_tables()).values():
         bag.sparse = True
     if name == "sgd":
         return torch.optim.SGD(weights, lr=update.lr)
@@ -207,10 +311,10 @@ def plain_optimizer(name: str, ebc: EmbeddingBagCollection) -> torch.optim.Optim
 
 
 def train_plain(
-    name: str, tables: list[EmbeddingBagConfig], start: dict, make, stream: Iterable[Clicks]
+    name: str, tables: list[Any], start: dict, make, stream: Iterable[Clicks]
 ) -> tuple[list[float], dict[str, Tensor]]:
     """TorchRec's own collection on the same batches from the weights `start`; final weights."""
-    ebc = EmbeddingBagCollection(tables)
+    ebc = plain_tables(tables)
     model = make(ebc)
     model.load_state_dict(start)
     rows, dense, losses = plain_optimizer(name, ebc), dense_optimizer(model), []

@@ -62,3 +62,42 @@ def streams(draw: st.DrawFn, longest: int = 14) -> tuple:
     ahead, prefetch = draw(st.integers(0, 16)), draw(st.integers(0, 6))
     config = PlannerSettings(slots, ahead, prefetch, policy, popularity)
     return stream, layout, config
+
+
+@st.composite
+def sharded_streams(draw: st.DrawFn, longest: int = 12) -> tuple:
+    """Streams as those of `streams`, whose settings shard some rows or all; slots of either region
+    hold every step, often just so."""
+    world = draw(st.integers(1, 5))
+    rows, steps = draw(st.integers(1, 40)), draw(st.integers(1, longest))
+    most, skew = draw(st.integers(0, 10)), draw(st.sampled_from([1.0, 3.0]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    stream = [
+        [(rng.random(rng.integers(0, most + 1)) ** skew * rows).astype(np.int64)
+         for _ in range(world)]
+        for _ in range(steps)
+    ]  # fmt: skip
+    layout = make_layout(rows, world)
+    share = draw(st.sampled_from([0.0, 0.0, 0.2, 0.7, 1.0]))
+    hot = np.flatnonzero(rng.random(rows) < share)
+    need = {True: 1, False: 1}  # of the replicated and of the sharded region
+    for step in stream:
+        named = np.unique(np.concatenate(step))
+        for replicated in need:
+            own = named[np.isin(named, hot) == replicated]
+            counts = np.bincount(layout.home(own), minlength=world)
+            need[replicated] = max(need[replicated], int(counts.max()))
+    spare = [draw(st.integers(0, most)) for most in (4, 8)]
+    replicated = world * (need[True] + spare[0]) if len(hot) else 0
+    policy, popularity = draw(policies(rows))
+    config = PlannerSettings(
+        slots=replicated + need[False] + spare[1],
+        lookahead=draw(st.integers(0, 8)),
+        prefetch=draw(st.integers(0, 5)),
+        policy=policy,
+        popularity=popularity,
+        hot=hot,
+        replicated=replicated,
+        early=draw(st.sampled_from([True, True, True, False])),
+    )
+    return stream, layout, config

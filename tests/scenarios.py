@@ -114,7 +114,9 @@ def table(name: str, rows: int, dim: int = 8, features: int = 1, pooling: str = 
 
 @dataclass
 class Outcome:
-    """Losses, digests, final weights by table and dense state, and the mode's summary."""
+    """Losses, digests, final weights by table and dense state, and the mode's summary.
+
+    On several nodes the tables, and the state's digest, are those of rank 0 alone."""
 
     losses: list[float]
     loss_digest: str
@@ -155,10 +157,9 @@ def run_mode(
 def finish(mode, scenario: Scenario, losses: list[float]) -> Outcome:
     """Flush, digest and close."""
     mode.flush()
-    tables = {
-        spec.name: mode.table_block(index, 0, spec.rows).clone().numpy()
-        for index, spec in enumerate(scenario.tables)
-    }
+    blocks = [mode.table_block(index, 0, t.rows) for index, t in enumerate(scenario.tables)]
+    pairs = zip(scenario.tables, blocks, strict=True)  # on several nodes rank 0 alone has them
+    tables = {spec.name: block.clone().numpy() for spec, block in pairs if block is not None}
     dense = {name: value.cpu().clone().numpy() for name, value in mode.dense_state().items()}
     state = hashlib.sha256()
     for value in (*tables.values(), *dense.values()):

@@ -13,7 +13,7 @@ FLOORS = (
     "config config_cache config_check config_data config_values layout step_plan errors paths "
     "versions ops",
     "store cache streams comm",
-    "planner popularity data models optim",
+    "planner popularity cost data models optim",
     "coordinator pipeline parallel embedding",
     "trainer evaluate checkpoint metrics run",
     "train fitting compare preprocess analyze plan export bench cli __init__",

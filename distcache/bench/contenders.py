@@ -11,7 +11,8 @@ from distcache.bench.device_parts import DeviceParts
 from distcache.bench.step_batches import Feed
 from distcache.parallel.base import Parallel, Step
 from distcache.parallel.cached import CachedParallel
-from distcache.pipeline.planning import PlannedStep
+from distcache.parallel.hybrid import HybridParallel
+from distcache.pipeline.planned import PlannedStep
 
 
 @dataclass
@@ -28,14 +29,20 @@ class Traffic:
     def add(self, planned: PlannedStep) -> None:
         """Note the plans of one step."""
         plans = planned.plans
-        distinct, misses = sum(p.distinct for p in plans), sum(p.misses for p in plans)
+        distinct, misses = sum(p.all_distinct for p in plans), sum(p.all_misses for p in plans)
         evictions = sum(len(p.evict_slots) for p in plans)
+        evictions += sum(len(p.shard.evict_slots) for p in plans if p.shard is not None)
         self.distinct += distinct
         self.misses += misses
         self.evictions += evictions
         self.most_distinct = max(self.most_distinct, distinct)
         # Evictions are those of this rank's home; on one rank they are all.
-        self.steady = evictions > 0 and all(len(p.evict_slots) == len(p.fetch_rows) for p in plans)
+        self.steady = evictions > 0 and all(
+            len(part.evict_slots) == len(part.fetch_rows)
+            for p in plans
+            for part in (p, p.shard)
+            if part is not None
+        )
 
 
 class Contender(ABC):
@@ -68,6 +75,10 @@ class Contender(ABC):
         """Rows so far: `distinct`, `misses` and `evictions`; empty where none is planned."""
         return {}
 
+    def sent(self) -> dict[str, int]:
+        """Bytes that this rank has sent so far, by category; empty where nobody counts."""
+        return {}
+
     def steady(self) -> bool:
         """Whether the last step was like all that follow."""
         return True
@@ -84,8 +95,10 @@ class Contender(ABC):
 class ModeContender(Contender):
     """One of the package's own modes, driven as training drives it, planning thread included."""
 
-    def __init__(self, name: str, mode: Parallel, feed: Feed, ahead: int) -> None:
-        self.name, self.mode, self.ahead = name, mode, ahead
+    def __init__(
+        self, name: str, mode: Parallel, feed: Feed, ahead: int, cached: bool = False
+    ) -> None:
+        self.name, self.mode, self.ahead, self._cached = name, mode, ahead, cached
         self.traffic = Traffic()
         self._stream = mode.stream(feed)
         self._parts = DeviceParts(mode) if isinstance(mode, CachedParallel) else None
@@ -113,20 +126,26 @@ class ModeContender(Contender):
 
     def rows(self) -> dict[str, int]:
         """See `Contender.rows`; evictions are those of this rank's home."""
-        if self.name not in ("data", "serial"):
+        if not self._cached:
             return {}
         traffic = self.traffic
         names = ("distinct", "misses", "evictions")
         return {name: getattr(traffic, name) for name in names}
 
+    def sent(self) -> dict[str, int]:
+        """See `Contender.sent`: `comm.counters.CATEGORIES`."""
+        counted = isinstance(self.mode, CachedParallel | HybridParallel)
+        return self.mode.counters.values() if counted else {}
+
     def steady(self) -> bool:
-        """`data`, `serial`: every fetched row sends one away; the other modes: always."""
-        return self.name not in ("data", "serial") or self.traffic.steady
+        """With a cache: every fetched row sends one away; the other modes: always."""
+        return not self._cached or self.traffic.steady
 
     def summary(self) -> dict[str, Any]:
         """The mode's own counts, and the bound on its device bytes."""
         summary = self.mode.summary()
-        keys = ("embedding_device_bytes", "cache_rows")
+        keys = ("embedding_device_bytes", "cache_rows", "collective_bytes", "early_rows")
+        keys += ("placement", "cache_state")
         values = {key: summary.get(key) for key in keys}
         if isinstance(self.mode, CachedParallel):
             values["embedding_bytes_bound"] = embedding_bound(self.mode, self.traffic)

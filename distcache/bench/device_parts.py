@@ -10,6 +10,7 @@ from torch import Tensor
 
 from distcache.parallel.cached import CachedParallel
 from distcache.pipeline.schedule import InFlight
+from distcache.step_plan import StepPlan
 
 INDEX_BYTES = 8
 """Indices on the device are int64."""
@@ -21,7 +22,8 @@ class DeviceParts:
 
     `slots`: C (D + S) elements per group. `ids`: index tensors, dense features and labels of the
     P + 1 steps that are on the device at once. `rows`: a step's rows, their gradients and sums, 3 U
-    D. `moving`: rows on their way in and out. `dense`: parameters, gradients and optimizer state.
+    D, and of N sharded rows, of which H are this home's, (2 N + H) D. `moving`: rows on their way
+    in and out. `dense`: parameters, gradients and optimizer state.
     """
 
     def __init__(self, mode: CachedParallel) -> None:
@@ -38,7 +40,7 @@ class DeviceParts:
         batch = planned.batch
         samples = len(batch.labels)
         index = sum(
-            3 * len(plan.positions) + len(bags.offsets) + 4 * plan.distinct + 1
+            3 * len(plan.positions) + len(bags.offsets) + 4 * plan.distinct + 2 * _sharded(plan) + 1
             for plan, bags in zip(planned.plans, planned.bags, strict=True)
         )
         floats = samples * (batch.dense.shape[1] + 1) + sum(
@@ -49,17 +51,15 @@ class DeviceParts:
         )
         expected = {
             "ids": ahead * (INDEX_BYTES * index + item * floats),
-            "rows": sum(3 * plan.distinct * rows.cache.dim * item for plan, rows in pairs),
-            "moving": sum(
-                (plan.misses + len(plan.evict_slots)) * rows.row_bytes for plan, rows in pairs
-            ),
+            "rows": sum(_rows(plan) * rows.cache.dim * item for plan, rows in pairs),
+            "moving": sum(_moving(plan) * rows.row_bytes for plan, rows in pairs),
         }
         ids = [tensor for bags in flight.bags for tensor in bags.tensors()]
         ids += [part for part in (flight.dense, flight.labels) if part is not None]
         grads = [leaf.grad for leaf in flight.leaves if leaf.grad is not None]
         measured = {
             "ids": ahead * nbytes(ids),
-            "rows": nbytes([*flight.leaves, *grads, *flight.sums]),
+            "rows": nbytes([*flight.leaves, *grads, *flight.sums, *flight.sharded_sums]),
             "moving": sum(
                 count.host_to_device_bytes + count.device_to_host_bytes for count in flight.counts
             ),
@@ -97,6 +97,21 @@ class DeviceParts:
                 "measured": torch.cuda.max_memory_allocated(device),
             }
         return found
+
+
+def _sharded(plan: StepPlan) -> int:
+    return 0 if plan.shard is None else plan.shard.rows
+
+
+def _rows(plan: StepPlan) -> int:
+    """Rows that are copied, have a gradient, or a sum: 3 U, and 2 N + H of sharded ones."""
+    shard = plan.shard
+    return 3 * plan.distinct + (0 if shard is None else 2 * shard.rows + len(shard.slots))
+
+
+def _moving(plan: StepPlan) -> int:
+    shard, moving = plan.shard, plan.misses + len(plan.evict_slots)
+    return moving + (0 if shard is None else len(shard.fetch_slots) + len(shard.evict_slots))
 
 
 def nbytes(tensors: Iterable[Tensor | None]) -> int:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,9 +22,10 @@ import torch
 
 from distcache.bench.options import at_least, option, parse, show, split_arguments
 from distcache.bench.plan_ids import IdStream, by_rank, compose_plan
+from distcache.bench.plan_placements import PlacedGroup, Placer
+from distcache.bench.plan_runs import evict_all
 from distcache.bench.report import Record
 from distcache.bench.spread import rotated, spread
-from distcache.cache.size import cache_slots
 from distcache.cli.logs import set_up_logging
 from distcache.cli.processes import run_job, train_command
 from distcache.comm.counters import CollectiveCounters
@@ -33,12 +34,12 @@ from distcache.comm.rendezvous import find_place
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import CacheConfig
 from distcache.errors import DistcacheError
-from distcache.layout import RowLayout
-from distcache.pipeline.exchange import PlanExchange, Status
-from distcache.planner.assemble import Request, assemble, make_request, next_move_after
+from distcache.pipeline.exchange import Decided, PlanExchange, Status
+from distcache.pipeline.regions import requests_of, sharded_part
+from distcache.planner.assemble import HomePart, Request, assemble, make_request, next_move_after
 from distcache.planner.bodies import make, using
-from distcache.planner.home import HomePlanner
-from distcache.run import build
+from distcache.planner.home import HomeDecision
+from distcache.planner.regions import nothing
 from distcache.step_plan import StepPlan, check_plan
 
 MODULE = "distcache.bench.plan_exchange"
@@ -51,6 +52,8 @@ class ExchangeOptions:
     size: str = option("kaggle", "as those of distcache.bench.planner")
     batch: int = option(16384, "the same")
     bodies: tuple[str, ...] = option(("compiled",), "the same")
+    placements: tuple[str, ...] = option(("replicated",), "the same")
+    share: float = option(0.0005, "the same")
     steps: int = option(10, "the same")
     repetitions: int = option(7, "the same")
     warmup: int = option(400, "the same")
@@ -100,18 +103,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class RankRun:
-    """One rank's planner and its exchange, without training. `seconds`: time so far by part."""
+    """One rank's planners and their exchange, without training. `seconds`: time so far by part."""
 
-    def __init__(self, layout: RowLayout, cache: CacheConfig, body: str, world: World) -> None:
-        group = (layout.rows, layout.dim, 0)
-        slots = cache_slots(cache.rows, cache.ratio, cache.bytes, [group], 4, world.size)[0]
-        self.layout, self.lookahead, self.prefetch = layout, cache.lookahead, cache.prefetch
+    def __init__(self, placed: PlacedGroup, cache: CacheConfig, body: str, world: World) -> None:
+        self.layout, self._hot = placed.group.layout, placed.hot_rows()
+        self.lookahead, self.prefetch = int(cache.lookahead), int(cache.prefetch)
         self.body, self.counters = body, CollectiveCounters()
         link = Link(world, world.planning_group, self.counters, "the planning group")
-        self._exchange = PlanExchange(link, 1, 0)
         with using(make(body)):
-            per_home = -(-slots // world.size)
-            self._planner = HomePlanner(layout, world.rank, per_home, self.prefetch)
+            self._regions = placed.regions(world.rank, self.prefetch)
+        sharded = [place for place, region in enumerate(self._regions) if region.sharded]
+        self._exchange = PlanExchange(link, len(self._regions), 0, sharded)
         self.seconds: dict[str, float] = defaultdict(float)
         self._waiting: deque[Request] = deque()
         self._step, self._move_after = 0, -1
@@ -120,29 +122,46 @@ class RankRun:
         """Ingest this rank's rows of a step; the plan of the step L before, if there is one."""
         with using(make(self.body)):
             with self._part("request"):
-                request = make_request(self.layout, rows)
+                request = make_request(self.layout, rows, self._hot)
+                asked = requests_of(self._regions, [request])
             step, self._step = self._step, self._step + 1
             with self._part("exchange of requests"):
-                _, named = self._exchange.requests(Status.OK, step, ("train", step), [request])
+                _, named = self._exchange.requests(Status.OK, step, ("train", step), asked)
             with self._part("ingest"):
-                self._planner.ingest(step, "train", named[0])
+                for region, rows_of in zip(self._regions, named, strict=True):
+                    region.planner.ingest(step, "train", rows_of)
             self._waiting.append(request)
             return self._decide() if len(self._waiting) > self.lookahead else None
 
     def _decide(self) -> StepPlan:
-        request, due = self._waiting.popleft(), [self._planner.due_rows]
+        request, due = self._waiting.popleft(), [r.planner.due_rows for r in self._regions]
         with self._part("plan"):
-            own = self._planner.plan()
+            own = [region.planner.plan() for region in self._regions]
         with self._part("exchange of decisions"):
-            decided = self._exchange.decisions(Status.OK, own.step, due, [own], [request])
+            asked = requests_of(self._regions, [request])
+            decided = self._exchange.decisions(Status.OK, own[0].step, due, own, asked)
         with self._part("assemble"):
-            self._move_after = next_move_after(
-                own.step, self.prefetch, decided.latest_use, self._move_after
-            )
-            plan = assemble(request, decided.parts[0], own, self._move_after)
+            plan = self._assembled(request, own, decided)
         with self._part("check"):
             check_plan(plan)
         return plan
+
+    def _assembled(
+        self, request: Request, own: Sequence[HomeDecision], decided: Decided
+    ) -> StepPlan:
+        """The plan of a step on which all homes decided."""
+        self._move_after = next_move_after(
+            own[0].step, self.prefetch, decided.latest_use, self._move_after
+        )
+        world = self.layout.world_size
+        mine, sharded = nothing((own[0].step, own[0].kind), world), None
+        parts = [HomePart(mine.slots, mine.fetch, mine.slots)] * world
+        for place, region in enumerate(self._regions):
+            if region.sharded:
+                sharded = sharded_part(place, decided, own[place], self.prefetch > 0)
+            else:
+                parts, mine = decided.parts[place], own[place]
+        return assemble(request, parts, mine, self._move_after, sharded)
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
@@ -151,62 +170,84 @@ class RankRun:
         self.seconds[name] += time.perf_counter() - started
 
 
+Runs = dict[tuple[str, str], RankRun]
+"""By placement and body."""
+
+
 def _measure(options: ExchangeOptions, overrides: Sequence[str], world: World) -> list[Record]:
-    """Every body's turns over the same ids, in rotating order; the records, alike on all ranks."""
-    config = compose_plan(options.size, options.batch, overrides, find_place())
-    source = build.build_source(config)
-    layout = RowLayout(build.build_tables(config, source), world.size)
-    runs = {body: RankRun(layout, config.cache, body, world) for body in options.bodies}
-    stream, link = IdStream(source, layout, options.batch), host_link(world)
+    """Every run's turns over the same ids, in rotating order; the records, alike on all ranks."""
+    placer = Placer(
+        compose_plan(options.size, options.batch, overrides, find_place()), options.share
+    )
+    runs = {
+        (kind, body): RankRun(placer.place(kind, world.size), placer.cache, body, world)
+        for kind in options.placements
+        for body in options.bodies
+    }
+    layout = placer.group(world.size).layout
+    stream, link = IdStream(placer.source, layout, options.batch), host_link(world)
 
     def draw(steps: int) -> list[np.ndarray]:
         return [by_rank(rows, world.size)[world.rank] for rows in stream.draw(steps)]
 
-    def evicts(plan: StepPlan | None) -> bool:
-        enough = plan is not None and 0 < plan.fetch_counts[world.rank] <= len(plan.evict_slots)
-        return all(link.gather_objects(enough, "steady eviction"))
-
-    steady = False
-    for _ in range(options.warmup):
-        (rows,) = draw(1)
-        steady = all([evicts(run.step(rows)) for run in runs.values()])
-        if steady:
-            break
-    for run in runs.values():
-        run.seconds.clear()
-        run.counters.reset()
-    walls: dict[str, list[float]] = {body: [] for body in runs}
-    on_cores: dict[str, list[float]] = {body: [] for body in runs}
+    steady = _warm_up(runs, draw, link, options.warmup)
+    walls: dict[tuple[str, str], list[float]] = {run: [] for run in runs}
+    on_cores: dict[tuple[str, str], list[float]] = {run: [] for run in runs}
     for repetition in range(options.repetitions):
         batches = draw(options.steps)
-        for body in rotated(list(runs), repetition):
+        for name in rotated(list(runs), repetition):
             link.gather_objects(None, "the start of a turn")
             started, used = time.perf_counter(), time.process_time()
             for rows in batches:
-                runs[body].step(rows)
+                runs[name].step(rows)
             spent = time.perf_counter() - started, time.process_time() - used
             ended = link.gather_objects(spent, "the end of a turn")
-            walls[body].append(max(wall for wall, _ in ended))
-            on_cores[body].append(sum(cpu for _, cpu in ended))
+            walls[name].append(max(wall for wall, _ in ended))
+            on_cores[name].append(sum(cpu for _, cpu in ended))
     steps = options.steps * options.repetitions
     ids = options.steps * options.batch * len(layout.tables)
+    sent = {
+        name: link.gather_objects(run.counters.planning_bytes / steps, "planning bytes")
+        for name, run in runs.items()
+    }
     return [
         {
             "kind": "exchange",
             "world_size": world.size,
+            "placement": kind,
             "body": body,
-            "steady_eviction": steady,
-            "seconds": walls[body],
-            "cpu_seconds": on_cores[body],
+            "steady_eviction": steady[kind, body],
+            "seconds": walls[kind, body],
+            "cpu_seconds": on_cores[kind, body],
             "ids": ids,
             # As without the exchange: W cores work for the whole time.
-            "ids_per_second": spread([ids / (wall * world.size) for wall in walls[body]]),
-            "ids_per_cpu_second": spread([ids / cpu for cpu in on_cores[body]]),
+            "ids_per_second": spread([ids / (wall * world.size) for wall in walls[kind, body]]),
+            "ids_per_cpu_second": spread([ids / cpu for cpu in on_cores[kind, body]]),
             "ms": {name: 1e3 * value / steps for name, value in run.seconds.items()},
-            "planning_bytes": run.counters.planning_bytes / steps,
+            "planning_bytes": sum(sent[kind, body]) / world.size,
+            "planning_bytes_by_rank": sent[kind, body],
         }
-        for body, run in runs.items()
+        for (kind, body), run in runs.items()
     ]
+
+
+def _warm_up(
+    runs: Runs, draw: Callable[[int], list[np.ndarray]], link: Link, most: int
+) -> dict[tuple[str, str], bool]:
+    """Plan until every fetched row sends one away, on all ranks; which runs came so far."""
+    steady = dict.fromkeys(runs, False)
+    for _ in range(most):
+        (rows,) = draw(1)
+        plans = {name: run.step(rows) for name, run in runs.items()}
+        own = {name: plan is not None and evict_all([plan]) for name, plan in plans.items()}
+        of_all = link.gather_objects(own, "steady eviction")
+        steady = {name: all(of_rank[name] for of_rank in of_all) for name in runs}
+        if all(steady.values()):
+            break
+    for run in runs.values():
+        run.seconds.clear()
+        run.counters.reset()
+    return steady
 
 
 if __name__ == "__main__":

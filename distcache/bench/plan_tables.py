@@ -37,10 +37,11 @@ def tables(records: Sequence[Record]) -> list[Table]:
         ),
         Table(
             "Inside: the loops",
-            "Mean milliseconds per step and rank of `distcache/planner/loops.py`, from steps of "
-            "their own. `find_rows` and `group` of homes are in request, `name_rows` and `group` "
-            "of previous uses in ingest, `want` in ingest and plan, `order_ids` in assemble, the "
-            "others in plan.",
+            "Mean milliseconds per step and rank of `distcache/planner/loops.py` and "
+            "`region_loops.py`, from steps of their own. `find_rows` and `group` of homes are in "
+            "request, `name_rows` and `group` of previous uses in ingest, `want` in ingest and "
+            "plan, `find_sorted` (hot rows) in request and ingest, `order_ids` and `divide` "
+            "(sharded rows) in assemble, the others in plan.",
             *_by_name(of("loops"), "loop"),
         ),
         *_exchange(of("exchange")),
@@ -61,17 +62,15 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _exchange(records: Sequence[Record]) -> list[Table]:
-    rates = [
-        (_run(r), _rate(r), _rate(r, "ids_per_cpu_second"), f"{r['planning_bytes'] / 1e6:.2f}")
-        for r in records
-    ]
+    rates = [(run_name(r), _rate(r), _rate(r, "ids_per_cpu_second"), *_sent(r)) for r in records]
     return [
         Table(
             "With the exchange",
             "One process and core for each rank, over gloo on this machine. Ids per second count "
             "all cores' time, waits included, so they compare with those above; ids per CPU second "
-            "count what the ranks' processes, with gloo's threads, used of them.",
-            ("run", "M ids/s", "M ids per CPU second", "MB sent per rank and step"),
+            "count what the ranks' processes, with gloo's threads, used of them. Bytes are of "
+            "integers (headers, requests, decisions): the mean of all ranks, and of one rank.",
+            ("run", "M ids/s", "M ids per CPU second", "bytes sent per rank and step", "the most"),
             rates,
         ),
         Table(
@@ -82,11 +81,16 @@ def _exchange(records: Sequence[Record]) -> list[Table]:
     ]
 
 
+def _sent(record: Record) -> tuple[str, str]:
+    """Bytes of planning that a rank sends for a step: of the mean rank, and of that with most."""
+    return f"{record['planning_bytes']:,.0f}", f"{max(record['planning_bytes_by_rank']):,.0f}"
+
+
 def _index(record: Record) -> tuple[str, ...]:
     means = [f"{record[f'{name}_per_step']:,.0f}" for name in ("distinct", "misses", "evictions")]
     steady = "yes" if record["steady_eviction"] else "no"
     return (
-        _run(record),
+        run_name(record),
         f"{record['bytes_per_row']:.2f}",
         f"{record['slots']:,}",
         *means,
@@ -103,8 +107,9 @@ def _millions(values: dict[str, float]) -> dict[str, float]:
     return {name: values[name] / 1e6 for name in ("min", "q1", "median", "q3", "max")}
 
 
-def _run(record: Record) -> str:
-    return f"W = {record['world_size']}, {record['body']}"
+def run_name(record: Record) -> str:
+    """Placement, number of ranks and body of a record."""
+    return f"{record['placement']}, W = {record['world_size']}, {record['body']}"
 
 
 def _by_name(records: Sequence[Record], what: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -114,4 +119,4 @@ def _by_name(records: Sequence[Record], what: str) -> tuple[tuple[str, ...], lis
         (name, *(f"{r['ms'][name]:.2f}" if name in r["ms"] else "-" for r in records))
         for name in names
     ]
-    return (what, *map(_run, records)), rows
+    return (what, *map(run_name, records)), rows

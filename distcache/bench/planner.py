@@ -21,20 +21,24 @@ import torch
 from distcache.bench.options import at_least, option, parse, split_arguments, usage
 from distcache.bench.plan_exchange import ExchangeOptions, measure_exchange
 from distcache.bench.plan_ids import IdStream, by_rank, compose_plan
-from distcache.bench.plan_runs import PlanningRun, distinct_contenders, run_distinct, timed_loops
+from distcache.bench.plan_placements import PlacedGroup, Placer, check_placements
+from distcache.bench.plan_runs import (
+    PlanningRun,
+    distinct_contenders,
+    evict_all,
+    run_distinct,
+    timed_loops,
+)
 from distcache.bench.plan_start import measure_start
-from distcache.bench.plan_tables import YARDSTICK, tables
+from distcache.bench.plan_tables import YARDSTICK, run_name, tables
 from distcache.bench.report import Record, Report, check_out, header, to_markdown, write_report
 from distcache.bench.spread import ratios, rotated, spread
-from distcache.cache.size import cache_slots
 from distcache.cli.logs import set_up_logging
 from distcache.comm.rendezvous import Place
-from distcache.config import Config
+from distcache.config import CacheConfig, Config
 from distcache.errors import DistcacheError
-from distcache.layout import RowLayout
+from distcache.pipeline.placement import REPLICATED
 from distcache.planner.bodies import COMPILED, NUMPY
-from distcache.run import build
-from distcache.step_plan import StepPlan
 
 log = logging.getLogger("distcache.bench.planner")
 
@@ -50,6 +54,10 @@ class PlannerOptions:
     batch: int = option(16384, "samples of a step over all ranks, one id per table each")
     worlds: tuple[int, ...] = option((1, 2), "numbers of ranks, simulated in this process")
     bodies: tuple[str, ...] = option((COMPILED, NUMPY), "bodies of the planner's loops")
+    placements: tuple[str, ...] = option(
+        (REPLICATED,), "replicated, sharded and mixed; with one rank all are replicated"
+    )
+    share: float = option(0.0005, "of all rows: the hottest, which mixed replicates")
     exchange: int = option(2, "ranks of the run with the exchange, a process each; 0: no such run")
     steps: int = option(10, "steps of each contender in a repetition")
     repetitions: int = option(7, "repetitions, in each of which every contender has its turn")
@@ -61,6 +69,7 @@ class PlannerOptions:
         at_least(1, batch=self.batch, steps=self.steps, repetitions=self.repetitions)
         at_least(1, worlds=min(self.worlds), warmup=self.warmup)
         at_least(0, exchange=self.exchange)
+        check_placements(self.placements)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,47 +117,50 @@ def one_core(pin: bool) -> Iterator[None]:
 
 def measure(options: PlannerOptions, config: Config) -> list[Record]:
     """Warm up, take turns, and summarise: the records of the report."""
-    source = build.build_source(config)
-    tables = build.build_tables(config, source)
-    layouts = {world: RowLayout(tables, world) for world in options.worlds}
-    runs = {
-        (world, body): _planning_run(layout, config, body)
-        for world, layout in layouts.items()
-        for body in options.bodies
-    }
-    stream = IdStream(source, next(iter(layouts.values())), options.batch)
+    placer = Placer(config, options.share)
+    runs: Runs = {}
+    for kind in options.placements:
+        for world in options.worlds:
+            if kind == REPLICATED or world > 1:
+                placed = placer.place(kind, world)
+                runs |= {(kind, world, b): _run(placed, placer.cache, b) for b in options.bodies}
+    layout = placer.group(1).layout
+    stream = IdStream(placer.source, layout, options.batch)
     steady = _warm_up(runs, stream, options.warmup)
-    rows = next(iter(layouts.values())).rows
+    rows = layout.rows
     distinct = distinct_contenders(rows, options.bodies)
     turns = _Turns(runs, distinct, stream.draw(1)[0].reshape(-1))
     for repetition in range(options.repetitions):
         turns.take(repetition, stream.draw(options.steps))
     records = [*turns.records, *_rates(turns.records), *_part_records(runs, options)]
     batches = stream.draw(options.steps)
-    records += [_loop_record(run, batches) for run in runs.values()]
-    records += [_index_record(run, steady[key]) for key, run in runs.items()]
+    records += [_loop_record(key, run, batches) for key, run in runs.items()]
+    records += [_index_record(key, run, steady[key]) for key, run in runs.items()]
     return records + (measure_start() if COMPILED in options.bodies else [])
 
 
-Runs = dict[tuple[int, str], PlanningRun]
-"""By number of ranks and body."""
+Key = tuple[str, int, str]
+"""Placement, number of ranks and body."""
+
+Runs = dict[Key, PlanningRun]
 
 
-def _planning_run(layout: RowLayout, config: Config, body: str) -> PlanningRun:
-    cache = config.cache
-    group = (layout.rows, layout.dim, 0)
-    slots = cache_slots(cache.rows, cache.ratio, cache.bytes, [group], 4, layout.world_size)
-    return PlanningRun(layout, slots[0], cache.lookahead, cache.prefetch, body)
+def _run(placed: PlacedGroup, cache: CacheConfig, body: str) -> PlanningRun:
+    return PlanningRun(placed, int(cache.lookahead), int(cache.prefetch), body)
 
 
-def _warm_up(runs: Runs, stream: IdStream, most: int) -> dict[tuple[int, str], bool]:
+def _about(key: Key) -> Record:
+    """What every record says of its run."""
+    return dict(zip(("placement", "world_size", "body"), key, strict=True))
+
+
+def _warm_up(runs: Runs, stream: IdStream, most: int) -> dict[Key, bool]:
     """Plan until every fetched row sends one away; whether each run came so far."""
     steady = dict.fromkeys(runs, False)
     for _ in range(most):
         (rows,) = stream.draw(1)
         for key, run in runs.items():
-            plans = run.step(by_rank(rows, run.layout.world_size))
-            steady[key] = bool(plans) and 0 < plans[0].misses <= _evictions(plans)
+            steady[key] = evict_all(run.step(by_rank(rows, run.world_size)))
         if all(steady.values()):
             break
     else:
@@ -159,17 +171,13 @@ def _warm_up(runs: Runs, stream: IdStream, most: int) -> dict[tuple[int, str], b
     return steady
 
 
-def _evictions(plans: Sequence[StepPlan]) -> int:
-    return sum(len(plan.evict_slots) for plan in plans)
-
-
 class _Turns:
     """Every contender's turn over the same ids, in rotating order."""
 
     def __init__(
         self, runs: Runs, distinct: dict[str, Callable[[np.ndarray], Any]], sample: np.ndarray
     ) -> None:
-        self._runs = {f"plan, W = {world}, {body}": run for (world, body), run in runs.items()}
+        self._runs = {f"plan, {run_name(_about(key))}": run for key, run in runs.items()}
         self._distinct = distinct
         self.names = [*self._runs, *self._distinct]
         self.records: list[Record] = []
@@ -198,7 +206,7 @@ class _Turns:
 
     def _plan(self, run: PlanningRun, batches: Sequence[np.ndarray]) -> tuple[float, float]:
         before = sum(run.seconds.values()), run.cpu_seconds
-        for rows in [by_rank(batch, run.layout.world_size) for batch in batches]:
+        for rows in [by_rank(batch, run.world_size) for batch in batches]:
             run.step(rows)
         return sum(run.seconds.values()) - before[0], run.cpu_seconds - before[1]
 
@@ -230,32 +238,32 @@ def _part_records(runs: Runs, options: PlannerOptions) -> list[Record]:
     """Milliseconds per step and rank of every part, over all turns."""
     records = []
     steps = options.steps * options.repetitions
-    for (world, body), run in runs.items():
-        parts = {name: value * 1e3 / (steps * world) for name, value in run.seconds.items()}
-        records.append({"kind": "parts", "world_size": world, "body": body, "ms": parts})
+    for key, run in runs.items():
+        share = 1e3 / (steps * run.world_size)
+        parts = {name: value * share for name, value in run.seconds.items()}
+        records.append({"kind": "parts", **_about(key), "ms": parts})
     return records
 
 
-def _loop_record(run: PlanningRun, batches: Sequence[np.ndarray]) -> Record:
+def _loop_record(key: Key, run: PlanningRun, batches: Sequence[np.ndarray]) -> Record:
     """Milliseconds per step and rank of every loop."""
-    world = run.layout.world_size
     with timed_loops(run) as seconds:
         for rows in batches:
-            run.step(by_rank(rows, world))
-    ms = {name: 1e3 * value / (len(batches) * world) for name, value in seconds.items()}
-    return {"kind": "loops", "world_size": world, "body": run.bodies.body, "ms": ms}
+            run.step(by_rank(rows, run.world_size))
+    share = 1e3 / (len(batches) * run.world_size)
+    ms = {name: share * value for name, value in seconds.items()}
+    return {"kind": "loops", **_about(key), "ms": ms}
 
 
-def _index_record(run: PlanningRun, steady: bool) -> Record:
+def _index_record(key: Key, run: PlanningRun, steady: bool) -> Record:
     counts = run.counts
     return {
         "kind": "index",
-        "world_size": run.layout.world_size,
-        "body": run.bodies.body,
+        **_about(key),
         "rows": run.layout.rows,
         "index_bytes": run.index_bytes,
         "bytes_per_row": run.index_bytes / run.layout.rows,
-        "slots": sum(home.slots for home in run.homes),
+        "slots": run.slots,
         "steady_eviction": steady,
         "steps": counts["steps"],
         "distinct_per_step": counts["distinct"] / counts["steps"],

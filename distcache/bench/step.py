@@ -17,7 +17,7 @@ import torch
 from distcache.bench.options import at_least, option, parse, split_arguments, usage
 from distcache.bench.report import Report, check_out, header, to_markdown, write_report
 from distcache.bench.setting import compose_setting
-from distcache.bench.step_contenders import build_contenders
+from distcache.bench.step_contenders import CACHED, SHARDED_BY, build_contenders
 from distcache.bench.step_tables import tables
 from distcache.bench.step_turns import Turns
 from distcache.cli.logs import set_up_logging
@@ -30,7 +30,7 @@ log = logging.getLogger("distcache.bench.step")
 
 MODULE = "distcache.bench.step"
 PURPOSE = "Milliseconds per training step of the modes and of TorchRec's fused tables, in turns."
-MODES = ("data", "serial", "resident", "host", "hybrid", "fused", "bag")
+MODES = (*CACHED, "resident", "host", "hybrid", *SHARDED_BY, "fused", "bag")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class StepOptions:
     modes: tuple[str, ...] = option(
         ("data", "resident", "host", "fused"),
         f"who takes turns, of {', '.join(MODES)}; each has its own copy of the tables "
-        "(data moves rows beside the steps, serial is data without)",
+        "(data moves rows beside the steps, serial is data without; replicated, home, sharded, "
+        "mixed and auto are data with that placement, home with cache.state=home; table_wise, "
+        "row_wise and column_wise are hybrid with that sharding)",
     )
     model: str = option("dlrm", "dlrm, or embeddings: next to no dense part")
     batch: int = option(4096, "samples of a step over all ranks")

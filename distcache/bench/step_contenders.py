@@ -33,7 +33,13 @@ from distcache.versions import fbgemm_here
 
 log = logging.getLogger("distcache.bench.step")
 
-_CACHED = ("data", "serial", "resident", "host")
+CACHED = ("data", "serial", "replicated", "home", "sharded", "mixed", "auto")
+"""Mode `data` in its variants."""
+
+SHARDED_BY = ("table_wise", "row_wise", "column_wise")
+"""Mode `hybrid` with that `parallel.sharding`."""
+
+_PLANNED = (*CACHED, "resident", "host")
 
 _AHEAD = 8
 """Steps that the threads of a cached mode hold beside those of L and P, at most."""
@@ -67,17 +73,27 @@ def build_contenders(
             parallel = build.build_parallel(own, _own_group(world), tables, model, source)
             parallel.set_lr(*build.build_rates(config)(0))
             ahead = config.cache.lookahead + config.cache.prefetch + _AHEAD
-            ahead = ahead if mode in _CACHED else 0
-            contenders.append(ModeContender(mode, parallel, feed, ahead))
+            ahead = ahead if mode in _PLANNED else 0
+            contenders.append(ModeContender(mode, parallel, feed, ahead, mode in CACHED))
         log.info("%s is there, after %.1f s", mode, time.perf_counter() - began)
     return contenders, bank
 
 
 def _config_of(mode: str, config: Config) -> Config:
-    """`serial` is mode `data`, one stage after the other."""
+    """`serial` is mode `data`, one stage after the other; the placements are of mode `data`, the
+    shardings of mode `hybrid`."""
     if mode == "serial":
         trainer = replace(config.trainer, schedule="serial")
         config, mode = replace(config, trainer=trainer), "data"
+    elif mode == "home":
+        cache = replace(config.cache, placement="replicated", state="home")
+        config, mode = replace(config, cache=cache), "data"
+    elif mode in CACHED and mode != "data":
+        cache = replace(config.cache, placement=mode, state="replicated")
+        config, mode = replace(config, cache=cache), "data"
+    elif mode in SHARDED_BY:
+        parallel = replace(config.parallel, sharding=mode)
+        config, mode = replace(config, parallel=parallel), "hybrid"
     return replace(config, parallel=replace(config.parallel, mode=mode))
 
 
@@ -137,9 +153,7 @@ def _check_memory(modes: Sequence[str], table_bytes: int, world: World) -> None:
 
     `data` and `host` have one store per node, `resident` a copy per rank, `hybrid` shards.
     """
-    on_host = [
-        mode for mode in modes if mode in ("data", "serial", "host") or world.device.type == "cpu"
-    ]
+    on_host = [mode for mode in modes if mode in (*CACHED, "host") or world.device.type == "cpu"]
     copies = sum(world.local_size if mode == "resident" else 1 for mode in on_host)
     if world.local_rank == 0:
         require_memory(

@@ -86,7 +86,7 @@ class Turns:
         for _ in range(lead):
             contender.step()
         self._synchronise()
-        before, rows = contender.stage_seconds(), contender.rows()
+        before, rows, sent = contender.stage_seconds(), contender.rows(), contender.sent()
         hidden_before = contender.hidden_seconds()
         marks, losses = [time.perf_counter()], []
         for step in range(steps):
@@ -111,8 +111,18 @@ class Turns:
             "stage_ms": stages,
             "stage_hidden_ms": hidden,
             "rows_per_step": moved,
+            "sent_per_step": self._mean_sent(contender, sent, steps),
             "loss": loss,
         }
+
+    def _mean_sent(self, contender: Contender, before: dict[str, int], steps: int) -> Record:
+        """Bytes per step since `before`, the mean over ranks."""
+        after = contender.sent()
+        sent = torch.tensor([after[key] - before[key] for key in after], dtype=torch.float64)
+        if self.world.size > 1 and after:
+            dist.all_reduce(sent, group=self.world.host_group)
+        means = (sent / self.world.size / steps).tolist()
+        return dict(zip(after, means, strict=True))
 
     def _synchronise(self) -> None:
         if self.world.device.type == "cuda":
@@ -133,6 +143,7 @@ class Turns:
             "kind": "mode",
             "mode": contender.name,
             "world_size": self.world.size,
+            "nodes": self.world.nodes.count,
             "step_ms": spread([value for turn in turns for value in turn["step_ms"]]),
             "turn_medians_ms": [float(np.median(turn["step_ms"])) for turn in turns],
             "stage_ms": _medians([turn["stage_ms"] for turn in turns]),
@@ -140,6 +151,7 @@ class Turns:
             "loss": turns[-1]["loss"],
             "warmup_steps": self._warmed,
             "rows_per_step": _mean([turn["rows_per_step"] for turn in turns]),
+            "sent_per_step": _mean([turn["sent_per_step"] for turn in turns]),
             "steady_eviction": contender.steady(),
             **contender.summary(),
         }

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distcache.cache.state_slots import StateSlots
 from distcache.errors import MemoryTooSmallError, PlanError
 from distcache.store.available import describe_bytes, require_memory
 from distcache.store.copies import put_rows, take_rows
@@ -25,12 +26,12 @@ _WAY_OUT = "lower cache.rows (or cache.ratio, cache.bytes), or use more memory"
 class DeviceCache:
     """C slots of one group on one rank.
 
-    `weight` `[C, D]` and `state` `[C, S]` (None where S = 0) lie on the device; they are plain
-    tensors, neither parameters nor buffers. What the slots hold is kept on the host in NumPy:
-    `slot_row` int64 `[C]` (row number, or FREE) and `dirty` bool `[C]` (changed since its fill).
-    The bookkeeping advances when the method is called; the device follows in stream order.
-    Slots and rows given to a method are int64 `[m]` on the CPU, slots distinct where they are
-    written. Wrong use raises PlanError naming slot and row before anything changes.
+    `weight` `[C, D]` and `state` `[C, S]` (None where S = 0; fewer rows with `state_slots`) lie on
+    the device; they are plain tensors, neither parameters nor buffers. What the slots hold is kept
+    on the host in NumPy: `slot_row` int64 `[C]` (row number, or FREE) and `dirty` bool `[C]`
+    (changed since its fill). The bookkeeping advances when the method is called; the device follows
+    in stream order. Slots and rows given to a method are int64 `[m]` on the CPU, slots distinct
+    where they are written. Wrong use raises PlanError naming slot and row before anything changes.
     """
 
     def __init__(
@@ -41,13 +42,15 @@ class DeviceCache:
         dtype: torch.dtype,
         device: torch.device | str,
         way_out: str = _WAY_OUT,
+        state_slots: StateSlots | None = None,
     ) -> None:
         """C = `slots` free slots of D = `dim` and S = `state_width` elements of `dtype`.
 
         `way_out`: what a user can change when the device's memory does not hold them.
-        Raises MemoryTooSmallError then.
+        `state_slots`: those that have state; None: all. Raises MemoryTooSmallError then.
         """
         self.dim, self.state_width, self.dtype = dim, state_width, dtype
+        self.state_slots = state_slots
         self.device = torch.device(device)
         self._way_out = way_out
         self.weight, self.state = self._allocate(slots)
@@ -68,12 +71,14 @@ class DeviceCache:
         """Put `rows`, just fetched, into free `slots`; they are clean.
 
         Rows of other ranks' homes are all named FOREIGN; their slots need not be free.
-        `weight` `[m, D]`, `state` `[m, S]` or None, on any device. Pinned sources may be reused
+        `weight` `[m, D]`, `state` `[m, S]` or None, on any device; of a cache with `state_slots`
+        the state of own rows alone, in their order. Pinned sources may be reused
         once the current stream is past this call.
         """
         at, new = self._slots(slots), self._rows(slots, rows)
-        self._check_values(at, weight, state)
         held, own = self.slot_row[at], new != FOREIGN
+        stateful = at if self.state_slots is None else self.state_slots.of(at[own])
+        self._check_values(len(at), weight, len(stateful), state)
         taken = own & (held != FREE) & (held != FOREIGN)
         if taken.any():
             i = int(np.argmax(taken))
@@ -86,7 +91,7 @@ class DeviceCache:
             i = int(np.argmax(self.slot_row[at] != new))
             self.slot_row[at] = FREE
             raise PlanError(f"slot {at[i]} is given twice, to row {new[i]} and to another one")
-        self._copy_in(at, weight, state)
+        self._copy_in(((self.weight, at, weight), (self.state, stateful, state)))
 
     def read(self, slots: Index) -> tuple[Tensor, Tensor | None]:
         """Copies of rows and their state on the device: `[m, D]`, `[m, S]` or None.
@@ -94,15 +99,29 @@ class DeviceCache:
         A slot that was just evicted may be read until it is filled again.
         """
         at = self._slots(slots)
-        parts = (self.weight, self.state)
-        if self.device.type == "cpu":
-            weight, state = (None if part is None else _taken(part, at) for part in parts)
-        else:
-            where = self._to_device(at)
-            weight, state = (None if p is None else p.index_select(0, where) for p in parts)
-        if weight is None:
-            raise PlanError("a cache without weights")
-        return weight, state
+        weight = self._taken(self.weight, at)
+        if self.state is None:
+            return weight, None
+        return weight, self._taken(
+            self.state, at if self.state_slots is None else self.state_slots.of(at)
+        )
+
+    def _taken(self, source: Tensor, at: np.ndarray) -> Tensor:
+        """Copies of rows of `source`, on the device."""
+        if self.device.type != "cpu":
+            return source.index_select(0, self._to_device(at))
+        out = torch.empty(len(at), source.shape[1], dtype=source.dtype)
+        take_rows(source.numpy(), at, out.numpy())
+        return out
+
+    def part(self, slots: slice) -> tuple[Tensor, Tensor | None]:
+        """Views of weight and state of consecutive slots, all of which have state."""
+        if self.state is None:
+            return self.weight[slots], None
+        if self.state_slots is None:
+            return self.weight[slots], self.state[slots]
+        start = int(self.state_slots.of(np.array([slots.start]))[0])
+        return self.weight[slots], self.state[start : start + slots.stop - slots.start]
 
     def gather(self, slots: Index, where: Tensor | None = None) -> Tensor:
         """Copies of a step's rows on the device, `[U, D]`; every slot must hold a row.
@@ -164,7 +183,11 @@ class DeviceCache:
         self.dirty = np.concatenate((self.dirty, np.zeros(slots - old, np.bool_)))
 
     def _bytes(self, slots: int) -> int:
-        return slots * (self.dim + self.state_width) * self.dtype.itemsize
+        stateful = self._stateful(slots)
+        return (slots * self.dim + stateful * self.state_width) * self.dtype.itemsize
+
+    def _stateful(self, slots: int) -> int:
+        return slots if self.state_slots is None else self.state_slots.rows(slots)
 
     def _allocate(self, slots: int) -> tuple[Tensor, Tensor | None]:
         """Zeroed weights and state of `slots` slots; MemoryTooSmallError when there is no room."""
@@ -175,7 +198,8 @@ class DeviceCache:
             weight = torch.zeros(slots, self.dim, dtype=self.dtype, device=self.device)
             state = None
             if self.state_width:
-                state = torch.zeros(slots, self.state_width, dtype=self.dtype, device=self.device)
+                rows = self._stateful(slots)
+                state = torch.zeros(rows, self.state_width, dtype=self.dtype, device=self.device)
         except RuntimeError as error:  # torch.OutOfMemoryError, or the CPU allocator's refusal
             raise MemoryTooSmallError(
                 f"{self.device} did not give {describe_bytes(self._bytes(slots))} for {what}, "
@@ -209,41 +233,35 @@ class DeviceCache:
             raise PlanError(f"slot {at[int(np.argmax(free))]} holds no row: nothing to {verb}")
         return at
 
-    def _check_values(self, at: np.ndarray, weight: Tensor, state: Tensor | None) -> None:
-        """PlanError unless weight is `[m, D]` and state `[m, S]` (or None), of this dtype."""
-        for name, tensor, width in (
-            ("weight", weight, self.dim),
-            ("state", state, self.state_width),
+    def _check_values(
+        self, slots: int, weight: Tensor, stateful: int, state: Tensor | None
+    ) -> None:
+        """PlanError unless weight is `[slots, D]`, state `[stateful, S]` or None, of this dtype."""
+        for name, tensor, rows, width in (
+            ("weight", weight, slots, self.dim),
+            ("state", state, stateful, self.state_width),
         ):
-            want = ((len(at), width), self.dtype) if width else None
+            want = ((rows, width), self.dtype) if width else None
             got = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
             if got != want:
-                raise PlanError(f"{name} for {len(at)} slots must be {want}, got {got}")
+                raise PlanError(f"{name} for {rows} slots must be {want}, got {got}")
 
-    def _copy_in(self, at: np.ndarray, weight: Tensor, state: Tensor | None) -> None:
-        pairs = ((self.weight, weight), (self.state, state))
-        if self.device.type == "cpu":
-            for target, values in pairs:
-                if target is not None and values is not None:
-                    put_rows(target.numpy(), at, values.contiguous().numpy())
-            return
-        where = self._to_device(at)
-        for target, values in pairs:
-            if target is not None and values is not None:
-                target.index_copy_(0, where, values.to(self.device, non_blocking=True))
+    def _copy_in(self, parts: tuple[tuple[Tensor | None, np.ndarray, Tensor | None], ...]) -> None:
+        """Write values to places of a target, for each (target, places, values)."""
+        for target, at, values in parts:
+            if target is None or values is None:
+                continue
+            if self.device.type == "cpu":
+                put_rows(target.numpy(), at, values.contiguous().numpy())
+            else:
+                values = values.to(self.device, non_blocking=True)
+                target.index_copy_(0, self._to_device(at), values)
 
     def _to_device(self, at: np.ndarray) -> Tensor:
         where = torch.from_numpy(at)
         if self.device.type == "cuda":
             where = where.pin_memory()
         return where.to(self.device, non_blocking=True)
-
-
-def _taken(source: Tensor, at: np.ndarray) -> Tensor:
-    """Copies of rows on the CPU."""
-    out = torch.empty(len(at), source.shape[1], dtype=source.dtype)
-    take_rows(source.numpy(), at, out.numpy())
-    return out
 
 
 def _numpy(index: Index, name: str) -> np.ndarray:

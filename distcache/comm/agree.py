@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from distcache.comm.link import host_link
@@ -11,6 +11,9 @@ from distcache.comm.world import World
 from distcache.errors import ConfigError, DistcacheError, PeerError
 
 T = TypeVar("T")
+
+_SHOWN = 3
+"""Differences that an error names."""
 
 
 def together(world: World, work: Callable[[], T]) -> list[T]:
@@ -42,17 +45,43 @@ def together(world: World, work: Callable[[], T]) -> list[T]:
 def agree_on(world: World, values: Mapping[str, Any]) -> None:
     """Raise ConfigError on every rank unless all ranks give equal `values`; called by all ranks.
 
-    The error names the first key that differs and two ranks' values. Values must be picklable.
+    The error names the first few keys that differ, with every value and the ranks that have it.
+    Values must be picklable; those with the same `repr` are equal.
     """
-    first, *others = together(world, lambda: dict(values))
-    for rank, other in enumerate(others, start=1):
-        for key in first | other:
-            one, two = (_show(given, key) for given in (first, other))
-            if one != two:
-                raise ConfigError(
-                    f"the ranks differ: {key} is {one} on rank 0 and {two} on rank {rank}; start "
-                    "all ranks with the same configuration, data and package versions"
-                )
+    lines = differences(together(world, lambda: dict(values)))
+    if lines:
+        more = f" (and {len(lines) - _SHOWN} more)" if len(lines) > _SHOWN else ""
+        raise ConfigError(
+            f"the ranks differ: {'; '.join(lines[:_SHOWN])}{more}; start all ranks with the same "
+            "configuration, data and package versions"
+        )
+
+
+def differences(by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each key on which ranks differ: `<key> is <value> on rank 0 and ... on ...`."""
+    lines = []
+    for key in dict.fromkeys(key for values in by_rank for key in values):
+        ranks: dict[str, list[int]] = {}
+        for rank, values in enumerate(by_rank):
+            ranks.setdefault(_show(values, key), []).append(rank)
+        if len(ranks) > 1:
+            *first, last = [f"{value} on {_named(own)}" for value, own in ranks.items()]
+            lines.append(f"{key} is {', '.join(first)} and {last}")
+    return lines
+
+
+def _named(ranks: list[int]) -> str:
+    """`rank 3`, `ranks 0, 2`, `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = []
+    for run in runs:
+        texts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
 
 
 def _show(values: Mapping[str, Any], key: str) -> str:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distcache.comm.nodes import Nodes
 from distcache.errors import DistcacheError
 
 ROWS = "collective_bytes"
@@ -51,9 +52,15 @@ class CollectiveCounters:
 
     `collective_bytes`: row values and row gradients, and any other floating payload of a counted
     library. `dense_collective_bytes`: gradients of the dense part. `planning_bytes`: integers.
+    `inter_node_bytes`: those of the first two that went to ranks of other nodes, where there are
+    any; of an all-reduce, all-gather, reduce-scatter or broadcast what the last rank of a node
+    hands on in a ring in rank order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Nodes | None = None, rank: int = 0) -> None:
+        """`nodes`: where the ranks are, and `rank` this one; None counts nothing between nodes."""
+        self.nodes = nodes if nodes is not None and nodes.count > 1 else None
+        self._rank = rank
         self._lock = threading.Lock()
         self.reset()
 
@@ -63,17 +70,25 @@ class CollectiveCounters:
             self.collective_bytes = 0
             self.dense_collective_bytes = 0
             self.planning_bytes = 0
+            self.inter_node_bytes = 0
 
-    def count(self, category: str, nbytes: int) -> None:
-        """Add `nbytes` to a category: one of CATEGORIES, else DistcacheError."""
+    def count(self, category: str, nbytes: int, between: int = 0) -> None:
+        """Add `nbytes` to a category: one of CATEGORIES, else DistcacheError.
+
+        `between`: how many of them went to ranks of other nodes.
+        """
         if category not in CATEGORIES:
             raise DistcacheError(f"{category!r} is not a counter: use one of {CATEGORIES}")
         with self._lock:
             setattr(self, category, getattr(self, category) + nbytes)
+            if category != PLANNING:
+                self.inter_node_bytes += between
 
     def count_all_reduce(self, category: str, tensor: Tensor, world_size: int) -> None:
-        """Count an all-reduce of `tensor`."""
-        self.count(category, all_reduce_bytes(tensor.nbytes, world_size))
+        """Count an all-reduce of `tensor` over all ranks."""
+        nbytes = all_reduce_bytes(tensor.nbytes, world_size)
+        between = self.nodes.ring_bytes_between(self._rank, nbytes) if self.nodes else 0
+        self.count(category, nbytes, between)
 
     def count_all_to_all(
         self,
@@ -83,11 +98,16 @@ class CollectiveCounters:
         rank: int,
         world_size: int,
     ) -> None:
-        """Count an all-to-all that sends `tensor`, split along its first dimension."""
-        self.count(category, all_to_all_bytes(tensor.nbytes, send_splits, rank, world_size))
+        """Count an all-to-all over all ranks that sends `tensor`, split along its first dimension;
+        `rank`: this one in the group."""
+        between = 0
+        if self.nodes is not None:
+            between = self.nodes.bytes_between(rank, send_splits or [1] * world_size, tensor.nbytes)
+        nbytes = all_to_all_bytes(tensor.nbytes, send_splits, rank, world_size)
+        self.count(category, nbytes, between)
 
     def values(self) -> dict[str, int]:
-        """The counters by name."""
+        """The categories' counters by name."""
         return {name: getattr(self, name) for name in CATEGORIES}
 
 
@@ -129,6 +149,22 @@ COUNTED = (
 """The functions of torch.distributed that `count_collectives` wraps (`_single`: from 2.13 on)."""
 
 
+def _between(name: str, call: dict[str, Any], nbytes: int, nodes: Nodes) -> int:
+    """Of `nbytes` that this rank sends in the call, those to ranks of other nodes."""
+    group = call.get("group")
+    ranks = dist.get_process_group_ranks(group)
+    here = nodes.of(dist.get_rank())
+    inside = [nodes.of(rank) == here for rank in ranks]
+    if name == "all_to_all":
+        pairs = zip(call["input_tensor_list"], inside, strict=True)
+        return sum(part.nbytes for part, near in pairs if not near)
+    if name == "all_to_all_single":
+        splits = call.get("input_split_sizes") or [1] * len(ranks)
+        outside = sum(part for part, near in zip(splits, inside, strict=True) if not near)
+        return call["input"].nbytes * outside // sum(splits) if sum(splits) else 0
+    return nbytes if not inside[(dist.get_rank(group) + 1) % len(ranks)] else 0
+
+
 def _counted(
     name: str, original: Callable[..., Any], counters: CollectiveCounters
 ) -> Callable[..., Any]:
@@ -143,7 +179,8 @@ def _counted(
         if rank >= 0:
             tensor, nbytes = _payload(name, bound, rank, size)
             floating = tensor.is_floating_point() or tensor.is_complex()
-            counters.count(ROWS if floating else PLANNING, nbytes)
+            between = _between(name, bound, nbytes, counters.nodes) if counters.nodes else 0
+            counters.count(ROWS if floating else PLANNING, nbytes, between)
         return original(*args, **kwargs)
 
     return call

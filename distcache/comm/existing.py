@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import itertools
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from distcache.comm.liveness import announce_process
-from distcache.comm.world import World
+from distcache.comm.nodes import Nodes, nodes_of_names
+from distcache.comm.world import World, make_node_group
 from distcache.errors import ConfigError
 
 _number = itertools.count()
@@ -43,23 +45,24 @@ def current_world(
     nccl = device.type == "cuda" and "nccl" in dist.get_backend_config(process_group).lower()
     backend = "nccl" if nccl else "gloo"
 
-    def new_group(backend: str) -> dist.ProcessGroup:
+    def new_group(backend: str, members: Sequence[int] = range(size)) -> dist.ProcessGroup:
         timeout = timedelta(seconds=timeout_s)
+        own = [ranks[member] for member in members]
         if process_group is None:
-            return dist.new_group(backend=backend, timeout=timeout)
-        return dist.new_group(
-            ranks, timeout=timeout, backend=backend, use_local_synchronization=True
-        )
+            return dist.new_group(own, backend=backend, timeout=timeout)
+        return dist.new_group(own, timeout=timeout, backend=backend, use_local_synchronization=True)
+
+    def node_group(nodes: Nodes) -> dist.ProcessGroup | None:
+        if process_group is None:
+            return make_node_group(nodes, rank, lambda members: new_group(backend, members))
+        # Names of groups count those that a rank has: all ranks make one, alone on a node too.
+        return new_group(backend, nodes.ranks(nodes.of(rank))) if nodes.count > 1 else None
 
     host_group = new_group("gloo")
     seen: list = [None] * size
     dist.all_gather_object(seen, (socket.gethostname(), next(_number)), group=host_group)
-    local = [at for at, (host, _) in enumerate(seen) if host == seen[rank][0]]
-    if local != list(range(local[0], local[0] + len(local))):
-        raise ConfigError(
-            f"the ranks on {seen[rank][0]} are {local}: number the ranks of a node in a row, as "
-            "torchrun does, or pass a process_group whose ranks are"
-        )
+    nodes = nodes_of_names([host for host, _ in seen])
+    local = nodes.ranks(nodes.of(rank))
     shared = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore(f"distcache/{ranks[0]}/{seen[0][1]}", shared)
     announce_process(store, rank)
@@ -75,6 +78,8 @@ def current_world(
         host_group=host_group,
         planning_group=new_group("gloo"),
         store=store,
+        node_sizes=nodes.sizes,
+        node_group=node_group(nodes),
     )
 
 
@@ -83,11 +88,13 @@ def leave_world(world: World, orderly: bool = True) -> None:
 
     `orderly` ends wait for one another first.
     """
-    made = (world.device_group, world.host_group, world.planning_group)
+    made = (world.node_group, world.device_group, world.host_group, world.planning_group)
     if orderly and world.host_group is not None:
         dist.barrier(group=world.host_group)
     elif world.backend == "nccl":
-        world.device_group.abort()  # without it, leaving waits for kernels that never end
+        # Without it, leaving waits for kernels that never end.
+        for group in filter(None, (world.node_group, world.device_group)):
+            group.abort()
     for group in made:
         if group is not None:
             dist.destroy_process_group(group)

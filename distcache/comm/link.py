@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distcache.comm.counters import PLANNING, CollectiveCounters
+from distcache.comm.counters import PLANNING, CollectiveCounters, all_to_all_bytes
 from distcache.comm.rollcall import Waiting
 from distcache.comm.world import World
 from distcache.streams import Mark
@@ -65,11 +65,41 @@ class Link:
         self.counters.count_all_to_all(
             category, tensor, send_counts, self.world.rank, self.world.size
         )
+        return self._exchange(tensor, (send_counts, receive_counts), self.group, what)
+
+    def within_node(
+        self,
+        tensor: Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        category: str,
+        what: str,
+    ) -> Tensor:
+        """`all_to_all` among the ranks of this node, in their order; for links of the device group.
+
+        Called by all ranks of the node; with one of them it is a copy.
+        """
+        world = self.world
+        if world.local_size == 1:
+            return tensor
+        group = world.node_group or self.group  # one node has no other group
+        nbytes = all_to_all_bytes(tensor.nbytes, send_counts, world.local_rank, world.local_size)
+        self.counters.count(category, nbytes)
+        return self._exchange(tensor, (send_counts, receive_counts), group, what)
+
+    def _exchange(
+        self,
+        tensor: Tensor,
+        counts: tuple[Sequence[int], Sequence[int]],
+        group: dist.ProcessGroup | None,
+        what: str,
+    ) -> Tensor:
+        """An all-to-all over `group` of parts of `counts`, (sent, received)."""
+        send, receive = (list(part) for part in counts)
         source = (tensor.cpu() if self._staged else tensor).contiguous()
-        out = source.new_empty((sum(receive_counts), *tensor.shape[1:]))
-        splits = list(receive_counts), list(send_counts)
+        out = source.new_empty((sum(receive), *tensor.shape[1:]))
         self._wait(
-            lambda: dist.all_to_all_single(out, source, *splits, group=self.group, async_op=True),
+            lambda: dist.all_to_all_single(out, source, receive, send, group=group, async_op=True),
             what,
         )
         return out.to(tensor.device) if self._staged else out

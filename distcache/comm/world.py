@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 
 from distcache.comm.liveness import announce_process
+from distcache.comm.nodes import Nodes, agree_on_nodes, claim_of, exchange_claims
 from distcache.errors import ConfigError
 
 _WATCHDOG_S = timedelta(seconds=30)
@@ -29,7 +32,10 @@ class World:
     it too, while the main thread does not (`pipeline.schedule`).
     `host_group`: gloo, small CPU tensors and objects, from the main thread only.
     `planning_group`: gloo, used by the planner's background thread only.
+    `node_group`: this node's ranks, of the device group's kind and under the same rules; None on
+    one node; a rank that is alone on its node may have one of itself, or None.
     A world of one rank may have none (None): it never communicates.
+    `node_sizes`: ranks of each node; () is one node.
     """
 
     rank: int
@@ -43,6 +49,18 @@ class World:
     host_group: dist.ProcessGroup | None
     planning_group: dist.ProcessGroup | None
     store: dist.Store
+    node_sizes: tuple[int, ...] = ()
+    node_group: dist.ProcessGroup | None = None
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        """Which ranks share a node."""
+        return Nodes(self.node_sizes or (self.size,))
+
+    @property
+    def first_local(self) -> int:
+        """The first rank of this node."""
+        return self.rank - self.local_rank
 
     @property
     def is_first(self) -> bool:
@@ -83,27 +101,25 @@ def open_world(
     """Join the job that torchrun's environment describes; without one, a world of one rank.
 
     `store`: where the ranks record failures and look for them; None is the process groups' own.
-    Raises ConfigError for a device or backend that this machine does not have.
+    Raises ConfigError for a device or backend that some node does not have, and for ranks whose
+    places do not make nodes, on every rank; PeerError naming ranks that do not come.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    where = pick_device(device, local_rank)
-    name = pick_backend(backend, where, local_size)
     timeout = timedelta(seconds=timeout_s)
-    # NCCL's watchdog ends the process when it sees a timeout: later than the rank itself does.
-    patience = timeout + _WATCHDOG_S if name == "nccl" else timeout
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
+    own: dist.Store = dist.HashStore()
     if "RANK" in os.environ:
         # The store outlives a world, with the addresses of its groups: the next one needs its own.
         shared, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
         shared.set_timeout(timeout)
         own = dist.PrefixStore(f"distcache/world/{next(_number)}", shared)
-        dist.init_process_group(name, store=own, timeout=patience, rank=rank, world_size=size)
-    else:
-        alone = dist.HashStore()
-        dist.init_process_group(name, store=alone, rank=0, world_size=1, timeout=patience)
+    where, name, nodes = _meet(own, (rank, size, local_rank, local_size), device, backend)
+    # NCCL's watchdog ends the process when it sees a timeout: later than the rank itself does.
+    patience = timeout + _WATCHDOG_S if name == "nccl" else timeout
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    dist.init_process_group(name, store=own, timeout=patience, rank=rank, world_size=size)
     store = store or dist.distributed_c10d._get_default_store()
     announce_process(store, rank)
     default = dist.distributed_c10d._get_default_group()
@@ -119,7 +135,48 @@ def open_world(
         host_group=dist.new_group(backend="gloo", timeout=timeout),
         planning_group=dist.new_group(backend="gloo", timeout=timeout),
         store=store,
+        node_sizes=nodes.sizes,
+        node_group=make_node_group(
+            nodes, rank, lambda ranks: dist.new_group(ranks, backend=name, timeout=patience)
+        ),
     )
+
+
+def _meet(
+    store: dist.Store, place: tuple[int, int, int, int], device: str, backend: str
+) -> tuple[torch.device, str, Nodes]:
+    """This rank's device, the device group's backend, and the nodes, on which all ranks agree.
+
+    `place`: rank, world size, local rank, local size.
+    """
+    rank, size, local_rank, local_size = place
+    refused: ConfigError | None = None
+    where, name = torch.device("cpu"), "gloo"
+    try:
+        where = pick_device(device, local_rank)
+        name = pick_backend(backend, where, local_size)
+    except ConfigError as error:
+        refused = error
+    own = claim_of(local_rank, local_size, where.type, name, str(refused) if refused else None)
+    claims = exchange_claims(store, rank, size, own)
+    if refused is not None:
+        raise refused
+    return where, name, agree_on_nodes(claims)
+
+
+def make_node_group(
+    nodes: Nodes, rank: int, make: Callable[[list[int]], dist.ProcessGroup]
+) -> dist.ProcessGroup | None:
+    """The group of the node of `rank`, where there are several nodes and it has several ranks.
+
+    Called by all ranks; `make` makes a group of some ranks, and all ranks make the same ones.
+    """
+    own = None
+    for node, size in enumerate(nodes.sizes):
+        if nodes.count > 1 and size > 1:
+            group = make(list(nodes.ranks(node)))
+            own = group if node == nodes.of(rank) else own
+    return own
 
 
 def close_world(world: World, orderly: bool = True) -> None:
@@ -132,5 +189,7 @@ def close_world(world: World, orderly: bool = True) -> None:
     if orderly:
         dist.barrier(group=world.host_group)
     elif world.backend == "nccl":
-        world.device_group.abort()  # without it, leaving waits for kernels that never end
+        # Without it, leaving waits for kernels that never end.
+        for group in filter(None, (world.node_group, world.device_group)):
+            group.abort()
     dist.destroy_process_group()

@@ -130,6 +130,10 @@ class SyntheticSource(SlicedSource):
         """Expected distinct rows of `table` among `lookups` ids of it."""
         return self._tables.expected_distinct(table, lookups)
 
+    def hottest(self, table: int, count: int) -> np.ndarray:
+        """The `count` likeliest ids of a table, int64, the likeliest first."""
+        return self._tables.ids_of_ranks(table, np.arange(count))
+
     def read(self, part: BatchSlice) -> Batch:
         """See `SlicedSource.read`."""
         if part.kind == "train":

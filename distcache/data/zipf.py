@@ -76,12 +76,17 @@ class ZipfTables:
         """Expected distinct rows of a table among `lookups` independent lookups."""
         if lookups <= 0:
             return 0.0
-        edges = _bin_edges(int(self.rows[table]))
-        widths = np.diff(edges)
-        mass = np.clip(np.diff(self.mass_below(table, edges)) / widths, 0.0, 1.0)
+        mass, widths = self.bins(table)
         with np.errstate(divide="ignore"):
             missed = lookups * np.log1p(-mass)
         return float(np.sum(-np.expm1(missed) * widths))
+
+    def bins(self, table: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ranks in bins of like popularity, the most popular first: the mean probability of a row
+        of each bin, float64 `[k]`, and its rows, int64 `[k]`."""
+        edges = _bin_edges(int(self.rows[table]))
+        widths = np.diff(edges)
+        return np.clip(np.diff(self.mass_below(table, edges)) / widths, 0.0, 1.0), widths
 
 
 def _bin_edges(rows: int) -> np.ndarray:

@@ -1,11 +1,13 @@
-"""The drop-in collection: TorchRec models in anybody's training loop over cached rows."""
+"""The drop-in collections: TorchRec models in anybody's training loop over cached rows."""
 
 from distcache.embedding.collection import CachedEmbeddingBagCollection
 from distcache.embedding.optimizer import RowOptimizer, clip_grad_norm_
+from distcache.embedding.sequence import CachedEmbeddingCollection
 from distcache.embedding.stream import Lookahead, lookahead
 
 __all__ = [
     "CachedEmbeddingBagCollection",
+    "CachedEmbeddingCollection",
     "Lookahead",
     "RowOptimizer",
     "clip_grad_norm_",

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from distcache.comm.agree import together
-from distcache.comm.existing import current_world
-from distcache.embedding.core import CachedTables, CacheSettings
-from distcache.embedding.ids import IdReader
-from distcache.embedding.open_step import OpenStep
-from distcache.embedding.optimizer import RowOptimizer
-from distcache.embedding.tables import (
-    checked_configs,
-    initialise_as_told,
-    lookups_of,
-    table_specs,
-)
-from distcache.embedding.whole import WholeTables
-from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
+from distcache.embedding.base import CachedCollection
 from distcache.optim.rows import RowUpdate
 
 
-class CachedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
+class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInterface):
     """Whole tables in host memory, a cache of rows on the device; trains as if all were there.
 
     Takes the place of `torchrec.EmbeddingBagCollection`: `KeyedJaggedTensor` in, `KeyedTensor`
@@ -42,6 +28,8 @@ class CachedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     the same order. With W ranks each sees the sum of all ranks' row gradients, times 1/W for
     `gradient_reduction="mean"` (what DDP does for the dense part).
     """
+
+    _tables_key, _config = "embedding_bags", EmbeddingBagConfig
 
     def __init__(
         self,
@@ -77,40 +65,8 @@ class CachedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         does not hold the tables or the cache.
         """
         super().__init__()
-        if not isinstance(optimizer, RowUpdate):
-            raise ConfigError(
-                f"optimizer={optimizer!r}: give one of distcache.optim.SGD, Adagrad, "
-                "RowWiseAdagrad, Adam with its settings, such as distcache.optim.Adagrad(lr=0.01)"
-            )
-        try:
-            chosen = CacheSettings(**settings)
-        except TypeError as error:
-            raise ConfigError(f"CachedEmbeddingBagCollection: {error}") from None
-        self._configs, self._is_weighted = checked_configs(tables), is_weighted
-        self._device = _concrete(device)
-        lookups, specs = lookups_of(self._configs), table_specs(self._configs)
-        names = tuple(specs[table].name for table in lookups.tables)
-        self.reader = IdReader(lookups, names, is_weighted)
-        world = current_world(self._device, process_group, timeout_s)
-        self.tables = CachedTables(
-            world, specs, lookups.tables, lookups.features, optimizer, chosen
-        )
-        self._initialise(chosen.seed)
-        self.tables.warm_up()
-        self.optimizer = RowOptimizer(self.tables, optimizer)
-
-    def _initialise(self, seed: int) -> None:
-        """Initial rows where a table asks for others than the default."""
-        whole, world = WholeTables(self.tables), self.tables.world
-
-        def fill() -> None:
-            if not world.local_rank:
-                for index, config in enumerate(self._configs):
-                    initialise_as_told(config, index, whole.weight(index), seed)
-
-        together(world, fill)
-
-    # --- TorchRec's interface ---------------------------------------------------------------
+        self._is_weighted = is_weighted
+        self._make(tables, device, optimizer, process_group, timeout_s, settings)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables' configs."""
@@ -119,11 +75,6 @@ class CachedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def is_weighted(self) -> bool:
         """Whether ids come with weights."""
         return self._is_weighted
-
-    @property
-    def device(self) -> torch.device:
-        """Where the cache lies and the embeddings come out."""
-        return self._device
 
     @property
     def embedding_names(self) -> list[str]:
@@ -137,132 +88,9 @@ class CachedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         Raises PlanError for a batch that is not the one that `lookahead` gave out next, DataError
         for ids or keys that do not fit, StepTooLargeError when the cache does not hold the step.
         """
-        try:
-            step, micro = self._locate(features)
-        except DistcacheError as error:
-            self.tables.failed(error)
-            raise
+        step, micro = self._open(features)
         return KeyedTensor(
             keys=self.embedding_names,
             length_per_key=list(self.reader.lookups.dims),
             values=step.pooled(micro),
         )
-
-    def _locate(self, features: KeyedJaggedTensor) -> tuple[OpenStep, int]:
-        """The step, with its rows on the device, and the micro-batch that `features` is."""
-        tables = self.tables
-        tables.require_open()
-        if not isinstance(features, KeyedJaggedTensor):
-            raise DataError(f"{type(features).__name__} is no KeyedJaggedTensor")
-        trains = self.training and torch.is_grad_enabled()
-        for stream in tables.streams:
-            if stream.claims(features, by_content=trains):
-                micro = stream.open_next()
-                return tables.opened(), micro
-        known = tables.current.reads if tables.current is not None else []
-        for micro, read in enumerate(known):
-            if read.is_of(features) and read.is_unchanged(features, self.reader.read):
-                return tables.opened(), micro
-        for stream in tables.streams:
-            if trains and stream.awaits:
-                raise stream.altered()
-        tables.end_current()
-        read = self.reader.read(features)
-        planned = tables.plan_inline(read, "train" if torch.is_grad_enabled() else "eval")
-        return tables.open(planned, [read]), 0
-
-    # --- training ---------------------------------------------------------------------------
-
-    def step(self) -> None:
-        """Apply the step's row gradients: `optimizer.step()`."""
-        self.optimizer.step()
-
-    def reduce(self) -> None:
-        """Sum the step's row gradients over the ranks, if backward has not done so.
-
-        The end of the last backward pass does it; a rank whose loss did not depend on the
-        embeddings, so that backward did not come here, calls this instead. Raises PlanError
-        before the last micro-batch.
-        """
-        self.tables.require_open()
-        if self.tables.current is not None:
-            self.tables.current.ready(without_backward=True)
-
-    def flush(self) -> None:
-        """Bring every changed row to host memory; called by all ranks."""
-        WholeTables(self.tables).flush()
-
-    def close(self) -> None:
-        """Stop planning and let go of the tables; safe to call twice."""
-        self.tables.close()
-
-    # --- nn.Module --------------------------------------------------------------------------
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        """Whole tables in original ids, as views of the store, after a flush; by all ranks."""
-        for table, (weight, _) in WholeTables(self.tables).views():
-            destination[f"{prefix}embedding_bags.{table.name}.weight"] = weight
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Take whole tables; by all ranks. Keys and errors as nn.Module reports them."""
-        found: dict[int, Tensor] = {}
-        expected = set()
-        for index, table in enumerate(self.tables.tables):
-            key = f"{prefix}embedding_bags.{table.name}.weight"
-            expected.add(key)
-            value, want = state_dict.get(key), (table.rows, table.dim)
-            if key not in state_dict:
-                missing_keys.append(key)
-            elif not isinstance(value, Tensor) or tuple(value.shape) != want:
-                got = getattr(value, "shape", type(value).__name__)
-                error_msgs.append(f"size mismatch for {key}: {got} in the checkpoint, not {want}")
-            else:
-                found[index] = value
-        unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in expected]
-        WholeTables(self.tables).load_weights(found)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """`.to()` and the like: the cache stays where it is, so they may only ask for that."""
-        dtype = self.tables.settings.dtype
-        probe = fn(torch.empty(0, dtype=dtype, device=self._device))
-        if probe.device != self._device or probe.dtype != dtype:
-            raise ConfigError(
-                f"the cache lies on {self._device} in {dtype} and cannot become {probe.device}, "
-                f"{probe.dtype}: make CachedEmbeddingBagCollection with device= and dtype="
-            )
-        return super()._apply(fn, recurse)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise PlanError: the tables are shared memory that other ranks hold too."""
-        raise PlanError(
-            "a CachedEmbeddingBagCollection can be neither copied nor pickled: save its "
-            "state_dict(), and load that into a new one"
-        )
-
-    def extra_repr(self) -> str:
-        """One line for each table."""
-        return "\n".join(
-            f"({table.name}): {table.rows} x {table.dim}, {table.pooling}"
-            for table in self.tables.tables
-        )
-
-
-def _concrete(device: torch.device | str | None) -> torch.device:
-    """The device with its index; None is torch's default device."""
-    chosen = torch.get_default_device() if device is None else torch.device(device)
-    if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    if chosen.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={chosen}: a cache lies on 'cpu' or 'cuda'")
-    return chosen

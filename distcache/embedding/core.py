@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from distcache.comm.agree import together
+from distcache.comm.agree import agree_on
 from distcache.comm.counters import CollectiveCounters
 from distcache.comm.failure import record_failure
 from distcache.comm.link import Link
+from distcache.comm.versions import agree_on_versions
 from distcache.comm.world import World
 from distcache.coordinator import reduce_rows
 from distcache.data.batch import Batch, JaggedIds
@@ -23,13 +24,14 @@ from distcache.embedding.ids import ReadIds
 from distcache.embedding.micro import join_ids
 from distcache.embedding.open_step import OpenStep
 from distcache.embedding.parts import make_row_parts, make_stream_planner
+from distcache.embedding.same import collection_values
 from distcache.embedding.settings import CacheSettings, library_words
-from distcache.errors import ConfigError, PlanError
+from distcache.embedding.tables import Lookups
+from distcache.errors import PlanError
 from distcache.layout import TableSpec
 from distcache.optim.rows import RowUpdate
-from distcache.pipeline.build import own_slots
 from distcache.pipeline.movement import Movement
-from distcache.pipeline.planning import PlannedStep
+from distcache.pipeline.planned import PlannedStep
 from distcache.pipeline.schedule import InFlight, Stage, run_stages
 from distcache.pipeline.warm import warm_up
 from distcache.streams import COMPUTE, Streams
@@ -49,21 +51,25 @@ class CachedTables:
         self,
         world: World,
         tables: Sequence[TableSpec],
-        lookups: Sequence[int],
-        keys: Sequence[str],
+        lookups: Lookups,
         update: RowUpdate,
         settings: CacheSettings,
+        name: str,
     ) -> None:
-        """`lookups`, `keys`: table and feature of each lookup, in order."""
-        self.world, self.tables, self.update = world, list(tables), update
-        self.settings, self._lookups = settings, [self.tables[table] for table in lookups]
-        self.fingerprint = zlib.crc32(repr((tables, lookups, update, settings)).encode())
-        self._agree()
-        self.counters = CollectiveCounters()
+        """`name`: what the tables are behind, for messages."""
+        self.world, self.tables, self.update, self.name = world, list(tables), update, name
+        self.settings, self._lookups = settings, [self.tables[table] for table in lookups.tables]
+        own = collection_values(name, self.tables, lookups, update, settings)
+        self.fingerprint = zlib.crc32(repr(own).encode())
+        agree_on_versions(world)
+        agree_on(world, own | {"device": world.device.type})
+        self.counters = CollectiveCounters(world.nodes, world.rank)
         self.link = Link(world, world.device_group, self.counters, "the device group")
         self.streams_of_device = streams = Streams(world.device)
         with library_words():
-            parts = make_row_parts(self.link, self.tables, keys, update, settings, streams)
+            parts = make_row_parts(
+                self.link, self.tables, lookups.features, update, settings, streams
+            )
             link = Link(world, world.planning_group, self.counters, "the planning group")
             self.planner = make_stream_planner(
                 link, parts, settings, self.fingerprint, self._checked
@@ -79,16 +85,6 @@ class CachedTables:
         self._streams: list[weakref.ref[Lookahead]] = []
         self.show_leaves: Callable[[list[Tensor]], None] = lambda leaves: None
         """Called with the leaves of the current step, or [] when it has none any more."""
-
-    def _agree(self) -> None:
-        """All ranks make the same collection."""
-        seen = together(self.world, lambda: self.fingerprint)
-        others = [rank for rank, number in enumerate(seen) if number != seen[0]]
-        if others:
-            raise ConfigError(
-                f"ranks {others} make another CachedEmbeddingBagCollection than rank 0: tables, "
-                "optimizer and settings must be the same on all ranks"
-            )
 
     def _checked(self, batch: Batch) -> Batch:
         """`batch` with every id inside its table; DataError names the one that is not."""
@@ -140,9 +136,8 @@ class CachedTables:
     def _settle(self) -> None:
         """Planning goes on from what the device holds, without plans that did not move; local."""
         if self._ahead:
-            rank = self.world.rank
-            held = [rows.held_rows(own_slots(rows, rank)) for rows in self.rows]
-            self.planner.restore(self._moved, held)
+            rows = self.rows
+            self.planner.restore(self._moved, lambda group, slots: rows[group].held_rows(slots))
         self._ahead = False
 
     # --- steps ------------------------------------------------------------------------------
@@ -215,7 +210,7 @@ class CachedTables:
         self.steps += 1
         for rows, plan, leaf in zip(self.rows, step.planned.plans, step.leaves, strict=True):
             if leaf.grad is not None:
-                rows.apply(plan, leaf.grad, lr, self.steps)
+                rows.apply(plan, leaf.grad, (lr, self.steps))
         for leaf in step.leaves:
             leaf.grad = None
         step.close()
@@ -240,7 +235,7 @@ class CachedTables:
     def require_open(self) -> None:
         """Raise PlanError once closed."""
         if self.closed:
-            raise PlanError("the CachedEmbeddingBagCollection is closed: make a new one")
+            raise PlanError(f"the {self.name} is closed: make a new one")
 
     def close(self) -> None:
         """Stop planning and let go of the tables; safe to call twice, on one rank alone too."""

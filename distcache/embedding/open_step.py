@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch.autograd import Variable
 from distcache.embedding.ids import ReadIds
 from distcache.embedding.micro import part_of
 from distcache.errors import PlanError
-from distcache.pipeline.groups import TableGroup, join_pooled
-from distcache.pipeline.lookup import DeviceBags, PooledLookup
-from distcache.pipeline.planning import PlannedStep
+from distcache.pipeline.groups import GroupBags, TableGroup, join_pooled
+from distcache.pipeline.lookup import DeviceBags, PooledLookup, RowLookup, bags_of_one
+from distcache.pipeline.planned import PlannedStep
+from distcache.step_plan import StepPlan
 
 Reduce = Callable[[PlannedStep, list[Tensor]], list[Tensor]]
 """(planned, local row gradients by group) -> the gradients that the step applies."""
@@ -60,15 +61,27 @@ class OpenStep:
 
     def pooled(self, micro: int) -> Tensor:
         """The bags of micro-batch `micro`, `[b, sum of widths]`, recorded if gradients are."""
-        leaves = self._current_leaves()
+        leaves, bags = self._current_leaves(), self._bags(micro)
         pooled = [
-            PooledLookup.apply(leaf, bags)
-            for leaf, bags in zip(leaves, self._bags(micro, leaves[0].device), strict=True)
+            PooledLookup.apply(leaf, DeviceBags(*own, leaf.device))
+            for leaf, own in zip(leaves, bags, strict=True)
         ]
-        if torch.is_grad_enabled():
-            self._forwarded.add(micro)
-            self._watch(micro, pooled)
+        self._watch(micro, pooled)
         return join_pooled(self._groups, pooled, self.reads[micro].ids.batch_size)
+
+    def rows(self, micro: int) -> list[Tensor]:
+        """The row of every id of micro-batch `micro`, by lookup: `[n_f, D_f]` each."""
+        ids = self.reads[micro].ids
+        counts = ids.offsets.diff().view(len(ids.features), ids.batch_size).sum(1).tolist()
+        out: dict[int, Tensor] = {}
+        for group, leaf, (bags, plan) in zip(
+            self._groups, self._current_leaves(), self._bags(micro), strict=True
+        ):
+            own = DeviceBags(bags_of_one(bags), plan, leaf.device)
+            found = RowLookup.apply(leaf, own, [counts[at] for at in group.features])
+            out |= zip(group.features, found, strict=True)
+        self._watch(micro, out.values())
+        return [out[at] for at in sorted(out)]
 
     def _current_leaves(self) -> list[Tensor]:
         """The leaves; read again from the cache once a step has changed its rows."""
@@ -80,7 +93,8 @@ class OpenStep:
                 leaf.register_post_accumulate_grad_hook(_AfterAccumulate(step))
         return self.leaves
 
-    def _bags(self, micro: int, device: torch.device) -> list[DeviceBags]:
+    def _bags(self, micro: int) -> list[tuple[GroupBags, StepPlan]]:
+        """What a lookup of one micro-batch reads, by group."""
         planned = self.planned
         pairs = list(zip(planned.bags, planned.plans, strict=True))
         if len(self.reads) > 1:
@@ -88,10 +102,13 @@ class OpenStep:
             start = sum(sizes[:micro])
             samples = slice(start, start + sizes[micro])
             pairs = [part_of(bags, plan, samples, sum(sizes)) for bags, plan in pairs]
-        return [DeviceBags(bags, plan, device) for bags, plan in pairs]
+        return pairs
 
-    def _watch(self, micro: int, pooled: list[Tensor]) -> None:
-        """Learn when a backward pass goes through this lookup."""
+    def _watch(self, micro: int, found: Iterable[Tensor]) -> None:
+        """Learn when a backward pass goes through this lookup, if gradients are recorded."""
+        if not torch.is_grad_enabled():
+            return
+        self._forwarded.add(micro)
         step = weakref.ref(self)
 
         def mark(gradient: Tensor) -> None:
@@ -99,7 +116,7 @@ class OpenStep:
             if alive is not None:
                 alive._backed.add(micro)
 
-        for tensor in pooled:
+        for tensor in found:
             tensor.register_hook(mark)
 
     # --- backward ---------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from distcache.errors import ConfigError, PlanError
 from distcache.optim.rows import RowUpdate
 
 if TYPE_CHECKING:
-    from distcache.embedding.collection import CachedEmbeddingBagCollection
+    from distcache.embedding.base import CachedCollection
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -76,11 +76,12 @@ class RowOptimizer(torch.optim.Optimizer):
 
         `state[table]`: `step` (steps applied) and views of the store named as in torch.optim
         (`sum` `[rows, D]` or `[rows, 1]`; `exp_avg`, `exp_avg_sq`), which change as training goes
-        on; `param_groups[0]`: `lr` and what schedulers keep, `params` the table names.
+        on (copies, on several nodes); `param_groups[0]`: `lr` and what schedulers keep, `params`
+        the table names.
         """
         tables = self._tables
         state: dict[str, dict[str, Any]] = {}
-        for index, (spec, (_, values)) in enumerate(WholeTables(tables).views()):
+        for index, (spec, (_, values)) in enumerate(WholeTables(tables).views(states=True)):
             state[spec.name] = {"step": torch.tensor(tables.steps)}
             for name, columns in self._update.state_columns(spec.dim).items():
                 if values is not None:
@@ -123,7 +124,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
-    ebc: CachedEmbeddingBagCollection,
+    ebc: CachedCollection,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,

@@ -11,14 +11,15 @@ from distcache.embedding.settings import CacheSettings
 from distcache.layout import TableSpec
 from distcache.optim.rows import RowUpdate
 from distcache.pipeline.build import (
-    home_planners,
-    join_rows,
+    home_regions,
     make_caches,
     make_stores,
     popular_groups,
 )
 from distcache.pipeline.groups import TableGroup
-from distcache.pipeline.planning import PlanningSettings, StreamPlanner
+from distcache.pipeline.placement import RegionSlots
+from distcache.pipeline.planned import PlanningSettings
+from distcache.pipeline.planning import StreamPlanner
 from distcache.pipeline.rows import GroupRows
 from distcache.pipeline.warm import WarmStart
 from distcache.popularity.decide import Use, decide
@@ -76,8 +77,11 @@ def make_row_parts(
     features = [feature for table in tables for feature in table.features]
     groups, popular = popular_groups(world, tables, features, popularity)
     stores = make_stores(world, groups, update, dtype, settings.seed)
-    caches = make_caches(world, groups, slots, update, dtype)
-    rows = join_rows(groups, caches, stores, update, link, streams, settings.prefetch)
+    caches = make_caches(world, groups, [RegionSlots(count) for count in slots], update, dtype)
+    rows = [
+        GroupRows(group, cache, store, update, link, streams, settings.prefetch)
+        for group, cache, store in zip(groups, caches, stores, strict=True)
+    ]
     share = 0.0 if popularity is None else popularity.warm_start
     return RowParts(groups, rows, popular, WarmStart([own.hot for own in popular], share))
 
@@ -106,7 +110,7 @@ def make_stream_planner(
     return StreamPlanner(
         link,
         parts.groups,
-        home_planners(parts.rows, rank, settings.prefetch, policy, classes),
+        home_regions(parts.rows, rank, settings.prefetch, policy, classes),
         [rows.cache.slots for rows in parts.rows],
         PlanningSettings(
             lookahead=settings.lookahead,

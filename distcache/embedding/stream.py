@@ -22,7 +22,7 @@ from distcache.errors import ConfigError, PeerError, PlanError
 from distcache.pipeline.schedule import InFlight
 
 if TYPE_CHECKING:
-    from distcache.embedding.collection import CachedEmbeddingBagCollection
+    from distcache.embedding.base import CachedCollection
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ _STOP_S = 60.0
 
 def lookahead(
     batches: Iterable[T],
-    ebc: CachedEmbeddingBagCollection,
+    ebc: CachedCollection,
     accumulate: int = 1,
     ids: Callable[[T], KeyedJaggedTensor] | None = None,
 ) -> Lookahead[T]:
@@ -48,9 +48,15 @@ def lookahead(
     tables = getattr(ebc, "tables", None)
     if not isinstance(tables, CachedTables):
         raise ConfigError(
-            f"lookahead(batches, ebc) takes one CachedEmbeddingBagCollection, got "
-            f"{type(ebc).__name__}: put all tables of a model into one collection (they may "
-            "differ in width)"
+            "lookahead(batches, ebc) takes one CachedEmbeddingBagCollection or "
+            f"CachedEmbeddingCollection, got {type(ebc).__name__}: put all tables of a model into "
+            "one collection (they may differ in width)"
+        )
+    if isinstance(batches, Lookahead):
+        raise ConfigError(
+            "a look-ahead cannot read another look-ahead, whose batches are planned for the loop: "
+            "read ahead for one collection; the others plan each batch when it comes, with the "
+            "same result"
         )
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate={accumulate!r} must be a whole number of at least 1")

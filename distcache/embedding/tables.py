@@ -1,4 +1,4 @@
-"""From TorchRec's `EmbeddingBagConfig`s to tables, feature names and initial weights."""
+"""From TorchRec's table configs to tables, feature names and initial weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    DataType,
+    EmbeddingBagConfig,
+    PoolingType,
+)
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
 from distcache.errors import ConfigError
@@ -24,9 +29,8 @@ _POOLING = {PoolingType.SUM: "sum", PoolingType.MEAN: "mean"}
 class Lookups:
     """What a collection looks up, one entry for each (table, feature), table by table.
 
-    `features`: the key in a `KeyedJaggedTensor`; `names`: the key in the `KeyedTensor`
-    (`feature`, or `feature@table` where several tables read it); `tables`: index of the table;
-    `dims`: its width.
+    `features`: the key in a `KeyedJaggedTensor`; `names`: the key in the output (`feature`, or
+    `feature@table` where several tables read it); `tables`: index of the table; `dims`: its width.
     """
 
     features: tuple[str, ...]
@@ -35,7 +39,7 @@ class Lookups:
     dims: tuple[int, ...]
 
 
-def lookups_of(configs: Sequence[EmbeddingBagConfig]) -> Lookups:
+def lookups_of(configs: Sequence[Any]) -> Lookups:
     """The lookups of `configs` in TorchRec's order."""
     pairs = [(index, name) for index, config in enumerate(configs) for name in config.feature_names]
     names = [name for by_table in get_embedding_names_by_table(list(configs)) for name in by_table]
@@ -47,20 +51,22 @@ def lookups_of(configs: Sequence[EmbeddingBagConfig]) -> Lookups:
     )
 
 
-def checked_configs(configs: Sequence[EmbeddingBagConfig]) -> list[EmbeddingBagConfig]:
+def checked_configs(configs: Sequence[Any], kind: type[BaseEmbeddingConfig]) -> list[Any]:
     """The configs, each with its features (a table without any reads the one of its own name).
 
-    Raises ConfigError for what a row cache does not have.
+    Raises ConfigError for one that is not of `kind`, and for what a row cache does not have.
     """
     if not configs:
-        raise ConfigError("tables=[]: give at least one EmbeddingBagConfig")
+        raise ConfigError(f"tables=[]: give at least one {kind.__name__}")
     seen: set[str] = set()
     for config in configs:
+        if not isinstance(config, kind):
+            raise ConfigError(f"tables: {config!r} is no torchrec.{kind.__name__}")
         where = f"table {config.name!r}"
         if config.name in seen:
             raise ConfigError(f"two tables are named {config.name!r}")
         seen.add(config.name)
-        if config.pooling not in _POOLING:
+        if isinstance(config, EmbeddingBagConfig) and config.pooling not in _POOLING:
             raise ConfigError(f"{where}: pooling {config.pooling} is not SUM or MEAN")
         if config.data_type is not DataType.FP32:
             raise ConfigError(
@@ -74,8 +80,11 @@ def checked_configs(configs: Sequence[EmbeddingBagConfig]) -> list[EmbeddingBagC
     return list(configs)
 
 
-def table_specs(configs: Sequence[EmbeddingBagConfig]) -> list[TableSpec]:
-    """The tables; each reads features of its own, named by their place among the lookups."""
+def table_specs(configs: Sequence[BaseEmbeddingConfig]) -> list[TableSpec]:
+    """The tables; each reads features of its own, named by their place among the lookups.
+
+    Those that are not pooled have the pooling "sum", of which nothing is made.
+    """
     specs, place = [], 0
     for config in configs:
         own = range(place, place + len(config.feature_names))
@@ -86,19 +95,31 @@ def table_specs(configs: Sequence[EmbeddingBagConfig]) -> list[TableSpec]:
                 rows=config.num_embeddings,
                 dim=config.embedding_dim,
                 features=tuple(str(at) for at in own),
-                pooling=_POOLING[config.pooling],
+                pooling=_pooling(config),
             )
         )
     return specs
 
 
-def initialise_as_told(config: EmbeddingBagConfig, table: int, weight: Tensor, seed: int) -> None:
+def _pooling(config: BaseEmbeddingConfig) -> str:
+    return _POOLING[config.pooling] if isinstance(config, EmbeddingBagConfig) else "sum"
+
+
+def is_default(config: BaseEmbeddingConfig) -> bool:
+    """Whether `config` asks for the initial rows that every table has: uniform in
+    +-sqrt(1 / rows)."""
+    bound = math.sqrt(1.0 / config.num_embeddings)
+    asked = (config.get_weight_init_min(), config.get_weight_init_max())
+    return _fills_uniformly(config.init_fn) and asked == (-bound, bound)
+
+
+def initialise_as_told(config: BaseEmbeddingConfig, table: int, weight: Tensor, seed: int) -> None:
     """Change initial rows `[rows, D]`, uniform in +-sqrt(1 / rows), to what `config` asks for.
 
     A range (`weight_init_min`, `weight_init_max`) maps them; an `init_fn` of the user's fills
     them anew, with torch's generator seeded by (seed, table) and put back afterwards.
     """
-    if not _is_default(config.init_fn):
+    if not _fills_uniformly(config.init_fn):
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(zlib.crc32(f"{seed}/{table}".encode()))
             config.init_fn(weight)
@@ -109,7 +130,7 @@ def initialise_as_told(config: EmbeddingBagConfig, table: int, weight: Tensor, s
         weight.div_(2 * bound).add_(0.5).mul_(high - low).add_(low).clamp_(low, high)
 
 
-def _is_default(init_fn: Any) -> bool:
+def _fills_uniformly(init_fn: Any) -> bool:
     """Whether this is the uniform initialisation that a config makes for itself."""
     return (
         isinstance(init_fn, functools.partial)

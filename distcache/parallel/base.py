@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -71,6 +72,9 @@ class Parallel(ABC):
     """How many steps later the result of a step is best looked at; earlier means waiting for it.
     At most so many later steps change nothing after one whose loss is not finite."""
 
+    scratch: Path | None = None
+    """Folder on disk for temporary files; None: the system's."""
+
     @abstractmethod
     def stream(self, batches: Iterable[Batch]) -> Iterator[Step]:
         """The batches with what the mode must know before each runs (plans), in order."""
@@ -109,6 +113,10 @@ class Parallel(ABC):
         Keys: `tables.<name>.weight`, `tables.<name>.<state>`, `dense.<parameter>`,
         `dense_optim.*`, counters. Tensors are whole tables in original ids (or shards of them).
         """
+
+    def blank_state(self) -> dict[str, Any]:
+        """`state_dict` to be filled by a load: the values of its tensors do not matter."""
+        return self.state_dict()
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -24,17 +24,25 @@ from distcache.layout import TableSpec
 from distcache.optim.dense import dense_optimizer
 from distcache.optim.rows import row_update
 from distcache.parallel.base import LateResult, OptimizerSpec, Parallel, Step, StepResult
-from distcache.parallel.cached_parts import CachedSettings, make_planner, make_rows
+from distcache.parallel.cached_parts import (
+    CachedSettings,
+    make_planner,
+    make_rows,
+    placement_of,
+)
 from distcache.parallel.cached_state import (
     hot_rows,
     load_dense,
+    load_tables,
+    meaningless,
+    read_block,
     state_of_dense,
-    state_of_tables,
-    table_views,
+    whole_tables,
 )
 from distcache.parallel.cached_step import CachedStep
+from distcache.parallel.load import RankLoad
 from distcache.parallel.same import check_same
-from distcache.parallel.statistics import StepStatistics, stage_values
+from distcache.parallel.statistics import StepStatistics, inter_node_bytes, stage_values
 from distcache.pipeline.build import popular_groups
 from distcache.pipeline.clock import StageClock, Watcher
 from distcache.pipeline.feed import StepFeed
@@ -74,8 +82,9 @@ class CachedParallel(Parallel):
         self.world, self.tables, self.settings = world, list(tables), settings
         self.features = tuple(features)
         self.model = model.to(world.device, settings.dtype)
-        self.groups, popular = popular_groups(world, tables, features, popularity)
-        self.counters = CollectiveCounters()
+        groups, popular = popular_groups(world, tables, features, popularity)
+        self.groups = placement_of(settings, world).groups(groups)
+        self.counters = CollectiveCounters(world.nodes, world.rank)
         self.link = Link(world, world.device_group, self.counters, "the device group")
         spec, result_delay = optimizer, settings.result_delay
         self.update = row_update(spec.name, 0.0, spec.eps, spec.betas, spec.initial_accumulator)
@@ -90,7 +99,8 @@ class CachedParallel(Parallel):
         parts = (self.groups, self.rows, self.model, self.dense_optimizer)
         self.step = CachedStep(*parts, settings, self.streams, result_delay)
         self._unread: deque[tuple[InFlight, Mark]] = deque()
-        self.clock, self.statistics = StageClock(), StepStatistics()
+        self.clock, self.load = StageClock(), RankLoad()
+        self.statistics = StepStatistics(settings.prefetch)
         check = BatchCheck(tables, features, settings.on_bad_id)
         counters = CollectiveCounters()
         self.planner = make_planner(world, self.rows, counters, settings, check, popular)
@@ -108,11 +118,11 @@ class CachedParallel(Parallel):
             train, evaluate = (SerialSchedule(stages, streams, shake) for stages in kinds)
             return train, evaluate
         movement = movement_of(step.training)
-        early = self.settings.hot is not None
-        feed = self.feed = StepFeed(self.planner, self.rows, depth, streams, movement, shake, early)
-        train, evaluate = (
-            OverlappedSchedule(stages, streams, shake, feed.settle, feed.arrive) for stages in kinds
-        )
+        early, shares = self.settings.hot is not None, step.shares
+        parts = (self.planner, self.rows, depth, streams)
+        feed = self.feed = StepFeed(*parts, movement, shake, early, shares)
+        waits = (feed.settle, feed.arrive, feed.ahead)
+        train, evaluate = (OverlappedSchedule(stages, streams, shake, *waits) for stages in kinds)
         return train, evaluate
 
     @property
@@ -139,7 +149,8 @@ class CachedParallel(Parallel):
         with self.feed.running(flight):
             self._train.run(flight)
         self.statistics.add(flight, self.rows)
-        self.counters.count(ROWS, flight.fill_bytes)
+        self.load.add(flight.planned.plans, self.world.rank)
+        self.counters.count(ROWS, flight.fill_bytes, flight.fill_between_nodes)
         self.counters.count(PLANNING, flight.planned.planning_bytes)
         self._unread.append((flight, before))
         self._read(self.result_delay)
@@ -165,10 +176,12 @@ class CachedParallel(Parallel):
 
     def eval_step(self, step: Step) -> Tensor:
         """See `Parallel.eval_step`."""
-        flight: InFlight = step.flight
-        before = self.feed.last_mark
+        flight, before, counters = step.flight, self.feed.last_mark, self.counters
+        sent, between = counters.collective_bytes, counters.inter_node_bytes
         with self.feed.running(flight):
             self._eval.run(flight)
+        since = sent - counters.collective_bytes, between - counters.inter_node_bytes
+        counters.count(ROWS, *since)  # they are training's
         record(self.clock, flight, self.streams, before)
         if flight.logits is None:
             raise RuntimeError("the schedule has no stage that computes logits")
@@ -212,30 +225,25 @@ class CachedParallel(Parallel):
 
     def table_block(self, table: int, start: int, stop: int) -> Tensor | None:
         """See `Parallel.table_block`."""
-        return table_views(self.rows, table)[0][start:stop].cpu()
+        return read_block(self.world, self.rows, table, range(start, stop))
 
     def dense_state(self) -> dict[str, Tensor]:
         """See `Parallel.dense_state`."""
         return {name: p.detach() for name, p in self.model.named_parameters()}
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Parallel.state_dict`: views, in original ids.
+        """See `Parallel.state_dict`, and `cached_state.whole_tables`."""
+        return self.blank_state(filled=True)
 
-        Where local ranks share a store, only the first of them names its tables; ranks with
-        copies of their own (`resident`) all do, and one of them is written.
-        """
-        shared = self.settings.mode != "resident"
-        tables = self.tables if not shared or self.world.local_rank == 0 else []
-        views = [(table, *table_views(self.rows, index)) for index, table in enumerate(tables)]
+    def blank_state(self, filled: bool = False) -> dict[str, Any]:
+        """See `Parallel.blank_state`."""
+        parts = (self.world, self.tables, self.rows, self.update)
         state = {"applied_steps": self.applied}
-        return (
-            state
-            | state_of_tables(views, self.update)
-            | state_of_dense(self.model, self.dense_optimizer)
-        )
+        tables = whole_tables(*parts, self.scratch, filled)
+        return state | tables | state_of_dense(self.model, self.dense_optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Parallel.load_state_dict`; tables were filled in place, before any step.
+        """See `Parallel.load_state_dict`; before any step.
 
         Raises PlanError once rows are cached, which would hide what was filled in.
         """
@@ -243,6 +251,7 @@ class CachedParallel(Parallel):
             raise PlanError("a step was run or rows are cached: load a checkpoint before that")
         self.applied.copy_(state["applied_steps"])
         load_dense(self.model, self.dense_optimizer, state)
+        load_tables(self.world, self.tables, self.rows, self.update, state)
         together(self.world, lambda: None)
 
     def summary(self) -> dict[str, Any]:
@@ -255,20 +264,16 @@ class CachedParallel(Parallel):
             if isinstance(value, Tensor)
         )
         values = self.statistics.summary(self.world, self.rows, self.counters, dense)
-        values["stage_ms"] = self.clock.mean_ms()
-        values["stage_hidden_ms"] = self.clock.hidden_ms()
+        took, hidden = self.clock.mean_ms(), self.clock.hidden_ms()
+        values |= {"stage_ms": took, "stage_hidden_ms": hidden}
+        placement = placement_of(self.settings, self.world)
+        values |= self.load.summary(self.world, placement, took, hidden)
         values["table_rows"] = sum(table.rows for table in self.tables)
+        values["inter_node_bytes"] = inter_node_bytes(self.world, self.counters)
         if self._hot_rows is not None:
             values["warm_start_rows"] = max(self._warmed, 0)
             values["hot_rows_by_table"] = hot_rows(self.tables, self._hot_rows)
-        if self.settings.mode != "data":
-            values["cache_rows"] = None
-            values["hit_rate"] = values["hit_rate_lookups"] = None
-        if self.settings.mode == "resident":
-            moved = ("rows_fetched", "rows_written_back")
-            for key in (*moved, "host_to_device_bytes", "device_to_host_bytes"):
-                values[key] = None
-        return values
+        return values | dict.fromkeys(meaningless(self.settings.mode))
 
     def errors_are_common(self) -> bool:
         """See `Parallel.errors_are_common`."""

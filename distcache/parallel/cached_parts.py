@@ -14,13 +14,16 @@ from distcache.comm.link import Link
 from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.optim.rows import RowUpdate
-from distcache.pipeline.build import home_planners, join_rows, make_caches, make_stores
+from distcache.pipeline.build import home_regions, make_caches, make_stores
 from distcache.pipeline.groups import TableGroup
-from distcache.pipeline.planning import PlanningSettings, StreamPlanner
+from distcache.pipeline.placement import REPLICATED, Placement, region_slots
+from distcache.pipeline.planned import PlanningSettings
+from distcache.pipeline.planning import StreamPlanner
+from distcache.pipeline.regions import Region
 from distcache.pipeline.rows import GroupRows
 from distcache.pipeline.split import HotSamples
-from distcache.planner.home import PassThroughPlanner, Planner, ResidentPlanner
 from distcache.planner.policy import DEFAULT, Policy
+from distcache.planner.slot_free import PassThroughPlanner, ResidentPlanner
 from distcache.popularity.node import GroupPopularity
 from distcache.store.initial import block_rows, initial_rows
 from distcache.store.rows import RowStore
@@ -32,8 +35,9 @@ class CachedSettings:
     """How a cached mode runs. `slots`: C of each group (only mode `data` reads it); `schedule`:
     `overlapped` or `serial`; `shake_ms`: longest random delay at hand-overs between threads;
     `result_delay`: steps after which a step's loss is read (None: 2 on CUDA, 0 on the CPU);
-    `amp`: `off`, or `bf16` for the dense part; `hot`: training steps are split into the samples
-    that it names and the others (equal on all ranks; too large to compare)."""
+    `amp`: `off`, or `bf16` for the dense part; `placement`: of cached rows in mode `data`;
+    `hot`: training steps are split into the samples that it names and the others (equal on all
+    ranks; too large to compare)."""
 
     mode: str
     slots: Sequence[int] = ()
@@ -50,6 +54,7 @@ class CachedSettings:
     shake_ms: float = 0.0
     result_delay: int | None = None
     amp: str = "off"
+    placement: Placement = field(default_factory=Placement)
     hot: HotSamples | None = field(default=None, compare=False)
 
 
@@ -63,18 +68,34 @@ def make_rows(
     """Stores (one per node, initialised by its ranks) and device slots of every group."""
     world = link.world
     stores: Sequence[RowStore | None] = [None] * len(groups)
-    slots = settings.slots
+    slots, placement = settings.slots, placement_of(settings, world)
     if settings.mode == "resident":
         slots = [group.layout.rows for group in groups]
     else:
         stores = make_stores(world, groups, update, settings.dtype, settings.seed)
     if settings.mode == "host":
         slots = [world.size] * len(groups)
-    caches = make_caches(world, groups, slots, update, settings.dtype)
+    regions = [region_slots(group, count) for group, count in zip(groups, slots, strict=True)]
+    caches = make_caches(world, groups, regions, update, settings.dtype, placement)
     if settings.mode == "resident":
         for group, cache in zip(groups, caches, strict=True):
             initialise_resident(group, cache, settings.seed, update.initial_state(group.dim))
-    return join_rows(groups, caches, stores, update, link, streams, settings.prefetch)
+    common = (update, link, streams, settings.prefetch)
+    return [
+        GroupRows(group, cache, store, *common, count)
+        for group, cache, store, count in zip(groups, caches, stores, regions, strict=True)
+    ]
+
+
+def placement_of(settings: CachedSettings, world: World) -> Placement:
+    """How rows lie; the modes without a cache have them on every rank."""
+    return settings.placement.on(world) if settings.mode == "data" else Placement()
+
+
+def shares_early(settings: CachedSettings, world: World) -> bool:
+    """Whether sharded rows may travel before the step that reads them."""
+    placement = placement_of(settings, world)
+    return placement.kind != REPLICATED and placement.early and settings.prefetch > 0
 
 
 def initialise_resident(group: TableGroup, cache: DeviceCache, seed: int, state: float) -> None:
@@ -101,19 +122,17 @@ def make_planner(
 ) -> StreamPlanner:
     """The planner of this rank's homes; `prepare` checks a batch before it is planned."""
     layouts = [of.group.layout for of in rows]
-    planners: Sequence[Planner]
-    if settings.mode == "resident":
-        planners = [ResidentPlanner(layout, world.rank) for layout in layouts]
-    elif settings.mode == "host":
-        planners = [PassThroughPlanner(layout, world.rank) for layout in layouts]
-    else:
+    if settings.mode == "data":
         classes = [own.classes_at(of, world.rank) for own, of in zip(popular, layouts, strict=True)]
-        planners = home_planners(rows, world.rank, settings.prefetch, settings.policy, classes)
+        regions = home_regions(rows, world.rank, settings.prefetch, settings.policy, classes)
+    else:
+        kind = ResidentPlanner if settings.mode == "resident" else PassThroughPlanner
+        regions = [Region(at, kind(layout, world.rank)) for at, layout in enumerate(layouts)]
     grows = settings.mode == "host"
     return StreamPlanner(
         Link(world, world.planning_group, counters, "the planning group"),
         [of.group for of in rows],
-        planners,
+        regions,
         [None if grows else of.cache.slots for of in rows],
         PlanningSettings(
             lookahead=settings.lookahead,
@@ -123,5 +142,6 @@ def make_planner(
             fingerprint=settings.fingerprint,
             prepare=prepare,
             hot=settings.hot,
+            early=shares_early(settings, world),
         ),
     )

@@ -10,9 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from distcache.comm.link import Link
-from distcache.coordinator import Agreement, ControlRing, DenseGradients, reduce_rows
+from distcache.coordinator import (
+    Agreement,
+    ControlRing,
+    DenseGradients,
+    reduce_rows,
+    to_homes,
+    to_sharded_homes,
+)
 from distcache.optim.masked import masked_step, put_back, uncount
-from distcache.parallel.cached_parts import CachedSettings
+from distcache.parallel.cached_parts import CachedSettings, placement_of, shares_early
 from distcache.parallel.precision import predict
 from distcache.pipeline.groups import TableGroup, join_pooled
 from distcache.pipeline.lookup import DeviceBags, PooledLookup, to_device
@@ -49,18 +56,31 @@ class CachedStep:
         self.applied = torch.zeros((), dtype=torch.int64)
         self._control, self._delay = ControlRing(self.link, streams, delay), delay
         self._bad_ranks: tuple[int, ...] = ()
-        movement = Movement(rows, self.link, streams, True, settings.dtype).stages
+        world = self.link.world
+        self.shares = any(group.hot is not None for group in groups)
+        """Whether a step begins with an exchange of rows."""
+        self._home_state = placement_of(settings, world).state == "home"
+        early = shares_early(settings, world)
+        movement = Movement(rows, self.link, streams, True, settings.dtype, early).stages
         first: tuple[Stage, ...] = ()
+        late: tuple[Stage, ...] = ()
+        back: tuple[Stage, ...] = ()
         if settings.hot is not None:
             first = (Stage(EARLY, COMPUTE, self._forward_backward_hot),)
+        if self.shares:
+            late = (Stage("share_late", COMMUNICATION, self._share_late),)
+        if self._home_state:
+            back = (Stage("return_rows", COMMUNICATION, self._return_rows),)
         self.training = (
             *first,
             *movement,
+            *late,
             Stage("forward_backward", COMPUTE, self._forward_backward),
             Stage("sync", COMMUNICATION, self._sync),
             Stage("apply", COMPUTE, self._apply),
+            *back,
         )
-        self.evaluation = (*movement, Stage("forward", COMPUTE, self._forward))
+        self.evaluation = (*movement, *late, Stage("forward", COMPUTE, self._forward))
 
     def _predict(self, flight: InFlight) -> Tensor:
         """Logits `[b]` of the local batch from the leaves of its rows."""
@@ -71,11 +91,32 @@ class CachedStep:
         joined = join_pooled(self.groups, pooled, len(flight.labels))
         return predict(self.model, flight.dense, joined, self.settings.amp)
 
+    @torch.no_grad()
+    def _share_late(self, flight: InFlight) -> None:
+        """Bring the sharded rows that could not travel before the step."""
+        known = flight.sharded or [None] * len(self.rows)
+        flight.sharded = []
+        parts = (self.rows, flight.planned.plans, flight.bags, known)
+        for rows, plan, bags, early in zip(*parts, strict=True):
+            if plan.shard is None or bags.shard is None:
+                flight.sharded.append(None)
+                continue
+            what, where = f"late rows {plan.step}", bags.shard
+            came = rows.send_rows(plan.shard.late, self.link, what, where.late_slots)
+            if early is not None:
+                came = early.index_copy_(0, where.late_places, came)
+            flight.sharded.append(came)
+
     def _take_leaves(self, flight: InFlight) -> list[Tensor]:
-        return [
-            rows.leaf(plan, bags.slots)
-            for rows, plan, bags in zip(self.rows, flight.planned.plans, flight.bags, strict=True)
-        ]
+        """The rows of the step, `[U + N, D]` for each group."""
+        return [self._leaf(place, flight, bags.slots) for place, bags in enumerate(flight.bags)]
+
+    def _leaf(self, place: int, flight: InFlight, where: Tensor) -> Tensor:
+        rows, plan = self.rows[place], flight.planned.plans[place]
+        sharded = flight.sharded[place] if flight.sharded else None
+        if sharded is None:
+            return rows.leaf(plan, where)
+        return torch.cat((rows.leaf(plan, where), sharded)) if plan.distinct else sharded
 
     def _forward_backward(self, flight: InFlight) -> None:
         parts = flight.planned.parts
@@ -114,7 +155,7 @@ class CachedStep:
         device = self.link.world.device
         if not flight.gradients:
             flight.gradients = [
-                torch.zeros(plan.distinct, rows.cache.dim, dtype=rows.cache.dtype, device=device)
+                torch.zeros(plan.leaf_rows, rows.cache.dim, dtype=rows.cache.dtype, device=device)
                 for rows, plan in zip(self.rows, flight.planned.plans, strict=True)
             ]
             flight.loss = torch.zeros((), dtype=self.settings.dtype, device=device)
@@ -123,8 +164,7 @@ class CachedStep:
         dtype = self.settings.dtype
         dense, labels = (to_device(t.to(dtype), device) for t in (part.dense, part.labels))
         bags = [DeviceBags(b, p, device) for b, p in zip(part.bags, part.plans, strict=True)]
-        of_groups = zip(self.rows, part.plans, bags, strict=True)
-        leaves = [rows.leaf(plan, b.slots).requires_grad_() for rows, plan, b in of_groups]
+        leaves = [leaf.requires_grad_() for leaf in self._leaves_of(part, bags, flight)]
         pooled = [PooledLookup.apply(leaf, b) for leaf, b in zip(leaves, bags, strict=True)]
         joined = join_pooled(self.groups, pooled, len(labels))
         logits = predict(self.model, dense, joined, self.settings.amp)
@@ -134,6 +174,18 @@ class CachedStep:
         for gradient, leaf, b in zip(flight.gradients, leaves, bags, strict=True):
             if leaf.grad is not None:  # rows are distinct within a part: plain additions
                 gradient.index_add_(0, b.touched, leaf.grad)
+
+    @torch.no_grad()
+    def _leaves_of(
+        self, part: StepPart, bags: Sequence[DeviceBags], flight: InFlight
+    ) -> list[Tensor]:
+        """The rows of a part, `[R, D]` for each group, from those of the step where some came."""
+        if not self.shares or part.early:
+            of_groups = zip(self.rows, part.plans, bags, strict=True)
+            return [rows.leaf(plan, b.slots) for rows, plan, b in of_groups]
+        flight.leaves = flight.leaves or self._take_leaves(flight)
+        pairs = zip(flight.leaves, bags, strict=True)
+        return [leaf.index_select(0, b.touched) for leaf, b in pairs]
 
     @torch.no_grad()
     def _forward(self, flight: InFlight) -> None:
@@ -152,9 +204,20 @@ class CachedStep:
         gradients = flight.gradients or [
             leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in flight.leaves
         ]
-        for gradient, plan, bags in zip(gradients, flight.planned.plans, flight.bags, strict=True):
-            where = (bags.touched, bags.source_rows)
-            flight.sums.append(reduce_rows(self.link, plan, gradient, native, where))
+        parts = (self.rows, flight.planned.plans, gradients, flight.bags)
+        for rows, plan, gradient, bags in zip(*parts, strict=True):
+            where, shard, sums, own = (bags.replicated, bags.source_rows), plan.shard, None, None
+            if rows.slots.replicated:
+                summed = gradient[: plan.distinct]
+                if self._home_state:
+                    sums = to_homes(self.link, plan, summed, where)
+                else:
+                    sums = reduce_rows(self.link, plan, summed, native, where)
+            if shard is not None and bags.shard is not None:
+                named = (gradient[plan.distinct :], bags.shard.source_rows)
+                own = to_sharded_homes(self.link, plan.step, shard, *named)
+            flight.sums.append(sums)
+            flight.sharded_sums.append(own)
         self.dense.sum()
         if flight.loss is None:
             raise RuntimeError("sync comes after forward_backward")
@@ -172,13 +235,27 @@ class CachedStep:
             return
         self.applied += 1
         count = int(self.applied)
-        parts = (self.rows, flight.planned.plans, flight.bags, flight.sums)
-        for rows, plan, bags, gradient in zip(*parts, strict=True):
-            rows.apply(plan, gradient, self.embedding_lr, count, bags.slots, enabled)
+        update = (self.embedding_lr, count)
+        parts = (self.rows, flight.planned.plans, flight.bags, flight.sums, flight.sharded_sums)
+        for rows, plan, bags, gradient, own in zip(*parts, strict=True):
+            if gradient is not None:
+                rows.apply(plan, gradient, update, bags.slots, enabled)
+            if plan.shard is not None and own is not None and bags.shard is not None:
+                rows.apply_sharded(plan.shard, own, update, bags.shard.slots, enabled)
         if enabled is None:
             self.dense_optimizer.step()
         else:
             masked_step(self.dense_optimizer, enabled)
+
+    @torch.no_grad()
+    def _return_rows(self, flight: InFlight) -> None:
+        """Bring the rows that homes have updated to all ranks."""
+        if flight.agreement is not None and flight.agreement.bad_ranks:
+            return
+        parts = (self.rows, flight.planned.plans, flight.bags)
+        for rows, plan, bags in zip(*parts, strict=True):
+            if rows.slots.replicated:
+                rows.return_rows(plan, self.link, bags.slots)
 
     def agreed(self, flight: InFlight) -> Agreement:
         """What all ranks know of a step; to be asked for step after step, in order.

@@ -28,6 +28,7 @@ from distcache.optim.dense_state import state_tensors
 from distcache.parallel.base import Parallel, Step, StepResult
 from distcache.parallel.hybrid_meter import StepClock, nbytes_by_part
 from distcache.parallel.hybrid_spec import HybridSpec, check_memory, check_spec, load_torchrec
+from distcache.parallel.statistics import inter_node_bytes
 from distcache.pipeline.clock import Watcher
 from distcache.pipeline.sizes import agreed_batches
 
@@ -54,7 +55,7 @@ class HybridParallel(Parallel):
         self._torchrec = load_torchrec()
         self._world, self._spec, self._model = world, spec, model
         self._steps, self._rehearsed = 0, False
-        self.counters = CollectiveCounters()
+        self.counters = CollectiveCounters(world.nodes, world.rank)
         self._clock = StepClock(world.device)
         self._dmp = self._torchrec.build(world, spec, model)
         self._divided = self._torchrec.divide_gradients(False)
@@ -231,6 +232,7 @@ class HybridParallel(Parallel):
         stages = {"forward_backward": self._clock.median_ms()} | dict.fromkeys(nothing)
         return {
             **dict(zip(self.counters.values(), means, strict=True)),
+            "inter_node_bytes": inter_node_bytes(self._world, self.counters),
             "embedding_device_bytes": int(held[0]),
             "peak_device_bytes": int(held[1]),
             "stage_ms": stages | self._clock.load_ms(),

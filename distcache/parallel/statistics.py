@@ -33,12 +33,13 @@ class PhaseCounts:
 class StepStatistics:
     """Counts over all training steps of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, ahead: int = 0) -> None:
+        """`ahead`: steps, P, whose rows may come beside the step that runs."""
         self.distinct = 0
         self.misses = 0
         self.lookups = 0
         self.lookup_hits = 0
-        self.row_buffer_bytes = 0
+        self._ahead, self._own_bytes, self._early_bytes = ahead, 0, 0
         self.phases = {"hot": PhaseCounts(), "cold": PhaseCounts()}
         self.split = {"samples": 0, "hot": 0, "steps": 0, "early": 0}
         """Of steps in two parts: samples and hot ones, steps and those whose hot part could
@@ -47,10 +48,11 @@ class StepStatistics:
     def add(self, flight: InFlight, rows: Sequence[GroupRows]) -> None:
         """Count one training step, and its moves in `rows`.
 
-        Row buffers: the rows' copies, their gradients and the sums (3 U D), and what was fetched
-        and evicted, (D + S) each.
+        Row buffers: the replicated rows' copies, their gradients and the sums (3 U D), sharded ones
+        as they come and go at rank and home, and what was fetched and evicted, (D + S) each.
+        Sharded rows that came early lie there for as many steps as movement is ahead.
         """
-        buffers = 0
+        buffers = early = 0
         for counts, group in zip(flight.counts, rows, strict=True):
             group.counts.add(counts)
         phase = self.phases.get(flight.planned.batch.phase)
@@ -66,14 +68,26 @@ class StepStatistics:
             split["steps"] += 1
             split["early"] += hot.early
         for plan, group in zip(flight.planned.plans, rows, strict=True):
-            self.distinct += plan.distinct
-            self.misses += plan.misses
+            self.distinct += plan.all_distinct
+            self.misses += plan.all_misses
             self.lookups += len(plan.positions)
             self.lookup_hits += plan.lookup_hits
-            moved = plan.misses + len(plan.evict_slots)
+            moved, kept, shard = plan.misses + len(plan.evict_slots), 3 * plan.distinct, plan.shard
+            if shard is not None:
+                moved += len(shard.fetch_slots) + len(shard.evict_slots)
+                copies = 2 if plan.distinct == 0 else 3  # joined with the replicated ones
+                kept += copies * shard.rows + 2 * len(shard.source_rows) + len(shard.slots)
+                if shard.early is not None:
+                    early += shard.rows * group.cache.dim * group.cache.dtype.itemsize
             item = group.cache.dtype.itemsize
-            buffers += 3 * plan.distinct * group.cache.dim * item + moved * group.row_bytes
-        self.row_buffer_bytes = max(self.row_buffer_bytes, buffers)
+            buffers += kept * group.cache.dim * item + moved * group.row_bytes
+        self._own_bytes = max(self._own_bytes, buffers)
+        self._early_bytes = max(self._early_bytes, early)
+
+    @property
+    def row_buffer_bytes(self) -> int:
+        """The most that the rows of steps took beside the slots."""
+        return self._own_bytes + self._ahead * self._early_bytes
 
     def hit_rate(self) -> float | None:
         """Distinct rows found cached when planned / distinct rows, so far; None before any."""
@@ -139,6 +153,15 @@ class StepStatistics:
         found = {f"{name}_steps": phase.steps for name, phase in self.phases.items()}
         keys = [f"{name}_{key}" for name in self.phases for key in ("rows_fetched", "host_bytes")]
         return found | dict(zip(keys, numbers, strict=True))
+
+
+def inter_node_bytes(world: World, counters: CollectiveCounters) -> int | None:
+    """The mean over ranks of what they sent to other nodes; None on one node. Called by all."""
+    if world.nodes.count == 1:
+        return None
+    sent = torch.tensor(counters.inter_node_bytes, dtype=torch.int64)
+    dist.all_reduce(sent, group=world.host_group)
+    return int(sent) // world.size
 
 
 def _of_split(samples: int, hot: int, steps: int, early: int) -> dict[str, float]:

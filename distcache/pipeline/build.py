@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from distcache.cache.device_cache import DeviceCache
 from distcache.comm.agree import together
-from distcache.comm.link import Link
 from distcache.comm.world import World
 from distcache.layout import TableSpec
 from distcache.optim.rows import RowUpdate
 from distcache.pipeline.groups import TableGroup, make_groups
-from distcache.pipeline.rows import GroupRows
+from distcache.pipeline.placement import Placement, RegionSlots, state_slots
+from distcache.pipeline.regions import Region
 from distcache.planner.home import HomePlanner
 from distcache.planner.policy import Policy
+from distcache.planner.regions import HotLayout
 from distcache.popularity.node import GroupPopularity, Popularity, share_popularity
 from distcache.store.available import require_memory
 from distcache.store.rows import RowStore, create_stores
-from distcache.streams import Streams
 
 
 def popular_groups(
@@ -44,24 +45,35 @@ def popular_groups(
 def make_caches(
     world: World,
     groups: Sequence[TableGroup],
-    slots: Sequence[int],
+    slots: Sequence[RegionSlots],
     update: RowUpdate,
     dtype: torch.dtype,
+    placement: Placement | None = None,
 ) -> list[DeviceCache]:
-    """A cache of `slots[g]` slots for every group; called by all ranks, fails on all or none."""
+    """A cache of `slots[g]` for every group; called by all ranks, fails on all or none."""
 
     def make() -> list[DeviceCache]:
+        stateful = [state_slots(count, world, placement or Placement()) for count in slots]
         if world.device.type == "cpu":  # pages come with their first touch: count all at once
-            pairs = zip(slots, groups, strict=True)
-            floats = sum(count * (g.dim + update.state_width(g.dim)) for count, g in pairs)
+            floats = 0
+            for count, group, own in zip(slots, groups, stateful, strict=True):
+                with_state = count.all if own is None else own.rows(count.all)
+                floats += count.all * group.dim + with_state * update.state_width(group.dim)
             require_memory(
                 floats * dtype.itemsize * world.local_size,
                 f"the slots of {world.local_size} local ranks",
                 "lower cache.rows (or cache.ratio, cache.bytes), use fewer ranks or more memory",
             )
         return [
-            DeviceCache(count, group.dim, update.state_width(group.dim), dtype, world.device)
-            for count, group in zip(slots, groups, strict=True)
+            DeviceCache(
+                count.all,
+                group.dim,
+                update.state_width(group.dim),
+                dtype,
+                world.device,
+                state_slots=own,
+            )
+            for count, group, own in zip(slots, groups, stateful, strict=True)
         ]
 
     made: list[DeviceCache] = []
@@ -78,46 +90,49 @@ def make_stores(
 ) -> list[RowStore]:
     """The node's store of every group with its initial rows and state; called by all ranks."""
     widths = [update.state_width(group.dim) for group in groups]
-    stores = create_stores([group.layout for group in groups], widths, dtype, world)
+    layouts = [group.layout for group in groups]
+    stores = create_stores(layouts, widths, dtype, world, groups)
     for group, store in zip(groups, stores, strict=True):
         store.initialise(seed, group.tables, update.initial_state(group.dim))
     return stores
 
 
-def join_rows(
-    groups: Sequence[TableGroup],
-    caches: Sequence[DeviceCache],
-    stores: Sequence[RowStore | None],
-    update: RowUpdate,
-    link: Link,
-    streams: Streams,
-    prefetch: int,
-) -> list[GroupRows]:
-    """Each group's cache over its store."""
-    return [
-        GroupRows(group, cache, store, update, link, streams, prefetch)
-        for group, cache, store in zip(groups, caches, stores, strict=True)
-    ]
+class Placed(Protocol):
+    """A group of tables with its slots on each device."""
+
+    @property
+    def group(self) -> TableGroup: ...
+    @property
+    def slots(self) -> RegionSlots: ...
 
 
-def home_planners(
-    rows: Sequence[GroupRows],
+def home_regions(
+    rows: Sequence[Placed],
     rank: int,
     prefetch: int,
     policy: Policy,
     popularity: Sequence[np.ndarray | None],
-) -> list[HomePlanner]:
-    """The planners of this rank's homes: home h plans its own C / W slots of each group.
+) -> list[Region]:
+    """The regions of all groups, with the planners of this rank's homes.
 
     `popularity`: for each group, the class of each row of this rank's home (uint8), or None.
     """
-    return [
-        HomePlanner(of.group.layout, rank, len(own_slots(of, rank)), prefetch, policy, classes)
-        for of, classes in zip(rows, popularity, strict=True)
-    ]
-
-
-def own_slots(rows: GroupRows, rank: int) -> range:
-    """The slots that this rank's home plans."""
-    own = rows.cache.slots // rows.group.layout.world_size
-    return range(rank * own, (rank + 1) * own)
+    regions: list[Region] = []
+    for place, (of, classes) in enumerate(zip(rows, popularity, strict=True)):
+        layout, hot = of.group.layout, of.group.hot
+        own = of.slots.own_replicated(rank, layout.world_size)
+        shared = own.stop - own.start
+        if hot is None:
+            planner = HomePlanner(layout, rank, shared, prefetch, policy, classes)
+            regions.append(Region(place, planner))
+            continue
+        if len(hot):
+            narrow = HotLayout(layout, rank, hot)
+            rated = None if classes is None else narrow.rated(layout, classes)
+            planner = HomePlanner(narrow, rank, shared, prefetch, policy, rated, own.start)
+            regions.append(Region(place, planner))
+        tail = of.slots.own_sharded
+        count = tail.stop - tail.start
+        planner = HomePlanner(layout, rank, count, prefetch, policy, classes, tail.start)
+        regions.append(Region(place, planner, sharded=True))
+    return regions

@@ -20,6 +20,7 @@ from distcache.comm.link import Link
 from distcache.errors import PeerError
 from distcache.planner.assemble import HomePart, Request
 from distcache.planner.home import HomeDecision
+from distcache.planner.regions import replies_to_all
 
 REQUESTS, DECISIONS = 0, 1
 """The two kinds of exchange."""
@@ -56,11 +57,14 @@ class Verdict:
 @dataclass(frozen=True)
 class Decided:
     """What all homes decided about a step. `rows` int64 `[W, G]`: distinct rows by home and group
-    (also if the verdict is TOO_LARGE). If it is OK, for every group: `parts`, those of all homes,
-    and `latest_use`, the latest last use among all victims."""
+    (also if the verdict is TOO_LARGE), `fetched`: those of them to fetch. If it is OK, for every
+    group: `parts`, those of all homes, and `latest_use`, the latest last use among all victims.
+
+    A group here is what is planned by itself: the replicated or the sharded rows of some tables."""
 
     verdict: Verdict
     rows: np.ndarray
+    fetched: np.ndarray
     parts: list[list[HomePart]] = field(default_factory=list)
     latest_use: list[int] = field(default_factory=list)
 
@@ -69,12 +73,16 @@ class PlanExchange:
     """Requests and decisions of all groups over `link`; used by one thread on every rank.
 
     `fingerprint`: a number that must agree on all ranks (configuration). Each header carries it
-    mixed with a digest of all decisions so far.
+    mixed with a digest of all decisions so far. `sharded`: groups whose homes keep their slots to
+    themselves; of these a rank learns about its own rows alone (`replies_to_all`).
     """
 
-    def __init__(self, link: Link, groups: int, fingerprint: int) -> None:
+    def __init__(
+        self, link: Link, groups: int, fingerprint: int, sharded: Sequence[int] = ()
+    ) -> None:
         self._link, self._groups = link, groups
         self._digest = fingerprint & 0x7FFFFFFF
+        self._sharded = frozenset(sharded)
 
     def requests(
         self,
@@ -132,14 +140,16 @@ class PlanExchange:
         verdict = self._verdict(headers, error)
         numbers = headers[:, _HEADER : _HEADER + numbers.size].reshape(size, self._groups, 3)
         if verdict.status is not Status.OK:
-            return Decided(verdict, numbers[:, :, 0])
+            return Decided(verdict, numbers[:, :, 0], numbers[:, :, 1])
         parts, outgoing = [], []
+        told = [self._for_ranks(group, decision) for group, decision in enumerate(decisions)]
         for to in range(size):
-            mine = [part for d in decisions for part in (d.slots, d.fetch, d.replies[to])]
+            mine = [part for of_group in told for part in of_group[to]]
             parts += mine
             outgoing.append(sum(len(part) for part in mine))
         asked = np.array([request.counts for request in requests])
         lengths = np.concatenate([numbers[:, :, :2], asked.T[:, :, None]], axis=2)
+        lengths[:, list(self._sharded), :2] = 0
         lengths = lengths.reshape(size, -1)
         received = self._all_to_all(
             parts, outgoing, lengths.sum(1), np.int32, f"decisions of step {step}"
@@ -149,8 +159,16 @@ class PlanExchange:
             [HomePart(*by_home[home][3 * g : 3 * g + 3]) for home in range(size)]
             for g in range(self._groups)
         ]
-        self._extend_digest(homes)
-        return Decided(verdict, numbers[:, :, 0], homes, numbers[:, :, 2].max(0).tolist())
+        self._extend_digest(homes, numbers)
+        latest = numbers[:, :, 2].max(0).tolist()
+        return Decided(verdict, numbers[:, :, 0], numbers[:, :, 1], homes, latest)
+
+    def _for_ranks(self, group: int, decision: HomeDecision) -> list[tuple[np.ndarray, ...]]:
+        """This home's part of one group for each rank, as `HomePart`."""
+        if group in self._sharded:
+            none = np.empty(0, np.int32)
+            return [(none, none, reply) for reply in replies_to_all(decision)]
+        return [(decision.slots, decision.fetch, reply) for reply in decision.replies]
 
     def _headers(self, about: list[int], numbers: np.ndarray) -> np.ndarray:
         """Every rank's header, `about` and `numbers`; all exchanges' are of one length."""
@@ -198,9 +216,11 @@ class PlanExchange:
         )
         return out.numpy()
 
-    def _extend_digest(self, homes: list[list[HomePart]]) -> None:
+    def _extend_digest(self, homes: list[list[HomePart]], numbers: np.ndarray) -> None:
+        """Mix in what all ranks know of a step's decisions."""
         if self._link.world.size == 1:
             return
+        self._digest = zlib.crc32(np.ascontiguousarray(numbers), self._digest)
         for parts in homes:
             for part in parts:
                 self._digest = zlib.crc32(np.ascontiguousarray(part.slots), self._digest)

@@ -48,13 +48,16 @@ class StepFeed:
         movement: Sequence[Stage] = (),
         shake: Shaker | None = None,
         early: bool = False,
+        shares: bool = False,
     ) -> None:
-        """`early`: steps are handed out before their rows have arrived; see `arrive`."""
+        """`early`: steps are handed out before their rows have arrived; see `arrive`. `shares`:
+        a step begins with an exchange of rows, and later ones move after it; see `ahead`."""
         self._streams = streams
         self.last_mark = streams.mark(COMPUTE)
         """Where on the device the last step ended."""
         self.planner, self._rows, self._depth = planner, rows, depth
         self._movement, self._shake, self._early = tuple(movement), shake, early
+        self._shares = shares
         self.run_step, self.failed = -1, False
         self._pipeline: Pipeline | None = None
         self._due: InFlight | None = None
@@ -94,9 +97,11 @@ class StepFeed:
             self.failed |= queue.left_alone or self.planner.alone
             raise
         if flight is not None:
+            flight.free = self.last_mark
             if not self._movement:
                 flight.after = self.last_mark
-            queue.release(self.run_step, self.last_mark)
+            last = flight.step if self._shares else None
+            queue.release(self.run_step, self.last_mark, last)
             if not self._early:
                 with self.whole():
                     queue.arrive(flight)
@@ -106,6 +111,11 @@ class StepFeed:
         """Wait for the rows of the step that was handed out last, inside `running`."""
         if self._pipeline is not None:
             self._pipeline.queue.arrive(flight)
+
+    def ahead(self) -> None:
+        """The exchange that a step begins with is done: later steps may move."""
+        if self._pipeline is not None:
+            self._pipeline.queue.release_rest()
 
     def settle(self, flight: InFlight) -> None:
         """Before the ranks' exchange of `flight`: wait for the fills that come before it."""
@@ -137,6 +147,7 @@ class StepFeed:
         self._due = None
         with self.whole():
             yield
+        self._streams.after(COMPUTE, (flight.after,))  # rows may have come back on another stream
         self.run_step, self.last_mark = flight.step, self._streams.mark(COMPUTE)
 
     @contextmanager
@@ -169,8 +180,8 @@ class StepFeed:
             self.failed = True
             log.warning("the planner did not end within %g s: the batches do not come", limit)
         elif self.planner.ingested != self.run_step + 1:
-            pairs = zip(self._rows, self.planner.planners, strict=True)
-            self.planner.restore(self.run_step, [rows.held_rows(p.own_slots) for rows, p in pairs])
+            rows = self._rows
+            self.planner.restore(self.run_step, lambda group, slots: rows[group].held_rows(slots))
 
     def _stopped(self, pipeline: Pipeline, limit: float) -> bool:
         """Stop the threads of `pipeline`; whether they ended in time and all is whole."""

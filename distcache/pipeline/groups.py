@@ -23,7 +23,9 @@ class TableGroup:
 
     `tables`: indices into the model's tables; `features`: indices into the ids' features, in
     their order; `offsets` int64 `[F]`: first row of each feature's table; `mean` `[F]`: whether
-    the feature's bags are means; `order`: how the planner numbers the rows, None as the layout.
+    the feature's bags are means; `order`: how the planner numbers the rows, None as the layout;
+    `hot`: the replicated rows by the planner's numbers, int64 `[K]`, ascending, where others are
+    sharded; None: all are replicated.
     """
 
     layout: RowLayout
@@ -32,6 +34,7 @@ class TableGroup:
     offsets: np.ndarray
     mean: tuple[bool, ...]
     order: RowOrder | None = None
+    hot: np.ndarray | None = None
 
     @property
     def dim(self) -> int:

@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 
 class Movement:
-    """`stages`: write_back, gather and fill, in the order in which they must run.
+    """`stages`: write_back, gather and fill, in the order in which they must run; with sharded rows
+    `share_early` after them, which sends those that no step on its way changes to who reads them.
 
     The ranks' fills go over the device group of `link`, with counters of their own: what a step's
     fill sent is counted with the step, when that is run.
@@ -32,17 +33,21 @@ class Movement:
         streams: Streams,
         with_batch: bool,
         dtype: torch.dtype = torch.float32,
+        early: bool = False,
     ) -> None:
         """`with_batch`: the step's batch goes to the device along with its rows, and its dense
-        features and labels become `dtype`."""
+        features and labels become `dtype`; `early`: plans have rows that travel early."""
         self._rows, self._with_batch, self._dtype = list(rows), with_batch, dtype
-        self._streams, self._sent = streams, CollectiveCounters()
+        self._streams = streams
+        self._sent = CollectiveCounters(link.world.nodes, link.world.rank)
         self._link = Link(link.world, link.group, self._sent, "the device group (moving rows)")
         self.stages = (
             Stage("write_back", "copy_out", self._write_back),
             Stage("gather", "host", self._gather),
             Stage("fill", "copy_in", self._fill),
         )
+        if early:
+            self.stages += (Stage("share_early", "copy_in", self._share_early),)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -61,13 +66,35 @@ class Movement:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _fill(self, flight: InFlight) -> None:
-        before = self._sent.collective_bytes
+        self._sent.reset()
         for rows, plan, values in self._each(flight, flight.gathered):
             rows.fill(plan, values, self._link)
-        flight.fill_bytes = self._sent.collective_bytes - before
+        self._count(flight)
         flight.gathered = []
         if self._with_batch:
             self._send_batch(flight)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _share_early(self, flight: InFlight) -> None:
+        self._sent.reset()
+        flight.sharded = []
+        for rows, plan in zip(self._rows, flight.planned.plans, strict=True):
+            if plan.shard is None or plan.shard.early is None:
+                flight.sharded.append(None)
+                continue
+            transfer = plan.shard.early
+            came = rows.send_rows(transfer, self._link, f"early rows {plan.step}")
+            out = came.new_empty((plan.shard.rows, came.shape[1]))
+            out.index_copy_(0, to_device(transfer.places, out.device), came)
+            self._streams.hand_over((out,), COMPUTE)
+            flight.sharded.append(out)
+        self._count(flight)
+
+    def _count(self, flight: InFlight) -> None:
+        """What was sent since the counters were reset is the step's."""
+        flight.fill_bytes += self._sent.collective_bytes
+        flight.fill_between_nodes += self._sent.inter_node_bytes
 
     def _send_batch(self, flight: InFlight) -> None:
         """The batch's tensors to the device, where the compute stream reads them."""

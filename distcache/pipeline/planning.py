@@ -11,10 +11,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
-import torch
 
 from distcache.comm.failure import failure_of_others, record_failure
 from distcache.comm.link import Link
@@ -22,12 +21,20 @@ from distcache.data.batch import Batch
 from distcache.errors import ConfigError, PeerError
 from distcache.pipeline.clock import Span, spanned
 from distcache.pipeline.exchange import Decided, PlanExchange, Status, Verdict
-from distcache.pipeline.groups import GroupBags, TableGroup, group_bags
+from distcache.pipeline.groups import TableGroup, group_bags
+from distcache.pipeline.planned import PlannedStep, PlanningSettings, Waiting
+from distcache.pipeline.regions import Region, requests_of, sharded_part
 from distcache.pipeline.room import too_large
 from distcache.pipeline.sizes import agree_on_size
-from distcache.pipeline.split import HotSamples, StepPart, split_step
-from distcache.planner.assemble import Request, assemble, make_request, next_move_after
-from distcache.planner.home import HomeDecision, Planner
+from distcache.pipeline.split import StepPart, split_step
+from distcache.planner.assemble import (
+    HomePart,
+    assemble,
+    make_request,
+    next_move_after,
+)
+from distcache.planner.home import HomeDecision
+from distcache.planner.regions import HotRows, nothing
 from distcache.step_plan import StepPlan, check_plan, check_plan_fully
 
 log = logging.getLogger(__name__)
@@ -45,58 +52,18 @@ _LEAVING_S = 2.0
 """How long a rank that another one leaves behind waits for a reason, seconds."""
 
 
-@dataclass(frozen=True)
-class PlannedStep:
-    """A batch, its bags and plans by group, its hot and its cold part if steps are split, and when
-    its planning ran."""
-
-    step: int
-    batch: Batch
-    bags: list[GroupBags]
-    plans: list[StepPlan]
-    spans: list[Span]
-    planning_bytes: int = 0
-    parts: tuple[StepPart, ...] = ()
-
-
-@dataclass
-class _Waiting:
-    """An ingested step whose window is not complete yet."""
-
-    step: int
-    batch: Batch
-    bags: list[GroupBags]
-    requests: list[Request]
-    spans: list[Span] = field(default_factory=list)
-    planning_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class PlanningSettings:
-    """L, P, the dtype of weights, whether to check every law, and a number that must agree on all
-    ranks; `prepare` checks a batch (raising DataError) before anything is sent; `hot` splits
-    training steps, see `pipeline.split`."""
-
-    lookahead: int
-    prefetch: int
-    dtype: torch.dtype
-    validate: bool = False
-    fingerprint: int = 0
-    prepare: Callable[[Batch], Batch] = field(default=lambda batch: batch)
-    hot: HotSamples | None = None
-
-
 class StreamPlanner:
-    """Plans streams of batches for the groups of one model; one home per rank and group.
+    """Plans streams of batches for the groups of one model; one home per rank and region.
 
-    `slots`: C per group, or None where the buffer grows (mode `host`).
+    `regions`: of all groups, in their order; `slots`: C per group, or None where the buffer grows
+    (mode `host`).
     """
 
     def __init__(
         self,
         link: Link,
         groups: Sequence[TableGroup],
-        planners: Sequence[Planner],
+        regions: Sequence[Region],
         slots: Sequence[int | None],
         settings: PlanningSettings,
     ) -> None:
@@ -106,13 +73,15 @@ class StreamPlanner:
                     f"{group.layout.rows} rows of width {group.dim} in {count} slots: plans number "
                     f"slots, and the rows of one home, up to {_MOST}; use more ranks or fewer slots"
                 )
-        self.link, self.groups, self.planners = link, list(groups), list(planners)
+        self.link, self.groups, self.regions = link, list(groups), list(regions)
         self.slots, self.settings = list(slots), settings
         self.ingested = 0
         """Steps whose ids are known to all homes; the last of them may be undecided."""
         self.alone = False  # whether planning failed where other ranks go on
-        self._exchange = PlanExchange(link, len(self.groups), settings.fingerprint)
+        sharded = [place for place, region in enumerate(self.regions) if region.sharded]
+        self._exchange = PlanExchange(link, len(self.regions), settings.fingerprint, sharded)
         self._move_after = [-1] * len(self.groups)
+        self._hot = [None if group.hot is None else HotRows(group.hot) for group in self.groups]
 
     def planned(
         self, batches: Iterable[Batch], stop: Callable[[], bool], ahead: bool = True
@@ -123,7 +92,7 @@ class StreamPlanner:
         rank after the same step.
         """
         window = self.settings.lookahead if ahead else 0
-        waiting: deque[_Waiting] = deque()
+        waiting: deque[Waiting] = deque()
         iterator = iter(batches)
         failure: BaseException | None = None
         while True:
@@ -141,32 +110,33 @@ class StreamPlanner:
         if failure is not None:
             raise failure
 
-    def restore(self, step: int, slot_rows: Sequence[np.ndarray]) -> None:
+    def restore(self, step: int, held: Callable[[int, slice], np.ndarray]) -> None:
         """Forget undecided and unmoved plans: go on after `step` from what the device holds.
 
-        `slot_rows`: for each group, the rows in its planner's `own_slots`, int64, -1 for none.
+        `held(group, slots)`: the rows in these slots of a group, int64, -1 for none.
         """
         self.ingested = step + 1
         self._move_after = [step] * len(self.groups)
-        for group, planner, rows in zip(self.groups, self.planners, slot_rows, strict=True):
-            held = rows >= 0
+        for region in self.regions:
+            group, rows = self.groups[region.group], held(region.group, region.planner.own_slots)
+            found = rows >= 0
             planned = np.full(len(rows), -1, dtype=np.int64)
-            planned[held] = group.planned(rows[held])
-            planner.restore(planned, step)
+            planned[found] = group.planned(rows[found])
+            region.planner.restore(planned, step)
 
     def _ingest(
-        self, iterator: Iterator[Batch], waiting: deque[_Waiting], stop: bool
+        self, iterator: Iterator[Batch], waiting: deque[Waiting], stop: bool
     ) -> tuple[Verdict, BaseException | None]:
         """Bring the next batch's rows to their homes, or learn why there is none."""
         started, sent = time.perf_counter(), self.link.counters.planning_bytes
         status, error, entry = self._next(iterator) if not stop else (Status.STOP, None, None)
         step = self.ingested
         batch = ("", 0) if entry is None else (entry.batch.kind, entry.batch.index)
-        requests = [] if entry is None else entry.requests
+        requests = [] if entry is None else requests_of(self.regions, entry.requests)
         verdict, rows = self._exchange.requests(status, step, batch, requests, error)
         if verdict.status is Status.OK and entry is not None:
-            for planner, by_rank in zip(self.planners, rows, strict=True):
-                planner.ingest(step, entry.batch.kind, by_rank)
+            for region, by_rank in zip(self.regions, rows, strict=True):
+                region.planner.ingest(step, entry.batch.kind, by_rank)
             entry.batch = agree_on_size(self.link, entry.batch)
             entry.spans.append(Span("ingest", LANE, step, started, time.perf_counter()))
             entry.planning_bytes = self.link.counters.planning_bytes - sent
@@ -184,7 +154,7 @@ class StreamPlanner:
 
     def _next(
         self, iterator: Iterator[Batch]
-    ) -> tuple[Status, BaseException | None, _Waiting | None]:
+    ) -> tuple[Status, BaseException | None, Waiting | None]:
         """The next local batch as rows, or END, or what went wrong with it."""
         try:
             batch = next(iterator)
@@ -196,12 +166,12 @@ class StreamPlanner:
             batch = self.settings.prepare(batch)
             bags = [group_bags(group, batch.ids, self.settings.dtype) for group in self.groups]
             requests = [
-                make_request(group.layout, bag.rows)
-                for group, bag in zip(self.groups, bags, strict=True)
+                make_request(group.layout, bag.rows, hot)
+                for group, bag, hot in zip(self.groups, bags, self._hot, strict=True)
             ]
         except Exception as error:
             return Status.ERROR, error, None
-        return Status.OK, None, _Waiting(self.ingested, batch, bags, requests)
+        return Status.OK, None, Waiting(self.ingested, batch, bags, requests)
 
     def _after_stop(self, verdict: Verdict, stop: Callable[[], bool]) -> None:
         """Return once this rank stops as well; PeerError if it does not, as another one failed
@@ -218,18 +188,18 @@ class StreamPlanner:
                 f"batches, but rank {world.rank} goes on: stop all ranks after the same step"
             )
 
-    def _decide(self, entry: _Waiting) -> PlannedStep:
+    def _decide(self, entry: Waiting) -> PlannedStep:
         """Decide one step with all other homes; raises on every rank if one of them cannot."""
         sent = self.link.counters.planning_bytes
         with spanned(entry.spans, "load", LANE, entry.step):
             load_error = self._load(entry)
         started = time.perf_counter()
-        rows = [planner.due_rows for planner in self.planners]
+        rows = [region.planner.due_rows for region in self.regions]
         own, status, error = self._decide_home(rows, load_error)
-        decided = self._exchange.decisions(status, entry.step, rows, own, entry.requests, error)
+        requests = requests_of(self.regions, entry.requests)
+        decided = self._exchange.decisions(status, entry.step, rows, own, requests, error)
         if decided.verdict.status is Status.TOO_LARGE:
-            own_slots = [planner.slots for planner in self.planners]
-            raise too_large(entry.step, self.groups, decided.rows, own_slots)
+            raise too_large(entry.step, self.groups, decided.rows, self.regions)
         if decided.verdict.status is not Status.OK:
             raise error or _peer_error(decided.verdict)
         try:
@@ -243,15 +213,12 @@ class StreamPlanner:
         return PlannedStep(entry.step, entry.batch, entry.bags, plans, entry.spans, sent, parts)
 
     def _assembled(
-        self, entry: _Waiting, decided: Decided, own: Sequence[HomeDecision]
+        self, entry: Waiting, decided: Decided, own: Sequence[HomeDecision]
     ) -> tuple[list[StepPlan], tuple[StepPart, ...]]:
         """The plans of a step on which all homes decided, and its parts."""
         plans = []
-        for group, request in enumerate(entry.requests):
-            latest, before = [decided.latest_use[group]], self._move_after[group]
-            move_after = next_move_after(entry.step, self.settings.prefetch, latest, before)
-            self._move_after[group] = move_after
-            plan = assemble(request, decided.parts[group], own[group], move_after)
+        for group in range(len(self.groups)):
+            plan = self._plan_of(group, entry, decided, own)
             if self.settings.validate:
                 check_plan_fully(plan, self.slots[group])
             else:
@@ -261,7 +228,29 @@ class StreamPlanner:
             return plans, ()
         return plans, split_step(entry.batch, entry.bags, plans, self.settings.hot)
 
-    def _load(self, entry: _Waiting) -> Exception | None:
+    def _plan_of(
+        self, group: int, entry: Waiting, decided: Decided, own: Sequence[HomeDecision]
+    ) -> StepPlan:
+        """This rank's plan of a group from the decisions on its regions."""
+        places = [place for place, region in enumerate(self.regions) if region.group == group]
+        latest, before = [decided.latest_use[p] for p in places], self._move_after[group]
+        move_after = next_move_after(entry.step, self.settings.prefetch, latest, before)
+        self._move_after[group] = move_after
+        world, label = self.link.world.size, (entry.step, entry.batch.kind)
+        empty = nothing(label, world)
+        parts, mine, sharded = (
+            [HomePart(empty.slots, empty.fetch, empty.slots)] * world,
+            empty,
+            None,
+        )
+        for place in places:
+            if self.regions[place].sharded:
+                sharded = sharded_part(place, decided, own[place], self.settings.early)
+            else:
+                parts, mine = decided.parts[place], own[place]
+        return assemble(entry.requests[group], parts, mine, move_after, sharded)
+
+    def _load(self, entry: Waiting) -> Exception | None:
         """Read the batch's dense features and labels; what went wrong with that."""
         try:
             entry.batch = entry.batch.loaded()
@@ -274,13 +263,13 @@ class StreamPlanner:
     ) -> tuple[list[HomeDecision], Status, BaseException | None]:
         """This home's decisions; none, and why, if it has too few slots for `rows` or fails, or
         where its batch could not be loaded (`error`)."""
-        if any(count > p.slots for count, p in zip(rows, self.planners, strict=True)):
+        if any(count > of.planner.slots for count, of in zip(rows, self.regions, strict=True)):
             return [], Status.TOO_LARGE, None
         if error is not None:
             return [], Status.ERROR, error
         try:
-            pairs = zip(self.groups, self.planners, strict=True)
-            return [_named(group, planner.plan()) for group, planner in pairs], Status.OK, None
+            decided = [_named(self.groups[r.group], r.planner.plan()) for r in self.regions]
+            return decided, Status.OK, None
         except Exception as failure:
             return [], Status.ERROR, failure
 

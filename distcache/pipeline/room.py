@@ -11,6 +11,7 @@ import numpy as np
 
 from distcache.errors import StepTooLargeError
 from distcache.pipeline.groups import TableGroup
+from distcache.pipeline.regions import Region
 
 log = logging.getLogger(__name__)
 
@@ -34,31 +35,49 @@ class Expecting(Protocol):
 def smallest_cache_rows(groups: Sequence[TableGroup], most: Sequence[int]) -> int:
     """The smallest `cache.rows` that gives every home of each group at least `most` slots.
 
-    `cache.rows` is split over the groups by their rows, then over the homes, rounding up.
+    `cache.rows` is split over the groups by their rows, and rounded up there to a multiple of W:
+    the slots of W homes, or, where all rows of a group are sharded, those of each.
     """
-    total = sum(group.layout.rows for group in groups)
-    return max(
-        (rows - 1) * group.layout.world_size * total // group.layout.rows + 1
-        for rows, group in zip(most, groups, strict=True)
-    )
+    total, found = sum(group.layout.rows for group in groups), 1
+    for rows, group in zip(most, groups, strict=True):
+        world = group.layout.world_size
+        multiples = -(-rows * homes_per_device(group) // world)
+        found = max(found, (multiples - 1) * world * total // group.layout.rows + 1)
+    return found
+
+
+def homes_per_device(group: TableGroup) -> int:
+    """Among how many homes the slots of a device are divided."""
+    return group.layout.world_size if group.hot is None else 1
 
 
 def too_large(
-    step: int, groups: Sequence[TableGroup], rows: np.ndarray, slots: Sequence[int]
+    step: int, groups: Sequence[TableGroup], rows: np.ndarray, regions: Sequence[Region]
 ) -> StepTooLargeError:
     """Why `step` is refused and how to avoid it.
 
-    `rows`: its distinct rows int64 `[W, G]` by home and group; `slots`: those of one home, by
-    group.
+    `rows`: its distinct rows int64 `[W, regions]`.
     """
-    world = len(rows)
-    home, group = np.unravel_index(np.argmax(rows / np.asarray(slots)), rows.shape)
-    needs, has = int(rows[home, group]), int(slots[group])
-    enough = smallest_cache_rows(groups, rows.max(0).tolist())
+    slots = [region.planner.slots for region in regions]
+    home, place = np.unravel_index(np.argmax(rows / np.asarray(slots)), rows.shape)
+    needs, has, region = int(rows[home, place]), slots[place], regions[place]
+    group = groups[region.group]
+    mixed = group.hot is not None and len(group.hot) > 0
+    kind = "" if group.hot is None else ("sharded " if region.sharded else "replicated ")
+    on_device = has * (1 if region.sharded else len(rows))
+    most = [0] * len(groups)
+    for column, other in enumerate(regions):
+        most[other.group] = max(most[other.group], int(rows[:, column].max()))
+    enough = smallest_cache_rows(groups, most)
+    way_out = f"cache.rows={enough} or more (the smallest that holds this step)"
+    if mixed:
+        way_out = (
+            "a larger cache.rows (or cache.ratio, cache.bytes), or other rows to replicate "
+            "(cache.replicated_rows, cache.replicated_share)"
+        )
     return StepTooLargeError(
-        f"step {step} needs {needs} distinct rows of home rank {home}, which has {has} slots of "
-        f"{has * world} on each device (tables of width {groups[group].dim}): set "
-        f"cache.rows={enough} or more (the smallest that holds this step), or lower "
+        f"step {step} needs {needs} distinct {kind}rows of home rank {home}, which has {has} slots "
+        f"of {on_device} on each device (tables of width {group.dim}): set {way_out}, or lower "
         f"data.global_batch_size{_other_split(groups)}",
         rows=needs,
         slots=has,
@@ -81,7 +100,7 @@ def warn_if_too_small(
     if not all(hasattr(source, name) for name in ("lookups_per_sample", "expected_distinct")):
         return False
     most = [_expected_rows(source, group, batch) for group in groups]  # type: ignore[arg-type]
-    homes = [c // group.layout.world_size for c, group in zip(slots, groups, strict=True)]
+    homes = [c // homes_per_device(group) for c, group in zip(slots, groups, strict=True)]
     short = [g for g, group in enumerate(groups) if most[g] > homes[g]]
     if short:
         worst = max(short, key=lambda g: most[g] / homes[g])

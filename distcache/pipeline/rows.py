@@ -10,11 +10,13 @@ from torch import Tensor
 
 from distcache.cache.device_cache import FOREIGN, DeviceCache
 from distcache.cache.staging import StagingRing
+from distcache.comm.counters import ROWS
 from distcache.comm.link import Link
-from distcache.coordinator import share_rows
+from distcache.coordinator import share_rows, to_all
 from distcache.optim.rows import RowUpdate, apply_rows
 from distcache.pipeline.groups import TableGroup
-from distcache.step_plan import StepPlan
+from distcache.pipeline.placement import RegionSlots
+from distcache.step_plan import ShardPlan, StepPlan, Transfer
 from distcache.store.rows import RowStore
 from distcache.streams import COMPUTE, COPY_IN, Mark, Streams
 
@@ -60,9 +62,12 @@ class GroupRows:
         link: Link,
         streams: Streams,
         prefetch: int,
+        slots: RegionSlots | None = None,
     ) -> None:
-        """`prefetch`: P, which bounds the steps whose rows lie in staging buffers."""
+        """`prefetch`: P, which bounds the steps whose rows lie in staging buffers; `slots`: of the
+        cache, by region; None: all replicated."""
         self.group, self.cache, self.store = group, cache, store
+        self.slots = slots or RegionSlots(cache.slots)
         self.update, self.link, self.streams = update, link, streams
         self.counts = MoveCounts()
         """Of the training steps that were run, and of `flush`."""
@@ -73,38 +78,60 @@ class GroupRows:
 
     def write_back(self, plan: StepPlan, counts: MoveCounts) -> None:
         """Bring the dirty rows that leave to the store: cache[evict_slots] -> store[evict_rows]."""
-        if len(plan.evict_slots):
-            self._store_rows(*self.cache.evict(plan.evict_slots, plan.evict_rows), counts)
+        slots, rows, shard = plan.evict_slots, plan.evict_rows, plan.shard
+        if shard is not None:
+            slots = torch.cat((slots, shard.evict_slots))
+            rows = torch.cat((rows, shard.evict_rows))
+        if len(slots):
+            self._store_rows(*self.cache.evict(slots, rows), counts)
 
     def gather(self, plan: StepPlan, counts: MoveCounts) -> Gathered | None:
         """Read this home's fetched rows from the store into a staging buffer; None without one."""
         if self.store is None:
             return None
-        number, weight, state = self._arriving.take(len(plan.fetch_rows))
-        self.store.gather(plan.fetch_rows, out=(weight, state))
+        rows = plan.fetch_rows
+        if plan.shard is not None:
+            rows = torch.cat((rows, plan.shard.fetch_rows))
+        number, weight, state = self._arriving.take(len(rows))
+        self.store.gather(rows, out=(weight, state))
         counts.rows_fetched += len(weight)
         counts.host_to_device_bytes += len(weight) * self.row_bytes
         return Gathered(number, weight, state)
 
     def fill(self, plan: StepPlan, gathered: Gathered | None, link: Link) -> None:
-        """Share the fetched rows with all ranks over `link` and put them into their slots."""
+        """Put the fetched rows into their slots, the replicated ones, shared over `link`, on all
+        ranks."""
         if gathered is None:
             return
+        own, (weight, state) = len(plan.fetch_rows), (gathered.weight, gathered.state)
+        if self.slots.replicated or self.group.hot is None:
+            self._fill_replicated(plan, (_first(weight, own), _first(state, own)), link)
+        if plan.shard is not None and len(weight) > own:
+            rows = weight[own:], None if state is None else state[own:]
+            self.cache.fill(plan.shard.fetch_slots, plan.shard.fetch_rows, *rows)
+        self._arriving.release(gathered.number, self.streams.mark(COPY_IN))
+
+    def _fill_replicated(
+        self, plan: StepPlan, rows: tuple[Tensor | None, Tensor | None], link: Link
+    ) -> None:
+        """Share the fetched rows with all ranks; their state too, unless homes keep it."""
         rank, size = link.world.rank, link.world.size
-        weight, state = gathered.weight, gathered.state
+        weight, state = rows
         if size > 1:
             device, width = self.cache.device, self.cache.dim
-            own = [t.to(device, non_blocking=True) for t in (weight, state) if t is not None]
-            rows = share_rows(link, plan, own[0] if state is None else torch.cat(own, dim=1))
-            weight, state = rows[:, :width], None if state is None else rows[:, width:]
-        if plan.misses:
+            own = [t.to(device, non_blocking=True) for t in rows if t is not None]
+            if self.cache.state_slots is not None:
+                weight = share_rows(link, plan, own[0])
+            else:
+                both = share_rows(link, plan, own[0] if state is None else torch.cat(own, dim=1))
+                weight, state = both[:, :width], None if state is None else both[:, width:]
+        if plan.misses and weight is not None:
             names = np.full(plan.misses, FOREIGN, dtype=np.int64)
             start = sum(plan.fetch_counts[:rank])
             names[start : start + plan.fetch_counts[rank]] = plan.fetch_rows.numpy()
             slots = plan.fetch_slots
             self._ensure(int(slots.max()) + 1)
             self.cache.fill(slots, names, weight, state)
-        self._arriving.release(gathered.number, self.streams.mark(COPY_IN))
 
     def _ensure(self, slots: int) -> None:
         """Room for `slots` slots; a cache that grew lies in memory of the current stream."""
@@ -120,23 +147,67 @@ class GroupRows:
         """
         return self.cache.gather(plan.slots, where)
 
+    def send_rows(
+        self, transfer: Transfer, link: Link, what: str, where: Tensor | None = None
+    ) -> Tensor:
+        """Send sharded rows to the ranks that named them; what comes here, `[r, D]`.
+
+        `where`: the transfer's slots on the device already.
+        """
+        rows = self.cache.gather(transfer.slots, where)
+        return link.all_to_all(rows, transfer.send_counts, transfer.receive_counts, ROWS, what)
+
     def apply(
         self,
         plan: StepPlan,
         gradient: Tensor,
-        lr: float,
-        step: int,
+        update: tuple[float, int],
         where: Tensor | None = None,
         enabled: Tensor | None = None,
     ) -> None:
-        """Update the step's rows and state in place with the summed gradient `[U, D]`.
+        """Update the step's replicated rows and state in place with the summed gradient.
 
-        `where`: the plan's slots on the device already; `enabled`: as in `apply_rows`.
+        `gradient`: `[U, D]`, or that of this home's rows `[U_h, D]` where homes keep the state;
+        `update`: rate and number of the step; `where`: the plan's slots on the device already;
+        `enabled`: as in `apply_rows`.
         """
-        slots = plan.slots.to(self.cache.device) if where is None else where
         cache = self.cache
-        apply_rows(self.update, cache.weight, cache.state, slots, gradient, lr, step, enabled)
+        slots = plan.slots.to(cache.device) if where is None else where
+        if cache.state_slots is None:
+            parts = (cache.weight, cache.state)
+        else:
+            world = self.link.world
+            own = self.slots.own_replicated(world.rank, world.size)
+            parts, slots = cache.part(own), slots[plan.home_slice(world.rank)] - own.start
+        apply_rows(self.update, *parts, slots, gradient, *update, enabled)
         cache.mark_dirty(plan.slots)
+
+    def apply_sharded(
+        self,
+        shard: ShardPlan,
+        gradient: Tensor,
+        update: tuple[float, int],
+        where: Tensor,
+        enabled: Tensor | None = None,
+    ) -> None:
+        """Update this home's sharded rows of a step with their summed gradients `[H, D]`.
+
+        `where`: the plan's slots on the device.
+        """
+        own = self.slots.own_sharded
+        slots = where - own.start
+        apply_rows(self.update, *self.cache.part(own), slots, gradient, *update, enabled)
+        self.cache.mark_dirty(shard.slots)
+
+    def return_rows(self, plan: StepPlan, link: Link, where: Tensor) -> None:
+        """Send this home's updated replicated rows to all ranks, and take theirs.
+
+        `where`: the plan's slots on the device.
+        """
+        mine = plan.home_slice(link.world.rank)
+        own = self.cache.gather(plan.slots[mine], where[mine])
+        rows = to_all(link, plan, own, f"updated rows {plan.step}")
+        self.cache.weight.index_copy_(0, where, rows)
 
     def flush(self) -> None:
         """Write this home's dirty rows to the store; they stay cached."""
@@ -169,3 +240,7 @@ class GroupRows:
         self.store.scatter(rows, weight, state)
         counts.rows_written_back += len(slots)
         counts.device_to_host_bytes += len(slots) * self.row_bytes
+
+
+def _first(rows: Tensor | None, count: int) -> Tensor | None:
+    return None if rows is None else rows[:count]

@@ -10,7 +10,7 @@ from torch import Tensor
 from distcache.coordinator import Agreement, Control
 from distcache.pipeline.clock import WAIT, Span, StageClock, spanned
 from distcache.pipeline.lookup import DeviceBags
-from distcache.pipeline.planning import PlannedStep
+from distcache.pipeline.planned import PlannedStep
 from distcache.pipeline.rows import Gathered, MoveCounts
 from distcache.pipeline.shake import Shaker
 from distcache.streams import COMMUNICATION, COMPUTE, Mark, Streams
@@ -37,10 +37,16 @@ class InFlight:
     labels: Tensor | None = None
     counts: list[MoveCounts] = field(default_factory=list)
     fill_bytes: int = 0
+    fill_between_nodes: int = 0
+    """Those of `fill_bytes` that went to ranks of other nodes."""
+    sharded: list[Tensor | None] = field(default_factory=list)
+    """The rows of each group that came from their homes, `[N, D]`, as far as they have."""
     leaves: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     """This rank's row gradients by group, `[U, D]`, where they are not those of `leaves`."""
-    sums: list[Tensor] = field(default_factory=list)
+    sums: list[Tensor | None] = field(default_factory=list)
+    sharded_sums: list[Tensor | None] = field(default_factory=list)
+    """Of each group, the summed gradients of this home's sharded rows, `[H, D]`."""
     buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Buffers of the dense model, and their values before the step."""
     loss: Tensor | None = None
@@ -50,6 +56,8 @@ class InFlight:
     agreement: Agreement | None = None
     after: Mark = field(default_factory=Mark)
     """What the next stage's device work comes after."""
+    free: Mark = field(default_factory=Mark)
+    """Where on the device the step before it ended."""
     marks: list[DeviceSpan] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     waits: list[Span] = field(default_factory=list)
@@ -141,7 +149,9 @@ class OverlappedSchedule:
     beside step t comes before the exchange of step t. So `settle` waits for those before the first
     stage that communicates.
 
-    Stages of training that stand before movement run while the step's rows still move.
+    Stages of training that stand before movement run while the step's rows still move. Those that
+    communicate right after it send what a step cannot begin without: the fills of later steps come
+    after them in the ranks' order, so these move once `ahead` is called.
     """
 
     def __init__(
@@ -151,14 +161,17 @@ class OverlappedSchedule:
         shake: Shaker | None,
         settle: Callable[[InFlight], None],
         arrive: Callable[[InFlight], None],
+        ahead: Callable[[], None] = lambda: None,
     ) -> None:
         self._streams, self._shake = streams, shake
-        self._settle, self._arrive = settle, arrive
+        self._settle, self._arrive, self._ahead = settle, arrive, ahead
         moves = [i for i, stage in enumerate(stages) if stage.stream not in TRAINING]
         self._early = stages[: moves[0]] if moves else ()
         own = tuple(s for s in stages[len(self._early) :] if s.stream in TRAINING)
-        first = [i for i, stage in enumerate(own) if stage.stream == COMMUNICATION]
-        cut = first[0] if first else len(own)
+        computing = [i for i, stage in enumerate(own) if stage.stream == COMPUTE]
+        self._first, own = own[: computing[0]], own[computing[0] :]
+        after = [i for i, stage in enumerate(own) if stage.stream == COMMUNICATION]
+        cut = after[0] if after else len(own)
         self._alone, self._together = own[:cut], own[cut:]
 
     def run(self, flight: InFlight) -> None:
@@ -167,9 +180,14 @@ class OverlappedSchedule:
         self._arrive(flight)
         if not flight.moved:
             raise RuntimeError(f"the rows of step {flight.step} have not moved")
+        if self._first:  # they send rows that the step before has changed
+            self._streams.after(self._first[0].stream, (flight.free,))
+            run_stages(self._first, flight, TRAINING_LANE, self._streams, self._shake)
+            self._ahead()
         run_stages(self._alone, flight, TRAINING_LANE, self._streams, self._shake)
-        if self._together:
+        if self._together or self._first:  # which the next step begins with
             self._settle(flight)
+        if self._together:
             run_stages(self._together, flight, TRAINING_LANE, self._streams, self._shake)
 
 

@@ -30,8 +30,9 @@ class StepPart:
 
     `samples`: int64 `[p]`, ascending; `dense` and `labels`: theirs; for each group `bags`, and a
     plan of this part alone: `positions`, `order`, `segments` and `slots` speak of the R rows that
-    it names, and `touched` int64 `[R]` says which canonical rows of the step these are. The plan's
-    other fields are the step's. `early`: whether all its rows are cached before the step's move.
+    it names, and `touched` int64 `[R]` says which leaf rows of the step these are; the slot of a
+    sharded row is -1. The plan's other fields are the step's. `early`: whether all its rows are
+    cached before the step's move.
     """
 
     samples: Tensor
@@ -54,10 +55,7 @@ def _part(
     batch: Batch, bags: Sequence[GroupBags], plans: Sequence[StepPlan], chosen: np.ndarray
 ) -> StepPart:
     pairs = [_part_of_group(b, p, chosen) for b, p in zip(bags, plans, strict=True)]
-    early = all(
-        not np.isin(part.touched.numpy(), plan.fetch.numpy(), assume_unique=True).any()
-        for (_, part), plan in zip(pairs, plans, strict=True)
-    )
+    early = all(_all_here(part, plan) for (_, part), plan in zip(pairs, plans, strict=True))
     samples = np.flatnonzero(chosen)
     return StepPart(
         samples=torch.from_numpy(samples),
@@ -67,6 +65,14 @@ def _part(
         plans=[plan for _, plan in pairs],
         early=early,
     )
+
+
+def _all_here(part: StepPlan, plan: StepPlan) -> bool:
+    """Whether none of a part's rows is fetched, or comes from its home in every step."""
+    touched = part.touched.numpy()
+    if len(touched) and touched[-1] >= plan.distinct:
+        return False
+    return not np.isin(touched, plan.fetch.numpy(), assume_unique=True).any()
 
 
 def _part_of_group(
@@ -80,8 +86,8 @@ def _part_of_group(
     offsets = np.zeros(len(own) + 1, dtype=np.int64)
     np.cumsum(own, out=offsets[1:])
     positions = plan.positions.numpy()[kept]
-    ids = occurrences(positions.astype(np.int32), None, plan.distinct)
-    place = np.empty(plan.distinct, dtype=np.int64)
+    ids = occurrences(positions.astype(np.int32), None, plan.leaf_rows)
+    place = np.empty(plan.leaf_rows, dtype=np.int64)
     place[ids.touched] = np.arange(len(ids.touched))
     part = GroupBags(
         rows=bags.rows[kept],
@@ -93,8 +99,10 @@ def _part_of_group(
     tensors = (place[positions], ids.order, ids.touched, ids.segments)
     names = ("positions", "order", "touched", "segments")
     of_part = dict(zip(names, map(torch.from_numpy, tensors), strict=True))
-    slots = torch.from_numpy(plan.slots.numpy()[ids.touched])
-    return part, replace(plan, slots=slots, **of_part)
+    slots = np.full(plan.leaf_rows, -1, dtype=np.int64)  # sharded rows have no slot of their own
+    slots[: plan.distinct] = plan.slots.numpy()
+    own = torch.from_numpy(slots[ids.touched])
+    return part, replace(plan, slots=own, shard=None, **of_part)
 
 
 def _of(values: Tensor | None, kept: np.ndarray) -> Tensor | None:

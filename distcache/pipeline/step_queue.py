@@ -26,6 +26,9 @@ share comes through the planner, which is faster."""
 _KEPT = 64
 """Marks of applied steps that are kept; an older step is waited for by a later one's."""
 
+_ALL = 2**62
+"""`_last` while every step that is released may move."""
+
 _HELD = -(2**62)
 """`released` while nothing may start to move."""
 
@@ -45,6 +48,7 @@ class StepQueue:
         self._known: deque[InFlight] = deque()
         self._unmoved: deque[InFlight] = deque()
         self._released, self._moving, self._wanted = _HELD, False, False
+        self._last = _ALL
         self._prefetch, self._coming = prefetch, _HELD
         self._applied: deque[tuple[int, Mark]] = deque(maxlen=_KEPT)
         self._ended, self._error = False, None
@@ -107,7 +111,9 @@ class StepQueue:
         return next((mark for done, mark in self._applied if done >= step), Mark())
 
     def _may_move(self) -> bool:
-        return bool(self._unmoved) and self._unmoved[0].move_after <= self._released
+        if not self._unmoved or self._unmoved[0].step > self._last:
+            return False
+        return self._unmoved[0].move_after <= self._released
 
     def moved(self, flight: InFlight) -> None:
         """The rows of the step that `next_unmoved` gave are on the device."""
@@ -142,14 +148,22 @@ class StepQueue:
         self._waited(flight, started)
         return flight
 
-    def release(self, done: int, mark: Mark = Mark()) -> None:  # noqa: B008
+    def release(self, done: int, mark: Mark = Mark(), last: int | None = None) -> None:  # noqa: B008
         """Let move what may now; `done`: the last step that was applied, and `mark`: where on the
-        device it was. Nothing to do where the loop moves rows itself."""
+        device it was; `last`: of the steps that may move before `release_rest` is called (None:
+        all). Nothing to do where the loop moves rows itself."""
         if self._moves:
             with self._change:
                 self._released = done
+                self._last = _ALL if last is None else last
                 self._applied.append((done, mark))
                 self._change.notify_all()
+
+    def release_rest(self) -> None:
+        """Let the steps move that `release` held back by their number."""
+        with self._change:
+            self._last = _ALL
+            self._change.notify_all()
 
     def arrive(self, flight: InFlight) -> None:
         """Wait for the rows of the step just taken, for which all is released."""
@@ -192,7 +206,9 @@ class StepQueue:
             return False
         # Of steps whose plans are not there yet: none may move that is more than P + 1 ahead.
         return (
-            bool(self._unmoved) or self._ended or self._coming > self._released + self._prefetch + 1
+            bool(self._unmoved)
+            or self._ended
+            or self._coming > min(self._released + self._prefetch + 1, self._last)
         )
 
     def hold(self) -> None:

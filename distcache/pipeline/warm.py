@@ -7,9 +7,11 @@ on from what the slots hold. So a warm cache has the same numbers as a cold one,
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -18,11 +20,11 @@ from distcache.comm.agree import together
 from distcache.comm.counters import CollectiveCounters
 from distcache.comm.failure import record_failure
 from distcache.comm.link import Link
-from distcache.pipeline.build import own_slots
 from distcache.pipeline.groups import TableGroup
 from distcache.pipeline.planning import StreamPlanner
 from distcache.pipeline.rows import GroupRows, MoveCounts
-from distcache.step_plan import StepPlan
+from distcache.planner.regions import in_tail
+from distcache.step_plan import ShardPlan, StepPlan, Transfer
 from distcache.store.available import describe_bytes
 from distcache.streams import COMPUTE, COPY_IN, Streams
 
@@ -71,7 +73,7 @@ def warm_up(
     except BaseException as error:  # the others wait for this rank's rows
         record_failure(world.store, world.rank, error)
         raise
-    planner.restore(step, [of.held_rows(own_slots(of, world.rank)) for of in rows])
+    planner.restore(step, lambda group, slots: rows[group].held_rows(slots))
     brought = together(world, lambda: (counts.rows_fetched, counts.host_to_device_bytes))
     fetched, moved = (sum(values) for values in zip(*brought, strict=True))
     if world.is_first:
@@ -99,7 +101,15 @@ def _fill_all(
 
 def _fill(rows: GroupRows, hot: np.ndarray, share: float, link: Link, counts: MoveCounts) -> None:
     """Bring the first of `hot` that each home has room for, block by block."""
-    for plan in warm_plans(rows.group, hot, rows.cache.slots, share, link.world.rank):
+    group, rank, slots = rows.group, link.world.rank, rows.slots
+    tail = hot[:0]
+    if group.hot is not None:
+        is_tail = in_tail(group.planned(hot), group.hot)
+        hot, tail = hot[~is_tail], hot[is_tail]
+    plans = [warm_plans(group, hot, slots.replicated, share, rank)]
+    if group.hot is not None:
+        plans.append(warm_tail(group, tail, slots.own_sharded, share, rank))
+    for plan in chain.from_iterable(plans):
         rows.fill(plan, rows.gather(plan, counts), link)
 
 
@@ -122,6 +132,35 @@ def warm_plans(
         numbers = [np.arange(start, start + len(part)) for part in parts]
         taken = [(home + 1) * own - 1 - number for home, number in enumerate(numbers)]
         yield _plan(np.concatenate(taken), [len(part) for part in parts], parts[rank])
+
+
+def warm_tail(
+    group: TableGroup, hot: np.ndarray, slots: slice, share: float, rank: int
+) -> Iterator[StepPlan]:
+    """The same for sharded rows: `hot` of rank's home into its `slots`."""
+    own = slots.stop - slots.start
+    rows = hot[group.layout.home(group.planned(hot)) == rank][: int(share * own)]
+    world = group.layout.world_size
+    longest = math.ceil(share * own)  # of any home: all bring as many blocks, if empty ones
+    for start in range(0, longest, _BLOCK):
+        part = rows[start : start + _BLOCK]
+        at = torch.from_numpy(slots.stop - 1 - np.arange(start, start + len(part)))
+        none, zeros = torch.empty(0, dtype=torch.int64), (0,) * world
+        shard = ShardPlan(
+            distinct=0,
+            misses=0,
+            counts=zeros,
+            slots=at,
+            source_rows=none,
+            source_counts=zeros,
+            early=None,
+            late=Transfer(none, zeros, none, zeros),
+            fetch_slots=at,
+            fetch_rows=torch.from_numpy(part),
+            evict_slots=none,
+            evict_rows=none,
+        )
+        yield replace(_plan(np.empty(0, np.int64), zeros, part[:0]), shard=shard)
 
 
 def _plan(slots: np.ndarray, counts: Sequence[int], rows: np.ndarray) -> StepPlan:

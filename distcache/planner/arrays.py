@@ -1,4 +1,4 @@
-"""The NumPy twins of `loops`: same names, arguments and results, bit for bit.
+"""The NumPy twins of `loops` and `region_loops`: same names, arguments and results, bit for bit.
 
 They run where Numba does not, and tests compare the two. `table` is of no use here.
 """
@@ -185,6 +185,40 @@ def order_ids(
     segments[: len(found)] = starts[found]
     segments[len(found)] = len(labels)
     return len(found)
+
+
+def find_sorted(
+    rows: np.ndarray, known: np.ndarray, starts: np.ndarray, shift: int, found: np.ndarray
+) -> int:
+    """See `region_loops.find_sorted`."""
+    if len(known) == 0:
+        found[:] = -1
+        return 0
+    place = np.minimum(np.searchsorted(known, rows), len(known) - 1)
+    there = known[place] == rows
+    found[:] = np.where(there, place, -1)
+    return int(there.sum())
+
+
+def divide(
+    values: np.ndarray,
+    bound: int,
+    index: np.ndarray,
+    items: np.ndarray,
+    ends: np.ndarray,
+    above: np.ndarray,
+    others: np.ndarray,
+    counts: np.ndarray,
+) -> int:
+    """See `region_loops.divide`."""
+    chosen = (values[index] if len(items) else values) > bound
+    all_items = items[index] if len(items) else np.arange(len(chosen))
+    count = int(chosen.sum())
+    above[:count] = all_items[chosen]
+    others[: len(chosen) - count] = all_items[~chosen]
+    totals = np.concatenate(([0], np.cumsum(chosen)))
+    counts[:] = np.diff(totals[np.concatenate(([0], ends))])
+    return count
 
 
 def _stable_order(keys: np.ndarray, limit: int) -> np.ndarray:

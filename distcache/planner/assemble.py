@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from distcache.layout import RowLayout
 from distcache.planner.calls import grouped, hashed_rows, occurrences
 from distcache.planner.home import HomeDecision
+from distcache.planner.regions import HotRows, ShardParts, in_tail
+from distcache.planner.shard import as_tensor, shard_plan
 from distcache.step_plan import StepPlan
 
 
@@ -20,12 +21,14 @@ class Request:
 
     `rows[h]`: int64 rows homed at h. One rank asks for all its ids. Others ask for the R distinct
     rows, by home, then first occurrence; then `labels`, int32 `[n]`, has the rank of each id's row
-    by first occurrence alone, and `places`, int32 `[R]`, where that row is in all of `rows`.
+    by first occurrence alone, and `places`, int32 `[R]`, where that row is in all of `rows`, which
+    are followed by all of `sharded`: the sharded rows homed at h.
     """
 
     rows: tuple[np.ndarray, ...]
     labels: np.ndarray | None = None
     places: np.ndarray | None = None
+    sharded: tuple[np.ndarray, ...] = ()
 
     @property
     def counts(self) -> list[int]:
@@ -33,15 +36,26 @@ class Request:
         return [len(rows) for rows in self.rows]
 
 
-def make_request(layout: RowLayout, rows: np.ndarray) -> Request:
-    """The request for the rows (int64 `[n]`) of one rank's local batch."""
-    if layout.world_size == 1:
+def make_request(
+    layout: RowLayout, rows: np.ndarray, hot: np.ndarray | HotRows | None = None
+) -> Request:
+    """The request for the rows (int64 `[n]`) of one rank's local batch.
+
+    `hot`: the replicated rows of a group with sharded ones, int64 `[K]`, ascending; None: all are
+    replicated. `HotRows`, made once for a stream, find them at less cost.
+    """
+    world = layout.world_size
+    if world == 1 and hot is None:
         return Request((rows,))
     distinct, labels = hashed_rows(rows)
-    order, starts = grouped(layout.home(distinct), 0, layout.world_size)
+    homes = layout.home(distinct)
+    if hot is not None:
+        homes = homes + world * in_tail(distinct, hot)
+    order, starts = grouped(homes, 0, world if hot is None else 2 * world)
     places = np.empty_like(order)
     places[order] = np.arange(len(order), dtype=np.int32)
-    return Request(tuple(np.split(distinct[order], starts[1:-1])), labels, places)
+    parts = tuple(np.split(distinct[order], starts[1:-1]))
+    return Request(parts[:world], labels, places, parts[world:])
 
 
 @dataclass(frozen=True)
@@ -59,41 +73,51 @@ def assemble(
     parts: Sequence[HomePart],
     own: HomeDecision,
     move_after: int,
+    sharded: ShardParts | None = None,
 ) -> StepPlan:
-    """This rank's plan from its request, every home's part in rank order, and its own decision."""
+    """This rank's plan from its request, every home's part in rank order, and its own decision.
+
+    `sharded`: what the homes said of the sharded rows, if the group has any.
+    """
     home_counts = np.array([len(part.slots) for part in parts])
     base = np.concatenate(([0], np.cumsum(home_counts)))
     total = int(base[-1])
-    asked = _joined([part.reply for part in parts], base)
+    asked, shard, leaf_rows = _joined([part.reply for part in parts], base), None, total
+    if sharded is not None:
+        shard = shard_plan(sharded, [len(rows) for rows in request.sharded], move_after)
+        leaf_rows = total + shard.rows
+        asked = np.concatenate((asked, np.arange(total, leaf_rows, dtype=np.int32)))
     if request.labels is None:
-        ids = occurrences(asked, None, total)
+        ids = occurrences(asked, None, leaf_rows)
     else:
-        ids = occurrences(request.labels, asked[request.places], total)
+        ids = occurrences(request.labels, asked[request.places], leaf_rows)
     fetch = _joined([part.fetch for part in parts], base)
-    missed = int((ids.starts[fetch + 1] - ids.starts[fetch]).sum())
-    if len(parts) == 1:  # the only rank names every row
+    missing = fetch if sharded is None else np.concatenate((fetch, total + sharded.fetched))
+    missed = int((ids.starts[missing + 1] - ids.starts[missing]).sum())
+    if len(parts) == 1 and sharded is None:  # the only rank names every row
         sources = [np.arange(total)]
     else:
         sources = [_ascending(reply, len(own.slots)) for reply in own.replies]
     return StepPlan(
         step=own.step,
         kind=own.kind,
-        positions=_tensor(ids.positions),
-        order=_tensor(ids.order),
-        touched=_tensor(ids.touched),
-        segments=_tensor(ids.segments),
+        positions=as_tensor(ids.positions),
+        order=as_tensor(ids.order),
+        touched=as_tensor(ids.touched),
+        segments=as_tensor(ids.segments),
         touched_counts=tuple(np.diff(np.searchsorted(ids.touched, base)).tolist()),
-        slots=_tensor(np.concatenate([part.slots for part in parts])),
+        slots=as_tensor(np.concatenate([part.slots for part in parts])),
         home_counts=tuple(home_counts.tolist()),
-        source_rows=_tensor(np.concatenate(sources)),
+        source_rows=as_tensor(np.concatenate(sources)),
         source_counts=tuple(len(source) for source in sources),
-        fetch=_tensor(fetch),
+        fetch=as_tensor(fetch),
         fetch_counts=tuple(len(part.fetch) for part in parts),
-        fetch_rows=_tensor(own.fetch_rows),
-        evict_slots=_tensor(own.evict_slots),
-        evict_rows=_tensor(own.evict_rows),
+        fetch_rows=as_tensor(own.fetch_rows),
+        evict_slots=as_tensor(own.evict_slots),
+        evict_rows=as_tensor(own.evict_rows),
         move_after=move_after,
         lookup_hits=len(ids.positions) - missed,
+        shard=shard,
     )
 
 
@@ -119,7 +143,3 @@ def _ascending(reply: np.ndarray, total: int) -> np.ndarray:
     seen = np.zeros(total, dtype=bool)
     seen[reply] = True
     return np.flatnonzero(seen)
-
-
-def _tensor(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from distcache.errors import ConfigError
-from distcache.planner import arrays, loops
+from distcache.planner import arrays, loops, region_loops
 from distcache.planner.compiling import compile_loops
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ COMPILED, NUMPY = "compiled", "numpy"
 
 @dataclass(frozen=True)
 class Bodies:
-    """The functions of `loops`, by one body: `compiled` or `numpy`, or a test's."""
+    """The functions of `loops` and `region_loops`, by one body: `compiled`, `numpy` or a test's."""
 
     body: str
     name_rows: Callable[..., int]
@@ -42,10 +42,17 @@ class Bodies:
     live: Callable[..., tuple[int, int]]
     count_uses: Callable[..., None]
     order_ids: Callable[..., int]
+    find_sorted: Callable[..., int]
+    divide: Callable[..., int]
 
 
 NAMES = tuple(field.name for field in fields(Bodies) if field.name != "body")
 """The names of the loops."""
+
+PLAIN: dict[str, Callable[..., Any]] = {
+    name: vars(loops)[name] if name in vars(loops) else vars(region_loops)[name] for name in NAMES
+}
+"""The loops as plain Python."""
 
 _chosen: Bodies | None = None
 _made: dict[str, Bodies] = {}
@@ -110,7 +117,7 @@ def _compiled() -> dict[str, Callable[..., Any]]:
     if compiler.config.DISABLE_JIT:
         raise RuntimeError("NUMBA_DISABLE_JIT is set")
     signatures = _signatures(compiler.types)
-    named = {name: (getattr(loops, name), [signatures[name]]) for name in NAMES}
+    named = {name: (PLAIN[name], [signatures[name]]) for name in NAMES}
     made = compile_loops(named, "the planner's loops")
     known = all(sum(loop.stats.cache_hits.values()) for loop in made.values())
     done = "loaded from disk" if known else "compiled"
@@ -139,6 +146,8 @@ def _signatures(types: Any) -> dict[str, Any]:
         "live": types.UniTuple(i8, 2)(in4, in4, in4, in4, i8, out4),
         "count_uses": types.void(in4, in4, i8, i8, in8, in8, out1),
         "order_ids": i8(in4, in4, out8, out4, out8, out8, out8),
+        "find_sorted": i8(in8, in8, in4, i8, out4),
+        "divide": i8(in4, i8, in4, in4, in8, out8, out8, out8),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +50,30 @@ def grouped(keys: np.ndarray, low: int, groups: int) -> tuple[np.ndarray, np.nda
     if bad < 0:
         raise PlanError(f"{keys[-1 - bad]} is not below {low + groups}: steps come in order")
     return order, starts
+
+
+def divided(
+    values: np.ndarray,
+    bound: int,
+    lengths: Sequence[int],
+    items: tuple[np.ndarray, np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """`(above, others, counts)`: which items have a value above `bound`, and which have not; int64.
+
+    The items, in pieces of `lengths`, are 0, 1, ... of these `values` (int32 `[n]`), or, with
+    `items` = (index int32 `[n]`, of int32 `[U]`), `of[index]` of `values[index]`. `counts`: those
+    above in each piece.
+    """
+    none = np.empty(0, np.int32)
+    index, of = (none, none) if items is None or not len(items[1]) else items
+    index, of = (np.ascontiguousarray(part, dtype=np.int32) for part in (index, of))
+    ends = np.cumsum(lengths, dtype=np.int64)
+    count = int(ends[-1]) if len(ends) else 0
+    above, others = np.empty(count, np.int64), np.empty(count, np.int64)
+    counts = np.empty(len(ends), np.int64)
+    values = np.ascontiguousarray(values, dtype=np.int32)
+    high = bodies().divide(values, bound, index, of, ends, above, others, counts)
+    return above[:high].copy(), others[: count - high].copy(), counts.tolist()
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """The planner of one home: distinct rows, hits, slots for misses, victims.
 
 Only the home plans its rows, so the index (8 bytes per row: slot and last window reference) is
-divided over the ranks. `HomePlanner` serves caches; `ResidentPlanner` and `PassThroughPlanner`
-give the other modes the same labels from the same code.
+divided over the ranks. `planner.slot_free` has the planners of the modes without a cache.
 """
 
 from __future__ import annotations
@@ -52,6 +51,8 @@ class HomeDecision:
     evict_rows: np.ndarray
     latest_use: int
     replies: tuple[np.ndarray, ...]
+    previous: np.ndarray
+    """As in `Ingested`."""
 
 
 class HomePlanner:
@@ -72,8 +73,11 @@ class HomePlanner:
         prefetch: int,
         policy: Policy = DEFAULT,
         popularity: np.ndarray | None = None,
+        first_slot: int | None = None,
     ) -> None:
+        """`first_slot`: of its range on the device; None: home h's range follows that of h - 1."""
         self.layout, self.home, self.slots = layout, home, slots
+        self._first_slot = home * slots if first_slot is None else first_slot
         self.policy = policy
         self._popularity_bytes = 0 if popularity is None else popularity.nbytes
         self._ranking = make_ranking(policy, layout.local_rows, slots, popularity)
@@ -95,7 +99,7 @@ class HomePlanner:
     @property
     def own_slots(self) -> slice:
         """This home's slots among those of the device."""
-        return slice(self.home * self.slots, (self.home + 1) * self.slots)
+        return slice(self._first_slot, self._first_slot + self.slots)
 
     @property
     def due_rows(self) -> int:
@@ -147,7 +151,7 @@ class HomePlanner:
         leave_first = self._not_admitted(entry, fetch) if self.policy.admission else None
         self._past.append((entry, self._ranking.learn(local, entry.previous, entry.step)))
         table.used(slots, entry.step, leave_first)
-        base = np.int32(self.home * self.slots)
+        base = np.int32(self._first_slot)
         return HomeDecision(
             step=entry.step,
             kind=entry.kind,
@@ -158,6 +162,7 @@ class HomePlanner:
             evict_rows=self._rows(leaving),
             latest_use=latest,
             replies=entry.replies,
+            previous=entry.previous,
         )
 
     def _not_admitted(self, entry: Ingested, fetch: np.ndarray) -> np.ndarray:
@@ -193,93 +198,6 @@ class HomePlanner:
 
     def _unname(self, entry: Ingested) -> None:
         self._last_reference[entry.local] = entry.previous
-
-
-class _SlotFreePlanner:
-    """What the planners that choose no slots share: distinct rows, in stream order."""
-
-    def __init__(self, layout: RowLayout, home: int) -> None:
-        self.layout, self.home = layout, home
-        self.slots = layout.local_rows
-        self._position = np.full(layout.local_rows, -1, dtype=np.int32)
-        self._window: deque[Ingested] = deque()
-        bodies()  # compiles now, not while planning
-
-    @property
-    def index_bytes(self) -> int:
-        """Bytes of the scratch array that finds distinct rows."""
-        return self._position.nbytes
-
-    @property
-    def own_slots(self) -> slice:
-        """All slots of the device."""
-        return slice(None)
-
-    @property
-    def due_rows(self) -> int:
-        """As `HomePlanner.due_rows`."""
-        return len(self._window[0].local)
-
-    def ingest(self, step: int, kind: str, requests: Sequence[np.ndarray]) -> Ingested:
-        """As `HomePlanner.ingest`."""
-        entry = take_requests(self.layout, self._position, (step, kind), requests)
-        self._window.append(entry)
-        return entry
-
-
-class ResidentPlanner(_SlotFreePlanner):
-    """All rows on every device: slot = row, nothing moves (mode `resident`)."""
-
-    def plan(self) -> HomeDecision:
-        """As `HomePlanner.plan`: every row is a hit."""
-        entry = self._window.popleft()
-        rows = self.layout.row(self.home, entry.local.astype(np.int64))
-        none = np.empty(0, np.int64)
-        return HomeDecision(entry.step, entry.kind, rows, none, none, none, none, -1, entry.replies)
-
-    def restore(self, slot_row: np.ndarray, step: int) -> None:
-        """Forget the window."""
-        self._window.clear()
-
-
-class PassThroughPlanner(_SlotFreePlanner):
-    """No cache: every row comes from the store and leaves after its step (mode `host`).
-
-    Slots interleave over homes, so that the buffer may grow with the largest step.
-    """
-
-    def __init__(self, layout: RowLayout, home: int) -> None:
-        super().__init__(layout, home)
-        self._previous = (np.empty(0, np.int64), np.empty(0, np.int64), -1)
-
-    def plan(self) -> HomeDecision:
-        """As `HomePlanner.plan`: the rows of the step before leave, all of this step's come in."""
-        entry = self._window.popleft()
-        rows = self.layout.row(self.home, entry.local.astype(np.int64))
-        size = self.layout.world_size
-        slots = np.arange(len(rows), dtype=np.int64) * size + self.home
-        old_slots, old_rows, latest = self._previous
-        self._previous = (slots, rows, entry.step)
-        return HomeDecision(
-            step=entry.step,
-            kind=entry.kind,
-            slots=slots,
-            fetch=np.arange(len(rows), dtype=np.int64),
-            fetch_rows=rows,
-            evict_slots=old_slots,
-            evict_rows=old_rows,
-            latest_use=latest,
-            replies=entry.replies,
-        )
-
-    def restore(self, slot_row: np.ndarray, step: int) -> None:
-        """Forget the window; the rows still in the buffer leave before the next step."""
-        self._window.clear()
-        slots = np.flatnonzero(slot_row >= 0)
-        self._previous = (slots, slot_row[slots], step)
-
-
-Planner = HomePlanner | ResidentPlanner | PassThroughPlanner
 
 
 def take_requests(

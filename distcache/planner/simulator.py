@@ -9,21 +9,30 @@ import numpy as np
 
 from distcache.layout import RowLayout
 from distcache.planner.assemble import HomePart, Request, assemble, make_request, next_move_after
-from distcache.planner.home import HomePlanner
+from distcache.planner.home import HomeDecision, HomePlanner
 from distcache.planner.policy import DEFAULT, Policy
 from distcache.planner.rankings import home_popularity
+from distcache.planner.regions import HotLayout, ShardParts, nothing, reply_to
 from distcache.step_plan import StepPlan
 
 
 @dataclass(frozen=True)
 class PlannerSettings:
-    """C per rank, L, P, and the policy; `popularity` uint8 `[V]`: a class for each row."""
+    """C per rank, L, P, and the policy; `popularity` uint8 `[V]`: a class for each row.
+
+    `hot`: the rows that are replicated where others are sharded, int64 `[K]`, ascending (None: all
+    are); `replicated`: how many of the slots are theirs, a multiple of W, 0 where there are none;
+    `early`: sharded rows may travel before their step.
+    """
 
     slots: int
     lookahead: int
     prefetch: int
     policy: Policy = DEFAULT
     popularity: np.ndarray | None = None
+    hot: np.ndarray | None = None
+    replicated: int = 0
+    early: bool = True
 
 
 def simulate(
@@ -33,43 +42,82 @@ def simulate(
 
     Yields, for each step, the plan of every rank. Raises StepTooLargeError as training would.
     """
-    world = layout.world_size
-    per_home = -(-settings.slots // world)
-    homes = [_home(layout, home, per_home, settings) for home in range(world)]
+    world = SimulatedWorld(layout, settings)
     waiting: list[list[Request]] = []
-    move_after = -1
-    step = -1
     for step, rows in enumerate(steps):
-        requests = [make_request(layout, np.asarray(part, dtype=np.int64)) for part in rows]
-        for home, planner in enumerate(homes):
-            planner.ingest(step, "train", [request.rows[home] for request in requests])
-        waiting.append(requests)
+        waiting.append(world.ingest(step, rows))
         if len(waiting) > settings.lookahead:
-            plans = _plan(homes, waiting.pop(0), settings.prefetch, move_after)
-            move_after = plans[0].move_after
-            yield plans
+            yield world.plan(waiting.pop(0))
     while waiting:
-        plans = _plan(homes, waiting.pop(0), settings.prefetch, move_after)
-        move_after = plans[0].move_after
-        yield plans
+        yield world.plan(waiting.pop(0))
 
 
-def _home(layout: RowLayout, home: int, slots: int, settings: PlannerSettings) -> HomePlanner:
-    classes = settings.popularity
-    if classes is not None:
-        classes = home_popularity(layout, home, classes)
-    return HomePlanner(layout, home, slots, settings.prefetch, settings.policy, classes)
+class SimulatedWorld:
+    """The planners of all homes: `replicated` and `sharded`, each by home, empty where there are
+    no such rows."""
 
+    def __init__(self, layout: RowLayout, settings: PlannerSettings) -> None:
+        self._layout, self._settings = layout, settings
+        self._move_after = -1
+        self.replicated: list[HomePlanner] = []
+        self.sharded: list[HomePlanner] = []
+        hot, world = settings.hot, layout.world_size
+        if hot is None:
+            self.replicated = self._homes(-(-settings.slots // world))
+            return
+        if settings.replicated:
+            self.replicated = self._homes(settings.replicated // world, hot)
+        tail = settings.slots - settings.replicated
+        self.sharded = self._homes(tail, first_slot=settings.replicated)
 
-def _plan(
-    homes: list[HomePlanner], requests: list[Request], prefetch: int, before: int
-) -> list[StepPlan]:
-    decisions = [home.plan() for home in homes]
-    step = decisions[0].step
-    uses = [decision.latest_use for decision in decisions]
-    move_after = next_move_after(step, prefetch, uses, before)
-    plans = []
-    for rank, request in enumerate(requests):
-        parts = [HomePart(d.slots, d.fetch, d.replies[rank]) for d in decisions]
-        plans.append(assemble(request, parts, decisions[rank], move_after))
-    return plans
+    def _homes(
+        self, slots: int, hot: np.ndarray | None = None, first_slot: int | None = None
+    ) -> list[HomePlanner]:
+        """A planner for each home, of `slots` slots; `hot`: for these rows alone."""
+        found, settings = [], self._settings
+        for home in range(self._layout.world_size):
+            classes = settings.popularity
+            if classes is not None:
+                classes = home_popularity(self._layout, home, classes)
+            layout = self._layout
+            if hot is not None:
+                layout = HotLayout(layout, home, hot)
+                classes = None if classes is None else layout.rated(self._layout, classes)
+            common = (settings.prefetch, settings.policy, classes, first_slot)
+            found.append(HomePlanner(layout, home, slots, *common))
+        return found
+
+    def ingest(self, step: int, rows: Sequence[np.ndarray], kind: str = "train") -> list[Request]:
+        """Bring the rows of a step, by rank, to their homes."""
+        hot = self._settings.hot
+        requests = [make_request(self._layout, np.asarray(r, dtype=np.int64), hot) for r in rows]
+        for home, planner in enumerate(self.replicated):
+            planner.ingest(step, kind, [request.rows[home] for request in requests])
+        for home, planner in enumerate(self.sharded):
+            planner.ingest(step, kind, [request.sharded[home] for request in requests])
+        return requests
+
+    def plan(self, requests: list[Request]) -> list[StepPlan]:
+        """Decide the oldest ingested step, of which all ranks' requests are given."""
+        shared = [home.plan() for home in self.replicated]
+        own = [home.plan() for home in self.sharded]
+        step, uses = (shared or own)[0].step, [d.latest_use for d in (*shared, *own)]
+        after = next_move_after(step, self._settings.prefetch, uses, self._move_after)
+        self._move_after = after
+        shared = shared or [nothing((step, "train"), len(requests))] * len(requests)
+        plans = []
+        for rank, request in enumerate(requests):
+            parts = [HomePart(d.slots, d.fetch, d.replies[rank]) for d in shared]
+            tail = self._told(own, rank) if own else None
+            plans.append(assemble(request, parts, shared[rank], after, tail))
+        return plans
+
+    def _told(self, decisions: Sequence[HomeDecision], rank: int) -> ShardParts:
+        """What a rank learns of the decisions on sharded rows."""
+        return ShardParts(
+            decisions[rank],
+            tuple(reply_to(decision, rank) for decision in decisions),
+            sum(len(decision.slots) for decision in decisions),
+            sum(len(decision.fetch) for decision in decisions),
+            self._settings.early,
+        )

@@ -23,7 +23,7 @@ _BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
-class _Group:
+class SourceGroup:
     """Tables of one width. `features`: places in the batches' order; `offsets`: first row of the
     table that each of them reads."""
 
@@ -51,7 +51,7 @@ def record_source(
         if source.steps_per_epoch is None:
             raise ConfigError("the data is unlimited: say how many steps to replay")
         order = (("train", step) for step in range(source.steps_per_epoch))
-    groups = _groups(source, tables)
+    groups = source_groups(source, tables)
     recorders = [Recorder(group.rows, worlds, most_bytes) for group in groups]
     reader = {feature: table for table in tables for feature in table.features}
     specs = [reader[feature] for feature in source.features]
@@ -62,7 +62,7 @@ def record_source(
         values, offsets = ids.values.numpy(), ids.offsets.numpy()
         for group, recorder in zip(groups, recorders, strict=True):
             parts = {
-                world: _by_rank(group, values, offsets, ids.batch_size, world)
+                world: rows_by_rank(group, values, offsets, ids.batch_size, world)
                 for world in recorder.worlds
             }
             recorder.add(parts, kind == "train")
@@ -73,7 +73,7 @@ def record_source(
     return [recorder.finish() for recorder in recorders]
 
 
-def _groups(source: BatchSource, tables: Sequence[TableSpec]) -> list[_Group]:
+def source_groups(source: BatchSource, tables: Sequence[TableSpec]) -> list[SourceGroup]:
     reader = {feature: i for i, table in enumerate(tables) for feature in table.features}
     missing = [feature for feature in source.features if feature not in reader]
     if missing:
@@ -83,12 +83,12 @@ def _groups(source: BatchSource, tables: Sequence[TableSpec]) -> list[_Group]:
         layout = RowLayout([tables[i] for i in members], 1)
         own = [i for i, feature in enumerate(source.features) if reader[feature] in members]
         at = [members.index(reader[source.features[i]]) for i in own]
-        groups.append(_Group(layout.rows, tuple(own), layout.offsets[at]))
+        groups.append(SourceGroup(layout.rows, tuple(own), layout.offsets[at]))
     return groups
 
 
-def _by_rank(
-    group: _Group, values: np.ndarray, offsets: np.ndarray, batch: int, world: int
+def rows_by_rank(
+    group: SourceGroup, values: np.ndarray, offsets: np.ndarray, batch: int, world: int
 ) -> list[np.ndarray]:
     """The rows of a group that each rank names: its samples, feature-major; int64."""
     parts = []

@@ -27,9 +27,11 @@ from distcache.optim.schedule import LearningRate
 from distcache.parallel.base import OptimizerSpec, Parallel
 from distcache.parallel.cached import CachedParallel
 from distcache.parallel.cached_parts import CachedSettings
+from distcache.pipeline.placement import SHARDED, Placement
 from distcache.pipeline.room import warn_if_too_small
 from distcache.planner.policy import Policy
 from distcache.run.ahead import resolve_ahead
+from distcache.run.placement import resolve_placement
 from distcache.run.popularity import plan_cache
 from distcache.run.sources import has_weights, interactions_source, parquet_source
 
@@ -167,7 +169,9 @@ def build_parallel(
     slots, popularity = (), None
     if config.parallel.mode == "data":
         slots, popularity = plan_cache(config, world, tables, source, dtype_of(config).itemsize)
-    settings = cached_settings(config, world, tables, source, slots)
+    counted = None if popularity is None else popularity.statistics
+    placement = resolve_placement(config, world, (tables, slots, counted), source, model)
+    settings = cached_settings(config, world, tables, source, slots, placement)
     settings, spec = replace(settings, fingerprint=seen), optimizer_spec(config)
     mode = CachedParallel(world, tables, features, model, spec, settings, popularity)
     if config.parallel.mode == "data" and world.is_first:
@@ -181,12 +185,15 @@ def cached_settings(
     tables: Sequence[TableSpec],
     source: BatchSource,
     slots: Sequence[int],
+    placement: Placement,
 ) -> CachedSettings:
     """How the modes `data`, `resident` and `host` run; `slots` of each group in mode `data`.
 
     Called by all ranks.
     """
-    cache = resolve_ahead(config, world, source, tables, slots).cache
+    homes = world.size if placement.kind == SHARDED else 1
+    held = [count * homes for count in slots]  # rows that the devices hold together
+    cache = resolve_ahead(config, world, source, tables, held).cache
     return CachedSettings(
         mode=config.parallel.mode,
         slots=tuple(slots),
@@ -201,5 +208,6 @@ def cached_settings(
         schedule=config.trainer.schedule,
         shake_ms=config.trainer.shake_ms,
         amp=config.trainer.amp,
+        placement=placement,
         hot=source.hot.samples if isinstance(source, SplitSource) else None,
     )

@@ -27,10 +27,13 @@ def plan_cache(
     `itemsize`: bytes of an element. Called by all ranks; raises ConfigError on all of them.
     """
     cache = config.cache
+    widths = state_widths(config, tables)
+    if cache.state == "home" and cache.placement == "replicated":
+        widths = [-(-width // world.size) for width in widths]  # each home has a share of it
     slots, popularity = decide(
         world,
         tables,
-        state_widths(config, tables),
+        widths,
         budget_of(config, itemsize, world.size),
         Use(
             Policy(cache.policy, cache.tail),

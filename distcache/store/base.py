@@ -43,7 +43,10 @@ class Store(Protocol):
         ...
 
     def table(self, index: int) -> Rows:
-        """Table `index` of the layout in original ids: `[rows, D]` and `[rows, S]` or None."""
+        """Table `index` of the layout in original ids: `[rows, D]` and `[rows, S]` or None.
+
+        PlanError where this store holds only the rows at home on its node.
+        """
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The rows of one group in shared host memory: one store per node, laid out by row number."""
+"""The rows of one group in shared host memory: one store per node, of the rows at home there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from distcache.store.base import Rows
 from distcache.store.copies import RowTaker, put_rows
 from distcache.store.initial import block_rows, initial_rows
 from distcache.store.memory import SharedMemory, describe_bytes, require_memory
+from distcache.store.part import NodePart, Numbering
 
 log = logging.getLogger(__name__)
 
@@ -29,26 +31,39 @@ _MOST_THREADS = 8
 
 _WAY_OUT = (
     "use fewer or narrower rows (data.table_rows, model.embedding_dim), an optimizer with less "
-    "state per row (optim), or a machine or control group with more memory"
+    "state per row (optim), more nodes, or a machine or control group with more memory"
 )
 
 
 def store_bytes(
-    layouts: Sequence[RowLayout], state_widths: Sequence[int], dtype: torch.dtype
+    layouts: Sequence[RowLayout],
+    state_widths: Sequence[int],
+    dtype: torch.dtype,
+    world: World | None = None,
 ) -> int:
-    """Bytes of host memory that the stores of all groups take on one node."""
-    pairs = zip(layouts, state_widths, strict=True)
-    return sum(sum(_part_bytes(layout, width, dtype)) for layout, width in pairs)
+    """Bytes of host memory that the stores of all groups take on the node of this rank.
+
+    `world`: whose nodes share the rows; None: one node has them all.
+    """
+    parts = [NodePart.of(layout, world, None) for layout in layouts]
+    pairs = zip(parts, state_widths, strict=True)
+    return sum(sum(_part_bytes(part, width, dtype)) for part, width in pairs)
 
 
 def create_stores(
-    layouts: Sequence[RowLayout], state_widths: Sequence[int], dtype: torch.dtype, world: World
+    layouts: Sequence[RowLayout],
+    state_widths: Sequence[int],
+    dtype: torch.dtype,
+    world: World,
+    numberings: Sequence[Numbering | None] | None = None,
 ) -> list[RowStore]:
     """The stores of all groups, checked as a whole before the first is made; called by all ranks.
 
-    Raises MemoryTooSmallError on every rank when some node's memory does not hold them all.
+    `numberings`: the planner's, where they differ from the layouts'. Raises MemoryTooSmallError on
+    every rank when some node's memory does not hold its part.
     """
-    needed = store_bytes(layouts, state_widths, dtype)
+    needed = store_bytes(layouts, state_widths, dtype, world)
+    numberings = numberings or [None] * len(layouts)
 
     def check() -> None:
         if not world.local_rank:
@@ -57,8 +72,8 @@ def create_stores(
     together(world, check)
     stores: list[RowStore] = []
     try:
-        for layout, width in zip(layouts, state_widths, strict=True):
-            stores.append(RowStore.create(layout, width, dtype, world))
+        for layout, width, order in zip(layouts, state_widths, numberings, strict=True):
+            stores.append(RowStore.create(layout, width, dtype, world, order))
     except DistcacheError:
         for store in stores:
             store.close()
@@ -67,52 +82,66 @@ def create_stores(
 
 
 class RowStore:
-    """Weights `[V, D]` and optimizer state `[V, S]` of one group, shared by a node's ranks.
+    """Weights `[R, D]` and optimizer state `[R, S]` of one group, shared by a node's ranks.
 
-    Both are contiguous, in row number order. On several nodes each node has all V rows, of which
-    those whose home lies on another node stay as they were initialised.
+    On one node R = V, in row number order. On several nodes each holds the rows at home on its
+    ranks, in the order of `part` (`part.rows` = R, about V / nodes): together the rows lie in
+    host memory once. Callers speak of rows by the layout's numbers in either case.
     """
 
     def __init__(
-        self, layout: RowLayout, state_width: int, dtype: torch.dtype, world: World
+        self,
+        layout: RowLayout,
+        state_width: int,
+        dtype: torch.dtype,
+        world: World,
+        numbering: Numbering | None = None,
     ) -> None:
         """Make and map the memory; called by all ranks. See `create`."""
         if dtype not in (torch.float32, torch.float64):
             raise ConfigError(f"rows of {dtype}: trainer.dtype must be float32 or float64")
         self.layout, self.state_width, self.dtype = layout, state_width, dtype
         self._world = world
-        first, second = _part_bytes(layout, state_width, dtype)
-        what = f"{layout.rows} rows x ({layout.dim} + {state_width} of state), {dtype}"
+        self.part = NodePart.of(layout, world, numbering)
+        rows = self.part.rows
+        first, second = _part_bytes(self.part, state_width, dtype)
+        what = f"{rows} rows x ({layout.dim} + {state_width} of state), {dtype}"
         memory = SharedMemory.create(first + second, world, what, _WAY_OUT)
-        self._weight: Tensor | None = memory.tensor(0, (layout.rows, layout.dim), dtype)
+        self._weight: Tensor | None = memory.tensor(0, (rows, layout.dim), dtype)
         self._state: Tensor | None = None
         if state_width:
-            self._state = memory.tensor(first, (layout.rows, state_width), dtype)
+            self._state = memory.tensor(first, (rows, state_width), dtype)
         memory.close()  # from here on the tensors hold the mapping
         self.nbytes = first + second
         self._taker = RowTaker(_gather_threads(world))
 
     @classmethod
     def create(
-        cls, layout: RowLayout, state_width: int, dtype: torch.dtype, world: World
+        cls,
+        layout: RowLayout,
+        state_width: int,
+        dtype: torch.dtype,
+        world: World,
+        numbering: Numbering | None = None,
     ) -> RowStore:
         """A store of zeros; called by all ranks, mapped by the local ranks of each node.
 
-        `state_width`: S, floats of optimizer state per row; `dtype`: float32 or float64.
-        Raises MemoryTooSmallError on every rank when some node cannot hold it.
+        `state_width`: S, floats of optimizer state per row; `dtype`: float32 or float64;
+        `numbering`: the planner's, which says whose home a row is, if not the layout's. Raises
+        MemoryTooSmallError on every rank when some node cannot hold its part.
         """
-        return cls(layout, state_width, dtype, world)
+        return cls(layout, state_width, dtype, world, numbering)
 
     @property
     def weight(self) -> Tensor:
-        """All weights, `[V, D]`, shared with the other local ranks."""
+        """All weights of the node, `[R, D]`, shared with the other local ranks."""
         if self._weight is None:
             raise DistcacheError("the row store is closed")
         return self._weight
 
     @property
     def state(self) -> Tensor | None:
-        """All optimizer state, `[V, S]`, shared with the other local ranks; None when S = 0."""
+        """All optimizer state of the node, `[R, S]`, shared by its ranks; None when S = 0."""
         if self._weight is None:
             raise DistcacheError("the row store is closed")
         return self._state
@@ -138,9 +167,14 @@ class RowStore:
             position, start, stop = block
             spec, offset = self.layout.tables[position], int(self.layout.offsets[position])
             values = initial_rows(seed, table_indices[position], spec.rows, spec.dim, start, stop)
-            weight[offset + start : offset + stop] = values.numpy()
+            own, places = slice(None), slice(offset + start, offset + stop)
+            if not self.part.is_whole:
+                rows = np.arange(offset + start, offset + stop)
+                own = self.part.holds(rows)
+                places = self.part.places(rows[own])
+            weight[places] = values.numpy()[own]
             if state is not None:
-                state[offset + start : offset + stop] = initial_state
+                state[places] = initial_state
 
         def fill_mine() -> None:
             mine = islice(_blocks(self.layout), world.local_rank, None, world.local_size)
@@ -154,7 +188,7 @@ class RowStore:
             seconds = max(time.perf_counter() - began, 1e-9)
             log.info(
                 "initialised %d rows of %d tables, %s, by %d local ranks in %.2f s: %.2f GB/s",
-                self.layout.rows,
+                self.part.rows,
                 len(self.layout.tables),
                 describe_bytes(self.nbytes),
                 world.local_size,
@@ -166,7 +200,7 @@ class RowStore:
         """Copies of `rows` (int64 `[m]`, on the CPU): weight `[m, D]`, state `[m, S]` or None.
 
         With `out` they are written there (contiguous tensors of exactly these shapes).
-        Raises PlanError for a row outside [0, V), or wrong shapes.
+        Raises PlanError for a row outside [0, V) or at home on another node, or wrong shapes.
         """
         _check_index(rows)
         if out is None:
@@ -174,27 +208,34 @@ class RowStore:
             if self.state is not None:
                 out = out[0], torch.empty(len(rows), self.state_width, dtype=self.dtype)
         self._check_values(rows, *out)
+        places = self.part.places(rows.numpy())
         for source, target in zip((self.weight, self.state), out, strict=True):
             if source is not None and target is not None:
-                self._taker.take(source.numpy(), rows.numpy(), target.numpy())
+                self._taker.take(source.numpy(), places, target.numpy())
         return out
 
     def scatter(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
         """Write `rows` (int64 `[m]`, distinct, on the CPU): `weight` `[m, D]`, `state` `[m, S]`.
 
-        Raises PlanError for a row outside [0, V), or wrong shapes.
+        Raises PlanError for a row outside [0, V) or at home on another node, or wrong shapes.
         """
         _check_index(rows)
         self._check_values(rows, weight, state)
+        places = self.part.places(rows.numpy())
         for target, values in ((self.weight, weight), (self.state, state)):
             if target is not None and values is not None:
-                put_rows(target.numpy(), rows.numpy(), values.numpy())
+                put_rows(target.numpy(), places, values.numpy())
 
     def table(self, index: int) -> Rows:
         """Views, in original ids, of table `index` of the layout: `[rows, D]`, `[rows, S]` or None.
 
-        On several nodes only the rows at home on this node are up to date.
+        On one node only: PlanError on several, where no store has a whole table
+        (`pipeline.whole` brings its rows together).
         """
+        if not self.part.is_whole:
+            raise PlanError(
+                f"table {self.layout.tables[index].name!r} lies on {self._world.nodes.count} nodes"
+            )
         start, stop = (int(self.layout.offsets[index + i]) for i in (0, 1))
         state = self.state
         return self.weight[start:stop], None if state is None else state[start:stop]
@@ -236,10 +277,10 @@ def _gather_threads(world: World) -> int:
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // world.local_size))
 
 
-def _part_bytes(layout: RowLayout, state_width: int, dtype: torch.dtype) -> tuple[int, int]:
+def _part_bytes(part: NodePart, state_width: int, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of the weights, up to where the state begins (a page), and bytes of the state."""
-    weight = layout.rows * layout.dim * dtype.itemsize
-    state = layout.rows * state_width * dtype.itemsize
+    weight = part.rows * part.layout.dim * dtype.itemsize
+    state = part.rows * state_width * dtype.itemsize
     return (-(-weight // _PAGE) * _PAGE if state else weight), state
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ranks import run_ranks
 
-from distcache.comm.agree import together
+from distcache.comm.agree import agree_on, differences, together
 from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError, PeerError
 
@@ -47,3 +47,37 @@ def test_all_ranks_learn_of_a_failure() -> None:
         "[0, 1, 2]",
     ]
     assert third[1:] == ["ConfigError: rank 1: no 1", "KeyError: 'no 2'", "[0, 1, 2]"]
+
+
+def test_a_difference_names_every_value_and_its_ranks() -> None:
+    same = {"rows": 4, "seed": 0}
+    seen = [same, same, same, {"rows": 5, "seed": 0}, {"seed": 0}, {"rows": 4, "seed": 7}]
+    assert differences(seen) == [
+        "rows is 4 on ranks 0-2, 5, 5 on rank 3 and not there on rank 4",
+        "seed is 0 on ranks 0-4 and 7 on rank 5",
+    ]
+    assert differences([same, dict(same)]) == differences([]) == []
+
+
+def disagreeing(rank: int, size: int) -> list[str]:
+    world = open_world("cpu", timeout_s=60)
+    seen = []
+    for values in (
+        {"rows": 4},
+        {"rows": 4 + rank},
+        {name: rank for name in "abcde"},
+    ):
+        try:
+            agree_on(world, values)
+            seen.append("agreed")
+        except ConfigError as error:
+            seen.append(str(error))
+    close_world(world)
+    return seen
+
+
+def test_ranks_that_disagree_all_say_so() -> None:
+    first, second = run_ranks(disagreeing, 2)
+    assert first == second and first[0] == "agreed"
+    assert first[1].startswith("the ranks differ: rows is 4 on rank 0 and 5 on rank 1; start all")
+    assert "c is 0 on rank 0 and 1 on rank 1 (and 2 more); start" in first[2]

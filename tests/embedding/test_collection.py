@@ -19,17 +19,22 @@ from ebc_cases import (
     dlrm,
     draw,
     joined,
+    key_of_tables,
     loss_of,
     mixed_configs,
+    plain_tables,
     train,
     train_plain,
+    values_of,
     weights_of,
     written_back,
 )
-from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor
 
 from distcache import lookahead
 from distcache.embedding.core import CachedTables
+
+pytestmark = pytest.mark.usefixtures("kind")
 
 
 @pytest.fixture(autouse=True)
@@ -54,22 +59,26 @@ def test_dlrm_trains_as_with_torchrecs_own_tables(name) -> None:
     assert losses == pytest.approx(plain, rel=1e-5)
     assert_close(weights_of(model), final)
     assert written_back(ebc.tables) > 0
-    assert not torch.equal(final["over_arch.model.1.weight"], start["over_arch.model.1.weight"])
+    assert all(not torch.equal(final[key], start[key]) for key in final if "over" in key)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_widths_means_and_shared_features_train_as_torchrecs(weighted) -> None:
+def test_widths_means_and_shared_features_train_as_torchrecs(kind, weighted) -> None:
     tables = mixed_configs()
-    if weighted:
+    pooled, how = kind == "bags", {}
+    if pooled and weighted:
         tables = [dataclasses.replace(t, pooling=configs()[0].pooling) for t in tables]
     data = batches(tables=tables, weighted=weighted)
-    ebc = cached("adagrad", tables, is_weighted=weighted, rows=700)
+    if pooled:
+        how["is_weighted"] = weighted  # TorchRec's sequences ignore weights
+    ebc = cached("adagrad", tables, rows=700, **how)
     model = Pooled(ebc)
     start = weights_of(model)
     losses = train(model, ebc, lookahead(data, ebc))
 
-    def plain(own: EmbeddingBagCollection) -> Pooled:
-        own._is_weighted = weighted
+    def plain(own: torch.nn.Module) -> Pooled:
+        if pooled:
+            own._is_weighted = weighted
         return Pooled(own)
 
     expected, final = train_plain("adagrad", tables, start, plain, data)
@@ -132,8 +141,10 @@ def empty(tables) -> tuple:
 
 
 @pytest.mark.parametrize(("steps", "weighted"), [(20, False), (19, True)])
-def test_accumulated_micro_batches_are_one_step(steps, weighted) -> None:
-    how = {"tables": mixed_configs(), "is_weighted": weighted}
+def test_accumulated_micro_batches_are_one_step(kind, steps, weighted) -> None:
+    how = {"tables": mixed_configs()}
+    if kind == "bags":
+        how["is_weighted"] = weighted
     data = batches(steps, tables=how["tables"], weighted=weighted)
 
     def run(rows: int | None):
@@ -200,19 +211,19 @@ def test_an_evaluation_batch_sees_the_trained_rows() -> None:
     ebc = cached("sgd", rows=170)
     model = dlrm(ebc)
     train(model, ebc, lookahead(batches(), ebc))
-    own = EmbeddingBagCollection(configs())
+    own = plain_tables()
     own.load_state_dict(ebc.state_dict())
     batch = draw(77)
     model.eval()
     with torch.inference_mode():
         mine, theirs = ebc(batch.sparse_features), own(batch.sparse_features)
-    torch.testing.assert_close(mine.values(), theirs.values())
+    torch.testing.assert_close(values_of(mine), values_of(theirs))
     train(model.train(), ebc, lookahead(batches(3), ebc))
 
 
-def test_keys_names_and_dtypes_are_torchrecs() -> None:
+def test_keys_names_and_dtypes_are_torchrecs(kind) -> None:
     tables = mixed_configs()
-    ebc, own = cached("sgd", tables, rows=800), EmbeddingBagCollection(tables)
+    ebc, own = cached("sgd", tables, rows=800), plain_tables(tables)
     own.load_state_dict(ebc.state_dict())
     ids = draw(4, tables=tables).sparse_features
     parts = {key: ids[key] for key in ids.keys()}  # noqa: SIM118
@@ -228,14 +239,32 @@ def test_keys_names_and_dtypes_are_torchrecs() -> None:
     )
     for given in (ids, shuffled):
         mine, theirs = ebc(given), own(given)
-        assert mine.keys() == theirs.keys() == ebc.embedding_names
-        assert mine.keys() == ["f0@t0", "f1", "g", "f2", "f0@t2", "f3"]
-        assert mine.length_per_key() == theirs.length_per_key()
-        assert mine.values().dtype == torch.float32
-        torch.testing.assert_close(mine.values(), theirs.values())
-    assert ebc.embedding_bag_configs() == tables and not ebc.is_weighted()
+        assert list(mine.keys()) == ["f0@t0", "f1", "g", "f2", "f0@t2", "f3"]
+        if kind == "bags":
+            assert mine.keys() == theirs.keys() == ebc.embedding_names
+            assert mine.length_per_key() == theirs.length_per_key()
+            assert mine.values().dtype == torch.float32
+            torch.testing.assert_close(mine.values(), theirs.values())
+        else:
+            assert_same_sequences(mine, theirs)
+    if kind == "bags":
+        assert ebc.embedding_bag_configs() == tables and not ebc.is_weighted()
+    else:
+        assert ebc.embedding_configs() == tables and not ebc.need_indices()
+        assert [len(names) for names in ebc.embedding_names_by_table()] == [1, 2, 2, 1]
     assert ebc.device == torch.device("cpu")
     assert list(ebc.parameters()) == list(ebc.buffers()) == []
+
+
+def assert_same_sequences(mine, theirs) -> None:
+    """Values, lengths, offsets and weights have the same bits and types, key by key."""
+    assert list(mine) == list(theirs)
+    for name, one in mine.items():
+        for part in ("values", "lengths", "offsets", "weights_or_none"):
+            found, wanted = getattr(one, part)(), getattr(theirs[name], part)()
+            assert (found is None) == (wanted is None)
+            if found is not None:
+                torch.testing.assert_close(found, wanted, rtol=0, atol=0, msg=f"{name} {part}")
 
 
 def test_the_dense_part_may_be_compiled() -> None:
@@ -258,4 +287,4 @@ def test_float64_tables_give_float64() -> None:
     ebc = cached("sgd", rows=200, dtype=torch.float64)
     model = Pooled(ebc).double()
     train(model, ebc, lookahead(batches(3), ebc), dense_of(model))
-    assert weights_of(model)["ebc.embedding_bags.t0.weight"].dtype == torch.float64
+    assert weights_of(model)[f"ebc.{key_of_tables()}.t0.weight"].dtype == torch.float64

@@ -11,6 +11,8 @@ from ebc_cases import assert_same, batches, cached, dlrm, draw, loss_of, weights
 from distcache import lookahead
 from distcache.errors import PlanError
 
+pytestmark = pytest.mark.usefixtures("kind")
+
 ROOMY = {"ratio": 1.0, "rows": None, "prefetch": 5, "timeout_s": 20}
 
 

@@ -20,15 +20,19 @@ from ebc_cases import (
     dlrm,
     draw,
     loss_of,
+    plain_tables,
     train,
     train_plain,
+    values_of,
     weights_of,
 )
-from torchrec import KeyedJaggedTensor
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 
 import distcache
 from distcache import lookahead
 from distcache.errors import ConfigError, DataError, PlanError, StepTooLargeError
+
+pytestmark = pytest.mark.usefixtures("kind")
 
 
 @pytest.fixture(autouse=True)
@@ -308,9 +312,7 @@ def test_zero_grad_between_forward_and_backward() -> None:
 
 def plain(data, step):
     """TorchRec's tables under the same hand-made step; final weights."""
-    from torchrec import EmbeddingBagCollection
-
-    own = EmbeddingBagCollection(configs())
+    own = plain_tables()
     model = dlrm(own)
     model.load_state_dict(weights_of(dlrm(cached())))
     rows = torch.optim.SGD(own.parameters(), lr=0.1)
@@ -385,8 +387,8 @@ def test_learning_rate_schedulers_set_the_rate() -> None:
 def test_grad_scaler_skips_the_step_of_a_bad_batch() -> None:
     data = batches(10)
     bad = data[4]
-    data[4] = Clicks(bad.dense_features.clone(), bad.sparse_features, bad.labels)
-    data[4].dense_features[0, 0] = float("inf")
+    data[4] = Clicks(bad.dense_features, bad.sparse_features, bad.labels.clone())
+    data[4].labels[0, 0] = float("inf")
     scales = []
 
     def run(make):
@@ -415,7 +417,7 @@ def test_grad_scaler_skips_the_step_of_a_bad_batch() -> None:
 # --- what is refused --------------------------------------------------------------------------
 
 
-def test_bad_ids_keys_and_sizes_are_named() -> None:
+def test_bad_ids_keys_and_sizes_are_named(kind) -> None:
     ebc, model = made()
     ids = draw(0).sparse_features
     wrong = KeyedJaggedTensor(["f0", "f1", "h", "f2", "f3"], ids.values(), lengths=ids.lengths())
@@ -428,25 +430,32 @@ def test_bad_ids_keys_and_sizes_are_named() -> None:
     beyond = KeyedJaggedTensor(ids.keys(), values, lengths=ids.lengths())
     with pytest.raises(DataError, match=r"feature 'f0'.*id 400 is not in table 't0'.*on_bad_id='h"):
         ebc(beyond)
-    assert torch.isfinite(made(on_bad_id="hash")[0](beyond).values()).all()
+    assert torch.isfinite(values_of(made(on_bad_id="hash")[0](beyond))).all()
     tight, other = made(rows=40)
     with pytest.raises(StepTooLargeError, match=r"set rows=(\d+)") as refusal:
         train(other, tight, lookahead(batches(), tight))
     enough = int(str(refusal.value).split("rows=")[1].split()[0])
     tight, other = made(rows=enough)
     train(other, tight, [draw(0)])
-    with pytest.raises(DataError, match="is_weighted=True, but"):
-        cached(is_weighted=True)(ids)
+    if kind == "bags":
+        with pytest.raises(DataError, match="is_weighted=True, but"):
+            cached(is_weighted=True)(ids)
+    else:
+        with pytest.raises(ConfigError, match=r"CachedEmbeddingCollection:.*'is_weighted'"):
+            cached(is_weighted=True)
     with pytest.raises(DataError, match="no KeyedJaggedTensor"):
         ebc(ids.values())
     train(model, ebc, lookahead(batches(), ebc))  # none of it has done harm
     assert_same(weights_of(model), expected())
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_wrong_arguments_are_named(kind) -> None:
     ebc, model = made()
     with pytest.raises(ConfigError, match=r"give one of distcache.optim"):
-        distcache.CachedEmbeddingBagCollection(configs(), optimizer=torch.optim.SGD)
+        type(ebc)(configs(), optimizer=torch.optim.SGD)
+    other = EmbeddingConfig if kind == "bags" else EmbeddingBagConfig
+    with pytest.raises(ConfigError, match=rf"^tables: {other.__name__}\(.* is no torchrec\.Embed"):
+        cached(tables=[other(4, 8, "t")])
     for settings, message in (
         ({"rows": 10, "ratio": 0.5}, "at most one of rows, ratio, bytes"),
         ({"policy": "belady"}, "policy='belady' is not 'lookahead' or 'lfu'"),
@@ -461,7 +470,7 @@ def test_wrong_arguments_are_named() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             cached(**settings)
-    with pytest.raises(ConfigError, match="takes one CachedEmbeddingBagCollection, got list"):
+    with pytest.raises(ConfigError, match="CachedEmbeddingCollection, got list"):
         lookahead([], [ebc])
     with pytest.raises(ConfigError, match="accumulate=0"):
         lookahead([], ebc, accumulate=0)

@@ -23,11 +23,15 @@ from ebc_cases import (
     dlrm,
     draw,
     joined,
+    key_of_tables,
+    kind_here,
     loss_of,
     mixed_configs,
+    of_kind,
     part,
     train,
     train_plain,
+    values_of,
     weights_of,
     written_back,
 )
@@ -39,6 +43,8 @@ import distcache
 from distcache import lookahead
 from distcache.errors import ConfigError, DataError, DistcacheError, PeerError
 from distcache.pipeline.step_queue import StepQueue
+
+pytestmark = pytest.mark.usefixtures("kind")
 
 
 def in_job(work):
@@ -71,7 +77,7 @@ def as_arrays(value, back: bool = False):
 
 def ranks(work, *args) -> list[dict]:
     """What `work` found on two ranks."""
-    found = [as_arrays(own, back=True) for own in run_ranks(work, 2, *args)]
+    found = [as_arrays(own, back=True) for own in run_ranks(of_kind, 2, kind_here(), work, *args)]
     torch.set_num_threads(1)
     return found
 
@@ -85,7 +91,7 @@ def wrapped(name: str = "adagrad", model=dlrm, **settings):
     """A collection, the DDP model around it and its dense optimizer."""
     ebc = cached(name, timeout_s=60, **settings)
     ddp = DistributedDataParallel(model(ebc))
-    assert not [n for n, _ in ddp.named_parameters() if "embedding_bag" in n]
+    assert not [n for n, _ in ddp.named_parameters() if key_of_tables() in n]
     return ebc, ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)
 
 
@@ -207,7 +213,7 @@ def gaps(rank: int, size: int) -> dict:
     ebc = cached("sgd", rows=400, gradient_reduction="sum")
     model = Pooled(ebc)
     for batch in lookahead(mine(rank, size, 6), ebc):
-        values = ebc(batch.sparse_features).values()
+        values = values_of(ebc(batch.sparse_features))
         (values.sum() if rank == 0 else values.sum().detach() * model.over.bias).backward()
         if rank == 1:
             ebc.reduce()
@@ -263,7 +269,7 @@ def test_loops_on_two_ranks_are_those_of_one_process() -> None:
         assert_close(both[0][key], weights_of(model), atol=5e-6)
     alone = cached("sgd", rows=400)
     for batch in [part(batch, 0, 2) for batch in batches(6)]:
-        alone(batch.sparse_features).values().sum().backward()
+        values_of(alone(batch.sparse_features)).sum().backward()
         alone.step()
     assert_close(both[0]["one loss"], weights_of(alone))
 
@@ -296,7 +302,9 @@ def state_and_nodes(rank: int, size: int) -> dict:
 def failures(rank: int, size: int) -> dict:
     """Errors on one rank reach the other."""
     found = {}
-    with pytest.raises(ConfigError, match=r"ranks \[1\] make another"):
+    with pytest.raises(
+        ConfigError, match=r"^the ranks differ: seed is 0 on rank 0 and 1 on rank 1;"
+    ):
         cached("sgd", seed=rank)
     ebc, ddp, dense = wrapped("sgd", rows=400)
     data = mine(rank, size, 6)
@@ -384,7 +392,7 @@ def some_ranks(rank: int, size: int) -> dict:
         ebc = cached("sgd", rows=400, process_group=group, timeout_s=60)
         assert (ebc.tables.world.rank, ebc.tables.world.size) == (rank - 1, 2)
         for batch in lookahead(mine(rank - 1, 2, 6), ebc):
-            ebc(batch.sparse_features).values().sum().backward()
+            values_of(ebc(batch.sparse_features)).sum().backward()
             ebc.step()
         found = weights_of(ebc)
     return found
@@ -396,10 +404,12 @@ def some_ranks_of_three(rank: int, size: int) -> dict:
 
 @pytest.mark.slow
 def test_a_group_of_some_ranks() -> None:
-    found = [as_arrays(own, back=True) for own in run_ranks(some_ranks_of_three, 3)]
+    found = [
+        as_arrays(own, back=True) for own in run_ranks(of_kind, 3, kind_here(), some_ranks_of_three)
+    ]
     assert_same(found[1], found[2])
     alone = cached("sgd", rows=400)
     for batch in batches(6):
-        (alone(batch.sparse_features).values().sum() / 2).backward()
+        (values_of(alone(batch.sparse_features)).sum() / 2).backward()
         alone.step()
     assert_close(found[1], weights_of(alone))

@@ -16,7 +16,9 @@ from ebc_cases import (
     dense_optimizer,
     dlrm,
     draw,
+    kind_here,
     loss_of,
+    of_kind,
     part,
     weights_of,
 )
@@ -26,6 +28,8 @@ from distcache import lookahead
 from distcache.embedding import ahead
 from distcache.pipeline.shake import Shaker
 from distcache.pipeline.threads import Pipeline
+
+pytestmark = pytest.mark.usefixtures("kind")
 
 HOW = (
     {},
@@ -98,7 +102,7 @@ def on_ranks(rank: int, size: int) -> list[tuple]:
 
 
 def test_on_two_ranks() -> None:
-    for found in run_ranks(on_ranks, 2, timeout=200):
+    for found in run_ranks(of_kind, 2, kind_here(), on_ranks, timeout=200):
         for serial, overlapped in zip(found[::2], found[1::2], strict=True):
             assert overlapped[0] == serial[0]
             assert overlapped[1].keys() == serial[1].keys()

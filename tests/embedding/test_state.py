@@ -16,13 +16,16 @@ from ebc_cases import (
     dense_optimizer,
     dlrm,
     draw,
+    key_of_tables,
+    plain_tables,
     train,
     weights_of,
 )
-from torchrec import EmbeddingBagCollection
 
 from distcache import lookahead
 from distcache.errors import ConfigError, PlanError
+
+pytestmark = pytest.mark.usefixtures("kind")
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +45,7 @@ def test_state_goes_to_torchrec_and_back() -> None:
     ebc = cached(rows=200)
     model = dlrm(ebc)
     train(model, ebc, lookahead(batches(), ebc))
-    own = dlrm(EmbeddingBagCollection(configs()))
+    own = dlrm(plain_tables())
     state = saved(model.state_dict())
     assert list(state) == list(own.state_dict())
     own.load_state_dict(state)
@@ -50,7 +53,7 @@ def test_state_goes_to_torchrec_and_back() -> None:
     given = (batch.dense_features, batch.sparse_features)
     model.eval()
     assert torch.allclose(model(*given), own(*given))
-    fresh = dlrm(EmbeddingBagCollection(configs()))
+    fresh = dlrm(plain_tables())
     model.load_state_dict(saved(fresh.state_dict()))
     assert_same(weights_of(model), fresh.state_dict())
     assert torch.allclose(model(*given), fresh(*given))
@@ -59,19 +62,20 @@ def test_state_goes_to_torchrec_and_back() -> None:
 def test_state_is_a_view_of_the_store() -> None:
     ebc = cached(rows=200)
     state = ebc.state_dict(prefix="a.")
-    assert list(state) == [f"a.embedding_bags.t{i}.weight" for i in range(4)]
+    assert list(state) == [f"a.{key_of_tables()}.t{i}.weight" for i in range(4)]
     before = {name: value.clone() for name, value in state.items()}
     train(dlrm(ebc), ebc, lookahead(batches(3), ebc))
     ebc.flush()
     assert any(not torch.equal(state[name], before[name]) for name in state)
 
 
-def test_missing_unexpected_and_misshapen_tables_are_reported() -> None:
+def test_missing_unexpected_and_misshapen_tables_are_reported(kind) -> None:
     ebc = cached(rows=200)
     model = dlrm(ebc)
     train(model, ebc, lookahead(batches(3), ebc))
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    prefix = "sparse_arch.embedding_bag_collection.embedding_bags."
+    where = "sparse_arch.embedding_bag_collection" if kind == "bags" else "ebc"
+    prefix = f"{where}.{key_of_tables()}."
     part = dict(state)
     part[f"{prefix}t0.weight"] = torch.full((400, 8), 0.5)
     del part[f"{prefix}t1.weight"]
@@ -160,7 +164,7 @@ def test_optimizer_state_that_does_not_fit_is_refused() -> None:
 def test_initial_rows_are_what_the_configs_ask_for() -> None:
     plain = weights_of(cached(seed=3))
     assert_same(weights_of(cached(seed=3)), plain)
-    key = "embedding_bags.t0.weight"
+    key = f"{key_of_tables()}.t0.weight"
     assert not torch.equal(weights_of(cached(seed=4))[key], plain[key])
     bound = 400**-0.5
     assert plain[key].min() >= -bound and plain[key].max() <= bound

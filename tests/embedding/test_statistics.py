@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ebc_cases import Pooled, assert_same, batches, cached, configs, part, train, weights_of
+from ebc_cases import (
+    Pooled,
+    assert_same,
+    batches,
+    cached,
+    configs,
+    kind_here,
+    of_kind,
+    part,
+    train,
+    weights_of,
+)
 from ranks import run_ranks
 
 from distcache import lookahead
@@ -86,10 +97,11 @@ def same_bits(rank: int, size: int, folder: str) -> dict[str, int]:
     return fetched
 
 
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("world", [1, 2])
 def test_statistics_change_no_bit(world: int, tmp_path) -> None:
     write_statistics(tmp_path, counted())
-    run_ranks(same_bits, world, str(tmp_path), timeout=200)
+    run_ranks(of_kind, world, kind_here(), same_bits, str(tmp_path), timeout=200)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,55 @@ def test_dry_run_says_what_it_would_install(accelerator: str, fbgemm: str, tmp_p
     assert not (tmp_path / "new").exists()
 
 
+def test_torchrun_on_one_node_and_on_several(tmp_path: Path) -> None:
+    venv = {"DISTCACHE_VENV": str(tmp_path / "new"), "DISTCACHE_ACCELERATOR": "cpu", "RANKS": "3"}
+    run = bash("torchrun.sh", "--dry-run", "trainer.steps=3", **venv)
+    assert run.returncode == 0, run.stderr
+    job = run.stdout.splitlines()[-1]
+    assert "'--standalone' '--nproc-per-node' '3' '-m' 'distcache.train' 'trainer.steps=3'" in job
+    several = {"NODES": "2", "MASTER_ADDR": "node7", "JOB_ID": "9"} | venv
+    for rank, host in ((0, "is_host=1"), (1, "is_host=0")):
+        run = bash("torchrun.sh", "--dry-run", "a=b c", NODE_RANK=str(rank), **several)
+        job = run.stdout.splitlines()[-1]
+        assert "'--nnodes' '2' '--rdzv-backend' 'c10d' '--rdzv-id' '9'" in job
+        assert f"'--rdzv-endpoint' 'node7:29400' '--rdzv-conf' '{host}'" in job
+        assert "--standalone" not in job and job.endswith("'a=b c'")
+    run = bash("torchrun.sh", "--dry-run", NODES="2", MASTER_ADDR="", **venv)
+    assert run.returncode == 1 and "NODES=2 needs MASTER_ADDR" in run.stderr
+
+
+def test_slurm_starts_torchrun_on_every_node(tmp_path: Path) -> None:
+    """With stand-ins for Slurm's programs; srun runs the command for each of two nodes."""
+    programs = {
+        "scontrol": '[[ "$*" == "show hostnames n[3-4]" ]] && printf "n3\\nn4\\n"',
+        "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"JOB_NUM_NODES": "2", "JOB_NODELIST": "n[3-4]", "JOB_ID": "71234"}
+    slurm["SUBMIT_DIR"] = str(pick.CHECKOUT)
+    run = bash(
+        "slurm.sbatch",
+        "--dry-run",
+        "trainer.steps=3",
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        DISTCACHE_VENV=str(tmp_path / "new"),
+        DISTCACHE_ACCELERATOR="cpu",
+        RANKS="8",
+        **{f"SLURM_{name}": value for name, value in slurm.items()},
+    )
+    assert run.returncode == 0, run.stderr
+    jobs = [line for line in run.stdout.splitlines() if "distcache.train" in line]
+    assert len(jobs) == 2
+    for number, job in enumerate(jobs):
+        assert "'--nnodes' '2'" in job and "'--rdzv-id' '71234'" in job
+        assert f"'--rdzv-endpoint' 'n3:21234' '--rdzv-conf' 'is_host={1 - number}'" in job
+        assert job.endswith("'--nproc-per-node' '8' '-m' 'distcache.train' 'trainer.steps=3'")
+    alone = bash("slurm.sbatch")
+    assert alone.returncode != 0 and "submit this with sbatch" in alone.stderr
+
+
 def test_errors_name_the_variable(tmp_path: Path) -> None:
     run = bash("test.sh", DISTCACHE_ACCELERATOR="tpu", DISTCACHE_VENV=str(tmp_path / "new"))
     assert run.returncode == 1

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from oracle import OPTIMIZERS
+from placement_cases import KINDS, fitting_slots, placement_of
 from popular_runs import popularity_of, run_popular
 from ranks import run_ranks
 from scenarios import Outcome, Scenario, run_mode, table
@@ -20,6 +21,7 @@ from scenarios import Outcome, Scenario, run_mode, table
 from distcache.comm.world import World, close_world, open_world
 from distcache.parallel.cached import CachedParallel
 from distcache.parallel.cached_parts import CachedSettings
+from distcache.pipeline.placement import Placement
 
 pytestmark = pytest.mark.gpu
 
@@ -77,12 +79,40 @@ def test_ranks_that_share_a_gpu_agree_with_the_cpu(size: int, optimizer: str) ->
         assert np.allclose(rows, cpu.tables[name], rtol=1e-7, atol=1e-9)
 
 
-def test_the_training_loop_never_waits_for_the_device(world: World) -> None:
-    """torch warns of every synchronising call; the loop's thread makes none in a steady step."""
+def placed_on(rank: int, size: int, optimizer: str) -> list[tuple]:
+    """Losses and state of `resident`, then of every placement with random delays at hand-overs."""
+    world, spec = open_world("cuda", "gloo", 60), case(optimizer, dtype=torch.float64)
+    double = {"dtype": torch.float64}
+    outcomes = [run_mode(world, spec, CachedSettings("resident", schedule="serial", **double))]
+    for prefetch, kind in enumerate(KINDS):
+        placement = placement_of(kind, spec)
+        slots = tuple(count + 60 for count in fitting_slots(spec, size, placement, 7))
+        how = {"placement": placement, "shake_ms": 2.0, "validate": True, **double}
+        outcomes.append(
+            run_mode(world, spec, CachedSettings("data", slots, 4, prefetch, **how), evals=7)
+        )
+    close_world(world)
+    return [(outcome.losses, outcome.state_digest) for outcome in outcomes]
+
+
+@pytest.mark.parametrize(("size", "optimizer"), [(2, "adam"), (3, "rowwise_adagrad")])
+def test_every_placement_has_the_bits_of_resident(size: int, optimizer: str) -> None:
+    for found in run_ranks(placed_on, size, optimizer, timeout=300):
+        assert all(outcome == found[0] for outcome in found)
+
+
+@pytest.mark.parametrize("kind", ["", *KINDS])
+def test_the_training_loop_never_waits_for_the_device(world: World, kind: str, monkeypatch) -> None:
+    """torch warns of every synchronising call; the loop's thread makes none in a steady step.
+
+    Two ranks cannot share a GPU without gloo, which waits: the placements run on one rank here.
+    """
     spec = case("adagrad", steps=60)
+    monkeypatch.setattr(Placement, "on", lambda self, world: self)
+    placement = placement_of(kind, spec) if kind else Placement()
     mode = CachedParallel(
         world, spec.tables, spec.features, spec.model(), spec.optimizer,
-        CachedSettings("data", (2000,), 8, 1),
+        CachedSettings("data", (2000,), 8, 1, placement=placement),
     )  # fmt: skip
     mode.set_lr(spec.lr, spec.lr)
     allocated: list[int] = []

@@ -4,52 +4,27 @@ and the hot part computed while the rows of the cold one still move."""
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from low_ids import LowIds, low_ids
 from oracle import OPTIMIZERS
 from ranks import run_ranks
 from scenarios import Scenario, run_mode, table
 
 from distcache.comm.world import close_world, open_world
-from distcache.data.batch import JaggedIds
 from distcache.parallel.cached import CachedParallel
 from distcache.parallel.cached_parts import CachedSettings
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4, pooling="mean"))
-HOT_SHARE = 4
-"""The first of so many parts of every table is hot."""
-
-
-@dataclass(frozen=True)
-class LowIds:
-    """Hot samples have ids in the first part of every table alone; `none` or `all` of them."""
-
-    rows: tuple[int, ...]
-    only: str = ""
-
-    def __call__(self, ids: JaggedIds) -> np.ndarray:
-        if self.only:
-            return np.full(ids.batch_size, self.only == "all")
-        lengths = np.diff(ids.offsets.numpy())
-        limits = np.repeat(np.repeat(self.rows, ids.batch_size), lengths)
-        cold = np.zeros(len(lengths), dtype=bool)
-        bags = np.repeat(np.arange(len(lengths)), lengths)
-        cold[bags[ids.values.numpy() >= limits]] = True
-        return ~cold.reshape(len(self.rows), ids.batch_size).any(0)
 
 
 def scenario(optimizer: str, **changes: object) -> Scenario:
     spec, lr = OPTIMIZERS[optimizer]
     base = Scenario(TABLES, spec, lr, steps=20, global_batch=60, bag=2)
     return replace(base, **changes)
-
-
-def low_ids(case: Scenario, only: str = "") -> LowIds:
-    readers = {f: table for table in case.tables for f in table.features}
-    return LowIds(tuple(-(-readers[f].rows // HOT_SHARE) for f in case.features), only)
 
 
 def settings(mode: str, hot: LowIds | None, *args: object, **more: object) -> CachedSettings:

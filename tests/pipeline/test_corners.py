@@ -18,7 +18,8 @@ from distcache.layout import TableSpec
 from distcache.parallel.base import OptimizerSpec
 from distcache.parallel.cached import CachedSettings
 from distcache.pipeline.groups import make_groups
-from distcache.pipeline.planning import PlanningSettings, StreamPlanner
+from distcache.pipeline.planned import PlanningSettings
+from distcache.pipeline.planning import StreamPlanner
 
 ADAM = OptimizerSpec("adam")
 MODES = ("resident", "data", "host")

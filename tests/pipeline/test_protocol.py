@@ -222,7 +222,7 @@ def test_misuse_is_refused(seen: list[dict]) -> None:
 def test_different_settings_are_named_with_both_values(seen: list[dict]) -> None:
     for found in part(seen, "settings"):
         assert found["lookahead"].startswith("ConfigError: the ranks differ")
-        assert "'lookahead' is 4 on rank 0 and 5 on rank 2" in found["lookahead"]
-        assert "(48, 6) on rank 0 and (51, 6) on rank 2" in found["slots"]
-        assert "'fingerprint' is 0 on rank 0 and 1 on rank 2" in found["fingerprint"]
+        assert "'lookahead' is 4 on ranks 0, 1 and 5 on rank 2" in found["lookahead"]
+        assert "(48, 6) on ranks 0, 1 and (51, 6) on rank 2" in found["slots"]
+        assert "'fingerprint' is 0 on ranks 0, 1 and 1 on rank 2" in found["fingerprint"]
         assert "rows=60" in found["table"] and "rows=61" in found["table"]

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from ends import Job
-from protocol_cases import batches, make, planner_threads, state
+from placement_cases import KINDS, placement_of
+from protocol_cases import CASE, batches, make, planner_threads, state
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.data.batch import Batch
@@ -34,6 +35,9 @@ class Plan:
         self.fail = int(rng.integers(0, STEPS)) if rng.random() < 0.4 else NEVER
         self.stopping, self.failing = (int(rank) for rank in rng.integers(0, world, 2))
         self.pauses = rng.choice([0.0, 0.0, 0.0, 0.02], (world, 2))
+        self.kind = ""  # every other plan is of a placement
+        if seed % 2:
+            self.mode, self.kind = "data", KINDS[seed // 2 % len(KINDS)]
 
     @property
     def steps(self) -> int:
@@ -52,7 +56,10 @@ class Plan:
 
 
 def one(world: World, plan: Plan) -> tuple:
-    mode = make(world, plan.lookahead, plan.prefetch, mode=plan.mode, policy=Policy(plan.policy))
+    how = {"mode": plan.mode, "policy": Policy(plan.policy)}
+    if plan.kind:
+        how |= {"placement": placement_of(plan.kind, CASE), "slots": (48, 12)}
+    mode = make(world, plan.lookahead, plan.prefetch, **how)
     read_pause, step_pause = plan.pauses[world.rank]
     losses, error = [], ""
 
@@ -114,3 +121,5 @@ def test_the_plans_are_of_all_kinds() -> None:
     plans = [Plan(seed, 3) for seed in range(8)]
     assert any(plan.raises for plan in plans) and any(plan.stop < NEVER for plan in plans)
     assert len({plan.steps for plan in plans}) >= 3
+    assert len({plan.kind for plan in plans}) == len(KINDS) + 1
+    assert len({plan.mode for plan in plans}) == 3

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 from ends import Job
+from placement_cases import placement_of
 from protocol_cases import CASE, TABLES, batches, caught, make, state, warnings
 
 from distcache.cache.size import cache_slots
@@ -15,14 +16,18 @@ from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import StepTooLargeError
 from distcache.layout import TableSpec
 from distcache.pipeline.groups import make_groups
+from distcache.pipeline.placement import Placement
 from distcache.pipeline.room import smallest_cache_rows, warn_if_too_small
 
 
-def attempt(world, rows: int, lookahead: int) -> tuple[int, str, tuple[int, int], str]:
+def attempt(
+    world, rows: int, lookahead: int, placement: Placement
+) -> tuple[int, str, tuple[int, int], str]:
     """Train with `cache.rows=rows`: steps done, the error, its numbers, the state after it."""
     groups = make_groups(TABLES, CASE.features, world.size)
     sizes = [(group.layout.rows, group.dim, 1) for group in groups]
-    mode = make(world, lookahead, 1, slots=cache_slots(rows, None, None, sizes, 4, world.size))
+    slots = cache_slots(rows, None, None, sizes, 4, world.size)
+    mode = make(world, lookahead, 1, slots=slots, placement=placement)
     done, numbers = [], (0, 0)
 
     def go() -> None:
@@ -40,16 +45,17 @@ def attempt(world, rows: int, lookahead: int) -> tuple[int, str, tuple[int, int]
     return len(done), error, numbers, after
 
 
-def run(rank: int, size: int) -> list:
+def run(rank: int, size: int, kind: str = "replicated") -> list:
     world = open_world("cpu", "gloo", 60)
-    seen, rows = [], 4
+    seen, rows, placement = [], 4, Placement(kind)
     while True:
-        seen.append((rows, *attempt(world, rows, lookahead=2 * (rows % 2))))
+        seen.append((rows, *attempt(world, rows, 2 * (rows % 2), placement)))
         named = re.search(r"cache\.rows=(\d+) or more", seen[-1][2])
         if named is None:
             break
         if int(named[1]) - 1 > rows:
-            seen.append((int(named[1]) - 1, *attempt(world, int(named[1]) - 1, 1)))
+            less = int(named[1]) - 1
+            seen.append((less, *attempt(world, less, 1, placement)))
         rows = int(named[1])
     close_world(world)
     return seen
@@ -57,14 +63,15 @@ def run(rank: int, size: int) -> list:
 
 @pytest.fixture(scope="module")
 def by_world() -> dict[int, list]:
-    """By world size, what every rank saw with ever larger caches."""
+    """By world size, what every rank saw with ever larger caches; below 0: of sharded rows."""
     jobs = {size: Job(run, size) for size in (1, 2, 3)}
+    jobs |= {-size: Job(run, size, "sharded") for size in (2, 3)}
     return {size: [end.value for end in job.ends()] for size, job in jobs.items()}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_number_that_is_named_is_the_smallest_that_works(by_world, size: int) -> None:
-    ranks = by_world[size]
+@pytest.mark.parametrize("key", [1, 2, 3, -2, -3])
+def test_the_number_that_is_named_is_the_smallest_that_works(by_world, key: int) -> None:
+    ranks, size = by_world[key], abs(key)
     assert all(isinstance(rank, list) for rank in ranks), ranks
     assert all(rank == ranks[0] for rank in ranks)
     seen = {rows: (done, error, numbers) for rows, done, error, numbers, _ in ranks[0]}
@@ -73,15 +80,16 @@ def test_the_number_that_is_named_is_the_smallest_that_works(by_world, size: int
         if not error:
             continue
         named = int(re.search(r"cache\.rows=(\d+) or more", error)[1])
-        assert f"StepTooLargeError: step {done} needs {numbers[0]} distinct rows of" in error
-        assert f"which has {numbers[1]} slots of {numbers[1] * size} on" in error
+        kind, homes = ("sharded ", 1) if key < 0 else ("", size)
+        assert f"StepTooLargeError: step {done} needs {numbers[0]} distinct {kind}rows of" in error
+        assert f"which has {numbers[1]} slots of {numbers[1] * homes} on" in error
         assert numbers[0] > numbers[1]
         assert seen[named][0] > done, "the number that was named does not hold the step"
         if rows == named - 1:
             continue
         assert seen[named - 1][0] == done, "a smaller number holds the step as well"
     assert len(seen) >= 3
-    assert any("tables of width 4" in error for _, error, _ in seen.values()) or size == 1
+    assert any("tables of width 4" in error for _, error, _ in seen.values()) or key in (1, -2, -3)
 
 
 def test_the_steps_before_are_trained(by_world) -> None:
@@ -133,3 +141,50 @@ def test_the_warning_names_a_cache_that_holds_a_batch(world: int) -> None:
 def test_a_source_that_knows_nothing_is_not_warned_about() -> None:
     groups = make_groups(tables([5], [4]), ["cat_0"], 1)
     assert not warn_if_too_small(object(), groups, [1], 100)
+
+
+def refuse(rank: int, size: int) -> list[list]:
+    """Runs in ever larger mixed caches, first with many and then with few replicated rows: steps
+    done, the error, the state after it, and what as many steps leave in a cache that holds all."""
+    world, seen = open_world("cpu", "gloo", 60), []
+    for share, count in ((0.4, 20), (0.4, 40), (0.4, 60), (0.02, 12), (0.02, 60)):
+        placement = placement_of("mixed home", CASE, share)
+        mode, done = make(world, 2, 1, slots=(count, 12), placement=placement), []
+
+        def go(mode=mode, done=done) -> None:
+            for step in mode.stream(batches(world, range(6))):
+                done.append(mode.train_step(step).loss)
+
+        error = caught(go)
+        after = state(mode)
+        mode.close()
+        roomy = make(world, 2, 1, slots=(72, 12))
+        for step in roomy.stream(batches(world, range(len(done)))):
+            roomy.train_step(step)
+        seen.append([len(done), error, after, state(roomy)])
+        roomy.close()
+    close_world(world)
+    return seen
+
+
+def test_a_mixed_cache_names_the_region_that_is_too_small() -> None:
+    ranks = [end.value for end in Job(refuse, 3).ends()]
+    assert ranks[1] == ranks[2] == ranks[0], ranks
+    steps, kinds = [], set()
+    for done, error, after, expected in ranks[0]:
+        steps.append(done)
+        assert after == expected, "the steps before are not as they were trained"
+        if not error:
+            continue
+        found = re.search(
+            rf"StepTooLargeError: step {done} needs (\d+) distinct (sharded|replicated) rows of "
+            r"home rank \d, which has (\d+) slots of (\d+) on each device",
+            error,
+        )
+        needs, has, of = (int(found[group]) for group in (1, 3, 4))
+        assert needs > has and of == has * (3 if found[2] == "replicated" else 1)
+        assert "cache.replicated_rows, cache.replicated_share" in error
+        assert "cache.rows=" not in error, "no number is known to be enough"
+        kinds.add(found[2])
+    assert steps[0] <= steps[1] <= steps[2] == 6 == steps[4] and min(steps[0], steps[3]) < 6
+    assert kinds == {"sharded", "replicated"}

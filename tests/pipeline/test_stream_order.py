@@ -7,15 +7,18 @@ from collections import defaultdict
 from contextlib import contextmanager
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from oracle import OPTIMIZERS
+from ranks import run_ranks
 from scenarios import Scenario, table
 
 from distcache.comm.world import close_world, open_world
 from distcache.parallel import cached
 from distcache.parallel.cached import CachedParallel
 from distcache.parallel.cached_parts import CachedSettings
+from distcache.pipeline.placement import Placement
 from distcache.streams import Mark, Streams
 
 TABLES = (table("a", 300), table("b", 40, features=2))
@@ -103,3 +106,65 @@ def test_every_hand_over_is_ordered(world, monkeypatch, prefetch, schedule) -> N
             early += not before(last.end, at["fill"].start)
     assert (early > 0) == (schedule == "overlapped" and prefetch > 0)
     mode.close()
+
+
+HOT = tuple(np.arange(count) for count in (30, 6))
+PLACEMENTS = (
+    Placement("sharded"),
+    Placement("sharded", early=False),
+    Placement("replicated", "home"),
+    Placement("mixed", "home", HOT),
+)
+
+
+def orders(rank: int, size: int, prefetch: int, schedule: str) -> list[tuple[int, int]]:
+    """For every placement, the steps whose early rows, and whose fill, waited for no step before.
+
+    Fails where work that changes rows is not ordered before work that reads them.
+    """
+    cached.Streams = Clocks  # type: ignore[misc]
+    world = open_world("cpu", "gloo", 60)
+    found = [order_of(world, placement, prefetch, schedule) for placement in PLACEMENTS]
+    close_world(world)
+    return found
+
+
+def order_of(world, placement: Placement, prefetch: int, schedule: str) -> tuple[int, int]:
+    spec, lr = OPTIMIZERS["adagrad"]
+    case = Scenario(TABLES, spec, lr, steps=16)
+    how = {"schedule": schedule, "result_delay": 2, "placement": placement}
+    chosen = CachedSettings("data", (300,), 2, prefetch, **how)
+    mode = CachedParallel(world, TABLES, case.features, case.model(), spec, chosen)
+    mode.set_lr(lr, lr)
+    seen = {}
+    for step in mode.stream(case.batch(s, world.rank, world.size) for s in range(case.steps)):
+        mode.train_step(step)
+        seen[step.flight.step] = {mark.name: mark for mark in step.flight.marks}
+        seen[step.flight.step]["after"] = step.flight.move_after
+    early = filled = 0
+    for number, at in seen.items():
+        names = [stage.name for stage in mode.step.training]
+        for one, other in pairwise(names):
+            assert before(at[one].end, at[other].start), (number, one, other)
+        moves = [name for name in ("write_back", "gather", "fill", "share_early") if name in at]
+        if at["after"] >= 0:
+            done = seen[at["after"]][names[-1]]
+            assert all(before(done.end, at[name].start) for name in moves), number
+        if number:
+            done = seen[number - 1][names[-1]]
+            reads = [name for name in ("share_late", "forward_backward") if name in at]
+            assert all(before(done.end, at[name].start) for name in reads), (number, reads)
+            early += "share_early" in at and not before(done.end, at["share_early"].start)
+            filled += not before(done.end, at["fill"].start)
+    mode.close()
+    return early, filled
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "schedule"), [(0, "overlapped"), (2, "overlapped"), (1, "serial")]
+)
+def test_rows_on_their_way_between_ranks_are_ordered(prefetch: int, schedule: str) -> None:
+    for found in run_ranks(orders, 2, prefetch, schedule):
+        overlaps = schedule == "overlapped" and prefetch > 0
+        assert [early > 0 for early, _ in found] == [overlaps, False, False, overlaps]
+        assert [filled > 0 for _, filled in found] == [overlaps] * len(PLACEMENTS)

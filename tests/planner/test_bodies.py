@@ -12,20 +12,22 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plan_streams import BODIES, make_layout, streams
+from plan_streams import BODIES, make_layout, sharded_streams, streams
 from policy_reference import counted
 
 from distcache.errors import ConfigError, PlanError
-from distcache.planner import loops
+from distcache.planner import region_loops
 from distcache.planner.assemble import make_request
 from distcache.planner.bodies import NAMES, NUMPY, SETTING, Bodies, bodies, make, using
-from distcache.planner.calls import distinct_rows, grouped, hashed_rows, occurrences
+from distcache.planner.bodies import PLAIN as BY_NAME
+from distcache.planner.calls import distinct_rows, divided, grouped, hashed_rows, occurrences
 from distcache.planner.home import HomePlanner
 from distcache.planner.policy import POLICIES, Policy
 from distcache.planner.rankings import ByCount
+from distcache.planner.regions import HotRows, in_tail
 from distcache.planner.simulator import PlannerSettings, simulate
 
-PLAIN = Bodies("python", **{name: getattr(loops, name) for name in NAMES})
+PLAIN = Bodies("python", **BY_NAME)
 """The loops as Python runs them, so that NumPy checks every index."""
 
 ALL = (NUMPY, "compiled", PLAIN)
@@ -143,6 +145,52 @@ def test_occurrences(values: list[int], kind: str, total: int, looked_up: bool) 
     assert (result.starts == [(canonical < k).sum() for k in range(total + 1)]).all()
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sets(st.integers(0, 90), max_size=60),
+    st.sampled_from([0, 1, 7, 2**31]),
+    st.sampled_from([1, 3, 1000, 2**33 + 1]),
+    ids,
+)
+def test_hot_rows(hot: set[int], first: int, stride: int, values: list[int]) -> None:
+    """Runs of neighbours and scattered rows, and rows below, between and beyond them."""
+    known = first + stride * np.array(sorted(hot), np.int64)
+    rows = np.concatenate([first + stride * np.array(values, np.int64), np.array(values, np.int64)])
+    rows = np.concatenate([rows, known, known + 1, [0, first + 91 * stride, 2**62]])
+    found = by_all(lambda asked: HotRows(known).find(asked), rows)
+    place = {row: index for index, row in enumerate(known.tolist())}
+    assert found.dtype == np.int32
+    assert found.tolist() == [place.get(row, -1) for row in rows.tolist()]
+    assert (in_tail(rows, HotRows(known)) == in_tail(rows, known)).all()
+    if len(hot) > 1:
+        assert (found >= 0).any() and (found < 0).any()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, 9), max_size=6),
+    st.integers(-3, 12),
+    st.one_of(st.none(), st.integers(1, 20)),
+    st.integers(0, 2**32 - 1),
+)
+def test_divided(lengths: list[int], bound: int, pool: int | None, seed: int) -> None:
+    rng, count = np.random.default_rng(seed), sum(lengths)
+    items, index = None, np.arange(count)
+    values = rng.integers(-2, 11, count if pool is None else pool).astype(np.int32)
+    of = np.arange(count)
+    if pool is not None:
+        index, of = rng.integers(0, pool, count), rng.permutation(pool).astype(np.int32)
+        items = index.astype(np.int32), of
+    above, others, counts = by_all(divided, values, bound, lengths, items)
+    pieces = np.split(index, np.cumsum(lengths)[:-1]) if lengths else []
+    high = [[i for i in piece if values[i] > bound] for piece in pieces]
+    low = [i for piece in pieces for i in piece if values[i] <= bound]
+    assert counts == [len(piece) for piece in high]
+    assert above.tolist() == [of[i] for piece in high for i in piece]
+    assert others.tolist() == [of[i] for i in low]
+    assert above.dtype == others.dtype == np.int64
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.integers(0, 255), min_size=1, max_size=40),
@@ -193,6 +241,12 @@ def check_equal_plans(case: tuple) -> None:
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(streams())
 def test_plans_of_random_streams(case: tuple) -> None:
+    check_equal_plans(case)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(sharded_streams())
+def test_plans_of_random_sharded_streams(case: tuple) -> None:
     check_equal_plans(case)
 
 
@@ -323,7 +377,8 @@ def test_machine_code_is_kept_where_numba_is_told(tmp_path) -> None:
     done = run_python("import sys" + PLAN, NUMBA_CACHE_DIR=str(tmp_path))
     assert done.stdout == "compiled", done.stderr
     kept = sorted(file.name.split("-")[0] for file in tmp_path.rglob("*.nbc"))
-    assert kept == sorted(f"loops.{name}" for name in NAMES)
+    files = {name: "region_loops" if name in vars(region_loops) else "loops" for name in NAMES}
+    assert kept == sorted(f"{file}.{name}" for name, file in files.items())
 
 
 def test_an_unknown_body_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 from pathlib import Path
@@ -11,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from node_cases import open_nodes
 from ranks import run_ranks
 from store.store_contract import NARROW, WIDE, StoreContract, expected_weight
 
 from distcache.comm.world import World, close_world, open_world
-from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError
+from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
 from distcache.layout import RowLayout, TableSpec
+from distcache.popularity.order import RowOrder
 from distcache.store import available
 from distcache.store.base import Store
 from distcache.store.rows import RowStore, create_stores, store_bytes
@@ -195,23 +196,68 @@ def test_ranks_share_one_store(size: int) -> None:
         assert result["left"] == 0
 
 
-def two_nodes(rank: int, size: int) -> tuple[list[float], bool]:
-    """Ranks 0, 1 and ranks 2, 3 are two nodes: a store each, both initialised whole."""
-    world = open_world("cpu", timeout_s=60)
-    world = dataclasses.replace(world, local_rank=rank % 2, local_size=2)
-    store = RowStore.create(RowLayout(NARROW, size), 0, torch.float32, world)
-    store.initialise(7, [0, 1, 2])
-    same = torch.equal(store.weight, expected_weight(store.layout, 7, [0, 1, 2]))
+def two_nodes(rank: int, size: int, sizes: tuple[int, ...], order: np.ndarray | None) -> dict:
+    """Nodes of `sizes` ranks: a store each, of the rows at home there."""
+    world = open_nodes(rank, sizes)
+    layout = RowLayout(NARROW, size)
+    numbering = None if order is None else RowOrder(order, np.argsort(order))
+    store = RowStore.create(layout, 1, torch.float32, world, numbering)
+    store.initialise(7, [0, 1, 2], 0.5)
+    rows = np.arange(60)
+    homes = layout.home(rows if order is None else order)
+    first = world.first_local
+    mine = torch.from_numpy(rows[(homes >= first) & (homes < first + world.local_size)])
+    weight, state = store.gather(mine)
+    found = {
+        "rows": mine.tolist(),
+        "same": torch.equal(weight, expected_weight(layout, 7, [0, 1, 2])[mine]),
+        "state": bool((state == 0.5).all()),
+        "places": np.sort(store.part.places(mine.numpy())).tolist(),
+        "bytes": store.nbytes == store_bytes([layout], [1], torch.float32, world),
+        "store rows": len(store.weight),
+    }
+    dist.barrier(group=world.host_group)  # nobody writes before all have compared
+    own = torch.from_numpy(rows[homes == rank])
+    store.scatter(own, own[:, None].float().expand(-1, 4) + 100 * rank, torch.ones(len(own), 1))
     dist.barrier(group=world.host_group)
-    store.scatter(torch.tensor([rank]), torch.full((1, 4), float(100 + rank)), None)
-    dist.barrier(group=world.host_group)
-    seen = store.gather(torch.arange(4))[0][:, 0].tolist()
+    want = mine[:, None] + 100 * torch.from_numpy(homes)[mine, None]
+    found["scattered"] = torch.equal(store.gather(mine)[0], want.float().expand(-1, 4))
+    foreign = next(row for row in rows.tolist() if row not in found["rows"])
+    for wrong, message in ((foreign, f"row {foreign} is at home on rank"), (60, "row 60 is out")):
+        with pytest.raises(PlanError, match=message):
+            store.gather(torch.tensor([found["rows"][0], wrong]))
+    with pytest.raises(PlanError, match="lies on 2 nodes"):
+        store.table(0)
     store.close()
     close_world(world)
-    return [value for value in seen if value >= 100], same
+    return found
 
 
-def test_each_node_has_its_own_store() -> None:
-    results = run_ranks(two_nodes, 4)
-    assert [seen for seen, _ in results] == [[100, 101], [100, 101], [102, 103], [102, 103]]
-    assert all(same for _, same in results)
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 3)])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_each_node_has_the_rows_at_home_there(sizes: tuple[int, int], ordered: bool) -> None:
+    order = np.random.default_rng(1).permutation(60) if ordered else None
+    results = run_ranks(two_nodes, 4, sizes, order)
+    for found, size in zip(results, (sizes[0],) * sizes[0] + (sizes[1],) * sizes[1], strict=True):
+        assert found["same"] and found["state"] and found["scattered"] and found["bytes"]
+        assert found["store rows"] == 15 * size  # a share of 60 rows, and not one more
+        assert found["places"] == list(range(15 * size))
+    both = results[0]["rows"] + results[-1]["rows"]
+    assert sorted(both) == list(range(60))
+
+
+def too_large(rank: int, size: int) -> str:
+    """A node's part is refused where its memory is too small, on all ranks."""
+    world = open_nodes(rank, (1, 1))
+    layout = RowLayout([TableSpec("odd", 1001, 64, ("x",))], size)
+    room = 501 * 64 * 4 - rank  # one byte too few on the second node
+    available.available_memory = lambda: room
+    with pytest.raises(MemoryTooSmallError) as caught:
+        create_stores([layout], [0], torch.float32, world)
+    close_world(world)
+    return str(caught.value)
+
+
+def test_memory_of_a_node_must_hold_its_part() -> None:
+    for message in run_ranks(too_large, 2):
+        assert str(501 * 64 * 4) in message and "more nodes" in message

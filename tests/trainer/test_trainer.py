@@ -24,7 +24,9 @@ ISSUE_KEYS = (
     "samples_per_second step_ms{median,p90} stage_ms stage_hidden_ms hit_rate hit_rate_lookups "
     "rows_fetched rows_written_back warm_start_rows hot_rows_by_table "
     "host_to_device_bytes device_to_host_bytes collective_bytes "
-    "dense_collective_bytes planning_bytes peak_device_bytes embedding_device_bytes cache_rows "
+    "dense_collective_bytes planning_bytes inter_node_bytes peak_device_bytes "
+    "embedding_device_bytes cache_rows "
+    "placement cache_state home_rows_mean home_rows_max early_rows exchange_ms exchange_hidden "
     "hot_samples early_steps phase_rate hot_steps cold_steps hot_rows_fetched "
     "cold_rows_fetched hot_host_bytes cold_host_bytes table_rows loss_digest state_digest"
 )

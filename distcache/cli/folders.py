@@ -1,0 +1,17 @@
+"""Folders that a command leaves its files in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distcache.errors import ConfigError
+
+
+def open_folder(folder: Path, key: str) -> None:
+    """Make the folder that a user gave as `key`. Raises ConfigError where that is not possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{key}={folder} cannot be written ({error.strerror}): name another folder"
+        ) from error

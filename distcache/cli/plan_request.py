@@ -1,0 +1,230 @@
+"""The command line of `distcache.plan`: its keys, checked, and what they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distcache.bench.options import at_least, option, parse, split_arguments, usage
+from distcache.cost.choose import OBJECTIVES
+from distcache.cost.links import DEVICES, Link, parse_link
+from distcache.cost.popularity import TableSource, counted_sources, zipf_sources
+from distcache.data.raw.settings import PRESETS as TABLES
+from distcache.errors import ConfigError
+from distcache.optim.rows import RowUpdate, row_update
+from distcache.popularity.statistics import read_statistics
+
+PURPOSE = """Predict what each layout sends, holds and takes, on any cluster, before renting it.
+
+The tables: statistics=<folder of distcache.analyze or preprocess>, or preset=, or table_rows= with
+zipf= and bag_size=. The cluster: device= and links, by name, as '{bandwidth: 25e9, latency: 5e-6}',
+or measure=true for what this machine reaches.
+"""
+
+_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keys, as they are typed."""
+
+    statistics: str = option("", "folder of distcache.analyze or distcache.preprocess")
+    preset: str = option("", f"table sizes: {', '.join(f'criteo_{name}' for name in TABLES)}")
+    table_rows: tuple[int, ...] = option((0,), "rows of each table, [1000,50]")
+    zipf: tuple[float, ...] = option((1.05,), "exponent of each table, or one for all")
+    bag_size: tuple[float, ...] = option((1.0,), "ids of a sample in each table, or one for all")
+    width: tuple[int, ...] = option((16,), "width D of each table, or one for all")
+    batch: int = option(2048, "samples of one rank and step (b)")
+    optim: str = option("sgd", "sgd, adagrad, rowwise_adagrad or adam")
+    dense_parameters: int = option(-1, "of the dense part; -1: those of the default DLRM")
+    world_size: int = option(8, "ranks (W)")
+    nodes: int = option(1, "nodes that they are on, as many on each")
+    inside: str = option("nvlink4", "link between ranks of a node")
+    between: str = option("400gbe", "link from a node to others, one network card of it")
+    cards: int = option(0, "network cards of a node; 0: one per rank")
+    host: str = option("pcie5", "link of a rank to its host's memory")
+    device: str = option("h100", f"what computes: {', '.join(DEVICES)}")
+    device_memory: str = option("", "bytes of a device, such as 80g; empty: the device's")
+    measure: bool = option(False, "measure inside, host and compute on this machine")
+    measure_ranks: int = option(2, "measure=true: local ranks that measure")
+    cache_rows: int = option(0, "slots of a rank; 0: by cache_ratio")
+    cache_ratio: float = option(0.015, "slots of a rank as a share of all rows")
+    state: str = option("replicated", "optimizer state of replicated rows: replicated or home")
+    replicated_rows: str = option("", "mixed with these rows, {t_cat_0: 1000}; empty: the best")
+    objective: str = option("time", "what the winner has least of: time or bytes")
+    lookahead: int = option(8, "window L of the planner, steps")
+    prefetch: int = option(1, "steps P that movement runs ahead")
+    steps: int = option(0, "of a run from an empty cache; 0: once the cache is warm")
+    most_ranks: int = option(1024, "the sweep goes over 1, 2, 4, ... ranks up to this")
+    output: str = option("", "folder of the report; empty: runs/plan-<time>")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to predict. `between`: of one rank with a card of its own; `device_memory` in bytes,
+    None: not limited; `replicated_rows`: {table: K} or None for the best."""
+
+    options: Options
+    sources: tuple[TableSource, ...]
+    update: RowUpdate
+    inside: Link
+    between: Link
+    host: Link
+    device_memory: int | None
+    replicated_rows: dict[str, int] | None
+    output: Path
+
+    @property
+    def state_widths(self) -> list[int]:
+        """S of each table's rows."""
+        return [self.update.state_width(source.dim) for source in self.sources]
+
+
+def help_text() -> str:
+    """The text of `--help`."""
+    return usage(Options, "distcache.plan", PURPOSE)
+
+
+def parse_request(arguments: Sequence[str]) -> Request:
+    """The request of a command line; ConfigError, naming the key, for what makes no sense."""
+    line = split_arguments(arguments)
+    if line.overrides:
+        raise ConfigError(f"{line.overrides[0]}: no such key: --help shows the keys")
+    given = dict(line.given)
+    for key in ("table_rows", "zipf", "bag_size", "width"):
+        if key in given:
+            given[key] = given[key].strip("[]")
+    options: Options = parse(Options, given)
+    least = {"batch": 1, "world_size": 1, "nodes": 1, "cache_rows": 0, "lookahead": 0}
+    least |= {"prefetch": 0, "steps": 0, "most_ranks": 1, "cards": 0, "measure_ranks": 1}
+    for key, bound in least.items():
+        at_least(bound, **{key: getattr(options, key)})
+    if options.world_size % options.nodes:
+        raise ConfigError(
+            f"nodes={options.nodes} does not divide world_size={options.world_size}: every node "
+            "has as many ranks; give numbers that do"
+        )
+    if options.objective not in OBJECTIVES:
+        raise ConfigError(f"objective={options.objective}: choose {' or '.join(OBJECTIVES)}")
+    if options.device not in DEVICES:
+        raise ConfigError(
+            f"device={options.device} is unknown: choose {', '.join(DEVICES)}, or measure=true"
+        )
+    measured = options.measure and "device_memory" not in given and "device" not in given
+    memory = None if measured else int(DEVICES[options.device][0])
+    if options.device_memory:
+        memory = _bytes(options.device_memory)
+    name = f"runs/plan-{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    return Request(
+        options,
+        tuple(_sources(options, given)),
+        row_update(options.optim, 0.0),
+        parse_link("inside", _typed(options.inside)),
+        parse_link("between", _typed(options.between)),
+        parse_link("host", _typed(options.host)),
+        memory,
+        _replicated(options.replicated_rows),
+        Path(options.output or name),
+    )
+
+
+def _sources(options: Options, given: dict[str, str]) -> list[TableSource]:
+    """The tables, from statistics or sizes. ConfigError where they contradict each other."""
+    rows = _sizes(options, given)
+    if options.statistics:
+        for key in ("zipf", "bag_size"):
+            if key in given:
+                raise ConfigError(
+                    f"{key}={given[key]} and statistics={options.statistics}: the statistics say "
+                    f"how rows are looked up: leave {key} out"
+                )
+        statistics = read_statistics(options.statistics, "statistics")
+        if rows and tuple(rows) != statistics.table_rows:
+            raise ConfigError(
+                f"statistics={options.statistics} are of tables with "
+                f"{list(statistics.table_rows)} rows (fingerprint {statistics.fingerprint}), but "
+                f"{list(rows)} are asked for: count this data with python -m distcache.analyze, "
+                "or leave table_rows and preset out"
+            )
+        dims = _each("width", options.width, len(statistics.tables))
+        return counted_sources(statistics, dims)
+    if not rows:
+        raise ConfigError(
+            "no tables: give statistics=<folder>, preset=criteo_kaggle, or table_rows=[1000,50]"
+        )
+    count = len(rows)
+    for size in rows:
+        if size < 1:
+            raise ConfigError(f"table_rows={list(rows)}: a table has at least 1 row")
+    for key, values in (("bag_size", options.bag_size), ("zipf", options.zipf)):
+        if min(values) < 0:
+            raise ConfigError(f"{key}={min(values)}: give at least 0")
+    return zipf_sources(
+        rows,
+        _each("width", options.width, count),
+        _each("bag_size", options.bag_size, count),
+        _each("zipf", options.zipf, count),
+    )
+
+
+def _sizes(options: Options, given: dict[str, str]) -> tuple[int, ...]:
+    if options.preset and "table_rows" in given:
+        raise ConfigError(
+            f"preset={options.preset} and table_rows={given['table_rows']}: give one of them"
+        )
+    if options.preset:
+        name = options.preset.removeprefix("criteo_")
+        if name not in TABLES:
+            known = ", ".join(f"criteo_{name}" for name in TABLES)
+            raise ConfigError(f"preset={options.preset} is unknown: choose {known}")
+        return TABLES[name]
+    return options.table_rows if "table_rows" in given else ()
+
+
+def _each(key: str, values: Sequence[Any], count: int) -> list[Any]:
+    """One value for each of `count` tables."""
+    if len(values) not in (1, count):
+        raise ConfigError(
+            f"{key} has {len(values)} entries for {count} tables: give one for all, or one each"
+        )
+    if key == "width" and min(values) < 1:
+        raise ConfigError(f"width={min(values)}: give at least 1")
+    return list(values) * (count if len(values) == 1 else 1)
+
+
+def _typed(text: str) -> Any:
+    """A mapping where the text is one, else the text."""
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{text} is no mapping: give '{{bandwidth: 25e9}}'") from error
+
+
+def _replicated(text: str) -> dict[str, int] | None:
+    if not text:
+        return None
+    rows = _typed(text.replace(":", ": "))  # as train takes it, too: {t_cat_0:1000}
+    whole = isinstance(rows, dict) and all(type(count) is int for count in rows.values())
+    if not whole:
+        raise ConfigError(
+            f"replicated_rows={text}: give the rows of each table, '{{t_cat_0: 1000}}'"
+        )
+    return {str(name): count for name, count in rows.items()}
+
+
+def _bytes(text: str) -> int:
+    number, unit = (text[:-1], text[-1].lower()) if text[-1:].isalpha() else (text, "")
+    try:
+        count = float(number) * _UNITS.get(unit, 1.0)
+    except ValueError:
+        count = 0.0
+    if count < 1 or (unit and unit not in _UNITS):
+        raise ConfigError(f"device_memory={text}: give bytes, such as 80000000000 or 80g")
+    return int(count)

@@ -1,0 +1,97 @@
+"""All ranks run the same packages: compared by value before a job's first step.
+
+Where ranks would compute with other bits, or read each other's messages wrongly, it is an error;
+any other difference is a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+import torch.distributed as dist
+
+from distcache.comm.agree import differences, together
+from distcache.comm.rendezvous import POLL_S, TIMEOUT_S, Place
+from distcache.comm.world import World
+from distcache.errors import ConfigError, PeerError
+from distcache.versions import DISTRIBUTIONS, FBGEMM_DISTRIBUTIONS, SOURCE, versions_here
+
+log = logging.getLogger(__name__)
+
+ALWAYS = ("distcache", SOURCE, "torch", "numpy")
+"""What has to be the same on all ranks whatever they do: plans and rows travel between ranks as
+distcache lays them out, torch computes the steps, and NumPy draws each node's initial rows."""
+
+HYBRID = ("torchrec", *FBGEMM_DISTRIBUTIONS)
+"""What exchanges and updates rows where TorchRec shards the tables."""
+
+CUDA = ("triton",)
+"""What compiles the kernels of CUDA devices, where each rank updates its own copy of a row."""
+
+
+def agree_on_versions(world: World, hybrid: bool = False) -> None:
+    """Compare the versions of all ranks; called by all ranks before they build anything.
+
+    Raises ConfigError on every rank for a difference that matters, with the values and their ranks;
+    logs a warning on rank 0 for one that does not. `hybrid`: TorchRec shards the tables.
+    """
+    if world.size == 1:
+        return
+    needed = set(ALWAYS) | set(HYBRID if hybrid else ()) | set(CUDA if _cuda(world) else ())
+    found = together(world, versions_here)
+    _refuse([{k: v for k, v in seen.items() if k in needed} for seen in found])
+    others = differences([{k: v for k, v in seen.items() if k not in needed} for seen in found])
+    if others and world.is_first:
+        log.warning("the ranks' versions differ: %s", "; ".join(others))
+
+
+def agree_before_world(
+    store: dist.Store | None, place: Place, timeout_s: float = TIMEOUT_S
+) -> None:
+    """Compare what `ALWAYS` matters over the launch's store, before ranks read a configuration.
+
+    Every rank calls it. Raises ConfigError on every rank; PeerError naming the ranks that do not
+    come within `timeout_s` seconds.
+    """
+    if store is None:
+        return
+    if place.rank:
+        store.set(f"versions/{place.rank}", json.dumps(versions_here()))
+        text = _wait(store, ["versions/all"], timeout_s, [0])[0]
+    else:
+        others = range(1, place.world_size)
+        texts = _wait(store, [f"versions/{rank}" for rank in others], timeout_s, list(others))
+        text = json.dumps([versions_here(), *map(json.loads, texts)])
+        store.set("versions/all", text)
+    _refuse([{k: v for k, v in seen.items() if k in ALWAYS} for seen in json.loads(text)])
+
+
+def _cuda(world: World) -> bool:
+    return world.device.type == "cuda"
+
+
+def _refuse(found: list[dict[str, str]]) -> None:
+    lines = differences(found)
+    if lines:
+        raise ConfigError(
+            f"the ranks differ: {'; '.join(lines)}; install the same packages on all nodes "
+            f"(compared are {', '.join(('python', *DISTRIBUTIONS))})"
+        )
+
+
+def _wait(store: dist.Store, keys: list[str], timeout_s: float, ranks: list[int]) -> list[str]:
+    """The values of `keys`, which `ranks` set. Polled, for a wait inside would not see Ctrl-C."""
+    deadline = time.monotonic() + timeout_s
+    for at, key in enumerate(keys):
+        while not store.check([key]):
+            if time.monotonic() > deadline:
+                missing = [
+                    rank
+                    for rank, own in zip(ranks[at:], keys[at:], strict=True)
+                    if not store.check([own])
+                ]
+                raise PeerError(f"ranks {missing} did not start within {timeout_s:.0f} s")
+            time.sleep(POLL_S)
+    return [store.get(key).decode() for key in keys]

@@ -1,0 +1,176 @@
+"""Bytes per rank and step of each placement, as `comm.counters` counts them.
+
+Letters: s bytes of a row (D elements), k = (W-1)/W, q and Q distinct rows of a rank and of all, b
+samples per rank, M rows fetched by all homes. Rows have homes like independent uniform draws.
+
+| placement | stage | bytes that leave a rank |
+|---|---|---|
+| replicated | `row_gradients` to homes, `row_sums` to all | ksq, ksQ |
+| | `fill`: fetched rows (with state, unless it lies at the home) | kM (s + state) |
+| sharded | `early_rows` + `late_rows` to the ranks that named them | ksq |
+| | `row_gradients` back | ksq |
+| mixed | the prefix as replicated, the rest as sharded | |
+| table_wise | `pooled`, `pooled_gradients`: a vector per sample and feature | ksb each |
+| row_wise | the same as partial sums: reduce-scatter, all-gather | (W-1)sb each |
+| row_wise_ids | a row, and a gradient, per lookup (n) | ksn each |
+| row_wise_dedup | a row, and a gradient, per distinct row | ksq each |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distcache.cost.demand import Demand, GroupDemand
+from distcache.cost.links import Cluster
+
+REPLICATED, SHARDED, MIXED = "replicated", "sharded", "mixed"
+TABLE_WISE, ROW_WISE = "table_wise", "row_wise"
+ROW_WISE_IDS, ROW_WISE_DEDUP = "row_wise_ids", "row_wise_dedup"
+
+CACHED = (REPLICATED, SHARDED, MIXED)
+"""Placements of `parallel=data`."""
+HYBRID = (TABLE_WISE, ROW_WISE, ROW_WISE_IDS, ROW_WISE_DEDUP)
+"""Tables sharded over the devices, whole: `table_wise` and `row_wise` as TorchRec's pooled
+embedding bags do it, the last two for rows that travel unpooled."""
+
+YARDSTICKS = (ROW_WISE_IDS, ROW_WISE_DEDUP)
+"""Of them, what `distcache.train` does not have: compared, but never the winner."""
+
+AT_HOME = "home"
+"""The optimizer state of replicated rows lies at their homes alone."""
+
+DENSE = "dense"
+
+
+EACH, RING, TREE = "each", "ring", "tree"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective of a step. `nbytes`: leave a rank, the mean over ranks; `busiest`: those of
+    the busiest rank relative to it, sent or received; `pattern`: `EACH` rank to each, around a
+    `RING` (reduce-scatter, all-gather), or up and down a `TREE` (all-reduce)."""
+
+    stage: str
+    nbytes: float
+    busiest: float = 1.0
+    pattern: str = EACH
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank moves in a step: collectives in program order, and bytes over its host link."""
+
+    exchanges: tuple[Exchange, ...]
+    host_in: float = 0.0
+    host_out: float = 0.0
+
+    @property
+    def collective_bytes(self) -> float:
+        """Rows and row gradients that leave a rank: the counter of that name."""
+        return sum(e.nbytes for e in self.exchanges if e.stage != DENSE)
+
+    @property
+    def dense_bytes(self) -> float:
+        """Gradients of the dense part: `dense_collective_bytes`."""
+        return sum(e.nbytes for e in self.exchanges if e.stage == DENSE)
+
+    def by_link(self, cluster: Cluster) -> tuple[float, float]:
+        """Of `collective_bytes`, those that stay inside the node and those that leave it."""
+        pairs = [split(e, cluster) for e in self.exchanges if e.stage != DENSE]
+        return sum(inside for inside, _ in pairs), sum(between for _, between in pairs)
+
+
+def split(exchange: Exchange, cluster: Cluster) -> tuple[float, float]:
+    """Bytes of an exchange inside a rank's node and to other nodes.
+
+    Peers are alike, so bytes go to them in equal shares; of a ring's (or tree's) hops one in each
+    node leaves.
+    """
+    peers, local = cluster.ranks - 1, cluster.local_ranks
+    if peers == 0 or cluster.nodes == 1:
+        return exchange.nbytes, 0.0
+    leaving = 1 / local if exchange.pattern != EACH else (cluster.ranks - local) / peers
+    return exchange.nbytes * (1 - leaving), exchange.nbytes * leaving
+
+
+def remote_share(world_size: int) -> float:
+    """k: the share of rows whose home is another rank."""
+    return (world_size - 1) / world_size
+
+
+def replicated_exchanges(
+    group: GroupDemand, world_size: int, fetched: float, itemsize: int, state: str
+) -> list[Exchange]:
+    """A replicated group, of whose rows `fetched` are fetched in a step (over all homes)."""
+    k, row = remote_share(world_size), group.dim * itemsize
+    filled = group.dim + (0 if state == AT_HOME else group.state_width)
+    return [
+        Exchange("fill", k * fetched * filled * itemsize),
+        Exchange("row_gradients", k * group.rank_rows * row),
+        Exchange("row_sums", k * group.world_rows * row),
+    ]
+
+
+def sharded_exchanges(group: GroupDemand, world_size: int, itemsize: int) -> list[Exchange]:
+    """A sharded group. Rows that some rank touched in the step before travel after its update."""
+    k, row = remote_share(world_size), group.dim * itemsize
+    late = group.late_rows
+    return [
+        Exchange("late_rows", k * late * row),
+        Exchange("early_rows", k * (group.rank_rows - late) * row),
+        Exchange("row_gradients", k * group.rank_rows * row),
+    ]
+
+
+def hybrid_exchanges(demand: Demand, layout: str, itemsize: int) -> list[Exchange]:
+    """A hybrid layout of `HYBRID`."""
+    world, batch = demand.world_size, demand.batch
+    k = remote_share(world)
+    if layout in (ROW_WISE_IDS, ROW_WISE_DEDUP):
+        ids = layout == ROW_WISE_IDS
+        rows = [(g.lookups if ids else g.rank_rows) * g.dim * itemsize for g in demand.groups]
+        return [Exchange(stage, k * sum(rows)) for stage in ("rows", "row_gradients")]
+    cut, whole, tables = 0.0, 0.0, 0
+    for group in demand.groups:
+        for table in group.tables:
+            vectors = table.features * batch * group.dim * itemsize
+            if layout == ROW_WISE and splits_rows(table.rows, world):
+                cut += vectors
+            else:
+                whole += vectors
+                tables += 1
+    found = []
+    if tables:
+        busiest = _busiest(tables, world)
+        found += [Exchange(s, k * whole, busiest) for s in ("pooled", "pooled_gradients")]
+    if cut:
+        stages = ("partial_sums", "partial_gradients")
+        found += [Exchange(s, (world - 1) * cut, pattern=RING) for s in stages]
+    return found
+
+
+def splits_rows(rows: int, world_size: int) -> bool:
+    """Whether TorchRec cuts a table row-wise: shards of ceil(rows / W) leave no rank without."""
+    return -(-rows // world_size) * (world_size - 1) < rows
+
+
+def _busiest(tables: int, world_size: int) -> float:
+    """Load of the rank with most of so many whole tables, relative to the mean.
+
+    In one direction it sends its tables' vectors to all others, in the other it receives as much.
+    """
+    return math.ceil(tables / world_size) * world_size / tables
+
+
+def dense_exchange(parameters: int, world_size: int, itemsize: int = 4) -> Exchange:
+    """The all-reduce of the dense gradients."""
+    nbytes = 2 * remote_share(world_size) * parameters * itemsize
+    return Exchange(DENSE, nbytes, pattern=TREE)
+
+
+def total(exchanges: Sequence[Exchange], stage: str) -> float:
+    """Bytes of all exchanges of a stage."""
+    return sum(e.nbytes for e in exchanges if e.stage == stage)

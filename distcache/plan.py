@@ -1,0 +1,66 @@
+"""Plan: `python -m distcache.plan preset=criteo_kaggle world_size=8 [key=value ...]`.
+
+1. The command line says what the tables, the batch and the cluster are.
+2. With `measure=true` links and row operations of this machine are timed.
+3. Every layout is predicted for that cluster, and for 1, 2, 4, ... ranks.
+4. Report, picture, records and the overrides that choose the winner are written.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from distcache.cli.folders import open_folder
+from distcache.cli.logs import set_up_logging
+from distcache.cli.plan_measure import Options as MeasureOptions
+from distcache.cli.plan_measure import measured_here, to_measured
+from distcache.cli.plan_predict import make_plan
+from distcache.cli.plan_report import write_plan
+from distcache.cli.plan_request import Request, help_text, parse_request
+from distcache.errors import DistcacheError
+from distcache.run.measure import Measured
+
+log = logging.getLogger("distcache.plan")
+
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    set_up_logging()
+    if "--help" in given or "-h" in given:
+        sys.stdout.write(help_text())
+        return 0
+    try:
+        request = parse_request(given)
+        open_folder(request.output, "output")
+        measured, device = (None, "") if not request.options.measure else measure_here(request)
+        plan = make_plan(request, measured, device == "cpu")
+        text = write_plan(plan, ["python", "-m", "distcache.plan", *given])
+        sys.stdout.write(f"\n{text}")
+        sys.stdout.flush()
+        log.info("the report is in %s", request.output)
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except DistcacheError as error:
+        log.error("%s", error)
+        return 1
+
+
+def measure_here(request: Request) -> tuple[Measured, str]:
+    """Time this machine by local ranks of their own; the numbers and the kind of device."""
+    options, sources = request.options, request.sources
+    widest = max(sources, key=lambda source: source.lookups * source.dim)
+    values = measured_here(
+        options.measure_ranks,
+        MeasureOptions(widest.dim, len(sources), options.batch, options.optim),
+    )
+    return to_measured(values), values["device"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

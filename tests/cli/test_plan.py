@@ -1,0 +1,222 @@
+"""The command line of the cost model: what it leaves, what it refuses, what training takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+from distcache.analyze import main as analyze
+from distcache.cli import plan_report
+from distcache.cli.compose import checked_config, compose_overrides
+from distcache.cli.plan_predict import default_parameters, make_plan
+from distcache.cli.plan_request import parse_request
+from distcache.comm.rendezvous import Place
+from distcache.comm.world import close_world, open_world
+from distcache.cost.links import PRESETS
+from distcache.cost.sweep import Point
+from distcache.cost.traffic import CACHED, HYBRID
+from distcache.models import build_model
+from distcache.optim.rows import row_update
+from distcache.plan import main
+from distcache.run.measure import DensePart, measure
+
+TABLES = ("table_rows=[20000,3000,40]", "batch=128", "cache_ratio=0.2", "width=8")
+SMALL = (*TABLES, "most_ranks=16", "world_size=4")
+
+
+def run(folder: Path, *arguments: str) -> list[dict]:
+    """The records of a plan that goes well."""
+    assert main([*arguments, f"output={folder}"]) == 0
+    return [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+
+
+def refused(capsys: pytest.CaptureFixture, *arguments: str) -> str:
+    """What is said of a command line that does not work."""
+    assert main(list(arguments)) == 1
+    return capsys.readouterr().err
+
+
+def asked(records: list[dict]) -> dict[str, dict]:
+    """The predictions at the ranks asked for, by placement."""
+    return {r["placement"]: r for r in records if r["kind"] == "prediction" and r["asked"]}
+
+
+def test_everything_is_left(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("matplotlib")
+    records = run(tmp_path, *SMALL, "nodes=2", "optim=adagrad")
+    picture = (tmp_path / "plan.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    shown, report = capsys.readouterr().out, (tmp_path / "report.md").read_text()
+    found = asked(records)
+    assert set(found) == {*CACHED, *HYBRID}
+    assert [r["placement"] for r in found.values() if r["best"]] != []
+    for name in ("sharded", "replicated", "mixed, K = ", "hybrid table-wise", "hybrid row-wise"):
+        assert name in shown and name in report
+    assert "(plan.png)" in report and "NVIDIA H100: 18 links" in report
+    sweep = [r for r in records if r["kind"] == "prediction" and not r["asked"]]
+    assert sorted({r["world_size"] for r in sweep}) == [1, 2, 4, 8, 16]
+    assert {r["nodes"] for r in sweep if r["world_size"] == 16} == {8}  # two ranks on each
+    for name, record in found.items():
+        parts = record["inside_bytes"] + record["between_bytes"]
+        assert parts == pytest.approx(record["collective_bytes"])
+        share = 1 / 2 if name == "row_wise" else 2 / 3  # of a ring's hops, of the peers
+        assert record["between_bytes"] == pytest.approx(share * parts)
+    assert found["sharded"]["collective_bytes"] < found["table_wise"]["collective_bytes"]
+    assert records[0]["kind"] == "environment" and records[0]["command"][2] == "distcache.plan"
+
+
+def test_training_takes_the_overrides(tmp_path: Path) -> None:
+    run(tmp_path, *SMALL, "objective=bytes")
+    lines = (tmp_path / "overrides.txt").read_text().splitlines()
+    assert "cache.placement=sharded" in lines and "cache.ratio=0.2" in lines
+    config = checked_config(compose_overrides(lines), Place())
+    assert config.cache.placement == "sharded" and config.cache.ratio == 0.2
+    small = "data.table_rows=[20000,3000,40] data.global_batch_size=64 trainer.steps=3"
+    more = f"trainer.eval_steps=0 run.dir={tmp_path}/run run.save=false"
+    train = f"{sys.executable} -m distcache.train"
+    command = f"{train} $(cat {tmp_path}/overrides.txt) {small} {more}"
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["sh", "-c", command], env=env, capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 3
+
+
+@pytest.mark.parametrize("placement", [*CACHED, "table_wise", "row_wise"])
+def test_every_choice_is_a_configuration(placement: str) -> None:
+    request = parse_request([*SMALL, "replicated_rows={t_cat_0: 7, t_cat_1: 5}", "state=home"])
+    plan = make_plan(request, None, False)
+    best = plan.here.of(placement)
+    assert best is not None
+    object.__setattr__(plan, "here", Point(plan.here.cluster, plan.here.demand, (best,), best))
+    config = checked_config(compose_overrides(plan_report.overrides_of(plan)), Place())
+    if placement in CACHED:
+        assert (config.parallel.mode, config.cache.placement) == ("data", placement)
+        assert config.cache.state == "home"
+    else:
+        assert (config.parallel.mode, config.parallel.sharding) == ("hybrid", placement)
+    rows = {"t_cat_0": 7, "t_cat_1": 5} if placement == "mixed" else None
+    assert config.cache.replicated_rows == rows
+    assert "predicted" not in plan_report.advice(plan)  # it names the layout and its cost
+    assert "ms a step" in plan_report.advice(plan)
+
+
+def test_statistics_are_as_good_as_the_law(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    data = ["data=synthetic", "data.table_rows=[20000,3000,40]", "data.global_batch_size=512"]
+    assert analyze([*data, "trainer.steps=100", f"analyze.output={tmp_path}/skew"]) == 0
+    by_law = asked(run(tmp_path / "a", *SMALL))
+    rest = [word for word in SMALL if not word.startswith("table_rows")]
+    known = f"statistics={tmp_path}/skew"
+    by_counts = asked(run(tmp_path / "b", known, *rest))
+    for key in ("rank_rows", "world_rows"):
+        assert by_counts["sharded"][key] == pytest.approx(by_law["sharded"][key], rel=0.01)
+    for name in ("sharded", "table_wise"):  # replicated ones also send what the cache misses
+        law, counted = by_law[name]["collective_bytes"], by_counts[name]["collective_bytes"]
+        assert counted == pytest.approx(law, rel=0.01)
+    law, counted = by_law["replicated"]["hit_rate"], by_counts["replicated"]["hit_rate"]
+    assert law < counted < law + 0.05  # sorting a sample's counts makes them look steeper
+    for line in (tmp_path / "b/overrides.txt").read_text().splitlines():
+        assert line.split("=")[0].split(".")[0] in ("parallel", "cache")
+    capsys.readouterr()
+    said = refused(capsys, known, "table_rows=[20000,3000,41]")
+    assert "[20000, 3000, 40] rows (fingerprint " in said and "[20000, 3000, 41] are asked" in said
+    assert "leave zipf out" in refused(capsys, known, "zipf=1.0")
+    few = run(tmp_path / "c", known, "width=8", "batch=4096", "world_size=2", "most_ranks=64")
+    assert few and "a lower bound there" in (tmp_path / "c/report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "no tables: give statistics=<folder>, preset=criteo_kaggle, or table_rows"),
+        (("preset=criteo_mars",), "preset=criteo_mars is unknown: choose criteo_kaggle"),
+        (("preset=criteo_kaggle", "table_rows=[5]"), "give one of them"),
+        ((*SMALL, "statistics=nowhere"), "statistics=nowhere holds neither"),
+        ((*SMALL, "inside={bandwidth: 0}"), "inside.bandwidth=0.0: it must be above 0"),
+        ((*SMALL, "between={latency: 1}"), "the bandwidth is missing: give a preset"),
+        ((*SMALL, "host=floppy"), "host=floppy: the link is not known: give a preset"),
+        ((*SMALL, "nodes=3"), "nodes=3 does not divide world_size=4"),
+        ((*SMALL, "replicated_rows={t_cat_2: 41}"), "t_cat_2=41, but the table has 40 rows"),
+        ((*SMALL, "replicated_rows={t_dog: 1}"), "t_dog=1 names no table"),
+        ((*SMALL, "replicated_rows=many"), "replicated_rows=many: give the rows of each table"),
+        ((*SMALL, "objective=money"), "objective=money: choose time or bytes"),
+        ((*SMALL, "device=abacus"), "device=abacus is unknown: choose a100"),
+        ((*SMALL, "device_memory=lots"), "device_memory=lots: give bytes"),
+        ((*SMALL, "optim=sgdd"), "optim='sgdd' is not"),
+        ((*SMALL, "width=[8,16]"), "width has 2 entries for 3 tables"),
+        ((*SMALL, "bag_size=-1"), "bag_size=-1.0: give at least 0"),
+        ((*SMALL, "table_rows=[5,0,1]"), "a table has at least 1 row"),
+        ((*SMALL, "batch=0"), "batch=0 must be at least 1"),
+        ((*SMALL, "cache_ratio=2"), "cache.ratio=2.0 is not in (0, 1]"),
+        ((*SMALL, "state=away"), "cache.state=away is unknown"),
+        ((*SMALL, "cache.rows=4"), "cache.rows=4: no such key"),
+        ((*SMALL, "bacth=4"), "did you mean batch"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture, arguments: tuple[str, ...], said: str
+) -> None:
+    assert said in refused(capsys, *arguments, f"output={tmp_path}")
+
+
+def test_a_small_cache_fits_nothing_that_is_replicated(tmp_path: Path) -> None:
+    records = run(tmp_path, *TABLES, "world_size=8", "cache_rows=120", "most_ranks=8")
+    found = asked(records)
+    assert "a step may name" in found["replicated"]["refused"]
+    assert not found["replicated"]["best"]
+    nothing = run(tmp_path, *TABLES, "world_size=8", "device_memory=1k", "most_ranks=8")
+    assert all(record["refused"] for record in asked(nothing).values())
+    assert (tmp_path / "overrides.txt").read_text() == ""
+
+
+def test_help_names_every_preset(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("criteo_kaggle", "criteo_terabyte", "h100", "measure=", "most_ranks=1024"):
+        assert word in shown
+
+
+def test_cards_are_shared_by_the_ranks_of_a_node() -> None:
+    one = make_plan(parse_request([*SMALL, "nodes=1", "cards=1"]), None, False)
+    assert one.here.cluster.between is not None
+    assert one.here.cluster.between.bandwidth == PRESETS["400gbe"].bandwidth / 4
+    each = make_plan(parse_request([*SMALL, "nodes=1"]), None, False)
+    assert each.here.cluster.between == PRESETS["400gbe"]
+
+
+def test_the_default_dense_part_is_that_of_the_experiment() -> None:
+    model = build_model("dlrm", 13, [16] * 26, [512, 256, 64, 16], [512, 256, 1])
+    assert default_parameters([16] * 26) == sum(p.numel() for p in model.parameters())
+
+
+def measured(rank: int, size: int) -> tuple:
+    world = open_world("cpu")
+    model = build_model("dlrm", 13, [8] * 3, [16, 8], [8, 1])
+    found = measure(world, 8, row_update("adagrad", 0.1), DensePart(model, 13, 24, 16))
+    cluster = found.cluster(world)
+    close_world(world)
+    return found, cluster
+
+
+def test_ranks_measure_the_same_machine() -> None:
+    (first, cluster), (second, _) = run_ranks(measured, 2)
+    assert first == second  # to the bit, or ranks would choose differently
+    assert first.inside is not None and first.inside > 1e6 and first.host > 1e6
+    compute = first.compute
+    assert min(compute.lookup_s, compute.update_s, compute.copy_s, compute.sample_s) > 0
+    assert cluster.ranks == 2 and cluster.overlap == 0.0 and cluster.collective_s == 0.0
+    assert cluster.inside.latency == first.latency_s > 0
+
+
+def test_one_rank_measures_alone(tmp_path: Path) -> None:
+    records = run(tmp_path, *TABLES, "measure=true", "measure_ranks=1", "world_size=1",
+                  "most_ranks=2")  # fmt: skip
+    assert asked(records)["sharded"]["seconds"]["total"] > 0
+    assert "(measured)" in (tmp_path / "report.md").read_text()

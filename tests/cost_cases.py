@@ -1,0 +1,64 @@
+"""Small demands, clusters and settings that the tests of the cost model share."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distcache.cost.demand import Demand
+from distcache.cost.links import Cluster, Compute, Link
+from distcache.cost.popularity import TableSource, zipf_sources
+from distcache.cost.predict import Settings
+from distcache.cost.steps import demand_at
+from distcache.data.zipf import ZipfTables
+from distcache.layout import RowLayout, TableSpec
+
+ROWS, BAGS, ZIPF = (5000, 300, 40), (1.0, 3.0, 2.0), (1.05, 0.8, 0.0)
+DIM, STATE, BATCH = 8, 8, 64
+
+
+def sources(dim: int = DIM) -> list[TableSource]:
+    """Three tables, one of them uniform."""
+    return zipf_sources(ROWS, [dim] * 3, BAGS, ZIPF)
+
+
+def demand(world: int, batch: float = BATCH, state: int = STATE) -> Demand:
+    """Their demand."""
+    return demand_at(sources(), [state] * 3, batch, world)
+
+
+def cluster(world: int, nodes: int = 1, **more) -> Cluster:
+    """Slow enough links for bytes to matter."""
+    link = Link(1e9, 1e-6)
+    compute = Compute(1e-9, 2e-9, 1e-9, 1e-7)
+    between = Link(1e7, 5e-6) if nodes > 1 else None
+    return Cluster(world, link, link, between, nodes, compute=compute, **more)
+
+
+def settings(slots: int = 2000, **more) -> Settings:
+    """One group."""
+    return Settings((slots,), **more)
+
+
+def layout(world: int) -> RowLayout:
+    """The rows of the three tables."""
+    specs = [TableSpec(f"t_cat_{i}", rows, DIM, (f"cat_{i}",)) for i, rows in enumerate(ROWS)]
+    return RowLayout(specs, world)
+
+
+def draw(world: int, steps: int, seed: int = 0) -> list[list[np.ndarray]]:
+    """Row numbers of each step and rank, drawn from the same laws; popular ids lie scattered."""
+    generator = np.random.default_rng(seed)
+    laws = [ZipfTables([rows], a, 7) for rows, a in zip(ROWS, ZIPF, strict=True)]
+    offsets = layout(world).offsets
+    found = []
+    for _ in range(steps):
+        ranks = []
+        for _ in range(world):
+            parts = []
+            for table, bag in enumerate(BAGS):
+                count = int(BATCH * bag)
+                ids = laws[table].draw_ids(generator.random(count), np.array([count]))
+                parts.append(ids + offsets[table])
+            ranks.append(np.concatenate(parts))
+        found.append(ranks)
+    return found

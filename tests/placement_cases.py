@@ -1,0 +1,182 @@
+"""Runs with every placement of cached rows: what they are drawn from, and how small caches may be.
+
+A scenario has one reference, `resident`; whatever is drawn for it has its bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from low_ids import low_ids
+from oracle import OPTIMIZERS
+from popular_runs import popularity_of
+from scenarios import Outcome, Scenario, run_mode, table
+
+from distcache.comm.world import World, close_world, open_world
+from distcache.parallel.cached_parts import CachedSettings
+from distcache.pipeline.groups import TableGroup, group_bags, make_groups
+from distcache.pipeline.placement import Placement, region_slots
+from distcache.planner.policy import Policy
+
+TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))
+MEANS = (table("a", 200, pooling="mean"), table("c", 30, dim=4), table("e", 90, dim=12))
+KINDS = ("sharded", "mixed", "home", "mixed home")
+POLICIES = (
+    Policy(),
+    Policy(),
+    Policy(tail="lru"),
+    Policy("lru"),
+    Policy("lfu", "lru", True),
+    Policy(tail="frequency"),
+    Policy("static"),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of `case`: an evaluation batch every `evals` steps (0: none); `how`: what is made of
+    statistics (None: nothing)."""
+
+    case: Scenario
+    settings: CachedSettings
+    evals: int = 0
+    how: dict | None = None
+
+
+def hot_of(case: Scenario, share: float, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """Some rows of every table to replicate, the low ids, which are frequent, and a few others."""
+    rng, found = np.random.default_rng(seed), []
+    for spec in case.tables:
+        first = np.arange(round(share * spec.rows))
+        others = rng.integers(0, spec.rows, 2 if share < 1 else 0)
+        found.append(np.unique(np.concatenate((first, others))))
+    return tuple(found)
+
+
+def placement_of(kind: str, case: Scenario, share: float = 0.1, early: bool = True) -> Placement:
+    """The placement of a name of `KINDS`."""
+    state = "home" if "home" in kind else "replicated"
+    if kind == "home":
+        return Placement("replicated", state)
+    hot = hot_of(case, share) if "mixed" in kind else ()
+    return Placement(kind.split()[0], state, hot, early=early)
+
+
+def fitting_slots(
+    case: Scenario, world: int, placement: Placement, evals: int = 0
+) -> tuple[int, ...]:
+    """C of each group, the smallest in which every step fits where ids keep their order."""
+    groups = placement.groups(make_groups(case.tables, case.features, world))
+    batches = [case.batch(step) for step in range(case.steps)]
+    if evals:
+        batches += [case.batch(1000 + s, kind="eval") for s in range(evals - 1, case.steps, evals)]
+    return tuple(_fitting(group, batches, case.dtype) for group in groups)
+
+
+def _fitting(group: TableGroup, batches: list, dtype: torch.dtype) -> int:
+    world, needs = group.layout.world_size, [1, 1]  # of the replicated and of the sharded region
+    for batch in batches:
+        rows = np.unique(group_bags(group, batch.ids, dtype).rows)
+        replicated = np.ones(len(rows), bool) if group.hot is None else np.isin(rows, group.hot)
+        for region, own in enumerate((rows[replicated], rows[~replicated])):
+            homes = np.bincount(group.layout.home(own), minlength=world)
+            needs[region] = max(needs[region], int(homes.max()))
+    if group.hot is None:
+        return world * needs[0]
+    slots = 2 * world
+    while True:
+        found = region_slots(group, slots)
+        held = not len(group.hot) or found.replicated >= world * needs[0]
+        if held and found.sharded >= needs[1]:
+            return slots
+        slots += 1
+
+
+def draw_case(seed: int, world: int, steps: int) -> tuple[Scenario, bool]:
+    """A scenario, and whether its steps are split into a hot and a cold part."""
+    rng = np.random.default_rng([seed, world])
+    name = str(rng.choice(list(OPTIMIZERS)))
+    spec, lr = OPTIMIZERS[name]
+    tables = TABLES if rng.random() < 0.6 else MEANS
+    case = Scenario(
+        tables,
+        spec,
+        lr,
+        steps=steps,
+        bag=int(rng.choice([1, 2, 3])),
+        global_batch=int(rng.choice([7, 24, 40])),
+        last_batch=[None, 1, 3][rng.integers(3)],
+        weighted=bool(rng.random() < 0.5) and tables is TABLES,  # means have no weights
+        empty_ranks=bool(rng.random() < 0.3),
+        dtype=torch.float64 if rng.random() < 0.3 else torch.float32,
+        seed=seed,
+    )
+    return case, bool(rng.random() < 0.35)
+
+
+def draw_jobs(seed: int, world: int, runs: int, steps: int) -> list[Job]:
+    """A scenario's reference and so many runs of it, whose placements and caches are drawn."""
+    case, split = draw_case(seed, world, steps)
+    hot = low_ids(case) if split else None
+    common = {"dtype": case.dtype, "hot": hot, "validate": True}
+    jobs = [Job(case, CachedSettings("resident", schedule="serial", **common))]
+    rng = np.random.default_rng([seed, world, 1])
+    for number in range(runs):
+        kind, share = KINDS[(seed + number) % len(KINDS)], float(rng.choice([0.02, 0.1, 0.4, 1.0]))
+        placement = placement_of(kind, case, share, early=bool(rng.random() < 0.8))
+        evals, policy = int(rng.choice([0, 0, 3, 5])), POLICIES[rng.integers(len(POLICIES))]
+        how: dict | None = None
+        if policy.needs_popularity or rng.random() < 0.3:
+            how = {"order": bool(rng.random() < 0.5), "classes": policy.needs_popularity}
+            how["warm_start"] = float(rng.choice([0.0, 0.5, 1.0]))
+        slots = fitting_slots(case, world, placement, evals)
+        if how is not None and how["order"]:  # homes are others then
+            slots = tuple(world * count for count in slots)
+        elif rng.random() < 0.5:
+            slots = tuple(count + world * 3 for count in slots)
+        settings = CachedSettings(
+            "data",
+            slots,
+            lookahead=int(rng.choice([0, 1, 4, 8])),
+            prefetch=int(rng.choice([0, 1, 1, 2, 3])),
+            policy=policy,
+            schedule="overlapped" if rng.random() < 0.75 else "serial",
+            shake_ms=float(rng.choice([0.0, 0.0, 1.5])),
+            result_delay=[None, 2][rng.integers(2)],
+            placement=placement,
+            **common,
+        )
+        jobs.append(Job(case, settings, evals, how))
+    return jobs
+
+
+def run_jobs(rank: int, size: int, groups: list[list[Job]]) -> list[list[Outcome]]:
+    """Run all jobs of every group, in order."""
+    world = open_world("cpu", "gloo", 60)
+    found = [[run_job(world, job) for job in jobs] for jobs in groups]
+    close_world(world)
+    return found
+
+
+def run_job(world: World, job: Job) -> Outcome:
+    """One run; a note of what it was goes with an error."""
+    how = job.how
+    if how is not None:
+        how = popularity_of(job.case, job.settings.slots, **how)
+    try:
+        return run_mode(world, job.case, job.settings, job.evals, how)
+    except BaseException as error:
+        error.add_note(f"in {job}")
+        raise
+
+
+def check_groups(by_rank: list[list[list[Outcome]]], groups: list[list[Job]]) -> list[Outcome]:
+    """Every run has the bits of the first of its group; all outcomes of rank 0 but these."""
+    for outcomes_of in by_rank:
+        for jobs, outcomes, reference in zip(groups, outcomes_of, by_rank[0], strict=True):
+            for job, outcome in zip(jobs, outcomes, strict=True):
+                assert outcome.losses == reference[0].losses, job
+                assert outcome.state_digest == reference[0].state_digest, job
+    return [outcome for outcomes in by_rank[0] for outcome in outcomes[1:]]

@@ -1,0 +1,218 @@
+"""Devices and stores of a world with sharded rows, in NumPy: who holds which version of a row.
+
+Slots, movement, and the rows that travel are done as plans say; every value is the number of
+updates that its row has seen, so whoever computes with an old one is found out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from distcache.layout import RowLayout
+from distcache.planner.simulator import PlannerSettings, simulate
+from distcache.step_plan import StepPlan, Transfer, check_plan_fully
+
+FREE = -1
+
+
+@dataclass
+class Device:
+    """One rank's slots: the row in each (FREE: none), and how many updates it has seen."""
+
+    row: np.ndarray
+    version: np.ndarray
+
+
+@dataclass
+class Counts:
+    """Rows that came to ranks that named them, by when they travelled; fetched and moved slots."""
+
+    early: int = 0
+    late: int = 0
+    fetched: int = 0
+    evicted: int = 0
+
+
+@dataclass
+class Machine:
+    """All devices over one store."""
+
+    layout: RowLayout
+    slots: int
+    store: np.ndarray = field(init=False)
+    devices: list[Device] = field(init=False)
+    travelled: dict[int, list[dict[int, tuple[int, int]]]] = field(default_factory=dict)
+    """By step and rank: for each place, the row that came there and its version."""
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        self.store = np.zeros(self.layout.rows, np.int64)
+        self.devices = [
+            Device(np.full(self.slots, FREE), np.zeros(self.slots, np.int64))
+            for _ in range(self.layout.world_size)
+        ]
+
+    def move(self, plans: list[StepPlan], busy: list[list[set[int]]], done: int) -> None:
+        """Bring the rows of a step, when the steps up to `done` are applied."""
+        for rank, plan in enumerate(plans):
+            touched = moved_slots(plan)
+            for step in range(done + 1, plan.step):
+                assert not touched & busy[step][rank], "movement touches a slot in flight"
+        for rank, plan in enumerate(plans):
+            parts = [(plan.evict_slots, plan.evict_rows, True)]
+            parts.append((plan.shard.evict_slots, plan.shard.evict_rows, False))
+            for slots, rows, replicated in parts:
+                self._evict(rank, slots.numpy(), rows.numpy(), replicated)
+        fetched = np.concatenate([plan.fetch_rows.numpy() for plan in plans])
+        for device, plan in zip(self.devices, plans, strict=True):
+            self._fill(device, plan.fetch_slots.numpy(), fetched)
+            self._fill(device, plan.shard.fetch_slots.numpy(), plan.shard.fetch_rows.numpy())
+        self.travelled[plans[0].step] = [{} for _ in plans]
+        if plans[0].shard.early is not None:
+            self.counts.early += self._send(plans, [plan.shard.early for plan in plans])
+
+    def _evict(self, rank: int, slots: np.ndarray, rows: np.ndarray, replicated: bool) -> None:
+        own = self.devices[rank]
+        assert (own.row[slots] == rows).all()
+        self.store[rows] = own.version[slots]
+        self.counts.evicted += len(rows)
+        for device in self.devices if replicated else [own]:
+            device.row[slots] = FREE
+
+    def _fill(self, device: Device, slots: np.ndarray, rows: np.ndarray) -> None:
+        assert (device.row[slots] == FREE).all()
+        device.row[slots], device.version[slots] = rows, self.store[rows]
+        self.counts.fetched += len(rows)
+
+    def _send(self, plans: list[StepPlan], transfers: list[Transfer]) -> int:
+        """An all-to-all of rows: from every home to every rank; how many came."""
+        world, sent = len(plans), []
+        for device, transfer in zip(self.devices, transfers, strict=True):
+            assert (device.row[transfer.slots.numpy()] != FREE).all()
+            sent.append(np.split(transfer.slots.numpy(), np.cumsum(transfer.send_counts)[:-1]))
+        came = 0
+        for rank, transfer in enumerate(transfers):
+            incoming: list[tuple[int, int]] = []
+            for home in range(world):
+                slots, device = sent[home][rank], self.devices[home]
+                assert len(slots) == transfer.receive_counts[home], "counts of the two ends differ"
+                incoming += zip(device.row[slots], device.version[slots], strict=True)
+            places = self.travelled[plans[0].step][rank]
+            for place, value in zip(transfer.places.tolist(), incoming, strict=True):
+                assert place not in places, "a row came twice"
+                places[place] = (int(value[0]), int(value[1]))
+            came += len(incoming)
+        return came
+
+    def run(self, plans: list[StepPlan], truth: np.ndarray) -> None:
+        """Compute and apply a step; `truth` `[V]`: updates before it. Fails on a stale row."""
+        self.counts.late += self._send(plans, [plan.shard.late for plan in plans])
+        for rank, plan in enumerate(plans):
+            device, used = self.devices[rank], plan.slots.numpy()
+            assert (device.row[used] != FREE).all()
+            assert (device.version[used] == truth[device.row[used]]).all(), "stale row"
+            places = self.travelled[plan.step][rank]
+            assert sorted(places) == list(range(plan.shard.rows)), "a row did not come"
+            for row, version in places.values():
+                assert version == truth[row], "stale row from its home"
+        named = [self.devices[0].row[plans[0].slots.numpy()]]
+        for device, plan in zip(self.devices, plans, strict=True):
+            device.version[plan.slots.numpy()] += 1
+            device.version[plan.shard.slots.numpy()] += 1
+            named.append(device.row[plan.shard.slots.numpy()])
+        truth[np.concatenate(named)] += 1
+
+    def flush(self) -> None:
+        """Bring all that is cached to the store: each row from its home."""
+        for rank, device in enumerate(self.devices):
+            slots = np.flatnonzero(device.row != FREE)
+            own = slots[self.layout.home(device.row[slots]) == rank]
+            self.store[device.row[own]] = device.version[own]
+
+
+def moved_slots(plan: StepPlan) -> set[int]:
+    """The slots of a device that a plan's movement changes."""
+    shard = plan.shard
+    parts = (plan.fetch_slots, plan.evict_slots, shard.fetch_slots, shard.evict_slots)
+    return {slot for part in parts for slot in part.tolist()}
+
+
+def replay(
+    rows_by_step: list, layout: RowLayout, config: PlannerSettings, lag: list[int]
+) -> Counts:
+    """Run a stream whose step s moves `lag[s]` steps after it may, and not later than it must."""
+    plans_by_step = list(simulate(layout, config, rows_by_step))
+    truth = np.zeros(layout.rows, np.int64)
+    machine = Machine(layout, config.slots)
+    busy = [
+        [set(p.slots.tolist()) | set(p.shard.slots.tolist()) for p in plans]
+        for plans in plans_by_step
+    ]
+    moved = 0
+    for step, plans in enumerate(plans_by_step):
+        while moved < len(plans_by_step):
+            due = plans_by_step[moved][0].move_after + 1 + lag[moved]
+            if min(due, moved) > step and moved > step:
+                break
+            assert plans_by_step[moved][0].move_after < step, "rows of a step move too late for it"
+            machine.move(plans_by_step[moved], busy, step - 1)
+            moved += 1
+        check_step(plans_by_step, rows_by_step, step, layout, config)
+        machine.run(plans, truth)
+    machine.flush()
+    expected = np.zeros(layout.rows, np.int64)
+    for rows in rows_by_step:
+        expected[np.unique(np.concatenate(rows))] += 1
+    assert (machine.store == expected).all(), "a lost update"
+    return machine.counts
+
+
+def check_step(
+    plans_by_step: list, rows_by_step: list, step: int, layout: RowLayout, config: PlannerSettings
+) -> None:
+    """One step's regions, order, sources and transfers against a plain computation."""
+    plans, world = plans_by_step[step], layout.world_size
+    rows = [part.tolist() for part in rows_by_step[step]]
+    hot, after = set(config.hot.tolist()), plans[0].move_after
+    assert step - config.prefetch - 1 <= after < step
+    urgent = {row for s in range(after + 1, step) for part in rows_by_step[s] for row in part}
+    seen = list(dict.fromkeys(row for part in rows for row in part))
+    by_home = [[row for row in seen if home_of(layout, row) == home] for home in range(world)]
+    canonical = [row for own in by_home for row in own if row in hot]
+    tail = [[row for row in own if row not in hot] for own in by_home]
+    for rank, plan in enumerate(plans):
+        check_plan_fully(plan, config.slots)
+        shard = plan.shard
+        mine = [[row for row in dict.fromkeys(rows[rank]) if row in set(tail[h])]
+                for h in range(world)]  # fmt: skip
+        leaf = canonical + [row for own in mine for row in own]
+        assert [leaf[i] for i in plan.positions] == rows[rank]
+        assert list(shard.counts) == [len(own) for own in mine]
+        assert shard.distinct == sum(map(len, tail))
+        assert shard.misses == sum(len(p.shard.fetch_rows) for p in plans)
+        fetched = {row for p in plans for row in p.shard.fetch_rows.tolist()}
+        fetched |= {row for p in plans for row in p.fetch_rows.tolist()}
+        assert plan.lookup_hits == sum(row not in fetched for row in rows[rank])
+        assert all(slot < config.replicated for slot in plan.slots.tolist())
+        own_range = range(config.replicated, config.slots)
+        assert all(slot in own_range for slot in shard.slots.tolist())
+        assert len(shard.slots) == len(tail[rank])
+        named = [
+            [tail[rank][i] for i in part]
+            for part in np.split(shard.source_rows.numpy(), np.cumsum(shard.source_counts)[:-1])
+        ]
+        for source in range(world):
+            theirs = [row for row in dict.fromkeys(rows[source]) if row in set(tail[rank])]
+            assert named[source] == theirs, "gradients of a rank's rows in another order"
+        flat = [row for own in mine for row in own]
+        if shard.early is None:
+            assert not config.early and len(shard.late.places) == len(flat)
+            continue
+        early = {flat[i] for i in shard.early.places}
+        assert early == set(flat) - urgent, "a row waits that need not, or does not that must"
+
+
+def home_of(layout: RowLayout, row: int) -> int:
+    return int(layout.home(np.array([row]))[0])

@@ -1,0 +1,225 @@
+"""The keys of `cache` that say how rows lie over the ranks: whole runs, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from source_runs import digests, summaries
+
+from distcache.cli.compose import compose_overrides, to_config
+from distcache.comm.world import close_world, open_world
+from distcache.config_check import check
+from distcache.cost.description import read_cluster, write_cluster
+from distcache.cost.links import Cluster, Compute, Link
+from distcache.errors import ConfigError, DataError
+from distcache.layout import TableSpec
+from distcache.run.build import build_source, build_tables
+from distcache.run.own import OwnSource
+from distcache.run.placement import replicated_counts, resolve_placement
+from distcache.run.window import read_window
+
+BASE = (
+    "data=synthetic",
+    "data.table_rows=[700,90,30]",
+    "data.bag_size=[2.0,1,3]",
+    "data.global_batch_size=32",
+    "data.zipf=1.2",
+    "model=dcn_v2",
+    "model.table_dims=[8,4,8]",
+    "model.dense_arch=[8]",
+    "model.over_arch=[8,1]",
+    "model.cross_layers=1",
+    "model.cross_rank=4",
+    "optim=adagrad",
+    "cache.rows=400",
+    "cache.prefetch=1",
+    "trainer.device=cpu",
+    "trainer.log_level=WARNING",
+    "trainer.steps=12",
+    "run.digest=true",
+)
+CLUSTER = Cluster(2, Link(1e9, 1e-6), Link(1e8, 1e-5), compute=Compute(1e-8, 1e-8, 1e-8, 1e-6))
+
+
+def config_of(*overrides: str):
+    return to_config(compose_overrides([*BASE, *overrides]))
+
+
+def test_every_placement_trains_to_the_same_bits(tmp_path) -> None:
+    write_cluster(CLUSTER, tmp_path)
+    ways = (
+        ("parallel=resident",),
+        ("cache.placement=replicated", "cache.state=home"),
+        ("cache.placement=sharded",),
+        ("cache.placement=mixed", "cache.replicated_rows={t_cat_0:40,t_cat_2:3}"),
+        ("cache.placement=mixed", "cache.replicated_share=0.05", "cache.state=home"),
+        ("cache.placement=auto",),
+        ("cache.placement=auto", "cache.objective=bytes"),
+        ("cache.placement=auto", f"cache.cluster={tmp_path}"),
+    )
+    found = summaries([(*BASE, *way) for way in ways], tmp_path, 2, timeout=240)
+    assert len({digests(summary) for summary in found}) == 1
+    placed = [summary["placement"] for summary in found]
+    assert placed[1:6] == ["replicated", "sharded", "mixed", "mixed", placed[5]]
+    assert placed[6] == "sharded"  # no placement sends fewer bytes
+    assert [summary["cache_state"] for summary in found[1:3]] == ["home", "replicated"]
+    by_bytes = found[6]["collective_bytes"]
+    assert by_bytes <= 1.02 * min(summary["collective_bytes"] for summary in found[1:5])
+    for summary in found[1:]:
+        assert summary["home_rows_max"] >= summary["home_rows_mean"] > 0
+        assert summary["exchange_ms"] > 0 and 0 <= summary["exchange_hidden"] < 1
+    assert found[1]["early_rows"] is None and 0 < found[2]["early_rows"] < 1
+
+
+def test_the_window_knows_the_hottest_rows_and_what_ranks_name() -> None:
+    config = config_of()
+    source = build_source(config)
+    tables = build_tables(config, source)
+    window = read_window(source, tables, 5, 2)
+    counts = [np.zeros(table.rows, np.int64) for table in tables]
+    for step in range(5):
+        ids = source.train_batch(step, 0, 1).ids
+        cuts = ids.offsets.numpy()[:: ids.batch_size][1:-1]
+        for count, values in zip(counts, np.split(ids.values.numpy(), cuts), strict=True):
+            count += np.bincount(values, minlength=len(count))
+    for count, hottest, uses in zip(counts, window.hottest, window.uses, strict=True):
+        assert np.array_equal(count[hottest], uses)
+        assert (np.diff(uses) <= 0).all() and uses.sum() == count.sum()
+    assert [len(group) for group in window.rows] == [5] * len(window.rows)
+    named = sum(len(rank) for group in window.rows for step in group for rank in step)
+    assert named == sum(int(count.sum()) for count in counts)
+
+
+class Shifted:
+    """Ids outside their tables, which mean what a source's ids mean modulo the tables' rows."""
+
+    def __init__(self, source) -> None:
+        self.source, self.steps_per_epoch = source, source.steps_per_epoch
+        self.features, self.table_rows = source.features, source.table_rows
+
+    def train_batch(self, *where: int):
+        batch = self.source.train_batch(*where)
+        ids = batch.ids
+        each = ids.offsets[:: ids.batch_size].diff()
+        rows = torch.tensor(self.table_rows).repeat_interleave(each)
+        away = torch.arange(len(rows)) % 5 - 3
+        return replace(batch, ids=replace(ids, values=ids.values + away * rows))
+
+
+def test_the_window_takes_ids_as_training_does() -> None:
+    source = build_source(config_of())
+    tables = build_tables(config_of(), source)
+    want = read_window(source, tables, 3, 2)
+    found = read_window(Shifted(source), tables, 3, 2, "hash")
+    for mine, other in zip(found.hottest + found.uses, want.hottest + want.uses, strict=True):
+        assert np.array_equal(mine, other)
+    with pytest.raises(DataError, match=r"train batch 0: .* -"):
+        read_window(Shifted(source), tables, 3, 2)
+
+
+def resolved(rank: int, size: int, cases: list[tuple[str, ...]], own: bool = False) -> list[object]:
+    """What each case comes to: a placement's kind and hot rows, or its error."""
+    world, found = open_world("cpu", "gloo", 60), []
+    for overrides in cases:
+        config = config_of(*overrides)
+        source = build_source(config)
+        known = (build_tables(config, source), (174, 86), None)
+        if own:  # batches of a loader, which `fit` reads once
+            source = OwnSource(tuple(source.features), tuple(source.table_rows))
+        try:
+            placement = resolve_placement(config, world, known, source, torch.nn.Linear(1, 1))
+            found.append((placement.kind, [ids.tolist() for ids in placement.hot]))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    close_world(world)
+    return found
+
+
+def test_mixed_takes_the_hottest_rows_of_the_first_batches_on_every_rank() -> None:
+    cases = [
+        ("cache.placement=mixed", "cache.replicated_rows={t_cat_0:6}"),
+        ("cache.placement=mixed", "cache.replicated_share=0.01"),
+        ("cache.placement=mixed", "cache.replicated_rows={t_cat_2:30}"),
+        ("cache.placement=mixed", "cache.replicated_rows={t_cat_9:6}"),
+        ("cache.placement=mixed", "cache.replicated_rows={t_cat_1:91}"),
+    ]
+    first, second = run_ranks(resolved, 2, cases)
+    config = config_of()
+    source = build_source(config)
+    window = read_window(source, build_tables(config, source), 10, 1)
+    assert first[0] == second[0] == ("mixed", [sorted(window.hottest[0][:6].tolist()), [], []])
+    assert first[1] == second[1] and sum(map(len, first[1][1])) == 8
+    assert first[2][1] == [[], [], list(range(30))]  # all rows, whether they were seen or not
+    assert "t_cat_9=6 names no table: choose from t_cat_0, t_cat_1, t_cat_2" in first[3]
+    assert "t_cat_1=91, but the table has 90 rows: give at most 90" in first[4]
+    assert all("t_cat_" in found for found in second[3:])
+
+
+def test_a_cluster_that_is_not_the_running_world_is_refused(tmp_path) -> None:
+    other = write_cluster(Cluster(8, Link(1e9), Link(1e9)), tmp_path)
+    nodes = tmp_path / "nodes.json"
+    two = Cluster(2, Link(1e9), Link(1e9), Link(1e9), nodes=2)
+    nodes.write_text(json.dumps(asdict(two)))
+    broken = tmp_path / "broken.json"
+    broken.write_text(json.dumps(asdict(two) | {"inside": {"bandwidth": 0.0}}))
+    cases = [
+        ("cache.placement=auto", f"cache.cluster={path}")
+        for path in (other, nodes, broken, tmp_path / "none.json")
+    ]
+    for errors in run_ranks(resolved, 2, cases):
+        assert "has world_size=8, but 2 ranks run" in errors[0]
+        assert "nodes=2 of 1 ranks, but 2 ranks run on this node" in errors[1]
+        assert "bandwidth=0.0: it must be above 0" in errors[2] and "cache.cluster" in errors[2]
+        assert "none.json: cannot be read" in errors[3]
+    assert read_cluster(tmp_path) == Cluster(8, Link(1e9), Link(1e9))
+
+
+def test_batches_that_are_read_once_need_statistics() -> None:
+    tables = [TableSpec("t", 10, 4, ("f",))]
+    with pytest.raises(ConfigError, match=r"cache.statistics=<folder"):
+        read_window(SimpleNamespace(dense_features=1), tables, 3, 2)
+    assert replicated_counts({"t": 10}, tables) == [10]
+
+
+def test_what_is_not_known_of_a_loader_of_ones_own_is_said() -> None:
+    cases = [
+        ("cache.placement=auto",),
+        ("cache.placement=mixed",),
+        ("cache.placement=auto", "cache.objective=bytes"),
+    ]
+    for timed, mixed, by_bytes in run_ranks(resolved, 2, cases, True):
+        assert "cache.placement=auto with cache.objective=time" in timed
+        assert "ConfigError" in mixed and "cache.placement=mixed" in mixed
+        assert "give cache.statistics=<folder" in by_bytes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("cache.replicated_share=0.1",), "cache.placement=mixed"),
+        (("cache.placement=mixed", "cache.replicated_share=1"), "above 0 and below 1"),
+        (("cache.placement=mixed", "cache.replicated_rows=7"), "t_cat_0:1000"),
+        (("cache.placement=mixed", "cache.replicated_rows={t_cat_0:-1}"), "at least 0"),
+        (
+            (
+                "cache.placement=mixed",
+                "cache.replicated_rows={t_cat_0:1}",
+                "cache.replicated_share=0.1",
+            ),
+            "give one of them",
+        ),
+        (("cache.placement=sharded", "cache.reduction=native"), "cache.placement=sharded"),
+        (("cache.state=home", "cache.reduction=native"), "cache.state=home"),
+        (("cache.objective=money",), "choose time or bytes"),
+        (("cache.cluster=x",), "cache.placement=auto"),
+    ],
+)
+def test_keys_that_contradict_are_refused_before_ranks_start(overrides, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check(config_of(*overrides), 2, 2)
