@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from distcache.comm.liveness import announce_process
 from distcache.comm.nodes import Nodes, agree_on_nodes, claim_of, exchange_claims
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, PeerError
 
 _WATCHDOG_S = timedelta(seconds=30)
 """How much longer than the ranks themselves NCCL's watchdog waits."""
@@ -102,7 +102,8 @@ def open_world(
 
     `store`: where the ranks record failures and look for them; None is the process groups' own.
     Raises ConfigError for a device or backend that some node does not have, and for ranks whose
-    places do not make nodes, on every rank; PeerError naming ranks that do not come.
+    places do not make nodes, on every rank; PeerError naming ranks that do not come, or where the
+    store or a rank goes away while the groups are made.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -119,10 +120,24 @@ def open_world(
     patience = timeout + _WATCHDOG_S if name == "nccl" else timeout
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    dist.init_process_group(name, store=own, timeout=patience, rank=rank, world_size=size)
-    store = store or dist.distributed_c10d._get_default_store()
-    announce_process(store, rank)
-    default = dist.distributed_c10d._get_default_group()
+    try:
+        dist.init_process_group(name, store=own, timeout=patience, rank=rank, world_size=size)
+        store = store or dist.distributed_c10d._get_default_store()
+        announce_process(store, rank)
+        groups = {
+            "device_group": dist.distributed_c10d._get_default_group(),
+            "host_group": dist.new_group(backend="gloo", timeout=timeout),
+            "planning_group": dist.new_group(backend="gloo", timeout=timeout),
+            "node_group": make_node_group(
+                nodes, rank, lambda ranks: dist.new_group(ranks, backend=name, timeout=patience)
+            ),
+        }
+    except RuntimeError as error:  # torch's own are: DistNetworkError, DistStoreError, ...
+        raise PeerError(
+            f"rank {rank} of {size} could not join the others ({str(error).splitlines()[0]}): the "
+            "usual reason is a rank, or the agent that serves the store, that ended while the job "
+            "started; see what the other ranks say"
+        ) from error
     return World(
         rank=rank,
         size=size,
@@ -131,14 +146,9 @@ def open_world(
         device=where,
         backend=name,
         timeout_s=timeout_s,
-        device_group=default,
-        host_group=dist.new_group(backend="gloo", timeout=timeout),
-        planning_group=dist.new_group(backend="gloo", timeout=timeout),
         store=store,
         node_sizes=nodes.sizes,
-        node_group=make_node_group(
-            nodes, rank, lambda ranks: dist.new_group(ranks, backend=name, timeout=patience)
-        ),
+        **groups,
     )
 
 

@@ -8,6 +8,7 @@ import time
 from itertools import chain
 
 import pytest
+import torch.distributed as dist
 from ends import End, Job
 from protocol_cases import Raises, batches, caught, make, state, train
 
@@ -68,9 +69,19 @@ def model_raises(rank: int, size: int, at_apply: bool) -> dict:
     return seen | {"steps": len(losses), "flushed": flushed, "applied": int(mode.applied)}
 
 
+def opened(dying: int) -> World:
+    """A world that every rank has joined before the rank `dying` has it."""
+    world = open_world("cpu", "gloo", TIMEOUT_S)
+    if world.rank == dying:
+        world.store.wait([f"test/joined/{rank}" for rank in range(world.size) if rank != dying])
+    else:
+        world.store.set(f"test/joined/{world.rank}", "")
+    return world
+
+
 def dies(rank: int, size: int, where: str, how: str) -> dict:
     """Rank 1 dies or hangs; the others wait in `where`."""
-    world = open_world("cpu", "gloo", TIMEOUT_S)
+    world = opened(dying=1)
     end = (lambda: os.kill(os.getpid(), signal.SIGKILL)) if how == "dies" else hang
 
     def go() -> None:
@@ -99,9 +110,23 @@ def hang() -> None:
 
 def host_dies(rank: int, size: int) -> dict:
     """Rank 0, which serves the store, dies; the other waits in `together`."""
-    world = open_world("cpu", "gloo", TIMEOUT_S)
+    world = opened(dying=0)
     work = (lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == 0 else int
     return attempt(world, lambda: together(world, work))
+
+
+def host_dies_early(rank: int, size: int) -> str:
+    """Rank 0 dies when the ranks have met and before there is any process group."""
+    make_first = dist.init_process_group
+
+    def init(*args, **kwargs) -> None:
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1.0)
+        make_first(*args, **kwargs)
+
+    dist.init_process_group = init
+    return caught(lambda: open_world("cpu", "gloo", TIMEOUT_S))
 
 
 def late(rank: int, size: int) -> dict:
@@ -125,6 +150,7 @@ CASES = {
     "hang exchange": (dies, 2, "exchange", "hangs"),
     "hang gradients": (dies, 3, "gradients", "hangs"),
     "kill host": (host_dies, 2),
+    "kill host early": (host_dies_early, 2),
     "late": (late, 2),
 }
 
@@ -135,7 +161,7 @@ def all_ends() -> dict[str, list[End]]:
     found, names = {}, list(CASES)
     for start in range(0, len(names), 5):
         jobs = {
-            name: Job(*CASES[name], agent=name != "kill host") for name in names[start : start + 5]
+            name: Job(*CASES[name], agent="host" not in name) for name in names[start : start + 5]
         }
         for name, job in jobs.items():
             found[name] = job.ends(100, but=(1,) if name.startswith("hang") else ())
@@ -191,6 +217,12 @@ def test_a_rank_that_dies_is_named(all_ends, where: str) -> None:
 def test_the_rank_that_serves_the_store_is_named_too(all_ends) -> None:
     error = all_ends["kill host"][1].value["error"]
     assert error.startswith("PeerError: rank 1 waited in the host group: int; rank 0 ended, and")
+
+
+def test_a_rank_that_dies_while_the_job_starts(all_ends) -> None:
+    error = all_ends["kill host early"][1].value
+    assert error.startswith("PeerError: rank 1 of 2 could not join the others (")
+    assert "ended while the job started" in error
 
 
 @pytest.mark.parametrize("where", ["exchange", "gradients"])
