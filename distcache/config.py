@@ -159,9 +159,10 @@ class CacheConfig:
     cluster: str | None = None
     """`auto`: the `cluster.json` of distcache.plan, instead of links and row times measured at the
     start."""
-    state: str = "replicated"
+    state: str = "auto"
     """Optimizer state of replicated rows: on every rank (`replicated`), or on each row's `home`,
-    which then updates the row and returns it."""
+    which then updates the row and returns it. `auto`: at home where it has a float or more for
+    each element of a row (Adagrad, Adam)."""
     reduction: str = "ordered"
     """Row-gradient sum: `ordered` (same bits whatever the buffer) or `native` (the library's)."""
 

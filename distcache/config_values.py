@@ -29,7 +29,7 @@ CHOICES = {
     "cache.order": ("ids", "popularity"),
     "cache.placement": ("replicated", "sharded", "mixed", "auto"),
     "cache.objective": ("time", "bytes"),
-    "cache.state": ("home", "replicated"),
+    "cache.state": ("auto", "home", "replicated"),
     "cache.reduction": ("ordered", "native"),
     "store.name": ("memory",),
     "parallel.mode": ("data", "hybrid", "resident", "host"),

@@ -1,14 +1,15 @@
 """What crosses ranks in a step, in program order: fills, row gradients, dense gradients, control.
 
 Every rank issues [fill], [late rows], [fills and early rows of the steps ahead], [row gradients to
-their homes], [sums to all], [dense chunks by index], [loss and control], with zero lengths where it
-has nothing; who is ready early waits for its turn.
+their homes], [dense chunks by index], [loss and control], [sums to all], with zero lengths where it
+has nothing; who is ready early waits for its turn. The three that follow backward are under way at
+once, so that homes add up while the dense part is exchanged.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,14 +33,14 @@ def share_rows(link: Link, plan: StepPlan, rows: Tensor) -> Tensor:
     return spread(link, rows, plan.fetch_counts, ROWS, f"fill {plan.step}")
 
 
-def reduce_rows(
+def start_reduce_rows(
     link: Link,
     plan: StepPlan,
     gradient: Tensor,
     native: bool = False,
     where: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Sum the local row gradients `[U, D]` (canonical order) over all ranks.
+) -> Callable[[], Tensor]:
+    """Sum the local row gradients `[U, D]` (canonical order) over all ranks; call it for the sums.
 
     Each rank sends the rows that it touched to their homes, which add them in rank order, one
     pass per source, and send the sums `[U_h, D]` to all: the bytes of a ring all-reduce at most,
@@ -47,29 +48,44 @@ def reduce_rows(
     library's all-reduce, whose bits depend on a row's place in the buffer. `where`: the plan's
     `touched` and `source_rows` on the device already.
     """
-    world = link.world
-    if world.size == 1:
-        return gradient
     if native:
-        link.all_reduce(gradient, ROWS, f"row gradients {plan.step}")
-        return gradient
-    return to_all(link, plan, to_homes(link, plan, gradient, where), f"row sums {plan.step}")
+        wait = link.start_all_reduce(gradient, ROWS, f"row gradients {plan.step}")
+
+        def finish() -> Tensor:
+            wait()
+            return gradient
+
+        return finish
+    at_home = start_to_homes(link, plan, gradient, where)
+    return lambda: to_all(link, plan, at_home(), f"row sums {plan.step}")
 
 
-def to_homes(
-    link: Link, plan: StepPlan, gradient: Tensor, where: tuple[Tensor, Tensor] | None = None
+def reduce_rows(
+    link: Link,
+    plan: StepPlan,
+    gradient: Tensor,
+    native: bool = False,
+    where: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The sums over all ranks of the gradients `[U, D]` of this home's rows, `[U_h, D]`.
+    """The sums of `start_reduce_rows`."""
+    return start_reduce_rows(link, plan, gradient, native, where)()
 
-    `where` as in `reduce_rows`.
+
+def start_to_homes(
+    link: Link, plan: StepPlan, gradient: Tensor, where: tuple[Tensor, Tensor] | None = None
+) -> Callable[[], Tensor]:
+    """The sums over all ranks of the gradients `[U, D]` of this home's rows, `[U_h, D]`, when it
+    is called.
+
+    `where` as in `start_reduce_rows`.
     """
     if link.world.size == 1:
-        return gradient
+        return lambda: gradient
     touched, sources = where or (
         plan.touched_rows.to(gradient.device),
         plan.source_rows.to(gradient.device),
     )
-    received = link.all_to_all(
+    receive = link.start_all_to_all(
         gradient.index_select(0, touched),
         plan.touched_counts,
         plan.source_counts,
@@ -77,7 +93,7 @@ def to_homes(
         f"row gradients {plan.step}",
     )
     own = plan.home_counts[link.world.rank]
-    return _sum_by_rank(received, sources, plan.source_counts, own)
+    return lambda: _sum_by_rank(receive(), sources, plan.source_counts, own)
 
 
 def to_all(link: Link, plan: StepPlan, own: Tensor, what: str) -> Tensor:
@@ -85,14 +101,15 @@ def to_all(link: Link, plan: StepPlan, own: Tensor, what: str) -> Tensor:
     return spread(link, own, plan.home_counts, ROWS, what)
 
 
-def to_sharded_homes(
+def start_to_sharded_homes(
     link: Link, step: int, shard: ShardPlan, gradient: Tensor, sources: Tensor
-) -> Tensor:
-    """The local gradients of a rank's sharded rows `[N, D]` to their homes, and the sums of those
-    of this home's rows, `[H, D]`, in rank order; `sources`: its `source_rows` on the device."""
+) -> Callable[[], Tensor]:
+    """The local gradients of a rank's sharded rows `[N, D]` to their homes, and, when it is called,
+    the sums of those of this home's rows, `[H, D]`, in rank order; `sources`: its `source_rows` on
+    the device."""
     what = f"sharded row gradients {step}"
-    received = link.all_to_all(gradient, shard.counts, shard.source_counts, ROWS, what)
-    return _sum_by_rank(received, sources, shard.source_counts, len(shard.slots))
+    receive = link.start_all_to_all(gradient, shard.counts, shard.source_counts, ROWS, what)
+    return lambda: _sum_by_rank(receive(), sources, shard.source_counts, len(shard.slots))
 
 
 def _sum_by_rank(received: Tensor, sources: Tensor, counts: Sequence[int], rows: int) -> Tensor:
@@ -123,10 +140,18 @@ class DenseGradients:
         """Forget the last step's gradients."""
         self.flat.zero_()
 
-    def sum(self) -> None:
-        """Sum over the ranks, in place."""
-        for chunk in self.flat.split(CHUNK_ELEMENTS):
-            self._link.all_reduce(chunk, DENSE, "dense gradients")
+    def start_sum(self) -> Callable[[], None]:
+        """Sum over the ranks, in place; they are there when it has been called."""
+        waits = [
+            self._link.start_all_reduce(chunk, DENSE, "dense gradients")
+            for chunk in self.flat.split(CHUNK_ELEMENTS)
+        ]
+
+        def finish() -> None:
+            for wait in waits:
+                wait()
+
+        return finish
 
 
 @dataclass(frozen=True)
@@ -176,18 +201,28 @@ class ControlRing:
         self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
         self._turn = 0
 
-    def sum(self, loss: Tensor, stop: bool) -> Control:
-        """Sum `loss` (one element, on the device) and this rank's `stop` over the ranks."""
+    def start_sum(self, loss: Tensor, stop: bool) -> Callable[[], Control]:
+        """Sum `loss` (one element, on the device) and this rank's `stop` over the ranks; call it
+        for the sums."""
         link, world = self._link, self._link.world
         values = torch.zeros(2 + world.size, dtype=torch.float64, device=world.device)
         values[0] = loss.detach()
         values[1] = float(stop)
         values[2 + world.rank] = ~torch.isfinite(loss.detach())
-        link.all_reduce(values, PLANNING, "loss and control")
+        wait = link.start_all_reduce(values, PLANNING, "loss and control")
+
+        def finish() -> Control:
+            wait()
+            return self._control(values)
+
+        return finish
+
+    def _control(self, values: Tensor) -> Control:
+        """The sums `values`, on their way to the host."""
         finite = torch.isfinite(values[:1]) & (values[2:].sum() == 0)
         self._enabled = self._enabled & finite
         on_host = self._ring[self._turn]
         self._turn = (self._turn + 1) % len(self._ring)
         on_host.copy_(values, non_blocking=True)
         mark = self._streams.mark(COMMUNICATION)
-        return Control(on_host.view(-1), self._enabled, mark, link)
+        return Control(on_host.view(-1), self._enabled, mark, self._link)

@@ -18,6 +18,7 @@ from pathlib import Path
 from protocol_cases import Raises, batches, make, state, train
 from ranks import free_port
 
+from distcache.cli.processes import leave
 from distcache.comm.failure import cause_of
 from distcache.comm.world import close_world, open_world
 
@@ -78,7 +79,7 @@ def repeat(fails: bool) -> list[int]:
             os.environ.update({key: str(value) for key, value in here.items()})
             if fails:
                 fail()
-                sys.exit(1)
+                leave(1)
             run()
             left = left_behind()
             sys.stderr.write(f"rank {rank} left {left}\n" if left else "")

@@ -85,7 +85,7 @@ class Worlds:
         slots = cache_slots(rows, ratio, None, groups, ITEMSIZE, world)
         settings = Settings(
             tuple(slots),
-            options.state,
+            request.state,
             options.lookahead,
             options.prefetch,
             options.steps or None,

@@ -65,7 +65,7 @@ def overrides_of(plan: Plan) -> list[str]:
         lines.append(f"cache.replicated_rows={{{pairs}}}")
         if options.statistics:
             lines.append(f"cache.statistics={options.statistics}")
-    return [*lines, f"cache.state={options.state}"]
+    return [*lines, f"cache.state={plan.request.state}"]
 
 
 def advice(plan: Plan) -> str:

@@ -54,7 +54,7 @@ class Options:
     measure_ranks: int = option(2, "measure=true: local ranks that measure")
     cache_rows: int = option(0, "slots of a rank; 0: by cache_ratio")
     cache_ratio: float = option(0.015, "slots of a rank as a share of all rows")
-    state: str = option("replicated", "optimizer state of replicated rows: replicated or home")
+    state: str = option("auto", "optimizer state of replicated rows: auto, replicated or home")
     replicated_rows: str = option("", "mixed with these rows, {t_cat_0: 1000}; empty: the best")
     objective: str = option("time", "what the winner has least of: time or bytes")
     lookahead: int = option(8, "window L of the planner, steps")
@@ -78,6 +78,12 @@ class Request:
     device_memory: int | None
     replicated_rows: dict[str, int] | None
     output: Path
+
+    @property
+    def state(self) -> str:
+        """Where the optimizer state of replicated rows lies: `replicated` or `home`."""
+        given = self.options.state
+        return self.update.state_place if given == "auto" else given
 
     @property
     def state_widths(self) -> list[int]:

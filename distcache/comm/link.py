@@ -60,8 +60,22 @@ class Link:
 
         `[sum(send_counts), ...]` in rank order -> `[sum(receive_counts), ...]` in rank order.
         """
+        return self.start_all_to_all(tensor, send_counts, receive_counts, category, what)()
+
+    def start_all_to_all(
+        self,
+        tensor: Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        category: str,
+        what: str,
+    ) -> Callable[[], Tensor]:
+        """`all_to_all` under way; to be called once, in the same order on all ranks, for the rest.
+
+        Until then `tensor` must stay as it is.
+        """
         if self.world.size == 1:
-            return tensor
+            return lambda: tensor
         self.counters.count_all_to_all(
             category, tensor, send_counts, self.world.rank, self.world.size
         )
@@ -85,7 +99,7 @@ class Link:
         group = world.node_group or self.group  # one node has no other group
         nbytes = all_to_all_bytes(tensor.nbytes, send_counts, world.local_rank, world.local_size)
         self.counters.count(category, nbytes)
-        return self._exchange(tensor, (send_counts, receive_counts), group, what)
+        return self._exchange(tensor, (send_counts, receive_counts), group, what)()
 
     def _exchange(
         self,
@@ -93,23 +107,32 @@ class Link:
         counts: tuple[Sequence[int], Sequence[int]],
         group: dist.ProcessGroup | None,
         what: str,
-    ) -> Tensor:
-        """An all-to-all over `group` of parts of `counts`, (sent, received)."""
+    ) -> Callable[[], Tensor]:
+        """An all-to-all over `group` of parts of `counts`, (sent, received), under way."""
         send, receive = (list(part) for part in counts)
         source = (tensor.cpu() if self._staged else tensor).contiguous()
         out = source.new_empty((sum(receive), *tensor.shape[1:]))
-        self._wait(
+        wait = self._start(
             lambda: dist.all_to_all_single(out, source, receive, send, group=group, async_op=True),
             what,
         )
-        return out.to(tensor.device) if self._staged else out
+
+        def finish() -> Tensor:
+            wait()
+            return out.to(tensor.device) if self._staged else out
+
+        return finish
 
     def all_reduce(self, tensor: Tensor, category: str, what: str) -> None:
         """Sum `tensor` (contiguous) over the ranks in place."""
+        self.start_all_reduce(tensor, category, what)()
+
+    def start_all_reduce(self, tensor: Tensor, category: str, what: str) -> Callable[[], None]:
+        """`all_reduce` under way, as `start_all_to_all`."""
         if self.world.size == 1:
-            return
+            return lambda: None
         self.counters.count_all_reduce(category, tensor, self.world.size)
-        self._wait(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), what)
+        return self._start(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), what)
 
     def all_gather(self, tensor: Tensor, category: str, what: str) -> list[Tensor]:
         """Every rank's `tensor` (on the CPU, equal shapes), in rank order; on gloo groups only."""
@@ -117,7 +140,7 @@ class Link:
             return [tensor]
         out = [torch.empty_like(tensor) for _ in range(self.world.size)]
         self.counters.count(category, tensor.nbytes * (self.world.size - 1))
-        self._wait(lambda: dist.all_gather(out, tensor, group=self.group, async_op=True), what)
+        self._start(lambda: dist.all_gather(out, tensor, group=self.group, async_op=True), what)()
         return out
 
     def gather_objects(self, value: Any, what: str) -> list[Any]:
@@ -157,19 +180,26 @@ class Link:
                 waiting.announce()
         waiting.over()
 
-    def _wait(self, issue: Callable[[], Any], what: str) -> None:
-        """Start a collective and wait for it: on the host (gloo) or on the stream (NCCL)."""
+    def _start(self, issue: Callable[[], Any], what: str) -> Callable[[], None]:
+        """Start a collective; call the result to wait: on the host (gloo) or the stream (NCCL)."""
         waiting = Waiting(self.world, self.name, what)
         try:
             work = issue()
-            if not self._on_host:
-                work.wait()
-                return
-            while not _done(work):
-                waiting.announce()
         except RuntimeError as error:
             raise waiting.explain(error) from error
-        waiting.over()
+
+        def wait() -> None:
+            try:
+                if not self._on_host:
+                    work.wait()
+                    return
+                while not _done(work):
+                    waiting.announce()
+            except RuntimeError as error:
+                raise waiting.explain(error) from error
+            waiting.over()
+
+        return wait
 
 
 def _done(work: Any) -> bool:

@@ -49,8 +49,7 @@ def part_of(
 
     Of the plan only what a lookup needs is the part's own: positions, order, touched, segments.
     """
-    features = (len(bags.offsets) - 1) // total if total else 0
-    first = np.arange(features) * total + samples.start
+    first = np.arange(bags.features if total else 0) * total + samples.start
     count = samples.stop - samples.start
     chosen = (first[:, None] + np.arange(count)).reshape(-1)
     offsets = bags.offsets.numpy()
@@ -58,6 +57,7 @@ def part_of(
     ids = torch.from_numpy(np.concatenate(spans) if spans else np.empty(0, np.int64))
     lengths = torch.from_numpy(np.diff(offsets)[chosen])
     own = GroupBags(
+        features=bags.features,
         rows=bags.rows[ids.numpy()],
         offsets=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))),
         bag_of=torch.repeat_interleave(lengths),

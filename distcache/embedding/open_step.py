@@ -67,7 +67,7 @@ class OpenStep:
             for leaf, own in zip(leaves, bags, strict=True)
         ]
         self._watch(micro, pooled)
-        return join_pooled(self._groups, pooled, self.reads[micro].ids.batch_size)
+        return join_pooled(self._groups, pooled)
 
     def rows(self, micro: int) -> list[Tensor]:
         """The row of every id of micro-batch `micro`, by lookup: `[n_f, D_f]` each."""

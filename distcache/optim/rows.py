@@ -37,6 +37,15 @@ class RowUpdate(ABC):
         """S: floats of state of a row of `dim` elements."""
         return len(self.state_names) * (1 if self.state_per_row else dim)
 
+    @property
+    def state_place(self) -> str:
+        """Where the state of rows that all ranks hold lies best, `home` or `replicated`.
+
+        A home's update and its way back cost less than moving and updating a float or more for
+        each element on every rank (docs/results/step/state.md).
+        """
+        return "home" if self.state_names and not self.state_per_row else "replicated"
+
     def state_columns(self, dim: int) -> dict[str, slice]:
         """The columns of each part in state `[U, S]`."""
         width = 1 if self.state_per_row else dim

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,9 +14,9 @@ from distcache.coordinator import (
     Agreement,
     ControlRing,
     DenseGradients,
-    reduce_rows,
-    to_homes,
-    to_sharded_homes,
+    start_reduce_rows,
+    start_to_homes,
+    start_to_sharded_homes,
 )
 from distcache.optim.masked import masked_step, put_back, uncount
 from distcache.parallel.cached_parts import CachedSettings, placement_of, shares_early
@@ -69,7 +69,7 @@ class CachedStep:
             first = (Stage(EARLY, COMPUTE, self._forward_backward_hot),)
         if self.shares:
             late = (Stage("share_late", COMMUNICATION, self._share_late),)
-        if self._home_state:
+        if self._home_state and any(group_rows.slots.replicated for group_rows in rows):
             back = (Stage("return_rows", COMMUNICATION, self._return_rows),)
         self.training = (
             *first,
@@ -88,7 +88,7 @@ class CachedStep:
             PooledLookup.apply(leaf, bags)
             for leaf, bags in zip(flight.leaves, flight.bags, strict=True)
         ]
-        joined = join_pooled(self.groups, pooled, len(flight.labels))
+        joined = join_pooled(self.groups, pooled)
         return predict(self.model, flight.dense, joined, self.settings.amp)
 
     @torch.no_grad()
@@ -166,7 +166,7 @@ class CachedStep:
         bags = [DeviceBags(b, p, device) for b, p in zip(part.bags, part.plans, strict=True)]
         leaves = [leaf.requires_grad_() for leaf in self._leaves_of(part, bags, flight)]
         pooled = [PooledLookup.apply(leaf, b) for leaf, b in zip(leaves, bags, strict=True)]
-        joined = join_pooled(self.groups, pooled, len(labels))
+        joined = join_pooled(self.groups, pooled)
         logits = predict(self.model, dense, joined, self.settings.amp)
         loss = self._loss(logits, labels, flight)
         loss.backward()
@@ -199,29 +199,35 @@ class CachedStep:
                 module.training = training
 
     def _sync(self, flight: InFlight) -> None:
-        """Program order: row gradients of each group, dense chunks, loss and control."""
+        """Program order: row gradients of each group, dense chunks, loss and control; then what
+        follows from the first."""
         native = self.settings.reduction == "native"
         gradients = flight.gradients or [
             leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in flight.leaves
         ]
+        if flight.loss is None:
+            raise RuntimeError("sync comes after forward_backward")
         parts = (self.rows, flight.planned.plans, gradients, flight.bags)
+        replicated: list[Callable[[], Tensor] | None] = []
+        sharded: list[Callable[[], Tensor] | None] = []
         for rows, plan, gradient, bags in zip(*parts, strict=True):
             where, shard, sums, own = (bags.replicated, bags.source_rows), plan.shard, None, None
             if rows.slots.replicated:
                 summed = gradient[: plan.distinct]
                 if self._home_state:
-                    sums = to_homes(self.link, plan, summed, where)
+                    sums = start_to_homes(self.link, plan, summed, where)
                 else:
-                    sums = reduce_rows(self.link, plan, summed, native, where)
+                    sums = start_reduce_rows(self.link, plan, summed, native, where)
             if shard is not None and bags.shard is not None:
                 named = (gradient[plan.distinct :], bags.shard.source_rows)
-                own = to_sharded_homes(self.link, plan.step, shard, *named)
-            flight.sums.append(sums)
-            flight.sharded_sums.append(own)
-        self.dense.sum()
-        if flight.loss is None:
-            raise RuntimeError("sync comes after forward_backward")
-        flight.control = self._control.sum(flight.loss, flight.stop)
+                own = start_to_sharded_homes(self.link, plan.step, shard, *named)
+            replicated.append(sums)
+            sharded.append(own)
+        dense, control = self.dense.start_sum(), self._control.start_sum(flight.loss, flight.stop)
+        flight.sums += [None if sums is None else sums() for sums in replicated]
+        flight.sharded_sums += [None if own is None else own() for own in sharded]
+        dense()
+        flight.control = control()
 
     @torch.no_grad()
     def _apply(self, flight: InFlight) -> None:

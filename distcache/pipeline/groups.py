@@ -54,10 +54,12 @@ class TableGroup:
 class GroupBags:
     """The ids of one local batch that read one group, K = F * b bags, feature-major.
 
-    `rows`: int64 `[n]`, the planner's row numbers (NumPy); `offsets`: int64 `[K + 1]`; `bag_of`:
-    int64 `[n]`; `weights`: `[n]` or None; `scale`: `[K, 1]` (1 / bag length for mean bags) or None.
+    `features`: F; `rows`: int64 `[n]`, the planner's row numbers (NumPy); `offsets`: int64
+    `[K + 1]`; `bag_of`: int64 `[n]`; `weights`: `[n]` or None; `scale`: `[K, 1]` (1 / bag length
+    for mean bags) or None.
     """
 
+    features: int
     rows: np.ndarray
     offsets: Tensor
     bag_of: Tensor
@@ -118,7 +120,7 @@ def group_bags(group: TableGroup, ids: JaggedIds, dtype: torch.dtype) -> GroupBa
     if weights is not None:
         weights = torch.from_numpy(weights.numpy().astype(_FLOATS[dtype], copy=False))
     scale = _scale(group, lengths, batch, dtype) if any(group.mean) else None
-    return GroupBags(rows, offsets, bag_of, weights, scale)
+    return GroupBags(len(group.features), rows, offsets, bag_of, weights, scale)
 
 
 def _scale(group: TableGroup, lengths: np.ndarray, batch: int, dtype: torch.dtype) -> Tensor:
@@ -147,15 +149,12 @@ def _joined(values: Tensor | None, spans: list[slice]) -> Tensor | None:
     return torch.cat([values[span] for span in spans]) if spans else values[:0]
 
 
-def join_pooled(groups: Sequence[TableGroup], pooled: Sequence[Tensor], batch: int) -> Tensor:
-    """Pooled bags `[F_g * b, D_g]` of every group -> `[b, sum of widths]` in feature order."""
+def join_pooled(groups: Sequence[TableGroup], pooled: Sequence[Tensor]) -> Tensor:
+    """Pooled bags `[b, F_g * D_g]` of every group -> `[b, sum of widths]` in feature order."""
     if len(groups) == 1:
-        dim = groups[0].dim
-        features = len(groups[0].features)
-        by_feature = pooled[0].view(features, batch, dim)
-        return by_feature.transpose(0, 1).reshape(batch, features * dim)
+        return pooled[0]
     columns: dict[int, Tensor] = {}
     for group, bags in zip(groups, pooled, strict=True):
         for place, feature in enumerate(group.features):
-            columns[feature] = bags[place * batch : (place + 1) * batch]
+            columns[feature] = bags[:, place * group.dim : (place + 1) * group.dim]
     return torch.cat([columns[feature] for feature in sorted(columns)], dim=1)

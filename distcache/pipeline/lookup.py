@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,16 +37,31 @@ class DeviceShard:
 
 
 class DeviceBags:
-    """The index tensors of one local batch and its plan on the device, for one group."""
+    """The index tensors of one local batch and its plan on the device, for one group.
+
+    Ids and `offsets` are feature-major, bags come out sample by sample: `bag_of` and `scale` speak
+    of those. `shape`: samples and features. `single`: every bag is one id without a weight, and
+    `positions` is in the order of the bags that come out, so that nothing is rearranged after.
+    """
 
     def __init__(self, bags: GroupBags, plan: StepPlan, device: torch.device) -> None:
         def move(tensor: Tensor) -> Tensor:
             return to_device(tensor, device)
 
-        self.offsets, self.bag_of = move(bags.offsets), move(bags.bag_of)
+        count = len(bags.offsets) - 1
+        samples, features = self.shape = (count // max(bags.features, 1), bags.features)
+        self.single = bags.weights is None and _are_single(bags)
+        positions, scale = plan.positions, None if self.single else bags.scale
+        place = _by_sample(torch.arange(count), features, samples)
+        if self.single:
+            bag_of, positions = place, _by_sample(positions, samples, features)
+        else:
+            bag_of = torch.from_numpy(place.numpy()[bags.bag_of.numpy()])
+            scale = None if scale is None else _by_sample(scale, samples, features)
+        self.offsets, self.bag_of = move(bags.offsets), move(bag_of)
         self.weights = None if bags.weights is None else move(bags.weights)
-        self.scale = None if bags.scale is None else move(bags.scale)
-        self.positions, self.order = move(plan.positions), move(plan.order)
+        self.scale = None if scale is None else move(scale)
+        self.positions, self.order = move(positions), move(plan.order)
         self.touched, self.segments = move(plan.touched), move(plan.segments)
         self.slots, self.source_rows = move(plan.slots), move(plan.source_rows)
         self.chunks = ops.chunks_for(plan.segments, device)
@@ -60,8 +76,23 @@ class DeviceBags:
         return own if self.chunks is None else [*own, self.chunks.table]
 
 
+def _are_single(bags: GroupBags) -> bool:
+    """Whether every bag has one id."""
+    offsets = bags.offsets.numpy()
+    return len(bags.bag_of) == len(offsets) - 1 and bool((np.diff(offsets) == 1).all())
+
+
+def _by_sample(values: Tensor, samples: int, features: int) -> Tensor:
+    """`values` of all bags, `[F * b, ...]` feature by feature, sample by sample.
+
+    NumPy: a torch operation would start a pool of threads beside that of training.
+    """
+    by_feature = values.numpy().reshape(features, samples, *values.shape[1:])
+    return torch.from_numpy(by_feature.swapaxes(0, 1).reshape(values.shape))
+
+
 class PooledLookup(torch.autograd.Function):
-    """`(leaf [U + N, D], bags) -> pooled [K, D]`; backward sums occurrences in their order.
+    """`(leaf [U + N, D], bags) -> pooled [b, F * D]`; backward sums occurrences in their order.
 
     The row gradient is the same code in every mode and depends on nothing but the ids and the
     bag gradients (`embedding_bag`'s own backward changes its bits with the labels).
@@ -70,22 +101,27 @@ class PooledLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, bags: DeviceBags) -> Tensor:
         """Sum (or average) every bag's rows."""
-        ctx.bags = bags
+        ctx.bags, ctx.dim = bags, leaf.shape[1]
+        (samples, features), dim = bags.shape, ctx.dim
         pooled = ops.pooled_lookup(leaf, bags.positions, bags.offsets, bags.weights)
-        return pooled if bags.scale is None else pooled.mul_(bags.scale)
+        if not bags.single:
+            pooled = pooled.view(features, samples, dim).transpose(0, 1).reshape(-1, dim)
+        pooled = pooled if bags.scale is None else pooled.mul_(bags.scale)
+        return pooled.view(samples, features * dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """Local gradients of all leaf rows, zero for those that only other ranks named."""
-        bags = ctx.bags
-        gradient = gradient.contiguous() if bags.scale is None else gradient * bags.scale
+        bags, (samples, features) = ctx.bags, ctx.bags.shape
+        gradient = gradient.reshape(samples * features, ctx.dim)
+        gradient = gradient if bags.scale is None else gradient * bags.scale
         return _row_gradient(bags, gradient), None
 
 
 def bags_of_one(bags: GroupBags) -> GroupBags:
     """The same ids, each a bag of its own, without weights: n bags."""
     ones = torch.arange(len(bags.rows) + 1)
-    return replace(bags, offsets=ones, bag_of=ones[:-1], weights=None, scale=None)
+    return replace(bags, features=1, offsets=ones, bag_of=ones[:-1], weights=None, scale=None)
 
 
 class RowLookup(torch.autograd.Function):

@@ -90,6 +90,7 @@ def _part_of_group(
     place = np.empty(plan.leaf_rows, dtype=np.int64)
     place[ids.touched] = np.arange(len(ids.touched))
     part = GroupBags(
+        features=bags.features,
         rows=bags.rows[kept],
         offsets=torch.from_numpy(offsets),
         bag_of=torch.from_numpy(np.repeat(np.arange(len(own)), own)),

@@ -32,7 +32,7 @@ from distcache.pipeline.room import warn_if_too_small
 from distcache.planner.policy import Policy
 from distcache.run.ahead import resolve_ahead
 from distcache.run.placement import resolve_placement
-from distcache.run.popularity import plan_cache
+from distcache.run.popularity import plan_cache, with_state
 from distcache.run.sources import has_weights, interactions_source, parquet_source
 
 SOURCES = {"parquet": parquet_source, "interactions": interactions_source}
@@ -165,6 +165,7 @@ def build_parallel(
             amp=config.trainer.amp,
         )
         return HybridParallel(world, spec, model)
+    config = with_state(config)
     seen = zlib.crc32(repr(sorted(source.identity.items())).encode())
     slots, popularity = (), None
     if config.parallel.mode == "data":

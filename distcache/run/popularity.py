@@ -19,6 +19,17 @@ from distcache.popularity.statistics import Statistics, check_fits, read_statist
 from distcache.run.ahead import AUTO, PREFETCH
 
 
+def with_state(config: Config) -> Config:
+    """`config` with `cache.state` decided, where it says `auto`."""
+    cache = config.cache
+    if cache.state != AUTO:
+        return config
+    state = row_update(config.optim.name, 0.0).state_place
+    if cache.reduction == "native":  # sums that all ranks have
+        state = "replicated"
+    return replace(config, cache=replace(cache, state=state))
+
+
 def plan_cache(
     config: Config, world: World, tables: Sequence[TableSpec], source: BatchSource, itemsize: int
 ) -> tuple[tuple[int, ...], Popularity | None]:

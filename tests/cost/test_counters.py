@@ -23,6 +23,7 @@ RUN = (
     "model.dense_arch=[8,4]",
     "model.over_arch=[8,1]",
     "optim=adagrad",
+    "cache.state=replicated",
     f"trainer.steps={STEPS}",
     "trainer.eval_steps=0",
     "cache.rows=800",

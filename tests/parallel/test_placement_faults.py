@@ -36,9 +36,9 @@ def play(rank: int, size: int, name: str) -> dict:
     world = open_world("cpu", "gloo", TIMEOUT_S)
     kind, schedule = CASES[name]
     what, vanishes = name.partition(",")[0], "hangs" not in name
-    exchange = Link.all_to_all
+    exchange = Link.start_all_to_all
 
-    def all_to_all(self, tensor, send, receive, category, about):
+    def start_all_to_all(self, tensor, send, receive, category, about):
         named, _, step = about.rpartition(" ")
         if rank == 1 and named == what and int(step) >= 2:
             if vanishes:
@@ -46,7 +46,7 @@ def play(rank: int, size: int, name: str) -> dict:
             time.sleep(20 * TIMEOUT_S)
         return exchange(self, tensor, send, receive, category, about)
 
-    Link.all_to_all = all_to_all  # type: ignore[method-assign]
+    Link.start_all_to_all = start_all_to_all  # type: ignore[method-assign]
     placement = placement_of(kind, CASE)
     slots = fitting_slots(CASE, size, placement)
     mode = make(world, 2, 1, slots=slots, placement=placement, schedule=schedule)

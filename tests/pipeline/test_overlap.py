@@ -270,7 +270,7 @@ def blocked_source(rank: int, size: int) -> tuple[str, float, bool]:
     try:
         for step in mode.stream(batches()):
             if rank == 1 and step.batch.index == 2:
-                mode.step.dense.sum = failing
+                mode.step.dense.start_sum = failing
             mode.train_step(step)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"

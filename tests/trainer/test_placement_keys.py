@@ -22,6 +22,7 @@ from distcache.layout import TableSpec
 from distcache.run.build import build_source, build_tables
 from distcache.run.own import OwnSource
 from distcache.run.placement import replicated_counts, resolve_placement
+from distcache.run.popularity import with_state
 from distcache.run.window import read_window
 
 BASE = (
@@ -57,7 +58,11 @@ def test_every_placement_trains_to_the_same_bits(tmp_path) -> None:
         ("parallel=resident",),
         ("cache.placement=replicated", "cache.state=home"),
         ("cache.placement=sharded",),
-        ("cache.placement=mixed", "cache.replicated_rows={t_cat_0:40,t_cat_2:3}"),
+        (
+            "cache.placement=mixed",
+            "cache.replicated_rows={t_cat_0:40,t_cat_2:3}",
+            "cache.state=replicated",
+        ),
         ("cache.placement=mixed", "cache.replicated_share=0.05", "cache.state=home"),
         ("cache.placement=auto",),
         ("cache.placement=auto", "cache.objective=bytes"),
@@ -68,13 +73,29 @@ def test_every_placement_trains_to_the_same_bits(tmp_path) -> None:
     placed = [summary["placement"] for summary in found]
     assert placed[1:6] == ["replicated", "sharded", "mixed", "mixed", placed[5]]
     assert placed[6] == "sharded"  # no placement sends fewer bytes
-    assert [summary["cache_state"] for summary in found[1:3]] == ["home", "replicated"]
+    assert [summary["cache_state"] for summary in found[1:4]] == ["home", "home", "replicated"]
     by_bytes = found[6]["collective_bytes"]
     assert by_bytes <= 1.02 * min(summary["collective_bytes"] for summary in found[1:5])
     for summary in found[1:]:
         assert summary["home_rows_max"] >= summary["home_rows_mean"] > 0
         assert summary["exchange_ms"] > 0 and 0 <= summary["exchange_hidden"] < 1
     assert found[1]["early_rows"] is None and 0 < found[2]["early_rows"] < 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "state"),
+    [
+        (("optim=sgd",), "replicated"),
+        (("optim=rowwise_adagrad",), "replicated"),
+        (("optim=adagrad",), "home"),
+        (("optim=adam",), "home"),
+        (("optim=adam", "cache.reduction=native"), "replicated"),
+        (("optim=adam", "cache.state=replicated"), "replicated"),
+        (("optim=sgd", "cache.state=home"), "home"),
+    ],
+)
+def test_where_the_state_lies_follows_the_optimizer(overrides, state) -> None:
+    assert with_state(config_of(*overrides)).cache.state == state
 
 
 def test_the_window_knows_the_hottest_rows_and_what_ranks_name() -> None:
