@@ -60,17 +60,6 @@ def start_reduce_rows(
     return lambda: to_all(link, plan, at_home(), f"row sums {plan.step}")
 
 
-def reduce_rows(
-    link: Link,
-    plan: StepPlan,
-    gradient: Tensor,
-    native: bool = False,
-    where: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """The sums of `start_reduce_rows`."""
-    return start_reduce_rows(link, plan, gradient, native, where)()
-
-
 def start_to_homes(
     link: Link, plan: StepPlan, gradient: Tensor, where: tuple[Tensor, Tensor] | None = None
 ) -> Callable[[], Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import traceback
 from dataclasses import dataclass
@@ -130,3 +131,12 @@ def describe(error: BaseException) -> str:
         return text
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     return (f"{type(error).__name__}: {text}" if text else type(error).__name__) + notes
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line, without the source position and advice that gloo adds."""
+    text = str(error).strip()
+    if not text:
+        return type(error).__name__
+    line = text.splitlines()[0].partition(". This is typically caused")[0]
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", line)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from distcache.comm.failure import failure_of_others
+from distcache.comm.failure import failure_of_others, first_line
 from distcache.comm.liveness import has_ended
 from distcache.comm.world import World
 from distcache.errors import PeerError
@@ -88,12 +87,3 @@ class Waiting:
 
 def _names(ranks: Sequence[int]) -> str:
     return ", ".join(f"rank {rank}" for rank in ranks)
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line, without the source position and advice that gloo adds."""
-    text = str(error).strip()
-    if not text:
-        return type(error).__name__
-    line = text.splitlines()[0].partition(". This is typically caused")[0]
-    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", line)

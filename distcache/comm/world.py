@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
+from distcache.comm.failure import first_line
 from distcache.comm.liveness import announce_process
 from distcache.comm.nodes import Nodes, agree_on_nodes, claim_of, exchange_claims
 from distcache.errors import ConfigError, PeerError
@@ -134,7 +135,7 @@ def open_world(
         }
     except RuntimeError as error:  # torch's own are: DistNetworkError, DistStoreError, ...
         raise PeerError(
-            f"rank {rank} of {size} could not join the others ({str(error).splitlines()[0]}): the "
+            f"rank {rank} of {size} could not join the others ({first_line(error)}): the "
             "usual reason is a rank, or the agent that serves the store, that ended while the job "
             "started; see what the other ranks say"
         ) from error

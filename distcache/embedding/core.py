@@ -17,7 +17,7 @@ from distcache.comm.failure import record_failure
 from distcache.comm.link import Link
 from distcache.comm.versions import agree_on_versions
 from distcache.comm.world import World
-from distcache.coordinator import reduce_rows
+from distcache.coordinator import start_reduce_rows
 from distcache.data.batch import Batch, JaggedIds
 from distcache.data.check import check_ids
 from distcache.embedding.ids import ReadIds
@@ -194,7 +194,7 @@ class CachedTables:
         for stream in self.streams:
             stream.settle()
         sums = [
-            reduce_rows(self.link, plan, gradient, native)
+            start_reduce_rows(self.link, plan, gradient, native)()
             for plan, gradient in zip(planned.plans, gradients, strict=True)
         ]
         if size > 1 and self.settings.gradient_reduction == "mean":
