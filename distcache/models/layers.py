@@ -20,7 +20,7 @@ class MLP(nn.Sequential):
         for index, (width, out) in enumerate(zip((in_features, *sizes), sizes, strict=False)):
             layers.append(nn.Linear(width, out))
             if final_relu or index + 1 < len(sizes):
-                layers.append(nn.ReLU())
+                layers.append(nn.ReLU(inplace=True))  # a linear layer's backward needs no output
         super().__init__(*layers)
 
 

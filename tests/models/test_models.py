@@ -8,6 +8,7 @@ from torch import nn
 
 from distcache.errors import ConfigError
 from distcache.models import DLRM, DCNv2, build_model, initialise
+from distcache.models.dlrm import DotInteraction
 
 FEATURES, DIM, DENSE, BATCH = 5, 8, 7, 12
 
@@ -89,6 +90,44 @@ def test_dlrm_interaction_is_every_pair_once():
     expected = torch.cat([bottom[0], torch.stack(pairs)])
     found = model.interaction(bottom, pooled.view(1, FEATURES, DIM))[0]
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("batch", [0, 1, 4])
+def test_gradients_of_the_interaction_are_those_of_its_products(count, batch):
+    generator = torch.Generator().manual_seed(count)
+    dense, sparse = (
+        torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
+        for shape in ((batch, DIM), (batch, count, DIM))
+    )
+    interaction = DotInteraction(count)
+    found = interaction(dense, sparse)
+    weights = torch.randn(found.shape, dtype=torch.float64, generator=generator)
+    vectors = torch.cat((dense.unsqueeze(1), sparse), dim=1)
+    first, second = torch.triu_indices(count + 1, count + 1, offset=1)
+    products = (vectors[:, first] * vectors[:, second]).sum(-1)
+    expected = torch.cat((dense, products), dim=1)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    ours = torch.autograd.grad((found * weights).sum(), (dense, sparse))
+    theirs = torch.autograd.grad((expected * weights).sum(), (dense, sparse))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+def test_interaction_multiplies_in_bf16_under_autocast_in_both_directions():
+    generator = torch.Generator().manual_seed(7)
+    shapes = ((8, DIM), (8, FEATURES, DIM))
+    dense, sparse = (torch.randn(s, generator=generator, requires_grad=True) for s in shapes)
+    interaction = DotInteraction(FEATURES)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = interaction(dense, sparse)
+    found.sum().backward()
+    assert found.dtype == dense.grad.dtype == sparse.grad.dtype == torch.float32
+    rounded = sparse.detach().bfloat16().float()
+    vectors = torch.cat((dense.detach().bfloat16().float().unsqueeze(1), rounded), dim=1)
+    others = vectors.sum(dim=1, keepdim=True) - vectors
+    assert torch.equal(sparse.grad, sparse.grad.bfloat16().float())
+    torch.testing.assert_close(sparse.grad, others[:, 1:], rtol=2**-7, atol=2**-5)
 
 
 @pytest.mark.parametrize("name", ["dlrm", "dcn_v2"])
