@@ -59,7 +59,7 @@ EACH, SPREAD, SHARED, RING, TREE = "each", "spread", "shared", "ring", "tree"
 
 @dataclass(frozen=True)
 class Exchange:
-    """One collective of a step. `nbytes`: leave a rank, the mean over ranks; `busiest`: those of
+    """One exchange of a step. `nbytes`: leave a rank, the mean over ranks; `busiest`: those of
     the busiest rank relative to it, sent or received; `pattern`: `EACH` rank to each, `SPREAD` to
     all by way of one rank of each other node, `SHARED`: from each to each, but once what several
     ranks of another node get, around a `RING` (reduce-scatter, all-gather), or up and down a `TREE`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -227,6 +228,10 @@ def test_rows_are_handed_on_by_a_second_collective() -> None:
     shared = Exchange("late_rows", 700.0, pattern=SHARED, crossing=250.0)
     first = max(3 * 0.5 + 300 / 100, 4 * 2.0 + 250 / 10)
     assert exchange_seconds(shared, there) == pytest.approx(7 + first + 7 + 3 * 0.5 + 150 / 100)
+    quick = replace(there, between=Link(1e9))  # the first is over when mates have their copies
+    for exchange, rest in ((spread, 300), (shared, 150)):
+        expected = 7 + 3 * 0.5 + 300 / 100 + 7 + 3 * 0.5 + rest / 100
+        assert exchange_seconds(exchange, quick) == pytest.approx(expected)
     for shape in ((8, 1), (8, 8)):  # one node, and nodes of one rank: from each to each
         flat = Cluster(8, Link(1e9), Link(100.0, 0.5), Link(10.0, 2.0), shape[1], collective_s=7.0)
         each = exchange_seconds(Exchange("fill", 700.0), flat)
