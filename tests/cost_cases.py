@@ -21,9 +21,9 @@ def sources(dim: int = DIM) -> list[TableSource]:
     return zipf_sources(ROWS, [dim] * 3, BAGS, ZIPF)
 
 
-def demand(world: int, batch: float = BATCH, state: int = STATE) -> Demand:
+def demand(world: int, batch: float = BATCH, state: int = STATE, nodes: int = 1) -> Demand:
     """Their demand."""
-    return demand_at(sources(), [state] * 3, batch, world)
+    return demand_at(sources(), [state] * 3, batch, world, world // nodes)
 
 
 def cluster(world: int, nodes: int = 1, **more) -> Cluster:

@@ -7,18 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from node_cases import open_nodes
 from ranks import run_ranks
 
 from distcache.cli.compose import compose_overrides, to_config
-from distcache.comm.world import close_world, open_world
+from distcache.comm.world import close_world
 from distcache.trainer import train
 
 SMALL = ("trainer.device=cpu", "trainer.log_level=WARNING", "run.save=false", "trainer.steps=null")
 
 
-def _runs(rank: int, world_size: int, runs: Sequence[Sequence[str]], folder: str) -> list[dict]:
+def _runs(
+    rank: int, world_size: int, runs: Sequence[Sequence[str]], folder: str, nodes: Sequence[int]
+) -> list[dict]:
     torch.set_num_threads(1)
-    world = open_world("cpu", timeout_s=60)
+    world = open_nodes(rank, nodes)
     summaries = []
     for number, overrides in enumerate(runs):
         home = Path(folder) / f"w{world_size}-{number}"
@@ -31,10 +34,16 @@ def _runs(rank: int, world_size: int, runs: Sequence[Sequence[str]], folder: str
 
 
 def summaries(
-    runs: Sequence[Sequence[str]], folder: Path, world_size: int = 1, timeout: float = 120
+    runs: Sequence[Sequence[str]],
+    folder: Path,
+    world_size: int = 1,
+    timeout: float = 120,
+    nodes: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
-    """The summaries of runs with these overrides, one after the other, at `world_size` ranks."""
-    return run_ranks(_runs, world_size, list(runs), str(folder), timeout=timeout)[0]
+    """The summaries of runs with these overrides, one after the other, at `world_size` ranks;
+    `nodes`: ranks of each node, None: all on one."""
+    more = (list(runs), str(folder), nodes or (world_size,))
+    return run_ranks(_runs, world_size, *more, timeout=timeout)[0]
 
 
 def digests(summary: dict[str, Any]) -> tuple[str, str]:

@@ -78,7 +78,8 @@ class Worlds:
 
     def _of(self, world: int, nodes: int, request: Request) -> tuple[Demand, Cluster, Settings]:
         options = request.options
-        demand = demand_at(request.sources, request.state_widths, options.batch, world)
+        each = (request.sources, request.state_widths, options.batch)
+        demand = demand_at(*each, world, world // nodes)
         groups = [(g.rows, g.dim, g.state_width) for g in demand.groups]
         rows = options.cache_rows or None
         ratio = None if rows else options.cache_ratio

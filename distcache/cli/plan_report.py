@@ -112,6 +112,7 @@ def _record(prediction: Prediction, point: Point, asked: bool) -> dict[str, Any]
         "collective_bytes": prediction.collective_bytes,
         "inside_bytes": prediction.inside,
         "between_bytes": prediction.between,
+        "inter_node_bytes": traffic.inter_node_bytes(point.cluster),
         "dense_collective_bytes": traffic.dense_bytes,
         "host_to_device_bytes": traffic.host_in,
         "device_to_host_bytes": traffic.host_out,

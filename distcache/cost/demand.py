@@ -1,7 +1,7 @@
 """Which rows a step needs, on one rank and on any: what every placement's traffic follows from.
 
 Letters: W ranks, b samples per rank, n = b x (ids per sample) lookups of a table per rank and step,
-q the probability that a rank touches a row in a step, Q that any rank does.
+q the probability that a rank touches a row in a step, Q that any rank does, and G ranks of a node.
 """
 
 from __future__ import annotations
@@ -17,6 +17,15 @@ from distcache.errors import ConfigError
 
 DEVIATIONS = 6.0
 """Buffers hold the expected rows and so many standard deviations more."""
+
+
+def check_nodes(world_size: int, local_ranks: int) -> None:
+    """Raise ConfigError where `world_size` ranks are no whole number of nodes of `local_ranks`."""
+    if local_ranks < 1 or world_size % local_ranks:
+        raise ConfigError(
+            f"local_ranks={local_ranks} does not divide world_size={world_size}: every node has as "
+            "many ranks; give a number that does"
+        )
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,8 @@ class TableDemand:
     are taken, among which they lie. `lookups`: of one rank and step; `features`: that read it.
     `before` float64 `[k]`: the probability that a row which is touched was so in the step before,
     None: Q, as steps are independent; `reuse`: None: the same rows (see `demand_of_window`).
+    `node` float64 `[k]`: the probability that any of the G ranks of a node touches a row in a step;
+    None: q, as where each rank is a node.
     """
 
     name: str
@@ -52,6 +63,7 @@ class TableDemand:
     features: int = 1
     before: np.ndarray | None = None
     reuse: Reuse | None = None
+    node: np.ndarray | None = None
 
     def split(self, prefix: float) -> tuple[TableDemand, TableDemand]:
         """The table's replicated prefix of so many rows, and the rest, as two tables.
@@ -86,6 +98,7 @@ class TableDemand:
             lookups=lookups,
             before=None if self.before is None else self.before[kept],
             reuse=reuse,
+            node=None if self.node is None else self.node[kept],
         )
 
     @property
@@ -105,10 +118,23 @@ class TableDemand:
         return float(self.world @ self.count)
 
     @property
+    def node_rows(self) -> float:
+        """Distinct rows that the ranks of one node are expected to touch together."""
+        return self.rank_rows if self.node is None else float(self.node @ self.count)
+
+    @property
     def late_rows(self) -> float:
         """Of a rank's distinct rows those that some rank touched in the step before, too."""
+        return self._late(self.rank)
+
+    @property
+    def late_node_rows(self) -> float:
+        """The same of a node's distinct rows."""
+        return self._late(self.rank if self.node is None else self.node)
+
+    def _late(self, touched: np.ndarray) -> float:
         before = self.world if self.before is None else self.before
-        return float((self.rank * before) @ self.count)
+        return float((touched * before) @ self.count)
 
     @property
     def variances(self) -> tuple[float, float]:
@@ -149,9 +175,19 @@ class GroupDemand:
         return sum(table.world_rows for table in self.tables)
 
     @property
+    def node_rows(self) -> float:
+        """See `TableDemand.node_rows`."""
+        return sum(table.node_rows for table in self.tables)
+
+    @property
     def late_rows(self) -> float:
         """See `TableDemand.late_rows`."""
         return sum(table.late_rows for table in self.tables)
+
+    @property
+    def late_node_rows(self) -> float:
+        """See `TableDemand.late_node_rows`."""
+        return sum(table.late_node_rows for table in self.tables)
 
     @property
     def lookups(self) -> float:
@@ -182,11 +218,15 @@ class GroupDemand:
 
 @dataclass(frozen=True)
 class Demand:
-    """What one step of W = `world_size` ranks needs, `batch` samples (b) on each."""
+    """What one step of W = `world_size` ranks needs, `batch` samples (b) on each.
+
+    `local_ranks`: G, of the nodes that the tables' `node` is about; of no account on one node.
+    """
 
     groups: tuple[GroupDemand, ...]
     world_size: int
     batch: float
+    local_ranks: int = 1
 
     @property
     def tables(self) -> tuple[TableDemand, ...]:

@@ -105,12 +105,18 @@ def predict(
     """What a step of `demand` costs on `cluster` in a placement of `CACHED` or `HYBRID`.
 
     `replicated_rows`: {table: K} of `mixed`, others 0. Raises ConfigError for a placement that is
-    none, K beyond a table, or a demand of another number of ranks than the cluster has.
+    none, K beyond a table, or a demand of another number of ranks, or of ranks of a node, than the
+    cluster has.
     """
     if demand.world_size != cluster.ranks:
         raise ConfigError(
             f"the demand is of world_size={demand.world_size}, the cluster has {cluster.ranks} "
             "ranks: describe the same world"
+        )
+    if cluster.nodes > 1 and demand.local_ranks != cluster.local_ranks:
+        raise ConfigError(
+            f"the demand is of nodes of {demand.local_ranks} ranks, the cluster has "
+            f"{cluster.local_ranks} on each: describe the same world"
         )
     if placement in HYBRID:
         return _hybrid(placement, demand, cluster, settings)
@@ -161,7 +167,7 @@ def _cached(
         if copied:
             exchanges += replicated_exchanges(group, world, fetched, item, settings.state)
         else:
-            exchanges += sharded_exchanges(group, world, item)
+            exchanges += sharded_exchanges(group, world, item, cluster.nodes)
         row = (group.dim + group.state_width) * item
         host_in += fetched / world * row
         host_out += own.written_back * scale / world * row

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from distcache.cost.demand import Demand, GroupDemand, TableDemand
+from distcache.cost.demand import Demand, GroupDemand, TableDemand, check_nodes
 from distcache.cost.mixture import with_mixture
 from distcache.cost.popularity import Counted, TableSource
 from distcache.cost.unseen import with_unseen
@@ -15,30 +15,36 @@ from distcache.errors import ConfigError
 
 
 def demand_at(
-    sources: Sequence[TableSource], state_widths: Sequence[int], batch: float, world_size: int
+    sources: Sequence[TableSource],
+    state_widths: Sequence[int],
+    batch: float,
+    world_size: int,
+    local_ranks: int = 1,
 ) -> Demand:
     """The demand of a step of W = `world_size` ranks with `batch` samples (b) each.
 
-    `state_widths`: S of each table's rows. Tables of one width are a group, in order of first
-    appearance (as `layout.group_tables`).
+    `state_widths`: S of each table's rows; `local_ranks`: ranks of each node. Tables of one width
+    are a group, in order of first appearance (as `layout.group_tables`).
     """
     if batch <= 0:
         raise ConfigError(f"batch={batch}: give the samples of one rank, at least 1")
     if world_size < 1:
         raise ConfigError(f"world_size={world_size}: give at least 1")
+    check_nodes(world_size, local_ranks)
     groups: dict[int, list[TableDemand]] = {}
     states: dict[int, int] = {}
     for source, state in zip(sources, state_widths, strict=True):
-        groups.setdefault(source.dim, []).append(_table(source, batch, world_size))
+        groups.setdefault(source.dim, []).append(_table(source, batch, world_size, local_ranks))
         states[source.dim] = state
     return Demand(
         tuple(GroupDemand(tuple(tables), dim, states[dim]) for dim, tables in groups.items()),
         world_size,
         batch,
+        local_ranks,
     )
 
 
-def _table(source: TableSource, batch: float, world_size: int) -> TableDemand:
+def _table(source: TableSource, batch: float, world_size: int, local_ranks: int) -> TableDemand:
     popularity, lookups = source.popularity, batch * source.lookups
     count = np.asarray(popularity.rows, dtype=np.float64)
     end = np.cumsum(count)
@@ -52,6 +58,7 @@ def _table(source: TableSource, batch: float, world_size: int) -> TableDemand:
         end,
         lookups,
         source.features,
+        node=popularity.touched(local_ranks * lookups) if 1 < local_ranks < world_size else None,
     )
     if not isinstance(popularity, Counted):
         return found

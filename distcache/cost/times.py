@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from distcache.cost.links import Cluster
-from distcache.cost.traffic import DENSE, EACH, RING, Exchange, Traffic, split
+from distcache.cost.traffic import DENSE, EACH, RING, SHARED, SPREAD, Exchange, Traffic, split
 
 HIDDEN_STAGES = ("fill", "early_rows")
 """Exchanges of rows that the coming steps need: beside compute."""
@@ -53,22 +53,33 @@ class StepTime:
 
 
 def exchange_seconds(exchange: Exchange, cluster: Cluster) -> float:
-    """One collective, of the busiest rank; its links work side by side."""
+    """One exchange, of the busiest rank: a collective, whose links work side by side.
+
+    What crosses once for a node is handed on by a second one; in the first a rank sends its mates
+    what it has itself, to each of the W - 1 peers as much.
+    """
     if exchange.nbytes <= 0 or cluster.ranks == 1:
         return 0.0
     inside, between = (exchange.busiest * part for part in split(exchange, cluster))
     near, far = _messages(exchange.pattern, cluster)
+    second = 0.0
+    if exchange.pattern in (SPREAD, SHARED) and cluster.nodes > 1 and cluster.local_ranks > 1:
+        own = exchange.busiest * exchange.nbytes * (cluster.local_ranks - 1) / (cluster.ranks - 1)
+        second = cluster.collective_s + cluster.inside.seconds(inside - own, near)
+        inside = own
     seconds = [cluster.inside.seconds(inside, near if inside else 0)]
     if cluster.between is not None and between:
         seconds.append(cluster.between.seconds(between, far))
-    return cluster.collective_s + max(seconds)
+    return cluster.collective_s + max(seconds) + second
 
 
 def _messages(pattern: str, cluster: Cluster) -> tuple[float, float]:
     """Messages that follow one another on a rank's way to its node's ranks, and to other nodes."""
     local, nodes = cluster.local_ranks, cluster.nodes
-    if pattern == EACH:
+    if pattern in (EACH, SHARED):
         return local - 1, cluster.ranks - local
+    if pattern == SPREAD:
+        return local - 1, nodes - 1
     if pattern == RING:
         return nodes * (local - 1), nodes
     return 2 * math.log2(local), 2 * math.log2(nodes)

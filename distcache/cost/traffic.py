@@ -14,6 +14,16 @@ samples per rank, M rows fetched by all homes. Rows have homes like independent 
 | row_wise | the same as partial sums: reduce-scatter, all-gather | (W-1)sb each |
 | row_wise_ids | a row, and a gradient, per lookup (n) | ksn each |
 | row_wise_dedup | a row, and a gradient, per distinct row | ksq each |
+
+Between N nodes of G ranks, of which a node has q_G distinct rows, goes a part of them: rows that
+several ranks of another node get cross once and are handed on inside it.
+
+| stage | pattern | bytes between nodes |
+|---|---|---|
+| `fill`, `row_sums` | SPREAD | (N-1)/(W-1) of them |
+| `early_rows` + `late_rows` | SHARED | s q_G (W-G)/(WG) |
+| other rows, row gradients, pooled vectors | EACH | (W-G)/(W-1) of them |
+| partial sums; dense gradients | RING; TREE | 1/G of them |
 """
 
 from __future__ import annotations
@@ -44,19 +54,22 @@ AT_HOME = "home"
 DENSE = "dense"
 
 
-EACH, RING, TREE = "each", "ring", "tree"
+EACH, SPREAD, SHARED, RING, TREE = "each", "spread", "shared", "ring", "tree"
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One collective of a step. `nbytes`: leave a rank, the mean over ranks; `busiest`: those of
-    the busiest rank relative to it, sent or received; `pattern`: `EACH` rank to each, around a
-    `RING` (reduce-scatter, all-gather), or up and down a `TREE` (all-reduce)."""
+    """One exchange of a step. `nbytes`: leave a rank, the mean over ranks; `busiest`: those of
+    the busiest rank relative to it, sent or received; `pattern`: `EACH` rank to each, `SPREAD` to
+    all by way of one rank of each other node, `SHARED`: from each to each, but once what several
+    ranks of another node get, around a `RING` (reduce-scatter, all-gather), or up and down a `TREE`
+    (all-reduce); `crossing`: of what is `SHARED`, bytes to other nodes."""
 
     stage: str
     nbytes: float
     busiest: float = 1.0
     pattern: str = EACH
+    crossing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -82,17 +95,24 @@ class Traffic:
         pairs = [split(e, cluster) for e in self.exchanges if e.stage != DENSE]
         return sum(inside for inside, _ in pairs), sum(between for _, between in pairs)
 
+    def inter_node_bytes(self, cluster: Cluster) -> float:
+        """Of all that a rank sends, dense gradients too, what leaves its node: that counter."""
+        return sum(split(e, cluster)[1] for e in self.exchanges)
+
 
 def split(exchange: Exchange, cluster: Cluster) -> tuple[float, float]:
     """Bytes of an exchange inside a rank's node and to other nodes.
 
-    Peers are alike, so bytes go to them in equal shares; of a ring's (or tree's) hops one in each
-    node leaves.
+    Peers are alike, so bytes go to them in equal shares; of the W - 1 copies of a row that is
+    spread one goes to each other node; of a ring's (or tree's) hops one in each node leaves.
     """
     peers, local = cluster.ranks - 1, cluster.local_ranks
     if peers == 0 or cluster.nodes == 1:
         return exchange.nbytes, 0.0
-    leaving = 1 / local if exchange.pattern != EACH else (cluster.ranks - local) / peers
+    if exchange.pattern == SHARED:
+        return exchange.nbytes - exchange.crossing, exchange.crossing
+    shares = {EACH: (cluster.ranks - local) / peers, SPREAD: (cluster.nodes - 1) / peers}
+    leaving = shares.get(exchange.pattern, 1 / local)
     return exchange.nbytes * (1 - leaving), exchange.nbytes * leaving
 
 
@@ -108,21 +128,42 @@ def replicated_exchanges(
     k, row = remote_share(world_size), group.dim * itemsize
     filled = group.dim + (0 if state == AT_HOME else group.state_width)
     return [
-        Exchange("fill", k * fetched * filled * itemsize),
+        Exchange("fill", k * fetched * filled * itemsize, pattern=SPREAD),
         Exchange("row_gradients", k * group.rank_rows * row),
-        Exchange("row_sums", k * group.world_rows * row),
+        Exchange("row_sums", k * group.world_rows * row, pattern=SPREAD),
     ]
 
 
-def sharded_exchanges(group: GroupDemand, world_size: int, itemsize: int) -> list[Exchange]:
-    """A sharded group. Rows that some rank touched in the step before travel after its update."""
+def sharded_exchanges(
+    group: GroupDemand, world_size: int, itemsize: int, nodes: int = 1
+) -> list[Exchange]:
+    """A sharded group. Rows that some rank touched in the step before travel after its update.
+
+    On several `nodes` the group knows what one of them touches (`Demand.local_ranks`).
+    """
     k, row = remote_share(world_size), group.dim * itemsize
-    late = group.late_rows
+    late, late_of_node = group.late_rows, group.late_node_rows
+    early, early_of_node = group.rank_rows - late, group.node_rows - late_of_node
     return [
-        Exchange("late_rows", k * late * row),
-        Exchange("early_rows", k * (group.rank_rows - late) * row),
+        _to_namers("late_rows", late * row, late_of_node * row, (world_size, nodes)),
+        _to_namers("early_rows", early * row, early_of_node * row, (world_size, nodes)),
         Exchange("row_gradients", k * group.rank_rows * row),
     ]
+
+
+def _to_namers(stage: str, own: float, of_node: float, shape: tuple[int, int]) -> Exchange:
+    """Rows from their homes to the ranks that named them: `own` bytes of those that a rank named,
+    `of_node` of those that any rank of a node did; `shape`: ranks and nodes.
+
+    A row whose home is on another node comes to one of the ranks of a node that named it, and from
+    that to the others.
+    """
+    world, nodes = shape
+    local, sent = world // nodes, remote_share(world) * own
+    if nodes == 1 or local == 1:
+        return Exchange(stage, sent)
+    crossing = (world - local) / world * of_node / local
+    return Exchange(stage, sent, pattern=SHARED, crossing=crossing)
 
 
 def hybrid_exchanges(demand: Demand, layout: str, itemsize: int) -> list[Exchange]:

@@ -93,22 +93,22 @@ def _described(path: str, world: World) -> Cluster:
     return found
 
 
-def demand_of(config: Config, world: World, known: Known) -> Demand:
-    """What a step needs, from the statistics, or from the window."""
+def demand_of(config: Config, world: World, known: Known, local_ranks: int) -> Demand:
+    """What a step needs, from the statistics, or from the window; `local_ranks` on each node."""
     tables, update = known.tables, row_update(config.optim.name, 0.0)
     batch = config.data.global_batch_size / world.size
     if known.statistics is not None:
         sources = counted_sources(known.statistics, [table.dim for table in tables])
         named = [replace(own, name=of.name) for own, of in zip(sources, tables, strict=True)]
         widths = [update.state_width(table.dim) for table in tables]
-        return demand_at(named, widths, batch, world.size)
+        return demand_at(named, widths, batch, world.size, local_ranks)
     if known.window is None:
         raise RuntimeError("neither statistics nor a window")
     windows = []
     for members, rows in zip(group_tables(tables), known.window.rows, strict=True):
         layout = RowLayout([tables[table] for table in members], world.size)
         windows.append(GroupWindow(layout, rows, update.state_width(layout.dim)))
-    return demand_of_window(windows, batch)
+    return demand_of_window(windows, batch, local_ranks)
 
 
 def choose(
@@ -124,7 +124,7 @@ def choose(
         itemsize=8 if config.trainer.dtype == "float64" else 4,
         dense_parameters=sum(math.prod(p.shape) for p in model.parameters()),
     )
-    demand = demand_of(config, world, known)
+    demand = demand_of(config, world, known, cluster.local_ranks)
     if cache.placement != "mixed":
         return choose_placement(demand, cluster, settings, cache.objective)
     best = best_mixed(demand, cluster, settings, cache.objective)

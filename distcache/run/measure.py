@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,25 +27,29 @@ _SMALL, _LARGE = 1 << 12, 1 << 22
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds and bytes per second of one rank while all ranks do the same. `inside` None: alone.
+    """Seconds and bytes per second of one rank while all ranks do the same.
 
-    `latency_s`: of an exchange with all peers that sends next to nothing.
+    `inside`: to the ranks of its node, None: alone there; `latency_s`: of an exchange with all of
+    them that sends next to nothing; `between`: to the ranks of other nodes, None on one node. Where
+    nodes have different numbers of ranks they count as one.
     """
 
     inside: float | None
     latency_s: float
     host: float
     compute: Compute
+    between: Link | None = None
 
-    def cluster(self, world: World, between: Link | None = None, nodes: int = 1) -> Cluster:
+    def cluster(self, world: World) -> Cluster:
         """A cluster of this world's ranks. On a CPU all movement takes the cores that compute."""
-        peers = max(world.size - 1, 1)
+        nodes = 1 if self.between is None else world.nodes.count
+        peers = max(world.size // nodes - 1, 1)
         inside = Link(self.inside or 1e12, self.latency_s / peers, "measured")
         return Cluster(
             world.size,
             Link(self.host, 0.0, "measured"),
             inside,
-            between,
+            self.between,
             nodes,
             compute=self.compute,
             collective_s=0.0,
@@ -70,19 +75,38 @@ def measure(world: World, dim: int, update: RowUpdate, part: DensePart) -> Measu
     Takes about a second.
     """
     generator = torch.Generator().manual_seed(world.rank)
-    small = _exchange_seconds(world, _SMALL)
-    large = _exchange_seconds(world, _LARGE)
-    sent = (_LARGE - _SMALL) * (world.size - 1)
+    mates, others = _near_and_far(world)
+    alone = len(mates) == 1
+    near = [0.0, 0.0] if alone else _exchange_seconds(world, mates)
+    far = _exchange_seconds(world, others) if others else [0.0, 0.0]
     host = _host_seconds(world, dim, generator)
     lookup, updated, copied = _row_seconds(world, dim, update, generator)
     sample = _dense_seconds(world, part)
-    own = torch.tensor([small, large, host, lookup, updated, copied, sample], dtype=torch.float64)
+    timed = [*near, *far, host, lookup, updated, copied, sample]
+    own = torch.tensor(timed, dtype=torch.float64)
     if world.size > 1:
         dist.all_reduce(own, group=world.host_group)
-    small, large, host, lookup, updated, copied, sample = (own / world.size).tolist()
-    bandwidth = sent / max(large - small, 1e-9) if world.size > 1 else None
+    *links, host, lookup, updated, copied, sample = (own / world.size).tolist()
+    near, far = links[:2], links[2:]
+    inside = None if alone else _bandwidth(near, len(mates) - 1)
+    between = None
+    if others:
+        between = Link(_bandwidth(far, len(others)), far[0] / len(others), "measured")
     compute = Compute(lookup / _ROWS, updated / _ROWS, copied / _ROWS, sample / part.batch)
-    return Measured(bandwidth, small, _ROWS * dim * 4 / host, compute)
+    return Measured(inside, near[0], _ROWS * dim * 4 / host, compute, between)
+
+
+def _near_and_far(world: World) -> tuple[range, list[int]]:
+    """The ranks of this node, and the others; where nodes have different numbers of ranks all are
+    of one."""
+    nodes, every = world.nodes, range(world.size)
+    near = every if len(set(nodes.sizes)) > 1 else nodes.ranks(nodes.of(world.rank))
+    return near, [rank for rank in every if rank not in near]
+
+
+def _bandwidth(seconds: Sequence[float], peers: int) -> float:
+    """Bytes per second from what `_exchange_seconds` gave."""
+    return (_LARGE - _SMALL) * peers / max(seconds[1] - seconds[0], 1e-9)
 
 
 def _timed(world: World, call: Callable[[], object], repeat: int = 7) -> float:
@@ -102,14 +126,23 @@ def _wait(world: World) -> None:
         torch.cuda.synchronize(world.device)
 
 
-def _exchange_seconds(world: World, nbytes: int) -> float:
-    if world.size == 1:
-        return 0.0
+def _exchange_seconds(world: World, peers: Sequence[int]) -> list[float]:
+    """Of all-to-alls in which each rank sends `_SMALL`, and `_LARGE`, bytes to each of `peers`;
+    where these are its node's they are the node's own."""
     link = comm.Link(world, world.device_group, CollectiveCounters(), "the device group")
-    sent = torch.zeros(world.size * (nbytes // 4), device=world.device)
-    splits = [nbytes // 4] * world.size
-    dist.barrier(group=world.host_group)
-    return _timed(world, lambda: link.all_to_all(sent, splits, splits, ROWS, "a measurement"))
+    here = world.nodes.ranks(world.nodes.of(world.rank))
+    inside, found = all(rank in here for rank in peers), []
+    for nbytes in (_SMALL, _LARGE):
+        splits = [nbytes // 4 if rank in peers else 0 for rank in range(world.size)]
+        sent = torch.zeros(sum(splits), device=world.device)
+        near, what = splits[here.start : here.stop], "a measurement"
+        dist.barrier(group=world.host_group)
+        if inside:
+            call = partial(link.within_node, sent, near, near, ROWS, what)
+        else:
+            call = partial(link.all_to_all, sent, splits, splits, ROWS, what)
+        found.append(_timed(world, call))
+    return found
 
 
 def _host_seconds(world: World, dim: int, generator: torch.Generator) -> float:

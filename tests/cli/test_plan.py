@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from node_cases import open_nodes
 from ranks import run_ranks
 
 from distcache.analyze import main as analyze
@@ -17,7 +18,7 @@ from distcache.cli.compose import checked_config, compose_overrides
 from distcache.cli.plan_predict import default_parameters, make_plan
 from distcache.cli.plan_request import parse_request
 from distcache.comm.rendezvous import Place
-from distcache.comm.world import close_world, open_world
+from distcache.comm.world import World, close_world, open_world
 from distcache.cost.links import PRESETS
 from distcache.cost.sweep import Point
 from distcache.cost.traffic import CACHED, HYBRID
@@ -66,7 +67,13 @@ def test_everything_is_left(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
         parts = record["inside_bytes"] + record["between_bytes"]
         assert parts == pytest.approx(record["collective_bytes"])
         share = 1 / 2 if name == "row_wise" else 2 / 3  # of a ring's hops, of the peers
-        assert record["between_bytes"] == pytest.approx(share * parts)
+        between = record["between_bytes"]
+        if name in HYBRID:
+            assert between == pytest.approx(share * parts)
+        else:  # rows that go to several ranks of a node cross once
+            assert share / 2 * parts < between < share * parts
+        dense = record["dense_collective_bytes"] / 2
+        assert record["inter_node_bytes"] == pytest.approx(between + dense)
     assert found["sharded"]["collective_bytes"] < found["table_wise"]["collective_bytes"]
     assert records[0]["kind"] == "environment" and records[0]["command"][2] == "distcache.plan"
 
@@ -197,12 +204,19 @@ def test_the_default_dense_part_is_that_of_the_experiment() -> None:
 
 
 def measured(rank: int, size: int) -> tuple:
-    world = open_world("cpu")
+    return timed(open_world("cpu"))
+
+
+def timed(world: World) -> tuple:
     model = build_model("dlrm", 13, [8] * 3, [16, 8], [8, 1])
     found = measure(world, 8, row_update("adagrad", 0.1), DensePart(model, 13, 24, 16))
     cluster = found.cluster(world)
     close_world(world)
     return found, cluster
+
+
+def measured_on_nodes(rank: int, size: int, sizes: tuple[int, ...]) -> tuple:
+    return timed(open_nodes(rank, sizes))
 
 
 def test_ranks_measure_the_same_machine() -> None:
@@ -213,6 +227,20 @@ def test_ranks_measure_the_same_machine() -> None:
     assert min(compute.lookup_s, compute.update_s, compute.copy_s, compute.sample_s) > 0
     assert cluster.ranks == 2 and cluster.overlap == 0.0 and cluster.collective_s == 0.0
     assert cluster.inside.latency == first.latency_s > 0
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 1), (1, 2)])
+def test_nodes_measure_what_is_between_them(sizes: tuple[int, ...]) -> None:
+    found = run_ranks(measured_on_nodes, sum(sizes), sizes)
+    assert len({repr(own) for own in found}) == 1
+    measured, cluster = found[0]
+    alike = len(set(sizes)) == 1
+    assert cluster.nodes == (len(sizes) if alike else 1)
+    assert cluster.local_ranks == (sizes[0] if alike else sum(sizes))
+    assert (cluster.between == measured.between) and (measured.between is not None) == alike
+    assert (measured.inside is None) == (sizes == (1, 1))
+    for link in filter(None, (cluster.between, cluster.inside if measured.inside else None)):
+        assert link.bandwidth > 1e5 and link.latency > 0 and link.name == "measured"
 
 
 def test_one_rank_measures_alone(tmp_path: Path) -> None:

@@ -160,10 +160,11 @@ def test_a_sweep_finds_where_the_winner_changes() -> None:
         # In a node starting an exchange is what takes time, and sharded has one more of them;
         # between nodes bytes do, of which it has the fewest.
         nodes = max(1, world // 4)
-        return demand(world), cluster(world, nodes, collective_s=1e-4), settings(5340)
+        found = cluster(world, nodes, collective_s=1e-4)
+        return demand(world, nodes=nodes), found, settings(5340)
 
-    points = sweep(powers_of_two(16), at, "time")
-    assert [point.world_size for point in points] == [1, 2, 4, 8, 16]
+    points = sweep(powers_of_two(32), at, "time")
+    assert [point.world_size for point in points] == [1, 2, 4, 8, 16, 32]
     for found in crossovers(points, "time"):
         assert isinstance(found, Crossover) and found.old != found.new
         assert found.before <= found.at <= found.after == 2 * found.before
@@ -188,6 +189,8 @@ def test_what_makes_no_sense_is_refused() -> None:
         predict("nowhere", demand(2), cluster(2), settings())
     with pytest.raises(ConfigError, match=r"demand is of world_size=2, the cluster has 4"):
         predict(SHARDED, demand(2), cluster(4), settings())
+    with pytest.raises(ConfigError, match=r"demand is of nodes of 1 ranks, the cluster has 2 on"):
+        predict(SHARDED, demand(4, nodes=4), cluster(4, 2), settings())
     with pytest.raises(ConfigError, match=r"slots for 2 groups, but tables of 1 widths"):
         predict(SHARDED, demand(2), cluster(2), Settings((10, 10)))
     with pytest.raises(ConfigError, match=r"cache.state=away"):

@@ -141,7 +141,7 @@ def test_bytes_between_nodes_are_those_of_remote_peers() -> None:
     ring = split(Exchange("dense", 800.0, pattern=RING), found)
     assert ring == (pytest.approx(600), pytest.approx(200))  # a hop of four leaves the node
     assert split(Exchange("rows", 700.0), cluster(8)) == (700.0, 0.0)
-    prediction = predict(SHARDED, demand(8), found, settings())
+    prediction = predict(SHARDED, demand(8, nodes=2), found, settings())
     assert prediction.inside + prediction.between == pytest.approx(prediction.collective_bytes)
 
 
