@@ -65,6 +65,15 @@ def streams(draw: st.DrawFn, longest: int = 14) -> tuple:
 
 
 @st.composite
+def nodes_of(draw: st.DrawFn, world: int) -> tuple[int, ...]:
+    """Nodes that so many ranks may be on: how many are on each; () is one."""
+    sizes: list[int] = []
+    while sum(sizes) < world:
+        sizes.append(draw(st.integers(1, world - sum(sizes))))
+    return draw(st.sampled_from([(), tuple(sizes), tuple(sizes)]))
+
+
+@st.composite
 def sharded_streams(draw: st.DrawFn, longest: int = 12) -> tuple:
     """Streams as those of `streams`, whose settings shard some rows or all; slots of either region
     hold every step, often just so."""
@@ -99,5 +108,6 @@ def sharded_streams(draw: st.DrawFn, longest: int = 12) -> tuple:
         hot=hot,
         replicated=replicated,
         early=draw(st.sampled_from([True, True, True, False])),
+        nodes=draw(nodes_of(world)),
     )
     return stream, layout, config
