@@ -145,11 +145,12 @@ def carriers(masks: np.ndarray, first: int | np.ndarray, size: int) -> np.ndarra
 
     The first of them from local rank `first` (one, or one for each row) on, round the `size` ranks.
     """
-    found, start = np.zeros(len(masks), np.uint8), np.asarray(first, np.uint8)
-    for step in reversed(range(size)):
-        local = (start + np.uint8(step)) % np.uint8(size)
-        found = np.where(masks >> local.astype(masks.dtype) & masks.dtype.type(1), local, found)
-    return found
+    kind, start = masks.dtype, np.asarray(first, masks.dtype)
+    left = masks << (kind.type(size) - start)  # shifts by all of the bits give 0
+    turned = (masks >> start | left) & kind.type((1 << size) - 1)
+    lowest = turned & (~turned + kind.type(1))
+    steps = np.frexp(lowest.astype(np.float64))[1] - 1  # exact: powers of 2
+    return ((np.asarray(first) + steps) % size).astype(np.uint8)
 
 
 def pack(masks: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from distcache.planner.calls import divided
+from distcache.planner.calls import divided, grouped
 from distcache.planner.regions import ShardParts
 from distcache.planner.relays import Routes, carriers, has_several, mask_type, sent_by_home
 from distcache.shard_plan import Relay, ShardPlan, Transfer
@@ -102,40 +102,41 @@ class Arrivals:
             [zeros if told is None else told for zeros, told in zip(none, masks, strict=True)]
         )
         several = has_several(named)
-        self._shared = several[np.argsort(rows[several])]
-        """`[k]`: rows that mates named too, ascending by their number; then the same of each."""
-        self._masks = named[self._shared]
+        several = several[np.argsort(rows[several])]
         first = [
             nodes.peer(home, routes.node) - nodes.firsts[routes.node] for home in range(len(counts))
         ]
-        homes = np.searchsorted(self._ends, self._shared, side="right")
-        self._carriers = carriers(self._masks, np.array(first)[homes], routes.mates)
+        homes = np.searchsorted(self._ends, several, side="right")
+        by = carriers(named[several], np.array(first)[homes], routes.mates)
         self._from_mate = np.zeros(len(rows), bool)
-        self._from_mate[self._shared] = self._carriers != routes.local
+        self._from_mate[several] = by != routes.local
+        order, starts = grouped(by, 0, routes.mates)
+        own = several[order[starts[routes.local] : starts[routes.local + 1]]]
+        order = np.delete(order, slice(starts[routes.local], starts[routes.local + 1]))
+        self._brought, self._by = several[order], by[order]
+        """`[k]`: rows that mates bring, by mate, then ascending by number; and the mates."""
+        masks = named[own] & ~named.dtype.type(1 << routes.local)
+        self._to, of = np.nonzero(
+            masks >> np.arange(routes.mates, dtype=masks.dtype)[:, None] & masks.dtype.type(1)
+        )
+        self._passed = own[of]
+        """`[p]`: rows that this rank hands on, in the same order, and, before, to whom."""
 
     def divide(self, places: np.ndarray) -> tuple[tuple[int, ...], Relay]:
         """For the rows `places` of a transfer, ascending: how many each home sends here, and the
         second leg."""
-        local, total = self._routes.local, len(self._from_mate)
+        mates, total = self._routes.mates, len(self._from_mate)
         direct = places[~self._from_mate[places]]
         receive = np.diff(np.searchsorted(direct, self._ends), prepend=0)
         at, moves = np.full(total, -1), np.zeros(total, bool)
         at[direct], moves[places] = np.arange(len(direct)), True
-        here = moves[self._shared]
-        shared, masks, by = self._shared[here], self._masks[here], self._carriers[here]
-        came, passed, taken = len(direct), [], []
-        for mate in range(self._routes.mates):
-            own = mate == local
-            named = (by == local) & (masks & masks.dtype.type(1 << mate) != 0)
-            passed.append(at[shared[:0] if own else shared[named]])
-            theirs = shared[:0] if own else shared[by == mate]
-            at[theirs] = came + np.arange(len(theirs))
-            came += len(theirs)
-            taken.append(len(theirs))
+        come, go = moves[self._brought], moves[self._passed]
+        brought = self._brought[come]
+        at[brought] = len(direct) + np.arange(len(brought))
         relay = Relay(
-            as_tensor(np.concatenate(passed)),
-            tuple(len(rows) for rows in passed),
-            tuple(taken),
+            as_tensor(at[self._passed[go]]),
+            tuple(np.bincount(self._to[go], minlength=mates).tolist()),
+            tuple(np.bincount(self._by[come], minlength=mates).tolist()),
             as_tensor(at[places]),
         )
         return tuple(receive.tolist()), relay
