@@ -173,7 +173,7 @@ class PlanExchange:
         return Decided(verdict, numbers[:, :, 0], numbers[:, :, 1], homes, latest, self._routes)
 
     def _for_ranks(self, group: int, decision: HomeDecision) -> list[tuple[np.ndarray, ...]]:
-        """This home's part of one group for each rank, all of `HomePart` one after the other."""
+        """This home's part of one group for each rank, the arrays of a `HomePart` in order."""
         if group in self._sharded:
             return [(reply,) for reply in self._with_masks(decision)]
         return [(decision.slots, decision.fetch, reply) for reply in decision.replies]

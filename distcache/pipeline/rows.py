@@ -158,11 +158,8 @@ class GroupRows:
         came = link.all_to_all(rows, transfer.send_counts, transfer.receive_counts, ROWS, what)
         if relay is None:
             return came
-        passed, counts = (
-            came.index_select(0, relay.passed),
-            (relay.pass_counts, relay.receive_counts),
-        )
-        others = link.within_node(passed, *counts, ROWS, f"{what}, inside the node")
+        passed, what = came.index_select(0, relay.passed), f"{what}, inside the node"
+        others = link.within_node(passed, relay.pass_counts, relay.receive_counts, ROWS, what)
         return torch.cat((came, others)).index_select(0, relay.order)
 
     def apply(

@@ -108,19 +108,19 @@ class Arrivals:
         ]
         homes = np.searchsorted(self._ends, several, side="right")
         by = carriers(named[several], np.array(first)[homes], routes.mates)
+        brought = by != routes.local
         self._from_mate = np.zeros(len(rows), bool)
-        self._from_mate[several] = by != routes.local
-        order, starts = grouped(by, 0, routes.mates)
-        own = several[order[starts[routes.local] : starts[routes.local + 1]]]
-        order = np.delete(order, slice(starts[routes.local], starts[routes.local + 1]))
+        self._from_mate[several] = brought
+        order, _ = grouped(by, 0, routes.mates)
+        order, own = order[brought[order]], several[~brought]
         self._brought, self._by = several[order], by[order]
-        """`[k]`: rows that mates bring, by mate, then ascending by number; and the mates."""
+        """`[k]`: rows that mates bring, and who does; by mate, then ascending by number."""
         masks = named[own] & ~named.dtype.type(1 << routes.local)
         self._to, of = np.nonzero(
             masks >> np.arange(routes.mates, dtype=masks.dtype)[:, None] & masks.dtype.type(1)
         )
         self._passed = own[of]
-        """`[p]`: rows that this rank hands on, in the same order, and, before, to whom."""
+        """`[p]`: rows that this rank hands on, those `_to` the same mate together, as above."""
 
     def divide(self, places: np.ndarray) -> tuple[tuple[int, ...], Relay]:
         """For the rows `places` of a transfer, ascending: how many each home sends here, and the
