@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from distcache.comm.counters import DENSE, PLANNING, ROWS
 from distcache.comm.link import Link
 from distcache.comm.spread import spread
-from distcache.step_plan import ShardPlan, StepPlan
+from distcache.shard_plan import ShardPlan
+from distcache.step_plan import StepPlan
 from distcache.streams import COMMUNICATION, Mark, Streams
 
 CHUNK_ELEMENTS = 1 << 20

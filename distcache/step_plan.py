@@ -16,61 +16,7 @@ import torch
 from torch import Tensor
 
 from distcache.errors import PlanError
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """Rows of a step on their way from their homes to the ranks that named them.
-
-    All int64, CPU: `slots` `[s]`: this device's slots of the rows to send, for rank 0, then rank
-    1, ...; `send_counts` `[W]`; `places` `[r]`: where in the rows of `ShardPlan.counts` each row
-    that comes belongs, by home; `receive_counts` `[W]`.
-    """
-
-    slots: Tensor
-    send_counts: tuple[int, ...]
-    places: Tensor
-    receive_counts: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ShardPlan:
-    """One rank's plan of the sharded rows of a step: cached by their homes alone.
-
-    N: distinct sharded rows of this rank's ids, by home, then by first occurrence; H: those that
-    some rank named of this rank's home, in canonical order. All tensors: int64, CPU.
-    """
-
-    distinct: int
-    """Sharded rows of the global batch, over all homes."""
-    misses: int
-    """Of these, rows that are fetched."""
-    counts: tuple[int, ...]
-    """`[W]`: how many of this rank's N rows each home has."""
-    slots: Tensor
-    """`[H]`: this device's slots of its home's rows."""
-    source_rows: Tensor
-    """This home's rows as rank 0 named them, then rank 1, ...: indices below H."""
-    source_counts: tuple[int, ...]
-    """`[W]`: how many of `source_rows` come from each rank."""
-    early: Transfer | None
-    """Rows that no step after `move_after` changes before this one: they travel with movement.
-    None where none ever does."""
-    late: Transfer
-    """The others, which travel after `apply` of the step before."""
-    fetch_slots: Tensor
-    """Slots that this home's fetched rows fill."""
-    fetch_rows: Tensor
-    """Row numbers that this home reads from the store, in the order of `fetch_slots`."""
-    evict_slots: Tensor
-    """Slots of this home whose rows leave before the fetched rows come in."""
-    evict_rows: Tensor
-    """The rows that leave, in the order of `evict_slots`."""
-
-    @property
-    def rows(self) -> int:
-        """N."""
-        return sum(self.counts)
+from distcache.shard_plan import ShardPlan, shard_laws, shard_problems
 
 
 @dataclass(frozen=True)
@@ -181,25 +127,10 @@ def check_plan(plan: StepPlan) -> None:
         "segments do not cover the ids": int(plan.segments[-1]) != len(plan.positions),
     }
     if shard is not None:
-        problems |= _shard_problems(shard)
+        problems |= shard_problems(shard)
     for problem, broken in problems.items():
         if broken:
             raise PlanError(f"plan of step {plan.step}: {problem}")
-
-
-def _shard_problems(shard: ShardPlan) -> dict[str, bool]:
-    parts = [part for part in (shard.early, shard.late) if part is not None]
-    return {
-        "sharded: source_counts do not sum to the source rows": (
-            sum(shard.source_counts) != len(shard.source_rows)
-        ),
-        "sharded: not every row arrives once": sum(len(p.places) for p in parts) != shard.rows,
-        "sharded: not every row is sent once": (
-            sum(len(p.slots) for p in parts) != len(shard.source_rows)
-        ),
-        "sharded: fetched slots and rows differ": len(shard.fetch_slots) != len(shard.fetch_rows),
-        "sharded: evicted slots and rows differ": len(shard.evict_slots) != len(shard.evict_rows),
-    }
 
 
 def check_plan_fully(plan: StepPlan, slots: int | None) -> None:
@@ -230,34 +161,10 @@ def check_plan_fully(plan: StepPlan, slots: int | None) -> None:
         ),
     }
     if plan.shard is not None:
-        laws |= _shard_laws(plan.shard, slots)
+        laws |= shard_laws(plan.shard, slots)
     for law, broken in laws.items():
         if broken:
             raise PlanError(f"plan of step {plan.step}: {law}")
-
-
-def _shard_laws(shard: ShardPlan, slots: int | None) -> dict[str, bool]:
-    parts = [part for part in (shard.early, shard.late) if part is not None]
-    arriving = torch.cat([part.places for part in parts]).sort().values
-    sent = torch.cat([part.slots for part in parts]).sort().values
-    return {
-        "two sharded rows share a slot": len(shard.slots.unique()) != len(shard.slots),
-        "a sharded row's slot lies outside the cache": slots is not None
-        and len(shard.slots) > 0
-        and not 0 <= int(shard.slots.min()) <= int(shard.slots.max()) < slots,
-        "a sharded row arrives twice or never": not torch.equal(arriving, torch.arange(shard.rows)),
-        "sharded rows are sent that nobody asked for": not torch.equal(
-            sent, shard.slots[shard.source_rows].sort().values
-        ),
-        "a sharded row is fetched into no slot of the step": not bool(
-            _inside(shard.fetch_slots, shard.slots).all()
-        ),
-        "a sharded slot of the step is evicted without being filled": not bool(
-            _inside(
-                shard.evict_slots[_inside(shard.evict_slots, shard.slots)], shard.fetch_slots
-            ).all()
-        ),
-    }
 
 
 def _inside(values: Tensor, of: Tensor) -> Tensor:

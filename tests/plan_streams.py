@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -65,10 +67,22 @@ def streams(draw: st.DrawFn, longest: int = 14) -> tuple:
 
 
 @st.composite
-def sharded_streams(draw: st.DrawFn, longest: int = 12) -> tuple:
+def nodes_of(draw: st.DrawFn, world: int) -> tuple[int, ...]:
+    """Nodes that so many ranks may be on: how many are on each."""
+    sizes: list[int] = []
+    while sum(sizes) < world:
+        sizes.append(draw(st.integers(1, world - sum(sizes))))
+    return tuple(sizes)
+
+
+@st.composite
+def sharded_streams(
+    draw: st.DrawFn, longest: int = 12, shapes: Sequence[tuple[int, ...]] = ()
+) -> tuple:
     """Streams as those of `streams`, whose settings shard some rows or all; slots of either region
-    hold every step, often just so."""
-    world = draw(st.integers(1, 5))
+    hold every step, often just so. On nodes of one of `shapes`, any where there are none."""
+    nodes = draw(st.sampled_from(shapes)) if shapes else draw(st.integers(1, 5).flatmap(nodes_of))
+    world = sum(nodes)
     rows, steps = draw(st.integers(1, 40)), draw(st.integers(1, longest))
     most, skew = draw(st.integers(0, 10)), draw(st.sampled_from([1.0, 3.0]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -99,5 +113,6 @@ def sharded_streams(draw: st.DrawFn, longest: int = 12) -> tuple:
         hot=hot,
         replicated=replicated,
         early=draw(st.sampled_from([True, True, True, False])),
+        nodes=nodes if shapes else draw(st.sampled_from([(), nodes, nodes])),
     )
     return stream, layout, config

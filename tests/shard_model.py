@@ -12,7 +12,8 @@ import numpy as np
 
 from distcache.layout import RowLayout
 from distcache.planner.simulator import PlannerSettings, simulate
-from distcache.step_plan import StepPlan, Transfer, check_plan_fully
+from distcache.shard_plan import Transfer
+from distcache.step_plan import StepPlan, check_plan_fully
 
 FREE = -1
 
@@ -41,6 +42,7 @@ class Machine:
 
     layout: RowLayout
     slots: int
+    nodes: tuple[int, ...] = ()
     store: np.ndarray = field(init=False)
     devices: list[Device] = field(init=False)
     travelled: dict[int, list[dict[int, tuple[int, int]]]] = field(default_factory=dict)
@@ -87,22 +89,18 @@ class Machine:
         self.counts.fetched += len(rows)
 
     def _send(self, plans: list[StepPlan], transfers: list[Transfer]) -> int:
-        """An all-to-all of rows: from every home to every rank; how many came."""
-        world, sent = len(plans), []
+        """Rows from every home to every rank that named them; how many came."""
+        came, values = 0, []
         for device, transfer in zip(self.devices, transfers, strict=True):
-            assert (device.row[transfer.slots.numpy()] != FREE).all()
-            sent.append(np.split(transfer.slots.numpy(), np.cumsum(transfer.send_counts)[:-1]))
-        came = 0
-        for rank, transfer in enumerate(transfers):
-            incoming: list[tuple[int, int]] = []
-            for home in range(world):
-                slots, device = sent[home][rank], self.devices[home]
-                assert len(slots) == transfer.receive_counts[home], "counts of the two ends differ"
-                incoming += zip(device.row[slots], device.version[slots], strict=True)
+            slots = transfer.slots.numpy()
+            assert (device.row[slots] != FREE).all()
+            values.append(np.stack((device.row[slots], device.version[slots]), axis=1))
+        brought = brought_by(transfers, values, self.nodes)
+        for rank, (transfer, incoming) in enumerate(zip(transfers, brought, strict=True)):
             places = self.travelled[plans[0].step][rank]
-            for place, value in zip(transfer.places.tolist(), incoming, strict=True):
+            for place, value in zip(transfer.places.tolist(), incoming.tolist(), strict=True):
                 assert place not in places, "a row came twice"
-                places[place] = (int(value[0]), int(value[1]))
+                places[place] = tuple(value)
             came += len(incoming)
         return came
 
@@ -132,6 +130,45 @@ class Machine:
             self.store[device.row[own]] = device.version[own]
 
 
+def exchanged(
+    values: list[np.ndarray], send: list[tuple[int, ...]], receive: list[tuple[int, ...]]
+) -> list[np.ndarray]:
+    """What comes to each member in an all-to-all of `values`, each cut into `send` counts."""
+    parts = [np.split(of, np.cumsum(counts)[:-1]) for of, counts in zip(values, send, strict=True)]
+    for to, counts in enumerate(receive):
+        lengths = tuple(len(of[to]) for of in parts)
+        assert lengths == tuple(counts), "counts of the two ends differ"
+    return [np.concatenate([of[to] for of in parts]) for to in range(len(values))]
+
+
+def brought_by(
+    transfers: list[Transfer], values: list[np.ndarray], nodes: tuple[int, ...]
+) -> list[np.ndarray]:
+    """What comes to each rank by its `places`: over the network, then inside each of `nodes`."""
+    send, receive = (
+        [getattr(t, f"{way}_counts") for t in transfers] for way in ("send", "receive")
+    )
+    came, found = exchanged(values, send, receive), []
+    for ranks in ranks_of(nodes or (len(transfers),)):
+        relays, own = [transfers[rank].relay for rank in ranks], [came[rank] for rank in ranks]
+        if relays[0] is None:
+            assert relays == [None] * len(relays), "one rank of a node hands on, another does not"
+            found += own
+            continue
+        passed = [rows[relay.passed.numpy()] for rows, relay in zip(own, relays, strict=True)]
+        counts = [r.pass_counts for r in relays], [r.receive_counts for r in relays]
+        handed = exchanged(passed, *counts)
+        for first, second, relay in zip(own, handed, relays, strict=True):
+            found.append(np.concatenate((first, second))[relay.order.numpy()])
+    return found
+
+
+def ranks_of(nodes: tuple[int, ...]) -> list[range]:
+    """The ranks of each node."""
+    ends = np.cumsum(nodes).tolist()
+    return [range(end - size, end) for end, size in zip(ends, nodes, strict=True)]
+
+
 def moved_slots(plan: StepPlan) -> set[int]:
     """The slots of a device that a plan's movement changes."""
     shard = plan.shard
@@ -145,7 +182,7 @@ def replay(
     """Run a stream whose step s moves `lag[s]` steps after it may, and not later than it must."""
     plans_by_step = list(simulate(layout, config, rows_by_step))
     truth = np.zeros(layout.rows, np.int64)
-    machine = Machine(layout, config.slots)
+    machine = Machine(layout, config.slots, config.nodes)
     busy = [
         [set(p.slots.tolist()) | set(p.shard.slots.tolist()) for p in plans]
         for plans in plans_by_step

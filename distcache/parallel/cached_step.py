@@ -101,10 +101,10 @@ class CachedStep:
             if plan.shard is None or bags.shard is None:
                 flight.sharded.append(None)
                 continue
-            what, where = f"late rows {plan.step}", bags.shard
-            came = rows.send_rows(plan.shard.late, self.link, what, where.late_slots)
+            what, there = f"late rows {plan.step}", bags.shard.late
+            came = rows.send_rows(plan.shard.late, there, self.link, what)
             if early is not None:
-                came = early.index_copy_(0, where.late_places, came)
+                came = early.index_copy_(0, there.places, came)
             flight.sharded.append(came)
 
     def _take_leaves(self, flight: InFlight) -> list[Tensor]:

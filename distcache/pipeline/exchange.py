@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import product
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from distcache.errors import PeerError
 from distcache.planner.assemble import HomePart, Request
 from distcache.planner.home import HomeDecision
 from distcache.planner.regions import replies_to_all
+from distcache.planner.relays import Routes, make_routes, masks_for_all, pack, unpack
 
 REQUESTS, DECISIONS = 0, 1
 """The two kinds of exchange."""
@@ -59,6 +61,7 @@ class Decided:
     """What all homes decided about a step. `rows` int64 `[W, G]`: distinct rows by home and group
     (also if the verdict is TOO_LARGE), `fetched`: those of them to fetch. If it is OK, for every
     group: `parts`, those of all homes, and `latest_use`, the latest last use among all victims.
+    `routes`: which way sharded rows go.
 
     A group here is what is planned by itself: the replicated or the sharded rows of some tables."""
 
@@ -67,6 +70,7 @@ class Decided:
     fetched: np.ndarray
     parts: list[list[HomePart]] = field(default_factory=list)
     latest_use: list[int] = field(default_factory=list)
+    routes: Routes | None = None
 
 
 class PlanExchange:
@@ -74,7 +78,8 @@ class PlanExchange:
 
     `fingerprint`: a number that must agree on all ranks (configuration). Each header carries it
     mixed with a digest of all decisions so far. `sharded`: groups whose homes keep their slots to
-    themselves; of these a rank learns about its own rows alone (`replies_to_all`).
+    themselves; of these a rank learns about its own rows alone (`replies_to_all`), and on a node
+    that hands rows on which of its ranks named them, `relays.masks_for_all`.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class PlanExchange:
         self._link, self._groups = link, groups
         self._digest = fingerprint & 0x7FFFFFFF
         self._sharded = frozenset(sharded)
+        self._routes = make_routes(link.world.nodes, link.world.rank)
 
     def requests(
         self,
@@ -150,25 +156,46 @@ class PlanExchange:
         asked = np.array([request.counts for request in requests])
         lengths = np.concatenate([numbers[:, :, :2], asked.T[:, :, None]], axis=2)
         lengths[:, list(self._sharded), :2] = 0
+        if self._routes is not None:
+            for group, home in product(self._sharded, range(size)):
+                lengths[home, group, 2] += self._routes.numbers(home, asked[group, home])
         lengths = lengths.reshape(size, -1)
         received = self._all_to_all(
             parts, outgoing, lengths.sum(1), np.int32, f"decisions of step {step}"
         )
         by_home = _split(received, lengths)
         homes = [
-            [HomePart(*by_home[home][3 * g : 3 * g + 3]) for home in range(size)]
-            for g in range(self._groups)
+            [self._part_of(group, by_home[home], asked[group, home]) for home in range(size)]
+            for group in range(self._groups)
         ]
         self._extend_digest(homes, numbers)
         latest = numbers[:, :, 2].max(0).tolist()
-        return Decided(verdict, numbers[:, :, 0], numbers[:, :, 1], homes, latest)
+        return Decided(verdict, numbers[:, :, 0], numbers[:, :, 1], homes, latest, self._routes)
 
     def _for_ranks(self, group: int, decision: HomeDecision) -> list[tuple[np.ndarray, ...]]:
-        """This home's part of one group for each rank, as `HomePart`."""
+        """This home's part of one group for each rank, the arrays of a `HomePart` in order."""
         if group in self._sharded:
-            none = np.empty(0, np.int32)
-            return [(none, none, reply) for reply in replies_to_all(decision)]
+            return [(reply,) for reply in self._with_masks(decision)]
         return [(decision.slots, decision.fetch, reply) for reply in decision.replies]
+
+    def _with_masks(self, decision: HomeDecision) -> list[np.ndarray]:
+        """The reply about sharded rows for each rank, followed by its masks, if any."""
+        replies, routes = replies_to_all(decision), self._routes
+        if routes is None:
+            return replies
+        masks = masks_for_all(decision.replies, len(decision.slots), routes)
+        return [
+            reply if of_rank is None else np.concatenate((reply, pack(of_rank)))
+            for reply, of_rank in zip(replies, masks, strict=True)
+        ]
+
+    def _part_of(self, group: int, pieces: list[np.ndarray], asked: int) -> HomePart:
+        """What a home told of a group; `pieces`: of all groups; `asked`: rows of its reply."""
+        slots, fetch, reply = pieces[3 * group : 3 * group + 3]
+        if len(reply) == asked or self._routes is None:
+            return HomePart(slots, fetch, reply)
+        masks = unpack(reply[asked:], asked, self._routes.mates)
+        return HomePart(slots, fetch, reply[:asked], masks)
 
     def _headers(self, about: list[int], numbers: np.ndarray) -> np.ndarray:
         """Every rank's header, `about` and `numbers`; all exchanges' are of one length."""

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from distcache import ops
 from distcache.pipeline.groups import GroupBags
-from distcache.step_plan import ShardPlan, StepPlan
+from distcache.shard_plan import ShardPlan, Transfer
+from distcache.step_plan import StepPlan
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -22,18 +23,27 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def transfer_to_device(transfer: Transfer, device: torch.device) -> Transfer:
+    """`transfer` with its tensors on `device`, for which nobody waits."""
+    slots, places = (to_device(t, device) for t in (transfer.slots, transfer.places))
+    relay = transfer.relay
+    if relay is not None:
+        passed, order = (to_device(t, device) for t in (relay.passed, relay.order))
+        relay = replace(relay, passed=passed, order=order)
+    return replace(transfer, slots=slots, places=places, relay=relay)
+
+
 class DeviceShard:
     """The index tensors of a plan's sharded rows on the device, as far as its step reads them."""
 
     def __init__(self, shard: ShardPlan, device: torch.device) -> None:
         self.slots = to_device(shard.slots, device)
         self.source_rows = to_device(shard.source_rows, device)
-        self.late_slots = to_device(shard.late.slots, device)
-        self.late_places = to_device(shard.late.places, device)
+        self.late = transfer_to_device(shard.late, device)
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
-        return list(vars(self).values())
+        return [self.slots, self.source_rows, *self.late.tensors()]
 
 
 class DeviceBags:

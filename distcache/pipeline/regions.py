@@ -35,6 +35,9 @@ def requests_of(regions: Sequence[Region], requests: Sequence[Request]) -> list[
 
 def sharded_part(region: int, decided: Decided, own: HomeDecision, early: bool) -> ShardParts:
     """What the exchange told about a region of sharded rows."""
-    replies = tuple(part.reply for part in decided.parts[region])
+    parts = decided.parts[region]
+    replies, masks = tuple(part.reply for part in parts), tuple(part.masks for part in parts)
     rows, misses = decided.rows[:, region], decided.fetched[:, region]
-    return ShardParts(own, replies, int(rows.sum()), int(misses.sum()), early)
+    return ShardParts(
+        own, replies, int(rows.sum()), int(misses.sum()), early, decided.routes, masks
+    )

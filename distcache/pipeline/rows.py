@@ -16,7 +16,8 @@ from distcache.coordinator import share_rows, to_all
 from distcache.optim.rows import RowUpdate, apply_rows
 from distcache.pipeline.groups import TableGroup
 from distcache.pipeline.placement import RegionSlots
-from distcache.step_plan import ShardPlan, StepPlan, Transfer
+from distcache.shard_plan import ShardPlan, Transfer
+from distcache.step_plan import StepPlan
 from distcache.store.rows import RowStore
 from distcache.streams import COMPUTE, COPY_IN, Mark, Streams
 
@@ -147,15 +148,19 @@ class GroupRows:
         """
         return self.cache.gather(plan.slots, where)
 
-    def send_rows(
-        self, transfer: Transfer, link: Link, what: str, where: Tensor | None = None
-    ) -> Tensor:
-        """Send sharded rows to the ranks that named them; what comes here, `[r, D]`.
+    def send_rows(self, transfer: Transfer, there: Transfer, link: Link, what: str) -> Tensor:
+        """Send sharded rows to the ranks that named them; what comes here, `[r, D]`, by `places`.
 
-        `where`: the transfer's slots on the device already.
+        `there`: the transfer on the device. Where rows are handed on inside nodes, all ranks of a
+        node do so, if with none.
         """
-        rows = self.cache.gather(transfer.slots, where)
-        return link.all_to_all(rows, transfer.send_counts, transfer.receive_counts, ROWS, what)
+        rows, relay = self.cache.gather(transfer.slots, there.slots), there.relay
+        came = link.all_to_all(rows, transfer.send_counts, transfer.receive_counts, ROWS, what)
+        if relay is None:
+            return came
+        passed, what = came.index_select(0, relay.passed), f"{what}, inside the node"
+        others = link.within_node(passed, relay.pass_counts, relay.receive_counts, ROWS, what)
+        return torch.cat((came, others)).index_select(0, relay.order)
 
     def apply(
         self,

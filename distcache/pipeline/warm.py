@@ -24,7 +24,8 @@ from distcache.pipeline.groups import TableGroup
 from distcache.pipeline.planning import StreamPlanner
 from distcache.pipeline.rows import GroupRows, MoveCounts
 from distcache.planner.regions import in_tail
-from distcache.step_plan import ShardPlan, StepPlan, Transfer
+from distcache.shard_plan import ShardPlan, Transfer
+from distcache.step_plan import StepPlan
 from distcache.store.available import describe_bytes
 from distcache.streams import COMPUTE, COPY_IN, Streams
 

@@ -61,11 +61,16 @@ def make_request(
 @dataclass(frozen=True)
 class HomePart:
     """What one home tells one rank about a step: slots of its rows, which of them are fetched
-    (indices, ascending), and the canonical index of every row that the rank asked it for."""
+    (indices, ascending), and the canonical index of every row that the rank asked it for.
+
+    Of sharded rows: neither slots nor `fetch`, and as `reply` that of `replies_to_all`; `masks`:
+    those of `relays.masks_for_all`, None where there are none.
+    """
 
     slots: np.ndarray
     fetch: np.ndarray
     reply: np.ndarray
+    masks: np.ndarray | None = None
 
 
 def assemble(
@@ -84,7 +89,7 @@ def assemble(
     total = int(base[-1])
     asked, shard, leaf_rows = _joined([part.reply for part in parts], base), None, total
     if sharded is not None:
-        shard = shard_plan(sharded, [len(rows) for rows in request.sharded], move_after)
+        shard = shard_plan(sharded, request.sharded, move_after)
         leaf_rows = total + shard.rows
         asked = np.concatenate((asked, np.arange(total, leaf_rows, dtype=np.int32)))
     if request.labels is None:

@@ -146,7 +146,8 @@ def planning_sent(groups: Sequence[StepCounts]) -> np.ndarray:
     """Bytes of integers that each rank sends for a step of all groups, int64 `[W]`.
 
     As `planning_bytes`: headers, requests and decisions (`pipeline.exchange`), and the loss with
-    the flags. Batches know their place among the ranks' slices.
+    the flags, on one node (on several, homes also send masks: `planner.relays`). Batches know their
+    place among the ranks' slices.
     """
     near = [group.replicated for group in groups if group.replicated is not None]
     far = [group.sharded for group in groups if group.sharded is not None]

@@ -15,6 +15,7 @@ import numpy as np
 from distcache.layout import RowLayout
 from distcache.planner.bodies import bodies
 from distcache.planner.home import HomeDecision
+from distcache.planner.relays import Routes
 
 FETCHED = np.int32(1 << 30)
 """Flag of a reply: the row is fetched. The lower bits are one more than the step that named the row
@@ -87,7 +88,8 @@ class ShardParts:
 
     `own`: its home's decision; `replies`: for each home, int32 for every row that this rank asked
     it for, see `replies_to_all`; `distinct`, `misses`: rows of all homes; `early`: whether rows may
-    travel before the step.
+    travel before the step; `routes`: where rows cross to a node once, and `masks`, what each home
+    told of that (`relays.masks_for_all`).
     """
 
     own: HomeDecision
@@ -95,6 +97,8 @@ class ShardParts:
     distinct: int
     misses: int
     early: bool
+    routes: Routes | None = None
+    masks: tuple[np.ndarray | None, ...] = ()
 
     @cached_property
     def joined(self) -> np.ndarray:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distcache.comm.nodes import Nodes
 from distcache.layout import RowLayout
 from distcache.planner.assemble import HomePart, Request, assemble, make_request, next_move_after
 from distcache.planner.home import HomeDecision, HomePlanner
 from distcache.planner.policy import DEFAULT, Policy
 from distcache.planner.rankings import home_popularity
 from distcache.planner.regions import HotLayout, ShardParts, nothing, reply_to
+from distcache.planner.relays import Routes, make_routes, masks_for_all
 from distcache.step_plan import StepPlan
 
 
@@ -22,7 +24,7 @@ class PlannerSettings:
 
     `hot`: the rows that are replicated where others are sharded, int64 `[K]`, ascending (None: all
     are); `replicated`: how many of the slots are theirs, a multiple of W, 0 where there are none;
-    `early`: sharded rows may travel before their step.
+    `early`: sharded rows may travel before their step; `nodes`: ranks of each node, () is one.
     """
 
     slots: int
@@ -33,6 +35,7 @@ class PlannerSettings:
     hot: np.ndarray | None = None
     replicated: int = 0
     early: bool = True
+    nodes: tuple[int, ...] = ()
 
 
 def simulate(
@@ -62,6 +65,8 @@ class SimulatedWorld:
         self.replicated: list[HomePlanner] = []
         self.sharded: list[HomePlanner] = []
         hot, world = settings.hot, layout.world_size
+        nodes = Nodes(settings.nodes or (world,))
+        self._routes = [make_routes(nodes, rank) for rank in range(world)]
         if hot is None:
             self.replicated = self._homes(-(-settings.slots // world))
             return
@@ -105,19 +110,34 @@ class SimulatedWorld:
         after = next_move_after(step, self._settings.prefetch, uses, self._move_after)
         self._move_after = after
         shared = shared or [nothing((step, "train"), len(requests))] * len(requests)
+        masks = [self._masks(home, decision) for home, decision in enumerate(own)]
         plans = []
         for rank, request in enumerate(requests):
             parts = [HomePart(d.slots, d.fetch, d.replies[rank]) for d in shared]
-            tail = self._told(own, rank) if own else None
+            tail = self._told(own, masks, rank) if own else None
             plans.append(assemble(request, parts, shared[rank], after, tail))
         return plans
 
-    def _told(self, decisions: Sequence[HomeDecision], rank: int) -> ShardParts:
-        """What a rank learns of the decisions on sharded rows."""
+    def _masks(self, home: int, decision: HomeDecision) -> list[np.ndarray | None]:
+        """What a home tells each rank of who named its rows."""
+        routes: Routes | None = self._routes[home]
+        if routes is None:
+            return [None] * len(decision.replies)
+        return masks_for_all(decision.replies, len(decision.slots), routes)
+
+    def _told(
+        self,
+        decisions: Sequence[HomeDecision],
+        masks: Sequence[Sequence[np.ndarray | None]],
+        rank: int,
+    ) -> ShardParts:
+        """What a rank learns of the decisions on sharded rows; `masks`: by home, then rank."""
         return ShardParts(
             decisions[rank],
             tuple(reply_to(decision, rank) for decision in decisions),
             sum(len(decision.slots) for decision in decisions),
             sum(len(decision.fetch) for decision in decisions),
             self._settings.early,
+            self._routes[rank],
+            tuple(of_home[rank] for of_home in masks),
         )
