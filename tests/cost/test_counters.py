@@ -95,24 +95,11 @@ def test_bytes_on_two_nodes_are_those_of_runs(two_nodes: dict[str, dict[str, Any
         check(found, predicted(layout, 4, 2), 4, 1e-9 if layout in HYBRID else 0.03)
 
 
-FROM_EACH = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="sharded rows still go from their home to each rank that named them",
-)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(layout, marks=FROM_EACH if layout in ("sharded", "mixed") else ())
-        for layout in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_bytes_between_nodes_are_those_of_runs(
     layout: str, two_nodes: dict[str, dict[str, Any]]
 ) -> None:
-    """Of two agents as torchrun starts them; the counter has the dense gradients' share, too."""
+    """The counter has the dense gradients' share, too."""
     found, expected = two_nodes[layout], predicted(layout, 4, 2)
     tolerance = 1e-4 if layout in HYBRID else 0.03
     between = found["inter_node_bytes"] / STEPS
