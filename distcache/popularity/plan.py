@@ -92,20 +92,15 @@ def plan_slots(
                 f"cache.split={PROPORTIONAL}"
             )
         return SlotPlan(tuple(slots), (0,) * len(tables))
-    curves = [_curve(statistics, table, budget.batch) for table in statistics.tables]
     if split == BY_CURVE:
+        curves = [_curve(statistics, table, budget.batch) for table in statistics.tables]
         grouped = [
             GroupCurves(tuple(curves[table] for table in members), (dim + state) * item)
             for members, (_, dim, state) in zip(groups, sizes, strict=True)
         ]
         allowed = budget.bytes or cache_bytes(slots, sizes, item)
         slots = slots_by_curve(grouped, allowed, world)
-    hot = [0] * len(tables)
-    for members, count in zip(groups, slots, strict=True):
-        prefixes = hot_prefixes([curves[table] for table in members], count)
-        for table, rows in zip(members, prefixes, strict=True):
-            hot[table] = rows
-    return SlotPlan(tuple(slots), tuple(hot))
+    return SlotPlan(tuple(slots), likeliest_rows(tables, slots, statistics, budget))
 
 
 def _curve(statistics: Statistics, table: TableCounts, batch: int) -> Curve:
@@ -137,6 +132,19 @@ def _as_given(
                 f"give fewer rows, or set cache.{key}={total} or more"
             )
     return SlotPlan(tuple(slots), tuple(hot))
+
+
+def likeliest_rows(
+    tables: Sequence[TableSpec], slots: Sequence[int], statistics: Statistics, budget: Budget
+) -> tuple[int, ...]:
+    """How many of each table's most frequent rows are among the likeliest of its group, of which
+    there are as many as `slots` of the group."""
+    hot = [0] * len(tables)
+    for members, count in zip(group_tables(tables), slots, strict=True):
+        curves = [_curve(statistics, statistics.tables[table], budget.batch) for table in members]
+        for table, rows in zip(members, hot_prefixes(curves, count), strict=True):
+            hot[table] = rows
+    return tuple(hot)
 
 
 def pinned_rows(

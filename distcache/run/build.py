@@ -32,7 +32,7 @@ from distcache.pipeline.room import warn_if_too_small
 from distcache.planner.policy import Policy
 from distcache.run.ahead import resolve_ahead
 from distcache.run.placement import resolve_placement
-from distcache.run.popularity import plan_cache, with_state
+from distcache.run.popularity import of_all_homes, plan_cache, with_state
 from distcache.run.sources import has_weights, interactions_source, parquet_source
 
 SOURCES = {"parquet": parquet_source, "interactions": interactions_source}
@@ -172,6 +172,8 @@ def build_parallel(
         slots, popularity = plan_cache(config, world, tables, source, dtype_of(config).itemsize)
     counted = None if popularity is None else popularity.statistics
     placement = resolve_placement(config, world, (tables, slots, counted), source, model)
+    if placement.kind == SHARDED and getattr(source, "hot", None) is None:
+        popularity = of_all_homes(config, world, tables, slots, popularity)
     settings = cached_settings(config, world, tables, source, slots, placement)
     settings, spec = replace(settings, fingerprint=seen), optimizer_spec(config)
     mode = CachedParallel(world, tables, features, model, spec, settings, popularity)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from distcache.comm.agree import together
 from distcache.comm.world import World
 from distcache.config import Config
 from distcache.data.batch import BatchSource
@@ -14,7 +15,7 @@ from distcache.planner.policy import Policy
 from distcache.popularity.decide import Use, decide
 from distcache.popularity.hot import HotSet
 from distcache.popularity.node import Popularity
-from distcache.popularity.plan import Budget, statistics_of
+from distcache.popularity.plan import Budget, likeliest_rows, pinned_rows, statistics_of
 from distcache.popularity.statistics import Statistics, check_fits, read_statistics
 from distcache.run.ahead import AUTO, PREFETCH
 
@@ -61,6 +62,37 @@ def plan_cache(
         rows = hot.hot_rows
         popularity = replace(popularity, hot_rows=rows, pinned_rows=rows, warm_start=warm)
     return slots, popularity
+
+
+def of_all_homes(
+    config: Config,
+    world: World,
+    tables: Sequence[TableSpec],
+    slots: Sequence[int],
+    popularity: Popularity | None,
+) -> Popularity | None:
+    """`popularity` for a sharded cache, whose W ranks hold W times as many rows as one has slots.
+
+    `slots`: C of each group. Rows that were given by table, and those of hot batches, stay as they
+    are. Called by all ranks.
+    """
+    if popularity is None or not isinstance(config.cache.split, str) or world.size == 1:
+        return popularity
+    known, pinned = popularity.statistics, popularity.pinned_rows
+    budget, held = budget_of(config, 0, world.size), [count * world.size for count in slots]
+    prefetch = PREFETCH if config.cache.prefetch == AUTO else config.cache.prefetch
+
+    def on_first() -> tuple[tuple[int, ...], tuple[int, ...] | None] | None:
+        if not world.is_first:
+            return None
+        hot = likeliest_rows(tables, held, known, budget)
+        stay = None if pinned is None else pinned_rows(tables, held, known, budget, prefetch + 1)
+        return hot, stay
+
+    decided = together(world, on_first)[0]
+    if decided is None:
+        raise RuntimeError("rank 0 decides the hot rows")
+    return replace(popularity, hot_rows=decided[0], pinned_rows=decided[1])
 
 
 def state_widths(config: Config, tables: Sequence[TableSpec]) -> list[int]:

@@ -106,6 +106,24 @@ def several(rank: int, size: int, folders: dict[str, str], home: str) -> dict[st
     run("given", "cache.split={t_cat_0:250,cat_1:60,t_cat_2:30}", "cache.bytes=null")
     run("static", known, "cache.policy=static", "cache.order=popularity")
     run("frequency", known, "cache.tail=frequency")
+    sharded = (known, "cache.placement=sharded", "cache.bytes=8000")
+    run("sharded", *sharded, "cache.warm_start=1")
+    run("sharded_static", *sharded, "cache.policy=static")
+    run(
+        "sharded_given",
+        *sharded[1:2],
+        "cache.split={t_cat_0:250,cat_1:60,t_cat_2:30}",
+        "cache.bytes=null",
+    )
+    bytes_alone = "cache.objective=bytes"  # of which sharded rows need the least
+    run(
+        "found_sharded",
+        *sharded[2:],
+        known,
+        "cache.placement=auto",
+        bytes_alone,
+        "cache.warm_start=1",
+    )
     run("first", known, "trainer.steps=7", "cache.order=popularity")
     other = f"cache.statistics={folders['other']}"
     first = f"trainer.resume={home}/first"
@@ -152,6 +170,9 @@ def test_every_use_of_statistics_trains_the_same_model(world, folders, tmp_path)
     assert found["static"]["warm_start_rows"] > 0.8 * found["static"]["cache_rows"]
     assert found["warm"]["rows_fetched"] < plain["rows_fetched"]
     assert found["resumed"]["warm_start_rows"] > 0
+    for name in ("sharded", "sharded_static", "found_sharded"):
+        held = world * found[name]["cache_rows"]
+        assert 0.8 * held < found[name]["warm_start_rows"] <= held, name
     hot = found["warm"]["hot_rows_by_table"]
     assert list(hot) == ["t_cat_0", "t_cat_1", "t_cat_2"]
     assert found["given"]["cache_rows"] == 250 + 30 + 60
