@@ -86,7 +86,7 @@ class SizeSearch:
             self._known[slots] = SizePoint(
                 ratio,
                 slots,
-                self._sizes.bytes_of(slots),
+                self._sizes.bytes_of(slots, self._world),
                 self._prediction.estimate(self._case(slots)),
                 _joint(self._static, slots, StaticSet.lookup_rate, "lookups"),
                 _joint(self._static, slots, StaticSet.hit_rate, "touched"),

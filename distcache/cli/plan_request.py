@@ -26,6 +26,7 @@ zipf= and bag_size=. The cluster: device= and links, by name, as '{bandwidth: 25
 or measure=true for what this machine reaches.
 """
 
+_STATES = ("auto", "replicated", "home")
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
@@ -117,6 +118,8 @@ def parse_request(arguments: Sequence[str]) -> Request:
         )
     if options.objective not in OBJECTIVES:
         raise ConfigError(f"objective={options.objective}: choose {' or '.join(OBJECTIVES)}")
+    if options.state not in _STATES:
+        raise ConfigError(f"state={options.state} is unknown: choose {', '.join(_STATES)}")
     if options.device not in DEVICES:
         raise ConfigError(
             f"device={options.device} is unknown: choose {', '.join(DEVICES)}, or measure=true"

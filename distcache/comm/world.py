@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -134,6 +135,9 @@ def open_world(
             ),
         }
     except RuntimeError as error:  # torch's own are: DistNetworkError, DistStoreError, ...
+        if dist.is_initialized():  # in part: else the next world, or a run, would take it for one
+            with suppress(RuntimeError):
+                dist.destroy_process_group()
         raise PeerError(
             f"rank {rank} of {size} could not join the others ({first_line(error)}): the "
             "usual reason is a rank, or the agent that serves the store, that ended while the job "

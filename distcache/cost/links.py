@@ -4,7 +4,7 @@ time."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,17 +191,21 @@ def parse_link(key: str, value: str | Mapping[str, Any] | Link | None) -> Link:
     return Link(numbers["bandwidth"], numbers.get("latency", 0.0), key)
 
 
-def check_world(cluster: Cluster, world_size: int, local_size: int) -> None:
-    """Raise ConfigError where `cluster` does not describe a running world of `world_size` ranks,
-    `local_size` of them on this node."""
+def check_world(cluster: Cluster, sizes: Sequence[int]) -> None:
+    """Raise ConfigError where `cluster` does not describe a running world with `sizes` ranks on its
+    nodes. Nodes of different numbers of ranks count as one, as where links are measured."""
+    world_size, even = sum(sizes), len(set(sizes)) == 1
     if cluster.ranks != world_size:
         raise ConfigError(
             f"the cluster description has world_size={cluster.ranks}, but {world_size} ranks run: "
             f"describe world_size={world_size}, or start {cluster.ranks} ranks"
         )
-    if cluster.local_ranks != local_size:
+    nodes = len(sizes) if even else 1
+    if cluster.nodes != nodes:
+        run = f"{sizes[0]} ranks run on each node"
+        if not even:
+            run = f"{', '.join(map(str, sizes))} ranks run on its nodes, which count as one"
         raise ConfigError(
             f"the cluster description has nodes={cluster.nodes} of {cluster.local_ranks} ranks, "
-            f"but {local_size} ranks run on this node: describe nodes="
-            f"{max(1, world_size // max(local_size, 1))}, or start {cluster.local_ranks} per node"
+            f"but {run}: describe nodes={nodes}, or start {cluster.local_ranks} per node"
         )

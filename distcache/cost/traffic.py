@@ -16,7 +16,8 @@ samples per rank, M rows fetched by all homes. Rows have homes like independent 
 | row_wise_dedup | a row, and a gradient, per distinct row | ksq each |
 
 Between N nodes of G ranks, of which a node has q_G distinct rows, goes a part of them: rows that
-several ranks of another node get cross once and are handed on inside it.
+several ranks of another node get cross once and are handed on inside it (sharded ones on nodes of
+up to `relays.MOST_RANKS` ranks; on larger ones EACH).
 
 | stage | pattern | bytes between nodes |
 |---|---|---|
@@ -34,6 +35,7 @@ from dataclasses import dataclass
 
 from distcache.cost.demand import Demand, GroupDemand
 from distcache.cost.links import Cluster
+from distcache.planner.relays import relays
 
 REPLICATED, SHARDED, MIXED = "replicated", "sharded", "mixed"
 TABLE_WISE, ROW_WISE = "table_wise", "row_wise"
@@ -160,7 +162,7 @@ def _to_namers(stage: str, own: float, of_node: float, shape: tuple[int, int]) -
     """
     world, nodes = shape
     local, sent = world // nodes, remote_share(world) * own
-    if nodes == 1 or local == 1:
+    if nodes == 1 or not relays(local):
         return Exchange(stage, sent)
     crossing = (world - local) / world * of_node / local
     return Exchange(stage, sent, pattern=SHARED, crossing=crossing)

@@ -18,7 +18,7 @@ from distcache.popularity.plan import plan_slots
 from distcache.popularity.statistics import Statistics
 from distcache.run.build import dtype_of
 from distcache.run.phases import Phase
-from distcache.run.popularity import budget_of, read_checked, state_widths
+from distcache.run.popularity import budget_of, read_checked, slot_state
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def choose(
 
     def slots_of(ranks: int) -> tuple[int, ...]:
         budget = budget_of(config, dtype_of(config).itemsize, ranks)
-        widths = state_widths(config, tables)
+        widths = slot_state(config, tables, ranks)
         return plan_slots(tables, widths, budget, config.cache.split, statistics).slots
 
     if wanted == "auto":

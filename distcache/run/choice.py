@@ -84,7 +84,7 @@ def _described(path: str, world: World) -> Cluster:
         if not world.is_first:
             return None
         found = read_cluster(path)
-        check_world(found, world.size, world.local_size)
+        check_world(found, world.nodes.sizes)
         return found
 
     found = together(world, read)[0]

@@ -39,13 +39,10 @@ def plan_cache(
     `itemsize`: bytes of an element. Called by all ranks; raises ConfigError on all of them.
     """
     cache = config.cache
-    widths = state_widths(config, tables)
-    if cache.state == "home" and cache.placement == "replicated":
-        widths = [-(-width // world.size) for width in widths]  # each home has a share of it
     slots, popularity = decide(
         world,
         tables,
-        widths,
+        slot_state(config, tables, world.size),
         budget_of(config, itemsize, world.size),
         Use(
             Policy(cache.policy, cache.tail),
@@ -99,6 +96,19 @@ def state_widths(config: Config, tables: Sequence[TableSpec]) -> list[int]:
     """S of each table's rows."""
     update = row_update(config.optim.name, 0.0)
     return [update.state_width(table.dim) for table in tables]
+
+
+def slot_state(config: Config, tables: Sequence[TableSpec], world_size: int) -> list[int]:
+    """Floats of state that a slot of each table takes on one of so many ranks: S, or a share of it
+    where rows are on every rank and their homes keep the state."""
+    homes = world_size if shares_state(config) else 1
+    return [-(-width // homes) for width in state_widths(config, tables)]
+
+
+def shares_state(config: Config) -> bool:
+    """Whether rows are on every rank and homes alone keep their state."""
+    cache = with_state(config).cache
+    return cache.state == "home" and cache.placement == "replicated"
 
 
 def budget_of(config: Config, itemsize: int, world_size: int) -> Budget:

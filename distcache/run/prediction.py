@@ -27,7 +27,7 @@ from distcache.popularity.split import BY_CURVE
 from distcache.popularity.statistics import Statistics
 from distcache.run.ahead import AUTO, LOOKAHEAD, PREFETCH, prefetch_that_slots_hold
 from distcache.run.build import dtype_of
-from distcache.run.popularity import budget_of, state_widths
+from distcache.run.popularity import budget_of, shares_state, slot_state
 from distcache.run.schedule import Schedule
 from distcache.run.stop import StopRequest
 
@@ -58,12 +58,13 @@ class Estimate:
 @dataclass(frozen=True)
 class Sizes:
     """Bytes and slots of a model's tables. `groups`: (V, D, S) of each group; `itemsize`: bytes of
-    an element."""
+    an element; `shared`: each rank has a share of the state of its slots (`shares_state`)."""
 
     groups: tuple[tuple[int, int, int], ...]
     members: tuple[tuple[int, ...], ...]
     itemsize: int
     by_curve: Callable[[float | None, int | None, int], tuple[int, ...]] | None = None
+    shared: bool = False
 
     @classmethod
     def of(
@@ -77,7 +78,8 @@ class Sizes:
         for group in members:
             dim = tables[group[0]].dim
             groups.append((sum(tables[i].rows for i in group), dim, update.state_width(dim)))
-        found = cls(tuple(groups), members, dtype_of(config).itemsize)
+        shared = shares_state(config)
+        found = cls(tuple(groups), members, dtype_of(config).itemsize, shared=shared)
         if config.cache.split != BY_CURVE or statistics is None:
             return found
 
@@ -102,9 +104,11 @@ class Sizes:
         """Bytes of all rows."""
         return self.bytes_of([rows for rows, _, _ in self.groups])
 
-    def bytes_of(self, slots: Sequence[int]) -> int:
-        """Bytes of slots of each group on one rank."""
-        return cache_bytes(slots, self.groups, self.itemsize)
+    def bytes_of(self, slots: Sequence[int], world_size: int = 1) -> int:
+        """Bytes of slots of each group on one of so many ranks."""
+        homes = world_size if self.shared else 1
+        groups = [(rows, dim, -(-state // homes)) for rows, dim, state in self.groups]
+        return cache_bytes(slots, groups, self.itemsize)
 
     def slots(self, size: float, world_size: int) -> tuple[int, ...]:
         """Slots per rank for a share of the rows (at most 1), or for rows; by rows where the split
@@ -128,7 +132,8 @@ def slots_of(
     budget = budget_of(config, dtype_of(config).itemsize, world_size)
     split = config.cache.split
     known = statistics if split == BY_CURVE else None  # others do not go by it
-    return plan_slots(tables, state_widths(config, tables), budget, split, known).slots
+    widths = slot_state(config, tables, world_size)
+    return plan_slots(tables, widths, budget, split, known).slots
 
 
 class Prediction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,9 @@ from criteo_lines import ROWS, make_lines, write_lines
 from source_runs import summaries
 
 from distcache.analyze import main
+from distcache.cli.compose import compose_overrides, to_config
+from distcache.run.build import build_source, build_tables
+from distcache.run.prediction import Sizes, slots_of
 
 TINY = ("model.dense_arch=[8,4]", "model.over_arch=[8,1]", "model.embedding_dim=4")
 SYNTHETIC = (
@@ -57,6 +61,22 @@ def test_other_policies_and_auto(tmp_path: Path) -> None:
     for more in (("cache.policy=lru",), ("cache.tail=lfu", "cache.lookahead=3", "optim=adam")):
         run = (*SYNTHETIC, *more)
         check(predict(run, tmp_path), [train(run, tmp_path)], EXACT)
+
+
+def test_bytes_of_rows_whose_state_lies_at_home(tmp_path: Path) -> None:
+    """With a share of the state on each of two ranks, the same bytes hold more rows."""
+    run = (*SYNTHETIC, "cache.ratio=null", "cache.bytes=96000", "optim=adam")
+    found = [train(run, tmp_path, ranks) for ranks in (1, 2)]
+    assert [summary["cache_rows"] for summary in found] == [2000, 3000]
+    prediction = predict(run, tmp_path, "analyze.world_sizes=1,2")
+    assert [case["slots"] for case in prediction["cases"]] == [[2000], [3000]]
+    check(prediction, found, EXACT)
+    config = to_config(compose_overrides([*TINY, *run]))
+    tables = build_tables(config, build_source(config))
+    sizes = Sizes.of(config, tables)
+    for size, slots in ((1, (2000,)), (2, (3000,))):  # so the advised bytes give the advised rows
+        cache = replace(config.cache, bytes=sizes.bytes_of(slots, size))
+        assert slots_of(replace(config, cache=cache), tables, size, None) == slots
 
 
 WIDE = (*SYNTHETIC, "model=dcn_v2", "model.table_dims=[4,8,4]", "data.samples=10240")

@@ -162,7 +162,7 @@ def test_statistics_are_as_good_as_the_law(tmp_path: Path, capsys: pytest.Captur
         ((*SMALL, "table_rows=[5,0,1]"), "a table has at least 1 row"),
         ((*SMALL, "batch=0"), "batch=0 must be at least 1"),
         ((*SMALL, "cache_ratio=2"), "cache.ratio=2.0 is not in (0, 1]"),
-        ((*SMALL, "state=away"), "cache.state=away is unknown"),
+        ((*SMALL, "state=away"), "state=away is unknown: choose auto, replicated, home"),
         ((*SMALL, "cache.rows=4"), "cache.rows=4: no such key"),
         ((*SMALL, "bacth=4"), "did you mean batch"),
     ],

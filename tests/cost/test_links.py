@@ -72,11 +72,18 @@ def test_nodes_divide_ranks_and_are_linked() -> None:
 
 def test_a_cluster_describes_the_world_that_runs() -> None:
     found = Cluster(8, LINK, LINK, LINK, nodes=2)
-    check_world(found, 8, 4)
+    check_world(found, (4, 4))
     with pytest.raises(ConfigError, match=r"world_size=8, but 4 ranks run: describe world_size=4"):
-        check_world(found, 4, 4)
+        check_world(found, (4,))
     with pytest.raises(ConfigError, match=r"nodes=2 of 4 ranks, but 8 ranks run.*describe nodes=1"):
-        check_world(found, 8, 8)
+        check_world(found, (8,))
+
+
+def test_nodes_of_different_sizes_are_described_as_one() -> None:
+    for sizes in ((3, 1), (2, 1, 1)):
+        check_world(Cluster(4, LINK, LINK), sizes)
+        with pytest.raises(ConfigError, match=r"ranks run on its nodes.*one: describe nodes=1"):
+            check_world(Cluster(4, LINK, LINK, LINK, nodes=2), sizes)
 
 
 def test_seconds_of_a_link() -> None:

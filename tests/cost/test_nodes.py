@@ -15,6 +15,7 @@ from distcache.cost.links import Cluster, Link
 from distcache.cost.predict import predict
 from distcache.cost.times import exchange_seconds
 from distcache.cost.traffic import (
+    EACH,
     MIXED,
     REPLICATED,
     SHARDED,
@@ -192,6 +193,12 @@ def test_a_node_touches_more_rows_the_more_ranks_it_has() -> None:
     for what in ("node_rows", "late_node_rows"):
         both = sum(getattr(part, what) for part in parts)
         assert both == pytest.approx(getattr(found[2], what))
+
+
+def test_rows_of_nodes_that_do_not_hand_on_cross_for_each_rank() -> None:
+    for world, pattern in ((128, SHARED), (130, EACH)):
+        group = demand(world, nodes=2).groups[0]
+        assert {e.pattern for e in sharded_exchanges(group, world, ITEM, 2)[:2]} == {pattern}
 
 
 def test_predictions_have_the_sums_of_their_exchanges() -> None:

@@ -195,7 +195,7 @@ def test_a_cluster_that_is_not_the_running_world_is_refused(tmp_path) -> None:
     ]
     for errors in run_ranks(resolved, 2, cases):
         assert "has world_size=8, but 2 ranks run" in errors[0]
-        assert "nodes=2 of 1 ranks, but 2 ranks run on this node" in errors[1]
+        assert "nodes=2 of 1 ranks, but 2 ranks run on each node: describe nodes=1" in errors[1]
         assert "bandwidth=0.0: it must be above 0" in errors[2] and "cache.cluster" in errors[2]
         assert "none.json: cannot be read" in errors[3]
     assert read_cluster(tmp_path) == Cluster(8, Link(1e9), Link(1e9))
