@@ -162,7 +162,7 @@ class CacheConfig:
     state: str = "auto"
     """Optimizer state of replicated rows: on every rank (`replicated`), or on each row's `home`,
     which then updates the row and returns it. `auto`: at home where it has a float or more for
-    each element of a row (Adagrad, Adam)."""
+    each element of a row (Adagrad, Adam), unless `reduction` is `native`."""
     reduction: str = "ordered"
     """Row-gradient sum: `ordered` (same bits whatever the buffer) or `native` (the library's)."""
 

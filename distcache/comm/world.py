@@ -141,7 +141,8 @@ def open_world(
         raise PeerError(
             f"rank {rank} of {size} could not join the others ({first_line(error)}): the "
             "usual reason is a rank, or the agent that serves the store, that ended while the job "
-            "started; see what the other ranks say"
+            "started; see what the other ranks say. Where it speaks of an address, set "
+            "GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to a network interface of this machine"
         ) from error
     return World(
         rank=rank,
