@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"\n{text}")
         sys.stdout.flush()
         log.info("the report is in %s", request.output)
-        return 0
+        return 0 if plan.here.best is not None else 1
     except KeyboardInterrupt:
         return INTERRUPTED
     except DistcacheError as error:

@@ -48,7 +48,7 @@ def main() -> int:
         composed = agree(place, store)
         if composed.text is None:
             return composed.exit_code
-        agree_before_world(store, place)
+        agree_before_world(store, place, arguments=sys.argv[1:])
         return run(to_config(composed.text), place, store)
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -15,6 +15,16 @@ if [[ "${1:-}" == --dry-run ]]; then
     dry=(--dry-run)
     shift
 fi
+for name in NODES RANKS NODE_RANK; do
+    value="${!name:-}" least=1
+    if [[ "$name" == NODE_RANK ]]; then
+        least=0
+    fi
+    if [[ -n "$value" ]] && { [[ ! "$value" =~ ^(0|[1-9][0-9]*)$ ]] || ((value < least)); }; then
+        echo "torchrun.sh: $name=$value is no whole number of at least $least" >&2
+        exit 1
+    fi
+done
 nodes="${NODES:-1}"
 if ((nodes > 1)) && [[ -z "${MASTER_ADDR:-}" ]]; then
     echo "torchrun.sh: NODES=$nodes needs MASTER_ADDR, the host name or address of one of the nodes" >&2

@@ -118,7 +118,7 @@ class Worlds:
                 request.inside,
                 bandwidth=found.inside or request.inside.bandwidth,
                 latency=found.latency_s / max(request.options.measure_ranks - 1, 1),
-                name="measured",
+                name="measured" if found.inside else f"{request.inside.name}, not measured",
             ),
             collective_s=0.0,
             overlap=0.0 if self.on_cpu else 1.0,

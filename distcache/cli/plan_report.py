@@ -36,7 +36,9 @@ def write_plan(plan: Plan, command: Sequence[str]) -> str:
     drawn = plot_sweep(out / "plan.png", plan.points, plan.crossovers, objective)
     environment = describe_environment(1)
     overrides = overrides_of(plan)
-    (out / OVERRIDES).write_text("".join(f"{line}\n" for line in overrides))
+    (out / OVERRIDES).unlink(missing_ok=True)  # of a plan before, into the same folder
+    if overrides:
+        (out / OVERRIDES).write_text("".join(f"{line}\n" for line in overrides))
     write_cluster(plan.cluster, out)
     with (out / "predictions.jsonl").open("w") as lines:
         about = {"kind": "environment", **environment, "command": [*command]}

@@ -116,14 +116,7 @@ def parse_request(arguments: Sequence[str]) -> Request:
             f"nodes={options.nodes} does not divide world_size={options.world_size}: every node "
             "has as many ranks; give numbers that do"
         )
-    if options.objective not in OBJECTIVES:
-        raise ConfigError(f"objective={options.objective}: choose {' or '.join(OBJECTIVES)}")
-    if options.state not in _STATES:
-        raise ConfigError(f"state={options.state} is unknown: choose {', '.join(_STATES)}")
-    if options.device not in DEVICES:
-        raise ConfigError(
-            f"device={options.device} is unknown: choose {', '.join(DEVICES)}, or measure=true"
-        )
+    _check_choices(options, given)
     measured = options.measure and "device_memory" not in given and "device" not in given
     memory = None if measured else int(DEVICES[options.device][0])
     if options.device_memory:
@@ -140,6 +133,23 @@ def parse_request(arguments: Sequence[str]) -> Request:
         _replicated(options.replicated_rows),
         Path(options.output or name),
     )
+
+
+def _check_choices(options: Options, given: dict[str, str]) -> None:
+    """Raise ConfigError for a name that is none, and for keys that exclude each other."""
+    if options.objective not in OBJECTIVES:
+        raise ConfigError(f"objective={options.objective}: choose {' or '.join(OBJECTIVES)}")
+    if options.state not in _STATES:
+        raise ConfigError(f"state={options.state} is unknown: choose {', '.join(_STATES)}")
+    if options.device not in DEVICES:
+        raise ConfigError(
+            f"device={options.device} is unknown: choose {', '.join(DEVICES)}, or measure=true"
+        )
+    if options.cache_rows and "cache_ratio" in given:
+        raise ConfigError(
+            f"cache_rows={options.cache_rows} and cache_ratio={options.cache_ratio} contradict "
+            "each other: give one of them"
+        )
 
 
 def _sources(options: Options, given: dict[str, str]) -> list[TableSource]:

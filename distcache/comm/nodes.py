@@ -144,6 +144,11 @@ def _check_node(claims: Sequence[Claim], first: int) -> int:
     """How many ranks the node has that begins at rank `first`; ConfigError where they are not
     one after the other, or lie on several machines."""
     size, head = claims[first].local_size, claims[first]
+    if size < 1:
+        raise ConfigError(
+            f"rank {first} ({head.host}) has LOCAL_WORLD_SIZE={size}: give the number of ranks on "
+            "its node, at least 1, as torchrun does"
+        )
     members = claims[first : first + size]
     numbers = [claim.local_rank for claim in members]
     if numbers != list(range(size)) or any(claim.local_size != size for claim in members):

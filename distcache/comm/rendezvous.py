@@ -43,9 +43,21 @@ def find_place() -> Place:
             f"RANK is set in the environment, but {' and '.join(missing)} is not: start ranks with "
             "torchrun, or unset RANK"
         )
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    return Place(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    rank, size = whole_number("RANK", 0), whole_number("WORLD_SIZE", 1)
+    local_rank = whole_number("LOCAL_RANK", rank)
+    return Place(rank, size, local_rank, whole_number("LOCAL_WORLD_SIZE", size))
+
+
+def whole_number(name: str, default: int) -> int:
+    """An environment variable of torchrun's; ConfigError where it is no whole number."""
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{name}={text!r} in the environment is no whole number: start ranks with torchrun, "
+            f"which sets it, or give {name} a number"
+        ) from error
 
 
 def open_store(place: Place, timeout_s: float = TIMEOUT_S) -> dist.Store | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -26,6 +27,8 @@ distcache lays them out, torch computes the steps, and NumPy draws each node's i
 
 HYBRID = ("torchrec", *FBGEMM_DISTRIBUTIONS)
 """What exchanges and updates rows where TorchRec shards the tables."""
+
+_ARGUMENTS = "the command line"
 
 CUDA = ("triton",)
 """What compiles the kernels of CUDA devices, where each rank updates its own copy of a row."""
@@ -48,24 +51,36 @@ def agree_on_versions(world: World, hybrid: bool = False) -> None:
 
 
 def agree_before_world(
-    store: dist.Store | None, place: Place, timeout_s: float = TIMEOUT_S
+    store: dist.Store | None,
+    place: Place,
+    timeout_s: float = TIMEOUT_S,
+    arguments: Sequence[str] = (),
 ) -> None:
     """Compare what `ALWAYS` matters over the launch's store, before ranks read a configuration.
 
-    Every rank calls it. Raises ConfigError on every rank; PeerError naming the ranks that do not
-    come within `timeout_s` seconds.
+    Every rank calls it, with the `arguments` of its command line, whose order does not matter.
+    Raises ConfigError on every rank; PeerError naming the ranks that do not come within `timeout_s`
+    seconds.
     """
     if store is None:
         return
+    own = {**versions_here(), _ARGUMENTS: " ".join(sorted(arguments))}
     if place.rank:
-        store.set(f"versions/{place.rank}", json.dumps(versions_here()))
+        store.set(f"versions/{place.rank}", json.dumps(own))
         text = _wait(store, ["versions/all"], timeout_s, [0])[0]
     else:
         others = range(1, place.world_size)
         texts = _wait(store, [f"versions/{rank}" for rank in others], timeout_s, list(others))
-        text = json.dumps([versions_here(), *map(json.loads, texts)])
+        text = json.dumps([own, *map(json.loads, texts)])
         store.set("versions/all", text)
-    _refuse([{k: v for k, v in seen.items() if k in ALWAYS} for seen in json.loads(text)])
+    found = json.loads(text)
+    _refuse([{k: v for k, v in seen.items() if k in ALWAYS} for seen in found])
+    lines = differences([{_ARGUMENTS: seen.get(_ARGUMENTS, "")} for seen in found])
+    if lines:
+        raise ConfigError(
+            f"the ranks differ: {lines[0]}; start all nodes with the same arguments, for those of "
+            "rank 0 count for all"
+        )
 
 
 def _cuda(world: World) -> bool:

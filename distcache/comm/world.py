@@ -16,6 +16,7 @@ import torch.distributed as dist
 from distcache.comm.failure import first_line
 from distcache.comm.liveness import announce_process
 from distcache.comm.nodes import Nodes, agree_on_nodes, claim_of, exchange_claims
+from distcache.comm.rendezvous import whole_number
 from distcache.errors import ConfigError, PeerError
 
 _WATCHDOG_S = timedelta(seconds=30)
@@ -107,9 +108,9 @@ def open_world(
     places do not make nodes, on every rank; PeerError naming ranks that do not come, or where the
     store or a rank goes away while the groups are made.
     """
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    rank, size = whole_number("RANK", 0), whole_number("WORLD_SIZE", 1)
+    local_rank = whole_number("LOCAL_RANK", rank)
+    local_size = whole_number("LOCAL_WORLD_SIZE", size)
     timeout = timedelta(seconds=timeout_s)
     own: dist.Store = dist.HashStore()
     if "RANK" in os.environ:

@@ -20,6 +20,7 @@ from distcache.cost.traffic import (
     ROW_WISE_DEDUP,
     ROW_WISE_IDS,
     TABLE_WISE,
+    YARDSTICKS,
     Exchange,
     Traffic,
     dense_exchange,
@@ -28,6 +29,9 @@ from distcache.cost.traffic import (
     sharded_exchanges,
 )
 from distcache.errors import ConfigError
+
+_KERNEL_WIDTH = 4
+"""Elements that widths of FBGEMM's tables are multiples of."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +248,10 @@ def _hybrid(layout: str, demand: Demand, cluster: Cluster, settings: Settings) -
     largest = hybrid_rows(demand, layout)
     memory = hybrid_memory(demand, layout, settings, exchanges)
     refused = _too_large(memory, cluster)
-    if refused is not None:
+    odd = [group.dim for group in demand.groups if group.dim % _KERNEL_WIDTH]
+    if odd and layout not in YARDSTICKS:
+        refused = f"width {odd[0]} is no multiple of {_KERNEL_WIDTH}, which FBGEMM's kernels need"
+    elif refused is not None:
         refused += f" (the fullest rank holds {largest:,.0f} rows)"
     return Prediction(
         layout,

@@ -84,7 +84,10 @@ def _described(path: str, world: World) -> Cluster:
         if not world.is_first:
             return None
         found = read_cluster(path)
-        check_world(found, world.nodes.sizes)
+        try:
+            check_world(found, world.nodes.sizes)
+        except ConfigError as error:
+            raise ConfigError(f"cache.cluster={path}: {error}") from error
         return found
 
     found = together(world, read)[0]

@@ -31,9 +31,9 @@ TABLES = ("table_rows=[20000,3000,40]", "batch=128", "cache_ratio=0.2", "width=8
 SMALL = (*TABLES, "most_ranks=16", "world_size=4")
 
 
-def run(folder: Path, *arguments: str) -> list[dict]:
-    """The records of a plan that goes well."""
-    assert main([*arguments, f"output={folder}"]) == 0
+def run(folder: Path, *arguments: str, code: int = 0) -> list[dict]:
+    """The records of a plan that goes well; `code`: 1 where nothing fits."""
+    assert main([*arguments, f"output={folder}"]) == code
     return [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
 
 
@@ -163,6 +163,10 @@ def test_statistics_are_as_good_as_the_law(tmp_path: Path, capsys: pytest.Captur
         ((*SMALL, "batch=0"), "batch=0 must be at least 1"),
         ((*SMALL, "cache_ratio=2"), "cache.ratio=2.0 is not in (0, 1]"),
         ((*SMALL, "state=away"), "state=away is unknown: choose auto, replicated, home"),
+        (
+            (*SMALL, "cache_rows=4", "cache_ratio=0.1"),
+            "cache_rows=4 and cache_ratio=0.1 contradict",
+        ),
         ((*SMALL, "cache.rows=4"), "cache.rows=4: no such key"),
         ((*SMALL, "bacth=4"), "did you mean batch"),
     ],
@@ -174,13 +178,23 @@ def test_what_makes_no_sense_is_refused(
 
 
 def test_a_small_cache_fits_nothing_that_is_replicated(tmp_path: Path) -> None:
-    records = run(tmp_path, *TABLES, "world_size=8", "cache_rows=120", "most_ranks=8")
+    tables = [argument for argument in TABLES if not argument.startswith("cache_ratio")]
+    records = run(tmp_path, *tables, "world_size=8", "cache_rows=120", "most_ranks=8")
     found = asked(records)
     assert "a step may name" in found["replicated"]["refused"]
     assert not found["replicated"]["best"]
-    nothing = run(tmp_path, *TABLES, "world_size=8", "device_memory=1k", "most_ranks=8")
+    assert (tmp_path / "overrides.txt").exists()
+    nothing = run(tmp_path, *TABLES, "world_size=8", "device_memory=1k", "most_ranks=8", code=1)
     assert all(record["refused"] for record in asked(nothing).values())
-    assert (tmp_path / "overrides.txt").read_text() == ""
+    assert not (tmp_path / "overrides.txt").exists(), "that of the plan before"
+
+
+def test_widths_that_fbgemm_has_not_are_not_for_hybrid(tmp_path: Path) -> None:
+    tables = [argument for argument in TABLES if not argument.startswith("width")]
+    found = asked(run(tmp_path, *tables, "width=10", "world_size=2", "most_ranks=2"))
+    for layout, record in found.items():
+        odd = "width 10 is no multiple of 4" in (record["refused"] or "")
+        assert odd == (layout in ("table_wise", "row_wise")), layout
 
 
 def test_help_names_every_preset(capsys: pytest.CaptureFixture) -> None:

@@ -60,6 +60,8 @@ def test_two_agents_of_one_machine_are_two_nodes() -> None:
     [
         (1, {"local_rank": 0}, r"ranks 0 to 1 have LOCAL_RANK \[0, 0\]"),
         (3, {"local_size": 1}, r"LOCAL_WORLD_SIZE \[2, 1\]"),
+        (2, {"local_size": 0}, r"rank 2 \(host1\) has LOCAL_WORLD_SIZE=0: give the number"),
+        (0, {"local_size": -1}, r"rank 0 \(host0\) has LOCAL_WORLD_SIZE=-1: give the number"),
         (1, {"host": "other"}, "run on host0, other"),
         (3, {"group": "0"}, r"GROUP_RANK\) are \['1', '0'\]"),
         (2, {"backend": "nccl"}, "backend is gloo on rank 0 .host0. and nccl on rank 2 .host1."),

@@ -44,6 +44,13 @@ def test_half_an_environment_is_refused(launched):
         find_place()
 
 
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_words_for_numbers_are_refused(launched, name):
+    launched(**{"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "h", name: "two"})
+    with pytest.raises(ConfigError, match=f"{name}='two' in the environment is no whole number"):
+        find_place()
+
+
 def test_what_rank_0_publishes_all_receive():
     store, received = dist.HashStore(), []
 

@@ -124,6 +124,29 @@ def test_over_the_launchs_store_before_any_group(monkeypatch) -> None:
         assert "distcache is '1.0' on ranks 0, 1 and '2.0' on rank 2" in text
 
 
+def test_command_lines_that_differ_are_named() -> None:
+    store, found = dist.HashStore(), {}
+    given = (["a=1", "b=2"], ["b=2", "a=1"], ["a=1"])
+
+    def start(rank: int, lines: tuple[list[str], ...], name: str) -> None:
+        own = dist.PrefixStore(name, store)
+        try:
+            agree_before_world(own, Place(rank, 3), 20, lines[rank])
+        except ConfigError as error:
+            found[name, rank] = str(error)
+
+    for name, lines in (("differ", given), ("same", (*given[:2], given[1]))):
+        threads = [threading.Thread(target=start, args=(rank, lines, name)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert sorted(found) == [("differ", rank) for rank in range(3)], "the order does not matter"
+    for text in found.values():
+        assert "the command line is 'a=1 b=2' on ranks 0, 1 and 'a=1' on rank 2" in text
+        assert "start all nodes with the same arguments" in text
+
+
 def test_a_rank_that_does_not_start_is_named() -> None:
     store = dist.HashStore()
     store.set("versions/1", "{}")

@@ -61,6 +61,9 @@ def test_torchrun_on_one_node_and_on_several(tmp_path: Path) -> None:
         assert "'--nnodes' '2' '--rdzv-backend' 'c10d' '--rdzv-id' '9'" in job
         assert f"'--rdzv-endpoint' 'node7:29400' '--rdzv-conf' '{host}'" in job
         assert "--standalone" not in job and job.endswith("'a=b c'")
+    for name, value in (("RANKS", "0"), ("RANKS", "two"), ("NODES", "-1"), ("NODE_RANK", "x")):
+        run = bash("torchrun.sh", "--dry-run", **{**venv, name: value})
+        assert run.returncode == 1 and f"{name}={value} is no whole number" in run.stderr
     run = bash("torchrun.sh", "--dry-run", NODES="2", MASTER_ADDR="", **venv)
     assert run.returncode == 1 and "NODES=2 needs MASTER_ADDR" in run.stderr
 
