@@ -64,7 +64,7 @@ def agree_before_world(
     """
     if store is None:
         return
-    own = {**versions_here(), _ARGUMENTS: " ".join(sorted(arguments))}
+    own = {**versions_here(), _ARGUMENTS: list(arguments)}
     if place.rank:
         store.set(f"versions/{place.rank}", json.dumps(own))
         text = _wait(store, ["versions/all"], timeout_s, [0])[0]
@@ -75,12 +75,18 @@ def agree_before_world(
         store.set("versions/all", text)
     found = json.loads(text)
     _refuse([{k: v for k, v in seen.items() if k in ALWAYS} for seen in found])
-    lines = differences([{_ARGUMENTS: seen.get(_ARGUMENTS, "")} for seen in found])
+    lines = differences([_by_key(seen.get(_ARGUMENTS, [])) for seen in found])
     if lines:
         raise ConfigError(
-            f"the ranks differ: {lines[0]}; start all nodes with the same arguments, for those of "
-            "rank 0 count for all"
+            f"the ranks' command lines differ: {'; '.join(lines)}; start all nodes with the same "
+            "arguments, for those of rank 0 count for all"
         )
+
+
+def _by_key(arguments: Sequence[str]) -> dict[str, str]:
+    """Overrides by key; anything else stands for itself."""
+    parts = (argument.partition("=") for argument in arguments)
+    return {key: value if equals else key for key, equals, value in parts}
 
 
 def _cuda(world: World) -> bool:
