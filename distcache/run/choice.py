@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from distcache.popularity.statistics import Statistics
 from distcache.run.ahead import AUTO, LOOKAHEAD, PREFETCH
 from distcache.run.measure import DensePart, measure
 from distcache.run.window import Window
+
+log = logging.getLogger(__name__)
 
 _UNMEASURED = Link(1e10, 1e-5, "any")
 """Bytes do not depend on it."""
@@ -133,5 +136,11 @@ def choose(
     best = best_mixed(demand, cluster, settings, cache.objective)
     if best is None:
         return choose_placement(demand, cluster, settings, cache.objective)
+    if best.refused is not None:
+        log.warning(
+            "cache.placement=mixed: even with the best rows to replicate, %s; a step that does not "
+            "fit is refused. cache.placement=sharded has all slots for its rows",
+            best.refused,
+        )
     why = f"the best rows to replicate, by {cache.objective}"
     return Choice("mixed", best.replicated_rows, cache.state, (best,), why)

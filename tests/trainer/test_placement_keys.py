@@ -20,6 +20,7 @@ from distcache.cost.links import Cluster, Compute, Link
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
 from distcache.run.build import build_source, build_tables
+from distcache.run.choice import Known, choose
 from distcache.run.own import OwnSource
 from distcache.run.placement import replicated_counts, resolve_placement
 from distcache.run.popularity import with_state
@@ -180,6 +181,19 @@ def test_mixed_takes_the_hottest_rows_of_the_first_batches_on_every_rank() -> No
     assert "t_cat_9=6 names no table: choose from t_cat_0, t_cat_1, t_cat_2" in first[3]
     assert "t_cat_1=91, but the table has 90 rows: give at most 90" in first[4]
     assert all("t_cat_" in found for found in second[3:])
+
+
+@pytest.mark.parametrize(("slots", "warned"), [((174, 86), False), ((12, 6), True)])
+def test_mixed_that_will_not_hold_a_step_is_said_before_training(slots, warned, caplog) -> None:
+    config = config_of("cache.placement=mixed", "cache.state=home")
+    source = build_source(config)
+    tables = build_tables(config, source)
+    facts = Known(tables, slots, None, read_window(source, tables, 4, 2))
+    world, cluster = SimpleNamespace(size=2), Cluster(2, Link(1e9), Link(1e9))
+    choice = choose(config, world, facts, cluster, torch.nn.Linear(1, 1))
+    assert choice.placement == "mixed"
+    assert bool(choice.predictions[0].refused) == warned
+    assert ("cache.placement=sharded has all slots" in caplog.text) == warned
 
 
 def test_a_cluster_that_is_not_the_running_world_is_refused(tmp_path) -> None:
