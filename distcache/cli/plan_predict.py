@@ -114,11 +114,13 @@ class Worlds:
         return replace(
             cluster,
             host=replace(request.host, bandwidth=found.host, latency=0.0, name="measured"),
-            inside=replace(
+            inside=request.inside  # one rank has no link to measure
+            if found.inside is None
+            else replace(
                 request.inside,
-                bandwidth=found.inside or request.inside.bandwidth,
-                latency=found.latency_s / max(request.options.measure_ranks - 1, 1),
-                name="measured" if found.inside else f"{request.inside.name}, not measured",
+                bandwidth=found.inside,
+                latency=found.latency_s / (request.options.measure_ranks - 1),
+                name="measured",
             ),
             collective_s=0.0,
             overlap=0.0 if self.on_cpu else 1.0,

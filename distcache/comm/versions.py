@@ -1,4 +1,4 @@
-"""All ranks run the same packages: compared by value before a job's first step.
+"""All ranks run the same packages by the same command line: compared before a job's first step.
 
 Where ranks would compute with other bits, or read each other's messages wrongly, it is an error;
 any other difference is a warning.
@@ -29,6 +29,7 @@ HYBRID = ("torchrec", *FBGEMM_DISTRIBUTIONS)
 """What exchanges and updates rows where TorchRec shards the tables."""
 
 _ARGUMENTS = "the command line"
+"""Under which key a rank's arguments travel with its versions."""
 
 CUDA = ("triton",)
 """What compiles the kernels of CUDA devices, where each rank updates its own copy of a row."""

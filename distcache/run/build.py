@@ -172,8 +172,8 @@ def build_parallel(
         slots, popularity = plan_cache(config, world, tables, source, dtype_of(config).itemsize)
     counted = None if popularity is None else popularity.statistics
     placement = resolve_placement(config, world, (tables, slots, counted), source, model)
-    if placement.kind == SHARDED and getattr(source, "hot", None) is None:
-        popularity = of_all_homes(config, world, tables, slots, popularity)
+    if placement.kind == SHARDED:
+        popularity = of_all_homes(config, world, tables, source, slots, popularity)
     settings = cached_settings(config, world, tables, source, slots, placement)
     settings, spec = replace(settings, fingerprint=seen), optimizer_spec(config)
     mode = CachedParallel(world, tables, features, model, spec, settings, popularity)

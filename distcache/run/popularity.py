@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distcache.comm.agree import together
+from distcache.comm.first import on_first
 from distcache.comm.world import World
 from distcache.config import Config
 from distcache.data.batch import BatchSource
@@ -49,7 +49,7 @@ def plan_cache(
             cache.order,
             cache.warm_start,
             cache.split,
-            PREFETCH if cache.prefetch == AUTO else cache.prefetch,
+            prefetch_of(config),
         ),
         lambda: read_checked(config, tables, source),
     )
@@ -65,6 +65,7 @@ def of_all_homes(
     config: Config,
     world: World,
     tables: Sequence[TableSpec],
+    source: BatchSource,
     slots: Sequence[int],
     popularity: Popularity | None,
 ) -> Popularity | None:
@@ -73,23 +74,24 @@ def of_all_homes(
     `slots`: C of each group. Rows that were given by table, and those of hot batches, stay as they
     are. Called by all ranks.
     """
-    if popularity is None or not isinstance(config.cache.split, str) or world.size == 1:
+    given = not isinstance(config.cache.split, str) or getattr(source, "hot", None) is not None
+    if popularity is None or given or world.size == 1:
         return popularity
     known, pinned = popularity.statistics, popularity.pinned_rows
     budget, held = budget_of(config, 0, world.size), [count * world.size for count in slots]
-    prefetch = PREFETCH if config.cache.prefetch == AUTO else config.cache.prefetch
+    steps = prefetch_of(config) + 1
 
-    def on_first() -> tuple[tuple[int, ...], tuple[int, ...] | None] | None:
-        if not world.is_first:
-            return None
+    def rows() -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         hot = likeliest_rows(tables, held, known, budget)
-        stay = None if pinned is None else pinned_rows(tables, held, known, budget, prefetch + 1)
-        return hot, stay
+        return hot, None if pinned is None else pinned_rows(tables, held, known, budget, steps)
 
-    decided = together(world, on_first)[0]
-    if decided is None:
-        raise RuntimeError("rank 0 decides the hot rows")
-    return replace(popularity, hot_rows=decided[0], pinned_rows=decided[1])
+    hot, pinned = on_first(world, rows)
+    return replace(popularity, hot_rows=hot, pinned_rows=pinned)
+
+
+def prefetch_of(config: Config) -> int:
+    """P, as slots are planned for."""
+    return PREFETCH if config.cache.prefetch == AUTO else config.cache.prefetch
 
 
 def state_widths(config: Config, tables: Sequence[TableSpec]) -> list[int]:
