@@ -32,18 +32,31 @@ class Expecting(Protocol):
         ...
 
 
-def smallest_cache_rows(groups: Sequence[TableGroup], most: Sequence[int]) -> int:
-    """The smallest `cache.rows` that gives every home of each group at least `most` slots.
+def smallest_cache_rows(groups: Sequence[TableGroup], slots: Sequence[int]) -> int:
+    """The smallest `cache.rows` that gives each group at least `slots` on a device.
 
-    `cache.rows` is split over the groups by their rows, and rounded up there to a multiple of W:
-    the slots of W homes, or, where all rows of a group are sharded, those of each.
+    `cache.rows` is split over the groups by their rows, and rounded up there to a multiple of W.
     """
     total, found = sum(group.layout.rows for group in groups), 1
-    for rows, group in zip(most, groups, strict=True):
+    for count, group in zip(slots, groups, strict=True):
         world = group.layout.world_size
-        multiples = -(-rows * homes_per_device(group) // world)
-        found = max(found, (multiples - 1) * world * total // group.layout.rows + 1)
+        found = max(found, (-(-count // world) - 1) * world * total // group.layout.rows + 1)
     return found
+
+
+def enough_slots(group: TableGroup, replicated: int, sharded: int) -> int:
+    """Slots of a device, C, from which on every home holds that many `replicated` and `sharded`
+    rows.
+
+    Of mixed rows, at most half of C is for the replicated ones, and no more than they are.
+    """
+    world, hot = group.layout.world_size, group.hot
+    if hot is None:
+        return replicated * world
+    if not len(hot):
+        return sharded
+    fullest = int(np.bincount(group.layout.home(hot), minlength=world).max())
+    return max(2 * world * max(replicated, 1), min(2 * sharded, sharded + world * fullest))
 
 
 def homes_per_device(group: TableGroup) -> int:
@@ -62,19 +75,16 @@ def too_large(
     home, place = np.unravel_index(np.argmax(rows / np.asarray(slots)), rows.shape)
     needs, has, region = int(rows[home, place]), slots[place], regions[place]
     group = groups[region.group]
-    mixed = group.hot is not None and len(group.hot) > 0
     kind = "" if group.hot is None else ("sharded " if region.sharded else "replicated ")
     on_device = has * (1 if region.sharded else len(rows))
-    most = [0] * len(groups)
-    for column, other in enumerate(regions):
-        most[other.group] = max(most[other.group], int(rows[:, column].max()))
-    enough = smallest_cache_rows(groups, most)
-    way_out = f"cache.rows={enough} or more (the smallest that holds this step)"
-    if mixed:
-        way_out = (
-            "a larger cache.rows (or cache.ratio, cache.bytes), or other rows to replicate "
+    way_out = f"cache.rows={_enough_rows(groups, rows, regions)} or more"
+    if any(other.hot is not None and len(other.hot) for other in groups):
+        way_out += (
+            " (which holds this step with the same replicated rows), replicate other rows "
             "(cache.replicated_rows, cache.replicated_share)"
         )
+    else:
+        way_out += " (the smallest that holds this step)"
     return StepTooLargeError(
         f"step {step} needs {needs} distinct {kind}rows of home rank {home}, which has {has} slots "
         f"of {on_device} on each device (tables of width {group.dim}): set {way_out}, or lower "
@@ -82,6 +92,15 @@ def too_large(
         rows=needs,
         slots=has,
     )
+
+
+def _enough_rows(groups: Sequence[TableGroup], rows: np.ndarray, regions: Sequence[Region]) -> int:
+    """`cache.rows` from which on a step of `rows`, int64 `[W, regions]`, finds room."""
+    needs = np.zeros((len(groups), 2), dtype=np.int64)
+    for column, region in enumerate(regions):
+        needs[region.group, int(region.sharded)] = rows[:, column].max()
+    slots = [enough_slots(g, *need) for g, need in zip(groups, needs.tolist(), strict=True)]
+    return smallest_cache_rows(groups, slots)
 
 
 def _other_split(groups: Sequence[TableGroup]) -> str:
@@ -112,7 +131,9 @@ def warn_if_too_small(
             most[worst],
             groups[worst].dim,
             homes[worst],
-            smallest_cache_rows(groups, most),
+            smallest_cache_rows(
+                groups, [n * homes_per_device(g) for n, g in zip(most, groups, strict=True)]
+            ),
         )
     return bool(short)
 

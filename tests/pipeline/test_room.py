@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from ends import Job
+from hypothesis import given
+from hypothesis import strategies as st
 from placement_cases import placement_of
 from protocol_cases import CASE, TABLES, batches, caught, make, state, warnings
 
@@ -16,8 +19,8 @@ from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import StepTooLargeError
 from distcache.layout import TableSpec
 from distcache.pipeline.groups import make_groups
-from distcache.pipeline.placement import Placement
-from distcache.pipeline.room import smallest_cache_rows, warn_if_too_small
+from distcache.pipeline.placement import Placement, region_slots
+from distcache.pipeline.room import enough_slots, smallest_cache_rows, warn_if_too_small
 
 
 def attempt(
@@ -134,7 +137,7 @@ def test_the_warning_names_a_cache_that_holds_a_batch(world: int) -> None:
             most[g] = max(most[g], *np.bincount(homes, minlength=world))
     homes = [count // world for count in slots(named)]
     assert all(have >= need for have, need in zip(homes, most, strict=True))
-    needed = smallest_cache_rows(groups, most.tolist())
+    needed = smallest_cache_rows(groups, (most * world).tolist())
     assert needed <= named <= 1.5 * needed
 
 
@@ -145,11 +148,17 @@ def test_a_source_that_knows_nothing_is_not_warned_about() -> None:
 
 def refuse(rank: int, size: int) -> list[list]:
     """Runs in ever larger mixed caches, first with many and then with few replicated rows: steps
-    done, the error, the state after it, and what as many steps leave in a cache that holds all."""
+    done, the error, the state after it, and what as many steps leave in a cache that holds all.
+    Then in one of as many rows as the error before names."""
     world, seen = open_world("cpu", "gloo", 60), []
-    for share, count in ((0.4, 20), (0.4, 40), (0.4, 60), (0.02, 12), (0.02, 60)):
+    groups = make_groups(TABLES, CASE.features, world.size)
+    sizes = [(group.layout.rows, group.dim, 1) for group in groups]
+    named, tries = 0, [(0.4, 20), (0.4, 40), (0.4, 60), (0.02, 12), (0.02, 60)]
+    while tries:
+        share, count = tries.pop(0)
         placement = placement_of("mixed home", CASE, share)
-        mode, done = make(world, 2, 1, slots=(count, 12), placement=placement), []
+        slots = (count, 12) if count else tuple(cache_slots(named, None, None, sizes, 4, size))
+        mode, done = make(world, 2, 1, slots=slots, placement=placement), []
 
         def go(mode=mode, done=done) -> None:
             for step in mode.stream(batches(world, range(6))):
@@ -163,6 +172,10 @@ def refuse(rank: int, size: int) -> list[list]:
             roomy.train_step(step)
         seen.append([len(done), error, after, state(roomy)])
         roomy.close()
+        found = re.search(r"cache\.rows=(\d+) or more", error)
+        if found is not None:
+            named = int(found[1])
+            tries.insert(0, (share, 0))
     close_world(world)
     return seen
 
@@ -171,7 +184,7 @@ def test_a_mixed_cache_names_the_region_that_is_too_small() -> None:
     ranks = [end.value for end in Job(refuse, 3).ends()]
     assert ranks[1] == ranks[2] == ranks[0], ranks
     steps, kinds = [], set()
-    for done, error, after, expected in ranks[0]:
+    for place, (done, error, after, expected) in enumerate(ranks[0]):
         steps.append(done)
         assert after == expected, "the steps before are not as they were trained"
         if not error:
@@ -184,7 +197,29 @@ def test_a_mixed_cache_names_the_region_that_is_too_small() -> None:
         needs, has, of = (int(found[group]) for group in (1, 3, 4))
         assert needs > has and of == has * (3 if found[2] == "replicated" else 1)
         assert "cache.replicated_rows, cache.replicated_share" in error
-        assert "cache.rows=" not in error, "no number is known to be enough"
         kinds.add(found[2])
-    assert steps[0] <= steps[1] <= steps[2] == 6 == steps[4] and min(steps[0], steps[3]) < 6
+        assert ranks[0][place + 1][0] > done, "the number that was named does not hold the step"
+    assert max(steps) == 6 and min(steps) < 6
     assert kinds == {"sharded", "replicated"}
+
+
+@given(
+    st.integers(1, 5),
+    st.integers(1, 200),
+    st.sets(st.integers(0, 199)),
+    st.integers(0, 60),
+    st.integers(1, 60),
+)
+def test_from_the_number_named_on_mixed_homes_have_room(
+    world: int, rows: int, hot: set[int], replicated: int, sharded: int
+) -> None:
+    group = make_groups(tables([rows], [4]), ["cat_0"], world)[0]
+    chosen = np.array(sorted(row for row in hot if row < rows), dtype=np.int64)
+    group = replace(group, hot=chosen)
+    hottest = np.bincount(group.layout.home(chosen), minlength=world).max()
+    near, far = min(replicated, int(hottest)), min(sharded, group.layout.local_rows)
+    least = enough_slots(group, near, far)
+    given_rooms = [region_slots(group, count) for count in range(1, least + 3 * world + 5)]
+    hold = [room.replicated // world >= near and room.sharded >= far for room in given_rooms]
+    assert all(hold[least - 1 :]), "more slots hold less"
+    assert least <= 2 * world or not all(hold[least - 2 * world - 1 :]), "fewer would do"
