@@ -173,6 +173,10 @@ class StoreConfig:
 
     name: str = "memory"
     """`memory`: anonymous shared host memory, one store per node."""
+    access: str = "staged"
+    """How rows come to the device and back: `staged` (host threads gather them into pinned buffers,
+    which are copied) or `zero_copy` (the device reads and writes them in host memory, which is
+    locked for that; needs Triton on a GPU)."""
 
 
 @dataclass

@@ -32,6 +32,7 @@ CHOICES = {
     "cache.state": ("auto", "home", "replicated"),
     "cache.reduction": ("ordered", "native"),
     "store.name": ("memory",),
+    "store.access": ("staged", "zero_copy"),
     "parallel.mode": ("data", "hybrid", "resident", "host"),
     "parallel.sharding": ("auto", "table_wise", "row_wise", "column_wise"),
     "optim.name": ("sgd", "adagrad", "rowwise_adagrad", "adam"),

@@ -33,7 +33,7 @@ COUNTED = {
     "barriers": r"bar\.sync",
 }
 TYPES = {torch.float32: "*fp32", torch.int64: "*i64", torch.uint8: "*u8", float: "fp32", int: "i32"}
-VARIANT = ("HOPS", "WEIGHTED", "SCATTER", "MOST", "RULE", "MASKED")
+VARIANT = ("HOPS", "WEIGHTED", "SCATTER", "MOST", "RULE", "MASKED", "FROM", "TO")
 
 
 class Recorder:
@@ -61,6 +61,9 @@ def call_all(width):
         for chunk in (2, 40):
             call = (upstream, bag_of(offsets), order, segments, weights)
             bodies.row_gradients(*call, segment_chunks(segments, chunk))
+    at = torch.arange(3)
+    bodies.copy_rows(rows, at, torch.zeros(3, width), None)
+    bodies.copy_rows(torch.zeros(3, width), None, rows, at)
     for name in ("sgd", "adagrad", "rowwise_adagrad", "adam"):
         rule = Rule(name, 0.1)
         state = torch.zeros(4, rule.state_width(width)) if name != "sgd" else None
@@ -88,7 +91,7 @@ def compiled(kernel, arguments, constants, capability):
 def main(capability, widths):
     for width in widths:
         launches: list = []
-        for name in ("segment_sums", "update_rows"):
+        for name in ("segment_sums", "update_rows", "copy_rows"):
             kernel = getattr(triton_kernels, name)
             kernel = kernel.kernel if isinstance(kernel, Recorder) else kernel
             setattr(triton_kernels, name, Recorder(kernel, launches))

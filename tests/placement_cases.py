@@ -19,6 +19,7 @@ from distcache.parallel.cached_parts import CachedSettings
 from distcache.pipeline.groups import TableGroup, group_bags, make_groups
 from distcache.pipeline.placement import Placement, region_slots
 from distcache.planner.policy import Policy
+from distcache.store.direct import ACCESS
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))
 MEANS = (table("a", 200, pooling="mean"), table("c", 30, dim=4), table("e", 90, dim=12))
@@ -146,6 +147,7 @@ def draw_jobs(seed: int, world: int, runs: int, steps: int) -> list[Job]:
             shake_ms=float(rng.choice([0.0, 0.0, 1.5])),
             result_delay=[None, 2][rng.integers(2)],
             placement=placement,
+            access=ACCESS[(seed + number) % 3 == 0],
             **common,
         )
         jobs.append(Job(case, settings, evals, how))

@@ -57,6 +57,7 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         `order`, `warm_start` and `split` as the keys of group `cache` (`batch_size`: samples of an
         optimizer step over all ranks, for `split="by_curve"` and `policy="static"`);
         `schedule="overlapped"|"serial"`: rows move beside the steps, or between them;
+        `store_access="staged"|"zero_copy"`: through buffers, or read and written in host memory;
         `reduction="ordered"|"native"`, whose bits do not or may depend on the cache;
         `gradient_reduction="mean"|"sum"`; `dtype=torch.float32|torch.float64`; `seed=0` of the
         initial rows; `on_bad_id="error"|"hash"` (modulo the table's rows).

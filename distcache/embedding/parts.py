@@ -76,7 +76,7 @@ def make_row_parts(
     )
     features = [feature for table in tables for feature in table.features]
     groups, popular = popular_groups(world, tables, features, popularity)
-    stores = make_stores(world, groups, update, dtype, settings.seed)
+    stores = make_stores(world, groups, update, dtype, settings.seed, settings.store_access)
     caches = make_caches(world, groups, [RegionSlots(count) for count in slots], update, dtype)
     rows = [
         GroupRows(group, cache, store, update, link, streams, settings.prefetch)

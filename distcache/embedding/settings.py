@@ -12,6 +12,7 @@ import torch
 
 from distcache.errors import ConfigError, DistcacheError
 from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
+from distcache.store.direct import ACCESS, STAGED
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class CacheSettings:
     split: Any = "proportional"
     batch_size: int | None = None
     schedule: str = "overlapped"
+    store_access: str = STAGED
     reduction: str = "ordered"
     gradient_reduction: str = "mean"
     dtype: torch.dtype = torch.float32
@@ -49,6 +51,7 @@ class CacheSettings:
             ("admission", (False, True)),
             ("order", ("ids", "popularity")),
             ("schedule", ("overlapped", "serial")),
+            ("store_access", ACCESS),
             ("reduction", ("ordered", "native")),
             ("gradient_reduction", ("mean", "sum")),
             ("on_bad_id", ("error", "hash")),

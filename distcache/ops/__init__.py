@@ -104,3 +104,24 @@ def update_rows(
     """One optimizer step on the rows at `slots`, in place: see `reference.update_rows`."""
     chosen = body("update_rows", weight, state, gradient)
     chosen.update_rows(rule, weight, state, slots, gradient, enabled)
+
+
+def copy_rows(
+    source: Tensor, source_rows: Tensor | None, target: Tensor, target_rows: Tensor | None
+) -> None:
+    """Copy rows of one table into another, in place: see `reference.copy_rows`.
+
+    One of the tables may lie in host memory that is registered with the GPU of the other and of the
+    index: the kernel reads or writes it there. Raises ConfigError without Triton, which PyTorch has
+    no body for.
+    """
+    if source.device == target.device:
+        reference.copy_rows(source, source_rows, target, target_rows)
+        return
+    kernels = triton_bodies()
+    if kernels is None or choice() == "reference":
+        raise ConfigError(
+            f"rows between {source.device} and {target.device} where they lie take a kernel of "
+            f"Triton: install it and leave {VARIABLE} empty, or set store.access=staged"
+        )
+    kernels.copy_rows(source, source_rows, target, target_rows)

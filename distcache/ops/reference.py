@@ -191,3 +191,18 @@ def row_sums(values: Tensor) -> Tensor:
         values[:, : width - half].add_(values[:, half:width])
         width = half
     return values[:, :1]
+
+
+def copy_rows(
+    source: Tensor, source_rows: Tensor | None, target: Tensor, target_rows: Tensor | None
+) -> None:
+    """`target[target_rows[i]] = source[source_rows[i]]` for all i, in place.
+
+    `source` `[A, D]`, `target` `[B, D]`, of one dtype; rows int64 `[m]`, None for 0, 1, ...;
+    `target_rows` distinct.
+    """
+    values = source if source_rows is None else source.index_select(0, source_rows)
+    if target_rows is None:
+        target.copy_(values)
+    else:
+        target.index_copy_(0, target_rows, values)

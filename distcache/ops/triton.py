@@ -131,6 +131,40 @@ def update_rows(
         )
 
 
+def copy_rows(
+    source: Tensor, source_rows: Tensor | None, target: Tensor, target_rows: Tensor | None
+) -> None:
+    """See `reference.copy_rows`; launched on the device of the index, or of the table that has no
+    index. A table on the CPU must lie in memory that is registered with that device."""
+    places = source_rows if source_rows is not None else target_rows
+    count, dim = len(target if places is None else places), target.shape[1]
+    if count == 0:
+        return
+    for name, tensor in (("source", source), ("target", target)):
+        if tensor.shape[1] != dim or tensor.dtype != target.dtype or not tensor.is_contiguous():
+            raise ConfigError(
+                f"`{name}` {list(tensor.shape)} of {tensor.dtype}: contiguous rows of {dim} "
+                f"{target.dtype} are copied"
+            )
+    tile, block, warps = _tile(dim)
+    index = source if places is None else places
+    kernel: Any = triton_kernels.copy_rows
+    with _device(source if source.is_cuda else target):
+        kernel[(_programs(count, tile),)](
+            source,
+            index if source_rows is None else source_rows.contiguous(),
+            target,
+            index if target_rows is None else target_rows.contiguous(),
+            count,
+            D=dim,
+            N=tile,
+            BLOCK=block,
+            FROM=source_rows is not None,
+            TO=target_rows is not None,
+            **_options(warps),
+        )
+
+
 def _segment_sums(
     values: Tensor,
     bounds: tuple[Tensor, Tensor],

@@ -69,6 +69,33 @@ def segment_sums(
     tl.store(out + at[:, None] * D + column[None, :], total, mask=mask)
 
 
+@triton.jit(do_not_specialize=["count"])
+def copy_rows(
+    source,  # [*, D], contiguous
+    source_rows,  # int64 [count]; read where FROM
+    target,  # [*, D], contiguous, of the same dtype
+    target_rows,  # int64 [count]; read where TO
+    count,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FROM: tl.constexpr,
+    TO: tl.constexpr,
+):
+    """target[target_rows[i] or i] = source[source_rows[i] or i]."""
+    at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    column = tl.arange(0, BLOCK)
+    inside = at < count
+    mask = inside[:, None] & (column < D)[None, :]
+    start, end = at, at
+    if FROM:
+        start = tl.load(source_rows + at, mask=inside, other=0)
+    if TO:
+        end = tl.load(target_rows + at, mask=inside, other=0)
+    values = tl.load(source + start[:, None] * D + column[None, :], mask=mask)
+    tl.store(target + end[:, None] * D + column[None, :], values, mask=mask)
+
+
 @triton.jit
 def _folded_column(column, D: tl.constexpr, STEPS: tl.constexpr):
     """The column that `reference.row_sums` has at place `column` of a tree of 2^STEPS leaves, and

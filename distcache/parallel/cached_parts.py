@@ -25,6 +25,7 @@ from distcache.pipeline.split import HotSamples
 from distcache.planner.policy import DEFAULT, Policy
 from distcache.planner.slot_free import PassThroughPlanner, ResidentPlanner
 from distcache.popularity.node import GroupPopularity
+from distcache.store.direct import STAGED
 from distcache.store.initial import block_rows, initial_rows
 from distcache.store.rows import RowStore
 from distcache.streams import Streams
@@ -37,7 +38,7 @@ class CachedSettings:
     `result_delay`: steps after which a step's loss is read (None: 2 on CUDA, 0 on the CPU);
     `amp`: `off`, or `bf16` for the dense part; `placement`: of cached rows in mode `data`;
     `hot`: training steps are split into the samples that it names and the others (equal on all
-    ranks; too large to compare)."""
+    ranks; too large to compare); `access`: `staged` or `zero_copy`, as `store.access`."""
 
     mode: str
     slots: Sequence[int] = ()
@@ -56,6 +57,7 @@ class CachedSettings:
     amp: str = "off"
     placement: Placement = field(default_factory=Placement)
     hot: HotSamples | None = field(default=None, compare=False)
+    access: str = STAGED
 
 
 def make_rows(
@@ -72,7 +74,7 @@ def make_rows(
     if settings.mode == "resident":
         slots = [group.layout.rows for group in groups]
     else:
-        stores = make_stores(world, groups, update, settings.dtype, settings.seed)
+        stores = make_stores(world, groups, update, settings.dtype, settings.seed, settings.access)
     if settings.mode == "host":
         slots = [world.size] * len(groups)
     regions = [region_slots(group, count) for group, count in zip(groups, slots, strict=True)]

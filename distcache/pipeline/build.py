@@ -12,6 +12,7 @@ import torch
 from distcache.cache.device_cache import DeviceCache
 from distcache.comm.agree import together
 from distcache.comm.world import World
+from distcache.errors import DistcacheError
 from distcache.layout import TableSpec
 from distcache.optim.rows import RowUpdate
 from distcache.pipeline.groups import TableGroup, make_groups
@@ -22,6 +23,7 @@ from distcache.planner.policy import Policy
 from distcache.planner.regions import HotLayout
 from distcache.popularity.node import GroupPopularity, Popularity, share_popularity
 from distcache.store.available import require_memory
+from distcache.store.direct import ZERO_COPY
 from distcache.store.rows import RowStore, create_stores
 
 
@@ -87,13 +89,25 @@ def make_stores(
     update: RowUpdate,
     dtype: torch.dtype,
     seed: int,
+    access: str,
 ) -> list[RowStore]:
-    """The node's store of every group with its initial rows and state; called by all ranks."""
+    """The node's store of every group with its initial rows and state; called by all ranks.
+
+    `access`: as `store.access`; with `zero_copy` the device reads and writes them in place.
+    Raises MemoryTooSmallError on every rank where some host does not hold, or lock, its rows.
+    """
     widths = [update.state_width(group.dim) for group in groups]
     layouts = [group.layout for group in groups]
     stores = create_stores(layouts, widths, dtype, world, groups)
     for group, store in zip(groups, stores, strict=True):
         store.initialise(seed, group.tables, update.initial_state(group.dim))
+    if access == ZERO_COPY:
+        try:
+            together(world, lambda: [store.open_to(world.device) for store in stores])
+        except DistcacheError:
+            for store in stores:
+                store.close()
+            raise
     return stores
 
 

@@ -9,26 +9,17 @@ import torch
 from torch import Tensor
 
 from distcache.cache.device_cache import FOREIGN, DeviceCache
-from distcache.cache.staging import StagingRing
 from distcache.comm.counters import ROWS
 from distcache.comm.link import Link
 from distcache.coordinator import share_rows, to_all
 from distcache.optim.rows import RowUpdate, apply_rows
+from distcache.pipeline.access import Access, Gathered, InPlace, Staged
 from distcache.pipeline.groups import TableGroup
 from distcache.pipeline.placement import RegionSlots
 from distcache.shard_plan import ShardPlan, Transfer
 from distcache.step_plan import StepPlan
 from distcache.store.rows import RowStore
-from distcache.streams import COMPUTE, COPY_IN, Mark, Streams
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """Rows of one step in staging buffer `number`: `[M_h, D]`, and `[M_h, S]` or None."""
-
-    number: int
-    weight: Tensor
-    state: Tensor | None
+from distcache.streams import COMPUTE, Streams
 
 
 @dataclass
@@ -73,9 +64,12 @@ class GroupRows:
         self.counts = MoveCounts()
         """Of the training steps that were run, and of `flush`."""
         self.row_bytes = (cache.dim + cache.state_width) * cache.dtype.itemsize
-        widths = (cache.dim, cache.state_width)
-        self._arriving = StagingRing(prefetch + 2, widths, cache.dtype, streams)
-        self._leaving = StagingRing(1, widths, cache.dtype, streams)
+        self._access: Access | None = None
+        if store is not None and store.direct is not None:
+            self._access = InPlace(store.direct)
+        elif store is not None:
+            widths = (cache.dim, cache.state_width)
+            self._access = Staged(store, cache.device, widths, streams, prefetch)
 
     def write_back(self, plan: StepPlan, counts: MoveCounts) -> None:
         """Bring the dirty rows that leave to the store: cache[evict_slots] -> store[evict_rows]."""
@@ -87,30 +81,28 @@ class GroupRows:
             self._store_rows(*self.cache.evict(slots, rows), counts)
 
     def gather(self, plan: StepPlan, counts: MoveCounts) -> Gathered | None:
-        """Read this home's fetched rows from the store into a staging buffer; None without one."""
-        if self.store is None:
+        """What the host does for this home's fetched rows; None without a store."""
+        if self._access is None:
             return None
         rows = plan.fetch_rows
         if plan.shard is not None:
             rows = torch.cat((rows, plan.shard.fetch_rows))
-        number, weight, state = self._arriving.take(len(rows))
-        self.store.gather(rows, out=(weight, state))
-        counts.rows_fetched += len(weight)
-        counts.host_to_device_bytes += len(weight) * self.row_bytes
-        return Gathered(number, weight, state)
+        counts.rows_fetched += len(rows)
+        counts.host_to_device_bytes += len(rows) * self.row_bytes
+        return self._access.gather(rows)
 
     def fill(self, plan: StepPlan, gathered: Gathered | None, link: Link) -> None:
         """Put the fetched rows into their slots, the replicated ones, shared over `link`, on all
         ranks."""
-        if gathered is None:
+        if gathered is None or self._access is None:
             return
-        own, (weight, state) = len(plan.fetch_rows), (gathered.weight, gathered.state)
+        own, (weight, state) = len(plan.fetch_rows), self._access.arrive(gathered)
         if self.slots.replicated or self.group.hot is None:
             self._fill_replicated(plan, (_first(weight, own), _first(state, own)), link)
         if plan.shard is not None and len(weight) > own:
             rows = weight[own:], None if state is None else state[own:]
             self.cache.fill(plan.shard.fetch_slots, plan.shard.fetch_rows, *rows)
-        self._arriving.release(gathered.number, self.streams.mark(COPY_IN))
+        self._access.release(gathered)
 
     def _fill_replicated(
         self, plan: StepPlan, rows: tuple[Tensor | None, Tensor | None], link: Link
@@ -215,13 +207,14 @@ class GroupRows:
         self.cache.weight.index_copy_(0, where, rows)
 
     def flush(self) -> None:
-        """Write this home's dirty rows to the store; they stay cached."""
-        if self.store is None:
+        """Write this home's dirty rows to the store, and wait for them; they stay cached."""
+        if self._access is None:
             return
         dirty = self.cache.dirty_slots()
         rows = torch.from_numpy(self.cache.slot_row[dirty.numpy()])
         own = rows >= 0
         self._store_rows(dirty[own], rows[own], self.counts)
+        self._access.settle()
         self.cache.clean(dirty)
 
     def held_rows(self, slots: slice) -> np.ndarray:
@@ -230,19 +223,10 @@ class GroupRows:
         return np.where(held >= 0, held, -1)
 
     def _store_rows(self, slots: Tensor, rows: Tensor, counts: MoveCounts) -> None:
-        """Copy slots to the store; the calling thread waits until the rows are there."""
-        if len(slots) == 0 or self.store is None:
+        """Copy slots to the store."""
+        if len(slots) == 0 or self._access is None:
             return
-        weight, state = self.cache.read(slots)
-        if self.streams.asynchronous:
-            number, host_weight, host_state = self._leaving.take(len(slots))
-            host_weight.copy_(weight, non_blocking=True)
-            if state is not None and host_state is not None:
-                host_state.copy_(state, non_blocking=True)
-            torch.cuda.current_stream(self.cache.device).synchronize()
-            weight, state = host_weight, host_state
-            self._leaving.release(number, Mark())
-        self.store.scatter(rows, weight, state)
+        self._access.put(rows, *self.cache.read(slots))
         counts.rows_written_back += len(slots)
         counts.device_to_host_bytes += len(slots) * self.row_bytes
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from distcache.coordinator import Agreement, Control
+from distcache.pipeline.access import Gathered
 from distcache.pipeline.clock import WAIT, Span, StageClock, spanned
 from distcache.pipeline.lookup import DeviceBags
 from distcache.pipeline.planned import PlannedStep
-from distcache.pipeline.rows import Gathered, MoveCounts
+from distcache.pipeline.rows import MoveCounts
 from distcache.pipeline.shake import Shaker
 from distcache.streams import COMMUNICATION, COMPUTE, Mark, Streams
 

@@ -213,4 +213,5 @@ def cached_settings(
         amp=config.trainer.amp,
         placement=placement,
         hot=source.hot.samples if isinstance(source, SplitSource) else None,
+        access=config.store.access,
     )

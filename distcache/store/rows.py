@@ -19,6 +19,7 @@ from distcache.errors import ConfigError, DistcacheError, PlanError
 from distcache.layout import RowLayout
 from distcache.store.base import Rows
 from distcache.store.copies import RowTaker, put_rows
+from distcache.store.direct import DirectRows
 from distcache.store.initial import block_rows, initial_rows
 from distcache.store.memory import SharedMemory, describe_bytes, require_memory
 from distcache.store.part import NodePart, Numbering
@@ -85,8 +86,8 @@ class RowStore:
     """Weights `[R, D]` and optimizer state `[R, S]` of one group, shared by a node's ranks.
 
     On one node R = V, in row number order. On several nodes each holds the rows at home on its
-    ranks, in the order of `part` (`part.rows` = R, about V / nodes): together the rows lie in
-    host memory once. Callers speak of rows by the layout's numbers in either case.
+    ranks, in the order of `part` (`part.rows` = R, about V / nodes). Callers speak of rows by the
+    layout's numbers. `direct`: the rows as a device sees them, if the store is open to one.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class RowStore:
         memory.close()  # from here on the tensors hold the mapping
         self.nbytes = first + second
         self._taker = RowTaker(_gather_threads(world))
+        self.direct: DirectRows | None = None
 
     @classmethod
     def create(
@@ -126,9 +128,8 @@ class RowStore:
     ) -> RowStore:
         """A store of zeros; called by all ranks, mapped by the local ranks of each node.
 
-        `state_width`: S, floats of optimizer state per row; `dtype`: float32 or float64;
-        `numbering`: the planner's, which says whose home a row is, if not the layout's. Raises
-        MemoryTooSmallError on every rank when some node cannot hold its part.
+        `state_width`: S; `dtype`: float32 or float64; `numbering`: the planner's, which says whose
+        home a row is. Raises MemoryTooSmallError on all ranks if some node cannot hold its part.
         """
         return cls(layout, state_width, dtype, world, numbering)
 
@@ -226,6 +227,10 @@ class RowStore:
             if target is not None and values is not None:
                 put_rows(target.numpy(), places, values.numpy())
 
+    def open_to(self, device: torch.device) -> None:
+        """Let `device` use rows where they lie: `direct`. May raise MemoryTooSmallError."""
+        self.direct = DirectRows(self.weight, self.state, self.part.places, device)
+
     def table(self, index: int) -> Rows:
         """Views, in original ids, of table `index` of the layout: `[rows, D]`, `[rows, S]` or None.
 
@@ -245,6 +250,9 @@ class RowStore:
 
         Views that someone still holds stay valid; the memory goes with the last of them.
         """
+        if self.direct is not None:
+            self.direct.close()
+        self.direct = None
         self._weight = self._state = None
         self._taker.close()
 

@@ -278,3 +278,37 @@ def test_what_cannot_be_updated_is_refused():
     across = here(torch.ones(3, 4)).t()
     with pytest.raises(ConfigError, match="`weight` has columns 4 elements apart"):
         kernels.update_rows(RULES[0], across, None, here(slots), here(gradient))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    dim=st.sampled_from(DIMS),
+    sizes=st.tuples(st.integers(1, 90), st.integers(0, 90)),
+    double=st.booleans(),
+    indexed=st.sampled_from(["source", "target", "both", "neither"]),
+)
+def test_copies_equal_the_reference(seed, dim, sizes, double, indexed) -> None:
+    rows, count = max(sizes), min(sizes)
+    dtype, rng = torch.float64 if double else torch.float32, torch.Generator().manual_seed(seed)
+    tall, short = (torch.randn(n, dim, generator=rng, dtype=dtype) for n in (rows, count))
+    at, to = (torch.randperm(rows, generator=rng)[:count] for _ in range(2))
+    source, source_rows = (tall, at) if indexed in ("source", "both") else (short, None)
+    target, target_rows = (tall + 1, to) if indexed in ("target", "both") else (short + 1, None)
+    found, wanted = target.to(DEVICE, copy=True), target.clone()
+    kernels.copy_rows(here(source), here(source_rows), found, here(target_rows))
+    reference.copy_rows(source, source_rows, wanted, target_rows)
+    assert torch.equal(found.cpu(), wanted)
+    if len(wanted) > count:
+        assert len(wanted) - count <= (wanted == target).all(1).sum()
+
+
+@pytest.mark.parametrize("wrong", ["width", "dtype", "columns"])
+def test_what_cannot_be_copied_is_refused(wrong: str) -> None:
+    source = {
+        "width": torch.zeros(4, 5),
+        "dtype": torch.zeros(4, 8, dtype=torch.float64),
+        "columns": torch.zeros(8, 4).t(),
+    }[wrong]
+    with pytest.raises(ConfigError, match=r"`source` .* contiguous rows of 8 torch.float32"):
+        kernels.copy_rows(here(source), here(torch.arange(2)), here(torch.zeros(2, 8)), None)

@@ -32,13 +32,15 @@ def test_every_launch_compiles_and_rounds_as_it_says(
     for width in widths:
         sums = [one for one in found if (one["kernel"], one["width"]) == ("segment_sums", width)]
         updates = [one for one in found if (one["kernel"], one["width"]) == ("update_rows", width)]
+        copies = [one for one in found if (one["kernel"], one["width"]) == ("copy_rows", width)]
         assert {one["HOPS"] for one in sums} == {0, 1, 2} and len(updates) == 8
-        for one in sums + updates:
+        assert {(one["FROM"], one["TO"]) for one in copies} == {(True, False), (False, True)}
+        for one in sums + updates + copies:
             assert one["bytes"] > 0
             assert one["fused"] == one["approximate"] == one["atomics"] == 0, one
             # At width 4 a program has fewer elements than its threads can load at once.
             assert (one["wide_loads"] > 0) == (width % 4 == 0 and width > 4), one
-        assert all(one["barriers"] == 0 for one in sums)
+        assert all(one["barriers"] == 0 for one in sums + copies)
         for one in updates:
             rooted = one["RULE"] != "sgd"
             assert (one["sqrt"] > 0) == (one["division"] > 0) == rooted, one

@@ -22,6 +22,7 @@ from distcache.comm.world import World, close_world, open_world
 from distcache.parallel.cached import CachedParallel
 from distcache.parallel.cached_parts import CachedSettings
 from distcache.pipeline.placement import Placement
+from distcache.store.direct import ACCESS
 
 pytestmark = pytest.mark.gpu
 
@@ -49,10 +50,12 @@ def test_every_schedule_has_the_bits_of_resident(world: World, optimizer: str) -
         (0, 0, "overlapped"),
         (4, 3, "overlapped"),
         (8, 1, "serial"),
+        (8, 1, "overlapped zero_copy"),
+        (2, 0, "overlapped zero_copy"),
     ):
-        chosen = CachedSettings(
-            "data", (2000,), lookahead, prefetch, schedule=schedule, shake_ms=2.0
-        )
+        schedule, _, access = schedule.partition(" ")
+        how = {"schedule": schedule, "access": access or "staged", "shake_ms": 2.0}
+        chosen = CachedSettings("data", (2000,), lookahead, prefetch, **how)
         found = run_mode(world, case(optimizer), chosen, evals=7)
         assert found.losses == resident.losses
         assert found.state_digest == resident.state_digest
@@ -88,6 +91,7 @@ def placed_on(rank: int, size: int, optimizer: str) -> list[tuple]:
         placement = placement_of(kind, spec)
         slots = tuple(count + 60 for count in fitting_slots(spec, size, placement, 7))
         how = {"placement": placement, "shake_ms": 2.0, "validate": True, **double}
+        how["access"] = ACCESS[prefetch % 2]
         outcomes.append(
             run_mode(world, spec, CachedSettings("data", slots, 4, prefetch, **how), evals=7)
         )
@@ -101,8 +105,11 @@ def test_every_placement_has_the_bits_of_resident(size: int, optimizer: str) -> 
         assert all(outcome == found[0] for outcome in found)
 
 
+@pytest.mark.parametrize("access", ACCESS)
 @pytest.mark.parametrize("kind", ["", *KINDS])
-def test_the_training_loop_never_waits_for_the_device(world: World, kind: str, monkeypatch) -> None:
+def test_the_training_loop_never_waits_for_the_device(
+    world: World, kind: str, access: str, monkeypatch
+) -> None:
     """torch warns of every synchronising call; the loop's thread makes none in a steady step.
 
     Two ranks cannot share a GPU without gloo, which waits: the placements run on one rank here.
@@ -112,7 +119,7 @@ def test_the_training_loop_never_waits_for_the_device(world: World, kind: str, m
     placement = placement_of(kind, spec) if kind else Placement()
     mode = CachedParallel(
         world, spec.tables, spec.features, spec.model(), spec.optimizer,
-        CachedSettings("data", (2000,), 8, 1, placement=placement),
+        CachedSettings("data", (2000,), 8, 1, placement=placement, access=access),
     )  # fmt: skip
     mode.set_lr(spec.lr, spec.lr)
     allocated: list[int] = []

@@ -17,6 +17,7 @@ from distcache.comm.world import World, close_world, open_world
 from distcache.errors import DataError
 from distcache.parallel.cached import CachedParallel
 from distcache.parallel.cached_parts import CachedSettings
+from distcache.store.direct import ACCESS
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))
 SHAKE_MS = 3.0
@@ -53,14 +54,17 @@ def same(one: Outcome, other: Outcome) -> None:
     prefetch=strategies.integers(0, 8),
     optimizer=strategies.sampled_from(sorted(OPTIMIZERS)),
     evals=strategies.sampled_from((0, 3)),
+    access=strategies.sampled_from(ACCESS),
 )
-@example(0, 0, "adam", 3)
-@example(0, 8, "adagrad", 0)
-@example(64, 8, "sgd", 0)
-def test_overlapped_has_the_bits_of_serial(world, lookahead, prefetch, optimizer, evals) -> None:
+@example(0, 0, "adam", 3, "staged")
+@example(0, 8, "adagrad", 0, "zero_copy")
+@example(64, 8, "sgd", 0, "zero_copy")
+def test_overlapped_has_the_bits_of_serial(
+    world, lookahead, prefetch, optimizer, evals, access
+) -> None:
     chosen = cached(lookahead, prefetch, schedule="serial")
     serial = run_mode(world, case(optimizer), chosen, evals)
-    shaken = replace(chosen, schedule="overlapped", shake_ms=SHAKE_MS)
+    shaken = replace(chosen, schedule="overlapped", shake_ms=SHAKE_MS, access=access)
     same(run_mode(world, case(optimizer), shaken, evals), serial)
 
 
