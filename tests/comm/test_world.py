@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import free_port, run_ranks
 
 from distcache.comm.world import close_world, open_world
 from distcache.errors import PeerError
@@ -33,8 +35,9 @@ def test_one_world_after_the_other():
     assert run_ranks(many_worlds, 2, timeout=100) == [2 * 5 * 4 * 2] * 2
 
 
-def joined_in_part(rank: int, size: int) -> tuple[bool, int]:
-    """A world whose second group cannot be made, as where a rank has gone; then another one."""
+def joined_in_part(rank: int, size: int, port: int) -> tuple[bool, int]:
+    """A world whose second group cannot be made, as where a rank has gone; then another one, whose
+    store is served at a `port` of its own: rank 0 may still serve the first one."""
     make = dist.new_group
 
     def fail(*args, **kwargs):
@@ -44,10 +47,11 @@ def joined_in_part(rank: int, size: int) -> tuple[bool, int]:
     with pytest.raises(PeerError, match=r"not join the others \(Connection closed by peer\):"):
         open_world("cpu", "gloo", 30)
     dist.new_group, left = make, dist.is_initialized()
+    os.environ["MASTER_PORT"] = str(port)
     world = open_world("cpu", "gloo", 30)
     close_world(world)
     return left, world.size
 
 
 def test_a_world_that_was_joined_in_part_leaves_nothing_behind():
-    assert run_ranks(joined_in_part, 2, timeout=60) == [(False, 2)] * 2
+    assert run_ranks(joined_in_part, 2, free_port(), timeout=60) == [(False, 2)] * 2
