@@ -12,11 +12,11 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from distcache.cli.folders import open_folder
+from distcache.cli.folders import drop_if_empty, open_folder
 from distcache.cli.logs import set_up_logging
 from distcache.cli.plan_measure import Options as MeasureOptions
 from distcache.cli.plan_measure import measured_here, to_measured
-from distcache.cli.plan_predict import make_plan
+from distcache.cli.plan_predict import Plan, make_plan
 from distcache.cli.plan_report import write_plan
 from distcache.cli.plan_request import Request, help_text, parse_request
 from distcache.errors import DistcacheError
@@ -36,10 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         request = parse_request(given)
-        open_folder(request.output, "output")
-        measured, device = (None, "") if not request.options.measure else measure_here(request)
-        plan = make_plan(request, measured, device == "cpu")
-        text = write_plan(plan, ["python", "-m", "distcache.plan", *given])
+        plan, text = _plan(request, given)
         sys.stdout.write(f"\n{text}")
         sys.stdout.flush()
         log.info("the report is in %s", request.output)
@@ -49,6 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DistcacheError as error:
         log.error("%s", error)
         return 1
+
+
+def _plan(request: Request, given: Sequence[str]) -> tuple[Plan, str]:
+    """What is predicted, written to the request's folder, and the text for the terminal."""
+    open_folder(request.output, "output")
+    try:
+        measured, device = (None, "") if not request.options.measure else measure_here(request)
+        plan = make_plan(request, measured, device == "cpu")
+        return plan, write_plan(plan, ["python", "-m", "distcache.plan", *given])
+    finally:
+        drop_if_empty(request.output)
 
 
 def measure_here(request: Request) -> tuple[Measured, str]:

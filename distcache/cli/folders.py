@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from distcache.errors import ConfigError
@@ -15,3 +16,9 @@ def open_folder(folder: Path, key: str) -> None:
         raise ConfigError(
             f"{key}={folder} cannot be written ({error.strerror}): name another folder"
         ) from error
+
+
+def drop_if_empty(folder: Path) -> None:
+    """Take back a folder that nothing was written to."""
+    with suppress(OSError):
+        folder.rmdir()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,9 @@ from distcache.cost.traffic import CACHED, MIXED
 from distcache.metrics.record import plain
 
 OVERRIDES = "overrides.txt"
+
+_WIDTH = 110
+"""Columns of text on the terminal."""
 
 
 def write_plan(plan: Plan, command: Sequence[str]) -> str:
@@ -156,9 +160,8 @@ def terminal(plan: Plan) -> str:
     objective, parts = plan.request.options.objective, []
     tables = [traffic_table(plan.here), time_table(plan.here), sweep_table(plan.points, objective)]
     for table in tables:
-        parts.append(f"{table.title}\n{aligned(table.columns, table.rows)}")
+        about = textwrap.fill(table.note, _WIDTH)
+        parts.append(f"{table.title}\n{about}\n\n{aligned(table.columns, table.rows)}")
     parts.append(crossover_text(plan.crossovers, plan.points))
     parts += [f"note: {warning}" for warning in plan.warnings]
-    refused = [f"{label(p)} {p.refused}" for p in plan.here.predictions if p.refused]
-    parts += [f"does not fit: {text}" for text in refused]
     return "\n\n".join([*parts, advice(plan)]) + "\n"

@@ -27,6 +27,9 @@ or measure=true for what this machine reaches.
 """
 
 _STATES = ("auto", "replicated", "home")
+_LEAST_MEMORY = 1e3
+"""Bytes of a device; fewer were meant to be of another unit."""
+
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
@@ -150,6 +153,12 @@ def _check_choices(options: Options, given: dict[str, str]) -> None:
             f"cache_rows={options.cache_rows} and cache_ratio={options.cache_ratio} contradict "
             "each other: give one of them"
         )
+    timed = ["host"] + ["inside"] * (options.measure_ranks > 1)  # one rank has no link to time
+    for key in timed:
+        if options.measure and key in given:
+            raise ConfigError(
+                f"{key}={given[key]} and measure=true, which times this machine's: leave one out"
+            )
 
 
 def _sources(options: Options, given: dict[str, str]) -> list[TableSource]:
@@ -244,6 +253,8 @@ def _bytes(text: str) -> int:
         count = float(number) * _UNITS.get(unit, 1.0)
     except ValueError:
         count = 0.0
-    if count < 1 or (unit and unit not in _UNITS):
-        raise ConfigError(f"device_memory={text}: give bytes, such as 80000000000 or 80g")
+    if count < _LEAST_MEMORY or (unit and unit not in _UNITS):
+        raise ConfigError(
+            f"device_memory={text}: give bytes, at least {_LEAST_MEMORY:,.0f}, such as 80g"
+        )
     return int(count)

@@ -72,7 +72,7 @@ class TableDemand:
         """
         if not 0 <= prefix <= self.rows:
             raise ConfigError(
-                f"cache.replicated_rows: {self.name}={prefix:g}, but the table has {self.rows} "
+                f"replicated_rows: {self.name}={prefix:g}, but the table has {self.rows} "
                 f"rows: give 0 to {self.rows}"
             )
         return self._part(prefix, True), self._part(prefix, False)
@@ -253,11 +253,11 @@ class Demand:
             if name not in known:
                 names = ", ".join(list(known)[:20])
                 raise ConfigError(
-                    f"cache.replicated_rows: {name}={count} names no table: choose from {names}"
+                    f"replicated_rows: {name}={count} names no table: choose from {names}"
                 )
             if not 0 <= count <= known[name]:
                 raise ConfigError(
-                    f"cache.replicated_rows: {name}={count}, but the table has {known[name]} "
+                    f"replicated_rows: {name}={count}, but the table has {known[name]} "
                     f"rows: give 0 to {known[name]}"
                 )
         return [[float(rows.get(t.name, 0)) for t in group.tables] for group in self.groups]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,6 @@ def _cluster(values: dict[str, Any]) -> Cluster:
 
 
 def _link(which: str, values: dict[str, Any]) -> Link:
-    try:
-        return Link(**values)
-    except ConfigError as error:
-        raise ConfigError(f"{which}: {error}") from error
+    """The link of key `which`, by whose name an error calls it."""
+    name = values.get("name", which)
+    return replace(Link(**{**values, "name": which}), name=name)

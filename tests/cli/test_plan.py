@@ -156,6 +156,9 @@ def test_statistics_are_as_good_as_the_law(tmp_path: Path, capsys: pytest.Captur
         ((*SMALL, "objective=money"), "objective=money: choose time or bytes"),
         ((*SMALL, "device=abacus"), "device=abacus is unknown: choose a100"),
         ((*SMALL, "device_memory=lots"), "device_memory=lots: give bytes"),
+        ((*SMALL, "device_memory=80"), "device_memory=80: give bytes, at least 1,000, such as 80g"),
+        ((*SMALL, "measure=true", "inside=pcie4"), "inside=pcie4 and measure=true, which times"),
+        ((*SMALL, "measure=true", "host=pcie4"), "host=pcie4 and measure=true, which times"),
         ((*SMALL, "optim=sgdd"), "optim='sgdd' is not"),
         ((*SMALL, "width=[8,16]"), "width has 2 entries for 3 tables"),
         ((*SMALL, "bag_size=-1"), "bag_size=-1.0: give at least 0"),
@@ -174,7 +177,8 @@ def test_statistics_are_as_good_as_the_law(tmp_path: Path, capsys: pytest.Captur
 def test_what_makes_no_sense_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture, arguments: tuple[str, ...], said: str
 ) -> None:
-    assert said in refused(capsys, *arguments, f"output={tmp_path}")
+    assert said in refused(capsys, *arguments, f"output={tmp_path / 'new'}")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_small_cache_fits_nothing_that_is_replicated(tmp_path: Path) -> None:

@@ -72,12 +72,18 @@ def test_slurm_starts_torchrun_on_every_node(tmp_path: Path) -> None:
     """With stand-ins for Slurm's programs; srun runs the command for each of two nodes."""
     programs = {
         "scontrol": '[[ "$*" == "show hostnames n[3-4]" ]] && printf "n3\\nn4\\n"',
-        "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
+        "srun": f'echo "$1 $2 $3" >{tmp_path}/how; shift 3; for SLURM_NODEID in 0 1; do '
+        'export SLURM_NODEID; "$@"; done',
     }
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    slurm = {"JOB_NUM_NODES": "2", "JOB_NODELIST": "n[3-4]", "JOB_ID": "71234"}
+    slurm = {
+        "CPUS_ON_NODE": "96",
+        "JOB_NUM_NODES": "2",
+        "JOB_NODELIST": "n[3-4]",
+        "JOB_ID": "71234",
+    }
     slurm["SUBMIT_DIR"] = str(pick.CHECKOUT)
     run = bash(
         "slurm.sbatch",
@@ -92,6 +98,8 @@ def test_slurm_starts_torchrun_on_every_node(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     jobs = [line for line in run.stdout.splitlines() if "distcache.train" in line]
     assert len(jobs) == 2
+    how = (tmp_path / "how").read_text()
+    assert how == "--kill-on-bad-exit=1 --cpus-per-task=96 --cpu-bind=none\n"
     for number, job in enumerate(jobs):
         assert "'--nnodes' '2'" in job and "'--rdzv-id' '71234'" in job
         assert f"'--rdzv-endpoint' 'n3:21234' '--rdzv-conf' 'is_host={1 - number}'" in job

@@ -202,7 +202,7 @@ def test_a_cluster_that_is_not_the_running_world_is_refused(tmp_path) -> None:
     two = Cluster(2, Link(1e9), Link(1e9), Link(1e9), nodes=2)
     nodes.write_text(json.dumps(asdict(two)))
     broken = tmp_path / "broken.json"
-    broken.write_text(json.dumps(asdict(two) | {"inside": {"bandwidth": 0.0}}))
+    broken.write_text(json.dumps(asdict(two) | {"inside": {"bandwidth": 0.0, "name": "measured"}}))
     cases = [
         ("cache.placement=auto", f"cache.cluster={path}")
         for path in (other, nodes, broken, tmp_path / "none.json")
@@ -210,7 +210,9 @@ def test_a_cluster_that_is_not_the_running_world_is_refused(tmp_path) -> None:
     for errors in run_ranks(resolved, 2, cases):
         assert "has world_size=8, but 2 ranks run" in errors[0]
         assert "nodes=2 of 1 ranks, but 2 ranks run on each node: describe nodes=1" in errors[1]
-        assert "bandwidth=0.0: it must be above 0" in errors[2] and "cache.cluster" in errors[2]
+        assert (
+            "inside.bandwidth=0.0: it must be above 0" in errors[2] and "cache.cluster" in errors[2]
+        )
         assert "none.json: cannot be read" in errors[3]
     assert read_cluster(tmp_path) == Cluster(8, Link(1e9), Link(1e9))
 
