@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+LONG = ("docs", "end_to_end", "trainer", "parallel", "pipeline", "embedding", "nodes")
 STARTED = time.monotonic()
 
 
@@ -36,6 +37,13 @@ def shared_data() -> Path:
         if place.is_dir():
             return place
     pytest.skip(f"no sample files at {' or '.join(map(str, places))}: set DISTCACHE_SHARED")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The folders with the longest files first: where several processes run files, none of these is
+    left to the end."""
+    order = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import time
 import traceback
@@ -13,12 +15,19 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+_PORTS = 1500
+"""Of each process that runs tests: those of others, and what the system hands out (from 32768 on),
+do not come between finding a port free and listening on it."""
+
 
 def free_port() -> int:
     """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    first = 20000 + _PORTS * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8)
+    while True:
+        port = first + random.SystemRandom().randrange(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _child(function: Callable, rank: int, size: int, port: int, pipe: Connection, args: tuple):
