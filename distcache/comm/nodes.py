@@ -6,6 +6,7 @@ A node is what one torchrun agent starts: two agents on one machine are two node
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import time
@@ -19,9 +20,12 @@ import torch.distributed as dist
 
 from distcache.errors import ConfigError, PeerError
 
+log = logging.getLogger(__name__)
+
 _KEY = "distcache/place"
 _LINGER_S = 5.0
-_POLL_S = 0.01
+_POLL_S, _LONGEST_PAUSE_S = 0.01, 0.2
+_NOTICE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -95,20 +99,40 @@ def exchange_claims(store: dist.Store, rank: int, size: int, own: Claim) -> list
     keys = [f"{_KEY}/{other}" for other in range(size)]
     store.set(keys[rank], json.dumps(asdict(own)))
     try:
-        store.wait(keys)
+        _wait_for_all(store, keys, rank)
         claims = [Claim(**json.loads(text)) for text in store.multi_get(keys)]
         read = store.add(f"{_KEY}/read", 1)
         deadline = time.monotonic() + _LINGER_S
         while rank == 0 and read < size and time.monotonic() < deadline:
             time.sleep(_POLL_S)  # where rank 0 serves the store and is about to refuse
             read = store.add(f"{_KEY}/read", 0)
-    except RuntimeError as error:  # those of the store are
+    except (RuntimeError, TimeoutError) as error:  # those of the store are the former
         raise PeerError(
             f"rank {rank} of {size} waited for the others to start; {_missing(store, keys)} did "
             "not come within trainer.timeout_s: are all agents of the job running, with the same "
             "--nnodes, --nproc-per-node and rendezvous?"
         ) from error
     return claims
+
+
+def _wait_for_all(store: dist.Store, keys: Sequence[str], rank: int) -> None:
+    """Wait until all `keys` are set; TimeoutError after the store's timeout.
+
+    Looked for again and again: `store.wait` keeps Ctrl-C from the process until it is over.
+    """
+    began, pause, told = time.monotonic(), _POLL_S, False
+    while not store.check(list(keys)):
+        waited = time.monotonic() - began
+        most = store.timeout.total_seconds()
+        if waited > most:
+            raise TimeoutError
+        if waited > _NOTICE_S and not told:
+            told = True
+            log.info(
+                "rank %d waits for %s to start (%.0f s at most)", rank, _missing(store, keys), most
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 def _missing(store: dist.Store, keys: Sequence[str]) -> str:

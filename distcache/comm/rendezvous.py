@@ -36,6 +36,11 @@ class Place:
 def find_place() -> Place:
     """This process's place by torchrun's environment variables; alone without them."""
     if "RANK" not in os.environ:
+        if (size := whole_number("WORLD_SIZE", 1)) > 1:
+            raise ConfigError(
+                f"WORLD_SIZE={size} is set in the environment, but RANK is not: start ranks with "
+                "torchrun, or unset WORLD_SIZE"
+            )
         return Place()
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
     if missing:

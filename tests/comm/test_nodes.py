@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import socket
+import threading
+import time
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,6 +17,7 @@ import torch.distributed as dist
 from node_cases import open_nodes
 from ranks import run_ranks
 
+from distcache.comm import nodes
 from distcache.comm.existing import current_world, leave_world
 from distcache.comm.nodes import (
     Claim,
@@ -88,6 +94,32 @@ def test_missing_ranks_are_named() -> None:
     store.set_timeout(dist.distributed_c10d.timedelta(seconds=1))
     with pytest.raises(PeerError, match=r"rank 1 of 3 waited .* rank 0, rank 2 did not come"):
         exchange_claims(store, 1, 3, claims(3)[1])
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.6])
+def test_ranks_that_come_late_are_waited_for_and_told(late_s, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(nodes, "_NOTICE_S", 0.2)
+    caplog.set_level(logging.INFO)
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    late = threading.Timer(late_s, lambda: exchange_claims(store, 1, 2, claims(2)[1]))
+    late.start()
+    found = exchange_claims(store, 0, 2, claims(2)[0])
+    late.join()
+    assert found == claims(2)
+    told = [line for line in caplog.messages if "waits for" in line]
+    assert len(told) == (late_s > 0.5)
+    assert not told or "rank 0 waits for rank 1 to start (20 s at most)" in told[0]
+
+
+def test_ctrl_c_ends_the_wait_for_the_others() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=60))
+    began = time.monotonic()
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        exchange_claims(store, 0, 2, claims(2)[0])
+    assert time.monotonic() - began < 20
 
 
 def refused(rank: int, size: int) -> str:

@@ -42,6 +42,9 @@ def test_half_an_environment_is_refused(launched):
     launched(RANK=1)
     with pytest.raises(ConfigError, match="WORLD_SIZE and MASTER_ADDR"):
         find_place()
+    launched(WORLD_SIZE=2)
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 .* but RANK is not: start ranks with"):
+        find_place()
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
