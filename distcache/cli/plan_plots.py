@@ -61,6 +61,17 @@ def plot_sweep(
         if key == objective:
             for crossing in crossings:
                 panel.axvline(crossing.at, color="black", linewidth=1, linestyle=(0, (2, 3)))
+                panel.annotate(
+                    f"{LABELS[crossing.new]} from {crossing.at:,.{0 if crossing.at >= 10 else 1}f}",
+                    (crossing.at, 0.99),
+                    (-3, 0),
+                    xycoords=("data", "axes fraction"),
+                    textcoords="offset points",
+                    rotation=90,
+                    ha="right",
+                    va="top",
+                    fontsize=8,
+                )
     handles, labels = panels[1].get_legend_handles_labels()
     by_name = dict(zip(labels, handles, strict=True))
     named = [name for name in LABELS.values() if name in by_name]
