@@ -112,16 +112,21 @@ def copy_rows(
     """Copy rows of one table into another, in place: see `reference.copy_rows`.
 
     One of the tables may lie in host memory that is registered with the GPU of the other and of the
-    index: the kernel reads or writes it there. Raises ConfigError without Triton, which PyTorch has
-    no body for.
+    index: a kernel reads or writes it there (`copy_kernel`).
     """
-    if source.device == target.device:
-        reference.copy_rows(source, source_rows, target, target_rows)
-        return
-    kernels = triton_bodies()
-    if kernels is None or choice() == "reference":
+    bodies = reference if source.device == target.device else copy_kernel()
+    bodies.copy_rows(source, source_rows, target, target_rows)
+
+
+def copy_kernel() -> ModuleType:
+    """The module whose `copy_rows` copies between host and device: PyTorch has no body for that.
+
+    Raises ConfigError where Triton is not installed, or not to be used.
+    """
+    kernels = None if choice() == "reference" else triton_bodies()
+    if kernels is None:
+        why = "is not installed" if choice() != "reference" else f"is ruled out by {VARIABLE}"
         raise ConfigError(
-            f"rows between {source.device} and {target.device} where they lie take a kernel of "
-            f"Triton: install it and leave {VARIABLE} empty, or set store.access=staged"
+            f"store.access=zero_copy takes a kernel of Triton, which {why}: set store.access=staged"
         )
-    kernels.copy_rows(source, source_rows, target, target_rows)
+    return kernels

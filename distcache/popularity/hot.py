@@ -98,7 +98,7 @@ class HotSet:
 
 
 @dataclass(frozen=True)
-class CountCurve:
+class HotCurve:
     """How many rows of a table were looked up how often. `counts` int64, distinct, descending;
     `rows` int64: rows with each; `per_sample`: lookups of the table in a sample."""
 
@@ -111,14 +111,14 @@ class CountCurve:
         return np.clip(np.cumsum(self.rows) - hot, 0, self.rows)
 
 
-def curve_of(statistics: Statistics, table: int) -> CountCurve:
+def curve_of(statistics: Statistics, table: int) -> HotCurve:
     """The curve of one table; rows that were never looked up are left out."""
     own = statistics.tables[table]
     per_sample = own.lookups / max(statistics.samples, 1)
-    return CountCurve(*own.histogram(), per_sample)
+    return HotCurve(*own.histogram(), per_sample)
 
 
-def greedy(curves: Sequence[CountCurve], rows: int) -> list[int]:
+def greedy(curves: Sequence[HotCurve], rows: int) -> list[int]:
     """How many rows of each table are among the `rows` most frequent of all of them; of equally
     frequent ones those of earlier tables come first."""
     counts = np.concatenate([curve.counts for curve in curves])
@@ -136,7 +136,7 @@ def greedy(curves: Sequence[CountCurve], rows: int) -> list[int]:
     return chosen
 
 
-def rows_that_fit(curves: Sequence[CountCurve], slots: int, batch: int) -> list[int]:
+def rows_that_fit(curves: Sequence[HotCurve], slots: int, batch: int) -> list[int]:
     """Hot rows of each of the tables that share `slots` slots, beside the rows of cold batches.
 
     `batch`: samples of a global batch. Taken greedily by frequency, as many as leave room for the
@@ -166,7 +166,7 @@ def rows_that_fit(curves: Sequence[CountCurve], slots: int, batch: int) -> list[
     return [0] * len(curves)
 
 
-def expected_cold(curves: Sequence[CountCurve], hot_rows: Sequence[int], batch: int) -> float:
+def expected_cold(curves: Sequence[HotCurve], hot_rows: Sequence[int], batch: int) -> float:
     """About how many distinct cold rows a cold batch of `batch` samples looks up.
 
     All lookups of a cold row come in cold samples. Of these there are as many as if the lookups of

@@ -42,13 +42,15 @@ class DirectRows:
     ) -> None:
         """`places`: where in the tables rows lie, int64 `[m]` both.
 
-        Raises MemoryTooSmallError where the host does not lock the memory.
+        Raises MemoryTooSmallError where the host does not lock the memory, ConfigError without the
+        kernel that reads it.
         """
         self.device, self._places = device, places
         self._tables: tuple[Tensor, Tensor | None] = (weight, state)
         self._registered: list[Tensor] = []
         if device.type != "cuda":
             return
+        ops.copy_kernel()  # whether there is one
         for table in self._tables:
             if table is not None and table.numel():
                 self._register(table)
@@ -107,13 +109,15 @@ class DirectRows:
     def _register(self, table: Tensor) -> None:
         nbytes = table.numel() * table.element_size()
         with torch.cuda.device(self.device):
+            runtime = torch.cuda.cudart()
             # 3: portable and mapped (cudaHostRegisterPortable | cudaHostRegisterMapped)
-            error = torch.cuda.cudart().cudaHostRegister(table.data_ptr(), nbytes, 3)
+            error = runtime.cudaHostRegister(table.data_ptr(), nbytes, 3)
         if int(error) != 0:
             self.close()
+            why = runtime.cudaGetErrorString(error)
             raise MemoryTooSmallError(
                 f"the host did not lock {describe_bytes(nbytes)} of rows for {self.device} to read "
-                f"in place (cudaHostRegister: {error}): set store.access=staged, or raise the "
-                "limit of locked memory (ulimit -l)"
+                f"in place ({why}): set store.access=staged, or raise the limit of locked memory "
+                "(ulimit -l)"
             )
         self._registered.append(table)

@@ -8,7 +8,7 @@ import torch
 
 from distcache.data.batch import JaggedIds
 from distcache.popularity.hot import (
-    CountCurve,
+    HotCurve,
     HotSet,
     curve_of,
     expected_cold,
@@ -28,7 +28,7 @@ def statistics(*counts, samples: int = 100) -> Statistics:
     return Statistics(tuple(tables), "ids", samples)
 
 
-def curves(known: Statistics) -> list[CountCurve]:
+def curves(known: Statistics) -> list[HotCurve]:
     """The curve of each table."""
     return [curve_of(known, index) for index in range(len(known.tables))]
 

@@ -92,7 +92,12 @@ def fake_gpu(monkeypatch, refused_from: int) -> list[tuple]:
         calls.append(("unregister", address))
         return 0
 
-    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    runtime = SimpleNamespace(
+        cudaHostRegister=register,
+        cudaHostUnregister=unregister,
+        cudaGetErrorString=lambda error: f"error {error}",
+    )
+    monkeypatch.setattr(ops, "triton_bodies", lambda: ops)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(("wait",)))
@@ -118,7 +123,7 @@ def test_memory_is_locked_once_and_let_go_after_the_device(monkeypatch) -> None:
 def test_memory_that_cannot_be_locked_is_told_with_a_way_out(monkeypatch) -> None:
     calls = fake_gpu(monkeypatch, 1)
     weight, state = torch.zeros(10, 4), torch.zeros(10, 2)
-    with pytest.raises(MemoryTooSmallError, match=r"lock 80 bytes .* set store.access=staged"):
+    with pytest.raises(MemoryTooSmallError, match=r"lock 80 bytes .*\(error 2\): set store.access"):
         DirectRows(weight, state, same, torch.device("cuda"))
     assert calls[-1] == ("unregister", weight.data_ptr()), "the first stays locked"
 
@@ -147,10 +152,15 @@ def test_one_rank_that_is_refused_ends_all() -> None:
 
 
 def test_a_host_table_and_a_gpu_take_a_kernel(monkeypatch) -> None:
-    monkeypatch.setattr(ops, "triton_bodies", lambda: None)
     host, device = torch.zeros(3, 4), torch.zeros(2, 4, device="meta")
-    with pytest.raises(ConfigError, match=r"set store\.access=staged"):
+    monkeypatch.setattr(ops, "triton_bodies", lambda: None)
+    with pytest.raises(ConfigError, match=r"Triton, which is not installed: set store\.access=st"):
         ops.copy_rows(host, torch.tensor([0, 1]), device, None)
+    with pytest.raises(ConfigError, match="not installed"):
+        DirectRows(host, None, same, torch.device("cuda"))
+    monkeypatch.setattr(ops, "choice", lambda: "reference")
+    with pytest.raises(ConfigError, match=r"ruled out by DISTCACHE_OPS: set store\.access=staged"):
+        ops.copy_kernel()
 
 
 def test_the_numbers_are_those_of_numpy(world: World) -> None:
