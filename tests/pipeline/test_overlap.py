@@ -80,6 +80,13 @@ def test_a_prefetch_that_moves_early_hides_movement(world: World) -> None:
     assert "gather" not in serial["stage_hidden_ms"] and "plan" in serial["stage_hidden_ms"]
 
 
+@pytest.mark.parametrize("mode", ["data", "host", "resident"])
+def test_rows_read_in_place_have_the_bits_and_counts_of_staged_ones(world: World, mode) -> None:
+    chosen = replace(cached(2, 1), mode=mode)
+    staged = run_mode(world, case("adam"), chosen, 3)
+    same(run_mode(world, case("adam"), replace(chosen, access="zero_copy"), 3), staged)
+
+
 def shaken_ranks(rank: int, size: int, optimizer: str, ahead, evals: int) -> list[Outcome]:
     world = open_world("cpu", "gloo", 60)
     chosen = [cached(*pair, schedule="serial") for pair in ahead]

@@ -57,7 +57,7 @@ def test_every_placement_trains_to_the_same_bits(tmp_path) -> None:
     write_cluster(CLUSTER, tmp_path)
     ways = (
         ("parallel=resident",),
-        ("cache.placement=replicated", "cache.state=home"),
+        ("cache.placement=replicated", "cache.state=home", "store.access=zero_copy"),
         ("cache.placement=sharded",),
         (
             "cache.placement=mixed",
