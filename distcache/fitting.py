@@ -63,7 +63,9 @@ def fit(
     `resident`, `host` or `hybrid`; `optimizer`: `sgd`, `adagrad`, `rowwise_adagrad` or `adam`.
     `eval_loader`: held-out items, all of them (or `trainer.eval_steps` each time), at the end and
     every `trainer.eval_every` steps. `settings`: keys of the command line, such as
-    `{"cache.rows": 10_000, "optim.dense_lr": 0.01}`.
+    `{"cache.rows": 10_000, "optim.dense_lr": 0.01}`; with `data.global_batch_size` where a
+    prediction decides (`cache.placement` `auto` or `mixed`, `cache.split=by_curve`,
+    `cache.policy=static`).
 
     Leaves a run folder (`run.dir`, by default runs/own) and returns its summary. Without `world`
     its ranks are those of torch.distributed where that is initialised (in groups of their own, on

@@ -24,6 +24,8 @@ from distcache.run.loop import Loop, Outcome
 from distcache.run.schedule import Schedule
 from distcache.trainer import Run
 
+_BATCH = "data.global_batch_size"
+
 
 @dataclass(frozen=True)
 class OwnSource:
@@ -217,4 +219,26 @@ def own_config(parallel: str, optimizer: str, settings: dict[str, Any], tables: 
     whole = OmegaConf.to_object(tree)
     if not isinstance(whole, Config):
         raise ConfigError(f"no configuration: {settings}")
+    if _BATCH not in settings:
+        _check_without_batch(whole)
     return whole
+
+
+def _check_without_batch(config: Config) -> None:
+    """ConfigError for keys that a prediction decides, which needs to know how large a step is."""
+    cache = config.cache
+    if config.parallel.mode != "data":
+        return
+    given = cache.replicated_rows is not None or cache.replicated_share is not None
+    predicted = {
+        "cache.placement": cache.placement == "auto" or (cache.placement == "mixed" and not given),
+        "cache.split": cache.split == "by_curve",
+        "cache.policy": cache.policy == "static",
+    }
+    for key, is_so in predicted.items():
+        if is_so:
+            raise ConfigError(
+                f"{key}={getattr(cache, key.removeprefix('cache.'))} is decided by what a step is "
+                f"expected to need, and loaders do not say how large their batches are: give "
+                f"settings['{_BATCH}'], the samples of a step over all ranks"
+            )

@@ -600,6 +600,13 @@ def test_wrong_settings_are_named(tmp_path):
         ({"settings": {"cache.row": 3}}, r"settings\['cache.row'\]=3.*"),
         ({"settings": {"cache.rows": "many"}}, r"settings\['cache.rows'\]='many'"),
         ({"settings": {"cache.rows": 3, "cache.ratio": 0.1}}, "contradict each other"),
+        (
+            {"settings": {"cache.placement": "auto"}},
+            r"auto .* settings\['data.global_batch_size'\]",
+        ),
+        ({"settings": {"cache.placement": "mixed"}}, r"mixed .* give settings\['data.global_b"),
+        ({"settings": {"cache.split": "by_curve"}}, r"cache.split=by_curve .* give settings"),
+        ({"settings": {"cache.policy": "static"}}, r"cache.policy=static .* give settings"),
         ({"settings": {"trainer.eval_every": 3}}, "there is no eval_loader"),
         ({"settings": {"trainer.resume": str(tmp_path / "no")}}, "is no folder"),
         ({"epochs": 0}, "epochs=0"),
