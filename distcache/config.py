@@ -176,7 +176,7 @@ class StoreConfig:
     access: str = "staged"
     """How rows come to the device and back: `staged` (host threads gather them into pinned buffers,
     which are copied) or `zero_copy` (the device reads and writes them in host memory, which is
-    locked for that; needs Triton on a GPU)."""
+    locked for that; needs Triton on a GPU). For the modes `data` and `host`."""
 
 
 @dataclass

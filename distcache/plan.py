@@ -50,13 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _plan(request: Request, given: Sequence[str]) -> tuple[Plan, str]:
     """What is predicted, written to the request's folder, and the text for the terminal."""
-    open_folder(request.output, "output")
+    new = open_folder(request.output, "output")
     try:
         measured, device = (None, "") if not request.options.measure else measure_here(request)
         plan = make_plan(request, measured, device == "cpu")
         return plan, write_plan(plan, ["python", "-m", "distcache.plan", *given])
     finally:
-        drop_if_empty(request.output)
+        if new:
+            drop_if_empty(request.output)
 
 
 def measure_here(request: Request) -> tuple[Measured, str]:

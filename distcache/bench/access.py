@@ -48,8 +48,7 @@ class AccessOptions:
     def __post_init__(self) -> None:
         at_least(1, table_rows=self.table_rows, repetitions=self.repetitions)
         at_least(0, state_width=self.state_width)
-        at_least(1, **{f"width {w}": w for w in self.widths})
-        at_least(1, **{f"count {c}": c for c in self.counts})
+        at_least(1, widths=min(self.widths), counts=min(self.counts))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,7 +83,7 @@ def _of_width(
         widths = (width, options.state_width)
         ways: dict[str, Access] = {
             STAGED: Staged(store, world.device, widths, streams, 0),
-            ZERO_COPY: InPlace(direct),
+            ZERO_COPY: InPlace(direct, streams.wait),
         }
         return [_measure(options, ways, streams, width, count, rng) for count in options.counts]
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -253,7 +254,7 @@ def _bytes(text: str) -> int:
         count = float(number) * _UNITS.get(unit, 1.0)
     except ValueError:
         count = 0.0
-    if count < _LEAST_MEMORY or (unit and unit not in _UNITS):
+    if not _LEAST_MEMORY <= count < math.inf or (unit and unit not in _UNITS):
         raise ConfigError(
             f"device_memory={text}: give bytes, at least {_LEAST_MEMORY:,.0f}, such as 80g"
         )

@@ -35,12 +35,7 @@ class Place:
 
 def find_place() -> Place:
     """This process's place by torchrun's environment variables; alone without them."""
-    if "RANK" not in os.environ:
-        if (size := whole_number("WORLD_SIZE", 1)) > 1:
-            raise ConfigError(
-                f"WORLD_SIZE={size} is set in the environment, but RANK is not: start ranks with "
-                "torchrun, or unset WORLD_SIZE"
-            )
+    if not is_launched():
         return Place()
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
     if missing:
@@ -51,6 +46,21 @@ def find_place() -> Place:
     rank, size = whole_number("RANK", 0), whole_number("WORLD_SIZE", 1)
     local_rank = whole_number("LOCAL_RANK", rank)
     return Place(rank, size, local_rank, whole_number("LOCAL_WORLD_SIZE", size))
+
+
+def is_launched() -> bool:
+    """Whether this process is a rank of a job, by torchrun's RANK.
+
+    Raises ConfigError where there is none, but other ranks should be waited for.
+    """
+    if "RANK" in os.environ:
+        return True
+    if (size := whole_number("WORLD_SIZE", 1)) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={size} is set in the environment, but RANK is not: start ranks with "
+            "torchrun, or unset WORLD_SIZE"
+        )
+    return False
 
 
 def whole_number(name: str, default: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from distcache.comm.failure import first_line
 from distcache.comm.liveness import announce_process
 from distcache.comm.nodes import Nodes, agree_on_nodes, claim_of, exchange_claims
-from distcache.comm.rendezvous import whole_number
+from distcache.comm.rendezvous import is_launched, whole_number
 from distcache.errors import ConfigError, PeerError
 
 _WATCHDOG_S = timedelta(seconds=30)
@@ -108,12 +107,13 @@ def open_world(
     places do not make nodes, on every rank; PeerError naming ranks that do not come, or where the
     store or a rank goes away while the groups are made.
     """
+    launched = is_launched()
     rank, size = whole_number("RANK", 0), whole_number("WORLD_SIZE", 1)
     local_rank = whole_number("LOCAL_RANK", rank)
     local_size = whole_number("LOCAL_WORLD_SIZE", size)
     timeout = timedelta(seconds=timeout_s)
     own: dist.Store = dist.HashStore()
-    if "RANK" in os.environ:
+    if launched:
         # The store outlives a world, with the addresses of its groups: the next one needs its own.
         shared, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
         shared.set_timeout(timeout)

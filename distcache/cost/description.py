@@ -52,5 +52,5 @@ def _cluster(values: dict[str, Any]) -> Cluster:
 
 def _link(which: str, values: dict[str, Any]) -> Link:
     """The link of key `which`, by whose name an error calls it."""
-    name = values.get("name", which)
+    name = values.get("name", "given")
     return replace(Link(**{**values, "name": which}), name=name)

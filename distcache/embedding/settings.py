@@ -116,6 +116,8 @@ _WORDS = (
     ("data.on_bad_id=hash", "on_bad_id='hash'"),
     ("data.table_rows, model.embedding_dim", "num_embeddings, embedding_dim"),
     ("data.global_batch_size", "the batch size"),
+    ("store.access=staged", "store_access='staged'"),
+    ("store.access=zero_copy", "store_access='zero_copy'"),
     ("cache.", ""),
     ("trainer.", ""),
     ("data.", ""),

@@ -137,7 +137,11 @@ def copy_rows(
     """See `reference.copy_rows`; launched on the device of the index, or of the table that has no
     index. A table on the CPU must lie in memory that is registered with that device."""
     places = source_rows if source_rows is not None else target_rows
-    count, dim = len(target if places is None else places), target.shape[1]
+    dim, lengths = target.shape[1], {len(source if source_rows is None else source_rows)}
+    lengths.add(len(target if target_rows is None else target_rows))
+    count = max(lengths)
+    if len(lengths) > 1:
+        raise ConfigError(f"{min(lengths)} and {count} rows do not go together")
     if count == 0:
         return
     for name, tensor in (("source", source), ("target", target)):

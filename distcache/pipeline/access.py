@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -108,9 +109,9 @@ class InPlace:
     Reads come after the write-backs of their own and of earlier steps, as `fill` does.
     """
 
-    def __init__(self, rows: DirectRows) -> None:
-        """`rows`: of a store that is open to the device."""
-        self._rows = rows
+    def __init__(self, rows: DirectRows, wait: Callable[[Mark], None]) -> None:
+        """`rows`: of a store that is open to the device; `wait`: of the host for a mark."""
+        self._rows, self._wait = rows, wait
 
     def gather(self, rows: Tensor) -> Gathered:
         """Nothing to do on the host."""
@@ -128,5 +129,6 @@ class InPlace:
         self._rows.write(rows, weight, state)
 
     def settle(self) -> None:
-        """Wait for the device."""
-        self._rows.wait()
+        """Wait for what was read and written."""
+        for mark in self._rows.marks():
+            self._wait(mark)

@@ -12,7 +12,6 @@ import torch
 from distcache.cache.device_cache import DeviceCache
 from distcache.comm.agree import together
 from distcache.comm.world import World
-from distcache.errors import DistcacheError
 from distcache.layout import TableSpec
 from distcache.optim.rows import RowUpdate
 from distcache.pipeline.groups import TableGroup, make_groups
@@ -104,7 +103,7 @@ def make_stores(
     if access == ZERO_COPY:
         try:
             together(world, lambda: [store.open_to(world.device) for store in stores])
-        except DistcacheError:
+        except BaseException:
             for store in stores:
                 store.close()
             raise

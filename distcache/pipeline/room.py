@@ -77,14 +77,7 @@ def too_large(
     group = groups[region.group]
     kind = "" if group.hot is None else ("sharded " if region.sharded else "replicated ")
     on_device = has * (1 if region.sharded else len(rows))
-    way_out = f"cache.rows={_enough_rows(groups, rows, regions)} or more"
-    if any(other.hot is not None and len(other.hot) for other in groups):
-        way_out += (
-            " (which holds this step with the same replicated rows), replicate other rows "
-            "(cache.replicated_rows, cache.replicated_share)"
-        )
-    else:
-        way_out += " (the smallest that holds this step)"
+    way_out = _way_out(groups, _enough_rows(groups, rows, regions))
     return StepTooLargeError(
         f"step {step} needs {needs} distinct {kind}rows of home rank {home}, which has {has} slots "
         f"of {on_device} on each device (tables of width {group.dim}): set {way_out}, or lower "
@@ -94,12 +87,31 @@ def too_large(
     )
 
 
-def _enough_rows(groups: Sequence[TableGroup], rows: np.ndarray, regions: Sequence[Region]) -> int:
-    """`cache.rows` from which on a step of `rows`, int64 `[W, regions]`, finds room."""
+def _way_out(groups: Sequence[TableGroup], enough: int | None) -> str:
+    """What to set; `enough`: of `_enough_rows`."""
+    keys = "cache.replicated_rows, cache.replicated_share"
+    if not any(group.hot is not None and len(group.hot) for group in groups):
+        return f"cache.rows={enough} or more (the smallest that holds this step)"
+    if enough is None:
+        return f"other rows to replicate ({keys}; no cache.rows holds this step with these)"
+    return (
+        f"cache.rows={enough} or more (which holds this step with these replicated rows), or other "
+        f"rows to replicate ({keys})"
+    )
+
+
+def _enough_rows(
+    groups: Sequence[TableGroup], rows: np.ndarray, regions: Sequence[Region]
+) -> int | None:
+    """`cache.rows` from which on a step of `rows`, int64 `[W, regions]`, finds room; None where no
+    slots are enough, for a group gets no more than it has rows."""
     needs = np.zeros((len(groups), 2), dtype=np.int64)
     for column, region in enumerate(regions):
         needs[region.group, int(region.sharded)] = rows[:, column].max()
     slots = [enough_slots(g, *need) for g, need in zip(groups, needs.tolist(), strict=True)]
+    most = [group.layout.world_size * group.layout.local_rows for group in groups]
+    if any(count > limit for count, limit in zip(slots, most, strict=True)):
+        return None
     return smallest_cache_rows(groups, slots)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -66,7 +67,8 @@ class GroupRows:
         self.row_bytes = (cache.dim + cache.state_width) * cache.dtype.itemsize
         self._access: Access | None = None
         if store is not None and store.direct is not None:
-            self._access = InPlace(store.direct)
+            settle = partial(link.settle, "rows on their way to the store")
+            self._access = InPlace(store.direct, settle)
         elif store is not None:
             widths = (cache.dim, cache.state_width)
             self._access = Staged(store, cache.device, widths, streams, prefetch)

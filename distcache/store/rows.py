@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from distcache.store.part import NodePart, Numbering
 
 log = logging.getLogger(__name__)
 
-_PAGE = 4096
+_PAGE = mmap.PAGESIZE
 _MOST_THREADS = 8
 """More gather no faster."""
 
@@ -228,8 +229,9 @@ class RowStore:
                 put_rows(target.numpy(), places, values.numpy())
 
     def open_to(self, device: torch.device) -> None:
-        """Let `device` use rows where they lie: `direct`. May raise MemoryTooSmallError."""
+        """Let `device` use rows where they lie; see `DirectRows`."""
         self.direct = DirectRows(self.weight, self.state, self.part.places, device)
+        self.direct.try_out()
 
     def table(self, index: int) -> Rows:
         """Views, in original ids, of table `index` of the layout: `[rows, D]`, `[rows, S]` or None.
@@ -246,10 +248,7 @@ class RowStore:
         return self.weight[start:stop], None if state is None else state[start:stop]
 
     def close(self) -> None:
-        """Let go of the rows; safe to call twice.
-
-        Views that someone still holds stay valid; the memory goes with the last of them.
-        """
+        """Let go of the rows; safe to call twice. Views that someone still holds stay valid."""
         if self.direct is not None:
             self.direct.close()
         self.direct = None

@@ -41,4 +41,4 @@ def test_a_missing_device_is_told(capfd) -> None:
 def test_wrong_options_are_refused(capfd) -> None:
     for given in ("repetitions=0", "widths=0", "state_width=-1"):
         assert access.main(["device=cpu", given]) == 1
-        assert given.split("=")[0].rstrip("s") in capfd.readouterr().err
+        assert given in capfd.readouterr().err

@@ -155,6 +155,7 @@ def test_statistics_are_as_good_as_the_law(tmp_path: Path, capsys: pytest.Captur
         ((*SMALL, "replicated_rows=many"), "replicated_rows=many: give the rows of each table"),
         ((*SMALL, "objective=money"), "objective=money: choose time or bytes"),
         ((*SMALL, "device=abacus"), "device=abacus is unknown: choose a100"),
+        ((*SMALL, "device_memory=infg"), "device_memory=infg: give bytes"),
         ((*SMALL, "device_memory=lots"), "device_memory=lots: give bytes"),
         ((*SMALL, "device_memory=80"), "device_memory=80: give bytes, at least 1,000, such as 80g"),
         ((*SMALL, "measure=true", "inside=pcie4"), "inside=pcie4 and measure=true, which times"),

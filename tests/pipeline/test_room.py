@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,13 @@ from distcache.errors import StepTooLargeError
 from distcache.layout import TableSpec
 from distcache.pipeline.groups import make_groups
 from distcache.pipeline.placement import Placement, region_slots
-from distcache.pipeline.room import enough_slots, smallest_cache_rows, warn_if_too_small
+from distcache.pipeline.regions import Region
+from distcache.pipeline.room import (
+    enough_slots,
+    smallest_cache_rows,
+    too_large,
+    warn_if_too_small,
+)
 
 
 def attempt(
@@ -201,6 +208,25 @@ def test_a_mixed_cache_names_the_region_that_is_too_small() -> None:
         assert ranks[0][place + 1][0] > done, "the number that was named does not hold the step"
     assert max(steps) == 6 and min(steps) < 6
     assert kinds == {"sharded", "replicated"}
+
+
+def test_rows_that_no_cache_holds_beside_the_replicated_ones_are_told() -> None:
+    """A group gets no more slots than it has rows, and half of them may be for replicated rows."""
+    rows, world = 155, 4
+    group = make_groups(tables([rows], [4]), ["cat_0"], world)[0]
+    for hot, named in ((151, False), (8, True)):
+        mixed = replace(group, hot=np.arange(hot))
+        slots = cache_slots(10**6, None, None, [(rows, 4, 0)], 4, world)
+        room = region_slots(mixed, slots[0] if not named else 20)
+        region = Region(0, SimpleNamespace(slots=room.sharded), sharded=True)
+        needs = np.full((world, 1), 90 if not named else 25)
+        text = str(too_large(3, [mixed], needs, [region]))
+        assert ("no cache.rows holds this step" in text) != named
+        found = re.search(r"cache\.rows=(\d+) or more", text)
+        assert (found is not None) == named
+        if found is not None:
+            enough = cache_slots(int(found[1]), None, None, [(rows, 4, 0)], 4, world)
+            assert region_slots(mixed, enough[0]).sharded >= 25
 
 
 @given(

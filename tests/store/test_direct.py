@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ from distcache.layout import RowLayout, TableSpec
 from distcache.optim.rows import row_update
 from distcache.pipeline.build import make_stores
 from distcache.pipeline.groups import make_groups
+from distcache.store import direct
 from distcache.store.direct import DirectRows
 from distcache.store.rows import RowStore
 
@@ -38,94 +41,154 @@ def test_rows_read_and_written_in_place_are_those_of_the_store(world, device, wi
     store = RowStore.create(LAYOUT, width, dtype, world)
     store.initialise(3, (0, 1), 0.5)
     store.open_to(torch.device(device))
-    direct = store.direct
+    rows_here = store.direct
     rows = torch.tensor([56, 0, 13, 50])
-    weight, state = direct.read(rows)
+    weight, state = rows_here.read(rows)
     expected = store.gather(rows)
     assert torch.equal(weight.cpu(), expected[0]) and weight.device.type == device
     assert state is None if width == 0 else torch.equal(state.cpu(), expected[1])
     before = store.weight.clone()
-    direct.write(rows, weight + 1, None if state is None else state * 2)
-    direct.wait()
+    rows_here.write(rows, weight + 1, None if state is None else state * 2)
+    settled(rows_here)
     before[rows] += 1
     assert torch.equal(store.weight, before)
     assert width == 0 or store.state.sum() == 0.5 * 3 * (57 + 4)
-    empty = direct.read(rows[:0])
+    empty = rows_here.read(rows[:0])
     assert empty[0].shape == (0, 8)
-    direct.write(rows[:0], *empty)
+    rows_here.write(rows[:0], *empty)
     assert torch.equal(store.weight, before)
     store.close()
     store.close()
     assert store.direct is None
+    with pytest.raises(DistcacheError, match="the row store is closed"):
+        rows_here.read(rows)
 
 
 def test_wrong_use_is_refused(world: World) -> None:
     store = RowStore.create(LAYOUT, 2, torch.float32, world)
     assert store.direct is None
     store.open_to(torch.device("cpu"))
-    direct = store.direct
+    rows_here = store.direct
     for rows in ([57], [-1]):
         with pytest.raises(PlanError, match=rf"row {rows[0]} is outside \[0, 57\)"):
-            direct.read(torch.tensor(rows))
+            rows_here.read(torch.tensor(rows))
         with pytest.raises(PlanError, match="outside"):
-            direct.write(torch.tensor(rows), torch.zeros(1, 8), torch.zeros(1, 2))
+            rows_here.write(torch.tensor(rows), torch.zeros(1, 8), torch.zeros(1, 2))
     with pytest.raises(PlanError, match="weight of 1 rows"):
-        direct.write(torch.tensor([0]), torch.zeros(1, 7), torch.zeros(1, 2))
+        rows_here.write(torch.tensor([0]), torch.zeros(1, 7), torch.zeros(1, 2))
     with pytest.raises(PlanError, match="state of 1 rows"):
-        direct.write(torch.tensor([0]), torch.zeros(1, 8), None)
+        rows_here.write(torch.tensor([0]), torch.zeros(1, 8), None)
     store.close()
+
+
+def settled(rows: DirectRows) -> None:
+    for mark in rows.marks():
+        mark.event.synchronize()
 
 
 def same(rows: np.ndarray) -> np.ndarray:
     return rows
 
 
-def fake_gpu(monkeypatch, refused_from: int) -> list[tuple]:
-    """Calls of the CUDA runtime, of which registrations fail from number `refused_from` on."""
+class FakeEvent:
+    """The end of work on a stream, reached after so many looks at it."""
+
+    def __init__(self, looks: float = 0) -> None:
+        self.looks = looks
+
+    def query(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+def fake_gpu(monkeypatch, refused: tuple[int, ...] = ()) -> list[tuple]:
+    """Calls of the CUDA runtime; those with the numbers `refused` fail."""
     calls: list[tuple] = []
 
-    def register(address: int, nbytes: int, flags: int) -> int:
-        calls.append(("register", address, nbytes, flags))
-        return 2 if len(calls) > refused_from else 0
+    def call(name: str):
+        def note(*arguments: int) -> int:
+            calls.append((name, *arguments))
+            return 2 if len(calls) - 1 in refused else 0
 
-    def unregister(address: int) -> int:
-        calls.append(("unregister", address))
-        return 0
+        return note
 
     runtime = SimpleNamespace(
-        cudaHostRegister=register,
-        cudaHostUnregister=unregister,
+        cudaHostRegister=call("register"),
+        cudaHostUnregister=call("unregister"),
         cudaGetErrorString=lambda error: f"error {error}",
     )
     monkeypatch.setattr(ops, "triton_bodies", lambda: ops)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(("wait",)))
     return calls
 
 
-def test_memory_is_locked_once_and_let_go_after_the_device(monkeypatch) -> None:
-    calls = fake_gpu(monkeypatch, 9)
-    weight, state = torch.zeros(10, 4), torch.zeros(10, 2)
+def tables() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(10, 4), torch.zeros(10, 2)
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_memory_is_unlocked_when_the_device_is_through_and_before_it_goes(monkeypatch, how) -> None:
+    calls = fake_gpu(monkeypatch)
+    weight, state = tables()
+    first, second, alive = weight.data_ptr(), state.data_ptr(), weakref.ref(weight)
     rows = DirectRows(weight, state, same, torch.device("cuda"))
-    rows.close()
-    rows.close()
-    first, second = weight.data_ptr(), state.data_ptr()
-    assert calls == [
-        ("register", first, 160, 3),
-        ("register", second, 80, 3),
-        ("wait",),
-        ("unregister", first),
-        ("unregister", second),
-    ]
+    event = rows._locked.events[7] = FakeEvent(looks=3)
+    del weight, state
+    assert calls == [("register", first, 160, 3), ("register", second, 80, 3)]
+    assert alive() is not None
+    if how == "closed":
+        rows.close()
+        rows.close()
+    else:
+        del rows
+    assert calls[2:] == [("unregister", second), ("unregister", first)]
+    assert event.looks == -1 and alive() is None, "the tables are still held"
 
 
 def test_memory_that_cannot_be_locked_is_told_with_a_way_out(monkeypatch) -> None:
-    calls = fake_gpu(monkeypatch, 1)
-    weight, state = torch.zeros(10, 4), torch.zeros(10, 2)
+    calls = fake_gpu(monkeypatch, refused=(1,))
+    weight, state = tables()
     with pytest.raises(MemoryTooSmallError, match=r"lock 80 bytes .*\(error 2\): set store.access"):
         DirectRows(weight, state, same, torch.device("cuda"))
-    assert calls[-1] == ("unregister", weight.data_ptr()), "the first stays locked"
+    assert calls[2:] == [("unregister", weight.data_ptr())], "the first stays locked"
+
+
+@pytest.mark.parametrize("why", ["busy", "refused"])
+def test_memory_that_cannot_be_let_go_of_stays_mapped(monkeypatch, caplog, why) -> None:
+    """A device that hangs, or a driver in error: closing says so, and takes nobody's error away."""
+    monkeypatch.setattr(direct, "_PATIENCE_S", 0.05)
+    calls = fake_gpu(monkeypatch, refused=(2,) if why == "refused" else ())
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(direct, "_kept", kept)
+    weight, state = tables()
+    rows = DirectRows(weight, state, same, torch.device("cuda"))
+    rows._locked.events[0] = FakeEvent(math.inf if why == "busy" else 0)
+    rows.close()
+    assert len(calls) == (2 if why == "busy" else 3)
+    assert [table.data_ptr() for table in kept] == [weight.data_ptr(), state.data_ptr()]
+    said = "still used them" if why == "busy" else "error 2"
+    assert "rows stay locked in host memory" in caplog.text and said in caplog.text
+
+
+@pytest.mark.parametrize("what", ["reads", "writes"])
+def test_what_does_not_work_is_found_at_once(monkeypatch, what) -> None:
+    table, copy = torch.ones(3, 4), ops.copy_rows
+    rows = DirectRows(table, None, same, torch.device("cpu"))
+    rows.try_out()
+    assert table.eq(1).all()
+
+    def wrong(source, at, target, to) -> None:
+        copy(source, at, target, to)
+        if (to is None) == (what == "reads"):
+            target.fill_(7)
+
+    monkeypatch.setattr(ops, "copy_rows", wrong)
+    with pytest.raises(
+        ConfigError, match=rf"cpu cannot read rows .*it {what} .*set store.access=st"
+    ):
+        rows.try_out()
+    assert table.eq(1).all() == (what == "reads")
 
 
 def refused_on_one(rank: int, size: int) -> list[str]:
@@ -166,6 +229,6 @@ def test_a_host_table_and_a_gpu_take_a_kernel(monkeypatch) -> None:
 def test_the_numbers_are_those_of_numpy(world: World) -> None:
     rng = np.random.default_rng(0)
     table = torch.from_numpy(rng.random((40, 5)))
-    direct = DirectRows(table, None, same, torch.device("cpu"))
+    one = DirectRows(table, None, same, torch.device("cpu"))
     places = rng.permutation(40)[:11]
-    assert np.array_equal(direct.read(torch.from_numpy(places))[0].numpy(), table.numpy()[places])
+    assert np.array_equal(one.read(torch.from_numpy(places))[0].numpy(), table.numpy()[places])
