@@ -40,6 +40,7 @@ def test_a_failed_run_ends_in_order_too() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_nothing_is_left_twenty_times() -> None:
     check(20)
     check(20, "fails", code=1)
