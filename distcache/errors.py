@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 class DistcacheError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose. `from_rank`: the rank that failed,
+    where this one only tells of it."""
+
+    from_rank: int | None = None
 
 
 class ConfigError(DistcacheError):

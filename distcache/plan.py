@@ -17,7 +17,7 @@ from distcache.cli.logs import set_up_logging
 from distcache.cli.plan_measure import Options as MeasureOptions
 from distcache.cli.plan_measure import measured_here, to_measured
 from distcache.cli.plan_predict import Plan, make_plan
-from distcache.cli.plan_report import write_plan
+from distcache.cli.plan_report import REPORT, write_plan
 from distcache.cli.plan_request import Request, help_text, parse_request
 from distcache.errors import DistcacheError
 from distcache.run.measure import Measured
@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plan(request: Request, given: Sequence[str]) -> tuple[Plan, str]:
     """What is predicted, written to the request's folder, and the text for the terminal."""
     new = open_folder(request.output, "output")
+    if (request.output / REPORT).exists():
+        log.warning("output=%s holds a plan, which this one overwrites", request.output)
     try:
         measured, device = (None, "") if not request.options.measure else measure_here(request)
         plan = make_plan(request, measured, device == "cpu")

@@ -81,7 +81,8 @@ def plot_sweep(
         loc="outside lower center",
         ncols=4,
         frameon=False,
-        title="hollow: does not fit; dotted: the winner changes; wide and pale: yardsticks",
+        title="hollow: does not fit; wide and pale: yardsticks"
+        + ("; dotted: the winner changes" if crossings else ""),
     )
     figure.savefig(path, dpi=110)
     return True

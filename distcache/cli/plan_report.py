@@ -28,7 +28,7 @@ from distcache.cost.sweep import Point
 from distcache.cost.traffic import CACHED, MIXED
 from distcache.metrics.record import plain
 
-OVERRIDES = "overrides.txt"
+OVERRIDES, REPORT = "overrides.txt", "report.md"
 
 _WIDTH = 110
 """Columns of text on the terminal."""
@@ -48,7 +48,7 @@ def write_plan(plan: Plan, command: Sequence[str]) -> str:
         about = {"kind": "environment", **environment, "command": [*command]}
         for record in [about, *records(plan)]:
             lines.write(json.dumps(plain(record)) + "\n")
-    (out / "report.md").write_text(markdown(plan, environment, command, drawn))
+    (out / REPORT).write_text(markdown(plan, environment, command, drawn))
     return terminal(plan)
 
 

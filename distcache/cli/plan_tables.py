@@ -118,8 +118,8 @@ def sweep_table(points: Sequence[Point], objective: str) -> Table:
     unit = "milliseconds of a step" if objective == "time" else "KiB sent per rank and step"
     return Table(
         "By number of ranks",
-        f"The objective, {unit}, with the same batch, slots and device on every rank. *: the "
-        "winner; (...): does not fit, and cannot win.",
+        f"The objective, {unit}, with the same batch, slots and device on every rank, and as many "
+        "ranks on a node as asked for. *: the winner; (...): does not fit, and cannot win.",
         ("ranks", "nodes", *(LABELS[name] for name in names)),
         rows,
     )

@@ -38,7 +38,9 @@ def together(world: World, work: Callable[[], T]) -> list[T]:
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
             kind, message = failure
-            raise kind(f"rank {rank}: {message}")
+            elsewhere = kind(f"rank {rank}: {message}")
+            elsewhere.from_rank = rank
+            raise elsewhere
     return [pickle.loads(value) for value, _ in outcomes]
 
 

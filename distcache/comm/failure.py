@@ -119,6 +119,8 @@ def is_secondary(error: BaseException) -> bool:
     """Whether an error says that another rank failed or went away."""
     if isinstance(error, PeerError | dist.DistError):
         return True
+    if isinstance(error, DistcacheError) and error.from_rank is not None:
+        return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(word in text for word in NETWORK_WORDS)
 

@@ -18,6 +18,7 @@ from itertools import accumulate
 
 import torch.distributed as dist
 
+from distcache.comm.rendezvous import NOTICE_S
 from distcache.errors import ConfigError, PeerError
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,6 @@ log = logging.getLogger(__name__)
 _KEY = "distcache/place"
 _LINGER_S = 5.0
 _POLL_S, _LONGEST_PAUSE_S = 0.01, 0.2
-_NOTICE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ def _wait_for_all(store: dist.Store, keys: Sequence[str], rank: int) -> None:
         most = store.timeout.total_seconds()
         if waited > most:
             raise TimeoutError
-        if waited > _NOTICE_S and not told:
+        if waited > NOTICE_S and not told:
             told = True
-            log.info(
+            log.warning(
                 "rank %d waits for %s to start (%.0f s at most)", rank, _missing(store, keys), most
             )
         time.sleep(pause)

@@ -7,7 +7,9 @@ configuration and publishes what came of it there; the others wait for that.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,10 +19,17 @@ import torch.distributed as dist
 
 from distcache.errors import ConfigError, PeerError
 
+log = logging.getLogger(__name__)
+
 TIMEOUT_S = 300.0
 """How long the ranks wait for rank 0's configuration, seconds."""
 
 POLL_S = 0.02
+
+NOTICE_S = 10.0
+"""After which a rank says for whom it waits, seconds."""
+
+_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -40,8 +49,8 @@ def find_place() -> Place:
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"RANK is set in the environment, but {' and '.join(missing)} is not: start ranks with "
-            "torchrun, or unset RANK"
+            f"RANK is set in the environment, but {' and '.join(missing)} "
+            f"{'are' if len(missing) > 1 else 'is'} not: start ranks with torchrun, or unset RANK"
         )
     rank, size = whole_number("RANK", 0), whole_number("WORLD_SIZE", 1)
     local_rank = whole_number("LOCAL_RANK", rank)
@@ -84,10 +93,14 @@ def open_store(place: Place, timeout_s: float = TIMEOUT_S) -> dist.Store | None:
     if place.world_size == 1:
         return None
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = place.rank == 0 and not agent
+    host, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "29500"))
+    if not (serves or agent):
+        _wait_for_server(host, port, timeout_s)
     store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ.get("MASTER_PORT", "29500")),
-        is_master=place.rank == 0 and not agent,
+        host,
+        port,
+        is_master=serves,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
         multi_tenant=True,
@@ -95,6 +108,30 @@ def open_store(place: Place, timeout_s: float = TIMEOUT_S) -> dist.Store | None:
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"distcache/{run}/{restart}", store)
+
+
+def _wait_for_server(host: str, port: int, timeout_s: float) -> None:
+    """Wait until somebody serves the store; PeerError after `timeout_s`.
+
+    `TCPStore` itself would keep Ctrl-C from the process while it waits.
+    """
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=1.0).close()
+            return
+        except OSError as error:
+            waited = time.monotonic() - began
+            if waited > timeout_s:
+                raise PeerError(
+                    f"nobody serves the ranks' store at {host}:{port} after {timeout_s:.0f} s "
+                    f"({error}): is rank 0, or the agent of its node, running, and are "
+                    "MASTER_ADDR and MASTER_PORT its own?"
+                ) from error
+        if waited > NOTICE_S and not told:
+            told = True
+            log.warning("waits for rank 0 at %s:%d (%.0f s at most)", host, port, timeout_s)
+        time.sleep(_PAUSE_S)
 
 
 def publish(store: dist.Store | None, world_size: int, value: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from distcache.comm.agree import differences, together
-from distcache.comm.rendezvous import POLL_S, TIMEOUT_S, Place
+from distcache.comm.rendezvous import NOTICE_S, POLL_S, TIMEOUT_S, Place
 from distcache.comm.world import World
 from distcache.errors import ConfigError, PeerError
 from distcache.versions import DISTRIBUTIONS, FBGEMM_DISTRIBUTIONS, SOURCE, versions_here
@@ -105,15 +105,18 @@ def _refuse(found: list[dict[str, str]]) -> None:
 
 def _wait(store: dist.Store, keys: list[str], timeout_s: float, ranks: list[int]) -> list[str]:
     """The values of `keys`, which `ranks` set. Polled, for a wait inside would not see Ctrl-C."""
-    deadline = time.monotonic() + timeout_s
-    for at, key in enumerate(keys):
+    began, told = time.monotonic(), ranks == [0]  # which is there, and waits for others itself
+
+    def missing() -> list[int]:
+        return [rank for rank, own in zip(ranks, keys, strict=True) if not store.check([own])]
+
+    for key in keys:
         while not store.check([key]):
-            if time.monotonic() > deadline:
-                missing = [
-                    rank
-                    for rank, own in zip(ranks[at:], keys[at:], strict=True)
-                    if not store.check([own])
-                ]
-                raise PeerError(f"ranks {missing} did not start within {timeout_s:.0f} s")
+            waited = time.monotonic() - began
+            if waited > timeout_s:
+                raise PeerError(f"ranks {missing()} did not start within {timeout_s:.0f} s")
+            if waited > NOTICE_S and not told:
+                told = True
+                log.warning("waits for ranks %s to start (%.0f s at most)", missing(), timeout_s)
             time.sleep(POLL_S)
     return [store.get(key).decode() for key in keys]

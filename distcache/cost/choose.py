@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -146,6 +147,12 @@ def _why(order: Sequence[Prediction], objective: str) -> str:
     )
     texts = []
     for prediction in order:
-        text = f"{prediction.placement} {prediction.cost[objective] * scale:,.2f}"
+        text = f"{prediction.placement} {_three_digits(prediction.cost[objective] * scale)}"
         texts.append(text + (" (refused)" if prediction.refused else ""))
     return f"predicted {unit}: {', '.join(texts)}"
+
+
+def _three_digits(value: float) -> str:
+    """A number above 0 with at least three digits that count."""
+    digits = 2 if value <= 0 else max(0, min(9, 2 - math.floor(math.log10(value))))
+    return f"{value:,.{digits}f}"

@@ -45,6 +45,9 @@ def read_cluster(path: str | Path, key: str = "cache.cluster") -> Cluster:
 
 
 def _cluster(values: dict[str, Any]) -> Cluster:
+    for key in ("ranks", "host", "inside"):
+        if values.get(key) is None:
+            raise ConfigError(f"{key} is missing: give the {FILE} of python -m distcache.plan")
     links = {name: _link(name, values[name]) for name in _LINKS if values.get(name) is not None}
     others = {name: value for name, value in values.items() if name not in (*_LINKS, "compute")}
     return Cluster(**links, **others, compute=Compute(**values.get("compute", {})))
@@ -53,4 +56,7 @@ def _cluster(values: dict[str, Any]) -> Cluster:
 def _link(which: str, values: dict[str, Any]) -> Link:
     """The link of key `which`, by whose name an error calls it."""
     name = values.get("name", "given")
+    for key in ("bandwidth", "latency"):
+        if not isinstance(values.get(key, 0.0), int | float):
+            raise ConfigError(f"{which}.{key}={values[key]} is no number: give one")
     return replace(Link(**{**values, "name": which}), name=name)

@@ -199,7 +199,8 @@ class StreamPlanner:
         requests = requests_of(self.regions, entry.requests)
         decided = self._exchange.decisions(status, entry.step, rows, own, requests, error)
         if decided.verdict.status is Status.TOO_LARGE:
-            raise too_large(entry.step, self.groups, decided.rows, self.regions)
+            kind = entry.batch.kind
+            raise too_large(entry.step, kind, self.groups, decided.rows, self.regions)
         if decided.verdict.status is not Status.OK:
             raise error or _peer_error(decided.verdict)
         try:

@@ -15,6 +15,8 @@ from distcache.pipeline.regions import Region
 
 log = logging.getLogger(__name__)
 
+_LATER = "later ones may need more"
+
 _DEVIATIONS = 3.0
 """The fullest home of the largest of many steps is about so many standard deviations above the
 mean; the variance is at most the mean, as rows come and fall to homes nearly independently."""
@@ -65,23 +67,28 @@ def homes_per_device(group: TableGroup) -> int:
 
 
 def too_large(
-    step: int, groups: Sequence[TableGroup], rows: np.ndarray, regions: Sequence[Region]
+    step: int,
+    kind: str,
+    groups: Sequence[TableGroup],
+    rows: np.ndarray,
+    regions: Sequence[Region],
 ) -> StepTooLargeError:
     """Why `step` is refused and how to avoid it.
 
-    `rows`: its distinct rows int64 `[W, regions]`.
+    `kind`: of its batch; `rows`: its distinct rows int64 `[W, regions]`.
     """
     slots = [region.planner.slots for region in regions]
     home, place = np.unravel_index(np.argmax(rows / np.asarray(slots)), rows.shape)
     needs, has, region = int(rows[home, place]), slots[place], regions[place]
     group = groups[region.group]
-    kind = "" if group.hot is None else ("sharded " if region.sharded else "replicated ")
+    what = "" if kind == "train" else " (evaluation)"
+    lie = "" if group.hot is None else ("sharded " if region.sharded else "replicated ")
     on_device = has * (1 if region.sharded else len(rows))
     way_out = _way_out(groups, _enough_rows(groups, rows, regions))
     return StepTooLargeError(
-        f"step {step} needs {needs} distinct {kind}rows of home rank {home}, which has {has} slots "
-        f"of {on_device} on each device (tables of width {group.dim}): set {way_out}, or lower "
-        f"data.global_batch_size{_other_split(groups)}",
+        f"step {step}{what} needs {needs} distinct {lie}rows of home rank {home}, which has {has} "
+        f"slots of {on_device} on each device (tables of width {group.dim}): set {way_out}, or "
+        f"lower data.global_batch_size{_other_split(groups)}",
         rows=needs,
         slots=has,
     )
@@ -91,12 +98,12 @@ def _way_out(groups: Sequence[TableGroup], enough: int | None) -> str:
     """What to set; `enough`: of `_enough_rows`."""
     keys = "cache.replicated_rows, cache.replicated_share"
     if not any(group.hot is not None and len(group.hot) for group in groups):
-        return f"cache.rows={enough} or more (the smallest that holds this step)"
+        return f"cache.rows={enough} or more (the smallest that holds this step; {_LATER})"
     if enough is None:
         return f"other rows to replicate ({keys}; no cache.rows holds this step with these)"
     return (
-        f"cache.rows={enough} or more (which holds this step with these replicated rows), or other "
-        f"rows to replicate ({keys})"
+        f"cache.rows={enough} or more (which holds this step with these replicated rows; "
+        f"{_LATER}), or other rows to replicate ({keys})"
     )
 
 

@@ -41,7 +41,11 @@ def resolve_placement(
     there are not.
     """
     cache = config.cache
-    if config.parallel.mode != "data" or world.size == 1:
+    if config.parallel.mode != "data":
+        return Placement()
+    if cache.replicated_rows is not None:
+        replicated_counts(cache.replicated_rows, known[0])
+    if world.size == 1:
         return Placement()
     if cache.placement in (REPLICATED, SHARDED):
         return Placement(cache.placement, cache.state)

@@ -267,3 +267,10 @@ def test_one_rank_measures_alone(tmp_path: Path) -> None:
                   "most_ranks=2")  # fmt: skip
     assert asked(records)["sharded"]["seconds"]["total"] > 0
     assert "(measured)" in (tmp_path / "report.md").read_text()
+
+
+def test_a_folder_with_a_plan_is_said_to_be_overwritten(tmp_path: Path, capsys) -> None:
+    run(tmp_path, *TABLES, "world_size=2", "most_ranks=1")
+    assert "holds a plan" not in capsys.readouterr().err
+    run(tmp_path, *TABLES, "world_size=2", "most_ranks=1")
+    assert f"output={tmp_path} holds a plan, which this one overwrites" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ranks import run_ranks
 
 from distcache.comm.agree import agree_on, differences, together
+from distcache.comm.failure import is_secondary
 from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError, PeerError
 
@@ -23,6 +24,7 @@ def outcomes(rank: int, size: int) -> list[str]:
             seen.append(str(together(world, work)))
         except Exception as error:
             seen.append(f"{type(error).__name__}: {error}")
+            assert is_secondary(error) == (rank not in ranks), "which rank was the cause"
 
     fail(ConfigError)
     fail(ConfigError, 1)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import threading
+import time
 
 import pytest
 import torch.distributed as dist
+from ranks import free_port
 
+from distcache.comm import rendezvous
 from distcache.comm.rendezvous import Place, find_place, open_store, publish, receive
 from distcache.errors import ConfigError, PeerError
 
@@ -40,7 +46,7 @@ def test_torchruns_variables(launched):
 
 def test_half_an_environment_is_refused(launched):
     launched(RANK=1)
-    with pytest.raises(ConfigError, match="WORLD_SIZE and MASTER_ADDR"):
+    with pytest.raises(ConfigError, match="WORLD_SIZE and MASTER_ADDR are not"):
         find_place()
     launched(WORLD_SIZE=2)
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 .* but RANK is not: start ranks with"):
@@ -86,3 +92,32 @@ def test_keys_carry_the_run_and_its_restart(launched, monkeypatch):
     stores[0].set("handover", "{}")
     assert server.check(["distcache/job7/0/handover"])
     assert not stores[1].check(["handover"])
+
+
+def test_a_rank_waits_for_rank_0_and_says_so(launched, monkeypatch, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(rendezvous, "NOTICE_S", 0.2)
+    port = free_port()
+    launched(RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    with pytest.raises(PeerError, match=rf"nobody serves the ranks' store at 127.0.0.1:{port} aft"):
+        open_store(find_place(), timeout_s=0.6)
+    assert f"waits for rank 0 at 127.0.0.1:{port} (1 s at most)" in caplog.text
+    served: list = []
+    launched(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    place = find_place()
+    late = threading.Timer(0.5, lambda: served.append(open_store(place)))
+    late.start()
+    launched(RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    store = open_store(find_place(), timeout_s=20)
+    late.join()
+    served[0].set("word", "heard")
+    assert store.get("word") == b"heard"
+
+
+def test_ctrl_c_ends_the_wait_for_rank_0(launched) -> None:
+    launched(RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    began = time.monotonic()
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        open_store(find_place(), timeout_s=60)
+    assert time.monotonic() - began < 20

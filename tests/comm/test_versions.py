@@ -15,6 +15,7 @@ from ranks import run_ranks
 
 import distcache
 from distcache import versions
+from distcache.comm import versions as comparing
 from distcache.comm.existing import current_world
 from distcache.comm.rendezvous import Place
 from distcache.comm.versions import agree_before_world, agree_on_versions
@@ -148,13 +149,17 @@ def test_command_lines_that_differ_are_named() -> None:
         assert "nodes with the same arguments" in text
 
 
-def test_a_rank_that_does_not_start_is_named() -> None:
+def test_a_rank_that_does_not_start_is_named(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(comparing, "NOTICE_S", 0.02)
     store = dist.HashStore()
     store.set("versions/1", "{}")
     with pytest.raises(PeerError, match=r"ranks \[2, 3\] did not start within 0 s"):
         agree_before_world(store, Place(0, 4), timeout_s=0.1)
+    assert caplog.text.count("waits for ranks [2, 3] to start") == 1
+    caplog.clear()
     with pytest.raises(PeerError, match=r"ranks \[0\] did not start"):
         agree_before_world(dist.HashStore(), Place(2, 4), timeout_s=0.1)
+    assert not caplog.text, "rank 0 says for whom all wait"
 
 
 def library(rank: int, size: int) -> dict[str, str]:

@@ -220,10 +220,10 @@ def test_rows_that_no_cache_holds_beside_the_replicated_ones_are_told() -> None:
         room = region_slots(mixed, slots[0] if not named else 20)
         region = Region(0, SimpleNamespace(slots=room.sharded), sharded=True)
         needs = np.full((world, 1), 90 if not named else 25)
-        text = str(too_large(3, [mixed], needs, [region]))
+        text = str(too_large(3, "eval", [mixed], needs, [region]))
         assert ("no cache.rows holds this step" in text) != named
         found = re.search(r"cache\.rows=(\d+) or more", text)
-        assert (found is not None) == named
+        assert (found is not None) == named and text.startswith("step 3 (evaluation) needs")
         if found is not None:
             enough = cache_slots(int(found[1]), None, None, [(rows, 4, 0)], 4, world)
             assert region_slots(mixed, enough[0]).sharded >= 25

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
 from source_runs import digests, summaries
+from torch import nn
 
 from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
@@ -19,6 +21,7 @@ from distcache.cost.description import read_cluster, write_cluster
 from distcache.cost.links import Cluster, Compute, Link
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
+from distcache.pipeline.placement import Placement
 from distcache.run.build import build_source, build_tables
 from distcache.run.choice import Known, choose
 from distcache.run.own import OwnSource
@@ -203,9 +206,12 @@ def test_a_cluster_that_is_not_the_running_world_is_refused(tmp_path) -> None:
     nodes.write_text(json.dumps(asdict(two)))
     broken = tmp_path / "broken.json"
     broken.write_text(json.dumps(asdict(two) | {"inside": {"bandwidth": 0.0, "name": "measured"}}))
+    words, less = tmp_path / "words.json", tmp_path / "less.json"
+    words.write_text(json.dumps(asdict(two) | {"host": {"bandwidth": "fast"}}))
+    less.write_text(json.dumps({k: v for k, v in asdict(two).items() if k != "inside"}))
     cases = [
         ("cache.placement=auto", f"cache.cluster={path}")
-        for path in (other, nodes, broken, tmp_path / "none.json")
+        for path in (other, nodes, broken, tmp_path / "none.json", words, less)
     ]
     for errors in run_ranks(resolved, 2, cases):
         assert "has world_size=8, but 2 ranks run" in errors[0]
@@ -214,7 +220,20 @@ def test_a_cluster_that_is_not_the_running_world_is_refused(tmp_path) -> None:
             "inside.bandwidth=0.0: it must be above 0" in errors[2] and "cache.cluster" in errors[2]
         )
         assert "none.json: cannot be read" in errors[3]
+        assert "words.json: host.bandwidth=fast is no number" in errors[4]
+        assert "less.json: inside is missing: give the cluster.json" in errors[5]
     assert read_cluster(tmp_path) == Cluster(8, Link(1e9), Link(1e9))
+
+
+def test_rows_beyond_a_table_are_refused_at_one_rank_too() -> None:
+    config = config_of("cache.placement=mixed", "cache.replicated_rows={t_cat_1:91}")
+    source = build_source(config)
+    known = build_tables(config, source), [10, 10], None
+    one: Any = SimpleNamespace(size=1)
+    with pytest.raises(ConfigError, match="t_cat_1=91, but the table has 90 rows"):
+        resolve_placement(config, one, known, source, nn.Module())
+    fits = config_of("cache.placement=mixed", "cache.replicated_rows={t_cat_1:90}")
+    assert resolve_placement(fits, one, known, source, nn.Module()) == Placement()
 
 
 def test_batches_that_are_read_once_need_statistics() -> None:
