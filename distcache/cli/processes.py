@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -127,6 +128,8 @@ def leave(code: int) -> NoReturn:
     threads that run at teardown abort the process now and then, which would turn a finished run
     into a failed one.
     """
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C has nothing left to end
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
