@@ -38,10 +38,16 @@ def together(world: World, work: Callable[[], T]) -> list[T]:
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
             kind, message = failure
-            elsewhere = kind(f"rank {rank}: {message}")
-            elsewhere.from_rank = rank
-            raise elsewhere
+            raise _told(kind, rank, message)
     return [pickle.loads(value) for value, _ in outcomes]
+
+
+def _told(kind: type[DistcacheError], rank: int, message: str) -> DistcacheError:
+    """The error of `rank`, for other ranks. Made here: a name for it in the frame that raises it
+    would be a cycle, which keeps what the frames hold until the garbage is collected."""
+    error = kind(f"rank {rank}: {message}")
+    error.from_rank = rank
+    return error
 
 
 def agree_on(world: World, values: Mapping[str, Any]) -> None:
