@@ -24,7 +24,7 @@ from distcache.bench.spread import ratios, rotated, shown, spread
 from distcache.comm.world import World, close_world, open_world
 from distcache.layout import RowLayout, TableSpec
 from distcache.pipeline.access import Access, InPlace, Staged
-from distcache.store.direct import ACCESS, STAGED, ZERO_COPY, DirectRows
+from distcache.store.direct import ACCESS, STAGED, ZERO_COPY
 from distcache.store.rows import RowStore
 from distcache.streams import COPY_IN, COPY_OUT, Streams
 
@@ -77,17 +77,15 @@ def _of_width(
 ) -> list[Record]:
     layout = RowLayout([TableSpec("rows", options.table_rows, width, ("rows",))], 1)
     store = RowStore.create(layout, options.state_width, torch.float32, world)
-    direct = DirectRows(store.weight, store.state, store.part.places, world.device)
     streams = Streams(world.device)
     try:
         widths = (width, options.state_width)
         ways: dict[str, Access] = {
             STAGED: Staged(store, world.device, widths, streams, 0),
-            ZERO_COPY: InPlace(direct, streams.wait),
+            ZERO_COPY: InPlace(store.open_to(world.device), streams.wait),
         }
         return [_measure(options, ways, streams, width, count, rng) for count in options.counts]
     finally:
-        direct.close()
         store.close()
 
 
@@ -135,11 +133,10 @@ def _fetch(way: Access, rows: Tensor, streams: Streams) -> None:
     """Bring rows to the device, and wait for them."""
     gathered = way.gather(rows)
     with streams.on(COPY_IN):
-        weight, state = way.arrive(gathered)
-        for values in (weight, state):
+        for values in gathered.read():
             if values is not None:
                 values.to(streams.device, non_blocking=True)
-        way.release(gathered)
+        gathered.release()
         streams.wait(streams.mark(COPY_IN))
 
 

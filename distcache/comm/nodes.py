@@ -6,26 +6,22 @@ A node is what one torchrun agent starts: two agents on one machine are two node
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
-import time
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
 
 import torch.distributed as dist
 
-from distcache.comm.rendezvous import NOTICE_S
+from distcache.comm.rendezvous import wait_until
 from distcache.errors import ConfigError, PeerError
-
-log = logging.getLogger(__name__)
 
 _KEY = "distcache/place"
 _LINGER_S = 5.0
-_POLL_S, _LONGEST_PAUSE_S = 0.01, 0.2
 
 
 @dataclass(frozen=True)
@@ -99,13 +95,13 @@ def exchange_claims(store: dist.Store, rank: int, size: int, own: Claim) -> list
     keys = [f"{_KEY}/{other}" for other in range(size)]
     store.set(keys[rank], json.dumps(asdict(own)))
     try:
-        _wait_for_all(store, keys, rank)
+        most = store.timeout.total_seconds()
+        wait_until(lambda: store.check(keys), most, lambda: f"{_missing(store, keys)} to start")
         claims = [Claim(**json.loads(text)) for text in store.multi_get(keys)]
-        read = store.add(f"{_KEY}/read", 1)
-        deadline = time.monotonic() + _LINGER_S
-        while rank == 0 and read < size and time.monotonic() < deadline:
-            time.sleep(_POLL_S)  # where rank 0 serves the store and is about to refuse
-            read = store.add(f"{_KEY}/read", 0)
+        store.add(f"{_KEY}/read", 1)
+        if rank == 0:  # which may serve the store, and be about to refuse
+            with suppress(TimeoutError):
+                wait_until(lambda: store.add(f"{_KEY}/read", 0) >= size, _LINGER_S)
     except (RuntimeError, TimeoutError) as error:  # those of the store are the former
         raise PeerError(
             f"rank {rank} of {size} waited for the others to start; {_missing(store, keys)} did "
@@ -113,26 +109,6 @@ def exchange_claims(store: dist.Store, rank: int, size: int, own: Claim) -> list
             "--nnodes, --nproc-per-node and rendezvous?"
         ) from error
     return claims
-
-
-def _wait_for_all(store: dist.Store, keys: Sequence[str], rank: int) -> None:
-    """Wait until all `keys` are set; TimeoutError after the store's timeout.
-
-    Looked for again and again: `store.wait` keeps Ctrl-C from the process until it is over.
-    """
-    began, pause, told = time.monotonic(), _POLL_S, False
-    while not store.check(list(keys)):
-        waited = time.monotonic() - began
-        most = store.timeout.total_seconds()
-        if waited > most:
-            raise TimeoutError
-        if waited > NOTICE_S and not told:
-            told = True
-            log.warning(
-                "rank %d waits for %s to start (%.0f s at most)", rank, _missing(store, keys), most
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 def _missing(store: dist.Store, keys: Sequence[str]) -> str:

@@ -11,6 +11,8 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,12 +26,14 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 300.0
 """How long the ranks wait for rank 0's configuration, seconds."""
 
-POLL_S = 0.02
-
 NOTICE_S = 10.0
 """After which a rank says for whom it waits, seconds."""
 
-_PAUSE_S = 0.1
+_POLL_S, _LONGEST_POLL_S = 0.01, 0.2
+"""Between two looks, at first and in the end, seconds."""
+
+_LINGER_S = 5.0
+"""How long rank 0 waits for the others to have read what it says, seconds."""
 
 
 @dataclass(frozen=True)
@@ -111,27 +115,45 @@ def open_store(place: Place, timeout_s: float = TIMEOUT_S) -> dist.Store | None:
 
 
 def _wait_for_server(host: str, port: int, timeout_s: float) -> None:
-    """Wait until somebody serves the store; PeerError after `timeout_s`.
+    """Wait until somebody serves the store; PeerError after `timeout_s`."""
+    refused: list[OSError] = []
 
-    `TCPStore` itself would keep Ctrl-C from the process while it waits.
-    """
-    began, told = time.monotonic(), False
-    while True:
+    def is_served() -> bool:
         try:
             socket.create_connection((host, port), timeout=1.0).close()
-            return
         except OSError as error:
-            waited = time.monotonic() - began
-            if waited > timeout_s:
-                raise PeerError(
-                    f"nobody serves the ranks' store at {host}:{port} after {timeout_s:.0f} s "
-                    f"({error}): is rank 0, or the agent of its node, running, and are "
-                    "MASTER_ADDR and MASTER_PORT its own?"
-                ) from error
-        if waited > NOTICE_S and not told:
+            refused[:] = [error]
+            return False
+        return True
+
+    try:
+        wait_until(is_served, timeout_s, lambda: f"rank 0 at {host}:{port}")
+    except TimeoutError:
+        raise PeerError(
+            f"nobody serves the ranks' store at {host}:{port} after {timeout_s:.0f} s "
+            f"({refused[0]}): is rank 0, or the agent of its node, running, and are MASTER_ADDR "
+            "and MASTER_PORT its own?"
+        ) from refused[0]
+
+
+def wait_until(
+    look: Callable[[], bool], timeout_s: float, whom: Callable[[], str] | None = None
+) -> None:
+    """Look again and again until `look` says so; TimeoutError after `timeout_s` seconds.
+
+    torch's stores, where they wait themselves, keep Ctrl-C from the process until they are done.
+    After `NOTICE_S` seconds it is said once for `whom` this rank waits; None: nothing is said.
+    """
+    began, pause, told = time.monotonic(), _POLL_S, whom is None
+    while not look():
+        waited = time.monotonic() - began
+        if waited > timeout_s:
+            raise TimeoutError
+        if waited > NOTICE_S and whom is not None and not told:
             told = True
-            log.warning("waits for rank 0 at %s:%d (%.0f s at most)", host, port, timeout_s)
-        time.sleep(_PAUSE_S)
+            log.warning("waits for %s (%.0f s at most)", whom(), timeout_s)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_POLL_S)
 
 
 def publish(store: dist.Store | None, world_size: int, value: dict[str, Any]) -> None:
@@ -142,19 +164,16 @@ def publish(store: dist.Store | None, world_size: int, value: dict[str, Any]) ->
     if store is None:
         return
     store.set("handover", json.dumps(value))
-    deadline = time.monotonic() + 5.0
-    while store.add("handover/read", 0) < world_size - 1 and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+    with suppress(TimeoutError):
+        wait_until(lambda: store.add("handover/read", 0) >= world_size - 1, _LINGER_S)
 
 
 def receive(store: dist.Store, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
     """Other ranks: wait for what rank 0 publishes; PeerError after `timeout_s` seconds."""
-    deadline = time.monotonic() + timeout_s
-    # Polled, because a blocking wait inside the store would not see Ctrl-C.
-    while not store.check(["handover"]):
-        if time.monotonic() > deadline:
-            raise PeerError(f"rank 0 published no configuration within {timeout_s:.0f} s")
-        time.sleep(POLL_S)
+    try:
+        wait_until(lambda: store.check(["handover"]), timeout_s)
+    except TimeoutError:
+        raise PeerError(f"rank 0 published no configuration within {timeout_s:.0f} s") from None
     value = json.loads(store.get("handover"))
     store.add("handover/read", 1)
     return value

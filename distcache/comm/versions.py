@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from distcache.comm.agree import differences, together
-from distcache.comm.rendezvous import NOTICE_S, POLL_S, TIMEOUT_S, Place
+from distcache.comm.rendezvous import TIMEOUT_S, Place, wait_until
 from distcache.comm.world import World
 from distcache.errors import ConfigError, PeerError
 from distcache.versions import DISTRIBUTIONS, FBGEMM_DISTRIBUTIONS, SOURCE, versions_here
@@ -104,19 +103,15 @@ def _refuse(found: list[dict[str, str]]) -> None:
 
 
 def _wait(store: dist.Store, keys: list[str], timeout_s: float, ranks: list[int]) -> list[str]:
-    """The values of `keys`, which `ranks` set. Polled, for a wait inside would not see Ctrl-C."""
-    began, told = time.monotonic(), ranks == [0]  # which is there, and waits for others itself
+    """The values of `keys`, which `ranks` set."""
 
-    def missing() -> list[int]:
-        return [rank for rank, own in zip(ranks, keys, strict=True) if not store.check([own])]
+    def late() -> list[int]:
+        return [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
 
-    for key in keys:
-        while not store.check([key]):
-            waited = time.monotonic() - began
-            if waited > timeout_s:
-                raise PeerError(f"ranks {missing()} did not start within {timeout_s:.0f} s")
-            if waited > NOTICE_S and not told:
-                told = True
-                log.warning("waits for ranks %s to start (%.0f s at most)", missing(), timeout_s)
-            time.sleep(POLL_S)
+    # Rank 0 is there for those that wait for it, and waits for others itself.
+    whom = None if ranks == [0] else lambda: f"ranks {late()} to start"
+    try:
+        wait_until(lambda: store.check(keys), timeout_s, whom)
+    except TimeoutError:
+        raise PeerError(f"ranks {late()} did not start within {timeout_s:.0f} s") from None
     return [store.get(key).decode() for key in keys]

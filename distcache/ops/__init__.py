@@ -114,7 +114,11 @@ def copy_rows(
     One of the tables may lie in host memory that is registered with the GPU of the other and of the
     index: a kernel reads or writes it there (`copy_kernel`).
     """
-    bodies = reference if source.device == target.device else copy_kernel()
+    bodies, kernels = reference, triton_bodies() if choice() == "triton" else None
+    if source.device != target.device:
+        bodies = copy_kernel()
+    elif kernels is not None and kernels.fits(source, target):
+        bodies = kernels
     bodies.copy_rows(source, source_rows, target, target_rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,16 +19,14 @@ from distcache.streams import COPY_IN, Mark, Streams
 
 @dataclass(frozen=True)
 class Gathered:
-    """Fetched rows of one step before they go to their slots: int64 `rows` `[M_h]`, on the CPU.
+    """Fetched rows of one step before they go to their slots.
 
-    In staging buffer `number` they are `weight` `[M_h, D]` and `state` `[M_h, S]` or None; rows
-    that the device reads in place have neither.
+    `read`: the rows, for work of the current stream, `[M_h, D]`, and their state `[M_h, S]` or
+    None, on the host or the device; `release`: after all that reads them was issued on COPY_IN.
     """
 
-    rows: Tensor
-    number: int = 0
-    weight: Tensor | None = None
-    state: Tensor | None = None
+    read: Callable[[], Rows]
+    release: Callable[[], None]
 
 
 class Access(Protocol):
@@ -35,14 +34,6 @@ class Access(Protocol):
 
     def gather(self, rows: Tensor) -> Gathered:
         """What the host does before `rows` (int64 `[m]`, on the CPU) can go to the device."""
-        ...
-
-    def arrive(self, gathered: Gathered) -> Rows:
-        """The rows, for work of the current stream: `[m, D]`, `[m, S]` or None."""
-        ...
-
-    def release(self, gathered: Gathered) -> None:
-        """What was read from `gathered` has been issued on the stream COPY_IN."""
         ...
 
     def put(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
@@ -74,18 +65,12 @@ class Staged:
     def gather(self, rows: Tensor) -> Gathered:
         """Copies of the rows in the next staging buffer."""
         number, weight, state = self._arriving.take(len(rows))
-        self._store.gather(rows, out=(weight, state))
-        return Gathered(rows, number, weight, state)
+        found = self._store.gather(rows, out=(weight, state))
+        return Gathered(lambda: found, partial(self._release, number))
 
-    def arrive(self, gathered: Gathered) -> Rows:
-        """The buffer's rows, on the host."""
-        if gathered.weight is None:
-            raise RuntimeError("rows that were not gathered here")
-        return gathered.weight, gathered.state
-
-    def release(self, gathered: Gathered) -> None:
+    def _release(self, number: int) -> None:
         """The buffer may be used again once the copies from it are through."""
-        self._arriving.release(gathered.number, self._streams.mark(COPY_IN))
+        self._arriving.release(number, self._streams.mark(COPY_IN))
 
     def put(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
         """Scatter the rows; the calling thread waits until they are there."""
@@ -115,14 +100,7 @@ class InPlace:
 
     def gather(self, rows: Tensor) -> Gathered:
         """Nothing to do on the host."""
-        return Gathered(rows)
-
-    def arrive(self, gathered: Gathered) -> Rows:
-        """The rows, read on the current stream."""
-        return self._rows.read(gathered.rows)
-
-    def release(self, gathered: Gathered) -> None:
-        """No buffer was used."""
+        return Gathered(partial(self._rows.read, rows), lambda: None)
 
     def put(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
         """Write the rows on the current stream."""

@@ -101,8 +101,13 @@ def make_stores(
     for group, store in zip(groups, stores, strict=True):
         store.initialise(seed, group.tables, update.initial_state(group.dim))
     if access == ZERO_COPY:
+
+        def open_all() -> None:
+            for store in stores:
+                store.open_to(world.device)
+
         try:
-            together(world, lambda: [store.open_to(world.device) for store in stores])
+            together(world, open_all)
         except BaseException:
             for store in stores:
                 store.close()

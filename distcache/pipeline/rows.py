@@ -96,15 +96,15 @@ class GroupRows:
     def fill(self, plan: StepPlan, gathered: Gathered | None, link: Link) -> None:
         """Put the fetched rows into their slots, the replicated ones, shared over `link`, on all
         ranks."""
-        if gathered is None or self._access is None:
+        if gathered is None:
             return
-        own, (weight, state) = len(plan.fetch_rows), self._access.arrive(gathered)
+        own, (weight, state) = len(plan.fetch_rows), gathered.read()
         if self.slots.replicated or self.group.hot is None:
             self._fill_replicated(plan, (_first(weight, own), _first(state, own)), link)
         if plan.shard is not None and len(weight) > own:
             rows = weight[own:], None if state is None else state[own:]
             self.cache.fill(plan.shard.fetch_slots, plan.shard.fetch_rows, *rows)
-        self._access.release(gathered)
+        gathered.release()
 
     def _fill_replicated(
         self, plan: StepPlan, rows: tuple[Tensor | None, Tensor | None], link: Link

@@ -43,9 +43,8 @@ def resolve_placement(
     cache = config.cache
     if config.parallel.mode != "data":
         return Placement()
-    if cache.replicated_rows is not None:
-        replicated_counts(cache.replicated_rows, known[0])
     if world.size == 1:
+        replicated_counts(cache.replicated_rows or {}, known[0])  # as with more ranks
         return Placement()
     if cache.placement in (REPLICATED, SHARDED):
         return Placement(cache.placement, cache.state)

@@ -71,8 +71,8 @@ class DirectRows:
         """Read a row of each table and write it back: what cannot work is found, and the kernels
         are compiled, before training. Raises ConfigError."""
         try:
-            for table in filter(None.__ne__, self._tables()):
-                if not len(table):
+            for table in self._tables():
+                if table is None or not len(table):
                     continue
                 at, expected = self._index(np.zeros(1, np.int64)), table[:1].clone()
                 row = self._read(table, at)
@@ -147,8 +147,10 @@ class DirectRows:
         """Note that work was issued on the current stream."""
         if self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device)
-            event = self._locked.events.setdefault(stream.cuda_stream, torch.cuda.Event())
-            event.record(stream)
+            events, name = self._locked.events, stream.cuda_stream
+            if name not in events:
+                events[name] = torch.cuda.Event()
+            events[name].record(stream)
 
     def _register(self) -> None:
         """Lock the tables' pages and map them for the device."""

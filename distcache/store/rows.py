@@ -228,10 +228,11 @@ class RowStore:
             if target is not None and values is not None:
                 put_rows(target.numpy(), places, values.numpy())
 
-    def open_to(self, device: torch.device) -> None:
-        """Let `device` use rows where they lie; see `DirectRows`."""
+    def open_to(self, device: torch.device) -> DirectRows:
+        """Let `device` use rows where they lie: `direct`."""
         self.direct = DirectRows(self.weight, self.state, self.part.places, device)
         self.direct.try_out()
+        return self.direct
 
     def table(self, index: int) -> Rows:
         """Views, in original ids, of table `index` of the layout: `[rows, D]`, `[rows, S]` or None.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from node_cases import open_nodes
 from ranks import run_ranks
 
-from distcache.comm import nodes
+from distcache.comm import rendezvous
 from distcache.comm.existing import current_world, leave_world
 from distcache.comm.nodes import (
     Claim,
@@ -98,7 +98,7 @@ def test_missing_ranks_are_named() -> None:
 
 @pytest.mark.parametrize("late_s", [0.0, 0.6])
 def test_ranks_that_come_late_are_waited_for_and_told(late_s, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(nodes, "NOTICE_S", 0.2)
+    monkeypatch.setattr(rendezvous, "NOTICE_S", 0.2)
     caplog.set_level(logging.INFO)
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=20))
@@ -109,7 +109,7 @@ def test_ranks_that_come_late_are_waited_for_and_told(late_s, monkeypatch, caplo
     assert found == claims(2)
     told = [line for line in caplog.messages if "waits for" in line]
     assert len(told) == (late_s > 0.5)
-    assert not told or "rank 0 waits for rank 1 to start (20 s at most)" in told[0]
+    assert not told or "waits for rank 1 to start (20 s at most)" in told[0]
 
 
 def test_ctrl_c_ends_the_wait_for_the_others() -> None:

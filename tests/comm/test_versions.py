@@ -15,7 +15,7 @@ from ranks import run_ranks
 
 import distcache
 from distcache import versions
-from distcache.comm import versions as comparing
+from distcache.comm import rendezvous
 from distcache.comm.existing import current_world
 from distcache.comm.rendezvous import Place
 from distcache.comm.versions import agree_before_world, agree_on_versions
@@ -150,7 +150,7 @@ def test_command_lines_that_differ_are_named() -> None:
 
 
 def test_a_rank_that_does_not_start_is_named(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(comparing, "NOTICE_S", 0.02)
+    monkeypatch.setattr(rendezvous, "NOTICE_S", 0.02)
     store = dist.HashStore()
     store.set("versions/1", "{}")
     with pytest.raises(PeerError, match=r"ranks \[2, 3\] did not start within 0 s"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -71,11 +72,20 @@ def test_the_choice_has_the_least_predicted_time() -> None:
         able = {p.placement: p.time.total for p in found.predictions if p.refused is None}
         assert able[found.placement] == min(able.values())
         assert found.predictions[0].placement == found.placement
-        assert f"{found.placement} " in found.why
+        assert reasons(found.why) == {
+            p.placement: pytest.approx(p.time.total * 1e3, rel=0.005) for p in found.predictions
+        }
     again = choose_placement(
         demand(world), replace(cluster(world), inside=link, overlap=0.0), settings(4000)
     )
     assert again == found
+
+
+def reasons(why: str) -> dict[str, float]:
+    """The numbers that a choice gives for its placements, which need three digits each."""
+    told = re.findall(r"(\w+) ([\d.,]+\d)(?=[, ]|$)", why.partition(": ")[2])
+    assert all(len(number.replace(",", "").replace(".", "").lstrip("0")) >= 3 for _, number in told)
+    return {name: float(number.replace(",", "")) for name, number in told}
 
 
 def test_what_does_not_fit_is_never_chosen() -> None:

@@ -5,6 +5,8 @@ On a machine without a GPU they run in Triton's interpreter, on CPU tensors.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from oracle import OPTIMIZERS
@@ -14,6 +16,7 @@ from distcache import ops
 from distcache.comm.world import close_world, open_world
 from distcache.ops.segments import CHUNK
 from distcache.parallel.cached_parts import CachedSettings
+from distcache.store.direct import ZERO_COPY
 
 pytest.importorskip("triton", reason="Triton is not installed")
 TABLES = (table("a", 60), table("b", 9, features=2), table("c", 7, dim=6), table("d", 1))
@@ -37,19 +40,24 @@ def test_a_cache_has_the_bits_of_resident(world, optimizer, monkeypatch):
     plain = run_mode(world, case, CachedSettings("resident"))
     monkeypatch.setenv(ops.VARIABLE, "triton")
     ops.choice.cache_clear()
-    calls = dict.fromkeys(ops.ON_GPU, 0)
+    calls = dict.fromkeys((*ops.ON_GPU, "copy_rows"), 0)
     try:
         for name in calls:
             monkeypatch.setattr(ops.triton_bodies(), name, counted(name, calls))
         resident = run_mode(world, case, CachedSettings("resident"))
         tight = CachedSettings("data", (65, 7), 2, 1, validate=True)
         cached = run_mode(world, case, tight)
+        assert calls.pop("copy_rows") == 0
         assert min(calls.values()) == 2 * case.steps * 2  # runs, steps, groups of tables
+        calls["copy_rows"] = 0
+        # Serial, for Triton's interpreter is one for all threads.
+        in_place = run_mode(world, case, replace(tight, access=ZERO_COPY, schedule="serial"))
+        assert calls["copy_rows"] > 2 * case.steps  # groups of tables, a read each, and writes
     finally:
         ops.choice.cache_clear()
     assert 0 < cached.summary["hit_rate"] < 1
-    assert cached.loss_digest == resident.loss_digest
-    assert cached.state_digest == resident.state_digest
+    assert cached.loss_digest == in_place.loss_digest == resident.loss_digest
+    assert cached.state_digest == in_place.state_digest == resident.state_digest
     torch.testing.assert_close(resident.losses, plain.losses, rtol=1e-5, atol=1e-6)
     for name, weight in plain.tables.items():
         torch.testing.assert_close(
