@@ -10,8 +10,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "distcache"
 FLOORS = (
-    "config config_cache config_check config_data config_values layout shard_plan step_plan errors "
-    "paths versions ops",
+    "config config_cache config_check config_data config_keys config_values layout shard_plan "
+    "step_plan errors paths versions ops",
     "store cache streams comm",
     "planner popularity cost data models optim",
     "coordinator pipeline parallel embedding",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import logging
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,8 @@ import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -24,10 +25,14 @@ from distcache.cli.processes import run_job, train_command
 from distcache.comm.rendezvous import Place
 from distcache.config import Config
 from distcache.config_check import check
+from distcache.config_keys import is_known, is_section, no_such_key, not_a_value, unknown_keys
 from distcache.errors import ConfigError
 from distcache.paths import conf_dir
 
 log = logging.getLogger(__name__)
+
+_GROUPS = ("experiment",)
+"""Groups of conf/ that are no section of the tree."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ def compose_command_line(place: Place) -> Composed:
     """
     if asks_for_sweep(sys.argv[1:]):
         _check_sweep(place, sys.argv[1:])
+    _check_keys(sys.argv[1:])
     register_schema()
     configs: list[DictConfig] = []
     codes: list[int] = []
@@ -76,6 +82,7 @@ def compose_command_line(place: Place) -> Composed:
 
 def compose_overrides(overrides: Sequence[str]) -> str:
     """Compose without a command line; the config tree as YAML. Raises ConfigError."""
+    _check_keys(overrides)
     register_schema()
     try:
         with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
@@ -90,16 +97,9 @@ def to_text(config: DictConfig) -> str:
 
     Raises ConfigError for keys outside the tree (`+key=value`) and for values that are missing.
     """
-    schema = OmegaConf.structured(Config)
-    known = _keys(schema)
-    # A key whose value may be a mapping (data.weight_columns) has keys of its own below it.
-    sections = {key.rpartition(".")[0] for key in known}
-    values = known - sections
-    unknown = sorted(k for k in _keys(config) - known if k.rpartition(".")[0] not in values)
+    unknown = unknown_keys(config)
     if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "`--cfg job` shows all keys"
-        raise ConfigError(f"{', '.join(unknown)}: no such key: {hint}")
+        raise no_such_key(unknown)
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ConfigError(f"{', '.join(missing)}: a value is needed; give one or choose a group")
@@ -192,13 +192,25 @@ def _config_flags(arguments: Sequence[str]) -> list[str]:
     ]
 
 
-def _keys(config: DictConfig, prefix: str = "") -> set[str]:
-    """Dotted keys of a tree, with those of its sections."""
-    found = set()
-    for key in config.keys():  # noqa: SIM118 - iterating a DictConfig leaves missing values out
-        name = f"{prefix}{key}"
-        found.add(name)
-        node = config._get_node(key)
-        if isinstance(node, DictConfig) and not node._is_none():
-            found |= _keys(node, f"{name}.")
-    return found
+def _check_keys(arguments: Sequence[str]) -> None:
+    """ConfigError for overrides of keys that are none; Hydra would offer to add them to the tree.
+
+    What is no plain override of a key of the tree, or cannot be read as one, is Hydra's to judge.
+    """
+    flagged = any(_config_flags(arguments))
+    for argument in arguments:
+        try:
+            (given,) = OverridesParser.create().parse_overrides([argument])
+        except HydraException:
+            continue
+        key = given.key_or_group
+        if given.type != OverrideType.CHANGE or given.package or "/" in key or _of_hydra(key):
+            continue
+        if is_section(key) and not (isinstance(given.value(), str) or given.is_sweep_override()):
+            raise not_a_value(key, given.get_value_element_as_str())
+        if not is_known(key) and not (key in _GROUPS or (flagged and "." not in key)):
+            raise no_such_key([key])
+
+
+def _of_hydra(key: str) -> bool:
+    return key.partition(".")[0] == "hydra"

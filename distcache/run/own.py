@@ -15,6 +15,7 @@ from distcache.checkpoint import RunIdentity, TrainerState
 from distcache.comm.agree import together
 from distcache.comm.world import World
 from distcache.config import Config
+from distcache.config_keys import check_settings
 from distcache.data.batch import Batch
 from distcache.data.own import OwnBatches, eval_batches
 from distcache.errors import ConfigError, DataError, StepTooLargeError
@@ -210,6 +211,7 @@ def own_config(parallel: str, optimizer: str, settings: dict[str, Any], tables: 
     config.model.dense_arch = config.model.over_arch = []
     config.parallel.mode, config.optim.name = parallel, optimizer
     config.run.dir = "runs/own"
+    check_settings(settings)
     tree = OmegaConf.structured(config)
     for key, value in settings.items():
         try:

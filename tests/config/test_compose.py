@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from distcache.cli.compose import checked_config, compose_overrides, to_config
+from distcache.cli.compose import (
+    checked_config,
+    compose_command_line,
+    compose_overrides,
+    to_config,
+)
 from distcache.comm.rendezvous import Place
 from distcache.config import Config
 from distcache.errors import ConfigError
@@ -151,7 +158,13 @@ def test_the_text_that_ranks_share_is_the_whole_tree():
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("cache.row=5", "cache.row"),
+        ("cache.row=5", "cache.row: no such key: did you mean cache.rows?"),
+        ("trainer.max_steps=5", "did you mean trainer.eval_steps or trainer.steps or "),
+        ("batch_size=5", "did you mean data.global_batch_size or data.bag_size"),
+        ("lr=5", "did you mean optim.dense_lr or optim.embedding_lr?"),
+        ("zzz=5", "zzz: no such key: `python -m distcache.train --cfg job` shows all keys"),
+        ("cache=1", "cache=1: cache is a section of "),
+        ("cache=wide", "cache/wide"),
         ("cache.rows=many", "cache.rows"),
         ("model=transformer", "model/transformer"),
         ("experiment=mlpref", "experiment/mlpref"),
@@ -168,3 +181,29 @@ def test_wrong_keys_types_and_groups_are_named(override, named):
     with pytest.raises(ConfigError, match=None) as caught:
         compose(override)
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["cache.row=5"], "cache.row: no such key: did you mean cache.rows?"),
+        (
+            ["cache.ratio=0.1,0.2", "steps=1", "-m"],
+            "steps: no such key: did you mean trainer.steps",
+        ),
+        (["--config-dir", "mine", "cache.row=5"], "cache.row: no such key"),
+    ],
+)
+def test_the_command_line_names_unknown_keys_before_hydra(arguments, named, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        compose_command_line(Place(0, 1, 0, 1))
+
+
+def test_groups_of_an_own_folder_are_hydras_to_judge(monkeypatch, tmp_path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "small.yaml").write_text("# @package _global_\ntrainer:\n  steps: 7\n")
+    arguments = ["--config-dir", str(tmp_path), "+site=small", f"run.dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    composed = compose_command_line(Place(0, 1, 0, 1))
+    assert composed.text is not None and to_config(composed.text).trainer.steps == 7

@@ -1,0 +1,95 @@
+"""Which keys there are, and what is told about one that is none."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from distcache.config import Config
+from distcache.errors import ConfigError
+
+_ALL = "python -m distcache.train --cfg job"
+
+_MOST = 3
+"""Similar keys that are shown."""
+
+
+def unknown_keys(tree: DictConfig) -> list[str]:
+    """Dotted keys of `tree` that a `Config` does not have, in order."""
+    return sorted(key for key in keys_of(tree) if not is_known(key))
+
+
+def is_known(key: str) -> bool:
+    """Whether a value or section of `Config` has this dotted key, or it is of a mapping there."""
+    known, sections = _known()
+    # A value that may be a mapping (data.weight_columns) has keys of its own below it.
+    parent = key.rpartition(".")[0]
+    return key in known or (parent in known and parent not in sections)
+
+
+def is_section(key: str) -> bool:
+    """Whether `key` has no value of its own, but keys below it."""
+    return key in _known()[1]
+
+
+def no_such_key(keys: Sequence[str]) -> ConfigError:
+    """The error for unknown `keys`, with those that come near the first."""
+    near = near_keys(keys[0])
+    hint = f"did you mean {' or '.join(near)}?" if near else f"`{_ALL}` shows all keys"
+    return ConfigError(f"{', '.join(keys)}: no such key: {hint}")
+
+
+def near_keys(key: str) -> list[str]:
+    """Keys with a value that `key` may have been meant for, likeliest first."""
+    known, sections = _known()
+    values = sorted(known - sections)
+    section, _, name = key.rpartition(".")
+    last = {value: value.rpartition(".")[2] for value in values}
+    same = [value for value in values if last[value] == name]
+    words = set(name.split("_"))
+    part = [] if same else [value for value in values if words <= set(last[value].split("_"))]
+    alike = difflib.get_close_matches(name, set(last.values()), n=_MOST)
+    close = [value for other in alike for value in values if last[value] == other]
+    close.sort(key=lambda value: not value.startswith(f"{section}."))
+    return list(dict.fromkeys([*same, *part, *close]))[:_MOST]
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """ConfigError for dotted keys that are none, or that are sections given a plain value."""
+    for key, value in settings.items():
+        if not is_known(key):
+            raise no_such_key([key])
+        if is_section(key) and not isinstance(value, Mapping):
+            raise not_a_value(key, value)
+
+
+def not_a_value(key: str, value: Any) -> ConfigError:
+    """The error for a section that was given a value."""
+    below = sorted(name for name in _known()[0] if name.startswith(f"{key}."))
+    return ConfigError(
+        f"{key}={value}: {key} is a section of {len(below)} keys: set one of them, such as "
+        f"{below[0]}=..."
+    )
+
+
+def keys_of(config: DictConfig, prefix: str = "") -> set[str]:
+    """Dotted keys of a tree, with those of its sections."""
+    found = set()
+    for key in config.keys():  # noqa: SIM118 - iterating a DictConfig leaves missing values out
+        name = f"{prefix}{key}"
+        found.add(name)
+        node = config._get_node(key)
+        if isinstance(node, DictConfig) and not node._is_none():
+            found |= keys_of(node, f"{name}.")
+    return found
+
+
+@cache
+def _known() -> tuple[frozenset[str], frozenset[str]]:
+    """All keys of a `Config`, and those of them that are sections."""
+    keys = frozenset(keys_of(OmegaConf.structured(Config)))
+    return keys, frozenset(key.rpartition(".")[0] for key in keys) - {""}
