@@ -10,9 +10,23 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from distcache.config import Config
+from distcache.config_values import lookup
 from distcache.errors import ConfigError
 
 _ALL = "python -m distcache.train --cfg job"
+
+_OF_PLACEMENT = (
+    "cache.placement", "cache.replicated_rows", "cache.replicated_share", "cache.objective",
+    "cache.cluster", "cache.state",
+)  # fmt: skip
+_OF_CACHE = (
+    *_OF_PLACEMENT, "cache.policy", "cache.tail", "cache.admission", "cache.half_life",
+    "cache.warm_start", "store.access",
+)  # fmt: skip
+_OF_SLOTS = (
+    "cache.rows", "cache.ratio", "cache.bytes", "cache.split", "cache.statistics", "cache.order",
+)  # fmt: skip
+_OF_PLANNER = ("cache.lookahead", "cache.prefetch", "cache.reduction")
 
 _MOST = 3
 """Similar keys that are shown."""
@@ -74,6 +88,21 @@ def not_a_value(key: str, value: Any) -> ConfigError:
         f"{key}={value}: {key} is a section of {len(below)} keys: set one of them, such as "
         f"{below[0]}=..."
     )
+
+
+def without_use(config: Config, world_size: int) -> list[str]:
+    """`key=value` of what was set and does nothing in `parallel.mode` on so many ranks."""
+    mode, keys = config.parallel.mode, list[str]()
+    if mode != "data":
+        keys += _OF_CACHE
+        # Batches by popularity take the hot rows from the slots that a cache would have.
+        keys += _OF_SLOTS if config.data.batching == "as_is" else ()
+    elif world_size == 1:
+        keys += _OF_PLACEMENT
+    keys += _OF_PLANNER if mode == "hybrid" else ("parallel.sharding",)
+    usual = Config()
+    values = {key: lookup(config, key) for key in keys}
+    return [f"{key}={value}" for key, value in values.items() if value != lookup(usual, key)]
 
 
 def keys_of(config: DictConfig, prefix: str = "") -> set[str]:

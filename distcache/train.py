@@ -28,6 +28,7 @@ from distcache.comm.rendezvous import Place, find_place, open_store, publish, re
 from distcache.comm.versions import agree_before_world, agree_on_versions
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import Config
+from distcache.config_keys import without_use
 from distcache.errors import ConfigError, DistcacheError
 from distcache.metrics.trace_part import remove_trace
 
@@ -148,6 +149,8 @@ def open_run_folder(run_dir: Path, config: Config, world: World) -> None:
         world.backend,
         run_dir,
     )
+    if idle := without_use(config, world.size):
+        log.info("without use in this mode, on %d rank(s): %s", world.size, ", ".join(idle))
 
 
 def report(error: Exception, place: Place, store: dist.Store | None) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ def compose_command_line(place: Place) -> Composed:
             configs.append(config)
 
     # Hydra's decorator is applied here so that importing this module touches no configuration.
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(task)()
+    with _root_logger_kept():
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(task)()
     if configs:
         return Composed(to_text(configs[0]))
     return Composed(None, 1 if any(codes) else 0)
@@ -210,6 +212,18 @@ def _check_keys(arguments: Sequence[str]) -> None:
             raise not_a_value(key, given.get_value_element_as_str())
         if not is_known(key) and not (key in _GROUPS or (flagged and "." not in key)):
             raise no_such_key([key])
+
+
+@contextmanager
+def _root_logger_kept() -> Iterator[None]:
+    """Take back what Hydra sets up for its own messages; libraries would speak through it."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
 
 
 def _of_hydra(key: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from pathlib import Path
@@ -205,5 +206,8 @@ def test_groups_of_an_own_folder_are_hydras_to_judge(monkeypatch, tmp_path):
     (tmp_path / "site" / "small.yaml").write_text("# @package _global_\ntrainer:\n  steps: 7\n")
     arguments = ["--config-dir", str(tmp_path), "+site=small", f"run.dir={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    root = logging.getLogger()
+    before = root.level, list(root.handlers)
     composed = compose_command_line(Place(0, 1, 0, 1))
     assert composed.text is not None and to_config(composed.text).trainer.steps == 7
+    assert (root.level, root.handlers) == before  # Hydra's own would show what libraries say

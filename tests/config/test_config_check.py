@@ -12,6 +12,7 @@ from distcache import config_check
 from distcache.cli.compose import compose_overrides, to_config
 from distcache.config import CacheConfig
 from distcache.config_check import check
+from distcache.config_keys import without_use
 from distcache.config_values import CHOICES
 from distcache.errors import ConfigError
 from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
@@ -202,6 +203,27 @@ def test_warnings(no_fbgemm):
     assert "row states of their own" in shards
     (nothing,) = checked(["trainer.tf32=true", "trainer.device=cpu"])
     assert "trainer.tf32=true does nothing on the CPU" in nothing
+
+
+IDLE = [
+    ("", 1, ""),
+    ("parallel=hybrid parallel.sharding=row_wise", 2, ""),
+    ("parallel.sharding=row_wise", 2, "parallel.sharding=row_wise"),
+    ("cache.placement=sharded cache.state=home cache.rows=9", 2, ""),
+    ("cache.placement=sharded cache.state=home cache.rows=9", 1, "cache.placement=sharded, "
+     "cache.state=home"),
+    ("parallel=resident cache.rows=9 cache.prefetch=2", 1, "cache.rows=9"),
+    ("parallel=host store.access=zero_copy cache.tail=lru", 2, "cache.tail=lru, "
+     "store.access=zero_copy"),
+    ("parallel=hybrid cache.rows=9 cache.prefetch=2", 1, "cache.rows=9, cache.prefetch=2"),
+    ("parallel=hybrid cache.rows=9 data.batching=hot_cold cache.statistics=x", 1, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "ranks", "told"), IDLE)
+def test_keys_without_use_are_told(overrides, ranks, told):
+    config = to_config(compose_overrides(overrides.split()))
+    assert ", ".join(without_use(config, ranks)) == told
 
 
 def test_off_is_off_however_it_is_written():
