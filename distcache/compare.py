@@ -31,10 +31,24 @@ log = logging.getLogger("distcache.compare")
 WINDOWS = 50
 """About how many lines of metrics a run shall leave, so that its spread can be told."""
 
+VARIANTS = {
+    **{mode: (f"parallel={mode}",) for mode in CHOICES["parallel.mode"]},
+    **{name: ("parallel=data", f"cache.placement={name}") for name in CHOICES["cache.placement"]},
+    **{
+        name: ("parallel=hybrid", f"parallel.sharding={name}")
+        for name in CHOICES["parallel.sharding"]
+        if name != "auto"  # which is `hybrid` itself
+    },
+}
+"""The overrides of each name of `modes=`: a mode, or a mode with one of its layouts."""
+
 USAGE = """python -m distcache.compare [key=value ...] [modes=...] [world_size=...] ...
 
   modes=data,hybrid,resident,host   modes to run, the first is the one others are compared with
-                                    (default: data,hybrid)
+                                    (default: data,hybrid); or layouts of one of them:
+                                    replicated, sharded, mixed, auto: data with that
+                                    cache.placement; table_wise, row_wise, column_wise: hybrid
+                                    with that parallel.sharding
   world_size=2                      ranks of every run, all on this machine (default: 2)
   repeats=1                         runs of each mode, taken in turns; from 2 on, noise is the
                                     spread between runs instead of the spread within one
@@ -45,7 +59,8 @@ USAGE = """python -m distcache.compare [key=value ...] [modes=...] [world_size=.
 
 @dataclass(frozen=True)
 class Request:
-    """What to compare: modes in order, ranks and repeats of each, the folder, and overrides."""
+    """What to compare: modes (of `VARIANTS`) in order, ranks and repeats of each, the folder, and
+    overrides."""
 
     modes: tuple[str, ...]
     world_size: int
@@ -96,7 +111,8 @@ def parse(arguments: Sequence[str]) -> Request:
             overrides.append(argument)
     modes = tuple(name.strip() for name in own["modes"].strip("[]").split(","))
     for mode in modes:
-        one_of("modes", mode, CHOICES["parallel.mode"])
+        one_of("modes", mode, list(VARIANTS))
+        _check_free(mode, overrides)
     if len(set(modes)) < len(modes):
         raise ConfigError(f"modes={own['modes']} names a mode twice: use repeats=2")
     for key in ("world_size", "repeats"):
@@ -105,6 +121,18 @@ def parse(arguments: Sequence[str]) -> Request:
     return Request(
         modes, int(own["world_size"]), int(own["repeats"]), Path(own["out"]), tuple(overrides)
     )
+
+
+def _check_free(mode: str, overrides: Sequence[str]) -> None:
+    """ConfigError for an override of a key that a layout sets."""
+    for own in VARIANTS[mode]:
+        key = own.partition("=")[0]
+        for given in overrides:
+            if given.partition("=")[0].lstrip("+") == key:
+                raise ConfigError(
+                    f"{given}: modes={mode} sets {key} itself: leave it out, or name the mode "
+                    f"({VARIANTS[mode][0].partition('=')[2]}) in modes= instead of its layout"
+                )
 
 
 def compare(request: Request) -> int:
@@ -134,7 +162,7 @@ def prepare(request: Request) -> list[Job]:
     given = {word.partition("=")[0] for word in request.overrides}
     jobs, errors = [], []
     for mode in request.modes:
-        arguments = [f"parallel={mode}", *request.overrides]
+        arguments = [*VARIANTS[mode], *request.overrides]
         if "run.save" not in given:
             arguments.append("run.save=false")
         try:

@@ -13,7 +13,19 @@ from distcache.cli.figures import new_figure
 
 log = logging.getLogger(__name__)
 
-COLOURS = {"data": "#0072b2", "hybrid": "#d55e00", "resident": "#009e73", "host": "#7f5aa2"}
+COLOURS = {
+    "data": "#0072b2",
+    "hybrid": "#d55e00",
+    "resident": "#009e73",
+    "host": "#7f5aa2",
+    "replicated": "#56b4e9",
+    "sharded": "#e69f00",
+    "mixed": "#cc79a7",
+    "auto": "#7a7a00",
+    "table_wise": "#9c3d00",
+    "row_wise": "#6e6e6e",
+    "column_wise": "#8c6d5a",
+}
 LINKS = (
     ("host_to_device_bytes", "host to device,\nall ranks"),
     ("device_to_host_bytes", "device to host,\nall ranks"),
@@ -72,7 +84,10 @@ def draw_throughput(panel: Any, modes: dict[str, list[ModeRun]]) -> None:
             ends = [1000 * batch / scatter.high, 1000 * batch / scatter.low]
             panel.vlines(place, *ends, color="black", linewidth=1.5)
             panel.hlines(ends, place - 0.08, place + 0.08, color="black", linewidth=1.5)
-        panel.text(place, 0.02 * rate, f"{rate:,.0f}", ha="center", va="bottom", color="white")
+        size = 8 if len(modes) > 4 else 10  # the bars are narrower then
+        panel.text(
+            place, 0.02 * rate, f"{rate:,.0f}", ha="center", va="bottom", color="white", size=size
+        )
     panel.set_xticks(range(len(modes)), list(modes))
     panel.yaxis.set_major_formatter("{x:,.0f}")
     panel.set(title="throughput (the line spans the noise)", ylabel="samples/s")
@@ -103,6 +118,7 @@ def draw_bars(
                     ha="center",
                     color=_colour(mode),
                     fontsize=8,
+                    rotation=0 if upright else 90,
                 )
                 continue
             seen.append(value / unit)

@@ -60,11 +60,13 @@ def test_the_command_line():
         ("repeats=two", "repeats=two"),
         ("parallel=data", "use modes="),
         ("run.dir=x", "out="),
+        ("modes=data,sharded cache.placement=mixed", "cache.placement=mixed: modes=sharded sets"),
+        ("parallel.sharding=row_wise modes=table_wise", r"name the mode \(hybrid\)"),
     ],
 )
 def test_values_that_make_no_sense(word, named):
     with pytest.raises(ConfigError, match=named):
-        parse([word])
+        parse(word.split())
 
 
 def test_what_each_mode_is_told(monkeypatch):
@@ -80,6 +82,16 @@ def test_what_each_mode_is_told(monkeypatch):
         "run.save=true",
         "trainer.log_every=3",
     )
+
+
+def test_layouts_of_a_mode_stand_beside_modes():
+    request = parse(["modes=sharded,auto,row_wise,host", "run.save=true", "trainer.log_every=3"])
+    assert [job.arguments[:-2] for job in prepare(request)] == [
+        ("parallel=data", "cache.placement=sharded"),
+        ("parallel=data", "cache.placement=auto"),
+        ("parallel=hybrid", "parallel.sharding=row_wise"),
+        ("parallel=host",),
+    ]
 
 
 def test_a_mode_that_is_refused_does_not_stop_the_others():
@@ -111,6 +123,11 @@ def test_the_table(tmp_path):
     assert cells(table, "rows and row gradients sent, KiB per rank and step")[0] == "1,855.5"
     assert "hybrid 12.20 ms" in table and "noise: the ranges overlap" in table
     assert "more than noise (ranges over 47 windows of one run)" in table
+
+
+def test_what_auto_is_stands_below_the_table(tmp_path):
+    runs = [run_of(tmp_path, "data"), run_of(tmp_path, "auto", placement="sharded")]
+    assert "\n* auto is sharded\n" in markdown(runs)
 
 
 def test_one_mode_needs_no_relation(tmp_path):
