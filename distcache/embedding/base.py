@@ -18,6 +18,7 @@ from distcache.embedding.core import CachedTables, CacheSettings
 from distcache.embedding.ids import IdReader
 from distcache.embedding.open_step import OpenStep
 from distcache.embedding.optimizer import RowOptimizer
+from distcache.embedding.settings import check_names
 from distcache.embedding.tables import (
     checked_configs,
     initialise_as_told,
@@ -62,10 +63,8 @@ class CachedCollection(nn.Module):
                 f"optimizer={optimizer!r}: give one of distcache.optim.SGD, Adagrad, "
                 "RowWiseAdagrad, Adam with its settings, such as distcache.optim.Adagrad(lr=0.01)"
             )
-        try:
-            chosen = CacheSettings(**settings)
-        except TypeError as error:
-            raise ConfigError(f"{name}: {error}") from None
+        check_names(settings, name)
+        chosen = CacheSettings(**settings)
         self._configs = checked_configs(tables, self._config)
         self._device = _concrete(device)
         lookups, specs = lookups_of(self._configs), table_specs(self._configs)

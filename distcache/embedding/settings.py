@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -110,6 +111,16 @@ class CacheSettings:
     def policy_settings(self) -> Policy:
         """Which rows leave first."""
         return Policy.of(self.policy, self.tail, self.admission, self.half_life)
+
+
+def check_names(settings: Mapping[str, Any], collection: str) -> None:
+    """ConfigError for a setting by keyword that a collection does not have."""
+    known = [f.name for f in fields(CacheSettings)]
+    for name, value in settings.items():
+        if name not in known:
+            near = difflib.get_close_matches(name.removeprefix("cache_"), known, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+            raise ConfigError(f"{collection}: {name}={value!r}: no such setting: {hint}")
 
 
 _WORDS = (

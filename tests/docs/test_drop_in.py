@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 
 import distcache
+from distcache.embedding.settings import CacheSettings
 
 
 def snippet(checkout: Path, heading: str) -> str:
@@ -99,3 +101,11 @@ def test_sequences(checkout) -> None:
     exec(code.replace("rows=100_000", "rows=100").replace("lr=0.01", "lr=0.003"), names)
     names["ec"].close()
     assert len(losses) == 40 and sum(losses[30:]) < sum(losses[:10])
+
+
+def test_the_table_of_settings_is_complete(checkout):
+    page = (checkout / "docs" / "drop_in.md").read_text()
+    told = re.findall(r"^\| `(\w+)` \| `(.*?)` \|", page, re.MULTILINE)
+    usual = CacheSettings()
+    shown = [(f.name, getattr(usual, f.name)) for f in fields(CacheSettings)]
+    assert [(name, eval(value, {"torch": torch})) for name, value in told] == shown
