@@ -11,6 +11,7 @@ import numpy as np
 
 from distcache.errors import StepTooLargeError
 from distcache.pipeline.groups import TableGroup
+from distcache.pipeline.placement import region_slots
 from distcache.pipeline.regions import Region
 
 log = logging.getLogger(__name__)
@@ -59,11 +60,6 @@ def enough_slots(group: TableGroup, replicated: int, sharded: int) -> int:
         return sharded
     fullest = int(np.bincount(group.layout.home(hot), minlength=world).max())
     return max(2 * world * max(replicated, 1), min(2 * sharded, sharded + world * fullest))
-
-
-def homes_per_device(group: TableGroup) -> int:
-    """Among how many homes the slots of a device are divided."""
-    return group.layout.world_size if group.hot is None else 1
 
 
 def too_large(
@@ -137,32 +133,48 @@ def warn_if_too_small(
     """
     if not all(hasattr(source, name) for name in ("lookups_per_sample", "expected_distinct")):
         return False
-    most = [_expected_rows(source, group, batch) for group in groups]  # type: ignore[arg-type]
-    homes = [c // homes_per_device(group) for c, group in zip(slots, groups, strict=True)]
-    short = [g for g, group in enumerate(groups) if most[g] > homes[g]]
+    needs = [_expected_rows(source, group, batch) for group in groups]  # type: ignore[arg-type]
+    homes = [_home_slots(group, c) for group, c in zip(groups, slots, strict=True)]
+    short = [g for g in range(len(groups)) if needs[g] > homes[g]]
     if short:
-        worst = max(short, key=lambda g: most[g] / homes[g])
+        worst = max(short, key=lambda g: needs[g] / homes[g])
+        enough = [
+            enough_slots(group, *((need, 0) if group.hot is None else (0, need)))
+            for group, need in zip(groups, needs, strict=True)
+        ]
         log.warning(
             "the cache is likely too small: a batch of %d samples is expected to name about %d "
-            "distinct rows of one home (tables of width %d), which has %d slots; a step that "
+            "distinct %srows of one home (tables of width %d), which has %d slots; a step that "
             "does not fit is refused. Set cache.rows=%d or more, or lower data.global_batch_size",
             batch,
-            most[worst],
+            needs[worst],
+            "sharded " if _replicates(groups[worst]) else "",
             groups[worst].dim,
             homes[worst],
-            smallest_cache_rows(
-                groups, [n * homes_per_device(g) for n, g in zip(most, groups, strict=True)]
-            ),
+            smallest_cache_rows(groups, enough),
         )
     return bool(short)
 
 
+def _home_slots(group: TableGroup, slots: int) -> int:
+    """The slots of one home, of C on a device; of mixed rows, those of the sharded ones."""
+    if group.hot is None:
+        return slots // group.layout.world_size
+    return region_slots(group, slots).sharded
+
+
+def _replicates(group: TableGroup) -> int:
+    """How many rows are replicated where others are sharded, K."""
+    return 0 if group.hot is None else len(group.hot)
+
+
 def _expected_rows(source: Expecting, group: TableGroup, batch: int) -> int:
-    """About how many distinct rows of a group the fullest home has in one global batch."""
+    """About how many distinct rows of a group the fullest home has in one global batch; of mixed
+    rows, how many sharded ones at least, were all that are replicated in the batch."""
     world, size = group.layout.world_size, group.layout.local_rows
     total = sum(
         source.expected_distinct(table, round(batch * source.lookups_per_sample(table)))
         for table in group.tables
     )
-    mean = total / world
+    mean = max(0, total - _replicates(group)) / world
     return min(size, max(1, math.ceil(mean + _DEVIATIONS * math.sqrt(mean))))

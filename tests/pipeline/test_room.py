@@ -148,6 +148,26 @@ def test_the_warning_names_a_cache_that_holds_a_batch(world: int) -> None:
     assert needed <= named <= 1.5 * needed
 
 
+@pytest.mark.parametrize("count", [0, 150, 400])
+def test_the_warning_of_sharded_rows_leaves_out_the_replicated_ones(count: int) -> None:
+    """At least that many rows are sharded in a batch, even if it has all that are replicated."""
+    world, batch = 2, 256
+    source = SyntheticSource(SyntheticSpec([5000], bag_size=[6], global_batch_size=batch))
+    (group,) = make_groups(tables([5000], [8]), source.features, world)
+    group = replace(group, hot=np.arange(count))
+    with warnings() as lines:
+        assert warn_if_too_small(source, [group], [40], batch)
+    said = re.search(
+        r"name about (\d+) distinct (sharded )?rows of one home .* cache\.rows=(\d+)", lines[0]
+    )
+    assert said is not None and (said[2] is not None) == (count > 0)
+    alone, named = int(said[1]), int(said[3])
+    total = source.expected_distinct(0, round(batch * source.lookups_per_sample(0)))
+    assert alone >= (total - count) / world
+    assert region_slots(group, named).sharded >= alone > region_slots(group, named - 1).sharded
+    assert not warn_if_too_small(source, [group], [named], batch)
+
+
 def test_a_source_that_knows_nothing_is_not_warned_about() -> None:
     groups = make_groups(tables([5], [4]), ["cat_0"], 1)
     assert not warn_if_too_small(object(), groups, [1], 100)
