@@ -164,8 +164,10 @@ def test_the_warning_of_sharded_rows_leaves_out_the_replicated_ones(count: int) 
     alone, named = int(said[1]), int(said[3])
     total = source.expected_distinct(0, round(batch * source.lookups_per_sample(0)))
     assert alone >= (total - count) / world
-    assert region_slots(group, named).sharded >= alone > region_slots(group, named - 1).sharded
-    assert not warn_if_too_small(source, [group], [named], batch)
+    (enough,) = cache_slots(named, None, None, [(5000, 8, 0)], 4, world)
+    fewer = enough - 2 * world  # K and C are rounded to whole homes
+    assert region_slots(group, enough).sharded >= alone > region_slots(group, fewer).sharded
+    assert not warn_if_too_small(source, [group], [enough], batch)
 
 
 def test_a_source_that_knows_nothing_is_not_warned_about() -> None:
