@@ -50,7 +50,9 @@ PURPOSE = "Ids per second of the whole plan on one core, beside np.unique on the
 class PlannerOptions:
     """The keys of the command line."""
 
-    size: str = option("kaggle", "table sizes: kaggle (33,762,577 rows) or small")
+    size: str = option(
+        "kaggle", "tables: kaggle (33,762,577 rows), terabyte (204,184,588) or small"
+    )
     batch: int = option(16384, "samples of a step over all ranks, one id per table each")
     worlds: tuple[int, ...] = option((1, 2), "numbers of ranks, simulated in this process")
     bodies: tuple[str, ...] = option((COMPILED, NUMPY), "bodies of the planner's loops")

@@ -1,4 +1,4 @@
-"""The settings that benches run at: Criteo Kaggle's table sizes, or a small copy for tests."""
+"""The settings that benches run at: Criteo's table sizes, or a small copy for tests."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from hydra.errors import HydraException, MissingConfigException
 from distcache.cli.compose import checked_config, compose_overrides
 from distcache.comm.rendezvous import Place
 from distcache.config import Config
+from distcache.data.raw.settings import TERABYTE_ROWS
 from distcache.errors import ConfigError
 
 _AHEAD = ("cache.lookahead=8", "cache.prefetch=1")
 
 SIZES = {
     "kaggle": ("experiment=quickstart", *_AHEAD),
+    "terabyte": (
+        "experiment=quickstart",
+        *_AHEAD,
+        f"data.table_rows={list(TERABYTE_ROWS)}",
+    ),
     "small": (
         "experiment=quickstart",
         *_AHEAD,
@@ -23,7 +29,7 @@ SIZES = {
     ),
 }
 """Hydra overrides by the value of `size`; `quickstart` is a click stream of Criteo Kaggle's shape
-(26 tables, 33,762,577 rows)."""
+(26 tables, 33,762,577 rows), `terabyte` has Criteo Terabyte's (204,184,588 rows)."""
 
 
 def compose_setting(size: str, overrides: Sequence[str], place: Place) -> Config:

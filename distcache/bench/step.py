@@ -37,7 +37,9 @@ MODES = (*CACHED, "resident", "host", "hybrid", *SHARDED_BY, "fused", "bag")
 class StepOptions:
     """The keys of the command line; zero leaves threads to torch."""
 
-    size: str = option("kaggle", "table sizes: kaggle (33,762,577 rows) or small")
+    size: str = option(
+        "kaggle", "tables: kaggle (33,762,577 rows), terabyte (204,184,588) or small"
+    )
     modes: tuple[str, ...] = option(
         ("data", "resident", "host", "fused"),
         f"who takes turns, of {', '.join(MODES)}; each has its own copy of the tables "

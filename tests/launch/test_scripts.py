@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from distcache.bench.access import AccessOptions
+from distcache.bench.kernels import KernelOptions
+from distcache.bench.options import parse, split_arguments
+from distcache.bench.step import StepOptions, compose
+from distcache.comm.rendezvous import Place
 from launch import pick
 
 
@@ -160,3 +166,52 @@ def test_slow_tests_stop_when_their_time_is_over(
         text=True,
     )
     assert outcome in run.stdout, run.stdout + run.stderr
+
+
+def test_the_parts_of_the_gpu_run_are_commands_that_parse(tmp_path: Path) -> None:
+    run = bash("gpu.sh", "--dry-run", PYTHON="py", OUT=str(tmp_path))
+    assert run.returncode == 0, run.stderr
+    parts = dict(line.split(": py ") for line in run.stdout.splitlines())
+    assert parts.pop("tests").startswith("-m pytest -m gpu ")
+    options = {"kernels": KernelOptions, "access": AccessOptions, "step": StepOptions}
+    for part, command in parts.items():
+        _, module, *arguments = command.split()
+        name = module.removeprefix("distcache.bench.")
+        line = split_arguments(arguments)
+        given = parse(options[name], line.given)
+        assert given.device == "cuda" and given.out == f"{tmp_path}/{part}.md"
+        if name == "step":
+            overrides = ["trainer.device=cpu", *line.overrides]
+            config = compose(given, overrides, Place(0, 1, 0, 1))
+            assert config.data.global_batch_size == given.batch
+    assert len(parts) > 5
+    wrong = bash("gpu.sh", "kernels", "steps", PYTHON="py")
+    assert wrong.returncode == 1 and "steps is no part: choose among tests kernels" in wrong.stderr
+
+
+PYTHON_OF_PARTS = """#!/usr/bin/env bash
+case "$*" in
+    *is_available*) exit "${NO_GPU:-0}" ;;
+    *bench.access*) echo "no room"; exit 3 ;;
+    *bench.kernels*) sleep 30 ;;
+    *) echo "all is well" ;;
+esac
+"""
+
+
+def test_a_part_of_the_gpu_run_that_fails_stops_no_other(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(PYTHON_OF_PARTS)
+    python.chmod(0o755)
+    given = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "PART_S": "1"}
+    run = bash("gpu.sh", "kernels", "access", "step_64", **given)
+    said = [re.sub(r"after \d+ s", "after", line) for line in run.stdout.splitlines()]
+    assert said == [
+        "kernels: cut off after: ",
+        "access: failed with exit code 3 after: no room",
+        "step_64: done after: all is well",
+    ]
+    assert run.returncode == 1
+    assert (tmp_path / "out" / "access.log").read_text() == "no room\n"
+    assert bash("gpu.sh", "step_64", **given).returncode == 0
+    assert bash("gpu.sh", "step_64", NO_GPU="1", **given).returncode == 1

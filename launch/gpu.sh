@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Set-up, then everything that only a GPU can tell: the tests marked `gpu`, and the benches of kernels, of
+# rows between host and device, and of whole steps. A report for each part, and a line that says how it went.
+#
+#   bash launch/gpu.sh [--dry-run] [part ...]      all parts, or those named
+#
+#   OUT=docs/results/gpu   folder of reports and logs
+#   PART_S=900             seconds after which a part is cut off
+#   PYTHON=...             an interpreter that has distcache's packages; then nothing is set up
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+out="${OUT:-$CHECKOUT/docs/results/gpu}"
+dry=""
+if [[ "${1:-}" == --dry-run ]]; then
+    dry=1
+    shift
+fi
+
+step=(-m distcache.bench.step device=cuda repetitions=7)
+all=data,resident,fused
+parts=(tests kernels access step_64 step_128 zero_copy_64 embeddings_64 small_batch_64 terabyte_64)
+
+# The arguments of python for a part, in `command`; 1 for a part that there is not.
+arguments_of() {
+    case "$1" in
+        tests) command=(-m pytest -m gpu -q -p no:cacheprovider tests) ;;
+        kernels) command=(-m distcache.bench.kernels device=cuda) ;;
+        access) command=(-m distcache.bench.access device=cuda) ;;
+        step_64) command=("${step[@]}" batch=16384 width=64 "modes=$all,serial") ;;
+        step_128) command=("${step[@]}" batch=16384 width=128 "modes=$all") ;;
+        zero_copy_64) command=("${step[@]}" batch=16384 width=64 modes=data,resident store.access=zero_copy) ;;
+        embeddings_64) command=("${step[@]}" batch=16384 width=64 "modes=$all" model=embeddings) ;;
+        small_batch_64) command=("${step[@]}" batch=4096 width=64 "modes=$all") ;;
+        terabyte_64) command=("${step[@]}" batch=16384 width=64 modes=data,resident size=terabyte) ;;
+        *) return 1 ;;
+    esac
+    if [[ "$1" != tests ]]; then
+        command+=("out=$out/$1.md")
+    fi
+}
+
+wanted=("${@:-${parts[@]}}")
+for part in "${wanted[@]}"; do
+    if ! arguments_of "$part"; then
+        echo "gpu: $part is no part: choose among ${parts[*]}" >&2
+        exit 1
+    fi
+done
+if [[ -z "${PYTHON:-}" ]]; then
+    distcache_setup ${dry:+--dry-run}
+fi
+if [[ -n "$dry" ]]; then
+    for part in "${wanted[@]}"; do
+        arguments_of "$part"
+        echo "$part: ${PYTHON:-python} ${command[*]}"
+    done
+    exit
+fi
+cd "$CHECKOUT"
+"$PYTHON" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "gpu: torch sees no GPU")'
+mkdir -p "$out"
+failed=0
+for part in "${wanted[@]}"; do
+    arguments_of "$part"
+    began=$SECONDS code=0
+    timeout --signal=INT --kill-after=20 "${PART_S:-900}" "$PYTHON" "${command[@]}" \
+        >"$out/$part.log" 2>&1 || code=$?
+    said=done
+    if ((code == 124 || code == 137)); then
+        said="cut off"
+    elif ((code != 0)); then
+        said="failed with exit code $code"
+    fi
+    echo "$part: $said after $((SECONDS - began)) s: $(tail -n 1 "$out/$part.log" | cut -c -200)"
+    failed=$((failed + (code != 0)))
+done
+exit $((failed > 0))
