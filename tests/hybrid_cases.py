@@ -23,6 +23,9 @@ OPTIMIZERS = [
     OptimizerSpec("rowwise_adagrad", eps=1e-8, initial_accumulator=0.1),
 ]
 
+SIZES = [8, 7, 1, 5, 2, 3] + [8] * 14
+"""Samples of the global batches that `train` takes."""
+
 
 def tables(pooling: str = "mean") -> tuple[TableSpec, ...]:
     """Two widths, two features on one table, one table smaller than four ranks."""
@@ -170,6 +173,15 @@ def hybrid_of(
     hybrid = HybridParallel(world, spec, Toy())
     hybrid.set_lr(*RATES)
     return hybrid
+
+
+def train(hybrid: HybridParallel, rank: int, size: int, weighted: bool = False) -> list[float]:
+    """The losses of this rank's steps over global batches of SIZES."""
+    whole = [whole_batch(i, b, weighted) for i, b in enumerate(SIZES)]
+    steps = hybrid.stream(rank_slice(batch, rank, size) for batch in whole)
+    results = [hybrid.train_step(step) for step in steps]
+    assert not any(result.bad_ranks or result.stop for result in results)
+    return [result.loss for result in results]
 
 
 def whole_tables(hybrid: HybridParallel) -> list:

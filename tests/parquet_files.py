@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +49,8 @@ def source(path: Any, batch: int = 16, **changes: Any) -> ParquetSource:
     made = ParquetSource(ParquetSpec(path, **(settings | changes)))
     made.deferred = False
     return made
+
+
+def seen(stream: ParquetSource, steps: Iterable[int]) -> list[int]:
+    """Numbers of the samples (dense column x) in the order of training."""
+    return [int(x) for s in steps for x in stream.train_batch(s, 0, 1).dense[:, 0].tolist()]

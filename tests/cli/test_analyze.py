@@ -1,4 +1,4 @@
-"""The command line of the analysis: what it leaves, what it advises, what it refuses."""
+"""The command line of the analysis: what it leaves and what it advises."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from analyses import SMALL, run
 
 from distcache import analyze as entry
 from distcache.analyze import main
-from distcache.cli.analyze_request import cases_of, help_text, parse_request, policy_named
 from distcache.cli.analyze_sizes import SizeSearch, rounded_up
-from distcache.errors import ConfigError
 from distcache.planner.cases import Case
 from distcache.planner.policy import Policy
 from distcache.popularity.curve import curve_of
@@ -25,25 +24,6 @@ from distcache.popularity.profile import TableProfile
 from distcache.popularity.statistics import TableCounts, read_statistics
 from distcache.popularity.zipf_fit import ZipfFit
 from distcache.run.prediction import Estimate, Sizes
-from distcache.store import available
-
-SMALL = (
-    *("data=synthetic", "data.table_rows=[20000,3000,40]", "data.global_batch_size=256"),
-    *("trainer.steps=60", "cache.ratio=0.1"),
-)
-
-
-def run(folder: Path, *arguments: str) -> dict:
-    """The report of an analysis that goes well."""
-    out = folder / "out"
-    assert main([*arguments, f"analyze.output={out}"]) == 0
-    return json.loads((out / "report.json").read_text())
-
-
-def refused(capsys: pytest.CaptureFixture, *arguments: str) -> str:
-    """What is said of a command line that does not work."""
-    assert main(list(arguments)) == 1
-    return capsys.readouterr().err
 
 
 def test_everything_is_left(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -149,87 +129,6 @@ def test_odd_tables_are_named(tmp_path: Path) -> None:
     assert "Nothing looks up never" in text and "All ids of always are equal" in text
 
 
-def test_data_without_a_lookup(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    said = refused(capsys, *SMALL, "data.bag_size=0", f"analyze.output={tmp_path}")
-    assert "look up no id at all" in said and "data.bag_size" in said
-    empty = tmp_path / "empty.txt"
-    empty.write_text("")
-    source = ("data=criteo", f"data.path={empty}", f"analyze.output={tmp_path}")
-    assert "empty.txt is empty" in refused(capsys, *source)
-
-
-def test_memory_that_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(available, "available_memory", lambda: 100_000)
-    said = refused(capsys, *SMALL, f"analyze.output={tmp_path}")
-    assert "counts of all lookups" in said and "lower analyze.memory" in said
-
-
-@pytest.mark.parametrize(
-    ("word", "named"),
-    [
-        ("analyze.target_hit_rate=1", "analyze.target_hit_rate=1.0: give a share"),
-        ("analyze.sample=1.5", "analyze.sample=1.5: give auto, or a share"),
-        ("analyze.sample=some", "analyze.sample=some: give auto"),
-        ("analyze.memory=4x", "analyze.memory=4x: give bytes"),
-        ("analyze.memory=100", "analyze.memory=100 is too little"),
-        ("analyze.replay=0", "analyze.replay=0: give at least 1"),
-        ("analyze.policies=[lru]", "analyze.policies says what simulate=true replays"),
-        (
-            "simulate=true analyze.policies=best",
-            "analyze.policies=best is unknown: choose among lookahead",
-        ),
-        ("simulate=true analyze.policies=lru-lfu", "analyze.policies=lru-lfu is unknown"),
-        ("analyze.sizes=0", "analyze.sizes=0.0: give shares"),
-        ("analyze.sizes=1.5", "analyze.sizes=1.5: give shares"),
-        ("analyze.world_sizes=0", "analyze.world_sizes="),
-        ("analyze.hit_rate=1", "analyze.hit_rate=1: no such key: did you mean target_hit_rate"),
-        ("run.dir=here", "run.dir=here: nothing is trained"),
-        ("trace=x.txt", "trace=x.txt is a trace to simulate: give simulate=true"),
-        ("--cfg", "--cfg: no such flag"),
-        ("data.nonsense=1", "nonsense"),
-        ("cache.ratio=2", "cache.ratio=2"),
-    ],
-)
-def test_what_makes_no_sense(
-    tmp_path: Path, capsys: pytest.CaptureFixture, word: str, named: str
-) -> None:
-    assert named in refused(capsys, f"analyze.output={tmp_path}", *SMALL, *word.split())
-
-
-def test_help_names_every_key(capsys: pytest.CaptureFixture) -> None:
-    assert main(["--help"]) == 0
-    shown = capsys.readouterr().out
-    assert shown == help_text()
-    for key in ("analyze.target_hit_rate=0.95", "analyze.sample=auto", "simulate=false", "trace="):
-        assert key in shown
-
-
-def test_policies_and_cases() -> None:
-    assert policy_named("lookahead-frequency+admission") == Policy("lookahead", "frequency", True)
-    request = parse_request(
-        [
-            "simulate=true",
-            "analyze.policies=all",
-            "analyze.lookaheads=[2,8]",
-            "analyze.world_sizes=1,3",
-        ]
-    )
-    assert len(request.policies) == 7
-    cases = cases_of(
-        request.policies,
-        request.options,
-        lambda size, world: (int(1000 * size),),
-        lambda slots, world: int(slots[0] > 5),
-    )
-    sizes = len(request.options.sizes)
-    assert len(cases) == 2 * sizes * (1 + 3 * 2 + 4)
-    assert all(case.prefetch == (case.slots[0] > 5) for case in cases)
-    assert {case.prefetch for case in cases} == {0, 1}
-    assert cases[0].policy is None and {case.world_size for case in cases} == {1, 3}
-
-
 @pytest.mark.parametrize(
     ("ratio", "up"), [(0.012345, 0.0124), (0.0124, 0.0124), (0.99951, 1.0), (3e-5, 3e-5), (1, 1)]
 )
@@ -308,53 +207,3 @@ def test_ctrl_c_ends_the_recording_too(
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["read"]["steps"] == 60 and report["prediction"]["replayed_steps"] == 4
     assert "stopped: the first 4 steps of the run are replayed" in capsys.readouterr().err
-
-
-def test_simulation_of_the_data(tmp_path: Path) -> None:
-    report = run(
-        tmp_path, *SMALL, "simulate=true", "analyze.policies=all", "analyze.sizes=0.001,0.1,4000",
-        "analyze.world_sizes=1,2",
-    )  # fmt: skip
-    cases = report["simulated"]
-    assert len(cases) == 2 * 3 * 8
-    small = [case for case in cases if case["slots"][0] < 300]
-    assert len(small) == 16 and all("distinct rows" in case["refused"] for case in small)
-    done = [case for case in cases if case["refused"] is None]
-    least = {(str(c["slots"]), c["world_size"]): c["fetched"] for c in done if c["label"] == "MIN"}
-    for case in done:
-        assert case["fetched"] >= least[str(case["slots"]), case["world_size"]]
-        assert 0 < case["hit_rate"] < 1
-    text = (tmp_path / "out/report.md").read_text()
-    assert "## Simulated policies" in text and "Training would refuse" in text
-
-
-def test_simulation_of_a_file_of_ids(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    rng = np.random.default_rng(0)
-    ids = (1000 * rng.random((50, 40)) ** 3).astype(np.int64)
-    np.save(tmp_path / "ids.npy", ids)
-    words = ("simulate=true", f"trace={tmp_path / 'ids.npy'}", "analyze.sizes=0.1,1.0")
-    report = run(tmp_path, *words)
-    assert report["read"] == {"ids": 2000, "steps": 50, "rows": int(ids.max()) + 1}
-    assert {case["label"] for case in report["simulated"]} == {"MIN", "lookahead 8, lfu", "lru"}
-    assert "of MIN" in capsys.readouterr().out
-    said = refused(capsys, *words, "optim=adam", f"analyze.output={tmp_path}")
-    assert "optim=adam speaks of a data source" in said
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [("1 2\n3 -4\n", "line 2: '-4'"), ("1 2.5\n", "line 1: '2.5'"), ("", "no ids")],
-)
-def test_a_bad_trace(tmp_path: Path, capsys: pytest.CaptureFixture, text: str, named: str) -> None:
-    path = tmp_path / "ids.txt"
-    path.write_text(text)
-    said = refused(capsys, "simulate=true", f"trace={path}", f"analyze.output={tmp_path / 'o'}")
-    assert "trace: " in said and named in said and "name another one" in said
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    (tmp_path / "file").write_text("")
-    said = refused(capsys, *SMALL, f"analyze.output={tmp_path / 'file/out'}")
-    assert "analyze.output=" in said and "name another folder" in said
-    with pytest.raises(ConfigError, match="nothing is trained"):
-        parse_request(["parallel=host"])

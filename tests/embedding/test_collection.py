@@ -6,26 +6,14 @@ import dataclasses
 
 import pytest
 import torch
-from ebc_cases import (
-    STEPS,
-    UPDATES,
-    Clicks,
-    Pooled,
+from ebc_cases import STEPS, Clicks, batches, configs, draw, joined, key_of_tables, mixed_configs
+from ebc_models import UPDATES, Pooled, cached, dlrm, plain_tables, values_of
+from ebc_training import (
     assert_close,
     assert_same,
-    batches,
-    cached,
-    configs,
-    dlrm,
-    draw,
-    joined,
-    key_of_tables,
     loss_of,
-    mixed_configs,
-    plain_tables,
     train,
     train_plain,
-    values_of,
     weights_of,
     written_back,
 )

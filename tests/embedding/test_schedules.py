@@ -9,19 +9,9 @@ from itertools import islice
 import pytest
 import torch
 import torch.distributed as dist
-from ebc_cases import (
-    assert_same,
-    batches,
-    cached,
-    dense_optimizer,
-    dlrm,
-    draw,
-    kind_here,
-    loss_of,
-    of_kind,
-    part,
-    weights_of,
-)
+from ebc_cases import batches, draw, kind_here, of_kind, part
+from ebc_models import cached, dlrm
+from ebc_training import assert_same, dense_optimizer, loss_of, weights_of
 from ranks import run_ranks
 
 from distcache import lookahead

@@ -6,20 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ebc_cases import (
-    Pooled,
-    assert_close,
-    assert_same,
-    batches,
-    cached,
-    configs,
-    draw,
-    loss_of,
-    mixed_configs,
-    plain_tables,
-    using,
-    weights_of,
-)
+from ebc_cases import batches, configs, draw, mixed_configs, using
+from ebc_models import Pooled, cached, plain_tables
+from ebc_training import assert_close, assert_same, loss_of, weights_of
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from distcache import lookahead

@@ -8,18 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ebc_cases import (
-    Pooled,
-    assert_same,
-    batches,
-    cached,
-    configs,
-    kind_here,
-    of_kind,
-    part,
-    train,
-    weights_of,
-)
+from ebc_cases import batches, configs, kind_here, of_kind, part
+from ebc_models import Pooled, cached
+from ebc_training import assert_same, train, weights_of
 from ranks import run_ranks
 
 from distcache import lookahead

@@ -1,49 +1,19 @@
-"""The bodies of the planner's loops are equal bit for bit, and each is there when it should be."""
+"""The bodies of the planner's loops are equal bit for bit, call by call."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tracemalloc
-
 import numpy as np
 import pytest
-import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_streams import BODIES, make_layout, sharded_streams, streams
+from planner_bodies import ALL, equal
 from policy_reference import counted
 
-from distcache.errors import ConfigError, PlanError
-from distcache.planner import region_loops
-from distcache.planner.assemble import make_request
-from distcache.planner.bodies import NAMES, NUMPY, SETTING, Bodies, bodies, make, using
-from distcache.planner.bodies import PLAIN as BY_NAME
+from distcache.errors import PlanError
+from distcache.planner.bodies import bodies, using
 from distcache.planner.calls import distinct_rows, divided, grouped, hashed_rows, occurrences
-from distcache.planner.home import HomePlanner
-from distcache.planner.policy import POLICIES, Policy
 from distcache.planner.rankings import ByCount
 from distcache.planner.regions import HotRows, in_tail
-from distcache.planner.simulator import PlannerSettings, simulate
-
-PLAIN = Bodies("python", **BY_NAME)
-"""The loops as Python runs them, so that NumPy checks every index."""
-
-ALL = (NUMPY, "compiled", PLAIN)
-
-
-def equal(one: object, other: object) -> bool:
-    """Whether two results are the same: arrays by dtype and value."""
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
-    if torch.is_tensor(one):
-        return torch.equal(one, other)
-    if isinstance(one, tuple) and not hasattr(one, "_fields"):
-        return len(one) == len(other) and all(map(equal, one, other))
-    if hasattr(one, "__dict__"):
-        return all(equal(value, vars(other)[name]) for name, value in vars(one).items())
-    return one == other
 
 
 def by_all(call, *arguments, written: int | None = None) -> object:
@@ -221,166 +191,3 @@ def test_order_of_more_rows_than_one_digit_counts(rows: int) -> None:
     labels = np.random.default_rng(0).integers(0, rows, 30_000).astype(np.int32)
     result = by_all(occurrences, labels, None, rows)
     assert (result.order == np.argsort(labels, kind="stable")).all()
-
-
-def plans_of(body: object, case: tuple) -> list:
-    """All plans of a stream."""
-    stream, layout, config = case
-    with using(body), np.errstate(over="ignore"):
-        return [plan for plans in simulate(layout, config, stream) for plan in plans]
-
-
-def check_equal_plans(case: tuple) -> None:
-    """Every body makes the same plans, field by field."""
-    expected, *others = [plans_of(body, case) for body in ALL]
-    for plans in others:
-        assert len(plans) == len(expected)
-        assert all(map(equal, plans, expected))
-
-
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(streams())
-def test_plans_of_random_streams(case: tuple) -> None:
-    check_equal_plans(case)
-
-
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(sharded_streams())
-def test_plans_of_random_sharded_streams(case: tuple) -> None:
-    check_equal_plans(case)
-
-
-@pytest.mark.slow
-@settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(streams())
-def test_plans_of_random_streams_campaign(case: tuple) -> None:
-    check_equal_plans(case)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_plans_of_a_long_stream_in_a_tight_cache(world: int, name: str) -> None:
-    rng = np.random.default_rng(world)
-    stream = [
-        [(rng.random(60) ** 3 * 4000).astype(np.int64) for _ in range(world)] for _ in range(80)
-    ]
-    largest = max(len(np.unique(np.concatenate(step))) for step in stream)
-    classes = rng.integers(0, 250, 4000).astype(np.uint8)
-    policy = Policy(name, "lfu" if name == "lookahead" else "lru", admission=world > 2)
-    config = PlannerSettings(world * largest, 5, 1, policy, classes)
-    check_equal_plans((stream, make_layout(4000, world), config))
-
-
-def test_a_step_out_of_order_is_refused() -> None:
-    for body in BODIES:
-        with using(body):
-            home = HomePlanner(make_layout(10, 1), 0, 5, 1)
-            home.ingest(0, "train", [np.array([1, 2])])
-            home.plan()
-            with pytest.raises(PlanError, match="steps come in order"):
-                home.ingest(0, "train", [np.array([2, 3])])
-
-
-def peak_bytes(rows: int, count: int, world: int) -> int:
-    """The most that planning one batch of `count` ids adds to a warm planner, bytes."""
-    layout = make_layout(rows, world)
-    home = HomePlanner(layout, 0, count, 1)
-    assert home.index_bytes == 9 * layout.local_rows
-    rng = np.random.default_rng(0)
-    tracemalloc.start()
-    try:
-        for step in range(4):
-            ids = rng.integers(0, rows, count)
-            tracemalloc.reset_peak()
-            before = tracemalloc.get_traced_memory()[0]
-            request = make_request(layout, ids)
-            asked = request.rows[0]
-            home.ingest(step, "train", [asked] + [asked[:0]] * (world - 1))
-            decision = home.plan()
-            occurrences(decision.replies[0], None, len(decision.slots))
-            peak = tracemalloc.get_traced_memory()[1] - before
-    finally:
-        tracemalloc.stop()
-    return peak
-
-
-@pytest.mark.parametrize("body", BODIES)
-@pytest.mark.parametrize("world", [1, 2])
-def test_memory_beside_the_index_grows_with_the_batch_alone(world: int, body: str) -> None:
-    with using(body):
-        few, many = (peak_bytes(rows, 2000, world) for rows in (50_000, 3_000_000))
-        larger = peak_bytes(3_000_000, 8000, world)
-    assert many < 1.1 * few + 4096
-    assert larger < 6 * many
-
-
-def run_python(program: str, **environment: str) -> subprocess.CompletedProcess:
-    """A fresh interpreter without $DISTCACHE_PLANNER, unless `environment` has it."""
-    kept = {name: value for name, value in os.environ.items() if name != SETTING}
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env=kept | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-
-
-PLAN = """
-from distcache.layout import RowLayout, TableSpec
-from distcache.planner.home import HomePlanner
-import distcache.planner.bodies as bodies
-assert "numba" not in sys.modules
-HomePlanner(RowLayout([TableSpec("t", 9, 4, ("f",))], 1), 0, 3, 1)
-sys.stdout.write(bodies.bodies().body)
-sys.stdout.flush()
-"""
-
-
-def test_numba_is_imported_by_the_first_planner_alone() -> None:
-    program = "import sys, distcache, distcache.trainer, distcache.embedding" + PLAN
-    done = run_python(program + "assert 'numba' in sys.modules")
-    assert (done.returncode, done.stdout) == (0, "compiled"), done.stderr
-    done = run_python("import sys" + PLAN + "assert 'numba' not in sys.modules", **{SETTING: NUMPY})
-    assert (done.returncode, done.stdout) == (0, NUMPY), done.stderr
-
-
-@pytest.mark.parametrize(
-    "hidden", ["sys.modules['numba'] = None", "import os; os.environ['NUMBA_DISABLE_JIT'] = '1'"]
-)
-def test_without_numba_plans_are_made_in_numpy(hidden: str) -> None:
-    program = f"import sys; {hidden}\n" + PLAN.replace('assert "numba" not in sys.modules', "")
-    done = run_python(program)
-    assert done.stdout == NUMPY and "at less speed" in done.stderr, done.stderr
-    done = run_python(program, **{SETTING: "compiled"})
-    assert done.returncode == 1
-    assert f"${SETTING}=compiled: Numba does not compile" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        "caching.CacheImpl._locator_classes = []",
-        "caching.IndexDataCacheFile.save = lambda *a: (_ for _ in ()).throw(OSError('full'))",
-    ],
-)
-def test_where_nothing_can_be_kept_the_loops_compile_all_the_same(broken: str, tmp_path) -> None:
-    program = f"import sys\nfrom numba.core import caching\n{broken}\n"
-    program += PLAN.replace('assert "numba" not in sys.modules', "")
-    done = run_python(program, NUMBA_CACHE_DIR=str(tmp_path))
-    assert done.stdout == "compiled", done.stderr
-    assert not list(tmp_path.rglob("*.nbc"))
-
-
-def test_machine_code_is_kept_where_numba_is_told(tmp_path) -> None:
-    done = run_python("import sys" + PLAN, NUMBA_CACHE_DIR=str(tmp_path))
-    assert done.stdout == "compiled", done.stderr
-    kept = sorted(file.name.split("-")[0] for file in tmp_path.rglob("*.nbc"))
-    files = {name: "region_loops" if name in vars(region_loops) else "loops" for name in NAMES}
-    assert kept == sorted(f"{file}.{name}" for name, file in files.items())
-
-
-def test_an_unknown_body_is_refused() -> None:
-    with pytest.raises(ConfigError, match=rf"\${SETTING}=fast is not compiled or numpy"):
-        make("fast")

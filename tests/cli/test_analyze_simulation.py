@@ -1,0 +1,78 @@
+"""The command line of the analysis: simulated policies, of the data and of a file of ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from analyses import SMALL, refused, run
+
+from distcache.cli.analyze_request import cases_of, parse_request, policy_named
+from distcache.planner.policy import Policy
+
+
+def test_policies_and_cases() -> None:
+    assert policy_named("lookahead-frequency+admission") == Policy("lookahead", "frequency", True)
+    request = parse_request(
+        [
+            "simulate=true",
+            "analyze.policies=all",
+            "analyze.lookaheads=[2,8]",
+            "analyze.world_sizes=1,3",
+        ]
+    )
+    assert len(request.policies) == 7
+    cases = cases_of(
+        request.policies,
+        request.options,
+        lambda size, world: (int(1000 * size),),
+        lambda slots, world: int(slots[0] > 5),
+    )
+    sizes = len(request.options.sizes)
+    assert len(cases) == 2 * sizes * (1 + 3 * 2 + 4)
+    assert all(case.prefetch == (case.slots[0] > 5) for case in cases)
+    assert {case.prefetch for case in cases} == {0, 1}
+    assert cases[0].policy is None and {case.world_size for case in cases} == {1, 3}
+
+
+def test_simulation_of_the_data(tmp_path: Path) -> None:
+    report = run(
+        tmp_path, *SMALL, "simulate=true", "analyze.policies=all", "analyze.sizes=0.001,0.1,4000",
+        "analyze.world_sizes=1,2",
+    )  # fmt: skip
+    cases = report["simulated"]
+    assert len(cases) == 2 * 3 * 8
+    small = [case for case in cases if case["slots"][0] < 300]
+    assert len(small) == 16 and all("distinct rows" in case["refused"] for case in small)
+    done = [case for case in cases if case["refused"] is None]
+    least = {(str(c["slots"]), c["world_size"]): c["fetched"] for c in done if c["label"] == "MIN"}
+    for case in done:
+        assert case["fetched"] >= least[str(case["slots"]), case["world_size"]]
+        assert 0 < case["hit_rate"] < 1
+    text = (tmp_path / "out/report.md").read_text()
+    assert "## Simulated policies" in text and "Training would refuse" in text
+
+
+def test_simulation_of_a_file_of_ids(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    rng = np.random.default_rng(0)
+    ids = (1000 * rng.random((50, 40)) ** 3).astype(np.int64)
+    np.save(tmp_path / "ids.npy", ids)
+    words = ("simulate=true", f"trace={tmp_path / 'ids.npy'}", "analyze.sizes=0.1,1.0")
+    report = run(tmp_path, *words)
+    assert report["read"] == {"ids": 2000, "steps": 50, "rows": int(ids.max()) + 1}
+    assert {case["label"] for case in report["simulated"]} == {"MIN", "lookahead 8, lfu", "lru"}
+    assert "of MIN" in capsys.readouterr().out
+    said = refused(capsys, *words, "optim=adam", f"analyze.output={tmp_path}")
+    assert "optim=adam speaks of a data source" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("1 2\n3 -4\n", "line 2: '-4'"), ("1 2.5\n", "line 1: '2.5'"), ("", "no ids")],
+)
+def test_a_bad_trace(tmp_path: Path, capsys: pytest.CaptureFixture, text: str, named: str) -> None:
+    path = tmp_path / "ids.txt"
+    path.write_text(text)
+    said = refused(capsys, "simulate=true", f"trace={path}", f"analyze.output={tmp_path / 'o'}")
+    assert "trace: " in said and named in said and "name another one" in said
