@@ -19,7 +19,8 @@ fi
 
 step=(-m distcache.bench.step device=cuda repetitions=7)
 all=data,resident,fused
-parts=(tests kernels access step_64 step_128 zero_copy_64 embeddings_64 small_batch_64 terabyte_64)
+parts=(tests kernels access step_64 step_128 zero_copy_64 embeddings_64 small_batch_64 fbgemm_64
+    fbgemm_adam_64 terabyte_64)
 
 # The arguments of python for a part, in `command`; 1 for a part that there is not.
 arguments_of() {
@@ -32,6 +33,10 @@ arguments_of() {
         zero_copy_64) command=("${step[@]}" batch=16384 width=64 modes=data,resident store.access=zero_copy) ;;
         embeddings_64) command=("${step[@]}" batch=16384 width=64 "modes=$all" model=embeddings) ;;
         small_batch_64) command=("${step[@]}" batch=4096 width=64 "modes=$all") ;;
+        fbgemm_64) command=("${step[@]}" batch=16384 width=64 modes=data,uvm,uvm_prefetch) ;;
+        fbgemm_adam_64)
+            command=("${step[@]}" batch=16384 width=64 modes=data,uvm,uvm_prefetch optimizer=adam)
+            ;;
         terabyte_64) command=("${step[@]}" batch=16384 width=64 modes=data,resident size=terabyte) ;;
         *) return 1 ;;
     esac

@@ -20,6 +20,7 @@ from distcache.bench.setting import compose_setting
 from distcache.bench.step_contenders import CACHED, SHARDED_BY, build_contenders
 from distcache.bench.step_tables import tables
 from distcache.bench.step_turns import Turns
+from distcache.bench.yardsticks import YARDSTICKS
 from distcache.cli.logs import set_up_logging
 from distcache.comm.rendezvous import Place, find_place
 from distcache.comm.world import close_world, open_world
@@ -30,7 +31,7 @@ log = logging.getLogger("distcache.bench.step")
 
 MODULE = "distcache.bench.step"
 PURPOSE = "Milliseconds per training step of the modes and of TorchRec's fused tables, in turns."
-MODES = (*CACHED, "resident", "host", "hybrid", *SHARDED_BY, "fused", "bag")
+MODES = (*CACHED, "resident", "host", "hybrid", *SHARDED_BY, *YARDSTICKS)
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class StepOptions:
         f"who takes turns, of {', '.join(MODES)}; each has its own copy of the tables "
         "(data moves rows beside the steps, serial is data without; replicated, home, sharded, "
         "mixed and auto are data with that placement, home with cache.state=home; table_wise, "
-        "row_wise and column_wise are hybrid with that sharding)",
+        "row_wise and column_wise are hybrid with that sharding; uvm is FBGEMM's own cache of that "
+        "many slots on a GPU, uvm_prefetch with the next batch brought in ahead)",
     )
     model: str = option("dlrm", "dlrm, or embeddings: next to no dense part")
     batch: int = option(4096, "samples of a step over all ranks")

@@ -14,7 +14,9 @@ from torch import nn
 
 from distcache.bench.contenders import Contender, ModeContender
 from distcache.bench.step_batches import BatchBank, Feed
+from distcache.bench.uvm_tables import UvmTables
 from distcache.bench.yardsticks import (
+    UVM,
     YARDSTICKS,
     FusedTables,
     TorchTables,
@@ -122,15 +124,20 @@ def _own_group(world: World) -> World:
 
 
 def _here(mode: str, config: Config, world: World) -> str:
-    """`mode`, or `bag` for `fused` on a GPU for which FBGEMM has no kernels here."""
+    """`mode`, or `bag` for `fused` on a GPU for which FBGEMM has no kernels here.
+
+    Raises ConfigError for a yardstick that cannot run here.
+    """
     if mode not in YARDSTICKS:
         return mode
     if world.size > 1:
         raise ConfigError(f"modes={mode} runs on one rank: leave it out, or take modes=hybrid")
     reason = ""
-    if mode == "fused" and world.device.type == "cuda":
+    if mode != "bag" and world.device.type == "cuda":
         reason = _no_cuda_kernels()
-        mode = "bag" if reason else mode
+    if reason and mode in UVM:
+        raise ConfigError(f"modes={mode} is FBGEMM's cache on a GPU: {reason}")
+    mode = "bag" if reason else mode
     check_yardstick(mode, config.optim, build.dtype_of(config), world.device)
     if reason:
         log.warning("`bag` (torch.nn.EmbeddingBag) stands in for `fused`: %s", reason)
@@ -151,9 +158,11 @@ def _no_cuda_kernels() -> str:
 def _check_memory(modes: Sequence[str], table_bytes: int, world: World) -> None:
     """MemoryTooSmallError unless the host holds the tables of every mode at once.
 
-    `data` and `host` have one store per node, `resident` a copy per rank, `hybrid` shards.
+    `data` and `host` have one store per node, `resident` a copy per rank, `hybrid` shards; FBGEMM's
+    cache has its tables in unified memory.
     """
-    on_host = [mode for mode in modes if mode in (*CACHED, "host") or world.device.type == "cpu"]
+    there = (*CACHED, "host", *UVM)
+    on_host = [mode for mode in modes if mode in there or world.device.type == "cpu"]
     copies = sum(world.local_size if mode == "resident" else 1 for mode in on_host)
     if world.local_rank == 0:
         require_memory(
@@ -175,7 +184,10 @@ def _yardstick(
         embedding_lr=embedding_lr,
         seed=config.trainer.seed,
         device=world.device,
+        ratio=config.cache.ratio or 1.0,
     )
+    if mode in UVM:
+        return UvmTables(spec, model, feed, prefetch=mode == "uvm_prefetch")
     if mode == "bag":
         return TorchTables(spec, model, feed)
     return FusedTables(spec, model, feed, load_torchrec())

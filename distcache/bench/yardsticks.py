@@ -30,8 +30,11 @@ from distcache.store.initial import block_rows, initial_rows
 _AHEAD = 2
 """Steps that the host may be ahead of a GPU."""
 
-YARDSTICKS = ("fused", "bag")
-"""The values of `modes` that are made here."""
+UVM = ("uvm", "uvm_prefetch")
+"""FBGEMM's own cache (`uvm_tables`), which is on a GPU."""
+
+YARDSTICKS = ("fused", "bag", *UVM)
+"""The values of `modes` that are other libraries' tables."""
 
 
 def check_yardstick(
@@ -44,15 +47,20 @@ def check_yardstick(
         if optim.name == "rowwise_adagrad":
             raise ConfigError("modes=bag has no optimizer=rowwise_adagrad: take modes=fused")
         return
+    if mode in UVM and device.type == "cpu":
+        raise ConfigError(f"modes={mode} is FBGEMM's cache on a GPU: set device=cuda")
     if optim.name == "adam" and device.type == "cpu":
         raise ConfigError("modes=fused has no optimizer=adam on the CPU: take modes=bag")
     if optim.initial_accumulator and optim.name in ("adagrad", "rowwise_adagrad"):
-        raise ConfigError("modes=fused starts Adagrad's sums at 0: set optim.initial_accumulator=0")
+        raise ConfigError(
+            f"modes={mode} starts Adagrad's sums at 0: set optim.initial_accumulator=0"
+        )
 
 
 @dataclass(frozen=True)
 class YardstickSpec:
-    """Tables (of one width, one feature each), optimizer with its constant rates, seed, device."""
+    """Tables (of one width, one feature each), optimizer with its constant rates, seed, device;
+    `ratio`: slots as a share of the rows, of yardsticks with a cache."""
 
     tables: Sequence[TableSpec]
     optimizer: OptimizerSpec
@@ -60,6 +68,7 @@ class YardstickSpec:
     embedding_lr: float
     seed: int
     device: torch.device
+    ratio: float = 1.0
 
 
 class Yardstick(Contender):
@@ -161,7 +170,7 @@ class FusedTables(Yardstick):
             device=spec.device,
         )
         bags = self.ebc.embedding_bags
-        _initialise(spec, [bags[table.name].weight for table in spec.tables])
+        initialise_tables(spec, [bags[table.name].weight for table in spec.tables])
 
     def form(self, batch: Batch) -> Any:
         """A KeyedJaggedTensor."""
@@ -190,7 +199,7 @@ class TorchTables(Yardstick):
         )
         weight = torch.empty(shape, device=device)
         self.bag.weight = nn.Parameter(weight)
-        _initialise(spec, weight.split([table.rows for table in spec.tables]))
+        initialise_tables(spec, weight.split([table.rows for table in spec.tables]))
         self._rows = self._row_optimizer()
 
     def _row_optimizer(self) -> torch.optim.Optimizer:
@@ -231,7 +240,7 @@ class TorchTables(Yardstick):
 
 
 @torch.no_grad()
-def _initialise(spec: YardstickSpec, weights: Sequence[Tensor]) -> None:
+def initialise_tables(spec: YardstickSpec, weights: Sequence[Tensor]) -> None:
     """The modes' initial bits into every table's weight."""
     for index, (table, weight) in enumerate(zip(spec.tables, weights, strict=True)):
         size = block_rows(table.dim)

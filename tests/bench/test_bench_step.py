@@ -17,6 +17,7 @@ from distcache.bench.step_batches import BatchBank
 from distcache.bench.step_tables import tables
 from distcache.comm.rendezvous import Place
 from distcache.run.build import build_source
+from distcache.versions import fbgemm_here
 
 ARGUMENTS = ["size=small", "batch=64", "ratio=0.05", "steps=3", "lead=1", "repetitions=2"]
 STAGES = {"ingest", "load", "plan", "write_back", "gather", "fill"}
@@ -103,6 +104,33 @@ def test_fused_tables_train_the_same(tmp_path, optimizer):
     assert fused != pytest.approx(0.6931, abs=1e-4)  # both have learnt something
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad"])
+def test_fbgemms_cache_trains_the_same(tmp_path, monkeypatch, optimizer):
+    """Without a GPU its tables lie in host memory, and nothing is cached."""
+    pytest.importorskip("fbgemm_gpu")
+    from distcache.bench import step_contenders
+
+    monkeypatch.setattr(step_contenders, "check_yardstick", lambda *settings: None)
+    rates = ("optim.embedding_lr=0.05", "optim.dense_lr=0.05", f"optimizer={optimizer}")
+    arguments = ("modes=resident,uvm,uvm_prefetch", "warmup=4", *rates)
+    _, records = bench(tmp_path / "uvm.md", *arguments)
+    resident, *others = (mode["loss"] for mode in of(records, "mode"))
+    assert others == pytest.approx([resident] * 2, rel=1e-3)
+    assert resident != pytest.approx(0.6931, abs=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_fbgemms_cache_trains_the_same_on_a_gpu(tmp_path, optimizer):
+    if "fbgemm-gpu" not in fbgemm_here():
+        pytest.skip("the fbgemm here is the CPU build")
+    arguments = ("modes=resident,fused,uvm,uvm_prefetch", "device=cuda", "warmup=20")
+    rates = ("optim.embedding_lr=0.02", "optim.dense_lr=0.02", f"optimizer={optimizer}")
+    _, records = bench(tmp_path / "uvm.md", *arguments, *rates)
+    resident, *others = (mode["loss"] for mode in of(records, "mode"))
+    assert others == pytest.approx([resident] * 3, rel=1e-3)
+
+
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
 def test_torch_tables_train_the_same(tmp_path, optimizer):
     arguments = ("modes=resident,bag", f"optimizer={optimizer}", "warmup=4")
@@ -118,6 +146,7 @@ def test_torch_tables_train_the_same(tmp_path, optimizer):
         (["modes=fused", "optimizer=adam"], "adam"),
         (["modes=fused", "optimizer=adagrad", "optim.initial_accumulator=0.1"], "accumulator"),
         (["modes=bag", "trainer.dtype=float64"], "float32"),
+        (["modes=data,uvm"], "modes=uvm is FBGEMM's cache on a GPU: set device=cuda"),
         (["modes=data", "ratio=0.001"], "cache.rows="),
         (["modes=data,resident", "width=40000000"], "modes=data,resident"),
         (["out=report.txt"], ".md"),
