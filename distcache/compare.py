@@ -37,10 +37,17 @@ VARIANTS = {
     **{
         name: ("parallel=hybrid", f"parallel.sharding={name}")
         for name in CHOICES["parallel.sharding"]
-        if name != "auto"  # which is `hybrid` itself
+        if name != "auto"  # which is the placement
     },
 }
 """The overrides of each name of `modes=`: a mode, or a mode with one of its layouts."""
+
+ONLY_OF = {
+    "cache.replicated_rows": ("mixed",),
+    "cache.replicated_share": ("mixed",),
+    "cache.cluster": ("mixed", "auto"),
+}
+"""Keys that only these layouts take; others beside them do without."""
 
 USAGE = """python -m distcache.compare [key=value ...] [modes=...] [world_size=...] ...
 
@@ -53,7 +60,8 @@ USAGE = """python -m distcache.compare [key=value ...] [modes=...] [world_size=.
   repeats=1                         runs of each mode, taken in turns; from 2 on, noise is the
                                     spread between runs instead of the spread within one
   out=compare/<time>                folder of the runs, logs, table and plots
-  key=value                         overrides for every run, as of distcache.train
+  key=value                         overrides for every run, as of distcache.train (beside other
+                                    layouts, only mixed takes cache.replicated_rows and _share)
 """
 
 
@@ -162,7 +170,7 @@ def prepare(request: Request) -> list[Job]:
     given = {word.partition("=")[0] for word in request.overrides}
     jobs, errors = [], []
     for mode in request.modes:
-        arguments = [*VARIANTS[mode], *request.overrides]
+        arguments = [*VARIANTS[mode], *_taken(request, mode)]
         if "run.save" not in given:
             arguments.append("run.save=false")
         try:
@@ -176,6 +184,16 @@ def prepare(request: Request) -> list[Job]:
     if len(errors) == len(jobs):
         raise errors[0]
     return jobs
+
+
+def _taken(request: Request, mode: str) -> list[str]:
+    """The overrides for a mode: all but those of keys that only other layouts asked for take."""
+
+    def is_taken(text: str) -> bool:
+        takers = set(ONLY_OF.get(text.partition("=")[0].lstrip("+"), request.modes))
+        return mode in takers or not takers.intersection(request.modes)
+
+    return [text for text in request.overrides if is_taken(text)]
 
 
 def run_mode(request: Request, job: Job, repeat: int) -> ModeRun:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,18 +15,23 @@ from distcache.errors import ConfigError
 
 _ALL = "python -m distcache.train --cfg job"
 
-_OF_PLACEMENT = (
+_OF_RANKS = (
     "cache.placement", "cache.replicated_rows", "cache.replicated_share", "cache.objective",
     "cache.cluster", "cache.state",
 )  # fmt: skip
+"""What is about several ranks, in mode `data`."""
+
 _OF_CACHE = (
-    *_OF_PLACEMENT, "cache.policy", "cache.tail", "cache.admission", "cache.half_life",
-    "cache.warm_start", "store.access",
+    *_OF_RANKS, "cache.policy", "cache.tail", "cache.admission", "cache.half_life",
+    "cache.warm_start",
 )  # fmt: skip
 _OF_SLOTS = (
     "cache.rows", "cache.ratio", "cache.bytes", "cache.split", "cache.statistics", "cache.order",
 )  # fmt: skip
-_OF_PLANNER = ("cache.lookahead", "cache.prefetch", "cache.reduction")
+_OF_MOVEMENT = ("cache.prefetch", "store.access")
+_OF_PLANNER = (
+    "cache.lookahead", "trainer.schedule", "trainer.validate_plans", "trainer.shake_ms",
+)  # fmt: skip
 
 _MOST = 3
 """Similar keys that are shown."""
@@ -72,13 +77,21 @@ def near_keys(key: str) -> list[str]:
     return list(dict.fromkeys([*same, *part, *close]))[:_MOST]
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
+def check_settings(settings: Mapping[str, Any], prefix: str = "") -> None:
     """ConfigError for dotted keys that are none, or that are sections given a plain value."""
-    for key, value in settings.items():
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
         if not is_known(key):
             raise no_such_key([key])
-        if is_section(key) and not isinstance(value, Mapping):
+        if is_section(key) and is_plain(value):
             raise not_a_value(key, value)
+        if is_section(key) and isinstance(value, Mapping):
+            check_settings(value, f"{key}.")
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is one for sure, and not the keys of a section."""
+    return value is None or isinstance(value, bool | int | float)
 
 
 def not_a_value(key: str, value: Any) -> ConfigError:
@@ -90,19 +103,20 @@ def not_a_value(key: str, value: Any) -> ConfigError:
     )
 
 
-def without_use(config: Config, world_size: int) -> list[str]:
-    """`key=value` of what was set and does nothing in `parallel.mode` on so many ranks."""
-    mode, keys = config.parallel.mode, list[str]()
+def without_use(config: Config, world_size: int, given: Collection[str]) -> list[str]:
+    """`key=value` of the `given` keys that do nothing in `parallel.mode` on so many ranks."""
+    mode = config.parallel.mode
+    idle: set[str] = set()
     if mode != "data":
-        keys += _OF_CACHE
+        idle.update(_OF_CACHE)
         # Batches by popularity take the hot rows from the slots that a cache would have.
-        keys += _OF_SLOTS if config.data.batching == "as_is" else ()
-    elif world_size == 1:
-        keys += _OF_PLACEMENT
-    keys += _OF_PLANNER if mode == "hybrid" else ("parallel.sharding",)
-    usual = Config()
-    values = {key: lookup(config, key) for key in keys}
-    return [f"{key}={value}" for key, value in values.items() if value != lookup(usual, key)]
+        idle.update(_OF_SLOTS if config.data.batching == "as_is" else ())
+    if world_size == 1:
+        idle.update((*_OF_RANKS, "cache.reduction"))
+    if mode in ("resident", "hybrid"):
+        idle.update(_OF_MOVEMENT)
+    idle.update((*_OF_PLANNER, "cache.reduction") if mode == "hybrid" else ("parallel.sharding",))
+    return [f"{key}={lookup(config, key)}" for key in sorted(idle.intersection(given))]
 
 
 def keys_of(config: DictConfig, prefix: str = "") -> set[str]:

@@ -74,7 +74,8 @@ def fit(
     package versions, and DataError, with the way out.
     """
     specs = table_specs(tables)
-    config = own_config(parallel, optimizer, dict(settings or {}), len(specs))
+    given = dict(settings or {})
+    config = own_config(parallel, optimizer, given, len(specs))
     local_size = world.local_size if world else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     check_own(config, local_size)
     if config.trainer.eval_every is not None and eval_loader is None:
@@ -88,7 +89,7 @@ def fit(
         agree_on(own_world, _compared(config, specs))
         count = count_evaluation(own_world, eval_loader, config.trainer.eval_steps or None)
         run_dir = Path(config.run.dir)
-        on_first(own_world, lambda: open_run_folder(run_dir, config, own_world))
+        on_first(own_world, lambda: open_run_folder(run_dir, config, own_world, given))
         check_run_folder(own_world, run_dir, needs_shared_folder(config))
         share_weights(model, own_world)
         source: Any = OwnSource(tuple(features), tuple(spec.rows for spec in specs))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,7 +20,13 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from distcache.cli.compose import Composed, checked_config, compose_command_line, to_config
+from distcache.cli.compose import (
+    Composed,
+    checked_config,
+    compose_command_line,
+    given_keys,
+    to_config,
+)
 from distcache.cli.environment import write_environment
 from distcache.cli.logs import set_up_logging
 from distcache.cli.processes import leave
@@ -50,7 +57,7 @@ def main() -> int:
         if composed.text is None:
             return composed.exit_code
         agree_before_world(store, place, arguments=sys.argv[1:])
-        return run(to_config(composed.text), place, store)
+        return run(to_config(composed.text), place, store, given_keys(sys.argv[1:]))
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -83,8 +90,8 @@ def agree(place: Place, store: dist.Store | None) -> Composed:
     return agreed
 
 
-def run(config: Config, place: Place, store: dist.Store | None) -> int:
-    """Train with a checked configuration on this rank; the exit code."""
+def run(config: Config, place: Place, store: dist.Store | None, given: Collection[str] = ()) -> int:
+    """Train with a checked configuration, which sets the `given` keys; this rank's exit code."""
     # Imported here: `--help`, `--cfg job` and the parent of a sweep need no trainer.
     from distcache.run.shared_folder import check_run_folder
     from distcache.run.threads import compute_threads
@@ -99,7 +106,7 @@ def run(config: Config, place: Place, store: dist.Store | None) -> int:
         torch.set_num_threads(compute_threads(config, world))
         run_dir = Path(config.run.dir)
         if world.is_first:
-            open_run_folder(run_dir, config, world)
+            open_run_folder(run_dir, config, world, given)
         dist.barrier(group=world.host_group)  # the folder is there before any rank writes into it
         check_run_folder(world, run_dir, needs_shared_folder(config))
         result = train(config, world, run_dir)
@@ -121,8 +128,11 @@ def needs_shared_folder(config: Config) -> str | None:
     return "trainer.trace=true" if config.trainer.trace else None
 
 
-def open_run_folder(run_dir: Path, config: Config, world: World) -> None:
-    """Make the run folder, and write `config.yaml` and `environment.json` into it.
+def open_run_folder(
+    run_dir: Path, config: Config, world: World, given: Collection[str] = ()
+) -> None:
+    """Make the run folder, and write `config.yaml` and `environment.json` into it; say where it is,
+    and which of the `given` keys have no use in this run.
 
     Raises ConfigError where that is not possible.
     """
@@ -149,7 +159,7 @@ def open_run_folder(run_dir: Path, config: Config, world: World) -> None:
         world.backend,
         run_dir,
     )
-    if idle := without_use(config, world.size):
+    if idle := without_use(config, world.size, given):
         log.info("without use in this mode, on %d rank(s): %s", world.size, ", ".join(idle))
 
 

@@ -11,6 +11,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 out="${OUT:-$CHECKOUT/docs/results/gpu}"
+limit="${PART_S:-900}"
 dry=""
 if [[ "${1:-}" == --dry-run ]]; then
     dry=1
@@ -62,17 +63,34 @@ if [[ -n "$dry" ]]; then
     done
     exit
 fi
+mkdir -p "$out"
+out="$(realpath "$out")"
+if [[ "$PYTHON" == */* ]]; then
+    PYTHON="$(realpath -s "$PYTHON")"
+fi
 cd "$CHECKOUT"
 "$PYTHON" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "gpu: torch sees no GPU")'
-mkdir -p "$out"
+
+# Ctrl-C and kill end the part that runs, which `timeout` keeps in a process group of its own, and this.
+stop() {
+    trap - INT TERM
+    kill -INT "$running" 2>/dev/null || true
+    wait "$running" || true
+    echo "gpu: stopped; what was done is in $out" >&2
+    exit 130
+}
+
 failed=0
 for part in "${wanted[@]}"; do
     arguments_of "$part"
     began=$SECONDS code=0
-    timeout --signal=INT --kill-after=20 "${PART_S:-900}" "$PYTHON" "${command[@]}" \
-        >"$out/$part.log" 2>&1 || code=$?
+    timeout --signal=INT --kill-after=20 "$limit" "$PYTHON" "${command[@]}" >"$out/$part.log" 2>&1 &
+    running=$!
+    trap stop INT TERM
+    wait "$running" || code=$?
+    trap - INT TERM
     said=done
-    if ((code == 124 || code == 137)); then
+    if ((code != 0 && SECONDS - began >= limit)); then
         said="cut off"
     elif ((code != 0)); then
         said="failed with exit code $code"

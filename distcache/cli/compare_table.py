@@ -137,7 +137,8 @@ def same_bits(one: ModeRun, other: ModeRun) -> str:
 def notes(modes: dict[str, list[ModeRun]], runs: Sequence[ModeRun]) -> list[str]:
     """Sentences under the table: what is noise, by which measure, and which modes failed."""
     base = next(iter(modes))
-    found = [f"auto is {run.summary['placement']}" for run in modes.get("auto", ())[:1]]
+    chosen = {str(run.summary.get("placement") or "") for run in modes.get("auto", ())} - {""}
+    found = [f"auto is {' and '.join(sorted(chosen))}"] if chosen else []
     found += [noise_note(base, mode, modes) for mode in modes if mode != base]
     failed = [run for run in runs if run.error is not None]
     found += [f"{run.name} failed (exit code {run.exit_code}); its log says why" for run in failed]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import hydra
 import yaml
+from hydra._internal.utils import get_args_parser
+from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -26,7 +26,14 @@ from distcache.cli.processes import run_job, train_command
 from distcache.comm.rendezvous import Place
 from distcache.config import Config
 from distcache.config_check import check
-from distcache.config_keys import is_known, is_section, no_such_key, not_a_value, unknown_keys
+from distcache.config_keys import (
+    is_known,
+    is_plain,
+    is_section,
+    no_such_key,
+    not_a_value,
+    unknown_keys,
+)
 from distcache.errors import ConfigError
 from distcache.paths import conf_dir
 
@@ -61,12 +68,14 @@ def compose_command_line(place: Place) -> Composed:
     """
     if asks_for_sweep(sys.argv[1:]):
         _check_sweep(place, sys.argv[1:])
-    _check_keys(sys.argv[1:])
+    _check_line(sys.argv[1:])
     register_schema()
     configs: list[DictConfig] = []
+    logs: list[bool] = []
     codes: list[int] = []
 
     def task(config: DictConfig) -> None:
+        logs.append(_asks_for_logs(HydraConfig.get()))
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             if place.world_size > 1:
                 raise sweep_refusal(place.world_size)
@@ -75,7 +84,7 @@ def compose_command_line(place: Place) -> Composed:
             configs.append(config)
 
     # Hydra's decorator is applied here so that importing this module touches no configuration.
-    with _root_logger_kept():
+    with _root_logger_kept(lambda: any(logs)):
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(task)()
     if configs:
         return Composed(to_text(configs[0]))
@@ -157,6 +166,13 @@ def sweep_refusal(world_size: int) -> ConfigError:
     )
 
 
+def given_keys(arguments: Sequence[str]) -> set[str]:
+    """The keys that a command line, which has been composed, sets itself."""
+    overrides = get_args_parser().parse_args(list(arguments)).overrides
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    return {given.key_or_group for given in parsed}
+
+
 def _check_sweep(place: Place, arguments: Sequence[str]) -> None:
     """Raise ConfigError for a sweep under several ranks, or into one folder."""
     if place.world_size > 1:
@@ -184,46 +200,58 @@ def _run_sweep_job(config: DictConfig) -> int:
 
 def _config_flags(arguments: Sequence[str]) -> list[str]:
     """The flags of a command line that say where configuration lies."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for short, name in (("-cp", "path"), ("-cn", "name"), ("-cd", "dir")):
-        parser.add_argument(short, f"--config-{name}")
-    known, _ = parser.parse_known_args(list(arguments))
-    values: dict[str, Any] = vars(known)
-    return [
-        f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None
-    ]
+    given = get_args_parser().parse_args(list(arguments))
+    values = {name: getattr(given, f"config_{name}") for name in ("path", "name", "dir")}
+    return [f"--config-{name}={value}" for name, value in values.items() if value is not None]
 
 
-def _check_keys(arguments: Sequence[str]) -> None:
+def _check_line(arguments: Sequence[str]) -> None:
+    """`_check_keys` for a command line, unless it asks for something that composes nothing."""
+    given = get_args_parser().parse_args(list(arguments))
+    if given.help or given.hydra_help or given.shell_completion or given.info:
+        return
+    _check_keys(given.overrides, own_groups=bool(_config_flags(arguments)))
+
+
+def _check_keys(overrides: Sequence[str], own_groups: bool = False) -> None:
     """ConfigError for overrides of keys that are none; Hydra would offer to add them to the tree.
 
-    What is no plain override of a key of the tree, or cannot be read as one, is Hydra's to judge.
+    What is no plain override of a key of the tree, or cannot be read as one, is Hydra's to judge;
+    `own_groups`: so is any key without a dot, which may be a group of the user's.
     """
-    flagged = any(_config_flags(arguments))
-    for argument in arguments:
+    own_groups |= any(text.startswith("hydra.searchpath=") for text in overrides)
+    for text in overrides:
         try:
-            (given,) = OverridesParser.create().parse_overrides([argument])
+            (given,) = OverridesParser.create().parse_overrides([text])
         except HydraException:
             continue
         key = given.key_or_group
         if given.type != OverrideType.CHANGE or given.package or "/" in key or _of_hydra(key):
             continue
-        if is_section(key) and not (isinstance(given.value(), str) or given.is_sweep_override()):
-            raise not_a_value(key, given.get_value_element_as_str())
-        if not is_known(key) and not (key in _GROUPS or (flagged and "." not in key)):
+        if is_section(key):
+            if not given.is_sweep_override() and is_plain(given.value()):
+                raise not_a_value(key, given.get_value_element_as_str())
+        elif not is_known(key) and not (key in _GROUPS or (own_groups and "." not in key)):
             raise no_such_key([key])
 
 
 @contextmanager
-def _root_logger_kept() -> Iterator[None]:
-    """Take back what Hydra sets up for its own messages; libraries would speak through it."""
+def _root_logger_kept(asked: Callable[[], bool]) -> Iterator[None]:
+    """Take back what Hydra sets up for its own messages, through which libraries would speak,
+    unless the user has `asked` for more."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     try:
         yield
     finally:
-        root.setLevel(level)
-        root.handlers[:] = handlers
+        if not asked():
+            root.setLevel(level)
+            root.handlers[:] = handlers
+
+
+def _asks_for_logs(settings: HydraConf) -> bool:
+    """Whether the user has chosen a logging of Hydra's."""
+    return bool(settings.verbose) or settings.runtime.choices.get("hydra/job_logging") != "none"
 
 
 def _of_hydra(key: str) -> bool:

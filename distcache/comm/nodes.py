@@ -10,18 +10,16 @@ import os
 import socket
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
 
 import torch.distributed as dist
 
-from distcache.comm.rendezvous import wait_until
+from distcache.comm.rendezvous import linger, wait_until
 from distcache.errors import ConfigError, PeerError
 
 _KEY = "distcache/place"
-_LINGER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -100,8 +98,7 @@ def exchange_claims(store: dist.Store, rank: int, size: int, own: Claim) -> list
         claims = [Claim(**json.loads(text)) for text in store.multi_get(keys)]
         store.add(f"{_KEY}/read", 1)
         if rank == 0:  # which may serve the store, and be about to refuse
-            with suppress(TimeoutError):
-                wait_until(lambda: store.add(f"{_KEY}/read", 0) >= size, _LINGER_S)
+            linger(store, f"{_KEY}/read", size)
     except (RuntimeError, TimeoutError) as error:  # those of the store are the former
         raise PeerError(
             f"rank {rank} of {size} waited for the others to start; {_missing(store, keys)} did "

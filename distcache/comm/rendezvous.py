@@ -29,11 +29,11 @@ TIMEOUT_S = 300.0
 NOTICE_S = 10.0
 """After which a rank says for whom it waits, seconds."""
 
-_POLL_S, _LONGEST_POLL_S = 0.01, 0.2
+_POLL_S, _LONGEST_POLL_S = 0.01, 0.05
 """Between two looks, at first and in the end, seconds."""
 
 _LINGER_S = 5.0
-"""How long rank 0 waits for the others to have read what it says, seconds."""
+"""How long rank 0 waits for the others to have read what is in the store, seconds."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,16 @@ def publish(store: dist.Store | None, world_size: int, value: dict[str, Any]) ->
     if store is None:
         return
     store.set("handover", json.dumps(value))
+    linger(store, "handover/read", world_size - 1)
+
+
+def linger(store: dist.Store, key: str, readers: int) -> None:
+    """Wait a little until so many ranks have counted themselves at `key`.
+
+    For the rank that serves the store, and may end it soon.
+    """
     with suppress(TimeoutError):
-        wait_until(lambda: store.add("handover/read", 0) >= world_size - 1, _LINGER_S)
+        wait_until(lambda: store.add(key, 0) >= readers, _LINGER_S)
 
 
 def receive(store: dist.Store, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:

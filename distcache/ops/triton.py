@@ -11,6 +11,7 @@ Nothing here waits for the device, except `row_gradients` without `chunks`.
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from distcache.ops.segments import SegmentChunks, segment_chunks
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether the kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1)."""
+
+_INTERPRETER = threading.Lock()
 
 TILE = 1024
 """Most elements of a program's tile [N, D rounded up to a power of two]: 8 per thread."""
@@ -235,5 +238,8 @@ def _unit_columns(values: Tensor) -> Tensor:
 
 
 def _device(tensor: Tensor) -> contextlib.AbstractContextManager:
-    """Kernels are launched on the current device: make it that of `tensor`."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    """Kernels are launched on the current device: make it that of `tensor`.
+
+    Triton's interpreter is one for all threads, which take turns in it.
+    """
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else _INTERPRETER

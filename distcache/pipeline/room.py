@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -133,48 +135,71 @@ def warn_if_too_small(
     """
     if not all(hasattr(source, name) for name in ("lookups_per_sample", "expected_distinct")):
         return False
-    needs = [_expected_rows(source, group, batch) for group in groups]  # type: ignore[arg-type]
-    homes = [_home_slots(group, c) for group, c in zip(groups, slots, strict=True)]
-    short = [g for g in range(len(groups)) if needs[g] > homes[g]]
+    means = [_expected_rows(source, group, batch) for group in groups]  # type: ignore[arg-type]
+    rooms = [_rooms(*of_group) for of_group in zip(groups, slots, means, strict=True)]
+    short = [(room, g) for g, found in enumerate(rooms) for room in found if room.needs > room.has]
     if short:
-        worst = max(short, key=lambda g: needs[g] / homes[g])
-        enough = [
-            enough_slots(group, *((need, 0) if group.hot is None else (0, need)))
-            for group, need in zip(groups, needs, strict=True)
-        ]
+        worst, place = max(short, key=lambda pair: pair[0].needs / pair[0].has)
+        enough = [_enough_for(group, mean) for group, mean in zip(groups, means, strict=True)]
         log.warning(
             "the cache is likely too small: a batch of %d samples is expected to name about %d "
-            "distinct %srows of one home (tables of width %d), which has %d slots; a step that "
+            "%s of one home (tables of width %d), which has %d slots; a step that "
             "does not fit is refused. Set cache.rows=%d or more, or lower data.global_batch_size",
             batch,
-            needs[worst],
-            "sharded " if _replicates(groups[worst]) else "",
-            groups[worst].dim,
-            homes[worst],
+            worst.needs,
+            worst.what,
+            groups[place].dim,
+            worst.has,
             smallest_cache_rows(groups, enough),
         )
     return bool(short)
 
 
-def _home_slots(group: TableGroup, slots: int) -> int:
-    """The slots of one home, of C on a device; of mixed rows, those of the sharded ones."""
+@dataclass(frozen=True)
+class _Room:
+    """Rows that a home is expected to need at once, and its slots for them."""
+
+    what: str
+    needs: int
+    has: int
+
+
+def _rooms(group: TableGroup, slots: int, mean: float) -> list[_Room]:
+    """What a home needs and has, of C `slots` on a device, for `mean` distinct rows in a batch.
+
+    Of mixed rows all together, and the sharded ones that are left where a batch names all that are
+    replicated.
+    """
+    world, most = group.layout.world_size, group.layout.local_rows
+
+    def fullest(rows: float) -> int:
+        return min(most, max(1, math.ceil(rows + _DEVIATIONS * math.sqrt(rows))))
+
     if group.hot is None:
-        return slots // group.layout.world_size
-    return region_slots(group, slots).sharded
+        return [_Room("distinct rows", fullest(mean), slots // world)]
+    found, hot = region_slots(group, slots), len(group.hot)
+    left = fullest(max(0.0, mean - hot / world))
+    rooms = [_Room("distinct rows", fullest(mean), found.replicated // world + found.sharded)]
+    return [*rooms, _Room("sharded rows or more", left, found.sharded)] if hot else rooms
 
 
-def _replicates(group: TableGroup) -> int:
-    """How many rows are replicated where others are sharded, K."""
-    return 0 if group.hot is None else len(group.hot)
+def _enough_for(group: TableGroup, mean: float) -> int:
+    """Slots of a device, C, in whole homes, that give every home the room it needs; or all."""
+    world, most = group.layout.world_size, group.layout.world_size * group.layout.local_rows
+
+    def holds(slots: int) -> bool:
+        return all(room.needs <= room.has for room in _rooms(group, slots, mean))
+
+    found = -(-bisect_left(range(1, most), True, key=holds) // world) * world
+    while found < most and not holds(found):  # K is in whole homes too
+        found += world
+    return found
 
 
-def _expected_rows(source: Expecting, group: TableGroup, batch: int) -> int:
-    """About how many distinct rows of a group the fullest home has in one global batch; of mixed
-    rows, how many sharded ones at least, were all that are replicated in the batch."""
-    world, size = group.layout.world_size, group.layout.local_rows
+def _expected_rows(source: Expecting, group: TableGroup, batch: int) -> float:
+    """About how many distinct rows of a group one global batch has, per home."""
     total = sum(
         source.expected_distinct(table, round(batch * source.lookups_per_sample(table)))
         for table in group.tables
     )
-    mean = max(0, total - _replicates(group)) / world
-    return min(size, max(1, math.ceil(mean + _DEVIATIONS * math.sqrt(mean))))
+    return total / group.layout.world_size

@@ -43,8 +43,8 @@ def resolve_placement(
     cache = config.cache
     if config.parallel.mode != "data":
         return Placement()
+    replicated_counts(cache.replicated_rows or {}, known[0])  # before any batch is read
     if world.size == 1:
-        replicated_counts(cache.replicated_rows or {}, known[0])  # as with more ranks
         return Placement()
     if cache.placement in (REPLICATED, SHARDED):
         return Placement(cache.placement, cache.state)

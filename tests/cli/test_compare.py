@@ -94,6 +94,23 @@ def test_layouts_of_a_mode_stand_beside_modes():
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "shares", "clusters"),
+    [
+        (["modes=mixed,auto,replicated,hybrid"], [0], [0, 1]),
+        (["modes=data,hybrid", "cache.placement=mixed"], [0, 1], [0, 1]),  # as they are given
+    ],
+)
+def test_keys_of_one_layout_are_not_for_those_beside_it(words, shares, clusters, tmp_path):
+    link = f"cache.cluster={tmp_path}/x.json"
+    (tmp_path / "x.json").touch()
+    jobs = prepare(parse([*words, "cache.replicated_share=0.1", link]))
+    given = [job.arguments for job in jobs]
+    assert [at for at, own in enumerate(given) if "cache.replicated_share=0.1" in own] == shares
+    assert [at for at, own in enumerate(given) if link in own] == clusters
+    assert [job.refusal for job in jobs[1:]] == [None] * (len(jobs) - 1)
+
+
 def test_a_mode_that_is_refused_does_not_stop_the_others():
     request = parse(["modes=data,hybrid", "optim=adam", "trainer.device=cpu"])
     data, hybrid = prepare(request)
@@ -128,6 +145,10 @@ def test_the_table(tmp_path):
 def test_what_auto_is_stands_below_the_table(tmp_path):
     runs = [run_of(tmp_path, "data"), run_of(tmp_path, "auto", placement="sharded")]
     assert "\n* auto is sharded\n" in markdown(runs)
+    again = run_of(tmp_path, "auto", "auto-2", placement="replicated")
+    assert "\n* auto is replicated and sharded\n" in markdown([*runs, again])
+    alone = run_of(tmp_path, "auto", "auto-3", placement=None)
+    assert "auto is" not in markdown([runs[0], alone])
 
 
 def test_one_mode_needs_no_relation(tmp_path):

@@ -201,13 +201,43 @@ def test_the_command_line_names_unknown_keys_before_hydra(arguments, named, monk
         compose_command_line(Place(0, 1, 0, 1))
 
 
-def test_groups_of_an_own_folder_are_hydras_to_judge(monkeypatch, tmp_path):
+VALID = [
+    *("optim={name:adam,eps:1e-6}", "data={global_batch_size:64}", "cache={}", "model=[dcn_v2]"),
+    *("parallel={mode:host}", "cache=[default]", "experiment=quickstart"),
+    *("++cache.rows=5", "hydra.verbose=false", "cache.replicated_rows=null"),
+]
+
+
+@pytest.mark.parametrize("override", VALID)
+def test_what_hydra_takes_is_not_refused(override, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["train", override, f"run.dir={tmp_path}"])
+    assert compose_command_line(Place(0, 1, 0, 1)).text is not None
+
+
+@pytest.mark.parametrize("flags", ["-c job", "-p trainer -c job", "-c job --resolve", "--info all"])
+def test_hydras_own_flags_are_its_own(flags, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train", *flags.split(), "trainer.steps=7"])
+    assert compose_command_line(Place(0, 1, 0, 1)).text is None
+    assert "steps: 7" in capsys.readouterr().out
+
+
+OWN = ["--config-dir={0}", "--config-di {0}", "-cd {0}", "hydra.searchpath=[{0}]"]
+
+
+@pytest.mark.parametrize("where", OWN)
+def test_groups_of_an_own_folder_are_hydras_to_judge(where, monkeypatch, tmp_path):
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "small.yaml").write_text("# @package _global_\ntrainer:\n  steps: 7\n")
-    arguments = ["--config-dir", str(tmp_path), "+site=small", f"run.dir={tmp_path}"]
-    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    for name, steps in (("small", 7), ("other", 9)):
+        text = f"# @package _global_\ntrainer:\n  steps: {steps}\n"
+        (tmp_path / "site" / f"{name}.yaml").write_text(text)
+    (tmp_path / "experiment").mkdir()
+    base = "# @package _global_\ndefaults:\n  - /site: small\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(base)
+    words = [*where.format(tmp_path).split(), "experiment=mine", f"run.dir={tmp_path}"]
     root = logging.getLogger()
     before = root.level, list(root.handlers)
-    composed = compose_command_line(Place(0, 1, 0, 1))
-    assert composed.text is not None and to_config(composed.text).trainer.steps == 7
+    for more, steps in (((), 7), (("site=other",), 9)):
+        monkeypatch.setattr(sys, "argv", ["train", *words, *more])
+        composed = compose_command_line(Place(0, 1, 0, 1))
+        assert composed.text is not None and to_config(composed.text).trainer.steps == steps
     assert (root.level, root.handlers) == before  # Hydra's own would show what libraries say

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from distcache import config_check
-from distcache.cli.compose import compose_overrides, to_config
+from distcache.cli.compose import compose_overrides, given_keys, to_config
 from distcache.config import CacheConfig
 from distcache.config_check import check
 from distcache.config_keys import without_use
@@ -207,23 +207,28 @@ def test_warnings(no_fbgemm):
 
 IDLE = [
     ("", 1, ""),
+    ("experiment=quickstart", 1, ""),  # which sets keys of other modes
     ("parallel=hybrid parallel.sharding=row_wise", 2, ""),
     ("parallel.sharding=row_wise", 2, "parallel.sharding=row_wise"),
     ("cache.placement=sharded cache.state=home cache.rows=9", 2, ""),
     ("cache.placement=sharded cache.state=home cache.rows=9", 1, "cache.placement=sharded, "
      "cache.state=home"),
-    ("parallel=resident cache.rows=9 cache.prefetch=2", 1, "cache.rows=9"),
-    ("parallel=host store.access=zero_copy cache.tail=lru", 2, "cache.tail=lru, "
-     "store.access=zero_copy"),
-    ("parallel=hybrid cache.rows=9 cache.prefetch=2", 1, "cache.rows=9, cache.prefetch=2"),
+    ("cache.reduction=native", 1, "cache.reduction=native"),
+    ("parallel=resident cache.rows=9 cache.lookahead=2", 1, "cache.rows=9"),
+    ("parallel=resident cache.prefetch=2", 2, "cache.prefetch=2"),
+    ("parallel=host store.access=zero_copy cache.tail=lru", 2, "cache.tail=lru"),
+    ("parallel=resident store.access=zero_copy", 2, "store.access=zero_copy"),
+    ("parallel=hybrid cache.rows=9 cache.prefetch=2", 1, "cache.prefetch=2, cache.rows=9"),
+    ("parallel=hybrid trainer.schedule=serial", 2, "trainer.schedule=serial"),
     ("parallel=hybrid cache.rows=9 data.batching=hot_cold cache.statistics=x", 1, ""),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("overrides", "ranks", "told"), IDLE)
 def test_keys_without_use_are_told(overrides, ranks, told):
-    config = to_config(compose_overrides(overrides.split()))
-    assert ", ".join(without_use(config, ranks)) == told
+    words = overrides.split()
+    config = to_config(compose_overrides(words))
+    assert ", ".join(without_use(config, ranks, given_keys(words))) == told
 
 
 def test_off_is_off_however_it_is_written():

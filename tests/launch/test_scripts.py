@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -193,7 +195,8 @@ PYTHON_OF_PARTS = """#!/usr/bin/env bash
 case "$*" in
     *is_available*) exit "${NO_GPU:-0}" ;;
     *bench.access*) echo "no room"; exit 3 ;;
-    *bench.kernels*) sleep 30 ;;
+    *bench.kernels*) exec sleep 30 ;;
+    *modes=data,resident,fused*model=embeddings*) kill -KILL $$ ;;
     *) echo "all is well" ;;
 esac
 """
@@ -204,14 +207,38 @@ def test_a_part_of_the_gpu_run_that_fails_stops_no_other(tmp_path: Path) -> None
     python.write_text(PYTHON_OF_PARTS)
     python.chmod(0o755)
     given = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "PART_S": "1"}
-    run = bash("gpu.sh", "kernels", "access", "step_64", **given)
+    run = bash("gpu.sh", "kernels", "access", "embeddings_64", "step_64", **given)
     said = [re.sub(r"after \d+ s", "after", line) for line in run.stdout.splitlines()]
     assert said == [
         "kernels: cut off after: ",
         "access: failed with exit code 3 after: no room",
+        "embeddings_64: failed with exit code 137 after: ",
         "step_64: done after: all is well",
     ]
     assert run.returncode == 1
     assert (tmp_path / "out" / "access.log").read_text() == "no room\n"
     assert bash("gpu.sh", "step_64", **given).returncode == 0
     assert bash("gpu.sh", "step_64", NO_GPU="1", **given).returncode == 1
+
+
+def test_ctrl_c_ends_the_gpu_run_and_its_part(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(PYTHON_OF_PARTS)
+    python.chmod(0o755)
+    command = ["bash", str(pick.CHECKOUT / "launch" / "gpu.sh"), "kernels", "step_64"]
+    given = {"PYTHON": "./python", "OUT": "out"}  # from where it was started
+    run = subprocess.Popen(
+        command, env=os.environ | given, cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+        stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "out" / "kernels.log").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+    said, error = run.communicate(timeout=20)
+    assert run.returncode == 130 and said == ""
+    assert f"gpu: stopped; what was done is in {tmp_path}/out" in error
+    assert not (tmp_path / "out" / "step_64.log").exists()
+    found = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
+    assert found.stdout == ""

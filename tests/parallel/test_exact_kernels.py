@@ -50,8 +50,7 @@ def test_a_cache_has_the_bits_of_resident(world, optimizer, monkeypatch):
         assert calls.pop("copy_rows") == 0
         assert min(calls.values()) == 2 * case.steps * 2  # runs, steps, groups of tables
         calls["copy_rows"] = 0
-        # Serial, for Triton's interpreter is one for all threads.
-        in_place = run_mode(world, case, replace(tight, access=ZERO_COPY, schedule="serial"))
+        in_place = run_mode(world, case, replace(tight, access=ZERO_COPY))
         assert calls["copy_rows"] > 2 * case.steps  # groups of tables, a read each, and writes
     finally:
         ops.choice.cache_clear()

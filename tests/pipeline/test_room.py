@@ -148,26 +148,30 @@ def test_the_warning_names_a_cache_that_holds_a_batch(world: int) -> None:
     assert needed <= named <= 1.5 * needed
 
 
-@pytest.mark.parametrize("count", [0, 150, 400])
-def test_the_warning_of_sharded_rows_leaves_out_the_replicated_ones(count: int) -> None:
-    """At least that many rows are sharded in a batch, even if it has all that are replicated."""
+@pytest.mark.parametrize("count", [0, 150, 400, 4000])
+def test_the_warning_where_some_rows_are_replicated(count: int) -> None:
+    """All rows must fit, and the sharded ones that a batch has if it names all replicated ones."""
     world, batch = 2, 256
     source = SyntheticSource(SyntheticSpec([5000], bag_size=[6], global_batch_size=batch))
     (group,) = make_groups(tables([5000], [8]), source.features, world)
     group = replace(group, hot=np.arange(count))
+    total = source.expected_distinct(0, round(batch * source.lookups_per_sample(0)))
     with warnings() as lines:
         assert warn_if_too_small(source, [group], [40], batch)
     said = re.search(
-        r"name about (\d+) distinct (sharded )?rows of one home .* cache\.rows=(\d+)", lines[0]
+        r"about (\d+) (.*) of one home .* has (\d+) slots; .* cache\.rows=(\d+)", lines[0]
     )
-    assert said is not None and (said[2] is not None) == (count > 0)
-    alone, named = int(said[1]), int(said[3])
-    total = source.expected_distinct(0, round(batch * source.lookups_per_sample(0)))
-    assert alone >= (total - count) / world
+    assert said is not None
+    needs, has, named = (int(said[place]) for place in (1, 3, 4))
+    found = region_slots(group, 40)
+    if said[2] == "sharded rows or more":
+        assert count and has == found.sharded and needs >= (total - count) / world
+    else:
+        assert said[2] == "distinct rows" and needs >= total / world
+        assert has == found.replicated // world + found.sharded
     (enough,) = cache_slots(named, None, None, [(5000, 8, 0)], 4, world)
-    fewer = enough - 2 * world  # K and C are rounded to whole homes
-    assert region_slots(group, enough).sharded >= alone > region_slots(group, fewer).sharded
     assert not warn_if_too_small(source, [group], [enough], batch)
+    assert warn_if_too_small(source, [group], [enough - 2 * world], batch)
 
 
 def test_a_source_that_knows_nothing_is_not_warned_about() -> None:
