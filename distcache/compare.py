@@ -8,13 +8,15 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import shlex
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import combinations
 from pathlib import Path
 
 from distcache.cli.compare_runs import ModeRun, read_run
@@ -23,6 +25,8 @@ from distcache.cli.compose import checked_config, compose_overrides, override
 from distcache.cli.logs import set_up_logging
 from distcache.cli.processes import run_job, train_command
 from distcache.comm.rendezvous import Place
+from distcache.config import Config, RunConfig
+from distcache.config_keys import is_known
 from distcache.config_values import CHOICES, one_of
 from distcache.errors import ConfigError, DistcacheError
 
@@ -58,7 +62,8 @@ USAGE = """python -m distcache.compare [key=value ...] [modes=...] [world_size=.
                                     with that parallel.sharding
   world_size=2                      ranks of every run, all on this machine (default: 2)
   repeats=1                         runs of each mode, taken in turns; from 2 on, noise is the
-                                    spread between runs instead of the spread within one
+                                    spread between runs instead of the spread within one; from 4
+                                    on, a difference is seldom one by chance
   out=compare/<time>                folder of the runs, logs, table and plots
   key=value                         overrides for every run, as of distcache.train (beside other
                                     layouts, only mixed takes cache.replicated_rows and _share)
@@ -116,6 +121,7 @@ def parse(arguments: Sequence[str]) -> Request:
         elif key in ("parallel", "parallel.mode", "run.dir"):
             raise ConfigError(f"{argument}: a comparison sets {key} itself: use modes= and out=")
         else:
+            _check_near(key, own)
             overrides.append(argument)
     modes = tuple(name.strip() for name in own["modes"].strip("[]").split(","))
     for mode in modes:
@@ -129,6 +135,14 @@ def parse(arguments: Sequence[str]) -> Request:
     return Request(
         modes, int(own["world_size"]), int(own["repeats"]), Path(own["out"]), tuple(overrides)
     )
+
+
+def _check_near(key: str, own: Iterable[str]) -> None:
+    """ConfigError for what is no key of a run, but near one of a comparison."""
+    names = {"output": "out", "nproc": "world_size", "ranks": "world_size"}
+    near = [names[key]] if key in names else difflib.get_close_matches(key, own, n=1, cutoff=0.7)
+    if near and "." not in key and not is_known(key.lstrip("+~")):
+        raise ConfigError(f"{key}: no such key: did you mean {near[0]}?")
 
 
 def _check_free(mode: str, overrides: Sequence[str]) -> None:
@@ -168,13 +182,15 @@ def prepare(request: Request) -> list[Job]:
     """Compose and check every mode's configuration; ConfigError if all are refused."""
     place = Place(world_size=request.world_size, local_size=request.world_size)
     given = {word.partition("=")[0] for word in request.overrides}
-    jobs, errors = [], []
+    jobs, errors, seen = [], [], dict[str, Config]()
     for mode in request.modes:
         arguments = [*VARIANTS[mode], *_taken(request, mode)]
         if "run.save" not in given:
             arguments.append("run.save=false")
         try:
-            steps = checked_config(compose_overrides(arguments), place).trainer.steps
+            config = checked_config(compose_overrides(arguments), place)
+            steps = config.trainer.steps
+            seen[mode] = replace(config, run=RunConfig())
             if steps is not None and "trainer.log_every" not in given:
                 arguments.append(f"trainer.log_every={max(1, steps // WINDOWS)}")
             jobs.append(Job(mode, tuple(arguments)))
@@ -183,7 +199,18 @@ def prepare(request: Request) -> list[Job]:
             errors.append(error)
     if len(errors) == len(jobs):
         raise errors[0]
+    _check_different(seen)
     return jobs
+
+
+def _check_different(configs: dict[str, Config]) -> None:
+    """ConfigError for two modes whose configuration is one and the same."""
+    for one, other in combinations(configs, 2):
+        if configs[one] == configs[other]:
+            raise ConfigError(
+                f"modes={one},{other} are one and the same configuration: leave one of them out; "
+                "repeats=2 runs it twice"
+            )
 
 
 def _taken(request: Request, mode: str) -> list[str]:

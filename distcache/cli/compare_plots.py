@@ -73,6 +73,7 @@ def draw_losses(panel: Any, modes: dict[str, list[ModeRun]]) -> None:
 
 def draw_throughput(panel: Any, modes: dict[str, list[ModeRun]]) -> None:
     """Samples per second; the lines span the noise range of the step time."""
+    told = False
     for place, (mode, runs) in enumerate(modes.items()):
         rates = [value for run in runs if (value := run.number("samples_per_second")) is not None]
         if not rates:
@@ -81,6 +82,7 @@ def draw_throughput(panel: Any, modes: dict[str, list[ModeRun]]) -> None:
         panel.bar(place, rate, 0.6, color=_colour(mode))
         scatter, batch = spread(runs), runs[0].number("global_batch_size")
         if scatter is not None and batch:
+            told = True
             ends = [1000 * batch / scatter.high, 1000 * batch / scatter.low]
             panel.vlines(place, *ends, color="black", linewidth=1.5)
             panel.hlines(ends, place - 0.08, place + 0.08, color="black", linewidth=1.5)
@@ -90,7 +92,8 @@ def draw_throughput(panel: Any, modes: dict[str, list[ModeRun]]) -> None:
         )
     panel.set_xticks(range(len(modes)), list(modes))
     panel.yaxis.set_major_formatter("{x:,.0f}")
-    panel.set(title="throughput (the line spans the noise)", ylabel="samples/s")
+    noise = "the line spans the noise" if told else "noise unknown: too few steps"
+    panel.set(title=f"throughput ({noise})", ylabel="samples/s")
     _tidy(panel)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,12 +60,15 @@ class ModeRun:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median of a mode's step time and the range that noise covers, ms; `of`: what scatters."""
+    """Median of a mode's step time and the range that noise covers, ms; `of`: what scatters;
+    `runs`: how many runs' medians it is of, or 1: windows of one run, which say nothing of others.
+    """
 
     median: float
     low: float
     high: float
     of: str
+    runs: int = 1
 
 
 def read_run(
@@ -102,7 +106,7 @@ def spread(runs: Sequence[ModeRun]) -> Spread | None:
         return None
     middle = statistics.median(medians)
     if len(medians) > 1:
-        return Spread(middle, min(medians), max(medians), f"{len(medians)} runs")
+        return Spread(middle, min(medians), max(medians), f"{len(medians)} runs", len(medians))
     windows = sorted(runs[0].window_ms())
     if len(windows) < 5:
         return None
@@ -114,6 +118,17 @@ def spread(runs: Sequence[ModeRun]) -> Spread | None:
 def is_noise(one: Spread, other: Spread) -> bool:
     """Whether two modes' ranges overlap, so that their difference may be noise."""
     return one.low <= other.high and other.low <= one.high
+
+
+def by_chance(one: Spread, other: Spread) -> int | None:
+    """N, where the ranges of two modes of equal speed would lie apart about 1 time in N.
+
+    The number of ways to divide all runs into two sets of these sizes, over the two that lie apart.
+    None for single runs: how runs differ from one another is not known.
+    """
+    if min(one.runs, other.runs) < 2:
+        return None
+    return math.comb(one.runs + other.runs, one.runs) // 2
 
 
 def largest_loss_difference(one: ModeRun, other: ModeRun) -> float | None:

@@ -13,12 +13,16 @@ from distcache.cli.compare_plots import plot
 from distcache.cli.compare_runs import (
     ModeRun,
     Spread,
+    by_chance,
     is_noise,
     largest_loss_difference,
     spread,
 )
 
 NOTHING = "-"
+RARE = 20
+"""From here on the table does not say how often a difference comes by chance: 1 time in so many."""
+
 KIB, MIB = 1 / 2**10, 1 / 2**20
 
 # label, summary key, factor, digits after the point, whether divided by the steps
@@ -119,8 +123,11 @@ def ratio(modes: dict[str, list[ModeRun]], mode: str) -> str:
     one, other = spread(modes[base]), spread(modes[mode])
     if one is None or other is None:
         word = " (noise unknown)"
+    elif is_noise(one, other):
+        word = " (noise)"
     else:
-        word = " (noise)" if is_noise(one, other) else ""
+        odds = by_chance(one, other)
+        word = " (one run)" if odds is None else f" (chance 1 in {odds})" if odds < RARE else ""
     return f"{times[0] / times[1]:.2f}x{word}"
 
 
@@ -151,9 +158,15 @@ def noise_note(base: str, mode: str, modes: dict[str, list[ModeRun]]) -> str:
     if one is None or other is None:
         return (
             f"step time of {mode} and {base}: too few measurements to tell a difference from "
-            "noise; use repeats=3, or more steps"
+            "noise; use repeats=4, or more steps"
         )
-    verdict = "noise: the ranges overlap" if is_noise(one, other) else "more than noise"
+    odds = by_chance(one, other)
+    if is_noise(one, other):
+        verdict = "noise: the ranges overlap"
+    elif odds is None:
+        verdict = "apart within one run; whether runs differ as much is not known: use repeats=4"
+    else:
+        verdict = f"apart, as modes of one speed would be 1 time in {odds}"
     return (
         f"step time of {mode} {_range(other)} and {base} {_range(one)}: {verdict} "
         f"(ranges over {one.of})"

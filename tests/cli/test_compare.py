@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from launching import CHECKOUT, STUB, environment
 from distcache import compare as entry
 from distcache.cli.compare_runs import (
     Spread,
+    by_chance,
     is_noise,
     largest_loss_difference,
     log_tail,
@@ -60,6 +62,9 @@ def test_the_command_line():
         ("repeats=two", "repeats=two"),
         ("parallel=data", "use modes="),
         ("run.dir=x", "out="),
+        ("output=x", "did you mean out"),
+        ("mode=sharded", "did you mean modes"),
+        ("nproc=2", "did you mean world_size"),
         ("modes=data,sharded cache.placement=mixed", "cache.placement=mixed: modes=sharded sets"),
         ("parallel.sharding=row_wise modes=table_wise", r"name the mode \(hybrid\)"),
     ],
@@ -92,6 +97,33 @@ def test_layouts_of_a_mode_stand_beside_modes():
         ("parallel=hybrid", "parallel.sharding=row_wise"),
         ("parallel=host",),
     ]
+
+
+@pytest.mark.parametrize("runs", [2, 3, 4])
+def test_how_often_ranges_lie_apart_by_chance(runs, tmp_path):
+    """Of all ways to divide runs of one mode into two halves, each the slower one once."""
+    values = range(2 * runs)
+    halves = list(itertools.combinations(values, runs))
+    apart = [half for half in halves if max(half) < runs or min(half) >= runs]
+    odds = len(halves) // len(apart)
+    groups = [
+        run_of(tmp_path, mode, f"{mode}-{i}", ms=base + i)
+        for mode, base in (("data", 10), ("host", 20))
+        for i in range(runs)
+    ]
+    found = {run.mode: [r for r in groups if r.mode == run.mode] for run in groups}
+    assert by_chance(*map(spread, found.values())) == odds
+    table = markdown(groups)
+    assert f"apart, as modes of one speed would be 1 time in {odds} (ranges over {runs} r" in table
+    (cell,) = cells(table, "speed relative to data, by median step")[1:]
+    assert (f"(chance 1 in {odds})" in cell) == (odds < 20) and "x" in cell
+
+
+def test_two_names_of_one_configuration_are_refused():
+    with pytest.raises(ConfigError, match="modes=data,replicated are one and the same"):
+        prepare(parse(["modes=data,host,replicated"]))
+    with pytest.raises(ConfigError, match="modes=hybrid,table_wise are one and the same"):
+        prepare(parse(["modes=hybrid,table_wise,auto", "experiment=quickstart"]))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +161,11 @@ def test_the_table(tmp_path):
     table = markdown(runs)
     assert cells(table, "step ms, median") == ["12.00", "12.20", "6.00"]
     assert cells(table, "hit rate of distinct rows") == ["0.8300", "-", "-"]
-    assert cells(table, "speed relative to data, by median step") == ["-", "0.98x (noise)", "2.00x"]
+    assert cells(table, "speed relative to data, by median step") == [
+        "-",
+        "0.98x (noise)",
+        "2.00x (one run)",
+    ]
     assert cells(table, "largest relative loss difference to data") == ["-", "1e-06", "0"]
     assert cells(table, "bits of losses / final state as data") == [
         "-",
@@ -139,7 +175,7 @@ def test_the_table(tmp_path):
     # 1.9e6 bytes a step are 1,855.5 KiB
     assert cells(table, "rows and row gradients sent, KiB per rank and step")[0] == "1,855.5"
     assert "hybrid 12.20 ms" in table and "noise: the ranges overlap" in table
-    assert "more than noise (ranges over 47 windows of one run)" in table
+    assert "apart within one run; whether runs differ as much is not known: use repeats=4" in table
 
 
 def test_what_auto_is_stands_below_the_table(tmp_path):
@@ -171,7 +207,7 @@ def test_the_spread_of_windows_leaves_the_first_steps_out(tmp_path):
 
 def test_the_spread_of_repeats_is_the_range_of_their_medians(tmp_path):
     runs = [run_of(tmp_path, "data", f"data-{i}", ms=ms) for i, ms in enumerate((12, 14, 13))]
-    assert spread(runs) == Spread(13, 12, 14, "3 runs")
+    assert spread(runs) == Spread(13, 12, 14, "3 runs", 3)
     others = [run_of(tmp_path, "host", f"host-{i}", ms=ms) for i, ms in enumerate((13.9, 20, 19))]
     table = markdown([*runs, *others])
     assert cells(table, "step ms, median") == ["13.00", "19.00"]
