@@ -195,6 +195,8 @@ def _check_optim(optim: OptimConfig) -> None:
 
 def _check_trainer(config: Config) -> None:
     trainer, data = config.trainer, config.data
+    if not config.run.dir.strip():
+        raise ConfigError("run.dir is empty: name a folder, such as run.dir=runs/first")
     if trainer.steps is None and data.name == "synthetic" and data.samples is None:
         raise ConfigError(
             "trainer.steps=null means one epoch, but data.samples=null is a stream without an end: "

@@ -33,6 +33,21 @@ _OF_PLANNER = (
     "cache.lookahead", "trainer.schedule", "trainer.validate_plans", "trainer.shake_ms",
 )  # fmt: skip
 
+_ELSEWHERE = {
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs"), ("trainer.steps", "data.samples")),
+    **dict.fromkeys(("learning_rate", "lr"), ("optim.dense_lr", "optim.embedding_lr")),
+    **dict.fromkeys(("bf16", "fp16", "precision"), ("trainer.amp", "trainer.dtype")),
+}
+"""What other tools call a key, and what is meant."""
+
+_OF_OPTIMIZERS = {
+    "sgd": ("optim.eps", "optim.betas", "optim.initial_accumulator"),
+    "adagrad": ("optim.betas",),
+    "rowwise_adagrad": ("optim.betas",),
+    "adam": ("optim.initial_accumulator",),
+}
+"""What an optimizer does without."""
+
 _MOST = 3
 """Similar keys that are shown."""
 
@@ -67,6 +82,8 @@ def near_keys(key: str) -> list[str]:
     known, sections = _known()
     values = sorted(known - sections)
     section, _, name = key.rpartition(".")
+    if name in _ELSEWHERE:
+        return list(_ELSEWHERE[name])
     last = {value: value.rpartition(".")[2] for value in values}
     same = [value for value in values if last[value] == name]
     words = set(name.split("_"))
@@ -87,6 +104,16 @@ def check_settings(settings: Mapping[str, Any], prefix: str = "") -> None:
             raise not_a_value(key, value)
         if is_section(key) and isinstance(value, Mapping):
             check_settings(value, f"{key}.")
+
+
+def flat_keys(settings: Mapping[str, Any], prefix: str = "") -> set[str]:
+    """The dotted keys of all values of `settings`, in whose sections there may be mappings."""
+    found = set()
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
+        nested = is_section(key) and isinstance(value, Mapping)
+        found |= flat_keys(value, f"{key}.") if nested else {key}
+    return found
 
 
 def is_plain(value: Any) -> bool:
@@ -116,6 +143,15 @@ def without_use(config: Config, world_size: int, given: Collection[str]) -> list
     if mode in ("resident", "hybrid"):
         idle.update(_OF_MOVEMENT)
     idle.update((*_OF_PLANNER, "cache.reduction") if mode == "hybrid" else ("parallel.sharding",))
+    idle.update(_OF_OPTIMIZERS.get(config.optim.name, ()))
+    if config.model.name == "dlrm":
+        idle.update(("model.cross_layers", "model.cross_rank"))
+    if config.data.name in ("synthetic", "parquet"):
+        idle.add("data.on_bad_line")
+    if not config.optim.decay_steps:
+        idle.add("optim.decay_start")
+    if config.trainer.resume is None:
+        idle.add("trainer.resume_data")
     return [f"{key}={lookup(config, key)}" for key in sorted(idle.intersection(given))]
 
 

@@ -74,6 +74,14 @@ LEAST = {
 """Keys with a least value; null is allowed where the config tree allows it."""
 
 
+def as_words(config: Config) -> Config:
+    """`config` with the words that YAML and Python take for booleans, in place."""
+    config.run.digest = config.run.digest.lower()  # a bool arrives as "True"
+    if config.trainer.amp == "False":  # what YAML makes of an unquoted off
+        config.trainer.amp = "off"
+    return config
+
+
 def lookup(config: Config, key: str) -> Any:
     """The value at a dotted key of the tree."""
     value: Any = config

@@ -19,6 +19,7 @@ from distcache.comm.versions import agree_on_versions
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import Config
 from distcache.config_check import check_own
+from distcache.config_keys import flat_keys
 from distcache.data.own import OwnBatches
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
@@ -63,9 +64,9 @@ def fit(
     `resident`, `host` or `hybrid`; `optimizer`: `sgd`, `adagrad`, `rowwise_adagrad` or `adam`.
     `eval_loader`: held-out items, all of them (or `trainer.eval_steps` each time), at the end and
     every `trainer.eval_every` steps. `settings`: keys of the command line, such as
-    `{"cache.rows": 10_000, "optim.dense_lr": 0.01}`; with `data.global_batch_size` where a
-    prediction decides (`cache.placement` `auto` or `mixed`, `cache.split=by_curve`,
-    `cache.policy=static`).
+    `{"cache.rows": 10_000, "optim.dense_lr": 0.01}`, but not what the arguments say (mode and
+    optimizer, model, tables, data); with `data.global_batch_size` where a prediction decides
+    (`cache.placement` `auto` or `mixed`, `cache.split=by_curve`, `cache.policy=static`).
 
     Leaves a run folder (`run.dir`, by default runs/own) and returns its summary. Without `world`
     its ranks are those of torch.distributed where that is initialised (in groups of their own, on
@@ -74,6 +75,8 @@ def fit(
     package versions, and DataError, with the way out.
     """
     specs = table_specs(tables)
+    if settings is not None and not isinstance(settings, Mapping):
+        raise ConfigError(f"settings={settings!r} is no mapping of keys to values")
     given = dict(settings or {})
     config = own_config(parallel, optimizer, given, len(specs))
     local_size = world.local_size if world else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -89,7 +92,7 @@ def fit(
         agree_on(own_world, _compared(config, specs))
         count = count_evaluation(own_world, eval_loader, config.trainer.eval_steps or None)
         run_dir = Path(config.run.dir)
-        on_first(own_world, lambda: open_run_folder(run_dir, config, own_world, given))
+        on_first(own_world, lambda: open_run_folder(run_dir, config, own_world, flat_keys(given)))
         check_run_folder(own_world, run_dir, needs_shared_folder(config))
         share_weights(model, own_world)
         source: Any = OwnSource(tuple(features), tuple(spec.rows for spec in specs))

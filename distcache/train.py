@@ -31,7 +31,15 @@ from distcache.cli.environment import write_environment
 from distcache.cli.logs import set_up_logging
 from distcache.cli.processes import leave
 from distcache.comm.failure import cause_of, describe, first_traceback
-from distcache.comm.rendezvous import Place, find_place, open_store, publish, receive
+from distcache.comm.rendezvous import (
+    TIMEOUT_S,
+    Place,
+    find_place,
+    open_store,
+    publish,
+    receive,
+    start_timeout,
+)
 from distcache.comm.versions import agree_before_world, agree_on_versions
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import Config
@@ -52,11 +60,12 @@ def main() -> int:
     try:
         place = find_place()
         set_up_logging("INFO", place.rank, place.world_size)
-        store = open_store(place)
-        composed = agree(place, store)
+        limit = start_timeout(sys.argv[1:])
+        store = open_store(place, limit)
+        composed = agree(place, store, limit)
         if composed.text is None:
             return composed.exit_code
-        agree_before_world(store, place, arguments=sys.argv[1:])
+        agree_before_world(store, place, limit, sys.argv[1:])
         return run(to_config(composed.text), place, store, given_keys(sys.argv[1:]))
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -68,10 +77,11 @@ def main() -> int:
         return report(error, place, store)
 
 
-def agree(place: Place, store: dist.Store | None) -> Composed:
-    """Rank 0: compose, check and publish. Others: receive. The same value on every rank."""
+def agree(place: Place, store: dist.Store | None, timeout_s: float = TIMEOUT_S) -> Composed:
+    """Rank 0: compose, check and publish. Others: receive, within `timeout_s` seconds. The same
+    value on every rank."""
     if place.rank > 0 and store is not None:
-        return Composed(**receive(store))
+        return Composed(**receive(store, timeout_s))
     composed, agreed = Composed(None, 1), Composed(None, 1)
     try:
         composed = compose_command_line(place)
@@ -139,7 +149,9 @@ def open_run_folder(
     resume = config.trainer.resume
     again = resume is not None and run_dir.resolve() in Path(resume, "model").resolve().parents
     if (run_dir / "summary.json").exists() and not again:
-        log.warning("run.dir=%s holds a finished run, which this one overwrites", run_dir)
+        kept = run_dir / "model"
+        model = f" ({kept} when it saves: run.save)" if kept.exists() else ""
+        log.warning("run.dir=%s holds a finished run, which this one overwrites%s", run_dir, model)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "summary.json").unlink(missing_ok=True)  # until this run has one

@@ -69,7 +69,7 @@ if [[ "$PYTHON" == */* ]]; then
     PYTHON="$(realpath -s "$PYTHON")"
 fi
 cd "$CHECKOUT"
-"$PYTHON" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "gpu: torch sees no GPU")'
+"$PYTHON" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "gpu: torch sees no GPU here; --dry-run shows the commands")'
 
 # Ctrl-C and kill end the part that runs, which `timeout` keeps in a process group of its own, and this.
 stop() {

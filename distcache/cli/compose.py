@@ -34,6 +34,7 @@ from distcache.config_keys import (
     not_a_value,
     unknown_keys,
 )
+from distcache.config_values import as_words
 from distcache.errors import ConfigError
 from distcache.paths import conf_dir
 
@@ -129,10 +130,7 @@ def to_config(text: str) -> Config:
         raise ConfigError(str(error)) from error
     if not isinstance(config, Config):
         raise ConfigError(f"no configuration: {text[:80]!r}")
-    config.run.digest = config.run.digest.lower()  # a bool on the command line arrives as "True"
-    if config.trainer.amp == "False":  # what YAML makes of an unquoted off
-        config.trainer.amp = "off"
-    return config
+    return as_words(config)
 
 
 def checked_config(text: str, place: Place) -> Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,10 @@ def parse_request(arguments: Sequence[str]) -> Request:
     """The request of a command line; ConfigError, naming the key, for what makes no sense."""
     line = split_arguments(arguments)
     if line.overrides:
-        raise ConfigError(f"{line.overrides[0]}: no such key: --help shows the keys")
+        key, known = line.overrides[0].partition("=")[0], {f.name for f in fields(Options)}
+        near = [own for own in (key.replace(".", "_"), key.rpartition(".")[2]) if own in known]
+        hint = f"did you mean {near[0]}?" if near else "--help shows the keys"
+        raise ConfigError(f"{line.overrides[0]}: no such key: {hint}")
     given = dict(line.given)
     for key in ("table_rows", "zipf", "bag_size", "width"):
         if key in given:

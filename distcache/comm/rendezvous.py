@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 300.0
 """How long the ranks wait for rank 0's configuration, seconds."""
 
+LEAST_TIMEOUT_S = 30.0
+"""What a process may take to start and to read its configuration, seconds."""
+
 NOTICE_S = 10.0
 """After which a rank says for whom it waits, seconds."""
 
@@ -34,6 +37,18 @@ _POLL_S, _LONGEST_POLL_S = 0.01, 0.05
 
 _LINGER_S = 5.0
 """How long rank 0 waits for the others to have read what is in the store, seconds."""
+
+
+def start_timeout(arguments: Sequence[str]) -> float:
+    """How long ranks wait for one another before they have a configuration, seconds:
+    `trainer.timeout_s` of the command line, but no less than `LEAST_TIMEOUT_S`."""
+    found = TIMEOUT_S
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key == "trainer.timeout_s":
+            with suppress(ValueError):
+                found = max(LEAST_TIMEOUT_S, float(value))
+    return found
 
 
 @dataclass(frozen=True)
@@ -57,6 +72,11 @@ def find_place() -> Place:
             f"{'are' if len(missing) > 1 else 'is'} not: start ranks with torchrun, or unset RANK"
         )
     rank, size = whole_number("RANK", 0), whole_number("WORLD_SIZE", 1)
+    if not 0 <= rank < size:
+        raise ConfigError(
+            f"RANK={rank} in the environment is not among the {size} of WORLD_SIZE={size}, which "
+            "count from 0: start ranks with torchrun, or give both anew"
+        )
     local_rank = whole_number("LOCAL_RANK", rank)
     return Place(rank, size, local_rank, whole_number("LOCAL_WORLD_SIZE", size))
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 
 from distcache.comm.agree import differences, together
-from distcache.comm.rendezvous import TIMEOUT_S, Place, wait_until
+from distcache.comm.rendezvous import TIMEOUT_S, Place, linger, wait_until
 from distcache.comm.world import World
 from distcache.errors import ConfigError, PeerError
 from distcache.versions import DISTRIBUTIONS, FBGEMM_DISTRIBUTIONS, SOURCE, versions_here
@@ -29,6 +30,9 @@ HYBRID = ("torchrec", *FBGEMM_DISTRIBUTIONS)
 
 _ARGUMENTS = "the command line"
 """Under which key a rank's arguments travel with its versions."""
+
+_SIZE = "WORLD_SIZE"
+"""Under which its number of ranks."""
 
 CUDA = ("triton",)
 """What compiles the kernels of CUDA devices, where each rank updates its own copy of a row."""
@@ -64,7 +68,7 @@ def agree_before_world(
     """
     if store is None:
         return
-    own = {**versions_here(), _ARGUMENTS: list(arguments)}
+    own = {**versions_here(), _ARGUMENTS: list(arguments), _SIZE: str(place.world_size)}
     if place.rank:
         store.set(f"versions/{place.rank}", json.dumps(own))
         text = _wait(store, ["versions/all"], timeout_s, [0])[0]
@@ -74,6 +78,21 @@ def agree_before_world(
         text = json.dumps([own, *map(json.loads, texts)])
         store.set("versions/all", text)
     found = json.loads(text)
+    if place.rank:
+        store.add("versions/read", 1)
+    try:
+        _compare(found)
+    except ConfigError:
+        if place.rank == 0:  # which may serve the store
+            linger(store, "versions/read", place.world_size - 1)
+        raise
+
+
+def _compare(found: list[dict[str, Any]]) -> None:
+    """ConfigError where the ranks' numbers, packages or arguments differ."""
+    sizes = differences([{_SIZE: seen.get(_SIZE, "")} for seen in found])
+    if sizes:
+        raise ConfigError(f"the ranks differ: {'; '.join(sizes)}: start all with one number")
     _refuse([{k: v for k, v in seen.items() if k in ALWAYS} for seen in found])
     lines = differences([_by_key(seen.get(_ARGUMENTS, [])) for seen in found])
     if lines:

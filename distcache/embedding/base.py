@@ -64,6 +64,8 @@ class CachedCollection(nn.Module):
                 "RowWiseAdagrad, Adam with its settings, such as distcache.optim.Adagrad(lr=0.01)"
             )
         check_names(settings, name)
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s={timeout_s!r}: give seconds above 0")
         chosen = CacheSettings(**settings)
         self._configs = checked_configs(tables, self._config)
         self._device = _concrete(device)

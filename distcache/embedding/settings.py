@@ -7,13 +7,17 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from os import PathLike
 from typing import Any
 
 import torch
 
 from distcache.errors import ConfigError, DistcacheError
 from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
+from distcache.popularity.statistics import Statistics
 from distcache.store.direct import ACCESS, STAGED
+
+_LEAST = {"rows": 1, "bytes": 1, "lookahead": 0, "prefetch": 0, "batch_size": 1, "seed": 0}
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,14 @@ class CacheSettings:
             value = getattr(self, name)
             if value not in known:
                 raise ConfigError(f"{name}={value!r} is not {' or '.join(map(repr, known))}")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is None and name in ("rows", "bytes", "batch_size"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}")
         self._check_policy()
         self._check_popularity()
-        for name in ("lookahead", "prefetch"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least 0")
 
     def _check_policy(self) -> None:
         with library_words():
@@ -74,6 +80,11 @@ class CacheSettings:
         if self.tail != DEFAULT.tail and not policy.uses_window:
             raise ConfigError(f"tail={self.tail!r} is for policy='lookahead': leave it out")
         name = "tail" if policy.uses_window else "policy"
+        if self.half_life != "auto" and policy.ranking != "lfu":
+            raise ConfigError(
+                f"half_life={self.half_life!r} is for policy='lfu' or tail='lfu', not "
+                f"{name}={policy.ranking!r}: leave it out"
+            )
         self._needs_statistics(f"{name}={policy.ranking!r}", policy.needs_popularity)
         self._needs_batch_size(f"{name}={policy.ranking!r}", policy.ranking == "static")
 
@@ -92,6 +103,12 @@ class CacheSettings:
         self._needs_statistics(f"order={self.order!r}", self.order != "ids")
         self._needs_statistics(f"split={self.split!r}", by_curve)
         self._needs_batch_size(f"split={self.split!r}", by_curve)
+
+        given = self.statistics
+        if not (given is None or isinstance(given, str | PathLike | Statistics)):
+            raise ConfigError(
+                f"statistics={given!r} is neither a folder nor a distcache Statistics"
+            )
 
     def _needs_statistics(self, what: str, needed: bool) -> None:
         if needed and self.statistics is None:

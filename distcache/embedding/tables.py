@@ -56,6 +56,8 @@ def checked_configs(configs: Sequence[Any], kind: type[BaseEmbeddingConfig]) -> 
 
     Raises ConfigError for one that is not of `kind`, and for what a row cache does not have.
     """
+    if isinstance(configs, BaseEmbeddingConfig) or not isinstance(configs, Sequence):
+        raise ConfigError(f"tables: give a list of {kind.__name__}, not {type(configs).__name__}")
     if not configs:
         raise ConfigError(f"tables=[]: give at least one {kind.__name__}")
     seen: set[str] = set()

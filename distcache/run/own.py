@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,7 +15,8 @@ from distcache.checkpoint import RunIdentity, TrainerState
 from distcache.comm.agree import together
 from distcache.comm.world import World
 from distcache.config import Config
-from distcache.config_keys import check_settings
+from distcache.config_keys import check_settings, flat_keys
+from distcache.config_values import as_words
 from distcache.data.batch import Batch
 from distcache.data.own import OwnBatches, eval_batches
 from distcache.errors import ConfigError, DataError, StepTooLargeError
@@ -24,6 +25,14 @@ from distcache.metrics.progress import Progress
 from distcache.run.loop import Loop, Outcome
 from distcache.run.schedule import Schedule
 from distcache.trainer import Run
+
+_ARGUMENTS = {"parallel.mode": "parallel", "optim.name": "optimizer"}
+"""Keys that `distcache.fit` takes as arguments, by these names."""
+
+_OF_LOADERS = (
+    "data.global_batch_size", "data.on_bad_id", "data.batching", "data.hot_rows", "data.phase_rate",
+)  # fmt: skip
+"""Keys of group `data` that are read, or refused by what they mean, where loaders bring batches."""
 
 _BATCH = "data.global_batch_size"
 
@@ -212,6 +221,7 @@ def own_config(parallel: str, optimizer: str, settings: dict[str, Any], tables: 
     config.parallel.mode, config.optim.name = parallel, optimizer
     config.run.dir = "runs/own"
     check_settings(settings)
+    _check_own_keys(flat_keys(settings))
     tree = OmegaConf.structured(config)
     for key, value in settings.items():
         try:
@@ -223,7 +233,25 @@ def own_config(parallel: str, optimizer: str, settings: dict[str, Any], tables: 
         raise ConfigError(f"no configuration: {settings}")
     if _BATCH not in settings:
         _check_without_batch(whole)
-    return whole
+    return as_words(whole)
+
+
+def _check_own_keys(keys: Collection[str]) -> None:
+    """ConfigError for keys of what is given otherwise: tables, model, data, mode, optimizer."""
+    for key in sorted(keys):
+        section = key.partition(".")[0]
+        if key in _ARGUMENTS:
+            raise ConfigError(f"settings[{key!r}]: give it as the argument {_ARGUMENTS[key]}=")
+        if section == "model" or key == "run.sweep_ranks":
+            raise ConfigError(
+                f"settings[{key!r}] means nothing to a model of your own: leave it out (widths, "
+                "rows and pooling are those of its tables)"
+            )
+        if section == "data" and key not in _OF_LOADERS:
+            raise ConfigError(
+                f"settings[{key!r}] means nothing to batches of your own loader: leave it out (of "
+                f"group data it knows {', '.join(_OF_LOADERS[:2])})"
+            )
 
 
 def _check_without_batch(config: Config) -> None:

@@ -89,27 +89,49 @@ def test_other_ends(tmp_path, seed, code, first):
     assert first is None or messages(done.stderr)[0] == first
 
 
-@pytest.mark.parametrize(
-    "arguments", [pytest.param(["run.dir=run"], marks=pytest.mark.slow), ["cache.ratio=7"]]
-)
-def test_ranks_without_torchruns_agent(tmp_path, arguments, free_port):
-    """Rank 0 serves the store itself, and stays until the others have read from it."""
+def by_hand(folder, arguments, sizes, port):
+    """Ranks that nobody but their environment has brought together: exit codes and stderr."""
     ranks = []
-    for rank in range(2):
-        here = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
-        here |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
+    for rank, (own, size) in enumerate(zip(arguments, sizes, strict=True)):
+        here = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+        here |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         ranks.append(
             subprocess.Popen(
-                [sys.executable, STUB, *arguments],
-                cwd=tmp_path,
+                [sys.executable, STUB, *own],
+                cwd=folder,
                 env=environment(**{name: str(value) for name, value in here.items()}),
                 stderr=subprocess.PIPE,
                 text=True,
             )
         )
     texts = [rank.communicate(timeout=100)[1] for rank in ranks]
+    return [rank.returncode for rank in ranks], texts
+
+
+@pytest.mark.parametrize(
+    ("seeds", "sizes", "named"),
+    [
+        ((5, 6), (2, 2), "command lines differ: trainer.seed is '5' on rank 0 and '6' on rank 1"),
+        ((5, 5), (2, 3), "the ranks differ: WORLD_SIZE is '2' on rank 0 and '3' on rank 1"),
+    ],
+)
+def test_every_rank_hears_why_they_do_not_go_together(tmp_path, seeds, sizes, named, free_port):
+    arguments = [["run.dir=run", f"trainer.seed={seed}"] for seed in seeds]
+    codes, texts = by_hand(tmp_path, arguments, sizes, free_port)
+    assert codes == [1, 1]
+    assert all(named in text for text in texts), texts
+    assert not any("Traceback" in text for text in texts)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [pytest.param(["run.dir=run"], marks=pytest.mark.slow), ["cache.ratio=7"]]
+)
+def test_ranks_without_torchruns_agent(tmp_path, arguments, free_port):
+    """Rank 0 serves the store itself, and stays until the others have read from it."""
+    codes, texts = by_hand(tmp_path, [arguments] * 2, [2, 2], free_port)
     wrong = "cache.ratio=7" in arguments
-    assert [rank.returncode for rank in ranks] == [int(wrong)] * 2, texts
+    assert codes == [int(wrong)] * 2, texts
     assert ("cache.ratio=7" in texts[0]) is wrong
     assert texts[1] == ""
     assert (tmp_path / "run" / "rank1.json").exists() is not wrong

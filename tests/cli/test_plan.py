@@ -165,6 +165,7 @@ def test_statistics_are_as_good_as_the_law(tmp_path: Path, capsys: pytest.Captur
         ((*SMALL, "bag_size=-1"), "bag_size=-1.0: give at least 0"),
         ((*SMALL, "table_rows=[5,0,1]"), "a table has at least 1 row"),
         ((*SMALL, "batch=0"), "batch=0 must be at least 1"),
+        ((*SMALL, "cache.ratio=0.1"), "cache.ratio=0.1: no such key: did you mean cache_ratio"),
         ((*SMALL, "cache_ratio=2"), "cache.ratio=2.0 is not in (0, 1]"),
         ((*SMALL, "state=away"), "state=away is unknown: choose auto, replicated, home"),
         (

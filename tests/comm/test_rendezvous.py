@@ -13,7 +13,16 @@ import torch.distributed as dist
 from ranks import free_port
 
 from distcache.comm import rendezvous
-from distcache.comm.rendezvous import Place, find_place, open_store, publish, receive
+from distcache.comm.rendezvous import (
+    LEAST_TIMEOUT_S,
+    TIMEOUT_S,
+    Place,
+    find_place,
+    open_store,
+    publish,
+    receive,
+    start_timeout,
+)
 from distcache.errors import ConfigError, PeerError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -51,6 +60,19 @@ def test_half_an_environment_is_refused(launched):
     launched(WORLD_SIZE=2)
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 .* but RANK is not: start ranks with"):
         find_place()
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 7])
+def test_a_rank_beyond_the_world_is_refused(launched, rank) -> None:
+    launched(RANK=rank, WORLD_SIZE=2, MASTER_ADDR="h")
+    with pytest.raises(ConfigError, match=rf"RANK={rank} .* not among the 2 of WORLD_SIZE=2"):
+        find_place()
+
+
+def test_ranks_wait_for_a_start_as_long_as_the_command_line_says() -> None:
+    assert start_timeout(["trainer.steps=3"]) == start_timeout(["trainer.timeout_s=x"]) == TIMEOUT_S
+    assert start_timeout(["trainer.timeout_s=60", "a=b", "trainer.timeout_s=90.5"]) == 90.5
+    assert start_timeout(["trainer.timeout_s=2"]) == LEAST_TIMEOUT_S
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])

@@ -31,6 +31,7 @@ REFUSED = {
     "cache.prefetch=true": ("cache.prefetch=True", "auto"),
     "trainer.threads=0": ("trainer.threads=0", "at least 1"),
     "trainer.schedule=fast": ("trainer.schedule=fast", "overlapped or serial"),
+    "run.dir=": ("run.dir is empty", "run.dir=runs/first"),
     "trainer.shake_ms=-1": ("trainer.shake_ms=-1", "at least 0"),
     "cache.policy=mru": ("cache.policy=mru", "lookahead or lfu or lru or frequency or static"),
     "cache.tail=mru": ("cache.tail=mru", "choose lru or lfu or frequency"),
@@ -219,6 +220,13 @@ IDLE = [
     ("parallel=host store.access=zero_copy cache.tail=lru", 2, "cache.tail=lru"),
     ("parallel=resident store.access=zero_copy", 2, "store.access=zero_copy"),
     ("parallel=hybrid cache.rows=9 cache.prefetch=2", 1, "cache.prefetch=2, cache.rows=9"),
+    ("optim=sgd optim.eps=1e-3", 1, "optim.eps=0.001"),
+    ("optim=adam optim.eps=1e-3", 1, ""),
+    ("optim=adagrad optim.betas=[0.5,0.6]", 1, "optim.betas=[0.5, 0.6]"),
+    ("model.cross_layers=2 optim.decay_start=9", 1, "model.cross_layers=2, optim.decay_start=9"),
+    ("model=dcn_v2 model.cross_layers=2 optim.decay_steps=5 optim.decay_start=9", 1, ""),
+    ("data.on_bad_line=skip trainer.resume_data=any", 1, "data.on_bad_line=skip, "
+     "trainer.resume_data=any"),
     ("parallel=hybrid trainer.schedule=serial", 2, "trainer.schedule=serial"),
     ("parallel=hybrid cache.rows=9 data.batching=hot_cold cache.statistics=x", 1, ""),
 ]  # fmt: skip

@@ -69,6 +69,17 @@ def test_wrong_arguments_are_named(kind) -> None:
         ({"window": 3}, "window=3: no such setting: there are rows, ratio, bytes, lookahead"),
         ({"cache_row": 3}, "cache_row=3: no such setting: did you mean rows"),
         ({"tables": []}, "at least one"),
+        ({"tables": configs()[0]}, "give a list of Embedding.*Config, not Embedding.*Config"),
+        ({"rows": "1000"}, "rows='1000' must be a whole number of at least 1"),
+        ({"rows": True}, "rows=True must be a whole number"),
+        ({"bytes": "1g"}, "bytes='1g' must be a whole number"),
+        ({"batch_size": -1}, "batch_size=-1 must be a whole number of at least 1"),
+        ({"seed": -1}, "seed=-1 must be a whole number of at least 0"),
+        ({"seed": "x"}, "seed='x' must be a whole number"),
+        ({"statistics": 5}, "statistics=5 is neither a folder nor"),
+        ({"policy": "lru", "half_life": 5}, "half_life=5 is for policy='lfu' or tail='lfu'"),
+        ({"tail": "lru", "half_life": 5}, "half_life=5 .* not tail='lru'"),
+        ({"timeout_s": 0}, "timeout_s=0: give seconds above 0"),
         ({"device": "meta"}, "device=meta"),
     ):
         with pytest.raises(ConfigError, match=message):

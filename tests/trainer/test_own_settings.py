@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from scenarios import SmallNet
 
 import distcache
 from distcache.errors import ConfigError, StepTooLargeError
+from distcache.run.own import own_config
 
 
 def test_wrong_settings_are_named(tmp_path):
@@ -25,6 +27,15 @@ def test_wrong_settings_are_named(tmp_path):
         ({"optimizer": "lion"}, "optim.name=lion"),
         ({"settings": {"cache.row": 3}}, "cache.row: no such key: did you mean cache.rows"),
         ({"settings": {"cache": 3}}, "cache=3: cache is a section"),
+        ({"settings": {"cache": {"row": 3}}}, "cache.row: no such key: did you mean cache.rows"),
+        ({"settings": {5: 3}}, "5: no such key"),
+        ({"settings": ["cache.rows"]}, r"settings=\['cache.rows'\] is no mapping"),
+        ({"settings": {"model.pooling": "mean"}}, r"settings\['model.pooling'\] means nothing"),
+        ({"settings": {"model": {"embedding_dim": 4}}}, r"\['model.embedding_dim'\] means nothing"),
+        ({"settings": {"data.zipf": 2.0}}, r"\['data.zipf'\] means nothing to batches of your own"),
+        ({"settings": {"parallel.mode": "host"}}, r"\['parallel.mode'\]: .* argument parallel="),
+        ({"settings": {"optim": {"name": "sgd"}}}, r"\['optim.name'\]: .* argument optimizer="),
+        ({"settings": {"run.sweep_ranks": 2}}, r"\['run.sweep_ranks'\] means nothing"),
         ({"settings": {"cache.rows": "many"}}, r"settings\['cache.rows'\]='many'"),
         ({"settings": {"cache.rows": 3, "cache.ratio": 0.1}}, "contradict each other"),
         (
@@ -42,6 +53,28 @@ def test_wrong_settings_are_named(tmp_path):
             start(**changes)
     with pytest.raises(ConfigError, match="tables is empty"):
         distcache.fit([], [], SmallNet(5, 24))
+
+
+@pytest.mark.parametrize("settings", [{"run.digest": False}, {"run": {"digest": "false"}}])
+def test_words_that_python_has_as_booleans(settings):
+    config = own_config("data", "sgd", settings, 1)
+    assert config.run.digest == "false"
+
+
+def test_keys_without_use_are_told_by_fit_too(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("distcache"), "propagate", True)
+    caplog.set_level(logging.INFO)
+    own = {"optim.betas": [0.5, 0.6], "cache": {"placement": "sharded"}, "run.save": False}
+    distcache.fit(
+        slices(0, 1, 2),
+        SCENARIO.tables,
+        SCENARIO.model(),
+        settings=ROWS | own | {"run.dir": str(tmp_path)},
+    )
+    told = [line for line in caplog.messages if "without use" in line]
+    assert told == [
+        "without use in this mode, on 1 rank(s): cache.placement=sharded, optim.betas=[0.5, 0.6]"
+    ]
 
 
 def test_what_does_not_fit_is_named(tmp_path):
