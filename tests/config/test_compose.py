@@ -166,6 +166,7 @@ def test_the_text_that_ranks_share_is_the_whole_tree():
         ("zzz=5", "zzz: no such key: `python -m distcache.train --cfg job` shows all keys"),
         ("cache=1", "cache=1: cache is a section of "),
         ("cache=wide", "cache/wide"),
+        ("run.dir=", "run.dir is empty: name a folder"),
         ("cache.rows=many", "cache.rows"),
         ("model=transformer", "model/transformer"),
         ("experiment=mlpref", "experiment/mlpref"),

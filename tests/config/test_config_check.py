@@ -31,7 +31,6 @@ REFUSED = {
     "cache.prefetch=true": ("cache.prefetch=True", "auto"),
     "trainer.threads=0": ("trainer.threads=0", "at least 1"),
     "trainer.schedule=fast": ("trainer.schedule=fast", "overlapped or serial"),
-    "run.dir=": ("run.dir is empty", "run.dir=runs/first"),
     "trainer.shake_ms=-1": ("trainer.shake_ms=-1", "at least 0"),
     "cache.policy=mru": ("cache.policy=mru", "lookahead or lfu or lru or frequency or static"),
     "cache.tail=mru": ("cache.tail=mru", "choose lru or lfu or frequency"),
