@@ -63,13 +63,13 @@ if [[ -n "$dry" ]]; then
     done
     exit
 fi
-mkdir -p "$out"
-out="$(realpath "$out")"
+out="$(realpath -m "$out")"
 if [[ "$PYTHON" == */* ]]; then
     PYTHON="$(realpath -s "$PYTHON")"
 fi
 cd "$CHECKOUT"
 "$PYTHON" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "gpu: torch sees no GPU here; --dry-run shows the commands")'
+mkdir -p "$out"
 
 # Ctrl-C and kill end the part that runs, which `timeout` keeps in a process group of its own, and this.
 stop() {

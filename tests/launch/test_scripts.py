@@ -218,7 +218,9 @@ def test_a_part_of_the_gpu_run_that_fails_stops_no_other(tmp_path: Path) -> None
     assert run.returncode == 1
     assert (tmp_path / "out" / "access.log").read_text() == "no room\n"
     assert bash("gpu.sh", "step_64", **given).returncode == 0
-    assert bash("gpu.sh", "step_64", NO_GPU="1", **given).returncode == 1
+    elsewhere = given | {"OUT": str(tmp_path / "none"), "NO_GPU": "1"}
+    assert bash("gpu.sh", "step_64", **elsewhere).returncode == 1
+    assert not (tmp_path / "none").exists()
 
 
 def test_ctrl_c_ends_the_gpu_run_and_its_part(tmp_path: Path) -> None:
