@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import ModuleType
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distcache import ops
+from distcache.bench.fbgemm_tables import fbgemm_tables
 from distcache.bench.kernel_work import Shape, Work, slots_of
 from distcache.errors import ConfigError
 from distcache.ops import reference
@@ -136,21 +136,14 @@ class FbgemmTables(Contender):
         self, name: str, shape: Shape, optimizer: str, device: torch.device, weight: Tensor
     ) -> None:
         super().__init__(name, shape, optimizer, device)
-        training = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
-        common = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
-        kinds = importlib.import_module("fbgemm_gpu.split_embedding_configs").EmbOptimType
-        cuda = device.type == "cuda"
-        place = common.EmbeddingLocation.DEVICE if cuda else common.EmbeddingLocation.HOST
-        where = training.ComputeDevice.CUDA if cuda else training.ComputeDevice.CPU
-        self._tables = training.SplitTableBatchedEmbeddingBagsCodegen(
-            [(shape.rows, shape.width, place, where)] * shape.tables,
-            optimizer=kinds.EXACT_SGD if optimizer == "sgd" else kinds.ADAM,
+        self._tables = fbgemm_tables(
+            [(shape.rows, shape.width)] * shape.tables,
+            optimizer,
+            device,
             learning_rate=LR,
             eps=EPS,
             beta1=BETAS[0],
             beta2=BETAS[1],
-            stochastic_rounding=False,
-            device=device if cuda else None,
         )
         parts = weight.split(shape.rows)
         for table, part in zip(self._tables.split_embedding_weights(), parts, strict=True):

@@ -6,22 +6,15 @@ kernels, a row that leaves is always written back, and optimizer state is never 
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from distcache.bench.fbgemm_tables import fbgemm_tables
 from distcache.bench.step_batches import Feed
 from distcache.bench.yardsticks import Yardstick, YardstickSpec, initialise_tables
 from distcache.data.batch import Batch
-
-_KINDS = {
-    "sgd": "EXACT_SGD",
-    "adagrad": "EXACT_ADAGRAD",
-    "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD",
-    "adam": "ADAM",
-}
 
 
 class UvmTables(Yardstick):
@@ -41,25 +34,18 @@ class UvmTables(Yardstick):
         self._cuda = spec.device.type == "cuda"
         self._stream = torch.cuda.Stream(spec.device) if prefetch and self._cuda else None
         self._next: tuple[Tensor, Tensor] | None = None
-        training = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
-        common = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
-        kinds = importlib.import_module("fbgemm_gpu.split_embedding_configs").EmbOptimType
-        where, place = training.ComputeDevice.CPU, common.EmbeddingLocation.HOST
-        if self._cuda:
-            where = training.ComputeDevice.CUDA
-            place = common.EmbeddingLocation.MANAGED_CACHING
         optimizer = spec.optimizer
-        self.tables = training.SplitTableBatchedEmbeddingBagsCodegen(
-            [(table.rows, table.dim, place, where) for table in spec.tables],
+        self.tables = fbgemm_tables(
+            [(table.rows, table.dim) for table in spec.tables],
+            optimizer.name,
+            spec.device,
+            "MANAGED_CACHING",
             cache_load_factor=spec.ratio,
-            optimizer=getattr(kinds, _KINDS[optimizer.name]),
             learning_rate=spec.embedding_lr,
             eps=optimizer.eps,
             beta1=optimizer.betas[0],
             beta2=optimizer.betas[1],
-            stochastic_rounding=False,
             prefetch_pipeline=self._stream is not None,
-            device=spec.device if self._cuda else None,
         )
         initialise_tables(spec, self.tables.split_embedding_weights())
 

@@ -221,7 +221,8 @@ def own_config(parallel: str, optimizer: str, settings: dict[str, Any], tables: 
     config.parallel.mode, config.optim.name = parallel, optimizer
     config.run.dir = "runs/own"
     check_settings(settings)
-    _check_own_keys(flat_keys(settings))
+    given = flat_keys(settings)
+    _check_own_keys(given)
     tree = OmegaConf.structured(config)
     for key, value in settings.items():
         try:
@@ -231,7 +232,7 @@ def own_config(parallel: str, optimizer: str, settings: dict[str, Any], tables: 
     whole = OmegaConf.to_object(tree)
     if not isinstance(whole, Config):
         raise ConfigError(f"no configuration: {settings}")
-    if _BATCH not in settings:
+    if _BATCH not in given:
         _check_without_batch(whole)
     return as_words(whole)
 

@@ -61,6 +61,11 @@ def test_words_that_python_has_as_booleans(settings):
     assert config.run.digest == "false"
 
 
+def test_the_batch_size_may_stand_in_its_section():
+    settings = {"cache.placement": "auto", "data": {"global_batch_size": 64}}
+    assert own_config("data", "sgd", settings, 1).data.global_batch_size == 64
+
+
 def test_keys_without_use_are_told_by_fit_too(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("distcache"), "propagate", True)
     caplog.set_level(logging.INFO)
