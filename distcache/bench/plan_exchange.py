@@ -34,7 +34,8 @@ from distcache.comm.rendezvous import find_place
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import CacheConfig
 from distcache.errors import DistcacheError
-from distcache.pipeline.exchange import Decided, PlanExchange, Status
+from distcache.pipeline.exchange import Decided, PlanExchange
+from distcache.pipeline.plan_header import Asking, Deciding, Status
 from distcache.pipeline.regions import requests_of, sharded_part
 from distcache.planner.assemble import HomePart, Request, assemble, make_request, next_move_after
 from distcache.planner.bodies import make, using
@@ -119,32 +120,36 @@ class RankRun:
         self._step, self._move_after = 0, -1
 
     def step(self, rows: np.ndarray) -> StepPlan | None:
-        """Ingest this rank's rows of a step; the plan of the step L before, if there is one."""
+        """Ingest this rank's rows of a step; the plan of the step L + 1 before, if there is one."""
         with using(make(self.body)):
             with self._part("request"):
                 request = make_request(self.layout, rows, self._hot)
                 asked = requests_of(self._regions, [request])
             step, self._step = self._step, self._step + 1
-            with self._part("exchange of requests"):
-                _, named = self._exchange.requests(Status.OK, step, ("train", step), asked)
+            asking = Asking(step, Status.OK, "train", step, 0, asked)
+            due = self._waiting.popleft() if len(self._waiting) > self.lookahead else None
+            deciding = None if due is None else self._deciding(due)
+            with self._part("exchange"):
+                told = self._exchange.exchange(asking, deciding)
             with self._part("ingest"):
-                for region, rows_of in zip(self._regions, named, strict=True):
+                for region, rows_of in zip(self._regions, told.named, strict=True):
                     region.planner.ingest(step, "train", rows_of)
             self._waiting.append(request)
-            return self._decide() if len(self._waiting) > self.lookahead else None
+            if due is None or deciding is None or told.decided is None:
+                return None
+            with self._part("assemble"):
+                plan = self._assembled(due, deciding.decisions, told.decided)
+            with self._part("check"):
+                check_plan(plan)
+            return plan
 
-    def _decide(self) -> StepPlan:
-        request, due = self._waiting.popleft(), [r.planner.due_rows for r in self._regions]
+    def _deciding(self, due: Request) -> Deciding:
+        """This home's decisions on the step of request `due`."""
+        rows = [region.planner.due_rows for region in self._regions]
         with self._part("plan"):
             own = [region.planner.plan() for region in self._regions]
-        with self._part("exchange of decisions"):
-            asked = requests_of(self._regions, [request])
-            decided = self._exchange.decisions(Status.OK, own[0].step, due, own, asked)
-        with self._part("assemble"):
-            plan = self._assembled(request, own, decided)
-        with self._part("check"):
-            check_plan(plan)
-        return plan
+        asked = requests_of(self._regions, [due])
+        return Deciding(own[0].step, Status.OK, rows, own, asked)
 
     def _assembled(
         self, request: Request, own: Sequence[HomeDecision], decided: Decided

@@ -228,7 +228,16 @@ class HybridParallel(Parallel):
         held = torch.tensor([embedding, peak])
         dist.all_reduce(held, op=dist.ReduceOp.MAX, group=self._world.host_group)
         means = (round(value / self._world.size) for value in sent.tolist())
-        nothing = ("ingest", "plan", "gather", "write_back", "fill", "sync", "apply")
+        nothing = (
+            "ingest",
+            "plan",
+            "plan_exchange",
+            "gather",
+            "write_back",
+            "fill",
+            "sync",
+            "apply",
+        )
         stages = {"forward_backward": self._clock.median_ms()} | dict.fromkeys(nothing)
         return {
             **dict(zip(self.counters.values(), means, strict=True)),

@@ -1,7 +1,8 @@
 """The planners' conversation: headers, requests to homes, decisions to all. CPU group, one thread.
 
-Every exchange starts with a header from each rank, so that an end, a stop or an error of one rank
-is known to all at the same step. All ranks make the same exchanges in the same order.
+One exchange takes a step's requests to their homes and the decisions on an earlier step to all
+ranks, in two collectives: the headers, then both together. All ranks make the same exchanges in the
+same order.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from itertools import product
 
 import numpy as np
@@ -18,42 +18,26 @@ import torch
 from distcache.comm.counters import PLANNING
 from distcache.comm.failure import describe
 from distcache.comm.link import Link
-from distcache.errors import PeerError
-from distcache.planner.assemble import HomePart, Request
+from distcache.pipeline.plan_header import (
+    ASKED,
+    DECIDED,
+    SAMPLES,
+    Asking,
+    Deciding,
+    Headers,
+    Status,
+    Verdict,
+    make_header,
+)
+from distcache.planner.assemble import HomePart
 from distcache.planner.home import HomeDecision
 from distcache.planner.regions import replies_to_all
 from distcache.planner.relays import Routes, make_routes, masks_for_all, pack, unpack
 
-REQUESTS, DECISIONS = 0, 1
-"""The two kinds of exchange."""
+_WIRE, _WORDS = np.int32, 2
+"""What travels, and how many of it a row (int64) is."""
 
-KINDS = ("train", "eval")
-"""Kinds of batches; any other is `KINDS[-1] + 1` in a header."""
-
-_HEADER = 6
-"""Numbers of a header: status, exchange, step, digest, kind of the batch and its index."""
-
-
-class Status(IntEnum):
-    """What a rank says at the start of an exchange; the largest value decides."""
-
-    OK = 0
-    END = 1
-    STOP = 2
-    TOO_LARGE = 3
-    ERROR = 4
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the ranks agree on: the strongest status and the ranks that said it.
-
-    `message`: with ERROR, what went wrong on the first of them.
-    """
-
-    status: Status
-    ranks: tuple[int, ...]
-    message: str = ""
+_NONE = np.empty(0, dtype=_WIRE)
 
 
 @dataclass(frozen=True)
@@ -61,7 +45,7 @@ class Decided:
     """What all homes decided about a step. `rows` int64 `[W, G]`: distinct rows by home and group
     (also if the verdict is TOO_LARGE), `fetched`: those of them to fetch. If it is OK, for every
     group: `parts`, those of all homes, and `latest_use`, the latest last use among all victims.
-    `routes`: which way sharded rows go.
+    `routes`: which way sharded rows go; `sent`: bytes of this rank's decisions.
 
     A group here is what is planned by itself: the replicated or the sharded rows of some tables."""
 
@@ -71,6 +55,21 @@ class Decided:
     parts: list[list[HomePart]] = field(default_factory=list)
     latest_use: list[int] = field(default_factory=list)
     routes: Routes | None = None
+    sent: int = 0
+
+
+@dataclass(frozen=True)
+class Told:
+    """What an exchange told. `asked`: what the ranks agree on, None where none asked; if it is OK,
+    for every group `named`, the rows that each rank names here, and of each rank `samples`, those
+    of its batch. `decided`: None where nothing was to decide, or a rank stops. `sent`: bytes, but
+    for those of this rank's decisions."""
+
+    asked: Verdict | None
+    named: list[list[np.ndarray]]
+    samples: list[int]
+    decided: Decided | None
+    sent: int
 
 
 class PlanExchange:
@@ -90,92 +89,125 @@ class PlanExchange:
         self._sharded = frozenset(sharded)
         self._routes = make_routes(link.world.nodes, link.world.rank)
 
-    def requests(
-        self,
-        status: Status,
-        step: int,
-        batch: tuple[str, int],
-        requests: Sequence[Request],
-        error: BaseException | None = None,
-    ) -> tuple[Verdict, list[list[np.ndarray]]]:
-        """Send each group's rows to their homes.
+    def exchange(self, asking: Asking | None, deciding: Deciding | None = None) -> Told:
+        """Send each group's rows to their homes, and this home's decisions to all ranks.
 
-        `batch`: kind and index of the local batch; `requests`: by group, none if `status` is not
-        OK; `error`: why, if it is ERROR. Returns the verdict and, if it is OK, for every group the
-        rows that each rank names here.
+        All ranks ask for the same step and decide the same one; all leave out either. Raises
+        PeerError where they are not at the same point.
         """
-        size = self._link.world.size
-        counts = np.zeros((self._groups, size), dtype=np.int64)
-        if requests:
-            counts[:] = [request.counts for request in requests]
-        kind = KINDS.index(batch[0]) if batch[0] in KINDS else len(KINDS)
-        about = [status, REQUESTS, step, self._digest, kind, batch[1]]
-        headers = self._headers(about, counts)
-        verdict = self._verdict(headers, error)
-        if verdict.status is not Status.OK:
-            return verdict, []
-        incoming = headers[:, _HEADER : _HEADER + counts.size].reshape(size, self._groups, size)
-        incoming = incoming[:, :, self._link.world.rank]
-        parts = [request.rows[home] for home in range(size) for request in requests]
-        received = self._all_to_all(
-            parts, counts.sum(0), incoming.sum(1), np.int64, f"requests of step {step}"
-        )
-        by_rank = _split(received, incoming)
-        return verdict, [[by_rank[rank][g] for rank in range(size)] for g in range(self._groups)]
+        before = self._link.counters.planning_bytes
+        headers = self._headers(asking, deciding)
+        asked = self._verdict(headers, ASKED, asking)
+        decided = self._verdict(headers, DECIDED, deciding)
+        headers.compare(asked, decided)
+        if asked is None or asked.status is not Status.OK:
+            asking = None
+        stops = asked is not None and asked.status is Status.STOP
+        if stops or decided is None or decided.status is not Status.OK:
+            deciding = None
+        told = [] if deciding is None else self._told(deciding)
+        named, by_home = self._deliver(headers, asking, deciding, told)
+        own, result = self._sent(told), None
+        if decided is not None and not stops:
+            result = self._decided(headers.decided, decided, deciding, by_home, own)
+        sent = self._link.counters.planning_bytes - before - own
+        return Told(asked, named, headers.table[:, SAMPLES].tolist(), result, sent)
 
-    def decisions(
+    def _headers(self, asking: Asking | None, deciding: Deciding | None) -> Headers:
+        world = self._link.world
+        own = make_header(asking, deciding, self._digest, self._groups, world.size)
+        what = f"header of {_step(asking, deciding)}"
+        gathered = self._link.all_gather(torch.from_numpy(own), PLANNING, what)
+        return Headers(torch.stack(gathered).numpy(), world.rank, self._groups)
+
+    def _verdict(
+        self, headers: Headers, what: int, part: Asking | Deciding | None
+    ) -> Verdict | None:
+        """The strongest status of what all ranks have a `part` in."""
+        if part is None:
+            return None
+        status, ranks = headers.said(what)
+        if status is not Status.ERROR:
+            return Verdict(status, ranks)
+        text = None if part.error is None else describe(part.error)
+        texts = self._link.gather_objects(text, "errors of the planners")
+        return Verdict(status, ranks, str(texts[ranks[0]]))
+
+    def _told(self, deciding: Deciding) -> list[list[np.ndarray]]:
+        """What this home tells each rank: by group, the arrays of a `HomePart` in order."""
+        of_groups = [self._for_ranks(*of_group) for of_group in enumerate(deciding.decisions)]
+        return [[part for parts in to for part in parts] for to in zip(*of_groups, strict=True)]
+
+    def _sent(self, told: list[list[np.ndarray]]) -> int:
+        """Bytes of what this home tells other ranks."""
+        mine = self._link.world.rank
+        others = (part for rank, parts in enumerate(told) if rank != mine for part in parts)
+        return _WIRE().itemsize * sum(len(part) for part in others)
+
+    def _deliver(
         self,
-        status: Status,
-        step: int,
-        rows: Sequence[int],
-        decisions: Sequence[HomeDecision],
-        requests: Sequence[Request],
-        error: BaseException | None = None,
-    ) -> Decided:
-        """Send this home's decisions to all ranks.
+        headers: Headers,
+        asking: Asking | None,
+        deciding: Deciding | None,
+        told: list[list[np.ndarray]],
+    ) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]]]:
+        """The rows that each rank names here, by group; and pieces of each home's decisions."""
+        size, groups = self._link.world.size, 0 if asking is None else self._groups
+        outgoing: list[list[np.ndarray]] = [[] for _ in range(size)]
+        lengths = np.zeros((size, 0), dtype=np.int64)
+        if asking is not None:
+            for home, parts in enumerate(outgoing):
+                parts += [request.rows[home].view(_WIRE) for request in asking.requests]
+            lengths = _WORDS * headers.asked[:, :, self._link.world.rank]
+        if deciding is not None:
+            for parts, of_rank in zip(outgoing, told, strict=True):
+                parts += of_rank
+            of_homes = self._lengths(headers.decided, deciding)
+            lengths = np.concatenate((lengths, of_homes), axis=1)
+        if asking is None and deciding is None:
+            return [], []
+        pieces = self._all_to_all(outgoing, lengths, f"plans of {_step(asking, deciding)}")
+        named = [[of_rank[group].view(np.int64) for of_rank in pieces] for group in range(groups)]
+        return named, [of_rank[groups:] for of_rank in pieces]
 
-        `rows`: distinct rows of this home in each group; `decisions`: by group, none if `status`
-        is not OK; `error`: why, if it is ERROR.
-        """
+    def _lengths(self, numbers: np.ndarray, deciding: Deciding) -> np.ndarray:
+        """Of the pieces of each home's decisions, `[W, 3 G]`."""
         size = self._link.world.size
-        numbers = np.zeros((self._groups, 3), dtype=np.int64)
-        numbers[:, 0] = rows
-        if decisions:
-            numbers[:, 1:] = [(len(d.fetch), d.latest_use) for d in decisions]
-        headers = self._headers([status, DECISIONS, step, self._digest, 0, 0], numbers)
-        verdict = self._verdict(headers, error)
-        numbers = headers[:, _HEADER : _HEADER + numbers.size].reshape(size, self._groups, 3)
-        if verdict.status is not Status.OK:
-            return Decided(verdict, numbers[:, :, 0], numbers[:, :, 1])
-        parts, outgoing = [], []
-        told = [self._for_ranks(group, decision) for group, decision in enumerate(decisions)]
-        for to in range(size):
-            mine = [part for of_group in told for part in of_group[to]]
-            parts += mine
-            outgoing.append(sum(len(part) for part in mine))
-        asked = np.array([request.counts for request in requests])
+        asked = np.array([request.counts for request in deciding.requests])
         lengths = np.concatenate([numbers[:, :, :2], asked.T[:, :, None]], axis=2)
         lengths[:, list(self._sharded), :2] = 0
         if self._routes is not None:
             for group, home in product(self._sharded, range(size)):
                 lengths[home, group, 2] += self._routes.numbers(home, asked[group, home])
-        lengths = lengths.reshape(size, -1)
-        received = self._all_to_all(
-            parts, outgoing, lengths.sum(1), np.int32, f"decisions of step {step}"
-        )
-        by_home = _split(received, lengths)
+        return lengths.reshape(size, -1)
+
+    def _decided(
+        self,
+        numbers: np.ndarray,
+        verdict: Verdict,
+        deciding: Deciding | None,
+        by_home: list[list[np.ndarray]],
+        sent: int,
+    ) -> Decided:
+        """What all homes decided; `deciding`: None where nothing was delivered."""
+        rows, fetched = numbers[:, :, 0], numbers[:, :, 1]
+        if deciding is None:
+            return Decided(verdict, rows, fetched)
         homes = [
-            [self._part_of(group, by_home[home], asked[group, home]) for home in range(size)]
-            for group in range(self._groups)
+            [
+                self._part_of(group, pieces, request.counts[home])
+                for home, pieces in enumerate(by_home)
+            ]
+            for group, request in enumerate(deciding.requests)
         ]
         self._extend_digest(homes, numbers)
         latest = numbers[:, :, 2].max(0).tolist()
-        return Decided(verdict, numbers[:, :, 0], numbers[:, :, 1], homes, latest, self._routes)
+        return Decided(verdict, rows, fetched, homes, latest, self._routes, sent)
 
     def _for_ranks(self, group: int, decision: HomeDecision) -> list[tuple[np.ndarray, ...]]:
         """This home's part of one group for each rank, the arrays of a `HomePart` in order."""
         if group in self._sharded:
-            return [(reply,) for reply in self._with_masks(decision)]
+            return [(_NONE, _NONE, reply) for reply in self._with_masks(decision)]
         return [(decision.slots, decision.fetch, reply) for reply in decision.replies]
 
     def _with_masks(self, decision: HomeDecision) -> list[np.ndarray]:
@@ -197,51 +229,21 @@ class PlanExchange:
         masks = unpack(reply[asked:], asked, self._routes.mates)
         return HomePart(slots, fetch, reply[:asked], masks)
 
-    def _headers(self, about: list[int], numbers: np.ndarray) -> np.ndarray:
-        """Every rank's header, `about` and `numbers`; all exchanges' are of one length."""
-        own = np.zeros(_HEADER + self._groups * max(3, self._link.world.size), dtype=np.int64)
-        own[:_HEADER] = about
-        own[_HEADER : _HEADER + numbers.size] = numbers.reshape(-1)
-        what = f"header of step {about[2]}"
-        gathered = self._link.all_gather(torch.from_numpy(own), PLANNING, what)
-        return torch.stack(gathered).numpy()
-
-    def _verdict(self, headers: np.ndarray, error: BaseException | None) -> Verdict:
-        """The strongest status. Raises PeerError if the ranks are not at the same point."""
-        status = Status(int(headers[:, 0].max()))
-        ranks = tuple(np.flatnonzero(headers[:, 0] == status).tolist())
-        if status is Status.ERROR:
-            text = None if error is None else describe(error)
-            texts = self._link.gather_objects(text, "errors of the planners")
-            return Verdict(status, ranks, str(texts[ranks[0]]))
-        mine = self._link.world.rank
-        compared = slice(1, _HEADER) if status is Status.OK else slice(1, 3)
-        for rank, other in enumerate(headers):
-            if (other[compared] != headers[mine][compared]).any():
-                raise PeerError(
-                    f"rank {rank} plans {_point(other)}, but rank {mine} {_point(headers[mine])}: "
-                    "the ranks run different configurations, data or package versions"
-                )
-        return Verdict(status, ranks)
-
     def _all_to_all(
-        self,
-        parts: list[np.ndarray],
-        send: Sequence[int],
-        receive: Sequence[int],
-        dtype: type,
-        what: str,
-    ) -> np.ndarray:
-        flat = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        flat = flat.astype(dtype, copy=False)
-        out = self._link.all_to_all(
+        self, outgoing: list[list[np.ndarray]], lengths: np.ndarray, what: str
+    ) -> list[list[np.ndarray]]:
+        """Send each rank its parts (int32); from each the pieces of `lengths` `[W, n]`."""
+        if len(outgoing) == 1:
+            return [[part.astype(_WIRE, copy=False) for part in outgoing[0]]]
+        flat = np.concatenate([part for parts in outgoing for part in parts], dtype=_WIRE)
+        received = self._link.all_to_all(
             torch.from_numpy(flat),
-            [int(count) for count in send],
-            [int(count) for count in receive],
+            [sum(len(part) for part in parts) for parts in outgoing],
+            lengths.sum(1).tolist(),
             PLANNING,
             what,
         )
-        return out.numpy()
+        return _split(received.numpy(), lengths)
 
     def _extend_digest(self, homes: list[list[HomePart]], numbers: np.ndarray) -> None:
         """Mix in what all ranks know of a step's decisions."""
@@ -253,13 +255,10 @@ class PlanExchange:
                 self._digest = zlib.crc32(np.ascontiguousarray(part.slots), self._digest)
 
 
-def _point(header: np.ndarray) -> str:
-    """Where a rank stands, by its header."""
-    exchange, step, digest, kind, index = header[1:_HEADER].tolist()
-    if exchange == DECISIONS:
-        return f"the decisions of step {step} with digest {digest:#x}"
-    name = KINDS[kind] if kind < len(KINDS) else "other"
-    return f"step {step} ({name} batch {index}) with digest {digest:#x}"
+def _step(asking: Asking | None, deciding: Deciding | None) -> str:
+    """Where an exchange stands, for errors."""
+    part = asking or deciding
+    return "no step" if part is None else f"step {part.step}"
 
 
 def _split(flat: np.ndarray, lengths: np.ndarray) -> list[list[np.ndarray]]:

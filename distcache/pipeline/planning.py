@@ -1,8 +1,8 @@
 """The look-ahead planner at work: batches in, planned steps out, on a thread of its own.
 
-All ranks run the same loop over the planning group; each iteration ingests one step and, once its
-window is known, decides the oldest one. A step is decided exactly when the ids through step + L
-are known or the stream has ended, never from what happens to have arrived.
+All ranks run the same loop over the planning group. A step is decided exactly when the ids through
+step + L are known or the stream has ended, never from what happens to have arrived; the homes tell
+their decisions in the exchange that brings the rows of the step after those.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 
 from distcache.comm.failure import failure_of_others, record_failure
 from distcache.comm.link import Link
-from distcache.data.batch import Batch
+from distcache.data.batch import UNKNOWN, Batch
 from distcache.errors import ConfigError, PeerError
 from distcache.pipeline.clock import Span, spanned
-from distcache.pipeline.exchange import Decided, PlanExchange, Status, Verdict
+from distcache.pipeline.exchange import Decided, PlanExchange, Told
 from distcache.pipeline.groups import TableGroup, group_bags
+from distcache.pipeline.plan_header import Asking, Deciding, Status, Verdict
 from distcache.pipeline.planned import PlannedStep, PlanningSettings, Waiting
 from distcache.pipeline.regions import Region, requests_of, sharded_part
 from distcache.pipeline.room import too_large
-from distcache.pipeline.sizes import agree_on_size
 from distcache.pipeline.split import StepPart, split_step
 from distcache.planner.assemble import (
     HomePart,
@@ -96,14 +96,20 @@ class StreamPlanner:
         iterator = iter(batches)
         failure: BaseException | None = None
         while True:
-            verdict, error = self._ingest(iterator, waiting, stop())
+            # Without a window nothing is read beyond the step that is decided.
+            due = waiting.popleft() if len(waiting) > window > 0 else None
+            asking, entry = self._ask(iterator, stop())
+            verdict, planned = self._exchanged(asking, entry, due)
             if verdict.status is Status.STOP:
                 self._after_stop(verdict, stop)
                 return
-            if verdict.status is not Status.OK:
-                failure = error
+            if planned is not None:
+                yield planned
+            if entry is None or verdict.status is not Status.OK:
+                failure = self._why_ended(asking, verdict)
                 break
-            if len(waiting) > window:
+            waiting.append(entry)
+            if window == 0:
                 yield self._decide(waiting.popleft())
         while waiting:
             yield self._decide(waiting.popleft())
@@ -124,33 +130,67 @@ class StreamPlanner:
             planned[found] = group.planned(rows[found])
             region.planner.restore(planned, step)
 
-    def _ingest(
-        self, iterator: Iterator[Batch], waiting: deque[Waiting], stop: bool
-    ) -> tuple[Verdict, BaseException | None]:
-        """Bring the next batch's rows to their homes, or learn why there is none."""
-        started, sent = time.perf_counter(), self.link.counters.planning_bytes
-        status, error, entry = self._next(iterator) if not stop else (Status.STOP, None, None)
-        step = self.ingested
-        batch = ("", 0) if entry is None else (entry.batch.kind, entry.batch.index)
-        requests = [] if entry is None else requests_of(self.regions, entry.requests)
-        verdict, rows = self._exchange.requests(status, step, batch, requests, error)
+    def _ask(self, iterator: Iterator[Batch], stop: bool) -> tuple[Asking, Waiting | None]:
+        """This rank's part of the next step: the rows of its batch, or why there is none."""
+        started = time.perf_counter()
+        status, error, entry = (Status.STOP, None, None) if stop else self._next(iterator)
+        if entry is None:
+            return Asking(self.ingested, status, error=error), None
+        batch, requests = entry.batch, requests_of(self.regions, entry.requests)
+        entry.spans.append(Span("ingest", LANE, entry.step, started, time.perf_counter()))
+        about = (batch.kind, batch.index, batch.ids.batch_size)
+        return Asking(entry.step, status, *about, requests), entry
+
+    def _exchanged(
+        self, asking: Asking, entry: Waiting | None, due: Waiting | None
+    ) -> tuple[Verdict, PlannedStep | None]:
+        """Bring the rows of `entry`, if all ranks have some, to their homes, and decide `due`: what
+        all ranks say of the first, and the plan of the second unless one of them stops."""
+        deciding = None if due is None else self._deciding(due)
+        told = self._talk(asking, deciding, due or entry)
+        verdict = told.asked
+        if verdict is None:
+            raise RuntimeError("an exchange told nothing of what it asked")
         if verdict.status is Status.OK and entry is not None:
-            for region, by_rank in zip(self.regions, rows, strict=True):
-                region.planner.ingest(step, entry.batch.kind, by_rank)
-            entry.batch = agree_on_size(self.link, entry.batch)
-            entry.spans.append(Span("ingest", LANE, step, started, time.perf_counter()))
-            entry.planning_bytes = self.link.counters.planning_bytes - sent
-            waiting.append(entry)
-            self.ingested += 1
-        elif verdict.status is Status.ERROR and error is None:
-            error = _peer_error(verdict)
-        elif verdict.status is Status.END and status is Status.OK:
+            entry.planning_bytes = told.sent
+            self._ingest(entry, told)
+        planned = None
+        if due is not None and deciding is not None and told.decided is not None:
+            planned = self._planned(due, deciding, told.decided)
+        return verdict, planned
+
+    def _talk(
+        self, asking: Asking | None, deciding: Deciding | None, about: Waiting | None
+    ) -> Told:
+        """One exchange, whose time is told with step `about`."""
+        started = time.perf_counter()
+        told = self._exchange.exchange(asking, deciding)
+        if about is not None:
+            about.spans.append(
+                Span("plan_exchange", LANE, about.step, started, time.perf_counter())
+            )
+        return told
+
+    def _ingest(self, entry: Waiting, told: Told) -> None:
+        """Take in what all ranks name of this home's rows."""
+        with spanned(entry.spans, "ingest", LANE, entry.step):
+            for region, by_rank in zip(self.regions, told.named, strict=True):
+                region.planner.ingest(entry.step, entry.batch.kind, by_rank)
+            if entry.batch.global_size == UNKNOWN:
+                entry.batch = entry.batch.among(told.samples, self.link.world.rank)
+        self.ingested += 1
+
+    def _why_ended(self, asking: Asking, verdict: Verdict) -> BaseException | None:
+        """What to raise once the steps before the end are planned."""
+        if verdict.status is Status.ERROR:
+            return asking.error or _peer_error(verdict)
+        if asking.status is Status.OK:
             log.warning(
                 "the data of %s ended after %d batches, this rank's did not: all ranks end there",
                 ", ".join(f"rank {rank}" for rank in verdict.ranks),
-                step,
+                asking.step,
             )
-        return verdict, error
+        return None
 
     def _next(
         self, iterator: Iterator[Batch]
@@ -189,28 +229,39 @@ class StreamPlanner:
             )
 
     def _decide(self, entry: Waiting) -> PlannedStep:
-        """Decide one step with all other homes; raises on every rank if one of them cannot."""
-        sent = self.link.counters.planning_bytes
+        """Decide one step with all other homes, and nothing else."""
+        deciding = self._deciding(entry)
+        told = self._talk(None, deciding, entry)
+        entry.planning_bytes += told.sent
+        if told.decided is None:
+            raise RuntimeError(f"an exchange told nothing of step {entry.step}")
+        return self._planned(entry, deciding, told.decided)
+
+    def _deciding(self, entry: Waiting) -> Deciding:
+        """This home's part of the decisions on a step."""
         with spanned(entry.spans, "load", LANE, entry.step):
             load_error = self._load(entry)
-        started = time.perf_counter()
-        rows = [region.planner.due_rows for region in self.regions]
-        own, status, error = self._decide_home(rows, load_error)
+        with spanned(entry.spans, "plan", LANE, entry.step):
+            rows = [region.planner.due_rows for region in self.regions]
+            own, status, error = self._decide_home(rows, load_error)
         requests = requests_of(self.regions, entry.requests)
-        decided = self._exchange.decisions(status, entry.step, rows, own, requests, error)
+        return Deciding(entry.step, status, rows, own, requests, error)
+
+    def _planned(self, entry: Waiting, deciding: Deciding, decided: Decided) -> PlannedStep:
+        """The plan of a step; raises on every rank if one of the homes could not decide it."""
         if decided.verdict.status is Status.TOO_LARGE:
             kind = entry.batch.kind
             raise too_large(entry.step, kind, self.groups, decided.rows, self.regions)
         if decided.verdict.status is not Status.OK:
-            raise error or _peer_error(decided.verdict)
+            raise deciding.error or _peer_error(decided.verdict)
         try:
-            plans, parts = self._assembled(entry, decided, own)
+            with spanned(entry.spans, "plan", LANE, entry.step):
+                plans, parts = self._assembled(entry, decided, deciding.decisions)
         except BaseException as error:  # after all have agreed to go on
             self.alone = True
             record_failure(self.link.world.store, self.link.world.rank, error)
             raise
-        entry.spans.append(Span("plan", LANE, entry.step, started, time.perf_counter()))
-        sent = entry.planning_bytes + self.link.counters.planning_bytes - sent
+        sent = entry.planning_bytes + decided.sent
         return PlannedStep(entry.step, entry.batch, entry.bags, plans, entry.spans, sent, parts)
 
     def _assembled(

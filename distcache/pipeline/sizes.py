@@ -11,24 +11,12 @@ from distcache.comm.counters import PLANNING, CollectiveCounters
 from distcache.comm.failure import describe
 from distcache.comm.link import Link
 from distcache.comm.world import World
-from distcache.data.batch import UNKNOWN, Batch
+from distcache.data.batch import Batch
 from distcache.errors import PeerError
 
 log = logging.getLogger(__name__)
 
 _OK, _END, _ERROR = range(3)
-
-
-def agree_on_size(link: Link, batch: Batch) -> Batch:
-    """`batch` with its place among the slices of all ranks, where it does not know it.
-
-    All ranks call this with their slices of one step.
-    """
-    if batch.global_size != UNKNOWN:
-        return batch
-    own = torch.tensor([batch.ids.batch_size])
-    sizes = link.all_gather(own, PLANNING, f"sizes of {batch.kind} batch {batch.index}")
-    return batch.among([int(size) for size in sizes], link.world.rank)
 
 
 def agreed_batches(batches: Iterable[Batch], world: World) -> Iterator[Batch]:

@@ -68,7 +68,7 @@ def replay_traffic(
             found.append(planner.add(rows, kind))
         yield from (StepTraffic(counts, formats) for counts in zip(*found, strict=True))
     found = [planner.finish() for planner in planners]
-    yield from (StepTraffic(counts, formats) for counts in zip(*found, strict=True))
+    yield from (StepTraffic(counts, formats, last=True) for counts in zip(*found, strict=True))
 
 
 def _planner_settings(group: TableGroup, slots: int, settings: TrafficSettings) -> PlannerSettings:

@@ -13,7 +13,7 @@ import numpy as np
 
 from distcache.planner.traffic import StepCounts
 
-ROW_BYTES, REPLY_BYTES, HEADER_NUMBERS = 8, 4, 6
+ROW_BYTES, REPLY_BYTES, HEADER_NUMBERS = 8, 4, 8
 """Of planning: a row asked for, an answer about it, and numbers of a header besides counts."""
 
 
@@ -75,10 +75,14 @@ def _leaving(flow: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """What ranks send in a step of all groups. Bytes are int64 `[W]`, by rank."""
+    """What ranks send in a step of all groups. Bytes are int64 `[W]`, by rank.
+
+    `last`: whether it is decided when no step is asked for any more, as the last L of a stream are:
+    with a header of its own."""
 
     counts: tuple[StepCounts, ...]
     rows: tuple[RowFormat, ...]
+    last: bool = False
 
     @property
     def kind(self) -> str:
@@ -107,7 +111,7 @@ class StepTraffic:
     @cached_property
     def planning(self) -> np.ndarray:
         """`planning_bytes` of each rank."""
-        return planning_sent(self.counts)
+        return planning_sent(self.counts, 2 if self.last else 1)
 
     @property
     def host_read(self) -> np.ndarray:
@@ -142,27 +146,26 @@ class StepTraffic:
         return sum(r.rows for counts in self.counts for r in counts.regions)  # type: ignore
 
 
-def planning_sent(groups: Sequence[StepCounts]) -> np.ndarray:
+def planning_sent(groups: Sequence[StepCounts], headers: int = 1) -> np.ndarray:
     """Bytes of integers that each rank sends for a step of all groups, int64 `[W]`.
 
     As `planning_bytes`: headers, requests and decisions (`pipeline.exchange`), and the loss with
-    the flags, on one node (on several, homes also send masks: `planner.relays`). Batches know their
-    place among the ranks' slices.
+    the flags, on one node (on several, homes also send masks: `planner.relays`).
     """
     near = [group.replicated for group in groups if group.replicated is not None]
     far = [group.sharded for group in groups if group.sharded is not None]
     world = len((near + far)[0].rows)
     if world == 1:
         return np.zeros(1, dtype=np.int64)
-    numbers = HEADER_NUMBERS + (len(near) + len(far)) * max(3, world)
+    numbers = HEADER_NUMBERS + (len(near) + len(far)) * (3 + world)
     flow = np.zeros((world, world), dtype=np.int64)
     for region in near + far:
         flow += region.asked * ROW_BYTES + region.asked.T * REPLY_BYTES
     for region in near:
         flow += _to_all(region.rows + region.fetched) * REPLY_BYTES
-    headers = 2 * 8 * numbers * (world - 1)
+    about = headers * 8 * numbers * (world - 1)
     control = 2 * (world - 1) * 8 * (2 + world) // world
-    return _leaving(flow).sum(1) + headers + control
+    return _leaving(flow).sum(1) + about + control
 
 
 @dataclass(frozen=True)

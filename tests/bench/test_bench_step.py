@@ -20,7 +20,7 @@ from distcache.run.build import build_source
 from distcache.versions import fbgemm_here
 
 ARGUMENTS = ["size=small", "batch=64", "ratio=0.05", "steps=3", "lead=1", "repetitions=2"]
-STAGES = {"ingest", "load", "plan", "write_back", "gather", "fill"}
+STAGES = {"ingest", "load", "plan", "plan_exchange", "write_back", "gather", "fill"}
 STAGES |= {"forward_backward", "sync", "apply"}
 
 

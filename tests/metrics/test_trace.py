@@ -23,7 +23,8 @@ from distcache.metrics.trace_part import TracePart, done_path, open_path, remove
 from distcache.pipeline.clock import WAIT, Span
 
 MOVEMENT = ["write_back", "gather", "fill"]
-PLANNING = ["ingest", "load", "plan"]
+PLANNING = ["ingest", "ingest", "load", "plan", "plan_exchange", "plan"]
+"""Its rows are asked for and taken in; it is decided, told of and put together."""
 LOOP = ["forward_backward", "sync", "apply"]
 
 
@@ -90,8 +91,9 @@ def test_all_ranks_stages_are_on_one_clock(tmp_path, schedule) -> None:
             assert one["ts"] + one["dur"] <= other["ts"] + 0.01, "a lane does one thing at a time"
         kinds = {e["args"]["step"]: e["args"]["kind"] for e in events}
         assert kinds == {step: ("train", "eval")[step % 2] for step in steps}
+        alone = ["ingest", "plan_exchange"]  # nothing to decide yet, with L = 2
         expected = {
-            "planner": dict.fromkeys(steps, PLANNING),
+            "planner": {s: alone + PLANNING[1:] if s <= 2 else PLANNING for s in steps},
             "movement": dict.fromkeys(steps, MOVEMENT),
             "training": {step: own + (["forward"] if step % 2 else LOOP) for step in steps},
         }
