@@ -153,30 +153,46 @@ class Agreement:
     stop: bool
 
 
+def words(loss: Tensor, stop: bool) -> Tensor:
+    """What a rank says at the end of a step, float64 `[3]` on the loss' device: its share of the
+    global mean loss, whether to stop, and whether its loss is not finite."""
+    said = torch.zeros(3, dtype=torch.float64, device=loss.device)
+    said[0] = loss.detach()
+    said[1] = float(stop)
+    said[2] = ~torch.isfinite(said[0])
+    return said
+
+
+def agreement(said: Tensor) -> Agreement:
+    """What follows from the `words` of all ranks, float64 `[W, 3]`: the same on each."""
+    loss = float(said[:, 0].sum())
+    bad = tuple(said[:, 2].nonzero().flatten().tolist())
+    if not bad and not math.isfinite(loss):
+        bad = tuple(range(len(said)))
+    return Agreement(loss=loss, bad_ranks=bad, stop=bool(said[:, 1].any()))
+
+
 @dataclass(frozen=True)
 class Control:
-    """A step's sums on their way to the host: `values` float64 `[2 + W]` there once `mark` is
+    """A step's words on their way to the host: `said` float64 `[W, 3]` there once `mark` is
     reached, and on the device `enabled`, bool `[1]`: whether all losses so far were finite."""
 
-    values: Tensor
+    said: Tensor
     enabled: Tensor
     mark: Mark
     link: Link
 
     def read(self) -> Agreement:
-        """The sums; waits for them. Raises PeerError naming who is missing."""
+        """What was said; waits for it. Raises PeerError naming who is missing."""
         self.link.settle("the step's end", self.mark)
-        loss, stop, *flags = self.values.tolist()
-        bad = tuple(rank for rank, flag in enumerate(flags) if flag)
-        if not bad and not math.isfinite(loss):
-            bad = tuple(range(len(flags)))
-        return Agreement(loss=loss, bad_ranks=bad, stop=stop > 0)
+        return agreement(self.said)
 
 
 class ControlRing:
-    """Sums the ranks' losses (shares of the global mean, in float64) and flags step by step.
+    """Brings the ranks' losses (shares of the global mean, in float64) and flags to all of them,
+    step by step; each adds them up in rank order.
 
-    Nobody waits for a device here: the sums are copied to the host beside what follows, into one
+    Nobody waits for a device here: the words are copied to the host beside what follows, into one
     of `delay + 1` buffers that take turns, and read up to `delay` steps later. Whether anything
     may still be applied is known on the device at once; it stays false after a loss that is not
     finite.
@@ -186,33 +202,23 @@ class ControlRing:
         world = link.world
         self._link, self._streams = link, streams
         pinned = streams.asynchronous
-        shape = (delay + 1, 2 + world.size)
+        shape = (delay + 1, world.size, 3)
         self._ring = torch.zeros(shape, dtype=torch.float64, pin_memory=pinned)
         self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
         self._turn = 0
 
-    def start_sum(self, loss: Tensor, stop: bool) -> Callable[[], Control]:
-        """Sum `loss` (one element, on the device) and this rank's `stop` over the ranks; call it
-        for the sums."""
-        link, world = self._link, self._link.world
-        values = torch.zeros(2 + world.size, dtype=torch.float64, device=world.device)
-        values[0] = loss.detach()
-        values[1] = float(stop)
-        values[2 + world.rank] = ~torch.isfinite(loss.detach())
-        wait = link.start_all_reduce(values, PLANNING, "loss and control")
+    def start(self, loss: Tensor, stop: bool) -> Callable[[], Control]:
+        """Tell all ranks `loss` (one element, on the device) and this rank's `stop`; call it for
+        what all said."""
+        wait = self._link.start_all_gather(words(loss, stop), PLANNING, "loss and control")
+        return lambda: self._control(wait())
 
-        def finish() -> Control:
-            wait()
-            return self._control(values)
-
-        return finish
-
-    def _control(self, values: Tensor) -> Control:
-        """The sums `values`, on their way to the host."""
-        finite = torch.isfinite(values[:1]) & (values[2:].sum() == 0)
+    def _control(self, said: Tensor) -> Control:
+        """The words `said`, on their way to the host."""
+        finite = torch.isfinite(said[:, 0].sum()) & ~said[:, 2].any()
         self._enabled = self._enabled & finite
         on_host = self._ring[self._turn]
         self._turn = (self._turn + 1) % len(self._ring)
-        on_host.copy_(values, non_blocking=True)
+        on_host.copy_(said, non_blocking=True)
         mark = self._streams.mark(COMMUNICATION)
-        return Control(on_host.view(-1), self._enabled, mark, self._link)
+        return Control(on_host, self._enabled, mark, self._link)

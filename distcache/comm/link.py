@@ -134,19 +134,24 @@ class Link:
         self.counters.count_all_reduce(category, tensor, self.world.size)
         return self._start(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), what)
 
-    def all_gather(self, tensor: Tensor, category: str, what: str) -> list[Tensor]:
-        """Every rank's `tensor` (on the CPU, equal shapes), in rank order; on gloo groups only."""
-        if self.world.size == 1:
-            return [tensor]
-        out = [torch.empty_like(tensor) for _ in range(self.world.size)]
-        self.counters.count(category, tensor.nbytes * (self.world.size - 1))
-        self._start(lambda: dist.all_gather(out, tensor, group=self.group, async_op=True), what)()
-        return out
+    def all_gather(self, tensor: Tensor, category: str, what: str) -> Tensor:
+        """Every rank's `tensor` (equal shapes), `[W, ...]` in rank order."""
+        return self.start_all_gather(tensor, category, what)()
+
+    def start_all_gather(self, tensor: Tensor, category: str, what: str) -> Callable[[], Tensor]:
+        """`all_gather` under way, as `start_all_to_all`.
+
+        A copy to each rank: gloo's own all-gather sends as many bytes round a ring, and a small
+        one takes twice as long.
+        """
+        size = self.world.size
+        copies = tensor.expand(size, *tensor.shape).contiguous()
+        return self.start_all_to_all(copies, [1] * size, [1] * size, category, what)
 
     def gather_objects(self, value: Any, what: str) -> list[Any]:
         """Every rank's `value` (picklable), in rank order; on gloo groups only."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [int(s) for s in self.all_gather(torch.tensor([len(data)]), PLANNING, what)]
+        sizes = self.all_gather(torch.tensor(len(data)), PLANNING, what).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = data
         parts = self.all_gather(padded, PLANNING, what)

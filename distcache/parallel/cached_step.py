@@ -223,7 +223,7 @@ class CachedStep:
                 own = start_to_sharded_homes(self.link, plan.step, shard, *named)
             replicated.append(sums)
             sharded.append(own)
-        dense, control = self.dense.start_sum(), self._control.start_sum(flight.loss, flight.stop)
+        dense, control = self.dense.start_sum(), self._control.start(flight.loss, flight.stop)
         flight.sums += [None if sums is None else sums() for sums in replicated]
         flight.sharded_sums += [None if own is None else own() for own in sharded]
         dense()

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from distcache.comm.counters import PLANNING, CollectiveCounters, count_collectives, summing_hook
+from distcache.comm.link import Link
 from distcache.comm.world import World
+from distcache.coordinator import agreement, words
 from distcache.data.batch import Batch, JaggedIds
 from distcache.data.check import BatchCheck
 from distcache.data.prefetch import Prefetch
@@ -56,6 +58,7 @@ class HybridParallel(Parallel):
         self._world, self._spec, self._model = world, spec, model
         self._steps, self._rehearsed = 0, False
         self.counters = CollectiveCounters(world.nodes, world.rank)
+        self._link = Link(world, world.device_group, self.counters, "the device group")
         self._clock = StepClock(world.device)
         self._dmp = self._torchrec.build(world, spec, model)
         self._divided = self._torchrec.divide_gradients(False)
@@ -136,16 +139,10 @@ class HybridParallel(Parallel):
         return self._dmp(dense.to(device), self._torchrec.jagged(ids, size, device))[:count]
 
     def _agree(self, loss_sum: Tensor, global_size: int, stop: bool) -> StepResult:
-        """Sum loss, stop request and a flag per rank over ranks, float64 `[2 + W]`."""
-        vector = torch.zeros(2 + self._world.size, dtype=torch.float64, device=loss_sum.device)
-        vector[0] = loss_sum.double() / global_size
-        vector[1] = float(stop)
-        vector[2 + self._world.rank] = (~torch.isfinite(loss_sum)).double()
-        self.counters.count_all_reduce(PLANNING, vector, self._world.size)
-        dist.all_reduce(vector, group=self._world.device_group)
-        loss, stops, *flags = vector.tolist()
-        bad = tuple(rank for rank, flag in enumerate(flags) if flag > 0)
-        return StepResult(loss=loss, bad_ranks=bad, stop=stops > 0)
+        """What the ranks' losses, stop requests and flags come to."""
+        said = words(loss_sum.double() / global_size, stop)
+        found = agreement(self._link.all_gather(said, PLANNING, "loss and control"))
+        return StepResult(found.loss, found.bad_ranks, found.stop)
 
     @torch.no_grad()
     def eval_step(self, step: Step) -> Tensor:

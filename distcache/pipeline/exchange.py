@@ -117,8 +117,8 @@ class PlanExchange:
         world = self._link.world
         own = make_header(asking, deciding, self._digest, self._groups, world.size)
         what = f"header of {_step(asking, deciding)}"
-        gathered = self._link.all_gather(torch.from_numpy(own), PLANNING, what)
-        return Headers(torch.stack(gathered).numpy(), world.rank, self._groups)
+        table = self._link.all_gather(torch.from_numpy(own), PLANNING, what)
+        return Headers(table.numpy(), world.rank, self._groups)
 
     def _verdict(
         self, headers: Headers, what: int, part: Asking | Deciding | None

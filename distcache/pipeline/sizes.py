@@ -36,7 +36,7 @@ def agreed_batches(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
         except Exception as caught:
             status, error = _ERROR, caught
         own = torch.tensor([status, 0 if batch is None else batch.ids.batch_size])
-        headers = torch.stack(link.all_gather(own, PLANNING, f"sizes of batch {number}"))
+        headers = link.all_gather(own, PLANNING, f"sizes of batch {number}")
         worst = int(headers[:, 0].max())
         ranks = (headers[:, 0] == worst).nonzero().flatten().tolist()
         causes: list[str] = []

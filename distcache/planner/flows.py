@@ -13,8 +13,9 @@ import numpy as np
 
 from distcache.planner.traffic import StepCounts
 
-ROW_BYTES, REPLY_BYTES, HEADER_NUMBERS = 8, 4, 8
-"""Of planning: a row asked for, an answer about it, and numbers of a header besides counts."""
+ROW_BYTES, REPLY_BYTES, HEADER_NUMBERS, CONTROL_NUMBERS = 8, 4, 8, 3
+"""Of planning: a row asked for, an answer about it, numbers of a header besides counts, and of the
+loss with its flags."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def planning_sent(groups: Sequence[StepCounts], headers: int = 1) -> np.ndarray:
     for region in near:
         flow += _to_all(region.rows + region.fetched) * REPLY_BYTES
     about = headers * 8 * numbers * (world - 1)
-    control = 2 * (world - 1) * 8 * (2 + world) // world
+    control = (world - 1) * 8 * CONTROL_NUMBERS
     return _leaving(flow).sum(1) + about + control
 
 
