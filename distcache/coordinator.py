@@ -105,7 +105,11 @@ def start_to_sharded_homes(
 def _sum_by_rank(received: Tensor, sources: Tensor, counts: Sequence[int], rows: int) -> Tensor:
     """Add what came from rank 0, then rank 1, ... to `rows` rows, `[rows, D]`."""
     sums = received.new_zeros((rows, received.shape[1]))
-    for at, part in zip(sources.split(list(counts)), received.split(list(counts)), strict=True):
+    (first, part), *others = zip(
+        sources.split(list(counts)), received.split(list(counts)), strict=True
+    )
+    sums.index_copy_(0, first, part)
+    for at, part in others:
         # Rows are distinct within a source: a pass of plain additions, no atomics.
         sums.index_copy_(0, at, sums.index_select(0, at).add_(part))
     return sums
@@ -154,27 +158,32 @@ class Agreement:
 
 
 def words(loss: Tensor, stop: bool) -> Tensor:
-    """What a rank says at the end of a step, float64 `[3]` on the loss' device: its share of the
-    global mean loss, whether to stop, and whether its loss is not finite."""
-    said = torch.zeros(3, dtype=torch.float64, device=loss.device)
+    """What a rank says at the end of a step, float64 `[2]` on the loss' device: its share of the
+    global mean loss, and 1 where it wants to stop."""
+    said = loss.new_full((2,), float(stop), dtype=torch.float64)
     said[0] = loss.detach()
-    said[1] = float(stop)
-    said[2] = ~torch.isfinite(said[0])
     return said
 
 
 def agreement(said: Tensor) -> Agreement:
-    """What follows from the `words` of all ranks, float64 `[W, 3]`: the same on each."""
-    loss = float(said[:, 0].sum())
-    bad = tuple(said[:, 2].nonzero().flatten().tolist())
-    if not bad and not math.isfinite(loss):
-        bad = tuple(range(len(said)))
-    return Agreement(loss=loss, bad_ranks=bad, stop=bool(said[:, 1].any()))
+    """What follows from the `words` of all ranks, float64 `[W, 2]`: the same on each.
+
+    Losses are added up in rank order. Where they come to no finite number, `bad_ranks` are those
+    whose own is none, or all ranks.
+    """
+    losses, stops = zip(*said.tolist(), strict=True)
+    total = 0.0
+    for loss in losses:
+        total += loss
+    bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+    if not bad and not math.isfinite(total):
+        bad = list(range(len(losses)))
+    return Agreement(loss=total, bad_ranks=tuple(bad), stop=any(stops))
 
 
 @dataclass(frozen=True)
 class Control:
-    """A step's words on their way to the host: `said` float64 `[W, 3]` there once `mark` is
+    """A step's words on their way to the host: `said` float64 `[W, 2]` there once `mark` is
     reached, and on the device `enabled`, bool `[1]`: whether all losses so far were finite."""
 
     said: Tensor
@@ -202,7 +211,7 @@ class ControlRing:
         world = link.world
         self._link, self._streams = link, streams
         pinned = streams.asynchronous
-        shape = (delay + 1, world.size, 3)
+        shape = (delay + 1, world.size, 2)
         self._ring = torch.zeros(shape, dtype=torch.float64, pin_memory=pinned)
         self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
         self._turn = 0
@@ -215,8 +224,7 @@ class ControlRing:
 
     def _control(self, said: Tensor) -> Control:
         """The words `said`, on their way to the host."""
-        finite = torch.isfinite(said[:, 0].sum()) & ~said[:, 2].any()
-        self._enabled = self._enabled & finite
+        self._enabled = self._enabled & torch.isfinite(said[:, 0].sum())
         on_host = self._ring[self._turn]
         self._turn = (self._turn + 1) % len(self._ring)
         on_host.copy_(said, non_blocking=True)

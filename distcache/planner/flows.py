@@ -13,9 +13,9 @@ import numpy as np
 
 from distcache.planner.traffic import StepCounts
 
-ROW_BYTES, REPLY_BYTES, HEADER_NUMBERS, CONTROL_NUMBERS = 8, 4, 8, 3
+ROW_BYTES, REPLY_BYTES, HEADER_NUMBERS, CONTROL_NUMBERS = 8, 4, 8, 2
 """Of planning: a row asked for, an answer about it, numbers of a header besides counts, and of the
-loss with its flags."""
+loss and the wish to stop."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def planning_sent(groups: Sequence[StepCounts], headers: int = 1) -> np.ndarray:
     """Bytes of integers that each rank sends for a step of all groups, int64 `[W]`.
 
     As `planning_bytes`: headers, requests and decisions (`pipeline.exchange`), and the loss with
-    the flags, on one node (on several, homes also send masks: `planner.relays`).
+    a flag, on one node (on several, homes also send masks: `planner.relays`).
     """
     near = [group.replicated for group in groups if group.replicated is not None]
     far = [group.sharded for group in groups if group.sharded is not None]
