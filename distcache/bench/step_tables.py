@@ -59,9 +59,10 @@ def _stages(modes: Sequence[Record]) -> Table:
     names = list(dict.fromkeys(name for record in staged for name in record["stage_ms"]))
     return Table(
         "Milliseconds per stage",
-        "Median over the turns of the mean of a turn's steps. `ingest`, `load` and `plan` run on a "
-        "thread beside training, and so do `write_back`, `gather` and `fill` when overlapped; in "
-        "brackets the share of them that training did not wait for. `wait` is what it did.",
+        "Median over the turns of the mean of a turn's steps. `ingest`, `load`, `plan` and "
+        "`plan_exchange` run on a thread beside training, and so do `write_back`, `gather` and "
+        "`fill` when overlapped; in brackets the share of them that training did not wait for. "
+        "`wait` is what it did.",
         ("stage", *(record["mode"] for record in staged)),
         [(name, *(_stage(record, name) for record in staged)) for name in names],
     )

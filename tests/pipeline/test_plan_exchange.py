@@ -1,0 +1,69 @@
+"""The planners' conversation: two collectives for each step, and nothing read too early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from protocol_cases import batches, make, train
+from ranks import run_ranks
+
+from distcache.comm.world import World, close_world, open_world
+
+STEPS = 6
+
+
+def spoken(rank: int, size: int, lookahead: int) -> list[str]:
+    """What the planners' collectives of a short run were for."""
+    world = open_world("cpu", "gloo", 60)
+    mode = make(world, lookahead=lookahead)
+    link, said = mode.planner.link, []
+    start = link.start_all_to_all
+
+    def counted(tensor, send, receive, category, what):
+        said.append(what)
+        return start(tensor, send, receive, category, what)
+
+    link.start_all_to_all = counted
+    train(mode, batches(world, range(STEPS)))
+    mode.close()
+    close_world(world)
+    return said
+
+
+def test_rows_and_decisions_travel_together() -> None:
+    both = [f"{what} of step {step}" for step in range(STEPS) for what in ("header", "plans")]
+    # Step 3 is decided with the word that there is no step 6; the last two when that is known.
+    end = ["header of step 6", "plans of step 3"]
+    rest = [f"{what} of step {step}" for step in (4, 5) for what in ("header", "plans")]
+    assert run_ranks(spoken, 2, 2) == [both + end + rest] * 2
+
+
+def test_without_a_window_each_step_is_decided_before_the_next_is_asked_for() -> None:
+    words = ("header", "plans") * 2
+    own = [f"{what} of step {step}" for step in range(STEPS) for what in words]
+    assert run_ranks(spoken, 2, 0) == [[*own, f"header of step {STEPS}"]] * 2
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = open_world("cpu", "gloo", 60)
+    yield world
+    close_world(world)
+
+
+@pytest.mark.parametrize(("lookahead", "beyond"), [(0, 0), (1, 2), (3, 4)])
+def test_how_far_the_batches_are_read(world: World, lookahead: int, beyond: int) -> None:
+    """Through step + L, which the decision depends on, and one more that carries it to all."""
+    mode, read = make(world, lookahead=lookahead), []
+
+    def source():
+        for batch in batches(world, range(STEPS)):
+            read.append(batch.index)
+            yield batch
+
+    for step, planned in enumerate(mode.planner.planned(source(), lambda: False)):
+        assert planned.step == step == planned.batch.index
+        assert read[-1] == min(step + beyond, STEPS - 1)
+    assert read == list(range(STEPS))
+    mode.close()
