@@ -1,7 +1,7 @@
 """The whole plan with the ranks' exchange: `distcache.bench.planner` starts one process per rank.
 
-Every rank requests, exchanges, ingests, decides, exchanges and assembles as in training, over gloo;
-each has a core of its own where there are enough.
+Every rank requests, decides, exchanges both, ingests and assembles as in training, over gloo; each
+has a core of its own where there are enough.
 """
 
 from __future__ import annotations

@@ -151,14 +151,11 @@ class Link:
     def gather_objects(self, value: Any, what: str) -> list[Any]:
         """Every rank's `value` (picklable), in rank order; on gloo groups only."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        size = self.world.size
         sizes = self.all_gather(torch.tensor(len(data)), PLANNING, what).tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(data)] = data
-        parts = self.all_gather(padded, PLANNING, what)
-        return [
-            pickle.loads(part[:size].numpy().tobytes())
-            for part, size in zip(parts, sizes, strict=True)
-        ]
+        copies, mine = data.repeat(size), [len(data)] * size
+        parts = self.all_to_all(copies, mine, sizes, PLANNING, what).split(sizes)
+        return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
     def settle(self, what: str, mark: Mark | None = None) -> None:
         """Wait on the host for `mark`, or for all work on this thread's current CUDA stream.

@@ -38,12 +38,12 @@ def lookahead(
 ) -> Lookahead[T]:
     """Iterate over `batches`, planned ahead for `ebc`; called by all ranks.
 
-    Reads L + P optimizer steps ahead (`lookahead` and `prefetch` of the collection) and yields
-    every batch as it is. Each must go through the model in this order; a batch that is skipped or
-    changed raises PlanError. `accumulate=k`: k batches make one optimizer step. `ids(batch)`
-    gives a batch's `KeyedJaggedTensor`; without it, it is looked for. Iterators of different
-    length end where the first rank's ends. Raises ConfigError for a wrong argument, and what goes
-    wrong with a batch (DataError, StepTooLargeError) at its turn.
+    Reads L + P + 1 optimizer steps ahead (`lookahead` and `prefetch` of the collection; P with
+    L = 0) and yields every batch as it is. Each must go through the model in this order; a batch
+    that is skipped or changed raises PlanError. `accumulate=k`: k batches make one optimizer step.
+    `ids(batch)` gives a batch's `KeyedJaggedTensor`; without it, it is looked for. Iterators of
+    different length end where the first rank's ends. Raises ConfigError for a wrong argument, and
+    what goes wrong with a batch (DataError, StepTooLargeError) at its turn.
     """
     tables = getattr(ebc, "tables", None)
     if not isinstance(tables, CachedTables):

@@ -102,7 +102,7 @@ class PlanExchange:
         headers.compare(asked, decided)
         if asked is None or asked.status is not Status.OK:
             asking = None
-        stops = asked is not None and asked.status is Status.STOP
+        stops = any(v is not None and v.status is Status.STOP for v in (asked, decided))
         if stops or decided is None or decided.status is not Status.OK:
             deciding = None
         told = [] if deciding is None else self._told(deciding)

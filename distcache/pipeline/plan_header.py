@@ -103,18 +103,22 @@ class Headers:
         return Status(status), tuple(np.flatnonzero(self.table[:, what] == status).tolist())
 
     def compare(self, asked: Verdict | None, decided: Verdict | None) -> None:
-        """Raise PeerError if the ranks are not at the same point."""
+        """Raise PeerError if the ranks are not at the same point, with what went wrong on one of
+        them, if anything did: then their configurations are no matter."""
+        verdicts = [verdict for verdict in (asked, decided) if verdict is not None]
+        failed = [verdict for verdict in verdicts if verdict.status is Status.ERROR]
         columns = [_ASKED_STEP, _DECIDED_STEP]
-        if asked is not None and asked.status is Status.OK:
-            columns += [_KIND, _INDEX, _DIGEST]
-        elif decided is not None and decided.status is Status.OK:
+        if not failed and any(verdict.status is Status.OK for verdict in verdicts):
             columns.append(_DIGEST)
+        if not failed and asked is not None and asked.status is Status.OK:
+            columns += [_KIND, _INDEX]
+        why = "".join(f"; rank {verdict.ranks[0]} failed: {verdict.message}" for verdict in failed)
         mine = self.table[self.rank]
         for rank, other in enumerate(self.table):
             if (other[columns] != mine[columns]).any():
                 raise PeerError(
                     f"rank {rank} plans {_point(other)}, but rank {self.rank} {_point(mine)}: "
-                    "the ranks run different configurations, data or package versions"
+                    f"the ranks run different configurations, data or package versions{why}"
                 )
 
 
@@ -133,7 +137,8 @@ def make_header(
     if deciding is not None:
         header[[DECIDED, _DECIDED_STEP]] = deciding.status, deciding.step
         numbers = header[LEAD + groups * world :].reshape(groups, 3)
-        numbers[:, 0] = deciding.rows
+        if deciding.rows:
+            numbers[:, 0] = deciding.rows
         for group, decision in enumerate(deciding.decisions):
             numbers[group, 1:] = len(decision.fetch), decision.latest_use
     return header
@@ -144,10 +149,11 @@ def _point(header: np.ndarray) -> str:
     asked, decided, kind, index, digest = header[
         [_ASKED_STEP, _DECIDED_STEP, _KIND, _INDEX, _DIGEST]
     ].tolist()
-    points = []
+    status, points = Status(int(header[ASKED])), []
     if asked >= 0:
-        name = KINDS[kind] if kind < len(KINDS) else "other"
-        points.append(f"step {asked} ({name} batch {index})")
+        name = f"{KINDS[kind] if kind < len(KINDS) else 'other'} batch {index}"
+        name = name if status is Status.OK else status.name.lower()
+        points.append(f"step {asked} ({name})")
     if decided >= 0:
         points.append(f"the decisions of step {decided}")
     return f"{' and '.join(points)} with digest {digest:#x}"

@@ -107,6 +107,8 @@ class StreamPlanner:
                 yield planned
             if entry is None or verdict.status is not Status.OK:
                 failure = self._why_ended(asking, verdict)
+                if due is not None and planned is None:  # one rank failed, and one stops
+                    waiting.clear()
                 break
             waiting.append(entry)
             if window == 0:
@@ -146,7 +148,11 @@ class StreamPlanner:
     ) -> tuple[Verdict, PlannedStep | None]:
         """Bring the rows of `entry`, if all ranks have some, to their homes, and decide `due`: what
         all ranks say of the first, and the plan of the second unless one of them stops."""
-        deciding = None if due is None else self._deciding(due)
+        deciding = None
+        if due is not None and asking.status is Status.STOP:
+            deciding = Deciding(due.step, Status.STOP)
+        elif due is not None:
+            deciding = self._deciding(due)
         told = self._talk(asking, deciding, due or entry)
         verdict = told.asked
         if verdict is None:

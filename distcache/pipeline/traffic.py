@@ -66,9 +66,10 @@ def replay_traffic(
         for group, planner in zip(groups, planners, strict=True):
             rows = [group_bags(group, part, torch.float32).rows for part in ids]
             found.append(planner.add(rows, kind))
-        yield from (StepTraffic(counts, formats) for counts in zip(*found, strict=True))
+        alone = settings.lookahead == 0
+        yield from (StepTraffic(counts, formats, alone) for counts in zip(*found, strict=True))
     found = [planner.finish() for planner in planners]
-    yield from (StepTraffic(counts, formats, last=True) for counts in zip(*found, strict=True))
+    yield from (StepTraffic(counts, formats, alone=True) for counts in zip(*found, strict=True))
 
 
 def _planner_settings(group: TableGroup, slots: int, settings: TrafficSettings) -> PlannerSettings:

@@ -78,12 +78,12 @@ def _leaving(flow: np.ndarray) -> np.ndarray:
 class StepTraffic:
     """What ranks send in a step of all groups. Bytes are int64 `[W]`, by rank.
 
-    `last`: whether it is decided when no step is asked for any more, as the last L of a stream are:
-    with a header of its own."""
+    `alone`: whether it is decided in an exchange that asks for no other step, with a header of its
+    own: as the last L of a stream are, and all where L is 0."""
 
     counts: tuple[StepCounts, ...]
     rows: tuple[RowFormat, ...]
-    last: bool = False
+    alone: bool = False
 
     @property
     def kind(self) -> str:
@@ -112,7 +112,7 @@ class StepTraffic:
     @cached_property
     def planning(self) -> np.ndarray:
         """`planning_bytes` of each rank."""
-        return planning_sent(self.counts, 2 if self.last else 1)
+        return planning_sent(self.counts, 2 if self.alone else 1)
 
     @property
     def host_read(self) -> np.ndarray:

@@ -21,7 +21,7 @@ LOOKAHEAD, PREFETCH = 8, 1
 """What `auto` takes where memory and slots allow it; deeper windows and moves changed little in
 `docs/results/planner.md` and `docs/results/step.md`."""
 
-_BETWEEN = 4
+_BETWEEN = 5
 """Steps that lie between the threads beside those of L and P."""
 
 _ID_BYTES = 64

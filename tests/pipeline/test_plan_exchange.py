@@ -9,6 +9,8 @@ from protocol_cases import batches, make, train
 from ranks import run_ranks
 
 from distcache.comm.world import World, close_world, open_world
+from distcache.errors import PeerError
+from distcache.pipeline.plan_header import Asking, Deciding, Status
 
 STEPS = 6
 
@@ -67,3 +69,55 @@ def test_how_far_the_batches_are_read(world: World, lookahead: int, beyond: int)
         assert read[-1] == min(step + beyond, STEPS - 1)
     assert read == list(range(STEPS))
     mode.close()
+
+
+def talks(rank: int, size: int, case: str) -> tuple[str, bool, bool]:
+    """One exchange in which ranks say different things: the error, if the ranks are not at the
+    same point; else the verdict on what is asked, and whether anything is decided."""
+    world = open_world("cpu", "gloo", 60)
+    mode = make(world)
+    asking, deciding = SAID[case](rank)
+    told, error = None, ""
+    try:
+        told = mode.planner._exchange.exchange(asking, deciding)
+    except PeerError as caught:
+        error = str(caught)
+    mode.close()
+    close_world(world, orderly=False)
+    if told is None:
+        return error, False, False
+    return f"{told.asked.status.name}: {told.asked.message}", bool(told.named), bool(told.decided)
+
+
+def failed(rank: int, step: int = 3) -> Asking:
+    """Rank 0 has no batch; rank 1 has none either, but stops."""
+    if rank == 0:
+        return Asking(step, Status.ERROR, error=OSError("no batch"))
+    return Asking(step, Status.STOP)
+
+
+SAID = {
+    "one fails, one stops": lambda rank: (
+        failed(rank),
+        Deciding(0, Status.STOP if rank else Status.OK),
+    ),
+    "all stop": lambda rank: (Asking(3, Status.STOP), Deciding(0, Status.STOP)),
+    "at different steps": lambda rank: (failed(0, 3 + rank), None),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("one fails, one stops", ("ERROR: OSError: no batch", False, False)),
+        ("all stop", ("STOP: ", False, False)),
+    ],
+)
+def test_nothing_is_delivered_once_a_rank_stops(case: str, expected: tuple) -> None:
+    assert run_ranks(talks, 2, case) == [expected] * 2
+
+
+def test_what_went_wrong_is_told_where_the_ranks_differ_too() -> None:
+    for error, *_ in run_ranks(talks, 2, "at different steps"):
+        assert "plans step 4 (error)" in error or "plans step 3 (error)" in error
+        assert error.endswith("; rank 0 failed: OSError: no batch")
