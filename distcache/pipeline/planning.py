@@ -24,18 +24,12 @@ from distcache.pipeline.exchange import Decided, PlanExchange, Told
 from distcache.pipeline.groups import TableGroup, group_bags
 from distcache.pipeline.plan_header import Asking, Deciding, Status, Verdict
 from distcache.pipeline.planned import PlannedStep, PlanningSettings, Waiting
-from distcache.pipeline.regions import Region, requests_of, sharded_part
+from distcache.pipeline.rank_plans import RankPlans
+from distcache.pipeline.regions import Region, requests_of
 from distcache.pipeline.room import too_large
-from distcache.pipeline.split import StepPart, split_step
-from distcache.planner.assemble import (
-    HomePart,
-    assemble,
-    make_request,
-    next_move_after,
-)
+from distcache.planner.assemble import make_request
 from distcache.planner.home import HomeDecision
-from distcache.planner.regions import HotRows, nothing
-from distcache.step_plan import StepPlan, check_plan, check_plan_fully
+from distcache.planner.regions import HotRows
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +74,7 @@ class StreamPlanner:
         self.alone = False  # whether planning failed where other ranks go on
         sharded = [place for place, region in enumerate(self.regions) if region.sharded]
         self._exchange = PlanExchange(link, len(self.regions), settings.fingerprint, sharded)
-        self._move_after = [-1] * len(self.groups)
+        self._plans = RankPlans(groups, regions, slots, settings, link.world.size)
         self._hot = [None if group.hot is None else HotRows(group.hot) for group in self.groups]
 
     def planned(
@@ -124,7 +118,7 @@ class StreamPlanner:
         `held(group, slots)`: the rows in these slots of a group, int64, -1 for none.
         """
         self.ingested = step + 1
-        self._move_after = [step] * len(self.groups)
+        self._plans.restore(step)
         for region in self.regions:
             group, rows = self.groups[region.group], held(region.group, region.planner.own_slots)
             found = rows >= 0
@@ -169,13 +163,9 @@ class StreamPlanner:
         self, asking: Asking | None, deciding: Deciding | None, about: Waiting | None
     ) -> Told:
         """One exchange, whose time is told with step `about`."""
-        started = time.perf_counter()
-        told = self._exchange.exchange(asking, deciding)
-        if about is not None:
-            about.spans.append(
-                Span("plan_exchange", LANE, about.step, started, time.perf_counter())
-            )
-        return told
+        spans, step = ([], -1) if about is None else (about.spans, about.step)
+        with spanned(spans, "plan_exchange", LANE, step):
+            return self._exchange.exchange(asking, deciding)
 
     def _ingest(self, entry: Waiting, told: Told) -> None:
         """Take in what all ranks name of this home's rows."""
@@ -262,51 +252,13 @@ class StreamPlanner:
             raise deciding.error or _peer_error(decided.verdict)
         try:
             with spanned(entry.spans, "plan", LANE, entry.step):
-                plans, parts = self._assembled(entry, decided, deciding.decisions)
+                plans, parts = self._plans.of(entry, decided, deciding.decisions)
         except BaseException as error:  # after all have agreed to go on
             self.alone = True
             record_failure(self.link.world.store, self.link.world.rank, error)
             raise
         sent = entry.planning_bytes + decided.sent
         return PlannedStep(entry.step, entry.batch, entry.bags, plans, entry.spans, sent, parts)
-
-    def _assembled(
-        self, entry: Waiting, decided: Decided, own: Sequence[HomeDecision]
-    ) -> tuple[list[StepPlan], tuple[StepPart, ...]]:
-        """The plans of a step on which all homes decided, and its parts."""
-        plans = []
-        for group in range(len(self.groups)):
-            plan = self._plan_of(group, entry, decided, own)
-            if self.settings.validate:
-                check_plan_fully(plan, self.slots[group])
-            else:
-                check_plan(plan)
-            plans.append(plan)
-        if self.settings.hot is None or entry.batch.kind != "train":
-            return plans, ()
-        return plans, split_step(entry.batch, entry.bags, plans, self.settings.hot)
-
-    def _plan_of(
-        self, group: int, entry: Waiting, decided: Decided, own: Sequence[HomeDecision]
-    ) -> StepPlan:
-        """This rank's plan of a group from the decisions on its regions."""
-        places = [place for place, region in enumerate(self.regions) if region.group == group]
-        latest, before = [decided.latest_use[p] for p in places], self._move_after[group]
-        move_after = next_move_after(entry.step, self.settings.prefetch, latest, before)
-        self._move_after[group] = move_after
-        world, label = self.link.world.size, (entry.step, entry.batch.kind)
-        empty = nothing(label, world)
-        parts, mine, sharded = (
-            [HomePart(empty.slots, empty.fetch, empty.slots)] * world,
-            empty,
-            None,
-        )
-        for place in places:
-            if self.regions[place].sharded:
-                sharded = sharded_part(place, decided, own[place], self.settings.early)
-            else:
-                parts, mine = decided.parts[place], own[place]
-        return assemble(entry.requests[group], parts, mine, move_after, sharded)
 
     def _load(self, entry: Waiting) -> Exception | None:
         """Read the batch's dense features and labels; what went wrong with that."""
