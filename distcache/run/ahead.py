@@ -22,7 +22,8 @@ LOOKAHEAD, PREFETCH = 8, 1
 `docs/results/planner.md` and `docs/results/step.md`."""
 
 _BETWEEN = 5
-"""Steps that lie between the threads beside those of L and P."""
+"""Steps beside those of L and P: one trains, two have plans and have not moved, one waits for its
+place in their queue, and one beyond the window has been read."""
 
 _ID_BYTES = 64
 """Of one id of a planned step: its id, row, bag, position, place in the occurrence order, and what

@@ -46,7 +46,7 @@ def test_a_halt_that_came_too_late_is_made_again(monkeypatch) -> None:
 
     def slowly():
         for at, batch in enumerate(data):
-            if at == 3:
+            if at == 4:  # the first step is planned with L + 1 more
                 go.wait(30)
             yield batch
 

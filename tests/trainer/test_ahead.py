@@ -13,6 +13,10 @@ from distcache.errors import MemoryTooSmallError
 from distcache.run import ahead
 from distcache.run.ahead import resolve_ahead, step_bytes
 
+BETWEEN = 5
+"""Steps beside L and P: one trains, two have plans and have not moved, one waits for its place in
+their queue, and one beyond the window has been read."""
+
 
 class Known:
     """A source whose steps have 10 ids per sample and table, and 12 distinct rows per table."""
@@ -55,14 +59,14 @@ def test_slots_for_two_steps_let_rows_move_one_step_ahead(world, slots, prefetch
 )
 def test_auto_takes_what_memory_holds(world, monkeypatch, steps, expected) -> None:
     each = step_bytes(Known(), TABLES, 16, world)
-    monkeypatch.setattr(ahead, "available_memory", lambda: 2 * (steps + 4) * each)
+    monkeypatch.setattr(ahead, "available_memory", lambda: 2 * (steps + BETWEEN) * each)
     assert ahead_of(world) == expected
 
 
 def test_a_number_that_memory_does_not_hold_is_refused_with_what_fits(world, monkeypatch) -> None:
     each = step_bytes(Known(), TABLES, 16, world)
     assert each == 16 * (2 * 10 * 64 + 4 * 4)
-    monkeypatch.setattr(ahead, "available_memory", lambda: 2 * (6 + 4) * each)
+    monkeypatch.setattr(ahead, "available_memory", lambda: 2 * (6 + BETWEEN) * each)
     assert ahead_of(world, cache__lookahead=5, cache__prefetch=1) == (5, 1)
     assert ahead_of(world, cache__prefetch=4) == (2, 4)
     with pytest.raises(MemoryTooSmallError) as caught:
@@ -75,7 +79,7 @@ def test_a_number_that_memory_does_not_hold_is_refused_with_what_fits(world, mon
 
 @pytest.mark.parametrize(
     ("backend", "gpus", "steps"),
-    [("gloo", 1, 21), ("gloo", 2, 46), ("gloo", 4, 96), ("nccl", 1, 96)],
+    [("gloo", 1, 20), ("gloo", 2, 45), ("gloo", 4, 95), ("nccl", 1, 95)],
 )
 def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch, backend, gpus, steps) -> None:
     monkeypatch.setattr(ahead, "available_memory", lambda: 1 << 50)
