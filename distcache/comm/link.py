@@ -123,12 +123,8 @@ class Link:
 
         return finish
 
-    def all_reduce(self, tensor: Tensor, category: str, what: str) -> None:
-        """Sum `tensor` (contiguous) over the ranks in place."""
-        self.start_all_reduce(tensor, category, what)()
-
     def start_all_reduce(self, tensor: Tensor, category: str, what: str) -> Callable[[], None]:
-        """`all_reduce` under way, as `start_all_to_all`."""
+        """Sum `tensor` (contiguous) over the ranks in place; under way, as `start_all_to_all`."""
         if self.world.size == 1:
             return lambda: None
         self.counters.count_all_reduce(category, tensor, self.world.size)
