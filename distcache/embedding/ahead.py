@@ -28,6 +28,9 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+_LEAVING_S = 1.0
+"""Longest wait at the interpreter's end for threads whose steps are of no use, seconds."""
+
 
 class Ahead(Generic[T]):
     """The batches of one plan, kept until the step after it is open."""
@@ -122,10 +125,14 @@ class Runner:
             self._pipeline.quiet()
 
     def fail(self, error: BaseException) -> None:
-        """This rank ends with `error`: tell those who ask; the others are not told to stop."""
+        """This rank ends with `error`: tell the others, then end the threads if they end soon.
+
+        A thread that computes while the interpreter goes away may take the process with it.
+        """
         if self._pipeline is not None:
             world = self._planner.link.world
             record_failure(world.store, world.rank, error)
+            self._pipeline.stop(_LEAVING_S, orderly=False)
 
     def stop(self, orderly: bool = True) -> bool:
         """End the threads, with a last word to the other ranks; False if they did not in time.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from ebc_models import cached, dlrm
 from ebc_training import assert_same, loss_of, weights_of
 
 from distcache import lookahead
+from distcache.embedding import ahead
 from distcache.errors import PlanError
 
 pytestmark = pytest.mark.usefixtures("kind")
@@ -75,6 +77,21 @@ def test_a_halt_that_came_too_late_is_made_again(monkeypatch) -> None:
         other.step()
     assert_same(found, weights_of(other))
     other.close()
+
+
+@pytest.mark.parametrize("error", [None, ValueError("on purpose")])
+def test_no_thread_computes_while_the_interpreter_goes_away(monkeypatch, error) -> None:
+    ebc = cached("sgd", **ROOMY)
+    stream = lookahead(batches(50), ebc)
+    loss_of(dlrm(ebc), next(stream)).backward()
+    pipeline = stream._runner._pipeline
+    monkeypatch.setattr(ahead, "_running", {stream._runner})
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    assert pipeline._plans.is_alive() and pipeline._moves.is_alive()
+    ahead._at_exit()
+    assert not pipeline._plans.is_alive() and not pipeline._moves.is_alive()
+    stream.close()
+    ebc.close()
 
 
 def test_a_step_of_a_stopped_queue_is_not_waited_for() -> None:
