@@ -23,8 +23,8 @@ from distcache.bench.report import (
     Table,
 )
 from distcache.bench.spread import ratios, rotated, shown, spread
+from distcache.ops.copies import put_rows, take_rows
 from distcache.store.available import require_memory
-from distcache.store.copies import put_rows, take_rows
 
 log = logging.getLogger("distcache.bench.rows")
 

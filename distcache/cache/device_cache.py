@@ -8,8 +8,8 @@ from torch import Tensor
 
 from distcache.cache.state_slots import StateSlots
 from distcache.errors import MemoryTooSmallError, PlanError
+from distcache.ops.copies import put_rows, take_rows
 from distcache.store.available import describe_bytes, require_memory
-from distcache.store.copies import put_rows, take_rows
 
 Index = Tensor | np.ndarray
 """int64 `[m]`, on the CPU."""

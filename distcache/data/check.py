@@ -40,16 +40,15 @@ def check_ids(
     _check_weights(ids)
     values = ids.values.numpy().astype(np.int64, copy=False)
     edges = offsets[:: max(ids.batch_size, 1)] if ids.batch_size else np.zeros(1, dtype=np.int64)
-    rows = np.asarray(table_rows, dtype=np.int64)
-    limits = np.repeat(rows, np.diff(edges)) if ids.batch_size else rows[:0]
-    # As unsigned numbers, negative ids are beyond every table too.
-    bad = values.view(np.uint64) >= limits.view(np.uint64)
-    if not bad.any():
+    if not _is_any_beyond(values, edges.tolist(), table_rows):
         return (
             ids
             if ids.values.dtype == torch.int64
             else replace(ids, values=torch.from_numpy(values))
         )
+    rows = np.asarray(table_rows, dtype=np.int64)
+    limits = np.repeat(rows, np.diff(edges))
+    bad = (values < 0) | (values >= limits)
     if on_bad_id == "hash":
         return replace(ids, values=torch.from_numpy(np.where(bad, values % limits, values)))
     place = int(np.argmax(bad))
@@ -62,6 +61,13 @@ def check_ids(
         "in this slice. Correct the data or the table's rows, or take such ids modulo the "
         "table's rows with data.on_bad_id=hash"
     )
+
+
+def _is_any_beyond(values: np.ndarray, edges: list[int], table_rows: Sequence[int]) -> bool:
+    """Whether an id is outside its table; the ids of feature f are `edges[f : f + 2]`."""
+    unsigned = values.view(np.uint64)  # so that negative ids are beyond every table too
+    bounds = zip(table_rows, edges, edges[1:], strict=False)
+    return any(start < stop and unsigned[start:stop].max() >= rows for rows, start, stop in bounds)
 
 
 def _checked_offsets(ids: JaggedIds) -> np.ndarray:
@@ -85,8 +91,9 @@ def _checked_offsets(ids: JaggedIds) -> np.ndarray:
             f"offsets go from {offsets[0]} to {offsets[-1]}; they must go from 0 to the number of "
             f"ids, {len(ids.values)}"
         )
-    falls = np.flatnonzero(np.diff(offsets) < 0)
-    if len(falls):
+    falling = offsets[1:] < offsets[:-1]
+    if falling.any():
+        falls = np.flatnonzero(falling)
         feature, sample = divmod(int(falls[0]), ids.batch_size)
         raise DataError(
             f"offsets fall from {offsets[falls[0]]} to {offsets[falls[0] + 1]} at feature "

@@ -60,7 +60,6 @@ def part_of(
         features=bags.features,
         rows=bags.rows[ids.numpy()],
         offsets=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))),
-        bag_of=torch.repeat_interleave(lengths),
         weights=None if bags.weights is None else bags.weights[ids],
         scale=None if bags.scale is None else bags.scale[torch.from_numpy(chosen)],
     )

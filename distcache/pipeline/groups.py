@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -55,16 +56,28 @@ class GroupBags:
     """The ids of one local batch that read one group, K = F * b bags, feature-major.
 
     `features`: F; `rows`: int64 `[n]`, the planner's row numbers (NumPy); `offsets`: int64
-    `[K + 1]`; `bag_of`: int64 `[n]`; `weights`: `[n]` or None; `scale`: `[K, 1]` (1 / bag length
-    for mean bags) or None.
+    `[K + 1]`; `weights`: `[n]` or None; `scale`: `[K, 1]` (1 / bag length for mean bags) or None.
     """
 
     features: int
     rows: np.ndarray
     offsets: Tensor
-    bag_of: Tensor
     weights: Tensor | None
     scale: Tensor | None
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether every bag has one id, without a weight."""
+        bags = len(self.offsets) - 1
+        if self.weights is not None or len(self.rows) != bags:
+            return False
+        return np.array_equal(self.offsets.numpy(), _counted(bags + 1))
+
+    @cached_property
+    def bag_of(self) -> np.ndarray:
+        """The bag of each id, int64 `[n]`."""
+        offsets = self.offsets.numpy()
+        return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
 
 
 def make_groups(
@@ -113,14 +126,30 @@ def group_bags(group: TableGroup, ids: JaggedIds, dtype: torch.dtype) -> GroupBa
     offsets, values, weights = ids.offsets, ids.values, ids.weights
     if len(group.features) != len(ids.features):
         offsets, values, weights = _select(ids, group.features)
-    lengths = np.diff(offsets.numpy())
-    per_feature = lengths.reshape(len(group.features), batch).sum(1)
-    rows = group.planned(values.numpy() + np.repeat(group.offsets, per_feature))
-    bag_of = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+    rows = group.planned(_rows(group, values.numpy(), offsets.numpy()[:: max(batch, 1)]))
     if weights is not None:
         weights = torch.from_numpy(weights.numpy().astype(_FLOATS[dtype], copy=False))
-    scale = _scale(group, lengths, batch, dtype) if any(group.mean) else None
-    return GroupBags(len(group.features), rows, offsets, bag_of, weights, scale)
+    scale = None
+    if any(group.mean):
+        scale = _scale(group, np.diff(offsets.numpy()), batch, dtype)
+    return GroupBags(len(group.features), rows, offsets, weights, scale)
+
+
+def _rows(group: TableGroup, ids: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """The rows of `ids` by the layout's numbers; those of feature f are `edges[f : f + 2]`."""
+    rows = np.empty(len(ids), dtype=np.int64)
+    bounds = edges.tolist()
+    for offset, start, stop in zip(group.offsets, bounds, bounds[1:], strict=False):
+        np.add(ids[start:stop], offset, out=rows[start:stop])
+    return rows
+
+
+@lru_cache(maxsize=4)
+def _counted(count: int) -> np.ndarray:
+    """0, 1, ..., int64 `[count]`; nobody writes to it."""
+    numbers = np.arange(count)
+    numbers.flags.writeable = False
+    return numbers
 
 
 def _scale(group: TableGroup, lengths: np.ndarray, batch: int, dtype: torch.dtype) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -60,13 +61,13 @@ class DeviceBags:
 
         count = len(bags.offsets) - 1
         samples, features = self.shape = (count // max(bags.features, 1), bags.features)
-        self.single = bags.weights is None and _are_single(bags)
+        self.single = bags.single
         positions, scale = plan.positions, None if self.single else bags.scale
-        place = _by_sample(torch.arange(count), features, samples)
+        place = _places(features, samples)
         if self.single:
             bag_of, positions = place, _by_sample(positions, samples, features)
         else:
-            bag_of = torch.from_numpy(place.numpy()[bags.bag_of.numpy()])
+            bag_of = torch.from_numpy(place.numpy()[bags.bag_of])
             scale = None if scale is None else _by_sample(scale, samples, features)
         self.offsets, self.bag_of = move(bags.offsets), move(bag_of)
         self.weights = None if bags.weights is None else move(bags.weights)
@@ -86,10 +87,10 @@ class DeviceBags:
         return own if self.chunks is None else [*own, self.chunks.table]
 
 
-def _are_single(bags: GroupBags) -> bool:
-    """Whether every bag has one id."""
-    offsets = bags.offsets.numpy()
-    return len(bags.bag_of) == len(offsets) - 1 and bool((np.diff(offsets) == 1).all())
+@lru_cache(maxsize=4)
+def _places(features: int, samples: int) -> Tensor:
+    """Where each bag comes out, sample by sample, int64 `[F * b]`; nobody writes to it."""
+    return _by_sample(torch.from_numpy(np.arange(features * samples)), features, samples)
 
 
 def _by_sample(values: Tensor, samples: int, features: int) -> Tensor:
@@ -131,7 +132,7 @@ class PooledLookup(torch.autograd.Function):
 def bags_of_one(bags: GroupBags) -> GroupBags:
     """The same ids, each a bag of its own, without weights: n bags."""
     ones = torch.arange(len(bags.rows) + 1)
-    return replace(bags, features=1, offsets=ones, bag_of=ones[:-1], weights=None, scale=None)
+    return replace(bags, features=1, offsets=ones, weights=None, scale=None)
 
 
 class RowLookup(torch.autograd.Function):

@@ -93,7 +93,6 @@ def _part_of_group(
         features=bags.features,
         rows=bags.rows[kept],
         offsets=torch.from_numpy(offsets),
-        bag_of=torch.from_numpy(np.repeat(np.arange(len(own)), own)),
         weights=_of(bags.weights, kept),
         scale=_of(bags.scale, kept_bags),
     )

@@ -21,9 +21,9 @@ from torch import Tensor
 from distcache import ops
 from distcache.comm.failure import first_line
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
+from distcache.ops.copies import check_rows
 from distcache.store.available import describe_bytes
 from distcache.store.base import Rows
-from distcache.store.copies import check_rows
 from distcache.streams import Mark
 
 log = logging.getLogger(__name__)

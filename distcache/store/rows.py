@@ -18,8 +18,8 @@ from distcache.comm.agree import together
 from distcache.comm.world import World
 from distcache.errors import ConfigError, DistcacheError, PlanError
 from distcache.layout import RowLayout
+from distcache.ops.copies import RowTaker, put_rows
 from distcache.store.base import Rows
-from distcache.store.copies import RowTaker, put_rows
 from distcache.store.direct import DirectRows
 from distcache.store.initial import block_rows, initial_rows
 from distcache.store.memory import SharedMemory, describe_bytes, require_memory

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jagged import bag_of, segments_of
+from jagged import segments_of
 
 from distcache.pipeline.groups import GroupBags, join_pooled
 from distcache.pipeline.lookup import DeviceBags, PooledLookup, RowLookup, bags_of_one
@@ -30,7 +31,7 @@ def batch_of(seed: int, samples: int, features: int, rows: int, kind: str, mean:
     if kind == "weighted":
         weights = torch.rand(ids, generator=generator, dtype=torch.float64)
     scale = 1 / lengths.clamp(min=1).to(torch.float64).unsqueeze(1) if mean else None
-    bags = GroupBags(features, positions.numpy(), offsets, bag_of(offsets), weights, scale)
+    bags = GroupBags(features, positions.numpy(), offsets, weights, scale)
     order, segments = segments_of(positions, rows)
     whole, none = torch.arange(rows), torch.zeros(0, dtype=torch.int64)
     plan = SimpleNamespace(
@@ -90,7 +91,7 @@ def test_single_ids_and_the_same_as_jagged_bags_have_the_same_bits() -> None:
     pooled = PooledLookup.apply(leaf, DeviceBags(bags, plan, CPU))
     lengths = torch.cat((torch.ones(24, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    wider = GroupBags(5, bags.rows, offsets, bag_of(offsets), None, None)
+    wider = GroupBags(5, bags.rows, offsets, None, None)
     other = PooledLookup.apply(leaf, DeviceBags(wider, plan, CPU)).view(6, 5, 16)
     assert torch.equal(pooled.view(6, 4, 16), other[:, :4]) and not other[:, 4].any()
 
@@ -119,3 +120,15 @@ def test_groups_of_two_widths_are_joined_by_feature() -> None:
     groups = [SimpleNamespace(features=(0, 2), dim=4), SimpleNamespace(features=(1,), dim=8)]
     joined = join_pooled(groups, [narrow, wide])
     assert torch.equal(joined, torch.cat((narrow[:, :4], wide, narrow[:, 4:]), dim=1))
+
+
+def test_bags_know_whether_they_are_single() -> None:
+    rows, offsets = np.arange(3), torch.tensor([0, 1, 2, 3])
+    assert GroupBags(1, rows, offsets, None, None).single
+    assert not GroupBags(1, rows, offsets, torch.ones(3), None).single
+    for jagged in ([0, 1, 1, 3], [0, 2, 3, 3], [0, 1, 3], [0, 1, 2, 3, 3]):
+        bags = GroupBags(1, rows, torch.tensor(jagged), None, None)
+        lengths = np.diff(jagged)
+        assert not bags.single
+        assert bags.bag_of.tolist() == [b for b, n in enumerate(lengths) for _ in range(n)]
+    assert GroupBags(0, rows[:0], torch.tensor([0]), None, None).single

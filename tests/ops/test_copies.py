@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distcache.errors import PlanError
-from distcache.store.copies import RowTaker, put_rows, take_rows
+from distcache.ops.copies import RowTaker, put_rows, take_rows
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 16, 17, 64, 511])
