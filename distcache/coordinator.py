@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from distcache.comm.counters import DENSE, PLANNING, ROWS
 from distcache.comm.link import Link
 from distcache.comm.spread import spread
+from distcache.ops.copies import put
 from distcache.shard_plan import ShardPlan
 from distcache.step_plan import StepPlan
 from distcache.streams import COMMUNICATION, Mark, Streams
@@ -108,10 +109,10 @@ def _sum_by_rank(received: Tensor, sources: Tensor, counts: Sequence[int], rows:
     (first, part), *others = zip(
         sources.split(list(counts)), received.split(list(counts)), strict=True
     )
-    sums.index_copy_(0, first, part)
+    put(sums, first, part)
     for at, part in others:
         # Rows are distinct within a source: a pass of plain additions, no atomics.
-        sums.index_copy_(0, at, sums.index_select(0, at).add_(part))
+        put(sums, at, sums.index_select(0, at).add_(part))
     return sums
 
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
+from torch import Tensor
 
 from distcache.errors import PlanError
 
@@ -38,6 +39,17 @@ def put_rows(target: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
     check_rows(rows, len(target))
     if len(rows):
         np.put(_items(target), rows, _items(values), mode="clip")
+
+
+def put(target: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """`target` with `target[rows[i]] = values[i]`: shapes as in `put_rows`, `rows` distinct.
+
+    All on one device; not recorded by autograd.
+    """
+    if target.is_cuda or not (target.is_contiguous() and values.is_contiguous()):
+        return target.index_copy_(0, rows, values)
+    put_rows(target.detach().numpy(), rows.numpy(), values.detach().numpy())
+    return target
 
 
 class RowTaker:

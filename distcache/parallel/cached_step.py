@@ -18,6 +18,7 @@ from distcache.coordinator import (
     start_to_homes,
     start_to_sharded_homes,
 )
+from distcache.ops.copies import put
 from distcache.optim.masked import masked_step, put_back, uncount
 from distcache.parallel.cached_parts import CachedSettings, placement_of, shares_early
 from distcache.parallel.precision import predict
@@ -104,7 +105,7 @@ class CachedStep:
             what, there = f"late rows {plan.step}", bags.shard.late
             came = rows.send_rows(plan.shard.late, there, self.link, what)
             if early is not None:
-                came = early.index_copy_(0, there.places, came)
+                came = put(early, there.places, came)
             flight.sharded.append(came)
 
     def _take_leaves(self, flight: InFlight) -> list[Tensor]:

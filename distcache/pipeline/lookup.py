@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from distcache import ops
+from distcache.ops.copies import put
 from distcache.pipeline.groups import GroupBags
 from distcache.shard_plan import ShardPlan, Transfer
 from distcache.step_plan import StepPlan
@@ -163,4 +164,4 @@ def _row_gradient(bags: DeviceBags, gradient: Tensor) -> Tensor:
     if len(bags.touched) == bags.leaf_rows:
         return touched
     out = gradient.new_zeros((bags.leaf_rows, gradient.shape[1]))
-    return out.index_copy_(0, bags.touched, touched)
+    return put(out, bags.touched, touched)

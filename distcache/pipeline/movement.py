@@ -9,6 +9,7 @@ import torch
 
 from distcache.comm.counters import CollectiveCounters
 from distcache.comm.link import Link
+from distcache.ops.copies import put
 from distcache.pipeline.lookup import DeviceBags, to_device, transfer_to_device
 from distcache.pipeline.rows import GroupRows, MoveCounts
 from distcache.pipeline.schedule import InFlight, Stage
@@ -87,7 +88,7 @@ class Movement:
             there = transfer_to_device(transfer, self._link.world.device)
             came = rows.send_rows(transfer, there, self._link, f"early rows {plan.step}")
             out = came.new_empty((plan.shard.rows, came.shape[1]))
-            out.index_copy_(0, there.places, came)
+            put(out, there.places, came)
             self._streams.hand_over((out,), COMPUTE)
             flight.sharded.append(out)
         self._count(flight)

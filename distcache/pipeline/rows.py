@@ -13,6 +13,7 @@ from distcache.cache.device_cache import FOREIGN, DeviceCache
 from distcache.comm.counters import ROWS
 from distcache.comm.link import Link
 from distcache.coordinator import share_rows, to_all
+from distcache.ops.copies import put
 from distcache.optim.rows import RowUpdate, apply_rows
 from distcache.pipeline.access import Access, Gathered, InPlace, Staged
 from distcache.pipeline.groups import TableGroup
@@ -206,7 +207,7 @@ class GroupRows:
         mine = plan.home_slice(link.world.rank)
         own = self.cache.gather(plan.slots[mine], where[mine])
         rows = to_all(link, plan, own, f"updated rows {plan.step}")
-        self.cache.weight.index_copy_(0, where, rows)
+        put(self.cache.weight, where, rows)
 
     def flush(self) -> None:
         """Write this home's dirty rows to the store, and wait for them; they stay cached."""
