@@ -23,7 +23,7 @@ from distcache.cli.analyze_tables import (
 from distcache.cli.environment import describe_environment
 from distcache.metrics.record import write_json
 from distcache.planner.cases import Case, Outcome
-from distcache.run.counting import PARTS, Counted
+from distcache.run.counting import Counted
 from distcache.run.prediction import Estimate, Prediction, Sizes
 
 _SHOWN = 26
@@ -119,8 +119,9 @@ def read_text(analysis: Analysis) -> str:
     )
     if counted.stopped_by:
         text += "; the reading was stopped, so this speaks of the first part of the data alone"
+    parts = max((len(profile.drift.own) for profile in counted.profiles), default=0)
     order = "in the order of the files" if analysis.files_order else "in the order of training"
-    text += f". They were read {order}, in {PARTS} parts. "
+    text += f". They were read {order}, in {parts} parts. "
     sketched = [p for p in counted.profiles if not p.exact]
     memory = human_bytes(sum(profile.count_bytes for profile in counted.profiles))
     if not sketched:

@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distcache.comm.failure import record_failure
+from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.embedding.core import as_batch
 from distcache.embedding.ids import IdReader, ReadIds
@@ -28,8 +29,12 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_LEAVING_S = 1.0
-"""Longest wait at the interpreter's end for threads whose steps are of no use, seconds."""
+STOP_S = 60.0
+"""Longest wait for the planner's last exchange with the other ranks, seconds."""
+
+_LEAVING_S = 5.0
+"""Longest wait at the interpreter's end for threads whose steps are of no use, seconds: they may be
+waiting for other ranks, which look for this one's failure every second or after three."""
 
 
 class Ahead(Generic[T]):
@@ -101,8 +106,8 @@ class Runner:
         return self._pipeline is not None and self._pipeline.queue.stopping
 
     def start(self, source: Source) -> None:
-        _running.add(self)
         self._pipeline = Pipeline(self._planner, source, self._depth, self._streams, self._movement)
+        _pipelines[self._pipeline] = self._planner.link.world
 
     def take(self) -> InFlight | None:
         """The next planned step, or None at the end."""
@@ -123,16 +128,6 @@ class Runner:
         """Let no row move until the next step arrives."""
         if self._pipeline is not None:
             self._pipeline.quiet()
-
-    def fail(self, error: BaseException) -> None:
-        """This rank ends with `error`: tell the others, then end the threads if they end soon.
-
-        A thread that computes while the interpreter goes away may take the process with it.
-        """
-        if self._pipeline is not None:
-            world = self._planner.link.world
-            record_failure(world.store, world.rank, error)
-            self._pipeline.stop(_LEAVING_S, orderly=False)
 
     def stop(self, orderly: bool = True) -> bool:
         """End the threads, with a last word to the other ranks; False if they did not in time.
@@ -165,17 +160,23 @@ class Runner:
                 pipeline.queue.stop()
 
 
-_running: weakref.WeakSet[Runner] = weakref.WeakSet()
+_pipelines: weakref.WeakKeyDictionary[Pipeline, World] = weakref.WeakKeyDictionary()
+"""Those that a look-ahead holds, or their own threads, and their ranks."""
 
 
 def _at_exit() -> None:
-    """End the threads that still run; after an error say so, for the others wait in vain."""
-    error = getattr(sys, "last_value", None)
-    for runner in list(_running):
-        if error is None:
-            runner.stop(orderly=False)
-        else:
-            runner.fail(error)
+    """End the threads that still run; after an error say so, for the others wait in vain.
+
+    A thread that computes while the interpreter goes away may take the process with it.
+    """
+    error, open_ones = getattr(sys, "last_value", None), list(_pipelines.items())
+    if error is not None:
+        for _, world in open_ones:
+            record_failure(world.store, world.rank, error)
+    for pipeline, world in open_ones:
+        limit = min(world.timeout_s, STOP_S) if error is None else _LEAVING_S
+        if not pipeline.stop(limit, orderly=False):
+            log.warning("a look-ahead's threads did not end within %g s", limit)
 
 
 atexit.register(_at_exit)

@@ -27,7 +27,7 @@ from distcache.embedding.parts import make_row_parts, make_stream_planner
 from distcache.embedding.same import collection_values
 from distcache.embedding.settings import CacheSettings, library_words
 from distcache.embedding.tables import Lookups
-from distcache.errors import PlanError
+from distcache.errors import DataError, PlanError
 from distcache.layout import TableSpec
 from distcache.optim.rows import RowUpdate
 from distcache.pipeline.movement import Movement
@@ -89,7 +89,11 @@ class CachedTables:
     def _checked(self, batch: Batch) -> Batch:
         """`batch` with every id inside its table; DataError names the one that is not."""
         rows, names = zip(*((table.rows, table.name) for table in self._lookups), strict=True)
-        ids = check_ids(batch.ids, rows, names, on_bad_id=self.settings.on_bad_id)
+        try:
+            ids = check_ids(batch.ids, rows, names, on_bad_id=self.settings.on_bad_id)
+        except DataError as error:  # where its samples lie among those of all ranks is not known
+            text = str(error).replace("of the global batch", "of this rank's batch")
+            raise DataError(text) from error
         return replace(batch, ids=ids)
 
     # --- plans ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distcache.embedding.ahead import Runner, Source
+from distcache.embedding.ahead import STOP_S, Runner, Source
 from distcache.embedding.core import CachedTables
 from distcache.embedding.ids import IdReader, ReadIds, find_ids
 from distcache.embedding.settings import library_words
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from distcache.embedding.base import CachedCollection
 
 T = TypeVar("T")
-
-_STOP_S = 60.0
-"""Longest wait for the planner's last exchange with the other ranks."""
 
 
 def lookahead(
@@ -78,7 +75,7 @@ class Lookahead(Generic[T]):
     ) -> None:
         self._batches, self._tables, self._reader = batches, tables, reader
         self._source = Source(batches, reader, find, accumulate)
-        timeout_s = min(tables.world.timeout_s, _STOP_S)
+        timeout_s = min(tables.world.timeout_s, STOP_S)
         depth = tables.settings.prefetch + 1
         self._runner = Runner(
             tables.planner, depth, timeout_s, tables.streams_of_device, tables.moves_ahead
@@ -219,7 +216,7 @@ class Lookahead(Generic[T]):
         if self._runner.running or self._plans:
             if not self._runner.stop():
                 raise PeerError(
-                    f"the planner did not halt within {_STOP_S:g} s: another rank goes on without "
+                    f"the planner did not halt within {STOP_S:g} s: another rank goes on without "
                     "this one, or the batches that lookahead reads are slower than that"
                 )
             self._plans.clear()

@@ -1,5 +1,7 @@
 """The row operations in plain PyTorch: the bodies that every faster one is compared with.
 
+(But for whole rows put back on a CPU, which NumPy does faster: `copies.put`.)
+
 Letters: U distinct rows of a step, n ids, K bags, R rows that get a gradient, D width, C slots,
 S floats of state per row. All tensors of a call lie on one device; index tensors are int64. None
 of these is recorded by autograd, and each result depends on the values that enter it and their

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distcache.data.batch import JaggedIds
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, DataError
 from distcache.layout import RowLayout, TableSpec, group_tables
 from distcache.popularity.order import RowOrder
 
@@ -139,12 +139,14 @@ def _rows(group: TableGroup, ids: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """The rows of `ids` by the layout's numbers; those of feature f are `edges[f : f + 2]`."""
     rows = np.empty(len(ids), dtype=np.int64)
     bounds = edges.tolist()
+    if bounds[0] != 0 or bounds[-1] != len(ids):
+        raise DataError(f"offsets go from {bounds[0]} to {bounds[-1]} for {len(ids)} ids")
     for offset, start, stop in zip(group.offsets, bounds, bounds[1:], strict=False):
-        np.add(ids[start:stop], offset, out=rows[start:stop])
+        np.add(ids[start:stop], offset, out=rows[start:stop], dtype=np.int64)
     return rows
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)
 def _counted(count: int) -> np.ndarray:
     """0, 1, ..., int64 `[count]`; nobody writes to it."""
     numbers = np.arange(count)

@@ -88,7 +88,7 @@ class DeviceBags:
         return own if self.chunks is None else [*own, self.chunks.table]
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)
 def _places(features: int, samples: int) -> Tensor:
     """Where each bag comes out, sample by sample, int64 `[F * b]`; nobody writes to it."""
     return _by_sample(torch.from_numpy(np.arange(features * samples)), features, samples)

@@ -85,7 +85,7 @@ def test_no_thread_computes_while_the_interpreter_goes_away(monkeypatch, error) 
     stream = lookahead(batches(50), ebc)
     loss_of(dlrm(ebc), next(stream)).backward()
     pipeline = stream._runner._pipeline
-    monkeypatch.setattr(ahead, "_running", {stream._runner})
+    monkeypatch.setattr(ahead, "_pipelines", {pipeline: ebc.tables.world})
     monkeypatch.setattr(sys, "last_value", error, raising=False)
     assert pipeline._plans.is_alive() and pipeline._moves.is_alive()
     ahead._at_exit()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from distcache.errors import PlanError
-from distcache.ops.copies import RowTaker, put_rows, take_rows
+from distcache.ops.copies import RowTaker, put, put_rows, take_rows
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 16, 17, 64, 511])
@@ -50,3 +53,33 @@ def test_a_row_outside_is_refused_before_anything_is_written(bad) -> None:
     assert not target.any()
     with pytest.raises(PlanError, match=f"row {bad}"):
         take_rows(target, np.array([bad]), np.empty((1, 4), np.float32))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([torch.float32, torch.float64]), st.booleans())
+def test_put_is_index_copy(seed: int, dtype: torch.dtype, strided: bool) -> None:
+    """Also into a part of a larger table, and where values are not contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    total, width, first = (int(n) for n in torch.randint(1, 40, (3,), generator=generator))
+    table = torch.randn(total + first, width, generator=generator).to(dtype)
+    count = int(torch.randint(0, total + 1, (1,), generator=generator))
+    rows = torch.randperm(total, generator=generator)[:count]
+    values = torch.randn(count, 2 * width, generator=generator).to(dtype)
+    values = values[:, ::2] if strided else values[:, :width].contiguous()
+    want = table.clone()
+    want[first:].index_copy_(0, rows, values)
+    part = table[first:]
+    assert put(part, rows, values) is part
+    assert torch.equal(table, want)
+
+
+@pytest.mark.parametrize(
+    "values", [torch.ones(2, 4), torch.ones(4, 4), torch.ones(3, 5), torch.ones(3, 4).double()]
+)
+def test_put_refuses_what_does_not_fit(values: torch.Tensor) -> None:
+    table = torch.zeros(6, 4)
+    with pytest.raises(PlanError, match=r"for [23] rows of float32"):
+        put(table, torch.tensor([0, 2, 4]), values)
+    with pytest.raises(PlanError, match=r"row 6 is outside \[0, 6\)"):
+        put(table, torch.tensor([0, 6]), torch.ones(2, 4))
+    assert not table.any()
