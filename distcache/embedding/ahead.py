@@ -9,6 +9,7 @@ import atexit
 import itertools
 import logging
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
@@ -18,8 +19,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distcache.comm.failure import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch
-from distcache.embedding.core import as_batch
 from distcache.embedding.ids import IdReader, ReadIds
+from distcache.embedding.micro import as_batch
+from distcache.errors import PeerError
 from distcache.pipeline.planning import StreamPlanner
 from distcache.pipeline.schedule import InFlight, Stage
 from distcache.pipeline.threads import Pipeline
@@ -32,9 +34,10 @@ log = logging.getLogger(__name__)
 STOP_S = 60.0
 """Longest wait for the planner's last exchange with the other ranks, seconds."""
 
-_LEAVING_S = 5.0
-"""Longest wait at the interpreter's end for threads whose steps are of no use, seconds: they may be
-waiting for other ranks, which look for this one's failure every second or after three."""
+LEAVING_S = 5.0
+"""Longest wait for threads whose steps are of no use, seconds: at the interpreter's end, where they
+may be waiting for other ranks, which look for this one's failure every second or after three; and
+for a look-ahead that nobody holds, which ranks that leave theirs at the same step do in turn."""
 
 
 class Ahead(Generic[T]):
@@ -92,9 +95,11 @@ class Runner:
         movement: Sequence[Stage],
     ) -> None:
         """`movement`: the stages that move rows ahead of the loop; none: the loop moves them."""
-        self._planner, self._depth, self._timeout_s = planner, depth, timeout_s
+        self._planner, self._depth, self.timeout_s = planner, depth, timeout_s
         self._streams, self._movement = streams, tuple(movement)
         self._pipeline: Pipeline | None = None
+        self._closed = threading.Event()
+        self._left: Pipeline | None = None
 
     @property
     def running(self) -> bool:
@@ -129,7 +134,7 @@ class Runner:
         if self._pipeline is not None:
             self._pipeline.quiet()
 
-    def stop(self, orderly: bool = True) -> bool:
+    def stop(self, orderly: bool = True, limit_s: float | None = None) -> bool:
         """End the threads, with a last word to the other ranks; False if they did not in time.
 
         `orderly`: after the same step on all ranks, with what was released moved before; threads
@@ -138,26 +143,66 @@ class Runner:
         pipeline = self._pipeline
         if pipeline is None:
             return True
-        ended = pipeline.stop(self._timeout_s, orderly)
+        limit_s = self.timeout_s if limit_s is None else min(limit_s, self.timeout_s)
+        ended = pipeline.stop(limit_s, orderly)
         if ended or not orderly:
             self._pipeline = None
         if not ended:
-            log.warning("the planner's thread did not end within %g s", self._timeout_s)
+            log.warning("the planner's thread did not end within %g s", limit_s)
         return ended
 
-    def close(self) -> None:
-        """End the threads for good, in order if the other ranks allow it.
+    def close(self, limit_s: float | None = None) -> None:
+        """End the threads for good, in order if the other ranks allow it within `limit_s`.
 
         Ranks that leave a look-ahead after the same step hold the same rows, and may go on.
         """
         try:
-            self.stop()
+            self.stop(limit_s=limit_s)
         except Exception as error:
             log.warning("moving rows failed: %s", error)
         finally:
             pipeline, self._pipeline = self._pipeline, None
             if pipeline is not None:
                 pipeline.queue.stop()
+            self._closed.set()
+
+    def leave(self, leaving: list[Runner]) -> None:
+        """Close as nobody holds the look-ahead; ranks that left it at the same step end here.
+
+        One that left it with an error, which a finalizer cannot see, has nobody to end with: after
+        a short wait the closing goes on on a thread, so that the error shows. `leaving` holds
+        this runner until it is known to have ended.
+        """
+        self._left = pipeline = self._pipeline
+        if pipeline is None or pipeline.ended:
+            self.close()
+            return
+        leaving.append(self)
+        closing = threading.Thread(target=self.close, name="distcache-closing", daemon=True)
+        closing.start()
+        if not pipeline.runs_here():  # the garbage collector runs in any thread
+            closing.join(LEAVING_S)
+
+    def ended(self, limit_s: float) -> bool:
+        """Wait for the end that `leave` has begun; whether it has come."""
+        return self._closed.wait(limit_s) and (self._left is None or self._left.ended)
+
+
+def end_left(leaving: list[Runner]) -> None:
+    """Wait for the look-aheads that were left; PeerError for one that does not end."""
+    while leaving:
+        runner = leaving[-1]
+        if not runner.ended(runner.timeout_s + LEAVING_S):
+            raise not_halted(runner.timeout_s)
+        leaving.remove(runner)
+
+
+def not_halted(limit_s: float) -> PeerError:
+    """The error for a planner that did not end in time."""
+    return PeerError(
+        f"the planner did not halt within {limit_s:g} s: another rank goes on without this one, or "
+        "the batches that lookahead reads are slower than that"
+    )
 
 
 _pipelines: weakref.WeakKeyDictionary[Pipeline, World] = weakref.WeakKeyDictionary()
@@ -174,7 +219,7 @@ def _at_exit() -> None:
         for _, world in open_ones:
             record_failure(world.store, world.rank, error)
     for pipeline, world in open_ones:
-        limit = min(world.timeout_s, STOP_S) if error is None else _LEAVING_S
+        limit = min(world.timeout_s, STOP_S) if error is None else LEAVING_S
         if not pipeline.stop(limit, orderly=False):
             log.warning("a look-ahead's threads did not end within %g s", limit)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from distcache.comm.agree import agree_on
@@ -18,10 +18,11 @@ from distcache.comm.link import Link
 from distcache.comm.versions import agree_on_versions
 from distcache.comm.world import World
 from distcache.coordinator import start_reduce_rows
-from distcache.data.batch import Batch, JaggedIds
+from distcache.data.batch import Batch
 from distcache.data.check import check_ids
+from distcache.embedding import ahead
 from distcache.embedding.ids import ReadIds
-from distcache.embedding.micro import join_ids
+from distcache.embedding.micro import as_batch
 from distcache.embedding.open_step import OpenStep
 from distcache.embedding.parts import make_row_parts, make_stream_planner
 from distcache.embedding.same import collection_values
@@ -83,6 +84,8 @@ class CachedTables:
         self._moved = -1
         self._ahead = False
         self._streams: list[weakref.ref[Lookahead]] = []
+        self.leaving: list[ahead.Runner] = []
+        """Behind look-aheads that nobody holds any more; may still be ending."""
         self.show_leaves: Callable[[list[Tensor]], None] = lambda leaves: None
         """Called with the leaves of the current step, or [] when it has none any more."""
 
@@ -129,11 +132,13 @@ class CachedTables:
 
     def halt(self) -> None:
         """Stop every look-ahead's planner; its plans that have not moved are made again later."""
+        ahead.end_left(self.leaving)
         for stream in self.streams:
             stream.halt()
 
     def quiet(self) -> None:
         """Between two steps: let no row move until the next batch; called by all ranks."""
+        ahead.end_left(self.leaving)
         for stream in self.streams:
             stream.quiet()
 
@@ -195,6 +200,7 @@ class CachedTables:
     def _reduced(self, planned: PlannedStep, gradients: list[Tensor]) -> list[Tensor]:
         """Row gradients summed over the ranks, then multiplied once by 1 / W if it is a mean."""
         native, size = self.settings.reduction == "native", self.world.size
+        ahead.end_left(self.leaving)
         for stream in self.streams:
             stream.settle()
         sums = [
@@ -242,9 +248,16 @@ class CachedTables:
             raise PlanError(f"the {self.name} is closed: make a new one")
 
     def close(self) -> None:
-        """Stop planning and let go of the tables; safe to call twice, on one rank alone too."""
+        """Stop planning and let go of the tables; safe to call twice, on one rank alone too.
+
+        While an exception is handled, the other ranks, which may not come, are not waited for long.
+        """
+        limit_s = ahead.STOP_S if sys.exc_info()[0] is None else ahead.LEAVING_S
         for stream in self.streams:
-            stream.close()
+            stream.close(limit_s)
+        for runner in self.leaving:
+            runner.ended(limit_s)
+        self.leaving.clear()
         self.closed = True
         if self.current is not None:
             self.current.close()
@@ -252,10 +265,3 @@ class CachedTables:
         for rows in self.rows:
             if rows.store is not None:
                 rows.store.close()
-
-
-def as_batch(reads: Sequence[ReadIds], index: int, kind: str = "train") -> Batch:
-    """The ids of one plan's micro-batches as the planner takes them; `index` comes back with it."""
-    ids: JaggedIds = join_ids([read.ids for read in reads])
-    none = torch.empty(0)
-    return Batch(none, ids, none, ids.batch_size, index, 0, 0, kind)

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from distcache.data.batch import JaggedIds
+from distcache.data.batch import Batch, JaggedIds
+from distcache.embedding.ids import ReadIds
 from distcache.pipeline.groups import GroupBags
 from distcache.step_plan import StepPlan
 
@@ -73,3 +74,10 @@ def part_of(
         segments=torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))),
     )
     return own, seen
+
+
+def as_batch(reads: Sequence[ReadIds], index: int, kind: str = "train") -> Batch:
+    """The ids of one plan's micro-batches as the planner takes them; `index` comes back with it."""
+    ids: JaggedIds = join_ids([read.ids for read in reads])
+    none = torch.empty(0)
+    return Batch(none, ids, none, ids.batch_size, index, 0, 0, kind)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distcache.embedding.ahead import STOP_S, Runner, Source
+from distcache.embedding.ahead import STOP_S, Runner, Source, not_halted
 from distcache.embedding.core import CachedTables
 from distcache.embedding.ids import IdReader, ReadIds, find_ids
 from distcache.embedding.settings import library_words
-from distcache.errors import ConfigError, PeerError, PlanError
+from distcache.errors import ConfigError, PlanError
 from distcache.pipeline.schedule import InFlight
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Lookahead(Generic[T]):
         self._runner = Runner(
             tables.planner, depth, timeout_s, tables.streams_of_device, tables.moves_ahead
         )
-        weakref.finalize(self, self._runner.close).atexit = False
+        weakref.finalize(self, self._runner.leave, tables.leaving).atexit = False
         self._plans: dict[int, InFlight] = {}
         self._opened = -1
         self._yielded = (0, 0)
@@ -215,16 +215,16 @@ class Lookahead(Generic[T]):
         """Stop planning; plans that have not moved are made again when they are asked for."""
         if self._runner.running or self._plans:
             if not self._runner.stop():
-                raise PeerError(
-                    f"the planner did not halt within {STOP_S:g} s: another rank goes on without "
-                    "this one, or the batches that lookahead reads are slower than that"
-                )
+                raise not_halted(self._runner.timeout_s)
             self._plans.clear()
             self._source.go_back(self._opened + 1)
 
-    def close(self) -> None:
-        """Stop reading ahead; the collection goes on from what its cache holds."""
+    def close(self, limit_s: float | None = None) -> None:
+        """Stop reading ahead; the collection goes on from what its cache holds.
+
+        `limit_s`: longest wait for the other ranks, which do the same; a minute at most.
+        """
         self._exhausted = True
-        self._runner.close()
+        self._runner.close(limit_s)
         self._plans.clear()
         self._pending.clear()

@@ -64,6 +64,15 @@ class Pipeline:
         while mine.intersection(threading.enumerate()) and time.monotonic() < deadline:
             time.sleep(0.01)
 
+    def runs_here(self) -> bool:
+        """Whether the caller is one of the pipeline's own threads."""
+        return threading.current_thread() in (self._plans, self._moves)
+
+    @property
+    def ended(self) -> bool:
+        """Whether neither thread runs."""
+        return not (self._plans.is_alive() or self._moves.is_alive())
+
     def _raise_for_others(self) -> None:
         world = self._planner.link.world
         failure = failure_of_others(world.store, world.rank) if world.size > 1 else None
@@ -88,7 +97,7 @@ class Pipeline:
         """
         deadline = time.monotonic() + timeout_s
         threads = [self._plans, self._moves] if self._movement else [self._plans]
-        if threading.current_thread() in threads:  # the garbage collector runs in any thread
+        if self.runs_here():
             self.queue.stop()
             return False
         try:
@@ -102,7 +111,7 @@ class Pipeline:
             self.queue.stop()
         for thread in reversed(threads):
             thread.join(max(0.0, deadline - time.monotonic()))
-        return self._settled and not any(thread.is_alive() for thread in threads)
+        return self._settled and self.ended
 
     def _plan(self) -> None:
         queue = self.queue

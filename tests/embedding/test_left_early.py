@@ -13,7 +13,7 @@ from ebc_training import assert_same, loss_of, weights_of
 
 from distcache import lookahead
 from distcache.embedding import ahead
-from distcache.errors import PlanError
+from distcache.errors import PeerError, PlanError
 
 pytestmark = pytest.mark.usefixtures("kind")
 
@@ -57,11 +57,11 @@ def test_a_halt_that_came_too_late_is_made_again(monkeypatch) -> None:
     seen.append(next(stream))
     loss_of(model, seen[-1]).backward()
     ebc.step()
-    stream._runner._timeout_s = 0.2
+    stream._runner.timeout_s = 0.2
     with torch.no_grad(), pytest.raises(Exception, match="did not halt within"):
         loss_of(model, draw(900))
     go.set()
-    stream._runner._timeout_s = 20.0
+    stream._runner.timeout_s = 20.0
     for batch in stream:
         seen.append(batch)
         loss_of(model, batch).backward()
@@ -77,6 +77,36 @@ def test_a_halt_that_came_too_late_is_made_again(monkeypatch) -> None:
         other.step()
     assert_same(found, weights_of(other))
     other.close()
+
+
+def test_a_look_ahead_that_was_left_ends_before_the_next_use(monkeypatch) -> None:
+    """An error in the loop shows although the planner waits; nothing else uses the planner yet."""
+    monkeypatch.setattr(ahead, "LEAVING_S", 0.1)
+    go, data = threading.Event(), batches(8)
+
+    def stuck():
+        yield from data[:4]
+        go.wait(30)
+
+    ebc = cached("sgd", **{**ROOMY, "lookahead": 2, "prefetch": 1, "timeout_s": 0.4})
+    model = dlrm(ebc)
+    with pytest.raises(ValueError, match="on purpose"):
+        for batch in lookahead(stuck(), ebc):
+            loss_of(model, batch).backward()
+            ebc.step()
+            raise ValueError("on purpose")
+    for _ in range(2):
+        with pytest.raises(PeerError, match=r"did not halt within 0\.4 s"):
+            next(lookahead(data, ebc))
+    go.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("distcache-"):
+            thread.join(30)
+    for batch in lookahead(data[1:], ebc):
+        loss_of(model, batch).backward()
+        ebc.step()
+    assert ebc.tables.steps == len(data) and not ebc.tables.leaving
+    ebc.close()
 
 
 @pytest.mark.parametrize("error", [None, ValueError("on purpose")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -14,6 +15,8 @@ from ebc_training import assert_close, assert_same, loss_of, weights_of
 from ranks import run_ranks
 
 from distcache import lookahead
+from distcache.embedding import ahead
+from distcache.errors import PeerError
 from distcache.pipeline.step_queue import StepQueue
 
 pytestmark = pytest.mark.usefixtures("kind")
@@ -64,6 +67,40 @@ def test_an_evaluation_left_early_leaves_the_ranks_with_the_same_rows() -> None:
     first, second = ranks(left_in_job)
     for found in (first, second):
         assert_same(found["late True"], first["late False"])
+
+
+def one_fails(rank: int, size: int) -> dict:
+    """An error of the loop of one rank, whose planner waits for the other's last word."""
+    ahead.LEAVING_S = 0.2
+    ebc = cached("sgd", ratio=1.0, rows=None, timeout_s=60)
+    model, found = dlrm(ebc), {}
+    try:
+        for at, batch in enumerate(lookahead(shares(rank, size, 0), ebc)):
+            if rank == 1 and at == 3:
+                raise ValueError("on purpose")
+            loss_of(model, batch).backward()
+            ebc.step()
+    except (ValueError, PeerError) as error:
+        running = [t for t in threading.enumerate() if t.name.startswith("distcache-")]
+        closing = any(thread.name == "distcache-closing" for thread in running)
+        found = {"closing": closing, "error": str(error), "steps": ebc.tables.steps}
+        if rank == 1:
+            ebc.tables.failed(error)  # as at the interpreter's end
+        ebc.close()
+        for thread in running:
+            thread.join(60)
+    return found
+
+
+def one_fails_in_job(rank: int, size: int) -> dict:
+    return in_job(one_fails)(rank, size)
+
+
+def test_an_error_of_one_rank_shows_before_the_planners_have_ended() -> None:
+    first, second = ranks(one_fails_in_job)
+    assert second == {"closing": True, "error": "on purpose", "steps": 3}
+    assert "rank 1" in first["error"] and "on purpose" in first["error"]
+    assert first["steps"] == 3
 
 
 def some_ranks(rank: int, size: int) -> dict:
