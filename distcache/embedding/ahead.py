@@ -134,20 +134,20 @@ class Runner:
         if self._pipeline is not None:
             self._pipeline.quiet()
 
-    def stop(self, orderly: bool = True, limit_s: float | None = None) -> bool:
+    def stop(self, limit_s: float | None = None) -> bool:
         """End the threads, with a last word to the other ranks; False if they did not in time.
 
-        `orderly`: after the same step on all ranks, with what was released moved before; threads
-        that did not end then still run, for they hold the batches and the planner.
+        After the same step on all ranks, with what was released moved before; threads that did
+        not end then still run, for they hold the batches and the planner.
         """
         pipeline = self._pipeline
         if pipeline is None:
             return True
         limit_s = self.timeout_s if limit_s is None else min(limit_s, self.timeout_s)
-        ended = pipeline.stop(limit_s, orderly)
-        if ended or not orderly:
+        ended = pipeline.stop(limit_s)
+        if ended:
             self._pipeline = None
-        if not ended:
+        else:
             log.warning("the planner's thread did not end within %g s", limit_s)
         return ended
 
@@ -157,7 +157,7 @@ class Runner:
         Ranks that leave a look-ahead after the same step hold the same rows, and may go on.
         """
         try:
-            self.stop(limit_s=limit_s)
+            self.stop(limit_s)
         except Exception as error:
             log.warning("moving rows failed: %s", error)
         finally:
@@ -184,7 +184,7 @@ class Runner:
             closing.join(LEAVING_S)
 
     def ended(self, limit_s: float) -> bool:
-        """Wait for the end that `leave` has begun; whether it has come."""
+        """Wait for the end that `leave` has begun; whether it has come, in order."""
         return self._closed.wait(limit_s) and (self._left is None or self._left.ended)
 
 

@@ -70,8 +70,8 @@ class Pipeline:
 
     @property
     def ended(self) -> bool:
-        """Whether neither thread runs."""
-        return not (self._plans.is_alive() or self._moves.is_alive())
+        """Whether neither thread runs, and what they moved is the same on all ranks."""
+        return self._settled and not (self._plans.is_alive() or self._moves.is_alive())
 
     def _raise_for_others(self) -> None:
         world = self._planner.link.world
@@ -111,7 +111,7 @@ class Pipeline:
             self.queue.stop()
         for thread in reversed(threads):
             thread.join(max(0.0, deadline - time.monotonic()))
-        return self._settled and self.ended
+        return self.ended
 
     def _plan(self) -> None:
         queue = self.queue

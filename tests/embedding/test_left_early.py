@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 
@@ -106,6 +107,26 @@ def test_a_look_ahead_that_was_left_ends_before_the_next_use(monkeypatch) -> Non
         loss_of(model, batch).backward()
         ebc.step()
     assert ebc.tables.steps == len(data) and not ebc.tables.leaving
+    ebc.close()
+
+
+def test_nothing_follows_a_look_ahead_that_was_left_with_rows_that_did_not_move(
+    monkeypatch,
+) -> None:
+    ebc = cached("sgd", **ROOMY)
+    model, stream = dlrm(ebc), lookahead(batches(50), ebc)
+    loss_of(model, next(stream)).backward()
+    ebc.step()
+    pipeline = stream._runner._pipeline
+    monkeypatch.setattr(pipeline._planner.link, "world", type("", (), {"size": 2})())
+    pipeline.queue.broke(ValueError("no memory to pin"))
+    del stream
+    gc.collect()
+    monkeypatch.undo()
+    for thread in (pipeline._plans, pipeline._moves):
+        thread.join(10)
+    with pytest.raises(PeerError, match="did not halt"):
+        next(lookahead(batches(), ebc))
     ebc.close()
 
 
