@@ -10,7 +10,7 @@ from plan_streams import BODIES, make_layout, sharded_streams
 from shard_model import replay
 
 from distcache.errors import StepTooLargeError
-from distcache.planner.bodies import using
+from distcache.planner.calls import using
 from distcache.planner.simulator import PlannerSettings, simulate
 
 SLOW = [HealthCheck.too_slow]
