@@ -1,4 +1,4 @@
-"""The package keeps its shape: rooms without circles, pure parts pure, errors and logs not prints."""
+"""The package keeps its shape: rooms without circles, pure rooms pure, errors, no prints."""
 
 from __future__ import annotations
 
