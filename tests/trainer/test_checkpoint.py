@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from toy_parallel import TABLES, ToyParallel
 
 from distcache.comm.world import close_world, open_world
-from distcache.errors import ConfigError, DistcacheError
+from distcache.errors import ConfigError, DataError, DistcacheError
 from distcache.trainer import checkpoint
 from distcache.trainer.checkpoint import BlockSavePlanner, RunIdentity, TrainerState
 
@@ -194,6 +196,50 @@ def test_a_swap_cut_short_is_found_and_mended(world, tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def _damages(path: Path) -> dict[str, Callable[[], object]]:
+    cut = path.read_bytes()[:-1]
+    return {
+        "flipped": lambda: _flip(path),
+        "cut": lambda: path.write_bytes(cut),
+        "missing": lambda: path.unlink(),
+    }
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
+def test_a_damaged_file_is_refused_by_name_before_anything_changes(world, tmp_path, damage):
+    folder, values = tmp_path / "model", {"t": torch.arange(500.0), "n": {"text": "abc"}}
+    checkpoint.save(folder, Plain(world, values), IDENTITY, STATE, world)
+    for name in checkpoint.files_of(folder):
+        copy = tmp_path / damage / name
+        shutil.copytree(folder, copy)
+        _damages(copy / name)[damage]()
+        mode = Plain(world, {"t": torch.zeros(500), "n": {"text": ""}})
+        kind = ConfigError if (name, damage) == (".metadata", "missing") else DataError
+        with pytest.raises(kind, match=re.escape(str(copy))) as caught:
+            checkpoint.load(copy, mode, IDENTITY, world)
+        assert kind is ConfigError or name in str(caught.value)
+        assert not mode.values["t"].any()
+
+
+def test_checksums_themselves_may_be_damaged_or_not_there(world, tmp_path, caplog):
+    folder = tmp_path / "model"
+    checkpoint.save(folder, ToyParallel(world), IDENTITY, STATE, world)
+    text = (folder / checkpoint.CHECKSUMS).read_text()
+    for damaged in ("", "{}x", "[1]", text[:-9], text.replace("a", "b"), '{".metadata": 3}'):
+        (folder / checkpoint.CHECKSUMS).write_text(damaged)
+        with pytest.raises(DataError, match=re.escape(checkpoint.CHECKSUMS)):
+            checkpoint.load(folder, ToyParallel(world), IDENTITY, world)
+    (folder / checkpoint.CHECKSUMS).unlink()
+    assert checkpoint.load(folder, ToyParallel(world), IDENTITY, world) == STATE
+    assert caplog.text.count("its files are taken as they are") == 1
+
+
 def save_and_load_apart(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """Save what all ranks hold; load where only rank 0 asks for the table; a lone failure."""
     world, home, seen = open_world("cpu", timeout_s=60), Path(folder), {}
@@ -207,6 +253,13 @@ def save_and_load_apart(rank: int, world_size: int, folder: str) -> dict[str, An
     checkpoint.load(home, mode, identity, world)
     seen["dense"] = mode.values["dense"].tolist()
     seen["equal"] = "table" not in mode.values or torch.equal(mode.values["table"], table)
+    if rank == 0:
+        for file in (home / "model").glob("*.distcp"):
+            _flip(file)
+    try:
+        checkpoint.load(home, mode, identity, world)
+    except DataError as error:
+        seen["damaged"] = str(error)
     mode.values = {"dense": mine} | ({"broken": lambda: None} if rank == 1 else {})
     try:
         checkpoint.save(home / "model", mode, identity, STATE, world)
@@ -230,6 +283,7 @@ def test_two_ranks_share_the_writing_and_need_not_all_read(tmp_path):
     first, second = run_ranks(save_and_load_apart, 2, str(tmp_path))
     assert first["dense"] == second["dense"] == [1, 1, 1]
     assert first["equal"]
+    assert first["damaged"] == second["damaged"] and "__1_0.distcp (of 3 files)" in first["damaged"]
     sizes = [os.path.getsize(path) for path in (tmp_path / "model").glob("*.distcp")]
     assert len(sizes) == 2
     assert 160_000 < sum(sizes) < 260_000  # one copy of 160 kB and the headers of nine blocks
