@@ -346,6 +346,7 @@ def save(
     """
     on_first(world, lambda: folder.parent.mkdir(parents=True, exist_ok=True))
     require_shared(world, folder.parent)
+    started = time.monotonic()
     values = mode.state_dict()
     values[TRAINER_KEY] = describe(identity, state)
     values.update(extra or {})
@@ -363,7 +364,8 @@ def save(
         on_first(world, lambda: (partial / CHECKSUMS).write_text(json.dumps(found, indent=1)))
     on_first(world, lambda: swap(folder, partial))
     if world.is_first:
-        logger.info("checkpoint at step %s: %s", f"{state.step:,}", folder)
+        took = time.monotonic() - started
+        logger.info("checkpoint at step %s: %s, in %.1f s", f"{state.step:,}", folder, took)
 
 
 def load(
@@ -459,7 +461,7 @@ def verify_files(folder: Path, world: World, group: dist.ProcessGroup) -> None:
     missing = sorted(name for name in written if not (folder / name).is_file())
     if missing:
         raise DataError(
-            f"the checkpoint {folder} lacks its file {missing[0]}, which is in {CHECKSUMS}: {way_out}"
+            f"the checkpoint {folder} lacks {missing[0]}, which {CHECKSUMS} lists: {way_out}"
         )
     found = file_digests(folder, sorted(written), world, group)
     wrong = [name for name in sorted(written) if tuple(found[name]) != written[name]]

@@ -218,9 +218,10 @@ def own_config(parallel: str, optimizer: str, settings: dict[str, Any], tables: 
     config.data.table_rows = [1] * tables
     config.model.dense_arch = config.model.over_arch = []
     config.parallel.mode, config.optim.name = parallel, optimizer
-    config.run.dir = "runs/own"
     check_settings(settings)
     given = flat_keys(settings)
+    config.run.dir = "runs/own"
+    config.run.overwrite = "run.dir" not in given  # the default folder is the latest run's
     _check_own_keys(given)
     tree = OmegaConf.structured(config)
     for key, value in settings.items():

@@ -289,6 +289,7 @@ class Run:
             with StopRequest() as stop, tf32(self.config.trainer.tf32), self.traced():
                 outcome = self.run_steps(start, schedule, rates, stop)
                 stopped_by = stop.agreed(self.world)
+                self.announce(outcome, stopped_by)
                 measured = self.mode.summary()
                 self.save(outcome, stopped_by)
                 digest = self.digest()
@@ -399,6 +400,16 @@ class Run:
                 signal.Signals(stopped_by).name,
                 f"{outcome.state.step:,}",
                 self.run_dir,
+            )
+
+    def announce(self, outcome: Outcome, stopped_by: int | None) -> None:
+        """Say at once that a stop was heard: the checkpoint of large tables takes its time."""
+        if stopped_by is not None and self.world.is_first:
+            logger.warning(
+                "%s: stopping after step %s, with a checkpoint in %s",
+                signal.Signals(stopped_by).name,
+                f"{outcome.state.step:,}",
+                self.run_dir / "model",
             )
 
     def refuse(self, outcome: Outcome) -> NoReturn:
