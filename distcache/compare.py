@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shlex
 import sys
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from distcache.cli.compare_report import ModeRun, markdown, read_run, write_files
 from distcache.cli.compose import Line, checked_config, compose_overrides, override, read_line
-from distcache.cli.run import run_job, set_up_logging, train_command
+from distcache.cli.run import run_job, set_up_logging, take_over_ctrl_c, train_command
 from distcache.comm.rendezvous import Place
 from distcache.config.checks import CHOICES, at_least, one_of
 from distcache.config.keys import option
@@ -41,6 +42,9 @@ VARIANTS = {
     },
 }
 """The overrides of each name of `modes=`: a mode, or a mode with one of its layouts."""
+
+_STEP = re.compile(r"\bstep [\d,]+(/[\d,]+)?  ")
+"""What a line of progress begins with, after the time."""
 
 ONLY_OF = {
     "cache.replicated_rows": ("mixed",),
@@ -95,6 +99,7 @@ class Job:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a comparison by the command line; 0, or 1 if a mode failed."""
+    take_over_ctrl_c()
     set_up_logging()
     try:
         line = read_line("compare", CompareConfig, sys.argv[1:] if arguments is None else arguments)
@@ -216,7 +221,7 @@ def run_mode(request: Request, job: Job, repeat: int) -> ModeRun:
     log.info("%s: %d rank(s), log in %s", name, request.world_size, log_file)
 
     def tell() -> None:
-        log.info("%s: %.0f s, %s", name, time.monotonic() - started, last_line(log_file))
+        log.info("%s: %.0f s, %s", name, time.monotonic() - started, progress_of(log_file))
 
     code = run_job(
         train_command(request.world_size, arguments), request.world_size, log_file, on_wait=tell
@@ -228,10 +233,11 @@ def run_mode(request: Request, job: Job, repeat: int) -> ModeRun:
     return run
 
 
-def last_line(path: Path) -> str:
-    """The last line of a log with anything in it."""
+def progress_of(path: Path) -> str:
+    """The last line of a log that tells of a step, or else the last with anything in it."""
     lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "no output yet"
+    steps = [line for line in lines if _STEP.search(line)]
+    return (steps or lines or ["no output yet"])[-1].strip()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from distcache.cli.compose import (
     given_keys,
     to_config,
 )
-from distcache.cli.run import leave, set_up_logging, write_environment
+from distcache.cli.run import leave, set_up_logging, take_over_ctrl_c, write_environment
 from distcache.comm.agreement import agree_before_world, agree_on_versions
 from distcache.comm.failure import cause_of, describe, first_traceback
 from distcache.comm.rendezvous import (
@@ -57,6 +57,7 @@ _OF_A_RUN = ("summary.json", "metrics.jsonl", "model", "model.old")
 
 def main() -> int:
     """Run this rank of a training job; its exit code."""
+    take_over_ctrl_c()
     place = Place()
     store = None
     try:

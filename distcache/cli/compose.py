@@ -162,6 +162,9 @@ def read_line(command: str, schema: type[T], arguments: Sequence[str]) -> Line[T
     try:
         with _root_logger_kept(lambda: any(logs)):
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(task)()
+    except SystemExit as stop:
+        if stop.code:
+            raise
     finally:
         sys.argv = before
     if not configs:

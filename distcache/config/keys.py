@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import textwrap
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -17,7 +18,6 @@ from omegaconf.errors import OmegaConfBaseException
 from distcache.config.checks import lookup
 from distcache.config.tree import Config
 from distcache.errors import ConfigError
-
 
 _OF_RANKS = (
     "cache.placement", "cache.replicated_rows", "cache.replicated_share", "cache.objective",
@@ -40,6 +40,7 @@ _OF_PLANNER = (
 _ELSEWHERE = {
     **dict.fromkeys(("epochs", "max_epochs", "num_epochs"), ("trainer.steps", "data.samples")),
     **dict.fromkeys(("learning_rate", "lr"), ("optim.dense_lr", "optim.embedding_lr")),
+    **dict.fromkeys(("ranks", "nproc", "nproc_per_node"), ("world_size",)),
     **dict.fromkeys(("bf16", "fp16", "precision"), ("trainer.amp", "trainer.dtype")),
 }
 """What other tools call a key, and what is meant."""
@@ -106,6 +107,7 @@ def near_keys(key: str, schema: type = Config) -> list[str]:
     section, _, name = key.rpartition(".")
     if known.issuperset(_ELSEWHERE.get(name, ("",))):
         return list(_ELSEWHERE[name])
+    own = difflib.get_close_matches(name, own_keys(schema), n=1, cutoff=0.7)
     last = {value: value.rpartition(".")[2] for value in values}
     same = [value for value in values if last[value] == name]
     words = set(name.split("_"))
@@ -113,7 +115,7 @@ def near_keys(key: str, schema: type = Config) -> list[str]:
     alike = difflib.get_close_matches(name, set(last.values()), n=_MOST)
     close = [value for other in alike for value in values if last[value] == other]
     close.sort(key=lambda value: not value.startswith(f"{section}."))
-    return list(dict.fromkeys([*same, *part, *close]))[:_MOST]
+    return list(dict.fromkeys([*own, *same, *part, *close]))[:_MOST]
 
 
 def check_settings(settings: Mapping[str, Any], prefix: str = "") -> None:
@@ -199,7 +201,7 @@ def check_value(key: str, value: Any, schema: type = Config) -> None:
 
 def list_keys(schema: type) -> set[str]:
     """Dotted keys of a command's own lists, which may be typed without brackets."""
-    return {key for key in own_keys(schema) if typing.get_origin(_type_of(key, schema)) is list}
+    return {key for key in own_keys(schema) if _words(_type_of(key, schema)).startswith("a list")}
 
 
 def own_keys(schema: type, prefix: str = "") -> dict[str, str]:
@@ -218,7 +220,9 @@ def usage(schema: type) -> str:
     lines = []
     for key, text in own_keys(schema).items():
         value = OmegaConf.select(_tree(schema), key)
-        lines.append(f"  {f'{key}={_shown(value)}':38} {text}")
+        wrapped = textwrap.wrap(text, 62)
+        lines.append(f"  {f'{key}={_shown(value)}':35} {wrapped[0]}")
+        lines += [" " * 38 + line for line in wrapped[1:]]
     return "\n".join(lines)
 
 

@@ -368,41 +368,57 @@ def save(
         logger.info("checkpoint at step %s: %s, in %.1f s", f"{state.step:,}", folder, took)
 
 
+def compare(
+    path: Path, identity: RunIdentity, world: World, same_data: bool = True
+) -> TrainerState:
+    """The state of training under `path` (a run folder, or its `model/`), every file verified and
+    its run compared with `identity`; all ranks call this, before they make tables.
+
+    `same_data`: whether the data must be those of the checkpoint; where they need not be, a warning
+    says what differs. Raises ConfigError where there is no checkpoint or it is one of another run,
+    naming both values, and DataError where a file of it is damaged.
+    """
+    folder = find(path)
+    header: dict[str, Any] = {TRAINER_KEY: ""}
+    with file_group(world, identity) as group:
+        verify_files(folder, world, group)
+        try:
+            reader = FileSystemReader(folder)
+            state_dict_loader.load(header, storage_reader=reader, process_group=group)
+        except CheckpointException as error:
+            fail(f"the checkpoint {folder} cannot be read", error)
+    state = check(folder, header[TRAINER_KEY], identity)
+    other = other_data(header[TRAINER_KEY], identity)
+    if other and same_data:
+        raise ConfigError(
+            f"{folder} is a checkpoint of training on other data: {other}. Give the data it was "
+            "made with; if other data are meant, set trainer.resume_data=any, which goes on at the "
+            "same step of these"
+        )
+    if other and world.is_first:
+        logger.warning("resuming on other data than those of %s: %s", folder, other)
+    return state
+
+
 def load(
     path: Path,
     mode: Parallel,
     identity: RunIdentity,
     world: World,
+    state: TrainerState,
     extra: dict[str, bytes] | None = None,
-    same_data: bool = True,
-) -> TrainerState:
-    """Put the state under `path` (a run folder, or its `model/`) into `mode`; all ranks call this.
+) -> None:
+    """Put the checkpoint under `path`, of which `compare` has returned `state`, into `mode`; all
+    ranks call this.
 
-    `extra`: names of values of this rank alone, which are put there. `same_data`: whether the data
-    must be those of the checkpoint; where they need not be, a warning says what differs.
-
-    Raises ConfigError where there is no checkpoint or it is one of another run, naming both
-    values, and DataError where a file of it is damaged, before anything is changed.
+    `extra`: names of values of this rank alone, which are put there. Raises ConfigError for values
+    that one of checkpoint and run does not have, before anything is changed.
     """
     folder = find(path)
-    reader = FileSystemReader(folder)
-    header: dict[str, Any] = {TRAINER_KEY: ""}
     values = mode.blank_state() | (extra or {})
     with file_group(world, identity) as group:
-        verify_files(folder, world, group)
         try:
-            state_dict_loader.load(header, storage_reader=reader, process_group=group)
-            state = check(folder, header[TRAINER_KEY], identity)
-            other = other_data(header[TRAINER_KEY], identity)
-            if other and same_data:
-                raise ConfigError(
-                    f"{folder} is a checkpoint of training on other data: {other}. Give the data "
-                    "it was made with; if other data are meant, set trainer.resume_data=any, which "
-                    "goes on at the same step of these"
-                )
-            if other and world.is_first:
-                logger.warning("resuming on other data than those of %s: %s", folder, other)
-            planner = CompleteLoadPlanner(other={TRAINER_KEY})
+            reader, planner = FileSystemReader(folder), CompleteLoadPlanner(other={TRAINER_KEY})
             state_dict_loader.load(
                 values, storage_reader=reader, planner=planner, process_group=group
             )
@@ -413,7 +429,6 @@ def load(
     mode.load_state_dict(values)
     if world.is_first:
         logger.info("resuming at step %s from %s", f"{state.step:,}", folder)
-    return state
 
 
 def files_of(folder: Path) -> list[str]:
