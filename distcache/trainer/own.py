@@ -61,13 +61,12 @@ class OwnRun(Run):
     evaluate: Iterable[Any] | None = field(default=None, kw_only=True)
     eval_count: int = field(default=0, kw_only=True)
 
-    def resume(self) -> None:
+    def resume(self, start: TrainerState) -> None:
         """See `Run.resume`; the loader goes back to where it was after the last trained batch."""
         path = self.config.trainer.resume
         if path is not None:
             own = {self._key(): b""}
-            identity, start = self.identity(), self.start
-            checkpoint.load(Path(path), self.mode, identity, self.world, start, own)
+            checkpoint.load(Path(path), self.mode, self.identity(), self.world, start, own)
             together(self.world, lambda: self.train.resume(own[self._key()]))
         together(self.world, self.train.open)
 

@@ -297,7 +297,7 @@ def resumed_state(config: Config, world: World, identity: RunIdentity) -> Traine
 @dataclass(frozen=True)
 class Run:
     """One run's parts: settings, ranks, folder, data, tables, the model in its mode, and where
-    training starts, as `resumed_state` says."""
+    training starts, as `resumed_state` says (None: it is asked)."""
 
     config: Config
     world: World
@@ -305,7 +305,7 @@ class Run:
     source: BatchSource
     tables: Sequence[TableSpec]
     mode: Parallel
-    start: TrainerState
+    start: TrainerState | None = None
 
     def go(self, rates: Callable[[int], tuple[float, float]]) -> TrainResult:
         """Resume, train, save, digest, summarise; the mode is closed whatever happens.
@@ -315,7 +315,9 @@ class Run:
         self.mode.scratch = self.run_dir
         try:
             start = self.start
-            self.resume()
+            if start is None:
+                start = resumed_state(self.config, self.world, self.identity())
+            self.resume(start)
             schedule = self.schedule(start)
             with StopRequest() as stop, tf32(self.config.trainer.tf32), self.traced():
                 outcome = self.run_steps(start, schedule, rates, stop)
@@ -335,11 +337,11 @@ class Run:
             return nullcontext()
         return tracing(self.world, self.run_dir, self.mode)
 
-    def resume(self) -> None:
-        """Put what is under `trainer.resume` into the mode, if it is given."""
+    def resume(self, start: TrainerState) -> None:
+        """Put what is under `trainer.resume`, which stands at `start`, into the mode, if any is."""
         path = self.config.trainer.resume
         if path is not None:
-            checkpoint.load(Path(path), self.mode, self.identity(), self.world, self.start)
+            checkpoint.load(Path(path), self.mode, self.identity(), self.world, start)
 
     def own_state(self, state: TrainerState) -> dict[str, bytes]:
         """Values of this rank alone that belong into a checkpoint at `state`, by unique names."""
