@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from pathlib import Path
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     left to the end."""
     order = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the collections that tests ask for need not walk it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,12 @@ def _sum_of_ranks(rank: int, world_size: int, offset: int) -> tuple[int, int, in
     dist.barrier()
     dist.destroy_process_group()
     return rank, int(value), torch.get_num_threads()
+
+
+def _as_it_starts(rank: int, size: int) -> tuple[bool, bool, list[str]]:
+    needed = ("distcache.trainer", "distcache.embedding", "hypothesis", "hydra", "numba")
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    return threads == 1, dist.is_initialized(), [n for n in needed if n not in sys.modules]
 
 
 def _fail_on_one(rank: int, world_size: int) -> None:
@@ -36,6 +44,10 @@ def _misbehave(rank: int, world_size: int, how: str) -> None:
 
 def test_values_come_back_by_rank() -> None:
     assert run_ranks(_sum_of_ranks, 2, 10) == [(0, 21, 1), (1, 21, 1)]
+
+
+def test_ranks_start_with_everything_imported_and_nothing_started() -> None:
+    assert run_ranks(_as_it_starts, 1) == [(True, False, [])]
 
 
 def test_first_failing_rank_is_raised_with_its_traceback() -> None:
