@@ -10,6 +10,7 @@ seen only by a fresh one: tests of that use `subprocess`.
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import runpy
 import signal
@@ -237,6 +238,7 @@ def _become(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    multiprocessing.set_start_method(None, force=True)  # not how this process was started
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     code = 1
     try:

@@ -62,6 +62,7 @@ def _child(function: Callable, rank: int, size: int, port: int, pipe: Connection
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     here |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
     os.environ.update({key: str(value) for key, value in here.items()})
+    mp.set_start_method(None, force=True)  # Python's own, not how this process was started
     torch.set_num_threads(1)
     try:
         pipe.send((0.0, function(rank, size, *args)))
