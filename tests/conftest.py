@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawing import ALL, FEW
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     # Before anything imports Triton (TorchRec does): without a GPU its kernels are interpreted.
@@ -40,9 +42,24 @@ def shared_data() -> Path:
     pytest.skip(f"no sample files at {' or '.join(map(str, places))}: set DISTCACHE_SHARED")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def draws_in_full(config: pytest.Config) -> bool:
+    """Whether the slow tests run, and property tests with all their examples among them."""
+    return "slow" in config.option.markexpr.replace("not slow", "")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A property test draws few examples, unless the slow tests run or a profile is named."""
+    if not config.getoption("--hypothesis-profile", None):
+        settings.load_profile(ALL if draws_in_full(config) else FEW)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The folders with the longest files first: where several processes run files, none of these is
-    left to the end."""
+    left to the end. Where the slow tests run, property tests are among them."""
+    for item in items if draws_in_full(config) else ():
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("slow")
     order = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
 

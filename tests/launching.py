@@ -1,10 +1,10 @@
 """Start commands as a user gives them: forked with all imports done, or in fresh interpreters.
 
 `Forked` and `run` take what `subprocess.Popen` and `subprocess.run` take and run the command in
-processes of the fork server (`ranks.forking`), which costs tenths of a second and not seconds. They
-read `python -m module`, `python -c code`, `python script` and torchrun's `--nproc-per-node` in front
-of these. What an interpreter does itself (imports, its own last breath, the agent of torchrun) is
-seen only by a fresh one: tests of that use `subprocess`.
+processes of the fork server (`ranks.forking`): tenths of a second and not seconds. They read
+`python -m module`, `python -c code`, `python script`, and torchrun's `--nproc-per-node` in front of
+these. What an interpreter does by itself (imports, its last breath) and what torchrun's agent does
+is seen only in fresh ones: tests of that use `subprocess`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import IO, Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from node_cases import place_of
 from ranks import forking
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -50,9 +51,11 @@ def train(
     ranks: int = 1,
     program: Sequence[str] = (STUB,),
     fresh: bool = False,
+    **how: Any,
 ) -> subprocess.CompletedProcess[str]:
     """Run a training program with `ranks` ranks in `folder`, and wait at most 100 s for its end;
-    `fresh`: in interpreters of its own, under torchrun where there are several."""
+    `fresh`: in interpreters of its own, under torchrun where there are several; `how`: more for
+    `Forked`."""
     launcher = [sys.executable]
     if ranks > 1:
         launcher = [*TORCHRUN, "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
@@ -63,6 +66,7 @@ def train(
         capture_output=True,
         text=True,
         timeout=100,
+        **how,
     )
 
 
@@ -91,8 +95,9 @@ def run(
 class Forked:
     """A command that runs: as much of `subprocess.Popen` as is used here.
 
-    With torchrun in front it is that many ranks; signals go to all of them, `pid` is the first's,
-    and the code is 1 where a rank failed. Their store lives in this process.
+    With torchrun in front it is that many ranks, on one node or as `nodes` says (ranks of each);
+    signals go to all of them, `pid` is the first's, and the code is 1 where a rank failed. Their
+    store lives in this process.
     """
 
     def __init__(
@@ -104,8 +109,10 @@ class Forked:
         stderr: Any = None,
         text: bool = True,
         start_new_session: bool = False,
+        nodes: Sequence[int] | None = None,
     ) -> None:
         ranks, program = _ranks_of(list(command))
+        nodes = nodes or (ranks or 1,)
         self.args, self.returncode = list(command), None
         self._job, self._store, self._failed_at = ranks is not None, None, None
         self.stdout, self.stderr = _opened(stdout), _opened(stderr)
@@ -118,7 +125,7 @@ class Forked:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ranks = []
         for rank in range(ranks or 1):
-            own = here | (_variables(rank, ranks, self._store.port) if self._job else {})
+            own = here | (_variables(rank, nodes, self._store.port) if self._job else {})
             place = str(Path.cwd() if cwd is None else cwd)
             args = (program, self.args, place, own, files, start_new_session)
             self._ranks.append(forking().Process(target=_become, args=args))
@@ -182,13 +189,12 @@ def _ranks_of(command: list[str]) -> tuple[int | None, list[str]]:
     return ranks, program
 
 
-def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+def _variables(rank: int, nodes: Sequence[int], port: int) -> dict[str, str]:
     """What torchrun tells a rank."""
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    here |= {"ROLE_RANK": rank, "ROLE_WORLD_SIZE": ranks, "ROLE_NAME": "default"}
-    here |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-    here |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    here |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
+    here = {"RANK": rank, "WORLD_SIZE": sum(nodes), "ROLE_RANK": rank, "ROLE_NAME": "default"}
+    here |= place_of(rank, nodes) | {"ROLE_WORLD_SIZE": sum(nodes), "GROUP_WORLD_SIZE": len(nodes)}
+    here |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    here |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     here |= {"TORCHELASTIC_RUN_ID": f"forked-{port}"}
     return {name: str(value) for name, value in here.items()}
 

@@ -1,4 +1,4 @@
-"""Several ranks of the main command, with a stand-in for the trainer: one configuration, one folder.
+"""Ranks of the main command, with a stand-in for the trainer: one configuration, one folder.
 
 One test has torchrun itself start them.
 """

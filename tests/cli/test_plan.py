@@ -260,7 +260,7 @@ def test_nodes_measure_what_is_between_them(sizes: tuple[int, ...]) -> None:
         assert link.bandwidth > 1e5 and link.latency > 0 and link.name == "measured"
 
 
-def test_one_rank_measures_alone(tmp_path: Path) -> None:
+def test_one_rank_measures_alone(tmp_path: Path, forked_jobs: None) -> None:
     records = run(tmp_path, *TABLES, "measure=true", "measure_ranks=1", "world_size=1",
                   "most_ranks=2")  # fmt: skip
     assert asked(records)["sharded"]["seconds"]["total"] > 0

@@ -33,9 +33,7 @@ def run(checkout: Path, *command: str, start=subprocess.run) -> subprocess.Compl
     env["PYTHONPATH"] = f"{checkout}:{checkout / 'tests'}"
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         env.pop(name, None)
-    return start(
-        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=200
-    )
+    return start([sys.executable, *command], env=env, capture_output=True, text=True, timeout=200)
 
 
 EXAMPLES = {  # rows of the state_dict that it prints, highest first loss
