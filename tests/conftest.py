@@ -71,7 +71,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip `gpu` tests without a CUDA device, and `slow` ones once $DISTCACHE_SLOW_S are over."""
+    """Skip `gpu` tests without a CUDA device, and `slow` ones once $DISTCACHE_SLOW_S are over.
+
+    Operations on small tensors get one thread: several would only wait for each other, ten times as
+    long where the machine has more to do. A test of threads asks for them.
+    """
+    torch.set_num_threads(1)
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     budget = os.environ.get("DISTCACHE_SLOW_S")
