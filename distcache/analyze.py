@@ -18,32 +18,21 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from distcache.cli.analyze_advice import advise
-from distcache.cli.analyze_report import Analysis, write_report
-from distcache.cli.analyze_request import Request, cases_of, help_text, parse_request
-from distcache.cli.analyze_sizes import SizeSearch
-from distcache.cli.analyze_trace import simulate_trace
+from distcache.cli.analyze_report import Analysis, advise, simulate_trace, write_report
+from distcache.cli.analyze_run import Request, SizeSearch, cases_of, help_text, parse_request
 from distcache.cli.compose import checked_config, compose_overrides, override
-from distcache.cli.folders import open_folder
-from distcache.cli.logs import set_up_logging
+from distcache.cli.run import open_folder, set_up_logging
 from distcache.comm.rendezvous import Place
-from distcache.config import Config
+from distcache.config.tree import Config
 from distcache.errors import ConfigError, DistcacheError
-from distcache.planner.cases import Case
-from distcache.planner.replay import replay
-from distcache.popularity.split import BY_CURVE
+from distcache.popularity.slots import BY_CURVE
 from distcache.popularity.statistics import write_statistics
-from distcache.run.build import build_source, build_tables
-from distcache.run.counting import CheckedSource, count_source
-from distcache.run.prediction import (
-    Prediction,
-    Sizes,
-    configured_case,
-    record_run,
-    slots_of,
-)
-from distcache.run.schedule import make_schedule
-from distcache.run.stop import StopRequest
+from distcache.replay import Case, replay
+from distcache.trainer.build import build_source, build_tables
+from distcache.trainer.counting import CheckedSource, count_source
+from distcache.trainer.prediction import Prediction, Sizes, configured_case, record_run, slots_of
+from distcache.trainer.schedule import make_schedule
+from distcache.trainer.trainer import StopRequest
 
 log = logging.getLogger("distcache.analyze")
 

@@ -19,15 +19,13 @@ from datetime import datetime
 from itertools import combinations
 from pathlib import Path
 
-from distcache.cli.compare_runs import ModeRun, read_run
-from distcache.cli.compare_table import markdown, write_files
+from distcache.cli.compare_report import ModeRun, markdown, read_run, write_files
 from distcache.cli.compose import checked_config, compose_overrides, override
-from distcache.cli.logs import set_up_logging
-from distcache.cli.processes import run_job, train_command
+from distcache.cli.run import run_job, set_up_logging, train_command
 from distcache.comm.rendezvous import Place
-from distcache.config import Config, RunConfig
-from distcache.config_keys import is_known
-from distcache.config_values import CHOICES, one_of
+from distcache.config.checks import CHOICES, one_of
+from distcache.config.keys import is_known
+from distcache.config.tree import Config, RunConfig
 from distcache.errors import ConfigError, DistcacheError
 
 log = logging.getLogger("distcache.compare")

@@ -12,20 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distcache.comm.agree import agree_on
-from distcache.comm.existing import current_world, leave_world
-from distcache.comm.first import on_first
-from distcache.comm.versions import agree_on_versions
-from distcache.comm.world import World, close_world, open_world
-from distcache.config import Config
-from distcache.config_check import check_own
-from distcache.config_keys import flat_keys
+from distcache.comm.agreement import agree_on, agree_on_versions, on_first
+from distcache.comm.world import World, close_world, current_world, leave_world, open_world
+from distcache.config.checks import check_own
+from distcache.config.keys import flat_keys
+from distcache.config.tree import Config
 from distcache.data.own import OwnBatches
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
-from distcache.run import build
-from distcache.run.ahead import most_ahead
-from distcache.run.own import (
+from distcache.train import needs_shared_folder, open_run_folder
+from distcache.trainer import build
+from distcache.trainer.checkpoint import check_run_folder
+from distcache.trainer.own import (
     OwnRun,
     OwnSource,
     count_evaluation,
@@ -33,9 +31,8 @@ from distcache.run.own import (
     share_weights,
     table_specs,
 )
-from distcache.run.shared_folder import check_run_folder
-from distcache.train import needs_shared_folder, open_run_folder
-from distcache.trainer import TrainResult
+from distcache.trainer.plan_cache import most_ahead
+from distcache.trainer.trainer import TrainResult
 
 _OWN = ("cache.statistics", "trainer.resume", "trainer.log_level")
 """Settings that each rank may have its own of: where it finds a folder, what it says."""

@@ -12,15 +12,13 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from distcache.cli.folders import drop_if_empty, open_folder
-from distcache.cli.logs import set_up_logging
 from distcache.cli.plan_measure import Options as MeasureOptions
 from distcache.cli.plan_measure import measured_here, to_measured
-from distcache.cli.plan_predict import Plan, make_plan
 from distcache.cli.plan_report import REPORT, write_plan
-from distcache.cli.plan_request import Request, help_text, parse_request
+from distcache.cli.plan_run import Plan, Request, help_text, make_plan, parse_request
+from distcache.cli.run import drop_if_empty, open_folder, set_up_logging
 from distcache.errors import DistcacheError
-from distcache.run.measure import Measured
+from distcache.trainer.measure import Measured
 
 log = logging.getLogger("distcache.plan")
 

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from distcache.cli.logs import set_up_logging
-from distcache.data.raw.manifest import Manifest, verify
-from distcache.data.raw.settings import MLPERF_BAGS, PRESETS, PreprocessSettings
+from distcache.cli.run import set_up_logging
+from distcache.data.raw.settings import MLPERF_BAGS, PRESETS, Manifest, PreprocessSettings, verify
 from distcache.errors import ConfigError, DataError, DistcacheError
 
 log = logging.getLogger("distcache.preprocess")

@@ -1,22 +1,204 @@
-"""StepPlan: everything that one step of one group moves and sums, decided before it runs.
-
-A plan is a pure function of the id stream and of the decisions before it. Movers, the coordinator
-and the optimizer only do what it says.
-
-*Canonical order* of a step's U distinct rows: by home rank, then by first occurrence over the
-ranks in rank order. It depends on the ids alone, never on slots, hits, capacity or window, so
-sums and updates made in it have the same bits for every cache.
-"""
+"""Plans: everything that one step of one group moves and sums, decided before it runs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from distcache.errors import PlanError
-from distcache.shard_plan import ShardPlan, shard_laws, shard_problems
+
+# -----------------------------------------------------------------------------
+# ShardPlan: which sharded rows of a step go from their homes to whom, and which way.
+#
+# A part of `step_plan`. With several nodes a row that several ranks of another node named crosses
+# to
+# that node once: its home sends it to one of them, which hands it on (`planner.relays`).
+
+
+@dataclass(frozen=True)
+class Relay:
+    """The second leg of a `Transfer`, among the L ranks of this node: rows that mates named too.
+
+    All int64, CPU: `passed` `[p]`: which of the rows that came from homes this rank hands on, for
+    local rank 0, then 1, ...; `pass_counts` `[L]`; `receive_counts` `[L]`: rows that come from each
+    mate; `order` `[r]`: where the row of each of `Transfer.places` is among the rows that came from
+    homes, followed by those from mates.
+    """
+
+    passed: Tensor
+    pass_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    order: Tensor
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Rows of a step on their way from their homes to the ranks that named them.
+
+    All int64, CPU: `slots` `[s]`: this device's slots of the rows to send, for rank 0, then rank
+    1, ...; `send_counts` `[W]`; `places` `[r]`: where in the rows of `ShardPlan.counts` each row
+    that comes belongs, by home; `receive_counts` `[W]`: rows that each home itself sends here, all
+    `r` of them without a `relay`.
+    """
+
+    slots: Tensor
+    send_counts: tuple[int, ...]
+    places: Tensor
+    receive_counts: tuple[int, ...]
+    relay: Relay | None = None
+    """None where no rows are handed on: on one node, and on a rank that is alone on its node."""
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        own = [self.slots, self.places]
+        return own if self.relay is None else [*own, self.relay.passed, self.relay.order]
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """One rank's plan of the sharded rows of a step: cached by their homes alone.
+
+    N: distinct sharded rows of this rank's ids, by home, then by first occurrence; H: those that
+    some rank named of this rank's home, in canonical order. All tensors: int64, CPU.
+    """
+
+    distinct: int
+    """Sharded rows of the global batch, over all homes."""
+    misses: int
+    """Of these, rows that are fetched."""
+    counts: tuple[int, ...]
+    """`[W]`: how many of this rank's N rows each home has."""
+    slots: Tensor
+    """`[H]`: this device's slots of its home's rows."""
+    source_rows: Tensor
+    """This home's rows as rank 0 named them, then rank 1, ...: indices below H."""
+    source_counts: tuple[int, ...]
+    """`[W]`: how many of `source_rows` come from each rank."""
+    early: Transfer | None
+    """Rows that no step after `move_after` changes before this one: they travel with movement.
+    None where none ever does."""
+    late: Transfer
+    """The others, which travel after `apply` of the step before."""
+    fetch_slots: Tensor
+    """Slots that this home's fetched rows fill."""
+    fetch_rows: Tensor
+    """Row numbers that this home reads from the store, in the order of `fetch_slots`."""
+    evict_slots: Tensor
+    """Slots of this home whose rows leave before the fetched rows come in."""
+    evict_rows: Tensor
+    """The rows that leave, in the order of `evict_slots`."""
+    runs: tuple[int, ...] = ()
+    """Lengths of runs of ranks, which cover all W in order: this home sends a row to one rank of
+    those of a run that named it. (): each rank is a run of its own."""
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return sum(self.counts)
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """Those that there are."""
+        return [self.late] if self.early is None else [self.early, self.late]
+
+
+def shard_problems(shard: ShardPlan) -> dict[str, bool]:
+    """The cheap laws of one plan of sharded rows, and whether each is broken."""
+    parts = shard.transfers
+    sent, named = sum(len(part.slots) for part in parts), len(shard.source_rows)
+    return {
+        "sharded: source_counts do not sum to the source rows": sum(shard.source_counts) != named,
+        "sharded: not every row arrives once": sum(len(p.places) for p in parts) != shard.rows,
+        "sharded: not every row is sent once": sent > named if shard.runs else sent != named,
+        "sharded: counts of a transfer do not sum to its rows": any(map(_miscounted, parts)),
+        "sharded: fetched slots and rows differ": len(shard.fetch_slots) != len(shard.fetch_rows),
+        "sharded: evicted slots and rows differ": len(shard.evict_slots) != len(shard.evict_rows),
+    }
+
+
+def _miscounted(transfer: Transfer) -> bool:
+    """Whether counts of a transfer differ from the rows that they count."""
+    came, relay = sum(transfer.receive_counts), transfer.relay
+    if relay is not None:
+        if sum(relay.pass_counts) != len(relay.passed) or len(relay.order) != len(transfer.places):
+            return True
+        came += sum(relay.receive_counts)
+    return sum(transfer.send_counts) != len(transfer.slots) or came != len(transfer.places)
+
+
+def shard_laws(shard: ShardPlan, slots: int | None) -> dict[str, bool]:
+    """Every other law that one plan of sharded rows can break; `slots`: C, None: it grows."""
+    parts = shard.transfers
+    arriving = torch.cat([part.places for part in parts]).sort().values
+    return {
+        "two sharded rows share a slot": len(shard.slots.unique()) != len(shard.slots),
+        "a sharded row's slot lies outside the cache": slots is not None
+        and len(shard.slots) > 0
+        and not 0 <= int(shard.slots.min()) <= int(shard.slots.max()) < slots,
+        "a sharded row arrives twice or never": not torch.equal(arriving, torch.arange(shard.rows)),
+        "sharded rows are sent that nobody asked for": _sent_to_others(shard),
+        "a sharded row goes to a run of ranks twice or never": not _sent_once(shard),
+        "a sharded row is handed on that did not come, or twice": any(map(_wrongly_passed, parts)),
+        "a sharded row is fetched into no slot of the step": not bool(
+            torch.isin(shard.fetch_slots, shard.slots).all()
+        ),
+        "a sharded slot of the step is evicted without being filled": not bool(
+            torch.isin(
+                shard.evict_slots[torch.isin(shard.evict_slots, shard.slots)], shard.fetch_slots
+            ).all()
+        ),
+    }
+
+
+def _sent_and_named(shard: ShardPlan) -> tuple[list[Tensor], list[Tensor]]:
+    """By rank: the slots that this home sends to it, and those of the rows that it named."""
+    named = shard.slots[shard.source_rows].split(shard.source_counts)
+    by_part = [part.slots.split(part.send_counts) for part in shard.transfers]
+    return [torch.cat(parts) for parts in zip(*by_part, strict=True)], list(named)
+
+
+def _sent_to_others(shard: ShardPlan) -> bool:
+    """Whether a rank gets a row that it did not name."""
+    pairs = zip(*_sent_and_named(shard), strict=True)
+    return not all(bool(torch.isin(sent, named).all()) for sent, named in pairs)
+
+
+def _sent_once(shard: ShardPlan) -> bool:
+    """Whether every row goes once to each run of ranks in which some rank named it."""
+    sent, named = _sent_and_named(shard)
+    ends = list(accumulate(shard.runs or [1] * len(sent), initial=0))
+    return ends[-1] == len(sent) and all(
+        torch.equal(torch.cat(sent[a:b]).sort().values, torch.cat(named[a:b]).unique())
+        for a, b in pairwise(ends)
+    )
+
+
+def _wrongly_passed(transfer: Transfer) -> bool:
+    """Whether a row is taken twice or never, or one handed on that came from no home."""
+    relay, came = transfer.relay, sum(transfer.receive_counts)
+    if relay is None:
+        return False
+    by_mate = relay.passed.split(relay.pass_counts)
+    return (
+        not torch.equal(relay.order.sort().values, torch.arange(len(transfer.places)))
+        or not bool(((relay.passed >= 0) & (relay.passed < came)).all())
+        or any(len(rows.unique()) != len(rows) for rows in by_mate)
+    )
+
+
+# -----------------------------------------------------------------------------
+# StepPlan: everything that one step of one group moves and sums, decided before it runs.
+#
+# A plan is a pure function of the id stream and of the decisions before it. Movers, the
+# coordinator
+# and the optimizer only do what it says.
+#
+# *Canonical order* of a step's U distinct rows: by home rank, then by first occurrence over the
+# ranks in rank order. It depends on the ids alone, never on slots, hits, capacity or window, so
+# sums and updates made in it have the same bits for every cache.
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ from distcache.cli.compose import (
     given_keys,
     to_config,
 )
-from distcache.cli.environment import write_environment
-from distcache.cli.logs import set_up_logging
-from distcache.cli.processes import leave
+from distcache.cli.run import leave, set_up_logging, write_environment
+from distcache.comm.agreement import agree_before_world, agree_on_versions
 from distcache.comm.failure import cause_of, describe, first_traceback
 from distcache.comm.rendezvous import (
     TIMEOUT_S,
@@ -40,12 +39,11 @@ from distcache.comm.rendezvous import (
     receive,
     start_timeout,
 )
-from distcache.comm.versions import agree_before_world, agree_on_versions
 from distcache.comm.world import World, close_world, open_world
-from distcache.config import Config
-from distcache.config_keys import without_use
+from distcache.config.keys import without_use
+from distcache.config.tree import Config
 from distcache.errors import ConfigError, DistcacheError
-from distcache.metrics.trace_part import remove_trace
+from distcache.trainer.tracing import remove_trace
 
 log = logging.getLogger("distcache.train")
 
@@ -103,9 +101,9 @@ def agree(place: Place, store: dist.Store | None, timeout_s: float = TIMEOUT_S) 
 def run(config: Config, place: Place, store: dist.Store | None, given: Collection[str] = ()) -> int:
     """Train with a checked configuration, which sets the `given` keys; this rank's exit code."""
     # Imported here: `--help`, `--cfg job` and the parent of a sweep need no trainer.
-    from distcache.run.shared_folder import check_run_folder
-    from distcache.run.threads import compute_threads
-    from distcache.trainer import train
+    from distcache.trainer.build import compute_threads
+    from distcache.trainer.checkpoint import check_run_folder
+    from distcache.trainer.trainer import train
 
     set_up_logging(config.trainer.log_level, place.rank, place.world_size)
     world: World | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from distcache.data import Batch, BatchSource
+from distcache.data.batch import Batch, BatchSource
 
 
 def joined(parts: list[Batch]) -> dict[str, torch.Tensor]:

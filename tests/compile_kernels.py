@@ -20,8 +20,7 @@ from triton.compiler import ASTSource
 
 from distcache.ops import triton as bodies
 from distcache.ops import triton_kernels
-from distcache.ops.rule import Rule
-from distcache.ops.segments import segment_chunks
+from distcache.ops.reference import Rule, segment_chunks
 
 COUNTED = {
     "wide_loads": r"ld\.global[^;]*\.v4\.b32",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from distcache.cost.demand import Demand
-from distcache.cost.links import Cluster, Compute, Link
-from distcache.cost.popularity import TableSource, zipf_sources
+from distcache.cost.cluster import Cluster, Compute, Link
+from distcache.cost.demand import Demand, TableSource, demand_at, zipf_sources
 from distcache.cost.predict import Settings
-from distcache.cost.steps import demand_at
-from distcache.data.zipf import ZipfTables
+from distcache.data.synthetic import ZipfTables
 from distcache.layout import RowLayout, TableSpec
 
 ROWS, BAGS, ZIPF = (5000, 300, 40), (1.0, 3.0, 2.0), (1.05, 0.8, 0.0)

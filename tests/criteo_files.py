@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from distcache.data import CriteoSource, CriteoSpec
+from distcache.data.criteo import CriteoSource, CriteoSpec
 
 ROWS = np.array(
     [

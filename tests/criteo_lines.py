@@ -9,8 +9,7 @@ import numpy as np
 
 from distcache.data.criteo_text import dense_of, parse_line
 from distcache.data.raw.job import preprocess
-from distcache.data.raw.manifest import Manifest
-from distcache.data.raw.settings import PreprocessSettings
+from distcache.data.raw.settings import Manifest, PreprocessSettings
 from distcache.errors import DataError
 
 ROWS = (1000, 7, 5000, 300, 305, 24, 500, 633, 3, 100, 83, 51, 94, 27, 92, 61, 10, 52, 73, 4)

@@ -12,7 +12,7 @@ from reference_trainer import RowWiseAdagrad
 from torch import Tensor, nn
 
 from distcache import lookahead
-from distcache.embedding.core import CachedTables
+from distcache.embedding.step import CachedTables
 
 
 def loss_of(model: nn.Module, batch: Clicks) -> Tensor:

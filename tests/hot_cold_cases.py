@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from distcache.data.slices import SlicedSource
+from distcache.data.samplers import SlicedSource
 from distcache.popularity.statistics import (
     Statistics,
     TableCounts,

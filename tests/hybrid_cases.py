@@ -9,9 +9,8 @@ from distcache.comm.world import World
 from distcache.data.batch import Batch, JaggedIds, slice_bounds
 from distcache.layout import TableSpec
 from distcache.parallel.base import OptimizerSpec
-from distcache.parallel.hybrid import HybridParallel
-from distcache.parallel.hybrid_spec import HybridSpec
-from distcache.store.initial import initial_rows
+from distcache.parallel.hybrid import HybridParallel, HybridSpec
+from distcache.store.rows import initial_rows
 
 FEATURES = ("d", "a", "c", "b")
 DENSE = 3

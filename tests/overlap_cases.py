@@ -7,7 +7,7 @@ from dataclasses import replace
 from oracle import OPTIMIZERS
 from scenarios import Scenario, table
 
-from distcache.parallel.cached_parts import CachedSettings
+from distcache.parallel.cached import CachedSettings
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))
 SHAKE_MS = 3.0

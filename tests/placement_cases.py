@@ -15,11 +15,10 @@ from popular_runs import popularity_of
 from scenarios import Outcome, Scenario, run_mode, table
 
 from distcache.comm.world import World, close_world, open_world
-from distcache.parallel.cached_parts import CachedSettings
-from distcache.pipeline.groups import TableGroup, group_bags, make_groups
-from distcache.pipeline.placement import Placement, region_slots
+from distcache.engine.groups import Placement, TableGroup, group_bags, make_groups, region_slots
+from distcache.parallel.cached import CachedSettings
 from distcache.planner.policy import Policy
-from distcache.store.direct import ACCESS
+from distcache.store.rows import ACCESS
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))
 MEANS = (table("a", 200, pooling="mean"), table("c", 30, dim=4), table("e", 90, dim=12))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from distcache.planner.bodies import NUMPY, Bodies
-from distcache.planner.bodies import PLAIN as BY_NAME
+from distcache.planner.calls import NUMPY, Bodies
+from distcache.planner.calls import PLAIN as BY_NAME
 
 PLAIN = Bodies("python", **BY_NAME)
 """The loops as Python runs them, so that NumPy checks every index."""

@@ -7,12 +7,10 @@ from scenarios import Outcome, Scenario, run_mode
 
 from distcache.comm.world import World
 from distcache.layout import TableSpec, group_tables
-from distcache.parallel.cached import CachedParallel
-from distcache.parallel.cached_parts import CachedSettings
-from distcache.popularity.curves import curve_of, hot_prefixes
-from distcache.popularity.node import Popularity
-from distcache.popularity.plan import statistics_of
-from distcache.popularity.statistics import Statistics, TableCounts
+from distcache.parallel.cached import CachedParallel, CachedSettings
+from distcache.popularity.curve import hot_prefixes, row_curve_of
+from distcache.popularity.slots import statistics_of
+from distcache.popularity.statistics import Popularity, Statistics, TableCounts
 
 
 def count(case: Scenario, steps: range) -> Statistics:
@@ -41,7 +39,7 @@ def hot_rows_for(tables: tuple[TableSpec, ...], slots: tuple[int, ...], counted:
     """The likeliest rows of each group, as many as it has slots."""
     hot = [0] * len(tables)
     for members, total in zip(group_tables(tables), slots, strict=True):
-        curves = [curve_of(counted.tables[i], 1.0) for i in members]
+        curves = [row_curve_of(counted.tables[i], 1.0) for i in members]
         for table, rows in zip(members, hot_prefixes(curves, total), strict=True):
             hot[table] = rows
     return tuple(hot)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from criteo_lines import preprocessed
 
-from distcache.data.raw.manifest import Manifest
+from distcache.data.raw.settings import Manifest
 
 
 def run(input, output: Path, **settings) -> Manifest:

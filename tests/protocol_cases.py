@@ -17,9 +17,7 @@ from scenarios import Scenario, table
 from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.parallel.base import OptimizerSpec
-from distcache.parallel.cached import CachedParallel
-from distcache.parallel.cached_parts import CachedSettings
-from distcache.parallel.cached_state import table_views
+from distcache.parallel.cached import CachedParallel, CachedSettings, table_views
 
 TABLES = (table("a", 60), table("b", 9, features=2), table("c", 5, dim=4))
 CASE = Scenario(TABLES, OptimizerSpec("adagrad"), global_batch=12, steps=6)

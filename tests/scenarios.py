@@ -15,9 +15,8 @@ from distcache.data.batch import Batch, JaggedIds, slice_bounds
 from distcache.layout import TableSpec
 from distcache.models import initialise
 from distcache.parallel.base import OptimizerSpec
-from distcache.parallel.cached import CachedParallel
-from distcache.parallel.cached_parts import CachedSettings
-from distcache.popularity.node import Popularity
+from distcache.parallel.cached import CachedParallel, CachedSettings
+from distcache.popularity.statistics import Popularity
 
 
 class SmallNet(nn.Module):

@@ -12,8 +12,7 @@ import numpy as np
 
 from distcache.layout import RowLayout
 from distcache.planner.simulator import PlannerSettings, simulate
-from distcache.shard_plan import Transfer
-from distcache.step_plan import StepPlan, check_plan_fully
+from distcache.step_plan import StepPlan, Transfer, check_plan_fully
 
 FREE = -1
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from protocol_cases import Raises, batches, make, state, train
 from ranks import free_port
 
-from distcache.cli.processes import leave
+from distcache.cli.run import leave
 from distcache.comm.failure import cause_of
 from distcache.comm.world import close_world, open_world
 

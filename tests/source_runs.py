@@ -12,7 +12,7 @@ from ranks import run_ranks
 
 from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world
-from distcache.trainer import train
+from distcache.trainer.trainer import train
 
 SMALL = ("trainer.device=cpu", "trainer.log_level=WARNING", "run.save=false", "trainer.steps=null")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from distcache.cli.compose import conf_dir
 from distcache.errors import ConfigError
-from distcache.paths import conf_dir
 
 
 def test_checkout_has_a_conf_folder(checkout: Path) -> None:

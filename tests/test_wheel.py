@@ -54,7 +54,7 @@ def run_python(*arguments: str, cwd: Path, path: Path) -> str:
 
 
 def test_installed_wheel_finds_its_own_conf(installed: Path, tmp_path: Path) -> None:
-    code = "import distcache.paths as paths; print(paths.conf_dir())"
+    code = "import distcache.cli.compose as paths; print(paths.conf_dir())"
     said = run_python("-c", code, cwd=tmp_path, path=installed)
     assert said.strip() == str(installed / "distcache" / "conf")
 

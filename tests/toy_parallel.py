@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distcache.comm.world import World
-from distcache.config import (
+from distcache.config.tree import (
     CacheConfig,
     Config,
     DataConfig,

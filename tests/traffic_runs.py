@@ -13,16 +13,14 @@ from scenarios import SmallNet
 from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
 from distcache.data.batch import BatchSource
+from distcache.engine.groups import Placement
 from distcache.layout import TableSpec, group_tables
-from distcache.optim.rows import row_update
+from distcache.optim import row_update
 from distcache.parallel.base import OptimizerSpec
-from distcache.parallel.cached import CachedParallel
-from distcache.parallel.cached_parts import CachedSettings
-from distcache.pipeline.placement import Placement
-from distcache.pipeline.traffic import TrafficSettings, replay_traffic
-from distcache.planner.flows import StepTraffic
-from distcache.run import build
-from distcache.run.schedule import make_schedule
+from distcache.parallel.cached import CachedParallel, CachedSettings
+from distcache.replay import StepTraffic, TrafficSettings, replay_traffic
+from distcache.trainer import build
+from distcache.trainer.schedule import make_schedule
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,9 @@ from distcache.bench.options import at_least, option
 from distcache.bench.report import Record, Table
 from distcache.bench.spread import ratios, rotated, shown, spread
 from distcache.comm.world import World, close_world, open_world
+from distcache.engine.movement import Access, InPlace, Staged
 from distcache.layout import RowLayout, TableSpec
-from distcache.pipeline.access import Access, InPlace, Staged
-from distcache.store.direct import ACCESS, STAGED, ZERO_COPY
-from distcache.store.rows import RowStore
+from distcache.store.rows import ACCESS, STAGED, ZERO_COPY, RowStore
 from distcache.streams import COPY_IN, COPY_OUT, Streams
 
 MODULE = "distcache.bench.access"

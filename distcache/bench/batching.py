@@ -27,20 +27,18 @@ from distcache.bench.spread import rotated
 from distcache.cli.compose import checked_config, compose_overrides
 from distcache.comm.rendezvous import Place
 from distcache.comm.world import World, close_world, open_world
-from distcache.data.hot_cold import classify
 from distcache.data.raw.settings import KAGGLE_ROWS
-from distcache.data.slices import SlicedSource
-from distcache.data.subset import Subset
+from distcache.data.samplers import SlicedSource, Subset
 from distcache.errors import ConfigError
-from distcache.popularity.hot import HotSet, curve_of, greedy
+from distcache.popularity.hot_cold import HotSet, classify, curve_of, greedy
 from distcache.popularity.statistics import (
     Statistics,
     TableCounts,
     vocabulary_of,
     write_statistics,
 )
-from distcache.run.build import build_source
-from distcache.trainer import train
+from distcache.trainer.build import build_source
+from distcache.trainer.trainer import train
 
 log = logging.getLogger("distcache.bench.batching")
 

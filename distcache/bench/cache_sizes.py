@@ -17,9 +17,9 @@ from distcache.bench.command import Bench, run_bench
 from distcache.bench.options import at_least, option
 from distcache.bench.report import Record, Table
 from distcache.bench.spread import ratios, rotated, shown, spread
-from distcache.cli.compare_runs import read_run
+from distcache.cli.compare_report import read_run
 from distcache.cli.compose import override
-from distcache.cli.processes import run_job, train_command
+from distcache.cli.run import run_job, train_command
 from distcache.errors import ConfigError
 
 log = logging.getLogger("distcache.bench.cache_sizes")

@@ -18,7 +18,7 @@ from distcache.bench.report import (
     to_markdown,
     write_report,
 )
-from distcache.cli.logs import set_up_logging
+from distcache.cli.run import set_up_logging
 from distcache.errors import ConfigError, DistcacheError
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from distcache.bench.device_parts import DeviceParts
 from distcache.bench.step_batches import Feed
+from distcache.engine.step import PlannedStep
 from distcache.parallel.base import Parallel, Step
 from distcache.parallel.cached import CachedParallel
 from distcache.parallel.hybrid import HybridParallel
-from distcache.pipeline.planned import PlannedStep
 
 
 @dataclass

@@ -19,8 +19,8 @@ from distcache.bench.options import at_least, option
 from distcache.bench.report import Record, Table
 from distcache.bench.spread import rotated, shown, spread
 from distcache.data.raw.settings import KAGGLE_ROWS
-from distcache.data.zipf import ZipfTables
-from distcache.planner import bodies as planner
+from distcache.data.synthetic import ZipfTables
+from distcache.planner import calls as planner
 from distcache.popularity.counters import TableCounter, make_counters
 
 log = logging.getLogger("distcache.bench.counting")

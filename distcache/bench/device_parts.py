@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distcache.engine.step import InFlight
 from distcache.parallel.cached import CachedParallel
-from distcache.pipeline.schedule import InFlight
 from distcache.step_plan import StepPlan
 
 INDEX_BYTES = 8

@@ -27,11 +27,9 @@ from distcache.bench.report import (
     Record,
     Table,
 )
-from distcache.data.criteo_arrays import CriteoArrays
-from distcache.data.criteo_batches import BatchSettings
+from distcache.data.criteo import BatchSettings, CriteoArrays
 from distcache.data.criteo_text import IDS, INTEGERS
-from distcache.data.raw.manifest import ArrayFile, Manifest, write_manifest
-from distcache.data.raw.settings import TERABYTE_ROWS
+from distcache.data.raw.settings import TERABYTE_ROWS, ArrayFile, Manifest, write_manifest
 from distcache.errors import ConfigError
 
 log = logging.getLogger("distcache.bench.first_batch")

@@ -15,7 +15,7 @@ from distcache.bench.fbgemm_tables import fbgemm_tables
 from distcache.bench.kernel_work import Shape, Work, slots_of
 from distcache.errors import ConfigError
 from distcache.ops import reference
-from distcache.optim.rows import row_update
+from distcache.optim import row_update
 from distcache.versions import fbgemm_here, require_hybrid
 
 LR, EPS, BETAS = 0.05, 1e-8, (0.9, 0.999)

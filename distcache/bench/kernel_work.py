@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distcache.data.zipf import ZipfTables
-from distcache.ops.segments import SegmentChunks, segment_chunks
+from distcache.data.synthetic import ZipfTables
+from distcache.ops.reference import SegmentChunks, segment_chunks
 from distcache.planner.distinct import by_hash
 
 

@@ -23,7 +23,7 @@ from distcache.bench.kernel_work import Shape, Work, initial_weight, make_work, 
 from distcache.bench.options import at_least, option, parse, split_arguments, usage
 from distcache.bench.report import Record, Report, check_out, header, to_markdown, write_report
 from distcache.bench.spread import ratios, rotated, spread
-from distcache.cli.logs import set_up_logging
+from distcache.cli.run import set_up_logging
 from distcache.comm.world import pick_device
 from distcache.errors import ConfigError, DistcacheError
 from distcache.ops import ON_GPU

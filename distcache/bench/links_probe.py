@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from distcache.comm.counters import ROWS, CollectiveCounters
-from distcache.comm.link import Link
+from distcache.comm.link import ROWS, CollectiveCounters, Link
 from distcache.comm.world import World, close_world, open_world
 
 MODULE = "distcache.bench.links_probe"

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from distcache.bench.links_cable import NONE, End
-from distcache.cli.compare_runs import log_tail
-from distcache.cli.processes import job_environment, stop_job
+from distcache.cli.compare_report import log_tail
+from distcache.cli.run import job_environment, stop_job
 from distcache.errors import ConfigError
 
 _POLL_S = 0.2

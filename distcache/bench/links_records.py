@@ -8,7 +8,7 @@ import numpy as np
 
 from distcache.bench.report import Record
 from distcache.bench.spread import ratios, spread
-from distcache.parallel.load import COLLECTIVE
+from distcache.parallel.statistics import COLLECTIVE
 
 
 def cell_records(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distcache.bench.report import Record
-from distcache.data.zipf import ZipfTables
+from distcache.data.synthetic import ZipfTables
 
 if TYPE_CHECKING:
     from distcache.bench.links import LinksOptions

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from distcache.bench.report import Record, Table
 from distcache.bench.spread import shown
-from distcache.comm.counters import DENSE, PLANNING, ROWS
+from distcache.comm.link import DENSE, PLANNING, ROWS
 
 
 def tables(records: Sequence[Record]) -> list[Table]:

@@ -26,21 +26,18 @@ from distcache.bench.plan_placements import PlacedGroup, Placer
 from distcache.bench.plan_runs import evict_all
 from distcache.bench.report import Record
 from distcache.bench.spread import rotated, spread
-from distcache.cli.logs import set_up_logging
-from distcache.cli.processes import run_job, train_command
-from distcache.comm.counters import CollectiveCounters
-from distcache.comm.link import Link, host_link
+from distcache.cli.run import run_job, set_up_logging, train_command
+from distcache.comm.link import CollectiveCounters, Link, host_link
 from distcache.comm.rendezvous import find_place
 from distcache.comm.world import World, close_world, open_world
-from distcache.config import CacheConfig
+from distcache.config.tree import CacheConfig
+from distcache.engine.exchange import Asking, Decided, Deciding, PlanExchange, Status
+from distcache.engine.room import requests_of, sharded_part
 from distcache.errors import DistcacheError
-from distcache.pipeline.exchange import Decided, PlanExchange
-from distcache.pipeline.plan_header import Asking, Deciding, Status
-from distcache.pipeline.regions import requests_of, sharded_part
 from distcache.planner.assemble import HomePart, Request, assemble, make_request, next_move_after
-from distcache.planner.bodies import make, using
+from distcache.planner.calls import make, using
 from distcache.planner.home import HomeDecision
-from distcache.planner.regions import nothing
+from distcache.planner.shard import nothing
 from distcache.step_plan import StepPlan, check_plan
 
 MODULE = "distcache.bench.plan_exchange"

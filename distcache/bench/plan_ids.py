@@ -8,7 +8,7 @@ import numpy as np
 
 from distcache.bench.setting import compose_setting
 from distcache.comm.rendezvous import Place
-from distcache.config import Config
+from distcache.config.tree import Config
 from distcache.data.batch import BatchSource, slice_bounds
 from distcache.errors import ConfigError
 from distcache.layout import RowLayout

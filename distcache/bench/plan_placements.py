@@ -11,26 +11,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distcache.cache.size import cache_slots
-from distcache.config import CacheConfig, Config
+from distcache.config.tree import CacheConfig, Config
 from distcache.data.batch import BatchSource
-from distcache.errors import ConfigError
-from distcache.layout import TableSpec
-from distcache.pipeline.build import home_regions
-from distcache.pipeline.groups import TableGroup, make_groups
-from distcache.pipeline.placement import (
+from distcache.engine.groups import (
     MIXED,
     REPLICATED,
     SHARDED,
     Placement,
     RegionSlots,
+    TableGroup,
+    make_groups,
     region_slots,
 )
-from distcache.pipeline.regions import Region
+from distcache.engine.room import Region
+from distcache.engine.tables import home_regions
+from distcache.errors import ConfigError
+from distcache.layout import TableSpec
 from distcache.planner.policy import DEFAULT
-from distcache.planner.regions import HotRows
-from distcache.run import build
-from distcache.run.window import read_window, window_steps
+from distcache.planner.shard import HotRows
+from distcache.popularity.slots import cache_slots
+from distcache.trainer import build
+from distcache.trainer.plan_cache import read_window, window_steps
 
 PLACEMENTS = (REPLICATED, SHARDED, MIXED)
 

@@ -12,12 +12,11 @@ import numpy as np
 import torch
 
 from distcache.bench.plan_placements import PlacedGroup
-from distcache.pipeline.regions import Region, requests_of
+from distcache.engine.room import Region, requests_of
 from distcache.planner.assemble import HomePart, Request, assemble, make_request, next_move_after
-from distcache.planner.bodies import NAMES, Bodies, make, using
-from distcache.planner.calls import distinct_rows, hashed_rows
+from distcache.planner.calls import NAMES, Bodies, distinct_rows, hashed_rows, make, using
 from distcache.planner.home import HomeDecision
-from distcache.planner.regions import ShardParts, nothing, replies_to_all
+from distcache.planner.shard import ShardParts, nothing, replies_to_all
 from distcache.step_plan import StepPlan, check_plan
 
 Seconds = dict[str, float]

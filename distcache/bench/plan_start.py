@@ -16,7 +16,7 @@ import distcache.planner.home
 started = time.perf_counter()
 import numba
 imported = time.perf_counter()
-from distcache.planner.bodies import make
+from distcache.planner.calls import make
 make("compiled")
 sys.stdout.write(f"{imported - started} {time.perf_counter() - imported}")
 """

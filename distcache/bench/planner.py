@@ -33,12 +33,12 @@ from distcache.bench.plan_start import measure_start
 from distcache.bench.plan_tables import YARDSTICK, run_name, tables
 from distcache.bench.report import Record, Report, check_out, header, to_markdown, write_report
 from distcache.bench.spread import ratios, rotated, spread
-from distcache.cli.logs import set_up_logging
+from distcache.cli.run import set_up_logging
 from distcache.comm.rendezvous import Place
-from distcache.config import CacheConfig, Config
+from distcache.config.tree import CacheConfig, Config
+from distcache.engine.groups import REPLICATED
 from distcache.errors import DistcacheError
-from distcache.pipeline.placement import REPLICATED
-from distcache.planner.bodies import COMPILED, NUMPY
+from distcache.planner.calls import COMPILED, NUMPY
 
 log = logging.getLogger("distcache.bench.planner")
 

@@ -22,11 +22,9 @@ from distcache.bench.policy_tables import tables
 from distcache.bench.policy_traces import NAMES, TraceSettings, make_trace, missing
 from distcache.bench.report import Record
 from distcache.errors import ConfigError
-from distcache.planner.cases import Case, Outcome
 from distcache.planner.policy import POLICIES, TAILS, Policy
-from distcache.planner.replay import replay
-from distcache.planner.trace import Trace
-from distcache.popularity.of_trace import popularity_of
+from distcache.replay import Case, Outcome, popularity_of, replay
+from distcache.trace import Trace
 
 log = logging.getLogger("distcache.bench.policies")
 

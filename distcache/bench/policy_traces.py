@@ -11,12 +11,10 @@ import numpy as np
 from distcache.data.batch import BatchSource
 from distcache.data.interactions import InteractionsSource, InteractionsSpec
 from distcache.data.raw.settings import KAGGLE_ROWS
-from distcache.data.synthetic import SyntheticSource, SyntheticSpec
-from distcache.data.zipf import ZipfTables
+from distcache.data.synthetic import SyntheticSource, SyntheticSpec, ZipfTables
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
-from distcache.planner.trace import Trace
-from distcache.planner.trace_sources import record_ids, record_source
+from distcache.trace import Trace, record_ids, record_source
 
 ZIPF = {"zipf_0.8": 0.8, "zipf_1.05": 1.05, "zipf_1.2": 1.2}
 """Exponents of the drawn traces."""

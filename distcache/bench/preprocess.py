@@ -27,8 +27,7 @@ from distcache.bench.report import (
     Record,
     Table,
 )
-from distcache.data.criteo_arrays import CriteoArrays
-from distcache.data.criteo_batches import BatchSettings
+from distcache.data.criteo import BatchSettings, CriteoArrays
 from distcache.errors import ConfigError
 
 log = logging.getLogger("distcache.bench.preprocess")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distcache.bench.options import show
-from distcache.cli.environment import describe_environment
+from distcache.cli.run import describe_environment
 from distcache.errors import ConfigError
 
 Record = dict[str, Any]

@@ -24,7 +24,7 @@ from distcache.bench.report import (
 )
 from distcache.bench.spread import ratios, rotated, shown, spread
 from distcache.ops.copies import put_rows, take_rows
-from distcache.store.available import require_memory
+from distcache.store.memory import require_memory
 
 log = logging.getLogger("distcache.bench.rows")
 

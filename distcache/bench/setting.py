@@ -8,7 +8,7 @@ from hydra.errors import HydraException, MissingConfigException
 
 from distcache.cli.compose import checked_config, compose_overrides
 from distcache.comm.rendezvous import Place
-from distcache.config import Config
+from distcache.config.tree import Config
 from distcache.data.raw.settings import TERABYTE_ROWS
 from distcache.errors import ConfigError
 

@@ -21,10 +21,10 @@ from distcache.bench.step_contenders import CACHED, SHARDED_BY, build_contenders
 from distcache.bench.step_tables import tables
 from distcache.bench.step_turns import Turns
 from distcache.bench.yardsticks import YARDSTICKS
-from distcache.cli.logs import set_up_logging
+from distcache.cli.run import set_up_logging
 from distcache.comm.rendezvous import Place, find_place
 from distcache.comm.world import close_world, open_world
-from distcache.config import Config
+from distcache.config.tree import Config
 from distcache.errors import ConfigError, DistcacheError
 
 log = logging.getLogger("distcache.bench.step")

@@ -24,13 +24,13 @@ from distcache.bench.yardsticks import (
     check_yardstick,
 )
 from distcache.comm.world import World
-from distcache.config import Config
+from distcache.config.tree import Config
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
-from distcache.optim.rows import row_update
-from distcache.parallel.hybrid_spec import load_torchrec
-from distcache.run import build
-from distcache.store.available import require_memory
+from distcache.optim import row_update
+from distcache.parallel.hybrid import load_torchrec
+from distcache.store.memory import require_memory
+from distcache.trainer import build
 from distcache.versions import fbgemm_here
 
 log = logging.getLogger("distcache.bench.step")

@@ -30,8 +30,8 @@ from distcache.bench.traffic_replay import (
 from distcache.bench.traffic_runs import run_records
 from distcache.bench.traffic_tables import tables
 from distcache.data.raw.settings import KAGGLE_ROWS
+from distcache.engine.groups import Placement
 from distcache.errors import ConfigError
-from distcache.pipeline.placement import Placement
 
 log = logging.getLogger("distcache.bench.traffic")
 

@@ -14,20 +14,17 @@ import numpy as np
 from distcache.bench.criteo_lines import write_lines
 from distcache.bench.report import Record
 from distcache.cli.compose import compose_overrides, override, to_config
-from distcache.cost.demand import Demand
-from distcache.cost.links import Cluster, Link
-from distcache.cost.popularity import counted_sources, zipf_sources
+from distcache.cost.cluster import Cluster, Link
+from distcache.cost.demand import Demand, counted_sources, demand_at, zipf_sources
 from distcache.cost.predict import Prediction, Settings, predict
-from distcache.cost.steps import demand_at
 from distcache.data.batch import BatchSource
 from distcache.data.raw.settings import KAGGLE_ROWS
+from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
 from distcache.layout import TableSpec
-from distcache.optim.rows import row_update
-from distcache.pipeline.placement import MIXED, REPLICATED, SHARDED, Placement
-from distcache.pipeline.traffic import TrafficSettings, replay_traffic
-from distcache.planner.flows import StepTraffic
+from distcache.optim import row_update
 from distcache.popularity.statistics import Statistics, TableCounts
-from distcache.run import build
+from distcache.replay import StepTraffic, TrafficSettings, replay_traffic
+from distcache.trainer import build
 
 CLICKS = "amazon_book_interactions.txt"
 OPTIMIZER = "adagrad"

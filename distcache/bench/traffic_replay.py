@@ -12,21 +12,23 @@ import torch
 
 from distcache.bench.report import Record
 from distcache.cost.choose import Choice, choose_placement
-from distcache.cost.demand import Demand
-from distcache.cost.links import Cluster, Link
-from distcache.cost.popularity import zipf_sources
+from distcache.cost.cluster import Cluster, Link
+from distcache.cost.demand import Demand, demand_at, zipf_sources
 from distcache.cost.predict import Settings, predict
-from distcache.cost.steps import demand_at
 from distcache.data.batch import Batch
-from distcache.data.slices import BatchSlice
-from distcache.data.synthetic import SyntheticSource, SyntheticSpec
-from distcache.data.zipf import ZipfTables
+from distcache.data.samplers import BatchSlice
+from distcache.data.synthetic import SyntheticSource, SyntheticSpec, ZipfTables
+from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
 from distcache.layout import RowLayout, TableSpec
-from distcache.pipeline.placement import MIXED, REPLICATED, SHARDED, Placement
-from distcache.pipeline.traffic import TrafficSettings, replay_traffic
-from distcache.planner.flows import Load, RowFormat, StepTraffic
 from distcache.planner.simulator import PlannerSettings
-from distcache.planner.traffic import TrafficPlanner
+from distcache.replay import (
+    Load,
+    RowFormat,
+    StepTraffic,
+    TrafficPlanner,
+    TrafficSettings,
+    replay_traffic,
+)
 
 SPEED_STEPS, SPEED_REPEATS = 3, 3
 

@@ -15,9 +15,9 @@ import numpy as np
 from distcache.bench.report import Record
 from distcache.bench.traffic_replay import Shape, hybrid_record
 from distcache.cli.compose import override
+from distcache.engine.groups import Placement
 from distcache.errors import ConfigError
-from distcache.pipeline.placement import Placement
-from distcache.pipeline.traffic import TrafficSettings, replay_traffic
+from distcache.replay import TrafficSettings, replay_traffic
 
 KEYS = ("collective_bytes", "planning_bytes")
 """Counters that are compared."""

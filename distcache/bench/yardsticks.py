@@ -19,13 +19,13 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from distcache.bench.contenders import Contender
 from distcache.bench.step_batches import Feed
-from distcache.config import OptimConfig
+from distcache.config.tree import OptimConfig
 from distcache.data.batch import Batch
 from distcache.errors import ConfigError
 from distcache.layout import RowLayout, TableSpec
-from distcache.optim.dense import dense_optimizer
+from distcache.optim import dense_optimizer
 from distcache.parallel.base import OptimizerSpec
-from distcache.store.initial import block_rows, initial_rows
+from distcache.store.rows import block_rows, initial_rows
 
 _AHEAD = 2
 """Steps that the host may be ahead of a GPU."""

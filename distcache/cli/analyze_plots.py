@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from distcache.cli.analyze_sizes import SizePoint
-from distcache.cli.figures import new_figure
-from distcache.planner.cases import Outcome
-from distcache.popularity.profile import TableProfile
+from distcache.cli.analyze_run import SizePoint
+from distcache.cli.run import new_figure
+from distcache.popularity.curve import TableProfile
+from distcache.replay import Outcome
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""From the command line to a checked `Config`: Hydra runs in one process per launch, on rank 0."""
+"""From the command line to a checked `Config`: Hydra runs in one process per launch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from distcache.cli.processes import run_job, train_command
+from distcache.cli.run import run_job, train_command
 from distcache.comm.rendezvous import Place
-from distcache.config import Config
-from distcache.config_check import check
-from distcache.config_keys import (
+from distcache.config.checks import as_words, check
+from distcache.config.keys import (
     is_known,
     is_plain,
     is_section,
@@ -34,9 +33,33 @@ from distcache.config_keys import (
     not_a_value,
     unknown_keys,
 )
-from distcache.config_values import as_words
+from distcache.config.tree import Config
 from distcache.errors import ConfigError
-from distcache.paths import conf_dir
+
+# -----------------------------------------------------------------------------
+# Where the package finds files that are not Python.
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def conf_dir(package: Path = PACKAGE) -> Path:
+    """The folder of Hydra's groups and `train.yaml`, absolute.
+
+    A wheel carries it as `distcache/conf`; in a checkout it is `conf` beside `package`.
+    Raises ConfigError where neither is there.
+    """
+    places = [package / "conf", package.parent / "conf"]
+    for place in places:
+        if place.is_dir():
+            return place
+    raise ConfigError(
+        f"no configuration folder at {places[0]} or {places[1]}: "
+        "reinstall distcache, or run it from a complete checkout"
+    )
+
+
+# -----------------------------------------------------------------------------
+# From the command line to a checked `Config`: Hydra runs in one process per launch, on rank 0.
 
 log = logging.getLogger(__name__)
 

@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from distcache.bench.options import option, parse, split_arguments
-from distcache.cli.logs import set_up_logging
-from distcache.cli.processes import leave, run_job, train_command
+from distcache.cli.run import leave, run_job, set_up_logging, train_command
 from distcache.comm.rendezvous import find_place
 from distcache.comm.world import World, close_world, open_world
-from distcache.cost.links import Compute
+from distcache.cost.cluster import Compute
 from distcache.errors import DistcacheError
 from distcache.models import build_model
-from distcache.optim.rows import row_update
-from distcache.run.measure import DensePart, Measured, measure
+from distcache.optim import row_update
+from distcache.trainer.measure import DensePart, Measured, measure
 
 log = logging.getLogger(__name__)
 

@@ -1,32 +1,304 @@
-"""What a plan leaves: `report.md`, `predictions.jsonl`, `plan.png`, `overrides.txt` and
-`cluster.json`."""
+"""What a plan leaves: `report.md`, `predictions.jsonl`, `plan.png`, `overrides.txt`, its tables."""
 
 from __future__ import annotations
 
 import json
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from distcache.bench.report import Table, markdown_table
-from distcache.cli.analyze_report import aligned, machine_text, section
-from distcache.cli.environment import describe_environment
-from distcache.cli.plan_plots import plot_sweep
-from distcache.cli.plan_predict import Plan
-from distcache.cli.plan_tables import (
-    cluster_table,
-    crossover_text,
-    label,
-    sweep_table,
-    time_table,
-    traffic_table,
-)
-from distcache.cost.description import write_cluster
-from distcache.cost.links import PRESETS, SOURCES
+from distcache.cli.analyze_report import aligned, human_bytes, machine_text, section
+from distcache.cli.plan_run import Plan
+from distcache.cli.run import describe_environment, new_figure
+from distcache.cost.choose import Crossover, Point
+from distcache.cost.cluster import PRESETS, SOURCES, Cluster, write_cluster
 from distcache.cost.predict import Prediction
-from distcache.cost.sweep import Point
-from distcache.cost.traffic import CACHED, MIXED
-from distcache.metrics.record import plain
+from distcache.cost.traffic import (
+    CACHED,
+    MIXED,
+    REPLICATED,
+    ROW_WISE,
+    ROW_WISE_DEDUP,
+    ROW_WISE_IDS,
+    SHARDED,
+    TABLE_WISE,
+    YARDSTICKS,
+)
+from distcache.trainer.record import plain
+
+# -----------------------------------------------------------------------------
+# The tables of a plan, as rows of text.
+
+LABELS = {
+    SHARDED: "sharded",
+    REPLICATED: "replicated",
+    MIXED: "mixed",
+    TABLE_WISE: "hybrid table-wise",
+    ROW_WISE: "hybrid row-wise",
+    ROW_WISE_IDS: "row-wise, per lookup",
+    ROW_WISE_DEDUP: "row-wise, deduplicated",
+}
+"""How tables and pictures call the layouts."""
+
+_BEST = "best"
+
+
+def label(prediction: Prediction) -> str:
+    """A layout's name; of `mixed` with how many rows are replicated."""
+    if prediction.placement != MIXED:
+        return LABELS[prediction.placement]
+    return f"mixed, K = {sum(prediction.replicated_rows.values()):,}"
+
+
+def traffic_table(point: Point) -> Table:
+    """What each layout sends and holds."""
+    rows = []
+    for p in point.predictions:
+        traffic = p.traffic
+        rows.append(
+            (
+                label(p),
+                f"{p.rank_rows:,.0f}",
+                f"{p.world_rows:,.0f}",
+                "-" if p.hits is None else f"{p.hits.rate:.4f}",
+                _kib(p.collective_bytes),
+                _kib(p.inside),
+                _kib(p.between),
+                _kib(traffic.dense_bytes),
+                _kib(traffic.host_in),
+                _kib(traffic.host_out),
+                human_bytes(p.device_bytes),
+                _mark(p, point),
+            )
+        )
+    refused = "".join(f" {label(p)}: {p.refused}." for p in point.predictions if p.refused)
+    return Table(
+        f"Rows and bytes at {point.world_size} ranks",
+        "Per step: distinct rows of a rank and of all ranks, and the hit rate of distinct rows. "
+        "Per rank and step, KiB: rows and row gradients sent (`collective_bytes`), of which inside "
+        "the node and between nodes; dense gradients; rows over the host link, in and out. Device "
+        "memory of a rank for rows, state and buffers. Yardsticks, whose rows travel unpooled, are "
+        f"none that distcache.train has.{refused}",
+        (
+            *("layout", "rows, rank", "rows, all", "hit rate", "sent KiB", "inside", "between"),
+            *("dense", "host in", "host out", "device", ""),
+        ),
+        rows,
+    )
+
+
+def time_table(point: Point) -> Table:
+    """What a step of each layout takes."""
+    rows = []
+    for p in point.predictions:
+        t = p.time
+        seconds = (t.total, t.dense, t.sparse, t.exposed, t.waiting, t.hidden, t.host)
+        rows.append((label(p), *(f"{1e3 * s:,.3f}" for s in seconds), _mark(p, point)))
+    return Table(
+        f"Step time at {point.world_size} ranks",
+        "Milliseconds: step = dense part + rows looked up, copied and updated + collectives that "
+        "compute waits for + what network and host link take longer than that. Beside compute: "
+        "collectives that may hide, and the host link.",
+        (
+            *("layout", "step", "dense part", "rows", "exposed", "waiting"),
+            *("may hide", "host link", ""),
+        ),
+        rows,
+    )
+
+
+def sweep_table(points: Sequence[Point], objective: str) -> Table:
+    """Cost by number of ranks; the winner marked by a star."""
+    names = [name for name in LABELS if any(point.of(name) for point in points)]
+    scale, digits = (1e3, 3) if objective == "time" else (1 / 1024, 0)
+    rows = []
+    for point in points:
+        cells = []
+        for name in names:
+            p = point.of(name)
+            if p is None:
+                cells.append("-")
+                continue
+            star = "*" if point.best is p else ""
+            text = f"{p.cost[objective] * scale:,.{digits}f}{star}"
+            cells.append(f"({text})" if p.refused else text)
+        cluster = f"{point.world_size:,}", f"{point.cluster.nodes:,}"
+        rows.append((*cluster, *cells))
+    unit = "milliseconds of a step" if objective == "time" else "KiB sent per rank and step"
+    return Table(
+        "By number of ranks",
+        f"The objective, {unit}, with the same batch, slots and device on every rank, and as many "
+        "ranks on a node as asked for. *: the winner; (...): does not fit, and cannot win.",
+        ("ranks", "nodes", *(LABELS[name] for name in names)),
+        rows,
+    )
+
+
+def crossover_text(found: Sequence[Crossover], points: Sequence[Point]) -> str:
+    """The crossovers in sentences."""
+    if not found:
+        best = next((p.best for p in points if p.best is not None), None)
+        if best is None:
+            return "Nothing fits at any number of ranks."
+        return f"No crossover: {LABELS[best.placement]} wins wherever something fits."
+    lines = [
+        f"{LABELS[c.old]} gives way to {LABELS[c.new]} between {c.before:,} and {c.after:,} ranks "
+        f"(at about {c.at:,.{0 if c.at >= 10 else 1}f})"
+        for c in found
+    ]
+    return "Crossovers: " + "; ".join(lines) + "."
+
+
+def cluster_table(cluster: Cluster) -> Table:
+    """The cluster that was described or measured."""
+    rows = [("ranks, nodes", f"{cluster.ranks:,}, {cluster.nodes:,}")]
+    links = (("inside", cluster.inside), ("between", cluster.between), ("host", cluster.host))
+    for key, link in links:
+        if link is not None:
+            text = f"{link.bandwidth / 1e9:,.2f} GB/s, {1e6 * link.latency:,.1f} us per message"
+            rows.append((key, f"{text} ({link.name})"))
+    compute = cluster.compute
+    rows += [
+        ("to start a collective", f"{1e6 * cluster.collective_s:,.1f} us"),
+        ("a lookup, forward and backward", f"{1e9 * compute.lookup_s:,.2f} ns"),
+        ("a row updated", f"{1e9 * compute.update_s:,.2f} ns"),
+        ("a row copied", f"{1e9 * compute.copy_s:,.2f} ns"),
+        ("a sample in the dense part", f"{1e9 * compute.sample_s:,.1f} ns"),
+        ("movement that may hide does", f"{100 * cluster.overlap:.0f} %"),
+        (
+            "device memory",
+            "not limited" if cluster.device_memory is None else human_bytes(cluster.device_memory),
+        ),
+    ]
+    return Table("The cluster", "Links of one rank, in one direction.", ("what", "value"), rows)
+
+
+def _mark(prediction: Prediction, point: Point) -> str:
+    if prediction.refused:
+        return "does not fit"
+    if prediction.placement in YARDSTICKS:
+        return "yardstick"
+    return _BEST if prediction is point.best else ""
+
+
+def _kib(nbytes: float) -> str:
+    return f"{nbytes / 1024:,.1f}"
+
+
+# -----------------------------------------------------------------------------
+# The picture of a plan: bytes and step time by number of ranks.
+
+_STYLES = {
+    ROW_WISE_DEDUP: ("#56B4E9", "", "-", 7.0),
+    ROW_WISE_IDS: ("#E69F00", "", "-", 7.0),
+    MIXED: ("#009E73", "^", "-", 3.5),
+    ROW_WISE: ("#CC79A7", "v", "--", 1.6),
+    TABLE_WISE: ("#555555", "D", "--", 1.6),
+    REPLICATED: ("#D55E00", "s", "-", 1.6),
+    SHARDED: ("#0072B2", "o", "-", 1.6),
+}
+"""Colour (Okabe & Ito), mark, line and its width of each layout, in the order of drawing: what may
+lie under another line is wider."""
+
+
+def plot_sweep(
+    path: Path, points: Sequence[Point], crossings: Sequence[Crossover], objective: str
+) -> bool:
+    """Two panels, bytes and time, over ranks; both axes logarithmic. False without matplotlib.
+
+    Hollow marks: does not fit. Vertical lines: the winner by `objective` changes.
+    """
+    figure = new_figure(13, 6)
+    if figure is None:
+        return False
+    panels = figure.subplots(1, 2)
+    titles = {
+        "bytes": ("Rows and row gradients sent", "KiB per rank and step", 1 / 1024),
+        "time": ("Predicted step time", "milliseconds", 1e3),
+    }
+    for panel, (key, (title, unit, scale)) in zip(panels, titles.items(), strict=True):
+        for name, style in _STYLES.items():
+            _line(panel, points, name, (key, scale), style)
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        worlds = [point.world_size for point in points]
+        panel.set_xticks(worlds, [f"{world:,}" for world in worlds])
+        panel.set(title=title, xlabel="ranks (logarithmic)", ylabel=f"{unit} (logarithmic)")
+        panel.grid(True, which="major", alpha=0.3)
+        for side in ("top", "right"):
+            panel.spines[side].set_visible(False)
+        if key == objective:
+            for crossing in crossings:
+                panel.axvline(crossing.at, color="black", linewidth=1, linestyle=(0, (2, 3)))
+                panel.annotate(
+                    f"{LABELS[crossing.new]} from {crossing.at:,.{0 if crossing.at >= 10 else 1}f}",
+                    (crossing.at, 0.99),
+                    (-3, 0),
+                    xycoords=("data", "axes fraction"),
+                    textcoords="offset points",
+                    rotation=90,
+                    ha="right",
+                    va="top",
+                    fontsize=8,
+                )
+    handles, labels = panels[1].get_legend_handles_labels()
+    by_name = dict(zip(labels, handles, strict=True))
+    named = [name for name in LABELS.values() if name in by_name]
+    figure.legend(
+        [by_name[name] for name in named],
+        named,
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        title="hollow: does not fit; wide and pale: yardsticks"
+        + ("; dotted: the winner changes" if crossings else ""),
+    )
+    figure.savefig(path, dpi=110)
+    return True
+
+
+def _line(
+    panel: Any,
+    points: Sequence[Point],
+    name: str,
+    what: tuple[str, float],
+    style: tuple[str, str, str, float],
+) -> None:
+    """One layout's line, where it has values above 0."""
+    key, scale = what
+    colour, mark, line, width = style
+    found = [(point.world_size, point.of(name)) for point in points]
+    shown = [(w, p.cost[key] * scale, p.refused is None) for w, p in found if p and p.cost[key] > 0]
+    if not shown:
+        return
+    panel.plot(
+        [w for w, _, _ in shown],
+        [value for _, value, _ in shown],
+        color=colour,
+        linestyle=line,
+        linewidth=width,
+        alpha=1.0 if mark else 0.4,
+        marker=mark,
+        markersize=4 + width,
+        label=LABELS[name],
+    )
+    hollow = [(w, value) for w, value, fits in shown if not fits]
+    panel.plot(
+        [w for w, _ in hollow],
+        [value for _, value in hollow],
+        linestyle="none",
+        marker=mark or "o",
+        markersize=4 + width,
+        markerfacecolor="white",
+        markeredgecolor=colour,
+    )
+
+
+# -----------------------------------------------------------------------------
+# What a plan leaves: `report.md`, `predictions.jsonl`, `plan.png`, `overrides.txt` and
+# `cluster.json`.
 
 OVERRIDES, REPORT = "overrides.txt", "report.md"
 

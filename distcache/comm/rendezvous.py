@@ -1,8 +1,4 @@
-"""What the ranks of one launch agree on before any process group exists.
-
-torchrun gives every rank the address of a key-value store. Rank 0 alone composes the
-configuration and publishes what came of it there; the others wait for that.
-"""
+"""What the ranks of one launch agree on before any process group exists, and who is missing."""
 
 from __future__ import annotations
 
@@ -15,11 +11,58 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from distcache.errors import ConfigError, PeerError
+
+# -----------------------------------------------------------------------------
+# Whether another rank's process still runs, as far as this machine can tell.
+
+
+def announce_process(store: dist.Store, rank: int) -> None:
+    """Tell the others which process `rank` is; each rank does so when it joins."""
+    store.set(_key(rank), json.dumps([_process_space(), os.getpid(), _started(os.getpid())]))
+
+
+def has_ended(store: dist.Store, rank: int) -> bool:
+    """Whether the process of `rank` is known to have ended.
+
+    False where it runs, and where it cannot be seen from here (another machine or container).
+    """
+    if not store.check([_key(rank)]):
+        return False
+    space, process, started = json.loads(store.get(_key(rank)))
+    return space == _process_space() and _started(process) != started
+
+
+def _key(rank: int) -> str:
+    return f"distcache/process/{rank}"
+
+
+def _process_space() -> str:
+    """Equal for processes that see one another under the same numbers."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _started(process: int) -> str | None:
+    """When a process started (clock ticks after boot); None for one that has ended."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return None
+    state, *others = text.rpartition(")")[2].split()  # the name before it may hold blanks
+    return None if state in "ZX" else others[18]
+
+
+# -----------------------------------------------------------------------------
+# What the ranks of one launch agree on before any process group exists.
+#
+# torchrun gives every rank the address of a key-value store. Rank 0 alone composes the
+# configuration and publishes what came of it there; the others wait for that.
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +75,7 @@ LEAST_TIMEOUT_S = 30.0
 NOTICE_S = 10.0
 """After which a rank says for whom it waits, seconds."""
 
-_POLL_S, _LONGEST_POLL_S = 0.01, 0.05
+_STORE_POLL_S, _LONGEST_POLL_S = 0.01, 0.05
 """Between two looks, at first and in the end, seconds."""
 
 _LINGER_S = 5.0
@@ -164,7 +207,7 @@ def wait_until(
     torch's stores, where they wait themselves, keep Ctrl-C from the process until they are done.
     After `NOTICE_S` seconds it is said once for `whom` this rank waits; None: nothing is said.
     """
-    began, pause, told = time.monotonic(), _POLL_S, whom is None
+    began, pause, told = time.monotonic(), _STORE_POLL_S, whom is None
     while not look():
         waited = time.monotonic() - began
         if waited > timeout_s:

@@ -1,22 +1,211 @@
-"""The ranks of one job and the process groups that they share."""
+"""The ranks of one job: nodes, process groups, and worlds made from what the caller has."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import json
+import os
+import socket
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 
 from distcache.comm.failure import first_line
-from distcache.comm.liveness import announce_process
-from distcache.comm.nodes import Nodes, agree_on_nodes, claim_of, exchange_claims
-from distcache.comm.rendezvous import is_launched, whole_number
+from distcache.comm.rendezvous import (
+    announce_process,
+    is_launched,
+    linger,
+    wait_until,
+    whole_number,
+)
 from distcache.errors import ConfigError, PeerError
+
+# -----------------------------------------------------------------------------
+# The nodes of a job: which ranks share a machine's memory, as all ranks agree before they start.
+#
+# A node is what one torchrun agent starts: two agents on one machine are two nodes.
+
+_KEY = "distcache/place"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """`sizes[n]`: ranks of node n; the ranks of a node are consecutive, nodes in rank order."""
+
+    sizes: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of nodes."""
+        return len(self.sizes)
+
+    @cached_property
+    def firsts(self) -> tuple[int, ...]:
+        """First rank of each node."""
+        return tuple(accumulate(self.sizes, initial=0))[:-1]
+
+    def of(self, rank: int) -> int:
+        """The node of `rank`."""
+        return bisect_right(self.firsts, rank) - 1
+
+    def ranks(self, node: int) -> range:
+        """The ranks of `node`."""
+        return range(self.firsts[node], self.firsts[node] + self.sizes[node])
+
+    def peer(self, rank: int, node: int) -> int:
+        """The rank of `node` that takes from `rank` what all of that node's ranks get."""
+        return self.firsts[node] + (rank - self.firsts[self.of(rank)]) % self.sizes[node]
+
+    def bytes_between(self, rank: int, send_counts: Sequence[int], nbytes: int) -> int:
+        """Of `nbytes` that `rank` sends in parts of `send_counts`, those to ranks of other
+        nodes."""
+        total, own = sum(send_counts), self.ranks(self.of(rank))
+        inside = sum(send_counts[own.start : own.stop])
+        return nbytes * (total - inside) // total if total else 0
+
+    def ring_bytes_between(self, rank: int, nbytes: int) -> int:
+        """Of `nbytes` that `rank` sends to the next rank of a ring in rank order, those that
+        leave its node."""
+        return nbytes if self.count > 1 and rank == self.ranks(self.of(rank))[-1] else 0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a rank says of itself. `group`: torchrun's number of its agent, or None; `device`,
+    `backend`: what it picked; `error`: why it cannot take part."""
+
+    local_rank: int
+    local_size: int
+    host: str
+    group: str | None
+    device: str
+    backend: str
+    error: str | None = None
+
+
+def claim_of(
+    local_rank: int, local_size: int, device: str, backend: str, error: str | None = None
+) -> Claim:
+    """This process's claim."""
+    host, group = socket.gethostname(), os.environ.get("GROUP_RANK")
+    return Claim(local_rank, local_size, host, group, device, backend, error)
+
+
+def exchange_claims(store: dist.Store, rank: int, size: int, own: Claim) -> list[Claim]:
+    """Every rank's claim, by rank, through the store, before there is any process group.
+
+    Raises PeerError naming the ranks that do not come within the store's timeout.
+    """
+    keys = [f"{_KEY}/{other}" for other in range(size)]
+    store.set(keys[rank], json.dumps(asdict(own)))
+    try:
+        most = store.timeout.total_seconds()
+        wait_until(lambda: store.check(keys), most, lambda: f"{_missing(store, keys)} to start")
+        claims = [Claim(**json.loads(text)) for text in store.multi_get(keys)]
+        store.add(f"{_KEY}/read", 1)
+        if rank == 0:  # which may serve the store, and be about to refuse
+            linger(store, f"{_KEY}/read", size)
+    except (RuntimeError, TimeoutError) as error:  # those of the store are the former
+        raise PeerError(
+            f"rank {rank} of {size} waited for the others to start; {_missing(store, keys)} did "
+            "not come within trainer.timeout_s: are all agents of the job running, with the same "
+            "--nnodes, --nproc-per-node and rendezvous?"
+        ) from error
+    return claims
+
+
+def _missing(store: dist.Store, keys: Sequence[str]) -> str:
+    """The ranks whose key is not in the store."""
+    try:
+        return describe_ranks([rank for rank, key in enumerate(keys) if not store.check([key])])
+    except RuntimeError:
+        return "rank 0, or the agent that serves the store,"
+
+
+def agree_on_nodes(claims: Sequence[Claim]) -> Nodes:
+    """The nodes that the ranks' claims amount to; the same value or ConfigError on every rank."""
+    for rank, claim in enumerate(claims):
+        if claim.error is not None:
+            raise ConfigError(f"rank {rank} ({claim.host}): {claim.error}")
+    for what in ("device", "backend"):
+        values = [getattr(claim, what) for claim in claims]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            raise ConfigError(
+                f"the nodes differ: the {what} is {values[0]} on rank 0 ({claims[0].host}) and "
+                f"{values[other]} on rank {other} ({claims[other].host}); set trainer.{what} to "
+                "one that all nodes have"
+            )
+    sizes: list[int] = []
+    while sum(sizes) < len(claims):
+        first = sum(sizes)
+        sizes.append(_check_node(claims, first))
+    return Nodes(tuple(sizes))
+
+
+def _check_node(claims: Sequence[Claim], first: int) -> int:
+    """How many ranks the node has that begins at rank `first`; ConfigError where they are not
+    one after the other, or lie on several machines."""
+    size, head = claims[first].local_size, claims[first]
+    if size < 1:
+        raise ConfigError(
+            f"rank {first} ({head.host}) has LOCAL_WORLD_SIZE={size}: give the number of ranks on "
+            "its node, at least 1, as torchrun does"
+        )
+    members = claims[first : first + size]
+    numbers = [claim.local_rank for claim in members]
+    if numbers != list(range(size)) or any(claim.local_size != size for claim in members):
+        raise ConfigError(
+            f"ranks {first} to {first + len(members) - 1} have LOCAL_RANK {numbers} and "
+            f"LOCAL_WORLD_SIZE {[claim.local_size for claim in members]}: the ranks of a node must "
+            "be numbered one after the other, as torchrun does"
+        )
+    if len({claim.host for claim in members}) > 1:
+        hosts = sorted({claim.host for claim in members})
+        raise ConfigError(
+            f"ranks {first} to {first + size - 1} are one node by LOCAL_WORLD_SIZE={size}, but run "
+            f"on {', '.join(hosts)}: set LOCAL_RANK and LOCAL_WORLD_SIZE on each node, as torchrun "
+            "does"
+        )
+    if len({claim.group for claim in members}) > 1:
+        raise ConfigError(
+            f"ranks {first} to {first + size - 1} are one node by LOCAL_WORLD_SIZE={size}, but "
+            f"torchrun's agents (GROUP_RANK) are {[claim.group for claim in members]}; the first "
+            f"runs on {head.host}"
+        )
+    return size
+
+
+def nodes_of_names(names: Sequence[str]) -> Nodes:
+    """The nodes of ranks that know only the name of their machine; ConfigError where those of one
+    name are not consecutive."""
+    sizes: dict[str, int] = {}
+    for rank, name in enumerate(names):
+        if name in sizes and names[rank - 1] != name:
+            local = [at for at, other in enumerate(names) if other == name]
+            raise ConfigError(
+                f"the ranks on {name} are {local}: number the ranks of a node in a row, as "
+                "torchrun does, or pass a process_group whose ranks are"
+            )
+        sizes[name] = sizes.get(name, 0) + 1
+    return Nodes(tuple(sizes.values()))
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3, rank 4`, and how many more."""
+    shown = ", ".join(f"rank {rank}" for rank in ranks[:8])
+    return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+# -----------------------------------------------------------------------------
+# The ranks of one job and the process groups that they share.
 
 _WATCHDOG_S = timedelta(seconds=30)
 """How much longer than the ranks themselves NCCL's watchdog waits."""
@@ -210,3 +399,106 @@ def close_world(world: World, orderly: bool = True) -> None:
         for group in filter(None, (world.node_group, world.device_group)):
             group.abort()
     dist.destroy_process_group()
+
+
+# -----------------------------------------------------------------------------
+# A world made from what the caller already has: torch.distributed's default group, or nothing.
+#
+# The trainer opens its own world (`world.open_world`); a module inside somebody else's training
+# loop
+# takes the ranks as they are, and makes groups of its own so that its collectives never meet those
+# of the loop (DDP's, for one).
+
+"""Worlds that this process has made so far: keeps their keys in the store apart."""
+
+
+def current_world(
+    device: torch.device,
+    process_group: dist.ProcessGroup | None = None,
+    timeout_s: float = 300.0,
+) -> World:
+    """The world of the ranks of `process_group` (None: all), with new groups of its own.
+
+    Called by all of these ranks. Without an initialised torch.distributed it is a world of one
+    rank, without groups. Rows travel by NCCL where `process_group` has it for CUDA tensors and
+    `device` is one, else by gloo. Raises ConfigError where the local ranks of a node (those of
+    one host name) are not numbered in a row.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if process_group is not None:
+            raise ConfigError("process_group was given, but torch.distributed is not initialised")
+        return _lone_world(device, timeout_s)
+    ranks = dist.get_process_group_ranks(process_group)
+    rank, size = dist.get_rank(process_group), len(ranks)
+    nccl = device.type == "cuda" and "nccl" in dist.get_backend_config(process_group).lower()
+    backend = "nccl" if nccl else "gloo"
+
+    def new_group(backend: str, members: Sequence[int] = range(size)) -> dist.ProcessGroup:
+        timeout = timedelta(seconds=timeout_s)
+        own = [ranks[member] for member in members]
+        if process_group is None:
+            return dist.new_group(own, backend=backend, timeout=timeout)
+        return dist.new_group(own, timeout=timeout, backend=backend, use_local_synchronization=True)
+
+    def node_group(nodes: Nodes) -> dist.ProcessGroup | None:
+        if process_group is None:
+            return make_node_group(nodes, rank, lambda members: new_group(backend, members))
+        # Names of groups count those that a rank has: all ranks make one, alone on a node too.
+        return new_group(backend, nodes.ranks(nodes.of(rank))) if nodes.count > 1 else None
+
+    host_group = new_group("gloo")
+    seen: list = [None] * size
+    dist.all_gather_object(seen, (socket.gethostname(), next(_number)), group=host_group)
+    nodes = nodes_of_names([host for host, _ in seen])
+    local = nodes.ranks(nodes.of(rank))
+    shared = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(f"distcache/{ranks[0]}/{seen[0][1]}", shared)
+    announce_process(store, rank)
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=rank - local[0],
+        local_size=len(local),
+        device=device,
+        backend=backend,
+        timeout_s=timeout_s,
+        device_group=new_group(backend),
+        host_group=host_group,
+        planning_group=new_group("gloo"),
+        store=store,
+        node_sizes=nodes.sizes,
+        node_group=node_group(nodes),
+    )
+
+
+def leave_world(world: World, orderly: bool = True) -> None:
+    """Let go of the groups that `current_world` made, and of nothing else.
+
+    `orderly` ends wait for one another first.
+    """
+    made = (world.node_group, world.device_group, world.host_group, world.planning_group)
+    if orderly and world.host_group is not None:
+        dist.barrier(group=world.host_group)
+    elif world.backend == "nccl":
+        # Without it, leaving waits for kernels that never end.
+        for group in filter(None, (world.node_group, world.device_group)):
+            group.abort()
+    for group in made:
+        if group is not None:
+            dist.destroy_process_group(group)
+
+
+def _lone_world(device: torch.device, timeout_s: float) -> World:
+    return World(
+        rank=0,
+        size=1,
+        local_rank=0,
+        local_size=1,
+        device=device,
+        backend="none",
+        timeout_s=timeout_s,
+        device_group=None,
+        host_group=None,
+        planning_group=None,
+        store=dist.HashStore(),
+    )

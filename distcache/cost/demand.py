@@ -1,8 +1,4 @@
-"""Which rows a step needs, on one rank and on any: what every placement's traffic follows from.
-
-Letters: W ranks, b samples per rank, n = b x (ids per sample) lookups of a table per rank and step,
-q the probability that a rank touches a row in a step, Q that any rank does, and G ranks of a node.
-"""
+"""Which rows a step needs, on one rank and on any: what every placement's traffic follows from."""
 
 from __future__ import annotations
 
@@ -10,10 +6,134 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
+from distcache.data.synthetic import ZipfTables
 from distcache.errors import ConfigError
+from distcache.layout import RowLayout
+from distcache.popularity.curve import CountCurve
+from distcache.popularity.curve import curve_of as count_curve
+from distcache.popularity.statistics import Statistics
+
+# -----------------------------------------------------------------------------
+# How likely n lookups touch a row of a table, for rows in buckets of like popularity.
+#
+# A table may have 1e9 rows; its buckets are a few thousand. Sources are a Zipf law (the one of the
+# synthetic stream) or counts of `popularity.statistics`.
+
+
+class Popularity(Protocol):
+    """Rows of one table by popularity, the most popular first."""
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Rows of each bucket; float64 `[k]`."""
+        ...
+
+    def touched(self, lookups: float) -> np.ndarray:
+        """Probability that a row of each bucket is among `lookups` lookups; float64 `[k]`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Chances:
+    """`rows[i]` rows are looked up with probability `chance[i]` each; float64 `[k]`, falling."""
+
+    chance: np.ndarray
+    rows: np.ndarray
+
+    def touched(self, lookups: float) -> np.ndarray:
+        """See `Popularity`: 1 - (1 - p)^n, exact where p is tiny."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found = -np.expm1(lookups * np.log1p(-self.chance))
+        return found if lookups > 0 else np.zeros_like(self.chance)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Buckets of rows that were looked up equally often.
+
+    Up to all N lookups that were counted, chances are `CountCurve.chances`, whose sums are without
+    bias. Beyond them the rows that nobody has looked up yet are missing: what is said is a lower
+    bound.
+    """
+
+    curve: CountCurve
+
+    @property
+    def rows(self) -> np.ndarray:
+        """See `Popularity`."""
+        return self.curve.rows
+
+    def touched(self, lookups: float) -> np.ndarray:
+        """See `Popularity`."""
+        if lookups < 1:  # that share of what one lookup has
+            return lookups * self.curve.counts / max(self.curve.lookups, 1.0)
+        return self.curve.chances(min(lookups, self.curve.lookups))
+
+
+def zipf_popularity(rows: int, exponent: float) -> Chances:
+    """A table of `rows` rows by Zipf's law with `exponent`, as the synthetic stream draws it."""
+    if rows < 1:
+        raise ConfigError(f"table_rows: a table of {rows} rows: give at least 1")
+    chance, widths = ZipfTables([rows], exponent, 0).bins(0)
+    return Chances(chance, widths.astype(np.float64))
+
+
+@dataclass(frozen=True)
+class TableSource:
+    """A table whose use is predicted: `rows` x `dim`, `lookups` ids of it in a sample on average.
+
+    `name`: of the table; `features`: that read it, for the pooled vectors of hybrid layouts;
+    `counted`: lookups that were counted, None where the law is known.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    lookups: float
+    popularity: Popularity
+    features: int = 1
+    counted: float | None = None
+
+
+def zipf_sources(
+    table_rows: Sequence[int],
+    dims: Sequence[int],
+    lookups: Sequence[float],
+    exponents: Sequence[float],
+    names: Sequence[str] | None = None,
+) -> list[TableSource]:
+    """Tables by Zipf's law; all sequences have an entry for each (`names`: t_cat_0, ...)."""
+    found = []
+    for index, rows in enumerate(table_rows):
+        name = f"t_cat_{index}" if names is None else names[index]
+        law = zipf_popularity(rows, exponents[index])
+        found.append(TableSource(name, rows, dims[index], lookups[index], law))
+    return found
+
+
+def counted_sources(statistics: Statistics, dims: Sequence[int]) -> list[TableSource]:
+    """The tables of `statistics`, `dims` wide; as many lookups a sample as were counted."""
+    found = []
+    for table, dim in zip(statistics.tables, dims, strict=True):
+        each = table.lookups / max(statistics.samples, 1)
+        law = Counted(count_curve(table))
+        name = f"t_{table.feature}"
+        counted = float(table.lookups)
+        found.append(TableSource(name, table.rows, dim, each, law, counted=counted))
+    return found
+
+
+# -----------------------------------------------------------------------------
+# Which rows a step needs, on one rank and on any: what every placement's traffic follows from.
+#
+# Letters: W ranks, b samples per rank, n = b x (ids per sample) lookups of a table per rank and
+# step,
+# q the probability that a rank touches a row in a step, Q that any rank does, and G ranks of a
+# node.
 
 DEVIATIONS = 6.0
 """Buffers hold the expected rows and so many standard deviations more."""
@@ -261,3 +381,308 @@ class Demand:
                     f"rows: give 0 to {known[name]}"
                 )
         return [[float(rows.get(t.name, 0)) for t in group.tables] for group in self.groups]
+
+
+# -----------------------------------------------------------------------------
+# How popular the rows behind small counts are: those seen a few times, and those not seen yet.
+#
+# A row that was counted c times is not one that is used c times as a rule: of rows counted once
+# most
+# are used less often, and some of those not counted will be used. What all counts say together is
+# the mixture of rates that makes them likeliest (Kiefer and Wolfowitz 1956; found by EM, Laird
+# 1978).
+
+FEW = 32
+"""Rows counted more often are taken to be as popular as their counts say (within 18 %)."""
+
+_PER_OCTAVE = 4
+_ROUNDS = 400
+_LEAST = 1e-3
+"""Rates on a grid, so many per doubling; rounds of EM; shares of a count's rows below which a rate
+is left out."""
+
+
+def with_mixture(
+    table: TableDemand, uses: np.ndarray, counted: float, by_step: bool = False
+) -> Reuse | None:
+    """A table's rows as a cache will meet them, over `counted` steps as many as were counted.
+
+    `uses` float64 `[k]`: how often the rows of each bucket were counted, whole numbers; by lookup,
+    or `by_step`: in how many of the `counted` steps. Rows counted c <= `FEW` times (of steps: in
+    half of them at most) have the rates m that those counts leave likely, by Poisson's law with
+    mean m (of steps: binomial with Q = 1 - exp(-m / S)). As likelihoods are highest where as many
+    rows have each count as there are, the rows that `counted` steps of the mixture touch, the sum
+    of 1 - (1 - Q)^S, are as many as were counted, and so are those of fewer steps. All rows of the
+    table take part, for how many were not counted is known; Q is scaled so that a step touches what
+    it did. None where there are no such rows.
+    """
+    few = min(FEW, int(counted / 2)) if by_step else FEW
+    low, kept = np.flatnonzero(uses <= few), np.flatnonzero(uses > few)
+    touched = float(table.count[low] @ table.world[low])
+    if few < 1 or not touched:
+        return None
+    seen = float(table.count.sum())
+    rows = np.append(table.count[low], max(table.rows - seen, 0.0))
+    counts = np.append(np.rint(uses[low]), 0.0).astype(np.int64)
+    start = np.append(table.start[low], seen)
+    end = np.append(table.end[low], max(float(table.rows), seen))
+    rates = _rates(table.rows, few, counted, by_step)
+    chance = -np.expm1(-rates / counted)
+    kernel = _binomial(few, counted, chance) if by_step else _poisson(few, rates)
+    shares = _posterior(np.bincount(counts, rows, few + 1), kernel)[counts]
+    shares[shares < _LEAST] = 0.0
+    shares /= shares.sum(axis=1, keepdims=True)
+    bucket, rate = np.nonzero(shares * rows[:, None])
+    count, found = rows[bucket] * shares[bucket, rate], chance[rate]
+    return Reuse(
+        np.concatenate((table.count[kept], count)),
+        np.concatenate((table.world[kept], found * (touched / float(count @ found)))),
+        np.concatenate((table.start[kept], start[bucket])),
+        np.concatenate((table.end[kept], end[bucket])),
+    )
+
+
+def _rates(rows: int, few: int, counted: float, by_step: bool) -> np.ndarray:
+    """Expected counts, up to those of the rows counted `few` times; float64 `[m]`, rising. With the
+    lowest, all rows of the table together would be counted once."""
+    top = -counted * np.log1p(-few / counted) if by_step else float(few)
+    number = int(np.ceil(_PER_OCTAVE * np.log2(max(top * rows, 2.0))))
+    return top * 2.0 ** (-np.arange(number, -1, -1) / _PER_OCTAVE)
+
+
+def _log_factorials(few: int) -> np.ndarray:
+    return np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, few + 1)))))
+
+
+def _poisson(few: int, rates: np.ndarray) -> np.ndarray:
+    """Probability of the counts 0 to `few` by rate; float64 `[few + 1, m]`."""
+    counts = np.arange(few + 1)[:, None]
+    return np.exp(counts * np.log(rates) - rates - _log_factorials(few)[:, None])
+
+
+def _binomial(few: int, steps: float, chance: np.ndarray) -> np.ndarray:
+    """The same of steps that a row is named in, up to a factor of each count."""
+    counts = np.arange(few + 1)[:, None]
+    ways = np.cumprod(np.append(1.0, (steps - np.arange(few)) / np.arange(1, few + 1)))
+    return ways[:, None] * np.exp(counts * np.log(chance) + (steps - counts) * np.log1p(-chance))
+
+
+def _posterior(rows: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+    """Shares `[few + 1, m]` of the rates among rows of each count, of which there are `rows`."""
+    weights = np.full(kernel.shape[1], 1.0 / kernel.shape[1])
+    share = rows / rows.sum()
+    for _ in range(_ROUNDS):
+        weights *= (share / np.maximum(kernel @ weights, 1e-300)) @ kernel
+        weights /= weights.sum()
+    joint = kernel * weights
+    return joint / np.maximum(joint.sum(axis=1, keepdims=True), 1e-300)
+
+
+# -----------------------------------------------------------------------------
+# Rows that a sample of lookups has not seen yet, which a cache will miss all the same.
+
+_PARTS = 24
+"""Buckets of the rows that the sample has seen once, or never."""
+
+
+def with_unseen(table: TableDemand, once: np.ndarray) -> Reuse | None:
+    """A table's rows as a cache will meet them. `once` bool `[k]`: buckets of rows seen once.
+
+    A row seen once stands for many that were not seen. Where popularity falls by a power law, the
+    share of such rows among those seen is its exponent (Karlin 1967), and so their touches are
+    shared out over all other rows of the table. None where no row was seen once alone.
+    """
+    single, kept = np.flatnonzero(once), np.flatnonzero(~once)
+    rows, seen = float(table.count[single].sum()), float(table.count.sum())
+    touched = float(table.count[single] @ table.world[single])
+    if not rows or not touched:
+        return None
+    others = max(table.rows - (seen - rows), rows)
+    parts, chance = _tail(rows / seen, others, touched, float(table.world[single].max()))
+    count = np.outer(table.count[single] / rows, parts).reshape(-1)
+    return Reuse(
+        np.concatenate((table.count[kept], count)),
+        np.concatenate((table.world[kept], np.tile(chance, len(single)))),
+        np.concatenate((table.start[kept], np.repeat(table.start[single], len(parts)))),
+        np.concatenate((table.end[kept], np.repeat(table.end[single], len(parts)))),
+    )
+
+
+def _tail(
+    exponent: float, rows: float, touched: float, most: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and Q, float64 `[_PARTS]` each, of `rows` rows of which a step names `touched`.
+
+    Their density falls as Q^(-1 - exponent) up to Q = `most`; the lowest Q follows.
+    """
+    exponent = min(max(exponent, 0.02), 0.98)
+    high = math.log(most)
+    low, top = high - 60.0, high
+    for _ in range(60):  # the lower it lies, the fewer touches a row has
+        middle = (low + high) / 2
+        edges = np.exp(np.linspace(middle, top, _PARTS + 1))
+        count = -np.diff(edges**-exponent) / exponent
+        mass = np.diff(edges ** (1 - exponent)) / (1 - exponent)
+        if mass.sum() / count.sum() > touched / rows:
+            high = middle
+        else:
+            low = middle
+    chance = mass / count * (touched / rows) * count.sum() / mass.sum()
+    return count * (rows / count.sum()), chance
+
+
+# -----------------------------------------------------------------------------
+# From tables and their popularity to the demand of a step.
+
+
+def demand_at(
+    sources: Sequence[TableSource],
+    state_widths: Sequence[int],
+    batch: float,
+    world_size: int,
+    local_ranks: int = 1,
+) -> Demand:
+    """The demand of a step of W = `world_size` ranks with `batch` samples (b) each.
+
+    `state_widths`: S of each table's rows; `local_ranks`: ranks of each node. Tables of one width
+    are a group, in order of first appearance (as `layout.group_tables`).
+    """
+    if batch <= 0:
+        raise ConfigError(f"batch={batch}: give the samples of one rank, at least 1")
+    if world_size < 1:
+        raise ConfigError(f"world_size={world_size}: give at least 1")
+    check_nodes(world_size, local_ranks)
+    groups: dict[int, list[TableDemand]] = {}
+    states: dict[int, int] = {}
+    for source, state in zip(sources, state_widths, strict=True):
+        groups.setdefault(source.dim, []).append(_table(source, batch, world_size, local_ranks))
+        states[source.dim] = state
+    return Demand(
+        tuple(GroupDemand(tuple(tables), dim, states[dim]) for dim, tables in groups.items()),
+        world_size,
+        batch,
+        local_ranks,
+    )
+
+
+def _table(source: TableSource, batch: float, world_size: int, local_ranks: int) -> TableDemand:
+    popularity, lookups = source.popularity, batch * source.lookups
+    count = np.asarray(popularity.rows, dtype=np.float64)
+    end = np.cumsum(count)
+    found = TableDemand(
+        source.name,
+        source.rows,
+        count,
+        popularity.touched(lookups),
+        popularity.touched(world_size * lookups),
+        end - count,
+        end,
+        lookups,
+        source.features,
+        node=popularity.touched(local_ranks * lookups) if 1 < local_ranks < world_size else None,
+    )
+    if not isinstance(popularity, Counted):
+        return found
+    curve = popularity.curve
+    if curve.error:  # counts of a sketch are not whole
+        return replace(found, reuse=with_unseen(found, curve.counts <= 1))
+    steps = curve.lookups / (world_size * lookups) if lookups else 0.0
+    return replace(found, reuse=with_mixture(found, curve.counts, steps) if steps > 1 else None)
+
+
+# -----------------------------------------------------------------------------
+# Demand measured from the ids of a few steps, as they are at hand when training starts.
+
+
+@dataclass(frozen=True)
+class GroupWindow:
+    """The ids of one group over S steps. `rows_by_step[s][r]`: row numbers (int64 `[n]`) of all
+    lookups of rank r, in any order; `state_width` S; `features` that read each table."""
+
+    layout: RowLayout
+    rows_by_step: Sequence[Sequence[np.ndarray]]
+    state_width: int
+    features: Sequence[int] | None = None
+
+
+def demand_of_window(windows: Sequence[GroupWindow], batch: float, local_ranks: int = 1) -> Demand:
+    """The demand of the steps of a window, `batch` samples of a rank on average.
+
+    `local_ranks`: ranks of each node, which are consecutive. Distinct rows per rank and step, of
+    a node, and of all ranks, are exact averages. Prefixes are of the rows
+    that the window names most often. What the cache meets again (`TableDemand.reuse`) is an
+    estimate, for the window has not seen all rows (`mixture.with_mixture`). Raises ConfigError for
+    a window without a step, or of another number of ranks than the layout has.
+    """
+    groups = []
+    for window in windows:
+        if not window.rows_by_step:
+            raise ConfigError("the window of ids has no step: give at least one")
+        world = window.layout.world_size
+        for step, ranks in enumerate(window.rows_by_step):
+            if len(ranks) != world:
+                raise ConfigError(
+                    f"step {step} of the window has ids of {len(ranks)} ranks, the layout is of "
+                    f"{world}: give those of every rank"
+                )
+        check_nodes(world, local_ranks)
+        groups.append(_group(window, local_ranks))
+    if not groups:
+        raise ConfigError("the window of ids has no group of tables")
+    return Demand(tuple(groups), windows[0].layout.world_size, batch, local_ranks)
+
+
+def _group(window: GroupWindow, local_ranks: int) -> GroupDemand:
+    """Counts per row over the window: how many ranks' steps, nodes' steps, and steps name it."""
+    layout, steps = window.layout, len(window.rows_by_step)
+    world = layout.world_size
+    together = [1, world, *([local_ranks] if 1 < local_ranks < world else [])]
+    named = [_named(window, ranks) for ranks in together]
+    rows = named[0][0]
+    shares = [
+        count / (steps * (world // ranks))
+        for ranks, (_, count) in zip(together, named, strict=True)
+    ]
+    lookups = np.zeros(len(layout.tables))
+    for ranks in window.rows_by_step:
+        for part in ranks:
+            lookups += _by_table(part, layout)
+    tables = []
+    features = window.features or [len(table.features) for table in layout.tables]
+    for index, table in enumerate(layout.tables):
+        low, high = np.searchsorted(rows, layout.offsets[index : index + 2])
+        count, q, whole, *node = _merged([share[low:high] for share in shares])
+        end = np.cumsum(count)
+        start = end - count
+        before = None if steps < 2 else np.rint(whole * steps - 1) / (steps - 1)
+        each = float(lookups[index]) / (steps * world)
+        found = TableDemand(
+            table.name, table.rows, count, q, whole, start, end, each, features[index], before
+        )
+        found = replace(found, node=node[0] if node else None)
+        reuse = None if steps < 2 else with_mixture(found, np.rint(whole * steps), steps, True)
+        tables.append(replace(found, reuse=reuse))
+    return GroupDemand(tuple(tables), layout.dim, window.state_width)
+
+
+def _named(window: GroupWindow, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of a window, ascending, and how often so many ranks in a row name each in a step."""
+    world = window.layout.world_size
+    parts = [
+        np.unique(np.concatenate(step[first : first + ranks]))
+        for step in window.rows_by_step
+        for first in range(0, world, ranks)
+    ]
+    return np.unique(np.concatenate(parts), return_counts=True)
+
+
+def _by_table(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
+    tables = np.searchsorted(layout.offsets, rows, side="right") - 1
+    return np.bincount(tables, minlength=len(layout.tables)).astype(np.float64)
+
+
+def _merged(shares: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """Rows with equal `shares` (q, Q, and of nodes) as one bucket, by falling q: the rows of each,
+    and its shares; float64 `[k]`."""
+    found, count = np.unique(-np.stack(shares), axis=1, return_counts=True)
+    return count.astype(np.float64), *(-found)

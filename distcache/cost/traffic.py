@@ -1,41 +1,49 @@
-"""Bytes per rank and step of each placement, as `comm.counters` counts them.
-
-Letters: s bytes of a row (D elements), k = (W-1)/W, q and Q distinct rows of a rank and of all, b
-samples per rank, M rows fetched by all homes. Rows have homes like independent uniform draws.
-
-| placement | stage | bytes that leave a rank |
-|---|---|---|
-| replicated | `row_gradients` to homes, `row_sums` to all | ksq, ksQ |
-| | `fill`: fetched rows (with state, unless it lies at the home) | kM (s + state) |
-| sharded | `early_rows` + `late_rows` to the ranks that named them | ksq |
-| | `row_gradients` back | ksq |
-| mixed | the prefix as replicated, the rest as sharded | |
-| table_wise | `pooled`, `pooled_gradients`: a vector per sample and feature | ksb each |
-| row_wise | the same as partial sums: reduce-scatter, all-gather | (W-1)sb each |
-| row_wise_ids | a row, and a gradient, per lookup (n) | ksn each |
-| row_wise_dedup | a row, and a gradient, per distinct row | ksq each |
-
-Between N nodes of G ranks, of which a node has q_G distinct rows, goes a part of them: rows that
-several ranks of another node get cross once and are handed on inside it (sharded ones on nodes of
-up to `relays.MOST_RANKS` ranks; on larger ones EACH).
-
-| stage | pattern | bytes between nodes |
-|---|---|---|
-| `fill`, `row_sums` | SPREAD | (N-1)/(W-1) of them |
-| `early_rows` + `late_rows` | SHARED | s q_G (W-G)/(WG) |
-| other rows, row gradients, pooled vectors | EACH | (W-G)/(W-1) of them |
-| partial sums; dense gradients | RING; TREE | 1/G of them |
-"""
+"""Bytes per rank and step of each placement, device memory, and hits: formulas over counts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
+
+from distcache.cost.cluster import Cluster
 from distcache.cost.demand import Demand, GroupDemand
-from distcache.cost.links import Cluster
-from distcache.planner.relays import relays
+from distcache.cost.miniature import miniature
+from distcache.planner.shard import relays
+
+# -----------------------------------------------------------------------------
+# Bytes per rank and step of each placement, as `comm.counters` counts them.
+#
+# Letters: s bytes of a row (D elements), k = (W-1)/W, q and Q distinct rows of a rank and of all,
+# b
+# samples per rank, M rows fetched by all homes. Rows have homes like independent uniform draws.
+#
+# | placement | stage | bytes that leave a rank |
+# |---|---|---|
+# | replicated | `row_gradients` to homes, `row_sums` to all | ksq, ksQ |
+# | | `fill`: fetched rows (with state, unless it lies at the home) | kM (s + state) |
+# | sharded | `early_rows` + `late_rows` to the ranks that named them | ksq |
+# | | `row_gradients` back | ksq |
+# | mixed | the prefix as replicated, the rest as sharded | |
+# | table_wise | `pooled`, `pooled_gradients`: a vector per sample and feature | ksb each |
+# | row_wise | the same as partial sums: reduce-scatter, all-gather | (W-1)sb each |
+# | row_wise_ids | a row, and a gradient, per lookup (n) | ksn each |
+# | row_wise_dedup | a row, and a gradient, per distinct row | ksq each |
+#
+# Between N nodes of G ranks, of which a node has q_G distinct rows, goes a part of them: rows that
+# several ranks of another node get cross once and are handed on inside it (sharded ones on nodes
+# of
+# up to `relays.MOST_RANKS` ranks; on larger ones EACH).
+#
+# | stage | pattern | bytes between nodes |
+# |---|---|---|
+# | `fill`, `row_sums` | SPREAD | (N-1)/(W-1) of them |
+# | `early_rows` + `late_rows` | SHARED | s q_G (W-G)/(WG) |
+# | other rows, row gradients, pooled vectors | EACH | (W-G)/(W-1) of them |
+# | partial sums; dense gradients | RING; TREE | 1/G of them |
 
 REPLICATED, SHARDED, MIXED = "replicated", "sharded", "mixed"
 TABLE_WISE, ROW_WISE = "table_wise", "row_wise"
@@ -217,3 +225,223 @@ def dense_exchange(parameters: int, world_size: int, itemsize: int = 4) -> Excha
 def total(exchanges: Sequence[Exchange], stage: str) -> float:
     """Bytes of all exchanges of a stage."""
     return sum(e.nbytes for e in exchanges if e.stage == stage)
+
+
+# -----------------------------------------------------------------------------
+# Device memory of a placement: slots or shards, and the buffers of a step.
+
+
+class Sized(Protocol):
+    """What memory needs to know of a run (see `predict.Settings`)."""
+
+    @property
+    def state(self) -> str:
+        """Where the optimizer state of replicated rows lies."""
+        ...
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        ...
+
+
+def region_slots(
+    hot: GroupDemand, cold: GroupDemand, slots: int, world_size: int
+) -> tuple[int, int]:
+    """The slots C of a rank split into those of its replicated and of its sharded rows.
+
+    As training splits them: replicated rows get a slot each, a multiple of W, as long as half of
+    the slots are left for the sharded ones, which need no more than a home has rows.
+    """
+    if not cold.rows:
+        return slots, 0
+    local = -(-(hot.rows + cold.rows) // world_size)
+    first = 0
+    if hot.rows:
+        first = max(1, min(-(-hot.rows // world_size), slots // 2 // world_size)) * world_size
+    return first, max(1, min(slots - first, local))
+
+
+def cache_memory(
+    hot: Sequence[GroupDemand],
+    cold: Sequence[GroupDemand],
+    regions: Sequence[tuple[int, int]],
+    settings: Sized,
+    world_size: int,
+) -> float:
+    """Bytes of slots with their state, and of the rows and gradients of a step.
+
+    A step holds a copy of its rows and their gradients: of all ranks' rows where they are
+    replicated, of the own ones and, at their home, those that come from others where they are
+    sharded. Sizes have `DEVIATIONS` to spare.
+    """
+    floats = 0.0
+    for near, far, (shared, own) in zip(hot, cold, regions, strict=True):
+        dim, state = near.dim, near.state_width
+        at_home = settings.state == AT_HOME
+        floats += shared * (dim + state / (world_size if at_home else 1)) + own * (dim + state)
+        _, world_rows, _ = near.buffers(world_size)
+        rank_rows, _, home_rows = far.buffers(world_size)
+        floats += 2 * dim * world_rows + 3 * dim * rank_rows + dim * home_rows
+    return floats * settings.itemsize
+
+
+def hybrid_rows(demand: Demand, layout: str) -> float:
+    """Rows on the fullest rank."""
+    return sum(_group_rows(group, layout, demand.world_size) for group in demand.groups)
+
+
+def hybrid_memory(
+    demand: Demand, layout: str, settings: Sized, exchanges: Sequence[Exchange]
+) -> float:
+    """Bytes of the fullest rank's shards with their state, and of what a step sends and receives.
+
+    Whole tables go, the largest first, each to the rank that holds least.
+    """
+    world = demand.world_size
+    shards = sum(
+        _group_rows(group, layout, world) * (group.dim + group.state_width)
+        for group in demand.groups
+    )
+    return shards * settings.itemsize + 2 * sum(e.nbytes * e.busiest for e in exchanges)
+
+
+def _group_rows(group: GroupDemand, layout: str, world_size: int) -> float:
+    cut, whole = 0.0, []
+    for table in group.tables:
+        row_wise = layout != TABLE_WISE
+        if layout == ROW_WISE and not splits_rows(table.rows, world_size):
+            row_wise = False
+        if row_wise:
+            cut += math.ceil(table.rows / world_size)
+        else:
+            whole.append(table.rows)
+    load = [0] * min(world_size, max(len(whole), 1))
+    for rows in sorted(whole, reverse=True):
+        load[load.index(min(load))] += rows
+    return cut + max(load)
+
+
+# -----------------------------------------------------------------------------
+# How many rows of a step a cache holds already, from popularity alone.
+#
+# Rows are touched independently from step to step (the independent reference model). The planner
+# of
+# policy `lookahead` with tail `lfu` keeps the rows that are used again within its window, and
+# beside
+# them those used most often: once popularity is learnt, the most popular rows stay for good, and
+# the
+# others pass through. Of the steps before that, `miniature` tells. Where ids are at hand,
+# `planner.replay` counts what this estimates.
+
+
+@dataclass(frozen=True)
+class Hits:
+    """Per step, over all homes: `touched` distinct rows, of which `fetched` are missing, and
+    `written_back` rows that leave for them."""
+
+    touched: float
+    fetched: float
+    written_back: float
+
+    @property
+    def rate(self) -> float:
+        """Hit rate of distinct rows; 1 where none is touched."""
+        return 1.0 - self.fetched / self.touched if self.touched else 1.0
+
+
+def expected_hits(
+    groups: Sequence[GroupDemand], slots: Sequence[float], window: int, prefetch: int,
+    steps: int | None = None,
+) -> Hits:  # fmt: skip
+    """The hits of caches of `slots` distinct rows for each of `groups`, over all homes.
+
+    `window` L, `prefetch` P; `steps`: of a run that starts with an empty cache; None: once it is
+    warm.
+    """
+    parts = [
+        _group_hits(group, count, window, prefetch, steps)
+        for group, count in zip(groups, slots, strict=True)
+    ]
+    sums = (sum(getattr(p, name) for p in parts) for name in ("touched", "fetched", "written_back"))
+    return Hits(*sums)
+
+
+def _group_hits(
+    group: GroupDemand, slots: float, window: int, prefetch: int, steps: int | None
+) -> Hits:
+    """The hits of one group.
+
+    Of a run that starts cold every first use is a fetch, and rows that leave are fetched again: as
+    often as in a miniature of its first steps, and from there on as once it is warm.
+    """
+    rows, chance = _by_chance(group)
+    touched = float(rows @ chance)
+    if touched == 0:
+        return Hits(0.0, 0.0, 0.0)
+    warm = _warm(rows, chance, slots, window, prefetch)
+    if steps is None:
+        missing = float(((1.0 - warm.inside) * warm.missing).sum())
+        return Hits(touched, missing, missing)
+    seen = float(rows @ (1.0 - (1.0 - chance) ** steps))
+    if seen <= slots:  # nothing leaves
+        return Hits(touched, seen / steps, 0.0)
+    fetched = warm.fetched(rows, chance, steps)
+    small = miniature(rows, chance, slots, (window, prefetch), steps)
+    if small is not None:
+        first = float(rows @ (1.0 - (1.0 - chance) ** small.steps))
+        fetched += first + small.again - warm.fetched(rows, chance, small.steps)
+    return Hits(touched, fetched / steps, max(fetched - slots, 0.0) / steps)
+
+
+@dataclass(frozen=True)
+class _Warm:
+    """A warm cache, by bucket, float64 `[k]`: the share of rows that stay for good (`inside`), and
+    the rows of a step that a cache without them would not have (`missing`)."""
+
+    inside: np.ndarray
+    missing: np.ndarray
+
+    def fetched(self, rows: np.ndarray, chance: np.ndarray, steps: int) -> float:
+        """Rows that the first so many steps fetch if popularity were known from the start."""
+        seen = rows * (1.0 - (1.0 - chance) ** steps)
+        return float((1.0 - self.inside) @ self.missing * steps + self.inside @ seen)
+
+
+def _warm(rows: np.ndarray, chance: np.ndarray, slots: float, window: int, prefetch: int) -> _Warm:
+    """Static rows hit always, the others where they are used again soon.
+
+    A row that passes through stays P + 1 steps, or until its next use if that is at most
+    G = P + 1 + L steps away: so the planner sees it when the row might leave.
+    """
+    kept, static = prefetch + 1 + window, 0.0
+    while True:
+        passing = rows * _passing(chance, kept, prefetch + 1)
+        ends = np.concatenate(([0.0], np.cumsum(rows)))
+        room = ends + passing.sum() - np.concatenate(([0.0], np.cumsum(passing)))
+        if room[0] <= slots or kept == prefetch + 1:
+            break
+        kept -= 1  # the slots do not hold all rows of the window: what is used last goes
+    if room[0] < slots:
+        static = float(np.interp(slots, room, ends))
+    inside = np.clip((static - ends[:-1]) / rows, 0.0, 1.0)
+    return _Warm(inside, rows * chance * (1.0 - chance) ** kept)
+
+
+def _by_chance(group: GroupDemand) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and Q of all tables' buckets, the likeliest first; those never touched left out."""
+    if not group.tables:
+        return np.empty(0), np.empty(0)
+    rows = np.concatenate([table.met[0] for table in group.tables])
+    chance = np.concatenate([table.met[1] for table in group.tables])
+    order = np.argsort(-chance, kind="stable")
+    rows, chance = rows[order], np.minimum(chance[order], 1.0)
+    used = (rows > 0) & (chance > 0)
+    return rows[used], chance[used]
+
+
+def _passing(chance: np.ndarray, kept: int, held: int) -> np.ndarray:
+    """Share of the time that a row touched with probability `chance` is in the cache if it stays
+    for its next use at most `kept` steps away, else for `held` steps."""
+    rest = (1.0 - chance) ** kept
+    return np.minimum(1.0 - rest + chance * rest * (held - kept), 1.0)

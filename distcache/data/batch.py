@@ -1,13 +1,24 @@
-"""One rank's slice of one global batch, as plain CPU tensors."""
+"""One rank's slice of one global batch as plain CPU tensors, and checks of its ids."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from distcache.errors import ConfigError, DataError
+from distcache.layout import TableSpec
+
+# -----------------------------------------------------------------------------
+# One rank's slice of one global batch, as plain CPU tensors.
 
 
 @dataclass(frozen=True)
@@ -125,3 +136,293 @@ class BatchSource(Protocol):
     def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
         """This rank's slice of held-out global batch `index`."""
         ...
+
+
+# -----------------------------------------------------------------------------
+# Ids of many samples in compact arrays, from which a batch takes some.
+
+
+@dataclass(frozen=True)
+class BagColumn:
+    """The bags of one feature for n samples.
+
+    `values`: int32 or int64 `[m]`; `offsets`: int64 `[n + 1]`, or None where every bag has one id
+    (m = n); `weights`: float64 `[m]` or None.
+    """
+
+    values: np.ndarray
+    offsets: np.ndarray | None = None
+    weights: np.ndarray | None = None
+
+    def take(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Ids int64 `[k]`, bag lengths int64 `[b]` and weights `[k]` of some samples, in order."""
+        if self.offsets is None:
+            at, lengths = samples, np.ones(len(samples), dtype=np.int64)
+        else:
+            starts = self.offsets[samples]
+            lengths = self.offsets[samples + 1] - starts
+            ends = np.cumsum(lengths)
+            at = np.arange(ends[-1] if len(ends) else 0)
+            at += np.repeat(starts - (ends - lengths), lengths)
+        weights = None if self.weights is None else self.weights[at]
+        return self.values[at].astype(np.int64, copy=False), lengths, weights
+
+
+def gather(
+    groups: Sequence[tuple[BagColumn, np.ndarray]], places: Sequence[np.ndarray], samples: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """One feature of a batch whose samples lie in several columns.
+
+    `groups`: columns, each with the samples to take of it; `places`: where those stand in the
+    batch, int64, together all of [0, samples). Returns ids, lengths `[samples]` and weights.
+    """
+    parts = [column.take(wanted) for column, wanted in groups]
+    if len(parts) == 1:
+        return parts[0]  # one column has all samples, in the order of the batch
+    lengths = np.zeros(samples, dtype=np.int64)
+    for (_, own, _), where in zip(parts, places, strict=True):
+        lengths[where] = own
+    starts = np.cumsum(lengths) - lengths
+    values = np.empty(int(lengths.sum()), dtype=np.int64)
+    weighted = any(weights is not None for _, _, weights in parts)
+    all_weights = np.ones(len(values)) if weighted else None
+    for (ids, own, weights), where in zip(parts, places, strict=True):
+        ends = np.cumsum(own)
+        at = np.repeat(starts[where] - (ends - own), own) + np.arange(len(ids))
+        values[at] = ids
+        if all_weights is not None and weights is not None:
+            all_weights[at] = weights
+    return values, lengths, all_weights
+
+
+def join(
+    features: Sequence[str],
+    parts: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
+    weights_dtype: torch.dtype | None,
+) -> JaggedIds:
+    """Features side by side: (ids, lengths, weights or None) of each.
+
+    `weights_dtype`: None where ids have no weights; else ids without one have the weight 1.
+    """
+    lengths = np.concatenate([own for _, own, _ in parts])
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    weights = None
+    if weights_dtype is not None:
+        filled = [np.ones(len(ids)) if own is None else own for ids, _, own in parts]
+        weights = torch.from_numpy(np.concatenate(filled)).to(weights_dtype)
+    values = torch.from_numpy(np.concatenate([ids for ids, _, _ in parts]))
+    return JaggedIds(tuple(features), values, torch.from_numpy(offsets), weights)
+
+
+# -----------------------------------------------------------------------------
+# Checks of ids before anything is looked up: an id outside its table is never trained.
+
+_ID_DTYPES = (torch.int64, torch.int32)
+
+
+def check_ids(
+    ids: JaggedIds,
+    table_rows: Sequence[int],
+    table_names: Sequence[str],
+    first_sample: int = 0,
+    on_bad_id: str = "error",
+) -> JaggedIds:
+    """The ids, every one inside its table: `ids` itself where nothing had to change.
+
+    `table_rows`, `table_names`: of the table that each feature reads, one entry per feature;
+    `first_sample`: position of the slice in the global batch, for messages. An id that is negative
+    or beyond its table is an error (`on_bad_id="error"`), or taken modulo the table's rows
+    (`"hash"`). Raises DataError, also for malformed offsets or weights and for float ids.
+    """
+    if on_bad_id not in ("error", "hash"):
+        raise ConfigError(f"data.on_bad_id={on_bad_id!r} is not 'error' or 'hash'")
+    if not len(ids.features) == len(table_rows) == len(table_names):
+        raise DataError(
+            f"{len(ids.features)} features, but {len(table_rows)} tables and {len(table_names)} "
+            "table names: give the table that each feature reads"
+        )
+    offsets = _checked_offsets(ids)
+    _check_weights(ids)
+    values = ids.values.numpy().astype(np.int64, copy=False)
+    edges = offsets[:: max(ids.batch_size, 1)] if ids.batch_size else np.zeros(1, dtype=np.int64)
+    if not _is_any_beyond(values, edges.tolist(), table_rows):
+        return (
+            ids
+            if ids.values.dtype == torch.int64
+            else replace(ids, values=torch.from_numpy(values))
+        )
+    rows = np.asarray(table_rows, dtype=np.int64)
+    limits = np.repeat(rows, np.diff(edges))
+    bad = (values < 0) | (values >= limits)
+    if on_bad_id == "hash":
+        return replace(ids, values=torch.from_numpy(np.where(bad, values % limits, values)))
+    place = int(np.argmax(bad))
+    bag = int(np.searchsorted(offsets, place, side="right")) - 1
+    feature, sample = divmod(bag, ids.batch_size)
+    raise DataError(
+        f"feature {ids.features[feature]!r}, sample {first_sample + sample} of the global batch: "
+        f"id {int(values[place])} is not in table {table_names[feature]!r}, which has "
+        f"{int(rows[feature])} rows (ids 0 to {int(rows[feature]) - 1}); {int(bad.sum())} such ids "
+        "in this slice. Correct the data or the table's rows, or take such ids modulo the "
+        "table's rows with data.on_bad_id=hash"
+    )
+
+
+def _is_any_beyond(values: np.ndarray, edges: list[int], table_rows: Sequence[int]) -> bool:
+    """Whether an id is outside its table; the ids of feature f are `edges[f : f + 2]`."""
+    unsigned = values.view(np.uint64)  # so that negative ids are beyond every table too
+    bounds = zip(table_rows, edges, edges[1:], strict=False)
+    return any(start < stop and unsigned[start:stop].max() >= rows for rows, start, stop in bounds)
+
+
+def _checked_offsets(ids: JaggedIds) -> np.ndarray:
+    """The offsets as int64, after all that must hold for them and for the values' shape."""
+    if ids.values.dtype not in _ID_DTYPES or ids.values.dim() != 1:
+        raise DataError(
+            f"ids are {ids.values.dtype} of shape {list(ids.values.shape)}; give int64 of shape [n]"
+        )
+    if ids.offsets.dtype not in _ID_DTYPES or ids.offsets.dim() != 1 or not len(ids.offsets):
+        raise DataError(
+            f"offsets are {ids.offsets.dtype} of shape {list(ids.offsets.shape)}; give int64 of "
+            "shape [features * samples + 1]"
+        )
+    offsets, features = ids.offsets.numpy().astype(np.int64, copy=False), len(ids.features)
+    if (len(offsets) - 1) % max(features, 1) or (features == 0 and len(offsets) > 1):
+        raise DataError(
+            f"{len(offsets)} offsets do not fit {features} features: give features * samples + 1"
+        )
+    if offsets[0] != 0 or offsets[-1] != len(ids.values):
+        raise DataError(
+            f"offsets go from {offsets[0]} to {offsets[-1]}; they must go from 0 to the number of "
+            f"ids, {len(ids.values)}"
+        )
+    falling = offsets[1:] < offsets[:-1]
+    if falling.any():
+        falls = np.flatnonzero(falling)
+        feature, sample = divmod(int(falls[0]), ids.batch_size)
+        raise DataError(
+            f"offsets fall from {offsets[falls[0]]} to {offsets[falls[0] + 1]} at feature "
+            f"{ids.features[feature]!r}, sample {sample} of the slice; they must never decrease"
+        )
+    return offsets
+
+
+def _check_weights(ids: JaggedIds) -> None:
+    """Weights are float, one per id."""
+    weights = ids.weights
+    if weights is None:
+        return
+    if not weights.dtype.is_floating_point or tuple(weights.shape) != (len(ids.values),):
+        raise DataError(
+            f"weights are {weights.dtype} of shape {list(weights.shape)} for {len(ids.values)} "
+            f"ids; give one float per id, shape [{len(ids.values)}]"
+        )
+
+
+class BatchCheck:
+    """Every id inside its table, every feature in its place; DataError names what is not."""
+
+    def __init__(
+        self, tables: Sequence[TableSpec], features: Sequence[str], on_bad_id: str
+    ) -> None:
+        reader = {feature: table for table in tables for feature in table.features}
+        self._features, self._on_bad_id = tuple(features), on_bad_id
+        self._rows = [reader[feature].rows for feature in features]
+        self._names = [reader[feature].name for feature in features]
+
+    def __call__(self, batch: Batch) -> Batch:
+        """`batch`, with ids brought into their tables where `on_bad_id` says so."""
+        try:
+            return self._checked(batch)
+        except DataError as error:
+            text = str(error)
+            if batch.global_size == UNKNOWN:  # where the slice lies is not known either
+                text = text.replace("of the global batch", "of this rank's slice")
+            raise DataError(f"{batch.kind} batch {batch.index}: {text}") from error
+
+    def _checked(self, batch: Batch) -> Batch:
+        if batch.ids.features != self._features:
+            raise DataError(
+                f"it has the features {list(batch.ids.features)}; this model reads "
+                f"{list(self._features)}, in this order"
+            )
+        ids = check_ids(batch.ids, self._rows, self._names, batch.first_sample, self._on_bad_id)
+        return replace(batch, ids=ids)
+
+
+# -----------------------------------------------------------------------------
+# Batches drawn and loaded on a thread of their own, a few ahead of the step that takes them.
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+"""How often a waiting thread looks whether it should stop."""
+_STOP_S = 60.0
+"""Longest wait for the thread to finish the batch that it is drawing when it is stopped."""
+
+
+class Prefetch:
+    """Iterates over `batches`, loaded, at most `depth` ahead; what goes wrong is raised in order.
+
+    After each batch `load_s` is what drawing and loading it took (seconds, beside the steps), and
+    `wait_s` how long the caller waited for it. A context manager: leaving it stops the thread,
+    and drops batches drawn ahead.
+    """
+
+    def __init__(self, batches: Iterable[Batch], depth: int = 2) -> None:
+        self._batches = batches
+        self._queue: queue.Queue[tuple[Batch, float] | BaseException | None] = queue.Queue(depth)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="distcache-load", daemon=True)
+        self.load_s = self.wait_s = 0.0
+
+    def __enter__(self) -> Prefetch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join(_STOP_S)
+        if self._thread.is_alive():
+            logger.warning("the thread that loads batches did not end within %g s", _STOP_S)
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            began = time.perf_counter()
+            item = self._take()
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            batch, self.load_s = item
+            self.wait_s = time.perf_counter() - began
+            yield batch
+
+    def _take(self) -> tuple[Batch, float] | BaseException | None:
+        while True:
+            try:
+                return self._queue.get(timeout=_POLL_S)
+            except queue.Empty:
+                if not self._thread.is_alive() and self._queue.empty():
+                    raise DataError("the thread that loads batches has ended") from None
+
+    def _run(self) -> None:
+        try:
+            began = time.perf_counter()
+            for batch in self._batches:
+                whole = batch.loaded()
+                self._put((whole, time.perf_counter() - began))
+                if self._stop.is_set():
+                    return
+                began = time.perf_counter()
+            self._put(None)
+        except BaseException as error:
+            self._put(error)
+
+    def _put(self, item: tuple[Batch, float] | BaseException | None) -> None:
+        while not self._stop.is_set():
+            try:
+                return self._queue.put(item, timeout=_POLL_S)
+            except queue.Full:
+                continue

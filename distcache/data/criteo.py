@@ -1,24 +1,267 @@
-"""Criteo text files as batches, read into memory as compact arrays."""
+"""Criteo samples as batches: text in memory, or preprocessed arrays on the disk."""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import logging
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from distcache.data.criteo_batches import SHUFFLE_BLOCK, BatchSettings, CriteoBatches
-from distcache.data.criteo_text import IDS, CriteoRows, dense_of, parse_block
-from distcache.data.files import InputFile, find_files
-from distcache.data.hashing import digest_of
-from distcache.data.lines import BadLines
+from distcache.data.batch import Batch, JaggedIds, unloaded
+from distcache.data.criteo_text import IDS, INTEGERS, CriteoRows, dense_of, parse_block
+from distcache.data.files import BadLines, InputFile, MappedRows, find_files
+from distcache.data.hashing import bags, digest_of, key_of
+from distcache.data.raw.settings import Manifest, open_array, read_manifest
 from distcache.data.raw.text import Block, read_text
+from distcache.data.samplers import (
+    BatchSlice,
+    BlockOrder,
+    ReadAhead,
+    SampleOrder,
+    SlicedSource,
+    Subset,
+)
 from distcache.errors import ConfigError, DataError
 
+# -----------------------------------------------------------------------------
+# Batches of Criteo samples, whatever holds them: text in memory, or arrays on the disk.
+
+SHUFFLE_BLOCK = 4096
+"""Consecutive samples that are read together when an epoch is shuffled."""
+
+
+HASHED = "criteo, hexadecimal values modulo the rows"
+"""How values became ids where there is no vocabulary."""
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """How samples become batches. Raises ConfigError that names the key.
+
+    `shuffle`: training samples in an order of (seed, epoch) that moves blocks of `shuffle_block`
+    neighbours (see `BlockOrder`), or in their own; `dtype`: float32 or float64, of dense features
+    and labels (the features have float32's precision in both).
+    """
+
+    global_batch_size: int = 2048
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    shuffle: bool = True
+    shuffle_block: int = SHUFFLE_BLOCK
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.float32, torch.float64):
+            raise ConfigError(f"data comes in float32 or float64, not {self.dtype}")
+
+
+class CriteoBatches(SlicedSource):
+    """A `BatchSource` of samples [0, train_samples) to train on and the rest held out, in order.
+
+    Features are `cat_0` to `cat_25`. `bag_sizes`: ids per bag of each table (`multi_hot.bags`),
+    None for one. Two sources of the same samples give the same batches. `deferred`: dense features
+    and labels are read when a batch is loaded. `fingerprint`: a digest of all samples.
+    `vocabulary`: how the text's values became ids.
+    """
+
+    deferred = True
+    vocabulary = HASHED
+
+    def __init__(
+        self,
+        settings: BatchSettings,
+        table_rows: Sequence[int],
+        samples: int,
+        train_samples: int,
+        bag_sizes: Sequence[int] | None = None,
+        fingerprint: str = "",
+    ) -> None:
+        self.table_rows = tuple(int(rows) for rows in table_rows)
+        self.features = tuple(f"cat_{index}" for index in range(IDS))
+        self.dense_features = INTEGERS
+        self.samples, self.train_samples = samples, train_samples
+        self._dtype, self._bag_sizes, self._settings = settings.dtype, bag_sizes, settings
+        super().__init__(train_samples, samples - train_samples, settings.global_batch_size)
+        seed = key_of(settings.seed, 0)
+        self._order: SampleOrder | BlockOrder = SampleOrder(train_samples, seed, shuffle=False)
+        if settings.shuffle:
+            self._order = BlockOrder(train_samples, seed, settings.shuffle_block)
+        self.identity = {"data.path": fingerprint, "data.shuffle": str(settings.shuffle)}
+        if settings.shuffle:
+            self.identity["data.shuffle_block"] = str(settings.shuffle_block)
+
+    def in_file_order(self) -> CriteoBatches:
+        """The same samples, not shuffled; shares all that holds them."""
+        other = copy.copy(self)
+        other._order = SampleOrder(self.train_samples, 0, shuffle=False)
+        return other
+
+    @abstractmethod
+    def read_ids(self, lines: np.ndarray) -> np.ndarray:
+        """Ids `[b, 26]` of samples `lines` int64 `[b]`."""
+
+    @abstractmethod
+    def read_rest(self, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Dense features float32 `[b, 13]` and labels uint8 `[b]` of samples `lines`."""
+
+    def read(self, part: BatchSlice) -> Batch:
+        """See `SlicedSource.read`."""
+        if part.kind == "train":
+            return self.take(self._order.positions(part.span.epoch, part.start, part.stop), part)
+        return self.take(np.arange(part.start, part.stop) + self.train_samples, part)
+
+    def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
+        """See `SlicedSource.take`."""
+
+        def load() -> tuple[Tensor, Tensor]:
+            dense, labels = (torch.from_numpy(values) for values in self.read_rest(samples))
+            return dense.to(self._dtype), labels.to(self._dtype)
+
+        ids, count = self._jagged(self.read_ids(samples)), len(samples)
+        batch = part.batch(unloaded(count, INTEGERS), ids, unloaded(count), load)
+        return batch if self.deferred else batch.loaded()
+
+    def ids_of(self, samples: np.ndarray, epoch: int) -> JaggedIds:
+        """See `SlicedSource.ids_of`."""
+        return self._jagged(self.read_ids(samples))
+
+    def order_of(self, chosen: Subset, which: int) -> SampleOrder | BlockOrder:
+        """See `SlicedSource.order_of`: neighbours among `chosen` stay near each other."""
+        seed = key_of(self._settings.seed, 0, which)
+        if not self._settings.shuffle or not chosen.count:
+            return SampleOrder(chosen.count, seed, shuffle=False)
+        return BlockOrder(chosen.count, seed, self._settings.shuffle_block)
+
+    def _jagged(self, ids: np.ndarray) -> JaggedIds:
+        """Bags of all features from ids `[b, 26]`."""
+        if self._bag_sizes is None:
+            values = ids.T.astype(np.int64, order="C").ravel()
+            offsets = torch.arange(len(values) + 1)
+        else:
+            columns = ids.T.astype(np.int64, order="C")
+            tables = zip(columns, self.table_rows, self._bag_sizes, strict=True)
+            parts = [bags(c, t, rows, size).ravel() for t, (c, rows, size) in enumerate(tables)]
+            values = np.concatenate(parts)
+            lengths = torch.tensor(list(self._bag_sizes)).repeat_interleave(len(ids))
+            offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+        return JaggedIds(self.features, torch.from_numpy(values), offsets)
+
+
+# -----------------------------------------------------------------------------
+# Criteo samples that `python -m distcache.preprocess` left on the disk, by memory map.
+
 logger = logging.getLogger(__name__)
+
+
+class CriteoArrays(CriteoBatches):
+    """The `BatchSource` of a preprocessed folder: nothing is read but what a batch needs.
+
+    `table_rows`: None, or what the folder must have. Dense features and labels are read when a
+    batch is loaded. Raises DataError for a folder that is unfinished, damaged or cut.
+    """
+
+    def __init__(
+        self, folder: str | Path, settings: BatchSettings, table_rows: Sequence[int] | None = None
+    ) -> None:
+        self.folder = Path(folder)
+        self.manifest: Manifest = read_manifest(self.folder)
+        manifest = self.manifest
+        if table_rows is not None and tuple(table_rows) != manifest.table_rows:
+            raise ConfigError(
+                f"data.table_rows={list(table_rows)}, but {folder} was preprocessed to "
+                f"{list(manifest.table_rows)}: use data.table_rows=[], or preprocess "
+                "again with those rows"
+            )
+        super().__init__(
+            settings,
+            manifest.table_rows,
+            manifest.samples,
+            manifest.train_samples,
+            manifest.multi_hot,
+            manifest.fingerprint,
+        )
+        self.vocabulary = _vocabulary(manifest)
+        self._arrays = {}
+        for name in ("labels", "dense", "ids"):
+            array = open_array(self.folder, manifest, f"{name}.npy")
+            self._arrays[name] = MappedRows(self.folder / f"{name}.npy", array)
+        self._ahead: ReadAhead | None = None
+        if isinstance(self._order, BlockOrder):
+            for rows in self._arrays.values():
+                rows.visit_at_random(manifest.train_samples)
+            self._ahead = ReadAhead(self._order, partial(_will_need, [*self._arrays.values()]))
+        logger.info(
+            "%s: %s samples, %s held out, fingerprint %s",
+            folder,
+            f"{manifest.samples:,}",
+            f"{manifest.samples - manifest.train_samples:,}",
+            manifest.fingerprint[:16],
+        )
+
+    def in_file_order(self) -> CriteoArrays:
+        """See `CriteoBatches.in_file_order`."""
+        other = copy.copy(self)
+        other._order = SampleOrder(self.train_samples, 0, shuffle=False)
+        other._ahead = None
+        return other
+
+    def read(self, part: BatchSlice) -> Batch:
+        """See `SlicedSource.read`."""
+        if self._ahead is not None and part.kind == "train":
+            self._ahead.reach(part.span.epoch, part.span.start, part.span.stop)
+        return super().read(part)
+
+    def will_need(self, start: int, stop: int) -> None:
+        """See `SlicedSource.will_need`."""
+        _will_need([*self._arrays.values()], start, stop)
+
+    def read_ids(self, lines: np.ndarray) -> np.ndarray:
+        """See `CriteoBatches.read_ids`."""
+        return self._arrays["ids"].take(lines)
+
+    def read_rest(self, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See `CriteoBatches.read_rest`."""
+        dense, labels = self._arrays["dense"].take(lines), self._arrays["labels"].take(lines)
+        if (labels > 1).any():
+            at = int(np.argmax(labels > 1))
+            raise DataError(
+                f"data.path: {self.folder / 'labels.npy'}: sample {lines[at]} has the label "
+                f"{labels[at]}, not 0 or 1: the file is damaged; see python -m "
+                f"distcache.preprocess --verify output={self.folder}"
+            )
+        return dense, labels
+
+    def counts(self, table: int) -> np.ndarray:
+        """How often each row of a table occurs in training samples, int64 `[rows]`, by map."""
+        return open_array(self.folder, self.manifest, f"counts/cat_{table}.npy")
+
+
+def _vocabulary(manifest: Manifest) -> str:
+    """How the text's values became ids: the rule, or a digest of the vocabulary, and the bags."""
+    text = HASHED
+    if manifest.mode != "hash":
+        names = sorted(name for name in manifest.arrays if name.startswith("vocabulary/"))
+        sums = "".join(manifest.arrays[name].checksum for name in names)
+        text = f"criteo, {manifest.mode} {hashlib.sha256(sums.encode()).hexdigest()[:16]}"
+    return text if manifest.multi_hot is None else f"{text}, bags of {list(manifest.multi_hot)}"
+
+
+def _will_need(arrays: Sequence[MappedRows], start: int, stop: int) -> None:
+    """Samples [start, stop) are read soon. No method, so that a source which is dropped unmaps its
+    files at once."""
+    for rows in arrays:
+        rows.will_need(start, stop)
+
+
+# -----------------------------------------------------------------------------
+# Criteo text files as batches, read into memory as compact arrays.
 
 _BLOCK_BYTES = 16 << 20
 """Bytes of text that are parsed at once; parsing takes several times that for a while."""

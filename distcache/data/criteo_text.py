@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distcache.data.lines import show
+from distcache.data.files import show
 from distcache.errors import DataError
 
 INTEGERS, IDS = 13, 26

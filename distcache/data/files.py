@@ -1,16 +1,27 @@
-"""Input files: which there are by name or glob, and that they stay as they were first seen."""
+"""Input files: which there are, that they stay as they were, lines, arrays by memory map."""
 
 from __future__ import annotations
 
+import ctypes
 import glob
+import gzip
+import logging
+import mmap
 import os
 import re
-from collections.abc import Sequence
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
 
-from distcache.errors import DataError
+import numpy as np
+
+from distcache.errors import ConfigError, DataError
+
+# -----------------------------------------------------------------------------
+# Input files: which there are by name or glob, and that they stay as they were first seen.
 
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -116,3 +127,174 @@ def _natural_order(path: Path) -> list[tuple[int, str]]:
     """A sort key by which part-2 comes before part-10."""
     parts = re.split(r"(\d+)", str(path))
     return [(int(part), "") if part.isdigit() else (0, part) for part in parts]
+
+
+# -----------------------------------------------------------------------------
+# Lines of text files: read with a bound on their length, bad ones counted or refused.
+
+logger = logging.getLogger(__name__)
+
+LONGEST = 64 << 20
+"""Bytes of the longest line that is read."""
+_SHOWN = 10
+"""Bad lines that a report quotes."""
+
+
+class BadLines:
+    """What becomes of malformed lines: an error, or a count with the first ten in the log."""
+
+    def __init__(self, on_bad_line: str) -> None:
+        if on_bad_line not in ("error", "skip"):
+            raise ConfigError(f"data.on_bad_line={on_bad_line!r} is not 'error' or 'skip'")
+        self.skip = on_bad_line == "skip"
+        self.count = 0
+        self.first: list[str] = []
+
+    def add(self, path: Path, line: int, what: str) -> None:
+        """Line `line` (from 1) of `path` is left out; DataError where that is not wanted."""
+        message = f"{path}:{line}: {what}"
+        if not self.skip:
+            raise DataError(
+                f"{message}; correct the line, or leave such lines out with data.on_bad_line=skip"
+            )
+        self.count += 1
+        if len(self.first) < _SHOWN:
+            self.first.append(message)
+
+    def summary(self) -> dict[str, Any]:
+        """How many lines were left out, and the first ten: `file:line: reason`."""
+        return {"count": self.count, "first": list(self.first)}
+
+    def example(self) -> str:
+        """The count, and the first line with its reason, for the error of too few good ones."""
+        first = f", the first {self.first[0]}" if self.first else ""
+        return f"{self.count} malformed lines{first}"
+
+    def report(self) -> None:
+        """Log how many lines were left out, and the first ten."""
+        if self.count:
+            shown = "\n  ".join(self.first)
+            logger.warning("skipped %d malformed lines; the first:\n  %s", self.count, shown)
+
+
+def read_lines(file: InputFile, bad: BadLines) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line without its end) of a file, plain or gzip; a longer line than `LONGEST`
+    is bad.
+
+    Raises DataError for a file that vanishes or changes meanwhile, and for damaged gzip data.
+    """
+    number = 0
+    with file.open() as stream:
+        text = gzip.GzipFile(fileobj=stream) if file.gzip else stream
+        while line := _next_piece(text, file, stream, number):
+            number += 1
+            if len(line) == LONGEST and not line.endswith(b"\n"):
+                while len(line) == LONGEST and not line.endswith(b"\n"):
+                    line = _next_piece(text, file, stream, number)
+                bad.add(file.path, number, f"the line is longer than {LONGEST >> 20} MiB")
+                continue
+            yield number, line.removesuffix(b"\n").removesuffix(b"\r")
+        file.check_unchanged(stream)
+    if not number:
+        raise DataError(f"{file.path} is empty: there is nothing in the gzip data")
+
+
+def _next_piece(text: IO[bytes], file: InputFile, stream: BinaryIO, number: int) -> bytes:
+    """At most `LONGEST` bytes of the next line of `text`, which reads `stream`, after `number`."""
+    try:
+        return text.readline(LONGEST)
+    except (EOFError, zlib.error, OSError) as error:
+        file.check_unchanged(stream)
+        if file.gzip:
+            raise file.damaged_gzip(number + 1, error) from error
+        raise DataError(f"{file.path} cannot be read ({error})") from error
+
+
+def show(text: bytes) -> str:
+    """A piece of a line as an error prints it: quoted, at most 40 characters."""
+    shown = text.decode("utf-8", errors="replace")
+    return repr(shown if len(shown) <= 40 else shown[:40] + "...")
+
+
+# -----------------------------------------------------------------------------
+# Rows of an array file by memory map; a file that is cut meanwhile is an error, not the end.
+#
+# The kernel kills a process that touches a mapped page beyond the end of its file (SIGBUS), and no
+# check beforehand helps against a file that is cut between check and read. A system call that
+# reads
+# such a page fails instead. So the rows are gathered by `pwritev(2)`, from the map into anonymous
+# memory (`memfd_create(2)`), a thousand at a time.
+
+_PIECES = 1024
+"""Pieces of memory that one call takes (Linux's UIO_MAXIOV)."""
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.pwritev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
+_LIBC.pwritev.restype = ctypes.c_ssize_t
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class MappedRows:
+    """The rows of `array`, a memory map (C order, at least 1-D) of the file at `path`.
+
+    Only the pages of the rows that are taken are read. May be used by several threads.
+    """
+
+    def __init__(self, path: Path, array: np.ndarray) -> None:
+        self._file: InputFile = inspect(path)
+        self._values = array.view(np.ndarray)  # keeps the map open
+        self._row_bytes = self._values[:1].nbytes
+        self._address = self._values.ctypes.data
+        self._memory = os.memfd_create("distcache-rows", os.MFD_CLOEXEC)
+        self._lock = threading.Lock()
+
+    def __del__(self) -> None:
+        memory = getattr(self, "_memory", None)
+        if memory is not None:
+            os.close(memory)
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        """Rows `rows` int64 `[b]`, copied. Raises DataError where the file is not what it was."""
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self._values):
+            raise IndexError(f"{self._file.path}: rows {rows.min()} to {rows.max()}")
+        self._file.check_unchanged()
+        result = np.empty((len(rows), *self._values.shape[1:]), self._values.dtype)
+        with self._lock:
+            failed = not self._gather(rows) or self._read(result) != result.nbytes
+        if failed:
+            self._file.check_unchanged()
+            raise DataError(f"{self._file.path} cannot be read: the disk or its network failed")
+        return result
+
+    def visit_at_random(self, stop: int) -> None:
+        """Read no pages around those of rows before `stop`: these come in no order."""
+        self._advise(0, stop, mmap.MADV_RANDOM)
+
+    def will_need(self, start: int, stop: int) -> None:
+        """Have the system read rows [start, stop) soon, without waiting for it."""
+        self._advise(start, stop, mmap.MADV_WILLNEED)
+
+    def _advise(self, start: int, stop: int, advice: int) -> None:
+        """A hint about the pages of some rows; that it is not taken changes nothing."""
+        low, high = (self._address + row * self._row_bytes for row in (start, stop))
+        low -= low % mmap.PAGESIZE
+        _LIBC.madvise(low, high - low, advice)
+
+    def _gather(self, rows: np.ndarray) -> bool:
+        """Bring rows into the anonymous memory; False where a page of theirs cannot be read."""
+        first = np.flatnonzero(np.diff(rows, prepend=-2) != 1)  # neighbours are one piece
+        pieces = np.empty((len(first), 2), dtype=np.int64)
+        pieces[:, 0] = self._address + rows[first] * self._row_bytes
+        pieces[:, 1] = np.diff(first, append=len(rows)) * self._row_bytes
+        at = 0
+        for start in range(0, len(pieces), _PIECES):
+            some = pieces[start : start + _PIECES]
+            size = int(some[:, 1].sum())
+            if _LIBC.pwritev(self._memory, some.ctypes.data, len(some), at) != size:
+                return False
+            at += size
+        return True
+
+    def _read(self, result: np.ndarray) -> int:
+        """Copy the anonymous memory into `result`; the bytes copied."""
+        return os.preadv(self._memory, [result.reshape(-1).view(np.uint8)], 0)

@@ -1,14 +1,16 @@
-"""Counter-based random numbers: everything about a sample is a hash of where it stands.
-
-The hash is the finaliser of splitmix64 (Steele, Lea and Flood, 2014), on whole arrays of uint64.
-Integer arithmetic alone, so that a number does not depend on the slice in which it is drawn.
-"""
+"""Counter-based random numbers: everything about a sample is a hash of where it stands."""
 
 from __future__ import annotations
 
 import hashlib
 
 import numpy as np
+
+# -----------------------------------------------------------------------------
+# Counter-based random numbers: everything about a sample is a hash of where it stands.
+#
+# The hash is the finaliser of splitmix64 (Steele, Lea and Flood, 2014), on whole arrays of uint64.
+# Integer arithmetic alone, so that a number does not depend on the slice in which it is drawn.
 
 GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -79,3 +81,26 @@ def normal_from_bits(bits: np.ndarray) -> np.ndarray:
     lanes += (bits >> np.uint64(16)) & _LOW_LANES
     sums = (lanes & np.uint64(0xFFFFFFFF)) + (lanes >> np.uint64(32))
     return (sums.view(np.int64) - LANE_SUM_MEAN) * 2.0**-15
+
+
+# -----------------------------------------------------------------------------
+# Bags of several ids in place of one, as a fixed function of the id.
+#
+# MLPerf's multi-hot Criteo data has such bags drawn once for every id; the sizes are its own, the
+# rule is this project's: the bag of id r in table t of R rows with h ids is r itself, then for k =
+# 1
+# to h - 1 the id hash(r * h + k under the key of t) modulo R. Equal ids have equal bags, always.
+
+_PURPOSE = 0x6D756C7469  # "multi": keeps these keys apart from those of other random numbers
+
+
+def bags(ids: np.ndarray, table: int, rows: int, size: int) -> np.ndarray:
+    """Bags int64 `[n, size]` of int64 `ids` `[n]` of table number `table`."""
+    result = np.empty((len(ids), size), dtype=np.int64)
+    result[:, 0] = ids
+    if size > 1:
+        places = np.arange(1, size, dtype=np.uint64)
+        counters = ids.astype(np.uint64)[:, None] * np.uint64(size) + places
+        hashed = hash_counters(counters, key_of(_PURPOSE, table))
+        result[:, 1:] = (hashed % np.uint64(rows)).astype(np.int64)
+    return result

@@ -1,18 +1,25 @@
-"""Which samples a step reads: the order is a function of (seed, epoch, position) alone.
-
-No index of all samples is kept: an epoch's order is a keyed permutation that maps a position to
-a sample by itself (a Feistel network over the next power of two, with cycle walking; Black and
-Rogaway, 2002). Where samples lie on a disk, blocks of neighbours stay near each other in time.
-"""
+"""Which samples a step reads: an order by (seed, epoch), of which every rank takes its slice."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
+from distcache.data.batch import Batch, JaggedIds, slice_bounds
 from distcache.data.hashing import key_of, mix64
 from distcache.errors import ConfigError, DataError
+
+# -----------------------------------------------------------------------------
+# Which samples a step reads: the order is a function of (seed, epoch, position) alone.
+#
+# No index of all samples is kept: an epoch's order is a keyed permutation that maps a position to
+# a sample by itself (a Feistel network over the next power of two, with cycle walking; Black and
+# Rogaway, 2002). Where samples lie on a disk, blocks of neighbours stay near each other in time.
 
 _ROUNDS = 6
 POOL_BLOCKS = 256
@@ -171,3 +178,228 @@ class BlockOrder:
         low, high = pool * POOL_BLOCKS, min((pool + 1) * POOL_BLOCKS, whole)
         blocks = np.append(self._blocks.positions(epoch, low, high), whole)  # then the ragged one
         return blocks[places // self.block] * self.block + places % self.block
+
+
+# -----------------------------------------------------------------------------
+# Some of the samples of an epoch, chosen by one bit each.
+
+_ONES = np.array([bin(byte).count("1") for byte in range(256)], dtype=np.uint8)
+"""Bits of each byte that are 1."""
+
+_CHUNK = 1 << 20
+
+
+class Subset:
+    """The samples whose bit is 1, in ascending order, found by their place among them.
+
+    `bits`: uint64 `[ceil(samples / 64)]`, sample i at bit i % 64 of word i // 64 (little-endian);
+    bits after the last sample are 0. Beside them 4 bytes per word are kept (8 beyond 2^32 samples):
+    3 bits of memory for 2 samples, where an index takes 4 bytes for each one that is chosen.
+    """
+
+    def __init__(self, bits: np.ndarray) -> None:
+        self.bits = bits
+        ones = np.empty(len(bits), dtype=np.int64)
+        for start in range(0, len(bits), _CHUNK):
+            some = bits[start : start + _CHUNK].view(np.uint8)
+            ones[start : start + _CHUNK] = _ONES[some].reshape(-1, 8).sum(axis=1)
+        ends = np.cumsum(ones)
+        self.count = int(ends[-1]) if len(ends) else 0
+        wide = np.int64 if len(bits) * 64 >= 1 << 32 else np.uint32
+        self._starts = (ends - ones).astype(wide)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self.bits.nbytes + self._starts.nbytes
+
+    def at(self, places: np.ndarray) -> np.ndarray:
+        """The samples int64 `[n]` at `places` int64 `[n]`, each in [0, count)."""
+        if not len(places):
+            return np.empty(0, dtype=np.int64)
+        # In the dtype of the starts, or they would all be converted at every call.
+        wanted = places.astype(self._starts.dtype)
+        words = np.searchsorted(self._starts, wanted, side="right") - 1
+        inside = (wanted - self._starts[words]).astype(np.uint8)
+        ones = np.unpackbits(
+            self.bits[words].view(np.uint8).reshape(-1, 8), axis=1, bitorder="little"
+        )
+        before = np.cumsum(ones, axis=1, dtype=np.uint8)
+        return words * 64 + (before <= inside[:, None]).sum(axis=1)
+
+    def before(self, edges: np.ndarray) -> np.ndarray:
+        """How many of the chosen samples come before each sample of `edges`, int64 `[n]`."""
+        words, rest = np.divmod(np.asarray(edges, dtype=np.int64), 64)
+        inner = np.minimum(words, max(len(self.bits) - 1, 0))
+        mask = (np.uint64(1) << rest.astype(np.uint64)) - np.uint64(1)
+        part = (self.bits[inner] & mask).view(np.uint8).reshape(-1, 8)
+        found = self._starts[inner].astype(np.int64) + _ONES[part].sum(axis=1)
+        return np.where(words < len(self.bits), found, self.count)
+
+
+def both(bits: np.ndarray, samples: int) -> tuple[Subset, Subset]:
+    """The samples whose bit is 1 and the others. `bits`: uint64 as in `Subset`."""
+    others = ~bits
+    if samples % 64:
+        others[-1] &= np.uint64((1 << samples % 64) - 1)
+    return Subset(bits), Subset(others)
+
+
+# -----------------------------------------------------------------------------
+# Global batches as spans of an epoch, of which every rank takes a contiguous slice.
+
+
+@dataclass(frozen=True)
+class BatchSlice:
+    """A rank's samples [low, high) of a global batch, which takes the positions of `span`.
+
+    `kind`: `train` or `eval`; `index`: training step or number of the held-out batch; `phase`:
+    `hot` or `cold` where such batches come apart.
+    """
+
+    kind: str
+    index: int
+    span: SampleSpan
+    low: int
+    high: int
+    phase: str = ""
+
+    @property
+    def start(self) -> int:
+        """The first position of the epoch (or of the held-out samples) that is this rank's."""
+        return self.span.start + self.low
+
+    @property
+    def stop(self) -> int:
+        """The position after the last one."""
+        return self.span.start + self.high
+
+    def batch(
+        self,
+        dense: Tensor,
+        ids: JaggedIds,
+        labels: Tensor,
+        load: Callable[[], tuple[Tensor, Tensor]] | None = None,
+    ) -> Batch:
+        """The slice's samples as a batch."""
+        return Batch(
+            dense=dense,
+            ids=ids,
+            labels=labels,
+            global_size=self.span.size,
+            index=self.index,
+            epoch=self.span.epoch,
+            first_sample=self.low,
+            kind=self.kind,
+            load=load,
+            phase=self.phase,
+        )
+
+
+class SampleOrdering(Protocol):
+    """An order of numbers [0, n), a function of (seed, epoch, position)."""
+
+    def positions(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """The numbers int64 `[stop - start]` at positions [start, stop), those of one whole
+        batch, in `epoch`."""
+        ...
+
+
+class SlicedSource(ABC):
+    """A `BatchSource` of training and held-out samples, each in batches of `batch_size`.
+
+    `train_samples` and `eval_samples` None: unlimited. `ids_vary`: whether the ids of a training
+    sample differ between epochs.
+    """
+
+    ids_vary = False
+
+    features: tuple[str, ...]
+    table_rows: tuple[int, ...]
+    dense_features: int
+    identity: Mapping[str, str]
+
+    def __init__(
+        self, train_samples: int | None, eval_samples: int | None, batch_size: int
+    ) -> None:
+        self.batch_size, self.samples_per_epoch = batch_size, train_samples
+        self._train_spans = BatchSpans(train_samples, batch_size)
+        self._eval_spans = BatchSpans(eval_samples, batch_size)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Training steps of one epoch; None: unlimited."""
+        return self._train_spans.per_epoch
+
+    @property
+    def eval_batches(self) -> int | None:
+        """Held-out global batches; None: unlimited."""
+        return self._eval_spans.per_epoch
+
+    def train_batch(self, step: int, rank: int, world_size: int) -> Batch:
+        """This rank's slice of training step `step`, counted from 0 across epochs."""
+        span = self._train_spans.locate(step)
+        return self.read(
+            BatchSlice("train", step, span, *slice_bounds(span.size, rank, world_size))
+        )
+
+    def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
+        """This rank's slice of held-out global batch `index`."""
+        if self.eval_batches is not None and index >= self.eval_batches:
+            raise DataError(f"held-out batch {index} of {self.eval_batches} does not exist")
+        span = self._eval_spans.locate(index)
+        return self.read(
+            BatchSlice("eval", index, span, *slice_bounds(span.size, rank, world_size))
+        )
+
+    @abstractmethod
+    def read(self, part: BatchSlice) -> Batch:
+        """The samples of a slice."""
+
+    @abstractmethod
+    def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
+        """Training samples `samples` int64 `[b]`, each in [0, samples_per_epoch), as `part`."""
+
+    @abstractmethod
+    def ids_of(self, samples: np.ndarray, epoch: int) -> JaggedIds:
+        """The ids alone of training samples `samples` int64 `[b]`, as they are in `epoch`."""
+
+    @abstractmethod
+    def order_of(self, chosen: Subset, which: int) -> SampleOrdering:
+        """The order of some training samples in each epoch, by their places among `chosen`.
+
+        `which`: a number of this subset, for an order of its own.
+        """
+
+    def will_need(self, start: int, stop: int) -> None:
+        """Training samples [start, stop) (may be none) are read soon: a hint, nothing here."""
+        return None
+
+
+# -----------------------------------------------------------------------------
+# Reading ahead of a shuffled epoch: the disk sees whole blocks, evenly, before they are needed.
+
+
+class ReadAhead:
+    """Tells the system which samples come, a pool ahead of those that are read.
+
+    The samples of a pool come in no order, each on a page of its own: read when they are touched,
+    a batch would wait for thousands of pages one by one. `hint(start, stop)`: samples [start,
+    stop) are needed soon. Every batch hints about as many samples as it takes.
+    """
+
+    def __init__(self, order: BlockOrder, hint: Callable[[int, int], None]) -> None:
+        self._order, self._hint = order, hint
+        self._epoch, self._done = -1, 0
+
+    def reach(self, epoch: int, start: int, stop: int) -> None:
+        """Positions [start, stop) of `epoch` are read next."""
+        pool, block = self._order.pool, self._order.block
+        first = start // pool * pool // block  # of the pool that `start` is in
+        # All of the pools that are read, and of the next one as much as was read of this one.
+        until = -(-(stop + pool) // block)
+        if epoch != self._epoch or not first <= self._done <= until:  # begun, or taken up elsewhere
+            self._epoch, self._done = epoch, first
+        for span in self._order.spans(epoch, self._done, until):
+            self._hint(*span)
+        self._done = until

@@ -1,8 +1,4 @@
-"""A click stream of any shape, drawn from counters: unlimited, learnable, sliceable.
-
-Everything about sample i is a hash of (seed, i, feature, position in the bag), so any rank draws
-any slice by itself, in any order, from any thread, and nothing repeats unless asked to.
-"""
+"""A click stream of any shape, drawn from counters: unlimited, the same on every machine."""
 
 from __future__ import annotations
 
@@ -16,6 +12,7 @@ import torch
 from distcache.data.batch import Batch, JaggedIds
 from distcache.data.hashing import (
     GOLDEN,
+    NORMAL_STD,
     hash_counters,
     key_of,
     keys_of,
@@ -23,12 +20,221 @@ from distcache.data.hashing import (
     normal_from_bits,
     uniform_from_bits,
 )
-from distcache.data.samplers import SampleOrder
-from distcache.data.slices import BatchSlice, SlicedSource
-from distcache.data.subset import Subset
-from distcache.data.teacher import Teacher
-from distcache.data.zipf import ZipfTables
+from distcache.data.samplers import BatchSlice, SampleOrder, SlicedSource, Subset
 from distcache.errors import ConfigError
+
+# -----------------------------------------------------------------------------
+# Zipf-distributed ids by a closed-form inverse, for tables of any size and any exponent >= 0.
+
+HEAD_RANKS = 4096
+"""Ranks that expectations count one by one; the tail beyond them is binned logarithmically."""
+_BIN_RATIO = 1.01
+
+
+class ZipfTables:
+    """Popularity of the rows of T tables: rank k in [0, N) has the mass of x^-a on [k+.5, k+1.5).
+
+    That integrated distribution follows (k + 1)^-a closely and has a closed-form inverse, for
+    a = 0 (uniform) and a = 1 too. Ranks become ids by an affine bijection of each table's own,
+    so that popular ids lie scattered and differ between tables.
+    """
+
+    def __init__(self, table_rows: Sequence[int], exponent: float, seed: int) -> None:
+        if not (math.isfinite(exponent) and exponent >= 0):
+            raise ConfigError(f"data.zipf={exponent}: it must be a finite number >= 0")
+        self.rows = np.array(table_rows, dtype=np.uint64)
+        self._power = 1.0 - exponent
+        spans = np.log(2.0 * self.rows + 1.0)
+        # Inverse: x = .5 * (1 + u * scale)^(1 / power); at power 0, x = .5 * exp(u * scale).
+        self._scale = spans if self._power == 0 else np.expm1(self._power * spans)
+        maps = [_affine(int(n), key_of(seed, index)) for index, n in enumerate(table_rows)]
+        self._multiplier = np.array([multiplier for multiplier, _ in maps], dtype=np.uint64)
+        self._shift = np.array([shift for _, shift in maps], dtype=np.uint64)
+
+    def draw_ids(self, uniforms: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Ids int64 `[n]` from `uniforms` float64 `[n]`, the first `counts[0]` of table 0, ...
+
+        float64 throughout: float32 has no distinct numbers for ranks above 2^24.
+        """
+        values = uniforms * np.repeat(self._scale, counts)
+        if self._power != 0:
+            np.log1p(values, out=values)
+            values *= 1.0 / self._power
+        np.exp(values, out=values)
+        values -= 1.0
+        values *= 0.5
+        # Rounding may reach rank N once in 2^50 draws; the modulo below takes it to rank 0.
+        ranks = values.astype(np.int64).view(np.uint64)
+        rows = np.repeat(self.rows, counts)
+        ranks *= np.repeat(self._multiplier, counts)
+        ranks += np.repeat(self._shift, counts)
+        ranks %= rows
+        return ranks.view(np.int64)
+
+    def ids_of_ranks(self, table: int, ranks: np.ndarray) -> np.ndarray:
+        """Ids int64 of the rows that are `ranks`-th (from 0) in popularity."""
+        ids = ranks.astype(np.uint64) * self._multiplier[table] + self._shift[table]
+        return (ids % self.rows[table]).view(np.int64)
+
+    def mass_below(self, table: int, ranks: np.ndarray) -> np.ndarray:
+        """Probability float64 that a lookup falls on a rank below each of `ranks` (0 to N)."""
+        spans = np.log(2.0 * ranks + 1.0)
+        if self._power != 0:
+            spans = np.expm1(self._power * spans)
+        return spans / self._scale[table]
+
+    def head(self, table: int) -> np.ndarray:
+        """Probabilities float64 of the first min(N, `HEAD_RANKS`) ranks of a table."""
+        edges = np.arange(min(int(self.rows[table]), HEAD_RANKS) + 1)
+        return np.diff(self.mass_below(table, edges))
+
+    def expected_distinct(self, table: int, lookups: int) -> float:
+        """Expected distinct rows of a table among `lookups` independent lookups."""
+        if lookups <= 0:
+            return 0.0
+        mass, widths = self.bins(table)
+        with np.errstate(divide="ignore"):
+            missed = lookups * np.log1p(-mass)
+        return float(np.sum(-np.expm1(missed) * widths))
+
+    def bins(self, table: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ranks in bins of like popularity, the most popular first: the mean probability of a row
+        of each bin, float64 `[k]`, and its rows, int64 `[k]`."""
+        edges = _bin_edges(int(self.rows[table]))
+        widths = np.diff(edges)
+        return np.clip(np.diff(self.mass_below(table, edges)) / widths, 0.0, 1.0), widths
+
+
+def _bin_edges(rows: int) -> np.ndarray:
+    """Integer edges of [0, rows): single ranks first, then bins that grow by `_BIN_RATIO`."""
+    head = min(rows, HEAD_RANKS)
+    steps = math.ceil(math.log(rows / head) / math.log(_BIN_RATIO))
+    tail = np.minimum(np.floor(head * _BIN_RATIO ** np.arange(1, steps + 1)), rows)
+    return np.unique(np.concatenate((np.arange(head + 1), tail.astype(np.int64), [rows])))
+
+
+def _affine(rows: int, key: int) -> tuple[int, int]:
+    """Multiplier coprime to `rows` and shift of the bijection rank -> id; products fit 63 bits."""
+    bound = max(1, min(rows, (1 << 62) // rows))
+    multiplier = 1 + key % bound
+    while math.gcd(multiplier, rows) != 1:
+        multiplier = 1 + multiplier % bound
+    return multiplier, (key >> 32) % rows
+
+
+# -----------------------------------------------------------------------------
+# The planted teacher of the synthetic stream: what the labels depend on.
+#
+# Every (table, id) has a hidden effect, a hash, and every dense feature a hidden slope; their sum
+# is
+# a logit, and a label is drawn with its probability. A model that learnt all of it would reach an
+# AUC of about 0.79; most of it hangs on dense features and popular ids.
+
+DENSE_STD = 0.8
+"""Standard deviation that the dense features bring to the logit."""
+IDS_STD = 1.0
+"""Standard deviation that all ids together bring to the logit."""
+BASE_RATE = 0.27
+"""Share of positive labels."""
+_MEAN_SQUARE_WEIGHT = 13 / 12
+
+
+class Teacher:
+    """Logits of samples from their ids and dense features.
+
+    `bag_sizes`: fixed or mean ids per bag of each table; `weighted`: whether ids have weights
+    (uniform in [0.5, 1.5)), which then multiply the effects.
+    """
+
+    def __init__(
+        self,
+        tables: ZipfTables,
+        bag_sizes: Sequence[float],
+        dense_features: int,
+        weighted: bool,
+        seed: int,
+    ) -> None:
+        count = len(bag_sizes)
+        self._keys = keys_of(count, seed, 0)
+        self._centre = np.zeros(count)
+        self._scale = np.zeros(count)
+        for table, size in enumerate(bag_sizes):
+            centre, variance = self._moments(tables, table)
+            variance *= size * (_MEAN_SQUARE_WEIGHT if weighted else 1.0)
+            self._centre[table] = centre
+            if variance > 1e-6:
+                self._scale[table] = IDS_STD / np.sqrt(count * variance)
+        slopes = normal_from_bits(keys_of(dense_features, seed, 1))
+        norm = float(np.sqrt(np.sum(slopes**2))) * NORMAL_STD
+        self._slopes = slopes * (DENSE_STD / norm if norm > 0 else 0.0)
+        ids_variance = IDS_STD**2 * np.count_nonzero(self._scale) / count
+        dense_variance = DENSE_STD**2 if norm > 0 else 0.0
+        self._bias = _bias_for(BASE_RATE, float(np.sqrt(ids_variance + dense_variance)))
+        self._label_key = key_of(seed, 2)
+
+    def probabilities(
+        self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None, dense: np.ndarray
+    ) -> np.ndarray:
+        """Probability float64 `[b]` of a positive label.
+
+        `ids` int64 `[n]` lie feature-major in bags of `lengths` int64 `[F, b]`; `weights` float64
+        `[n]` or None; `dense` float64 `[b, F_dense]`.
+        """
+        counts = lengths.sum(axis=1)
+        effects = self._effects(ids, np.repeat(self._keys, counts))
+        effects -= np.repeat(self._centre, counts)
+        if weights is not None:
+            effects *= weights
+        # Effects and weights are multiples of powers of two, so bag sums are exact in any order;
+        # features are added one by one, so that a sample's bits do not depend on its slice.
+        bags = _bag_sums(effects, lengths)
+        logits = np.full(lengths.shape[1], self._bias)
+        for scale, bag in zip(self._scale, bags, strict=True):
+            logits += scale * bag
+        for slope, column in zip(self._slopes, np.ascontiguousarray(dense.T), strict=True):
+            logits += slope * column
+        return 1.0 / (1.0 + np.exp(-logits))
+
+    def _effects(self, ids: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Hidden effects float64 `[n]` of ids int64 `[n]`, before centring and scaling."""
+        return normal_from_bits(hash_counters(ids.view(np.uint64), keys))
+
+    def _moments(self, tables: ZipfTables, table: int) -> tuple[float, float]:
+        """Mean (a multiple of 2^-15) and variance of a table's effect over its lookups."""
+        mass = tables.head(table)
+        head = self._effects(
+            tables.ids_of_ranks(table, np.arange(len(mass))), self._keys[table : table + 1]
+        )
+        tail = max(0.0, 1.0 - float(mass.sum()))
+        mean = round(float(mass @ head) * 2**15) / 2**15
+        return mean, float(mass @ (head - mean) ** 2) + tail * NORMAL_STD**2
+
+
+def _bag_sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Sums float64 `[F, b]` of `values` `[n]` over bags of `lengths` `[F, b]`."""
+    if values.size == lengths.size and np.all(lengths == 1):
+        return values.reshape(lengths.shape)
+    bags = np.repeat(np.arange(lengths.size), lengths.ravel())
+    return np.bincount(bags, weights=values, minlength=lengths.size).reshape(lengths.shape)
+
+
+def _bias_for(rate: float, std: float) -> float:
+    """The bias at which a normal logit of deviation `std` has the mean probability `rate`."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(40)
+    weights = weights / weights.sum()
+    low, high = -20.0, 20.0
+    for _ in range(60):
+        bias = (low + high) / 2
+        mean = float(weights @ (1.0 / (1.0 + np.exp(-(bias + std * nodes)))))
+        low, high = (bias, high) if mean < rate else (low, bias)
+    return (low + high) / 2
+
+
+# -----------------------------------------------------------------------------
+# A click stream of any shape, drawn from counters: unlimited, learnable, sliceable.
+#
+# Everything about sample i is a hash of (seed, i, feature, position in the bag), so any rank draws
+# any slice by itself, in any order, from any thread, and nothing repeats unless asked to.
 
 _HELD_OUT = 1 << 62
 """First counter of held-out samples: no training sample is ever so far."""

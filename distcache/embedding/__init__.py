@@ -1,8 +1,11 @@
 """The drop-in collections: TorchRec models in anybody's training loop over cached rows."""
 
-from distcache.embedding.collection import CachedEmbeddingBagCollection
-from distcache.embedding.optimizer import RowOptimizer, clip_grad_norm_
-from distcache.embedding.sequence import CachedEmbeddingCollection
+from distcache.embedding.collection import (
+    CachedEmbeddingBagCollection,
+    CachedEmbeddingCollection,
+    RowOptimizer,
+    clip_grad_norm_,
+)
 from distcache.embedding.stream import Lookahead, lookahead
 
 __all__ = [

@@ -1,18 +1,374 @@
-"""`CachedEmbeddingBagCollection`: TorchRec's EmbeddingBagCollection over cached rows."""
+"""The drop-in collections: TorchRec's, over cached rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+)
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+)
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from distcache.embedding.base import CachedCollection
-from distcache.optim.rows import RowUpdate
+from distcache.comm.agreement import together
+from distcache.comm.world import current_world
+from distcache.data.batch import JaggedIds
+from distcache.embedding.ids import (
+    IdReader,
+    checked_configs,
+    initialise_as_told,
+    is_default,
+    lookups_of,
+    table_specs,
+)
+from distcache.embedding.settings import check_names
+from distcache.embedding.step import CachedTables, CacheSettings, OpenStep, Part, WholeTables
+from distcache.engine.lookup import to_device
+from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
+from distcache.optim import RowUpdate
+
+# -----------------------------------------------------------------------------
+# The optimizer of a collection's rows, as `torch.optim` has it, and clipping with it.
+
+
+class RowOptimizer(torch.optim.Optimizer):
+    """Applies the row gradients of a step; its parameters are the step's row leaves.
+
+    One parameter `[U, D]` for each width of table: the distinct rows of the step's global batch,
+    whose `.grad` is the gradient to apply, the same on every rank, once the last backward pass of
+    the step is over. `param_groups[0]["lr"]` is the rate. `step()` changes the cached rows; a
+    step without gradients changes nothing and does not count.
+    """
+
+    def __init__(self, tables: CachedTables, update: RowUpdate) -> None:
+        """`update`: `distcache.optim.SGD`, `Adagrad`, `RowWiseAdagrad` or `Adam` with settings."""
+        self._tables, self._update = tables, update
+        self._none = [
+            torch.zeros(0, group.dim, dtype=tables.settings.dtype, device=tables.world.device)
+            for group in tables.groups
+        ]
+        super().__init__([leaf.requires_grad_() for leaf in self._none], {"lr": update.lr})
+        tables.show_leaves = self._show
+
+    def _show(self, leaves: list[Tensor]) -> None:
+        self.param_groups[0]["params"][:] = leaves or self._none
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the rows of the step whose backward is done; called by all ranks.
+
+        Raises PlanError before the last micro-batch, or without any backward.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._tables.require_open()
+        self._tables.apply(float(self.param_groups[0]["lr"]))
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the row gradients gathered so far; they are always set to None."""
+        if self._tables.current is not None:
+            self._tables.current.drop()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only for the group that the optimizer is made with; raises ConfigError for another."""
+        if self.param_groups:
+            raise ConfigError("a RowOptimizer has the rows of its collection and no other group")
+        super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise PlanError: the rows are not the optimizer's to copy."""
+        raise PlanError(
+            "a RowOptimizer can be neither copied nor pickled: save its state_dict(), and load "
+            "that into the one of a new collection"
+        )
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Whole-table state in original ids, after a flush; called by all ranks.
+
+        `state[table]`: `step` (steps applied) and views of the store named as in torch.optim
+        (`sum` `[rows, D]` or `[rows, 1]`; `exp_avg`, `exp_avg_sq`), which change as training goes
+        on (copies, on several nodes); `param_groups[0]`: `lr` and what schedulers keep, `params`
+        the table names.
+        """
+        tables = self._tables
+        state: dict[str, dict[str, Any]] = {}
+        for index, (spec, (_, values)) in enumerate(WholeTables(tables).views(states=True)):
+            state[spec.name] = {"step": torch.tensor(tables.steps)}
+            for name, columns in self._update.state_columns(spec.dim).items():
+                if values is not None:
+                    state[tables.tables[index].name][name] = values[:, columns]
+        group = {key: value for key, value in self.param_groups[0].items() if key != "params"}
+        return {"state": state, "param_groups": [{**group, "params": list(state)}]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave; called by all ranks.
+
+        Raises ConfigError for state of other tables, another optimizer or other shapes, before
+        anything changes.
+        """
+        tables, state = self._tables, state_dict["state"]
+        names = [table.name for table in tables.tables]
+        if set(state) != set(names):
+            raise ConfigError(f"optimizer state of tables {sorted(state)}, not {sorted(names)}")
+        steps = {int(state[name]["step"]) for name in names}
+        if len(steps) > 1:
+            raise ConfigError(f"the tables' step counters differ: {sorted(steps)}")
+        parts: list[Part] = []
+        for index, table in enumerate(tables.tables):
+            columns = self._update.state_columns(table.dim)
+            found = {key for key in state[table.name] if key != "step"}
+            if found != set(columns):
+                raise ConfigError(
+                    f"table {table.name!r}: optimizer state {sorted(found)}, but "
+                    f"{type(self._update).__name__} keeps {sorted(columns)}"
+                )
+            for name, at in columns.items():
+                want, got = (table.rows, at.stop - at.start), tuple(state[table.name][name].shape)
+                if want != got:
+                    raise ConfigError(f"{table.name}.{name}: shape {got}, must be {want}")
+                parts.append((index, at, state[table.name][name]))
+        WholeTables(tables).load_state(parts)
+        tables.steps = steps.pop()
+        group = {k: v for k, v in state_dict["param_groups"][0].items() if k != "params"}
+        self.param_groups[0].update(group)
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    ebc: CachedCollection,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clip dense gradients and the step's row gradients by their common norm, which is returned.
+
+    As `torch.nn.utils.clip_grad_norm_` over `parameters` and all tables on the device: each row
+    of the global batch counts once, on every rank alike. Call it after the last backward pass
+    (and after `GradScaler.unscale_`), on all ranks.
+    """
+    ebc.reduce()
+    dense = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    rows = list(ebc.optimizer.param_groups[0]["params"])
+    return torch.nn.utils.clip_grad_norm_(
+        [*dense, *rows], max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+    )
+
+
+# -----------------------------------------------------------------------------
+# What the drop-in collections have in common: all but what comes out of a lookup.
+
+
+class CachedCollection(nn.Module):
+    """Tables in host memory, a cache of rows on the device, behind one of TorchRec's interfaces.
+
+    A collection says under which name its tables are in a `state_dict`, and forms the output of
+    `forward` from the step and the micro-batch that `_open` finds.
+    """
+
+    _tables_key: ClassVar[str]
+    """The name of the tables in a `state_dict`, before that of a table."""
+
+    _config: ClassVar[type[BaseEmbeddingConfig]]
+    """What a table is described by."""
+
+    _is_weighted: bool = False
+    """Whether the weights of ids are read."""
+
+    def _make(
+        self,
+        tables: Sequence[Any],
+        device: torch.device | str | None,
+        optimizer: RowUpdate,
+        process_group: dist.ProcessGroup | None,
+        timeout_s: float,
+        settings: dict[str, Any],
+    ) -> None:
+        """What `__init__` does after nn.Module's; raises what the collections say of theirs."""
+        name = type(self).__name__
+        if not isinstance(optimizer, RowUpdate):
+            raise ConfigError(
+                f"optimizer={optimizer!r}: give one of distcache.optim.SGD, Adagrad, "
+                "RowWiseAdagrad, Adam with its settings, such as distcache.optim.Adagrad(lr=0.01)"
+            )
+        check_names(settings, name)
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s={timeout_s!r}: give seconds above 0")
+        chosen = CacheSettings(**settings)
+        self._configs = checked_configs(tables, self._config)
+        self._device = _concrete(device)
+        lookups, specs = lookups_of(self._configs), table_specs(self._configs)
+        names = tuple(specs[table].name for table in lookups.tables)
+        self.reader = IdReader(lookups, names, self._is_weighted)
+        world = current_world(self._device, process_group, timeout_s)
+        self.tables = CachedTables(world, specs, lookups, optimizer, chosen, name)
+        self._initialise(chosen.seed)
+        self.tables.warm_up()
+        self.optimizer = RowOptimizer(self.tables, optimizer)
+
+    def _initialise(self, seed: int) -> None:
+        """Initial rows where a table asks for others than the default."""
+        whole, world = WholeTables(self.tables), self.tables.world
+
+        def fill() -> None:
+            if world.local_rank:
+                return
+            for index, config in enumerate(self._configs):
+                if not is_default(config):
+                    told = partial(initialise_as_told, config, index, seed=seed)
+                    whole.change_initial(index, seed, told)
+
+        together(world, fill)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache lies and the embeddings come out."""
+        return self._device
+
+    def _open(self, features: KeyedJaggedTensor) -> tuple[OpenStep, int]:
+        """The step, with its rows on the device, and the micro-batch that `features` is."""
+        try:
+            return self._locate(features)
+        except DistcacheError as error:
+            self.tables.failed(error)
+            raise
+
+    def _locate(self, features: KeyedJaggedTensor) -> tuple[OpenStep, int]:
+        tables = self.tables
+        tables.require_open()
+        if not isinstance(features, KeyedJaggedTensor):
+            raise DataError(f"{type(features).__name__} is no KeyedJaggedTensor")
+        trains = self.training and torch.is_grad_enabled()
+        for stream in tables.streams:
+            if stream.claims(features, by_content=trains):
+                micro = stream.open_next()
+                return tables.opened(), micro
+        known = tables.current.reads if tables.current is not None else []
+        for micro, read in enumerate(known):
+            if read.is_of(features) and read.is_unchanged(features, self.reader.read):
+                return tables.opened(), micro
+        for stream in tables.streams:
+            if trains and stream.awaits:
+                raise stream.altered()
+        tables.end_current()
+        read = self.reader.read(features)
+        planned = tables.plan_inline(read, "train" if torch.is_grad_enabled() else "eval")
+        return tables.open(planned, [read]), 0
+
+    # --- training ---------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Apply the step's row gradients: `optimizer.step()`."""
+        self.optimizer.step()
+
+    def reduce(self) -> None:
+        """Sum the step's row gradients over the ranks, if backward has not done so.
+
+        The end of the last backward pass does it; a rank whose loss did not depend on the
+        embeddings, so that backward did not come here, calls this instead. Raises PlanError
+        before the last micro-batch.
+        """
+        self.tables.require_open()
+        if self.tables.current is not None:
+            self.tables.current.ready(without_backward=True)
+
+    def flush(self) -> None:
+        """Bring every changed row to host memory; called by all ranks."""
+        WholeTables(self.tables).flush()
+
+    def close(self) -> None:
+        """Stop planning and let go of the tables; safe to call twice."""
+        self.tables.close()
+
+    # --- nn.Module --------------------------------------------------------------------------
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """Whole tables in original ids, as views of the store, after a flush; by all ranks.
+
+        On several nodes copies, one on each node (`WholeTables.views`).
+        """
+        for table, (weight, _) in WholeTables(self.tables).views():
+            destination[f"{prefix}{self._tables_key}.{table.name}.weight"] = weight
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Take whole tables; by all ranks. Keys and errors as nn.Module reports them."""
+        found: dict[int, Tensor] = {}
+        expected = set()
+        for index, table in enumerate(self.tables.tables):
+            key = f"{prefix}{self._tables_key}.{table.name}.weight"
+            expected.add(key)
+            value, want = state_dict.get(key), (table.rows, table.dim)
+            if key not in state_dict:
+                missing_keys.append(key)
+            elif not isinstance(value, Tensor) or tuple(value.shape) != want:
+                got = getattr(value, "shape", type(value).__name__)
+                error_msgs.append(f"size mismatch for {key}: {got} in the checkpoint, not {want}")
+            else:
+                found[index] = value
+        unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in expected]
+        WholeTables(self.tables).load_weights(found)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """`.to()` and the like: the cache stays where it is, so they may only ask for that."""
+        dtype = self.tables.settings.dtype
+        probe = fn(torch.empty(0, dtype=dtype, device=self._device))
+        if probe.device != self._device or probe.dtype != dtype:
+            raise ConfigError(
+                f"the cache lies on {self._device} in {dtype} and cannot become {probe.device}, "
+                f"{probe.dtype}: make {type(self).__name__} with device= and dtype="
+            )
+        return super()._apply(fn, recurse)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise PlanError: the tables are shared memory that other ranks hold too."""
+        raise PlanError(
+            f"a {type(self).__name__} can be neither copied nor pickled: save its state_dict(), "
+            "and load that into a new one"
+        )
+
+    def extra_repr(self) -> str:
+        """One line for each table."""
+        return "\n".join(
+            f"({table.name}): {table.rows} x {table.dim}, {table.pooling}"
+            for table in self.tables.tables
+        )
+
+
+def _concrete(device: torch.device | str | None) -> torch.device:
+    """The device with its index; None is torch's default device."""
+    chosen = torch.get_default_device() if device is None else torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={chosen}: a cache lies on 'cpu' or 'cuda'")
+    return chosen
+
+
+# -----------------------------------------------------------------------------
+# `CachedEmbeddingBagCollection`: TorchRec's EmbeddingBagCollection over cached rows.
 
 
 class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInterface):
@@ -96,3 +452,97 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
             length_per_key=list(self.reader.lookups.dims),
             values=step.pooled(micro),
         )
+
+
+# -----------------------------------------------------------------------------
+# `CachedEmbeddingCollection`: TorchRec's EmbeddingCollection over cached rows.
+
+
+class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
+    """Whole tables in host memory, a cache of rows on the device; the row of every id comes out.
+
+    Takes the place of `torchrec.EmbeddingCollection` (sequence embeddings, nothing is pooled):
+    `KeyedJaggedTensor` in, a dictionary of `JaggedTensor`s out, with the same keys and the same
+    `state_dict`; weights of ids are not read, as in TorchRec. All else is as in
+    `CachedEmbeddingBagCollection`: `distcache.lookahead(batches, ec)` reads batches ahead,
+    `step()` (or `optimizer.step()`) updates the tables, and all ranks do these together. Unlike
+    TorchRec's, its tables may differ in width.
+    """
+
+    _tables_key, _config = "embeddings", EmbeddingConfig
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+        *,
+        optimizer: RowUpdate,
+        process_group: dist.ProcessGroup | None = None,
+        timeout_s: float = 300.0,
+        **settings: Any,
+    ) -> None:
+        """`tables`, `device`, `need_indices` as in TorchRec; the device does not change later.
+
+        `need_indices`: the ids come along, as the weights of the `JaggedTensor`s. The other
+        arguments, and what is raised, are those of `CachedEmbeddingBagCollection`.
+        """
+        super().__init__()
+        self._need_indices = need_indices
+        self._make(tables, device, optimizer, process_group, timeout_s, settings)
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The tables' configs."""
+        return self._configs
+
+    def need_indices(self) -> bool:
+        """Whether ids come along with their rows."""
+        return self._need_indices
+
+    def embedding_dim(self) -> int:
+        """The width of all tables; raises ConfigError where they differ."""
+        widths = sorted({config.embedding_dim for config in self._configs})
+        if len(widths) > 1:
+            raise ConfigError(f"embedding_dim(): the tables have several widths, {widths}")
+        return widths[0]
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """The keys of the output, by table: `feature`, or `feature@table` for a shared feature."""
+        lookups = self.reader.lookups
+        pairs = list(zip(lookups.tables, lookups.names, strict=True))
+        return [[name for own, name in pairs if own == at] for at in range(len(self._configs))]
+
+    @torch.compiler.disable
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """The rows of every feature's ids, `values` `[n, D]` with the ids' lengths; by all ranks.
+
+        Raises PlanError for a batch that is not the one that `lookahead` gave out next, DataError
+        for ids or keys that do not fit, StepTooLargeError when the cache does not hold the step.
+        """
+        step, micro = self._open(features)
+        ids, rows = step.reads[micro].ids, step.rows(micro)
+        given = features.lengths_or_none()
+        lengths, offsets = _by_lookup(ids, torch.int64 if given is None else given.dtype)
+        lengths, offsets = (to_device(part, self._device) for part in (lengths, offsets))
+        indices = self._indices(ids, [len(part) for part in rows])
+        out = {}
+        for at, name in enumerate(self.reader.lookups.names):
+            out[name] = JaggedTensor(
+                values=rows[at], weights=indices[at], lengths=lengths[at], offsets=offsets[at]
+            )
+        return out
+
+    def _indices(self, ids: JaggedIds, counts: list[int]) -> Sequence[Tensor | None]:
+        """The ids of every lookup, on the device, if they are wanted."""
+        if not self._need_indices:
+            return [None] * len(counts)
+        return to_device(ids.values, self._device).split(counts)
+
+
+def _by_lookup(ids: JaggedIds, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Lengths `[F, b]` and offsets `[F, b + 1]` of every lookup's sequences."""
+    size = ids.batch_size
+    lengths = ids.offsets.diff().view(len(ids.features), size)
+    offsets = torch.zeros(len(ids.features), size + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 1, out=offsets[:, 1:])
+    return lengths.to(dtype), offsets.to(dtype)

@@ -1,22 +1,160 @@
-"""Ids as they come, in `KeyedJaggedTensor`s: read into plain CPU tensors, and recognised again.
-
-Only the plain tensors of a `KeyedJaggedTensor` are used, for some of its helpers call fbgemm
-kernels that do not exist on every device.
-"""
+"""Tables and ids as TorchRec gives them: read into plain tensors, and recognised again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+import functools
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    DataType,
+    EmbeddingBagConfig,
+    PoolingType,
+)
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distcache.data.batch import JaggedIds
-from distcache.embedding.tables import Lookups
+from distcache.data.batch import Batch, JaggedIds
+from distcache.engine.groups import GroupBags
 from distcache.errors import ConfigError, DataError
+from distcache.layout import TableSpec
+from distcache.step_plan import StepPlan
+
+# -----------------------------------------------------------------------------
+# From TorchRec's table configs to tables, feature names and initial weights.
+
+_POOLING = {PoolingType.SUM: "sum", PoolingType.MEAN: "mean"}
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """What a collection looks up, one entry for each (table, feature), table by table.
+
+    `features`: the key in a `KeyedJaggedTensor`; `names`: the key in the output (`feature`, or
+    `feature@table` where several tables read it); `tables`: index of the table; `dims`: its width.
+    """
+
+    features: tuple[str, ...]
+    names: tuple[str, ...]
+    tables: tuple[int, ...]
+    dims: tuple[int, ...]
+
+
+def lookups_of(configs: Sequence[Any]) -> Lookups:
+    """The lookups of `configs` in TorchRec's order."""
+    pairs = [(index, name) for index, config in enumerate(configs) for name in config.feature_names]
+    names = [name for by_table in get_embedding_names_by_table(list(configs)) for name in by_table]
+    return Lookups(
+        features=tuple(feature for _, feature in pairs),
+        names=tuple(names),
+        tables=tuple(table for table, _ in pairs),
+        dims=tuple(configs[table].embedding_dim for table, _ in pairs),
+    )
+
+
+def checked_configs(configs: Sequence[Any], kind: type[BaseEmbeddingConfig]) -> list[Any]:
+    """The configs, each with its features (a table without any reads the one of its own name).
+
+    Raises ConfigError for one that is not of `kind`, and for what a row cache does not have.
+    """
+    if isinstance(configs, BaseEmbeddingConfig) or not isinstance(configs, Sequence):
+        raise ConfigError(f"tables: give a list of {kind.__name__}, not {type(configs).__name__}")
+    if not configs:
+        raise ConfigError(f"tables=[]: give at least one {kind.__name__}")
+    seen: set[str] = set()
+    for config in configs:
+        if not isinstance(config, kind):
+            raise ConfigError(f"tables: {config!r} is no torchrec.{kind.__name__}")
+        where = f"table {config.name!r}"
+        if config.name in seen:
+            raise ConfigError(f"two tables are named {config.name!r}")
+        seen.add(config.name)
+        if isinstance(config, EmbeddingBagConfig) and config.pooling not in _POOLING:
+            raise ConfigError(f"{where}: pooling {config.pooling} is not SUM or MEAN")
+        if config.data_type is not DataType.FP32:
+            raise ConfigError(
+                f"{where}: data_type {config.data_type} is not FP32; rows are float32, or float64 "
+                "with dtype=torch.float64"
+            )
+        if config.use_virtual_table:
+            raise ConfigError(f"{where}: use_virtual_table is not supported: give num_embeddings")
+        if not config.feature_names:
+            config.feature_names = [config.name]
+    return list(configs)
+
+
+def table_specs(configs: Sequence[BaseEmbeddingConfig]) -> list[TableSpec]:
+    """The tables; each reads features of its own, named by their place among the lookups.
+
+    Those that are not pooled have the pooling "sum", of which nothing is made.
+    """
+    specs, place = [], 0
+    for config in configs:
+        own = range(place, place + len(config.feature_names))
+        place = own.stop
+        specs.append(
+            TableSpec(
+                name=config.name,
+                rows=config.num_embeddings,
+                dim=config.embedding_dim,
+                features=tuple(str(at) for at in own),
+                pooling=_pooling(config),
+            )
+        )
+    return specs
+
+
+def _pooling(config: BaseEmbeddingConfig) -> str:
+    return _POOLING[config.pooling] if isinstance(config, EmbeddingBagConfig) else "sum"
+
+
+def is_default(config: BaseEmbeddingConfig) -> bool:
+    """Whether `config` asks for the initial rows that every table has: uniform in
+    +-sqrt(1 / rows)."""
+    bound = math.sqrt(1.0 / config.num_embeddings)
+    asked = (config.get_weight_init_min(), config.get_weight_init_max())
+    return _fills_uniformly(config.init_fn) and asked == (-bound, bound)
+
+
+def initialise_as_told(config: BaseEmbeddingConfig, table: int, weight: Tensor, seed: int) -> None:
+    """Change initial rows `[rows, D]`, uniform in +-sqrt(1 / rows), to what `config` asks for.
+
+    A range (`weight_init_min`, `weight_init_max`) maps them; an `init_fn` of the user's fills
+    them anew, with torch's generator seeded by (seed, table) and put back afterwards.
+    """
+    if not _fills_uniformly(config.init_fn):
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(zlib.crc32(f"{seed}/{table}".encode()))
+            config.init_fn(weight)
+        return
+    bound = math.sqrt(1.0 / config.num_embeddings)
+    low, high = config.get_weight_init_min(), config.get_weight_init_max()
+    if (low, high) != (-bound, bound):
+        weight.div_(2 * bound).add_(0.5).mul_(high - low).add_(low).clamp_(low, high)
+
+
+def _fills_uniformly(init_fn: Any) -> bool:
+    """Whether this is the uniform initialisation that a config makes for itself."""
+    return (
+        isinstance(init_fn, functools.partial)
+        and init_fn.func is torch.nn.init.uniform_
+        and not init_fn.args
+        and set(init_fn.keywords) == {"a", "b"}
+    )
+
+
+# -----------------------------------------------------------------------------
+# Ids as they come, in `KeyedJaggedTensor`s: read into plain CPU tensors, and recognised again.
+#
+# Only the plain tensors of a `KeyedJaggedTensor` are used, for some of its helpers call fbgemm
+# kernels that do not exist on every device.
 
 _DEPTH = 3
 """How deep a batch is searched for its `KeyedJaggedTensor`."""
@@ -214,3 +352,76 @@ def _search(value: Any, depth: int) -> Iterator[KeyedJaggedTensor]:
     if depth:
         for part in parts:
             yield from _search(part, depth - 1)
+
+
+# -----------------------------------------------------------------------------
+# Several micro-batches under one plan: their ids joined for planning, and parted again.
+
+
+def join_ids(parts: Sequence[JaggedIds]) -> JaggedIds:
+    """The bags of all parts, feature-major: each feature's samples of part 0, then part 1, ..."""
+    if len(parts) == 1:
+        return parts[0]
+    features = range(len(parts[0].features))
+
+    def span(part: JaggedIds, feature: int) -> slice:
+        size = part.batch_size
+        return slice(int(part.offsets[feature * size]), int(part.offsets[(feature + 1) * size]))
+
+    pieces = [(part, span(part, feature)) for feature in features for part in parts]
+    lengths = torch.cat(
+        [
+            part.offsets.diff()[feature * part.batch_size : (feature + 1) * part.batch_size]
+            for feature in features
+            for part in parts
+        ]
+    )
+    weights = None
+    if parts[0].weights is not None:
+        weights = torch.cat([part.weights[at] for part, at in pieces if part.weights is not None])
+    return JaggedIds(
+        features=parts[0].features,
+        values=torch.cat([part.values[at] for part, at in pieces]),
+        offsets=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))),
+        weights=weights,
+    )
+
+
+def part_of(
+    bags: GroupBags, plan: StepPlan, samples: slice, total: int
+) -> tuple[GroupBags, StepPlan]:
+    """The bags of `samples` out of `total` joined ones, and the plan as their lookup reads it.
+
+    Of the plan only what a lookup needs is the part's own: positions, order, touched, segments.
+    """
+    first = np.arange(bags.features if total else 0) * total + samples.start
+    count = samples.stop - samples.start
+    chosen = (first[:, None] + np.arange(count)).reshape(-1)
+    offsets = bags.offsets.numpy()
+    spans = [np.arange(offsets[at], offsets[at + count]) for at in first]
+    ids = torch.from_numpy(np.concatenate(spans) if spans else np.empty(0, np.int64))
+    lengths = torch.from_numpy(np.diff(offsets)[chosen])
+    own = GroupBags(
+        features=bags.features,
+        rows=bags.rows[ids.numpy()],
+        offsets=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))),
+        weights=None if bags.weights is None else bags.weights[ids],
+        scale=None if bags.scale is None else bags.scale[torch.from_numpy(chosen)],
+    )
+    positions = plan.positions[ids]
+    touched, counts = positions.unique(return_counts=True)
+    seen = replace(
+        plan,
+        positions=positions,
+        order=positions.argsort(stable=True),
+        touched=touched,
+        segments=torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))),
+    )
+    return own, seen
+
+
+def as_batch(reads: Sequence[ReadIds], index: int, kind: str = "train") -> Batch:
+    """The ids of one plan's micro-batches as the planner takes them; `index` comes back with it."""
+    ids: JaggedIds = join_ids([read.ids for read in reads])
+    none = torch.empty(0)
+    return Batch(none, ids, none, ids.batch_size, index, 0, 0, kind)

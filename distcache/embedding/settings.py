@@ -15,7 +15,7 @@ import torch
 from distcache.errors import ConfigError, DistcacheError
 from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
 from distcache.popularity.statistics import Statistics
-from distcache.store.direct import ACCESS, STAGED
+from distcache.store.rows import ACCESS, STAGED
 
 _LEAST = {"rows": 1, "bytes": 1, "lookahead": 0, "prefetch": 0, "batch_size": 1, "seed": 0}
 

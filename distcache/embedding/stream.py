@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distcache.embedding.ahead import STOP_S, Runner, Source, not_halted
-from distcache.embedding.core import CachedTables
 from distcache.embedding.ids import IdReader, ReadIds, find_ids
 from distcache.embedding.settings import library_words
+from distcache.embedding.step import STOP_S, CachedTables, Runner, Source, not_halted
+from distcache.engine.step import InFlight
 from distcache.errors import ConfigError, PlanError
-from distcache.pipeline.schedule import InFlight
 
 if TYPE_CHECKING:
-    from distcache.embedding.base import CachedCollection
+    from distcache.embedding.collection import CachedCollection
 
 T = TypeVar("T")
 

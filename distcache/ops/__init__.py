@@ -17,8 +17,7 @@ from torch import Tensor
 
 from distcache.errors import ConfigError
 from distcache.ops import reference
-from distcache.ops.rule import Rule
-from distcache.ops.segments import SegmentChunks, segment_chunks
+from distcache.ops.reference import Rule, SegmentChunks, segment_chunks
 
 VARIABLE = "DISTCACHE_OPS"
 """Environment variable, read at the first call: `reference`, `triton` (also on CPU tensors under

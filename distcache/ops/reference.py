@@ -1,24 +1,140 @@
-"""The row operations in plain PyTorch: the bodies that every faster one is compared with.
-
-(But for whole rows put back on a CPU, which NumPy does faster: `copies.put`.)
-
-Letters: U distinct rows of a step, n ids, K bags, R rows that get a gradient, D width, C slots,
-S floats of state per row. All tensors of a call lie on one device; index tensors are int64. None
-of these is recorded by autograd, and each result depends on the values that enter it and their
-order alone, never on their labels (positions, row numbers, slots): `embedding_bag`'s forward sums
-every bag by itself, from first to last. Its backward does not have that property, hence
-`row_gradients`.
-"""
+"""The row operations in plain PyTorch: the bodies that every faster one is held against."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from distcache.errors import ConfigError
 from distcache.ops.copies import put
-from distcache.ops.rule import Rule
-from distcache.ops.segments import SegmentChunks
+
+# -----------------------------------------------------------------------------
+# What one optimizer step does to a row, as a formula's name and its numbers.
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One step of one row optimizer. Letters: w weight, g gradient, and the parts of the state.
+
+    | name | formula | state per row |
+    |---|---|---|
+    | `sgd` | w -= g rate | none |
+    | `adagrad` | sum += g^2; w -= g / (sqrt(sum) + eps) rate | sum `[D]` |
+    | `rowwise_adagrad` | sum += mean(g^2); w -= g (1 / (sqrt(sum) + eps) rate) | sum `[1]` |
+    | `adam` | m += (g - m) take1; v += (g^2 - v) take2; w -= m / (sqrt(v) + eps) rate | m, v |
+
+    Every operation of a formula is rounded once, in the order in which it stands, so that all
+    bodies give the same bits (but for `reference.sqrt` on a CPU). The mean of a row is its sum by
+    halves (`reference.row_sums`) divided by D. Numbers are Python floats, rounded to the dtype of
+    the rows when they are used.
+    """
+
+    name: str
+    rate: float
+    """The learning rate; for `adam`, with the bias corrections of the step."""
+    eps: float = 0.0
+    take1: float = 0.0
+    """1 - beta1."""
+    take2: float = 0.0
+    """1 - beta2."""
+
+    def state_width(self, dim: int) -> int:
+        """S: floats of state of a row of `dim` elements."""
+        return {"sgd": 0, "adagrad": dim, "rowwise_adagrad": 1, "adam": 2 * dim}[self.name]
+
+
+# -----------------------------------------------------------------------------
+# Long segments in chunks: who sums what, so that a hot row does not keep one program busy.
+#
+# `row_gradients` on a GPU gives a row of at most `CHUNK` occurrences to one program, which adds
+# them
+# in their order. A longer one is summed in chunks of `CHUNK` occurrences from its start, each in
+# order; the chunks' sums again in chunks of `CHUNK`; and so on until one is left. Chunk boundaries
+# depend on the place within the segment alone, so a row's bits depend on its own contributions and
+# their order, and on nothing else. A row with 10^5 occurrences takes four passes of at most 32
+# additions in a row.
+
+CHUNK = 32
+"""Most additions one after the other. Changing it changes the bits of rows with more occurrences
+than the smaller of the two values."""
+
+
+@dataclass(frozen=True)
+class SegmentChunks:
+    """The chunk tables of a step's long segments. N_l: chunks of pass l; H: long segments.
+
+    `table`: int64, all tables in one tensor, so that one copy brings them to the device;
+    `sizes`: (N_1, ..., N_last = H), empty where no segment is long; `chunk`: the most additions.
+    """
+
+    table: Tensor
+    sizes: tuple[int, ...]
+    chunk: int
+
+    def to(self, device: torch.device) -> SegmentChunks:
+        """The same on a device; asynchronous where the memory is pinned."""
+        return SegmentChunks(self.table.to(device, non_blocking=True), self.sizes, self.chunk)
+
+    def passes(self) -> list[tuple[Tensor, Tensor]]:
+        """(starts, ends), int64 `[N_l]` each: places in `order` for the first pass, afterwards
+        indices of the chunks of the pass before."""
+        parts = self.table.split([size for n in self.sizes for size in (n, n)] + [self._long])
+        return [(parts[2 * i], parts[2 * i + 1]) for i in range(len(self.sizes))]
+
+    @property
+    def rows(self) -> Tensor:
+        """int64 `[H]`: the long segments, ascending."""
+        return self.table[len(self.table) - self._long :]
+
+    @property
+    def _long(self) -> int:
+        return self.sizes[-1] if self.sizes else 0
+
+
+def segment_chunks(segments: Tensor, chunk: int = CHUNK) -> SegmentChunks:
+    """The chunk tables of `segments`, int64 `[R + 1]` on the CPU.
+
+    Takes a pass over `segments` and time that grows with the number of chunks. Raises ConfigError
+    for a `chunk` below 2.
+    """
+    if chunk < 2:
+        raise ConfigError(f"chunk={chunk}: sums of fewer than 2 numbers never come to an end")
+    lengths = segments.diff()
+    rows = (lengths > chunk).nonzero().squeeze(1)
+    if len(rows) == 0:
+        return SegmentChunks(segments.new_empty(0), (), chunk)
+    starts, lengths = segments[rows], lengths[rows]
+    tables: list[Tensor] = []
+    sizes = []
+    while not sizes or sizes[-1] > len(rows):
+        counts = (lengths + (chunk - 1)).div(chunk, rounding_mode="floor")
+        # Chunks of all long segments, one segment after the other: `first` of each segment.
+        after = counts.cumsum(0)
+        first = after - counts
+        segment = torch.repeat_interleave(counts)
+        within = torch.arange(len(segment)) - first[segment]
+        begin = starts[segment] + within * chunk
+        end = torch.minimum(begin + chunk, (starts + lengths)[segment])
+        tables += [begin, end]
+        sizes.append(len(segment))
+        starts, lengths = first, counts
+    return SegmentChunks(torch.cat([*tables, rows]), tuple(sizes), chunk)
+
+
+# -----------------------------------------------------------------------------
+# The row operations in plain PyTorch: the bodies that every faster one is compared with.
+#
+# (But for whole rows put back on a CPU, which NumPy does faster: `copies.put`.)
+#
+# Letters: U distinct rows of a step, n ids, K bags, R rows that get a gradient, D width, C slots,
+# S floats of state per row. All tensors of a call lie on one device; index tensors are int64. None
+# of these is recorded by autograd, and each result depends on the values that enter it and their
+# order alone, never on their labels (positions, row numbers, slots): `embedding_bag`'s forward
+# sums
+# every bag by itself, from first to last. Its backward does not have that property, hence
+# `row_gradients`.
 
 _SUM = 0  # `torch.embedding_bag` names its modes by number
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from distcache.errors import ConfigError
 from distcache.ops import triton_kernels
-from distcache.ops.rule import Rule
-from distcache.ops.segments import SegmentChunks, segment_chunks
+from distcache.ops.reference import Rule, SegmentChunks, segment_chunks
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether the kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1)."""

@@ -1,17 +1,29 @@
-"""The interface of the parallel modes: `data`, `hybrid`, `resident`, `host`."""
+"""The interface of the parallel modes: `data`, `hybrid`, `resident` and `host`."""
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
 
+from distcache.comm.agreement import agree_on
+from distcache.comm.world import World
 from distcache.data.batch import Batch
-from distcache.pipeline.clock import Watcher
+from distcache.engine.step import Watcher
+from distcache.errors import ConfigError
+from distcache.layout import TableSpec
+
+# -----------------------------------------------------------------------------
+# The interface of the parallel modes: `data`, `hybrid`, `resident`, `host`.
 
 
 @dataclass(frozen=True)
@@ -146,3 +158,126 @@ class Parallel(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop threads and free tables; safe to call twice."""
+
+
+# -----------------------------------------------------------------------------
+# Durations of a run of any length in memory that does not grow.
+
+WARM_UP_STEPS = 10
+"""First steps of a process that count for no time: warm-up of caches and allocators."""
+
+KEPT = 65_536
+"""Values that are kept; of more than these, as many drawn at random from all."""
+
+
+class Durations:
+    """Of the numbers added: count, sum, median and percentiles, without the first ten.
+
+    Exact up to `KEPT` numbers. Beyond, `kept` is a uniform sample of all of them (Vitter's
+    algorithm R, from a fixed seed), whose median has its place among all within 0.4 percentile
+    points nineteen times in twenty; count and sum stay exact.
+    """
+
+    def __init__(self, skip: int = WARM_UP_STEPS, keep: int = KEPT) -> None:
+        self.kept = array("d")
+        self.skipped: list[float] = []
+        self.count, self.total = 0, 0.0
+        self._skip, self._keep = skip, keep
+        self._random = random.Random(0)
+
+    def add(self, value: float) -> bool:
+        """Take in a number; whether it counts."""
+        if len(self.skipped) < self._skip:
+            self.skipped.append(value)
+            return False
+        self.count += 1
+        self.total += value
+        if len(self.kept) < self._keep:
+            self.kept.append(value)
+        elif (place := self._random.randrange(self.count)) < self._keep:
+            self.kept[place] = value
+        return True
+
+    def percentiles(self, wanted: Sequence[float]) -> list[float] | None:
+        """The percentiles (0 to 100), linear between neighbours; None where nothing counts."""
+        return np.percentile(self.kept, wanted).tolist() if self.count else None
+
+
+# -----------------------------------------------------------------------------
+# Precision of the dense part: bfloat16 under autocast, and TF32 in float32 products.
+
+
+def predict(model: nn.Module, dense: Tensor, pooled: Tensor, amp: str) -> Tensor:
+    """Logits `[b]` of `model(dense [b, F], pooled [b, sum of widths])`.
+
+    `amp`: `off`, or `bf16`: the model runs under `torch.autocast`, so that its products are taken
+    in bfloat16; parameters, `pooled`, all gradients, and the logits returned keep their dtype.
+    Raises ConfigError for another `amp`, and for a model that returns another shape.
+    """
+    if amp == "off":
+        return _checked(model(dense, pooled), len(dense))
+    if amp != "bf16":
+        raise ConfigError(f"trainer.amp={amp} is unknown: choose off or bf16")
+    with torch.autocast(pooled.device.type, torch.bfloat16):
+        logits = model(dense, pooled)
+    return _checked(logits, len(dense)).to(pooled.dtype)
+
+
+def _checked(logits: Tensor, samples: int) -> Tensor:
+    """`logits`, one for each sample."""
+    if tuple(logits.shape) != (samples,):
+        raise ConfigError(
+            f"the model returned {list(logits.shape)} for {samples} samples: return logits [b], "
+            "such as x.squeeze(-1) of [b, 1]"
+        )
+    return logits
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """Let CUDA take float32 products and convolutions in TF32, or not, in this process meanwhile.
+
+    The settings before come back at the end. torch lets convolutions use TF32 unless told not to.
+    """
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    parts = (matmul, cudnn.conv, cudnn.rnn)
+    before = [part.fp32_precision for part in parts]
+    # torch keeps two sets of switches and refuses to read the old one where they disagree: both.
+    matmul.allow_tf32 = cudnn.allow_tf32 = allowed
+    for part in parts:
+        part.fp32_precision = "tf32" if allowed else "ieee"
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before[0] == "tf32"
+        cudnn.allow_tf32 = before[1] == "tf32"
+        for part, precision in zip(parts, before, strict=True):
+            part.fp32_precision = precision
+
+
+# -----------------------------------------------------------------------------
+# All ranks must build the same model in the same mode: compared by value before anything else.
+
+
+def check_same(
+    world: World,
+    tables: Sequence[TableSpec],
+    features: Sequence[str],
+    model: nn.Module,
+    optimizer: OptimizerSpec,
+    settings: Any,
+) -> None:
+    """Raise ConfigError on every rank unless all ranks were given the same; called by all ranks.
+
+    `settings`: a dataclass whose fields are compared one by one, but those with `compare=False`.
+    """
+    values: dict[str, Any] = {"torch's version": torch.__version__}
+    own = [f.name for f in fields(settings) if f.compare]
+    values |= {f"setting {name!r}": getattr(settings, name) for name in own}
+    values |= {f"optim {f.name!r}": getattr(optimizer, f.name) for f in fields(optimizer)}
+    values["the order of tables"] = [table.name for table in tables]
+    values |= {f"table {table.name!r}": table for table in tables}
+    values["the order of features"] = list(features)
+    for name, parameter in model.named_parameters():
+        values[f"the shape of {name}"] = list(parameter.shape)
+    agree_on(world, values)

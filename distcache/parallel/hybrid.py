@@ -1,15 +1,19 @@
-"""`hybrid`: TorchRec's DistributedModelParallel, tables sharded over ranks, the rest under DDP.
-
-The loss of a rank is its share of the global mean, sum / B, and gradients are summed over ranks:
-DDP through a hook that does not divide, TorchRec with its division by W switched off. Rows are
-updated inside backward, so ranks agree on the loss before it.
-"""
+"""`hybrid`: tables sharded over the ranks by TorchRec, the dense part data-parallel."""
 
 from __future__ import annotations
 
 import gc
+import importlib
+import importlib.util
+import logging
+import statistics
 import time
-from collections.abc import Iterable, Iterator
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,22 +21,293 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from distcache.comm.counters import PLANNING, CollectiveCounters, count_collectives, summing_hook
-from distcache.comm.link import Link
+from distcache.comm.agreement import together
+from distcache.comm.link import PLANNING, CollectiveCounters, Link, count_collectives, summing_hook
 from distcache.comm.world import World
-from distcache.coordinator import agreement, words
-from distcache.data.batch import Batch, JaggedIds
-from distcache.data.check import BatchCheck
-from distcache.data.prefetch import Prefetch
-from distcache.errors import DataError
-from distcache.optim.dense import dense_optimizer
-from distcache.optim.dense_state import state_tensors
-from distcache.parallel.base import Parallel, Step, StepResult
-from distcache.parallel.hybrid_meter import StepClock, nbytes_by_part
-from distcache.parallel.hybrid_spec import HybridSpec, check_memory, check_spec, load_torchrec
+from distcache.data.batch import Batch, BatchCheck, JaggedIds, Prefetch
+from distcache.engine.exchange import agreed_batches
+from distcache.engine.gradients import agreement, words
+from distcache.engine.step import WAIT, Span, Watcher
+from distcache.errors import ConfigError, DataError
+from distcache.layout import TableSpec
+from distcache.optim import dense_optimizer, row_update, state_tensors
+from distcache.parallel.base import Durations, OptimizerSpec, Parallel, Step, StepResult
 from distcache.parallel.statistics import inter_node_bytes
-from distcache.pipeline.clock import Watcher
-from distcache.pipeline.sizes import agreed_batches
+from distcache.store.memory import require_memory
+
+# -----------------------------------------------------------------------------
+# What `hybrid` is built from, what it refuses, and the only door to TorchRec and FBGEMM.
+
+SHARDINGS = ("auto", "table_wise", "row_wise", "column_wise")
+
+_LIBRARIES = ("torchrec", "fbgemm_gpu")
+
+
+@dataclass(frozen=True)
+class HybridSpec:
+    """Tables and optimizer of a hybrid model, in plain arguments.
+
+    `features`: the order of the bags and of the pooled vectors; each is read by one table.
+    `weighted`: batches carry a weight per id. `local_batch_size`: samples per rank and step that
+    TorchRec's planner (`sharding="auto"`) reckons with. `agree_on_sizes`: ranks bring batches of
+    their own sizes, and tell each other before each step. `amp`: `off`, or `bf16` for the
+    dense part.
+    """
+
+    tables: tuple[TableSpec, ...]
+    features: tuple[str, ...]
+    optimizer: OptimizerSpec
+    seed: int
+    sharding: str = "auto"
+    weighted: bool = False
+    dtype: torch.dtype = torch.float32
+    local_batch_size: int = 512
+    on_bad_id: str = "error"
+    agree_on_sizes: bool = False
+    amp: str = "off"
+
+
+def check_spec(spec: HybridSpec, world: World) -> None:
+    """Raise ConfigError, with the way out, for what TorchRec's sharded tables cannot do here."""
+    _check_kernels(spec, world)
+    _check_tables(spec)
+    readers = Counter(feature for table in spec.tables for feature in table.features)
+    shared = sorted(feature for feature, count in readers.items() if count > 1)
+    if shared:
+        raise ConfigError(f"features {shared} are read by several tables: give each table its own")
+    if sorted(readers) != sorted(spec.features):
+        raise ConfigError(
+            f"the tables read features {sorted(readers)}, the batches have {sorted(spec.features)}"
+        )
+
+
+def check_memory(spec: HybridSpec, world: World) -> None:
+    """Raise MemoryTooSmallError where the shards of a node's ranks on the CPU do not fit it.
+
+    Called by all ranks, before anything is allocated; every rank learns of it.
+    """
+    if world.device.type != "cpu":
+        return
+    update = row_update(spec.optimizer.name, 0.0)
+    floats = sum(table.rows * (table.dim + update.state_width(table.dim)) for table in spec.tables)
+    share = floats * spec.dtype.itemsize * world.local_size // world.size
+
+    def check() -> None:
+        if world.local_rank == 0:
+            require_memory(
+                share,
+                f"the shards of {world.local_size} local ranks",
+                "use smaller tables, more nodes, or parallel=data on a machine with more memory",
+            )
+
+    together(world, check)
+
+
+def _check_kernels(spec: HybridSpec, world: World) -> None:
+    if spec.sharding not in SHARDINGS:
+        raise ConfigError(f"parallel.sharding={spec.sharding!r} is not one of {SHARDINGS}")
+    if spec.dtype != torch.float32:
+        raise ConfigError(
+            f"parallel=hybrid trains in float32, not {spec.dtype}: set trainer.dtype=float32, or "
+            "use parallel=data, resident or host for checks in float64"
+        )
+    if spec.optimizer.name == "adam" and world.device.type == "cpu":
+        raise ConfigError(
+            "optim=adam has no kernel on the CPU in parallel=hybrid: use optim=sgd, adagrad or "
+            "rowwise_adagrad, a CUDA device, or another parallel mode"
+        )
+    if world.device.type == "cuda" and world.backend == "gloo" and world.size > 1:
+        raise ConfigError(
+            "parallel=hybrid on CUDA exchanges rows with NCCL, and this job runs on gloo: start "
+            "one rank per GPU with trainer.backend=nccl, or set trainer.device=cpu"
+        )
+
+
+def _check_tables(spec: HybridSpec) -> None:
+    for table in spec.tables:
+        if table.dim % 4:
+            raise ConfigError(
+                f"table {table.name!r} has width {table.dim}: parallel=hybrid needs a multiple "
+                f"of 4, so set model.embedding_dim={-(-table.dim // 4) * 4} or use another mode"
+            )
+        if spec.weighted and table.pooling == "mean":
+            raise ConfigError(
+                f"table {table.name!r} has pooling 'mean' and weighted ids: weights need 'sum'"
+            )
+
+
+class _LibraryNoise(logging.Filter):
+    """Drops what TorchRec and FBGEMM report below WARNING, unless distcache logs at DEBUG."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the root logger may handle `record`."""
+        if record.levelno >= logging.WARNING or not any(
+            f"/{name}/" in record.pathname for name in _LIBRARIES
+        ):
+            return True
+        return logging.getLogger("distcache").isEnabledFor(logging.DEBUG)
+
+
+_NOISE = _LibraryNoise()
+
+
+_LOUD_LOGGERS = {
+    "torchrec": logging.WARNING,
+    "torchrec.distributed.planner": logging.ERROR,  # warns of its own constructors
+    "torch.fx._symbolic_trace": logging.ERROR,
+}
+
+
+def _quieten() -> None:
+    # FBGEMM and parts of TorchRec log to the root logger, dozens of INFO lines per table.
+    logging.getLogger().addFilter(_NOISE)
+    debug = logging.getLogger("distcache").isEnabledFor(logging.DEBUG)
+    for name, level in _LOUD_LOGGERS.items():
+        logger = logging.getLogger(name)
+        if logger.level == logging.NOTSET and not debug:
+            logger.setLevel(level)
+    # What TorchRec calls and torch is about to rename; nothing that a user could change.
+    for renamed in (
+        "(all_gather_into|reduce_scatter)_tensor",
+        "ShardedTensor",
+        "broadcast_buffers",
+    ):
+        warnings.filterwarnings("ignore", f".*{renamed}", FutureWarning)
+
+
+def load_torchrec() -> ModuleType:
+    """Import `distcache.parallel.hybrid_torchrec`, and with it TorchRec and FBGEMM.
+
+    Raises ConfigError when one is missing or was built for another torch.
+    """
+    _quieten()
+    missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
+    fit = "fbgemm 1.6 fits torch 2.11, 1.7 fits 2.12, 1.8 fits 2.13"
+    if missing:
+        raise ConfigError(
+            f"parallel=hybrid needs {' and '.join(missing)}, not installed here: install torchrec "
+            f"and the fbgemm-gpu or fbgemm-gpu-cpu made for torch {torch.__version__} ({fit}), "
+            "or use another parallel mode"
+        )
+    try:
+        return importlib.import_module("distcache.parallel.hybrid_torchrec")
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise ConfigError(
+            f"torchrec or fbgemm does not load under torch {torch.__version__} ({fit}); install "
+            f"the one made for it, or use another parallel mode. First error: {error}"
+        ) from error
+
+
+# -----------------------------------------------------------------------------
+# What a hybrid step costs: its time, and the device bytes of what stays between steps.
+
+LANE = "training"
+"""Where all of it runs, for spans."""
+
+
+class StepClock:
+    """Times steps: on the CPU by the clock, on CUDA by events read one step later.
+
+    `watchers` see each step's span, host time, and its wait for a batch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._times_ms = Durations()
+        self._pending: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._batches, self._load_s, self._wait_s, self._hidden_s = 0, 0.0, 0.0, 0.0
+        self._seen, self._waits = 0, list[Span]()
+        self.watchers: list[Watcher] = []
+
+    def batch(self, kind: str, load_s: float, asked: float) -> None:
+        """Note a batch that took `load_s` seconds to load beside the steps and that the loop,
+        which `asked` for it at that time, has now."""
+        got = time.perf_counter()
+        self._waits = [Span(WAIT, LANE, self._seen, asked, got)]
+        if kind == "train":
+            self._batches += 1
+            self._load_s += load_s
+            self._wait_s += got - asked
+            self._hidden_s += max(0.0, load_s - (got - asked))
+
+    def load_ms(self) -> dict[str, float]:
+        """Mean milliseconds per batch of `load` and `wait`."""
+        return {"load": self._per_batch(self._load_s), "wait": self._per_batch(self._wait_s)}
+
+    def hidden_ms(self) -> dict[str, float]:
+        """Mean milliseconds per batch of `load` that no step waited for."""
+        return {"load": self._per_batch(self._hidden_s)}
+
+    def _per_batch(self, seconds: float) -> float:
+        return 1e3 * seconds / max(1, self._batches)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Time the training step that runs inside."""
+        with self.shown("step", "train"):
+            if not self._cuda:
+                start = time.perf_counter()
+                yield
+                self._times_ms.add((time.perf_counter() - start) * 1e3)
+                return
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
+            yield
+            events[1].record()
+            self._harvest()
+            self._pending = events
+
+    @contextmanager
+    def shown(self, name: str, kind: str) -> Iterator[None]:
+        """Let `watchers` see what runs inside, if it ends well; the next batch has a new number."""
+        start = time.perf_counter()
+        yield
+        spans = [*self._waits, Span(name, LANE, self._seen, start, time.perf_counter())]
+        for watcher in self.watchers:
+            watcher(self._seen, kind, spans)
+        self._seen, self._waits = self._seen + 1, []
+
+    def _harvest(self) -> None:
+        if self._pending is not None:
+            # Long done: the loss of the step after it has been read since.
+            self._pending[1].synchronize()
+            self._times_ms.add(self._pending[0].elapsed_time(self._pending[1]))
+            self._pending = None
+
+    def median_ms(self) -> float | None:
+        """Median milliseconds of a step without the first ten, or of all where there are no more;
+        None before any."""
+        self._harvest()
+        found = self._times_ms.percentiles((50,))
+        if found is not None:
+            return found[0]
+        return statistics.median(self._times_ms.skipped) if self._times_ms.skipped else None
+
+
+def nbytes_by_part(
+    weights: Mapping[str, Any], row_states: Mapping[str, Mapping[str, Any]], dense_optimizer: Any
+) -> tuple[int, int]:
+    """Bytes of this rank's shards with their state, and of the dense part.
+
+    The dense part is parameters, as many gradients, and optimizer state.
+    """
+    sharded = [*weights.values(), *(s for states in row_states.values() for s in states.values())]
+    embedding = sum(shard.tensor.nbytes for tensor in sharded for shard in tensor.local_shards())
+    dense = 0
+    for group in dense_optimizer.param_groups:
+        for parameter in group["params"]:
+            state = dense_optimizer.state[parameter].values()
+            dense += 2 * parameter.nbytes
+            dense += sum(value.nbytes for value in state if isinstance(value, torch.Tensor))
+    return embedding, dense
+
+
+# -----------------------------------------------------------------------------
+# `hybrid`: TorchRec's DistributedModelParallel, tables sharded over ranks, the rest under DDP.
+#
+# The loss of a rank is its share of the global mean, sum / B, and gradients are summed over ranks:
+# DDP through a hook that does not divide, TorchRec with its division by W switched off. Rows are
+# updated inside backward, so ranks agree on the loss before it.
 
 
 class HybridParallel(Parallel):

@@ -10,8 +10,7 @@ import numpy as np
 from distcache.layout import RowLayout
 from distcache.planner.calls import grouped, hashed_rows, occurrences
 from distcache.planner.home import HomeDecision
-from distcache.planner.regions import HotRows, ShardParts, in_tail
-from distcache.planner.shard import as_tensor, shard_plan
+from distcache.planner.shard import HotRows, ShardParts, as_tensor, in_tail, shard_plan
 from distcache.step_plan import StepPlan
 
 

@@ -1,16 +1,319 @@
-"""One rank's plan of the sharded rows of a step: what it sends as a home, what it gets. Pure."""
+"""One rank's plan of the sharded rows of a step, and rows that go over the nodes once. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 
-from distcache.planner.calls import divided, grouped
-from distcache.planner.regions import ShardParts
-from distcache.planner.relays import Routes, carriers, has_several, mask_type, sent_by_home
-from distcache.shard_plan import Relay, ShardPlan, Transfer
+from distcache.comm.world import Nodes
+from distcache.layout import RowLayout
+from distcache.planner.calls import bodies, divided, grouped
+from distcache.planner.home import HomeDecision
+from distcache.step_plan import Relay, ShardPlan, Transfer
+
+# -----------------------------------------------------------------------------
+# Sharded rows that several ranks of another node named: between nodes once, then on inside it.
+#
+# A row's *carrier* is the first rank of the node that named it, counted round the node from
+# `Nodes.peer` of the row's home on. The home sends the row to it alone, and it hands the row to
+# its
+# mates: the two levels of hierarchical all-to-alls (as Tutel's, arXiv 2206.03382), but only for
+# rows
+# that several ranks named. So a row is sent as often as when each rank got it from its home, and a
+# row that one rank of a node named takes no second hop.
+#
+# What a home tells is one mask for each row that a rank of such a node asked for: a bit for each
+# rank
+# of the node that named it. Who carries a row and to whom it goes follows from that on all sides,
+# and
+# rows go from mate to mate in the order of their numbers, which both know. Pure.
+
+MOST_RANKS = 64
+"""Ranks of a node that a mask has bits for; larger nodes get every row from its home."""
+
+_ANY = np.uint8(255)
+"""In place of the carrier of a row that one rank named alone."""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Which way sharded rows go from and to `rank` of `nodes`."""
+
+    nodes: Nodes
+    rank: int
+
+    @property
+    def node(self) -> int:
+        """This rank's node."""
+        return self.nodes.of(self.rank)
+
+    @property
+    def local(self) -> int:
+        """This rank among its node's."""
+        return self.rank - self.nodes.firsts[self.node]
+
+    @property
+    def mates(self) -> int:
+        """L: ranks of this node."""
+        return self.nodes.sizes[self.node]
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether this node's ranks hand rows to one another."""
+        return relays(self.mates)
+
+    @property
+    def runs(self) -> tuple[int, ...]:
+        """As in `ShardPlan`: of this rank as a home."""
+        found: list[int] = []
+        for node, size in enumerate(self.nodes.sizes):
+            found += [size] if self.reached_once(node) else [1] * size
+        return tuple(found)
+
+    def reached_once(self, node: int) -> bool:
+        """Whether this home's rows go once to `node`."""
+        return node != self.node and relays(self.nodes.sizes[node])
+
+    def numbers(self, home: int, rows: int | np.ndarray) -> int | np.ndarray:
+        """int32 numbers that `home` sends this rank for the masks of `rows` rows; see `pack`."""
+        if self.nodes.of(home) == self.node or not self.hands_on:
+            return 0 * rows
+        return -(-rows * mask_type(self.mates).itemsize // 4)
+
+
+def make_routes(nodes: Nodes, rank: int) -> Routes | None:
+    """The routes of `rank`; None where every row comes from its home: on one node, or where no node
+    has several ranks."""
+    return Routes(nodes, rank) if nodes.count > 1 and any(map(relays, nodes.sizes)) else None
+
+
+def relays(size: int) -> bool:
+    """Whether a node of `size` ranks hands rows on."""
+    return 1 < size <= MOST_RANKS
+
+
+def mask_type(size: int) -> np.dtype:
+    """The smallest unsigned integer with a bit for each of `size` ranks."""
+    return np.dtype(f"uint{max(8, 1 << (size - 1).bit_length())}")
+
+
+def masks_for_all(
+    replies: Sequence[np.ndarray], rows: int, routes: Routes
+) -> list[np.ndarray | None]:
+    """What a home tells each rank: for every row that it asked for, the ranks of its node that
+    named it, a bit each, from bit 0 on by local rank; None for ranks that get no masks.
+
+    `replies`: by rank, indices below `rows` of what it named (`HomeDecision.replies`).
+    """
+    found: list[np.ndarray | None] = []
+    for node in range(routes.nodes.count):
+        own = [replies[rank] for rank in routes.nodes.ranks(node)]
+        if routes.reached_once(node):
+            named = _named(own, rows)
+            found += [named[reply] for reply in own]
+        else:
+            found += [None] * len(own)
+    return found
+
+
+def sent_by_home(replies: Sequence[np.ndarray], rows: int, routes: Routes) -> list[np.ndarray]:
+    """Of every rank's `replies` those rows that this home sends to it, in their order."""
+    found: list[np.ndarray] = []
+    for node in range(routes.nodes.count):
+        own = [replies[rank] for rank in routes.nodes.ranks(node)]
+        if routes.reached_once(node):
+            first = routes.nodes.peer(routes.rank, node) - routes.nodes.firsts[node]
+            named, carrier = _named(own, rows), np.full(rows, _ANY)
+            several = has_several(named)
+            carrier[several] = carriers(named[several], first, len(own))
+            taken = [carrier[reply] for reply in own]
+            own = [
+                reply[(by == local) | (by == _ANY)]
+                for local, (reply, by) in enumerate(zip(own, taken, strict=True))
+            ]
+        found += own
+    return found
+
+
+def _named(replies: Sequence[np.ndarray], rows: int) -> np.ndarray:
+    """A mask for each of `rows` rows: the ranks of a node whose `replies` name it."""
+    found = np.zeros(rows, mask_type(len(replies)))
+    for local, reply in enumerate(replies):
+        found[reply] |= found.dtype.type(1 << local)
+    return found
+
+
+def has_several(masks: np.ndarray) -> np.ndarray:
+    """Which rows more than one rank named: indices, ascending."""
+    return np.flatnonzero(masks & (masks - masks.dtype.type(1)))
+
+
+def carriers(masks: np.ndarray, first: int | np.ndarray, size: int) -> np.ndarray:
+    """The local rank, uint8, that carries each row that the ranks of `masks` (at least one) named.
+
+    The first of them from local rank `first` (one, or one for each row) on, round the `size` ranks.
+    """
+    kind, start = masks.dtype, np.asarray(first, masks.dtype)
+    left = masks << (kind.type(size) - start)  # shifts by all of the bits give 0
+    turned = (masks >> start | left) & kind.type((1 << size) - 1)
+    lowest = turned & (~turned + kind.type(1))
+    steps = np.frexp(lowest.astype(np.float64))[1] - 1  # exact: powers of 2
+    return ((np.asarray(first) + steps) % size).astype(np.uint8)
+
+
+def pack(masks: np.ndarray) -> np.ndarray:
+    """Masks as int32 numbers, `Routes.numbers` of them."""
+    found = np.zeros(-(-masks.nbytes // 4) * 4, np.uint8)
+    found[: masks.nbytes] = np.ascontiguousarray(masks).view(np.uint8)
+    return found.view(np.int32)
+
+
+def unpack(numbers: np.ndarray, rows: int, size: int) -> np.ndarray:
+    """The masks of `rows` rows, of a node of `size` ranks, of what `pack` made."""
+    kind = mask_type(size)
+    return numbers.view(np.uint8)[: rows * kind.itemsize].copy().view(kind)
+
+
+# -----------------------------------------------------------------------------
+# The two regions of a cache: rows that every rank has, and rows that their homes alone have.
+#
+# A row is replicated when it is among the `hot` rows of its group, and sharded otherwise. Each
+# home
+# plans its rows of either region by themselves, in slots of their own. DESIGN, section 6;
+# splitting
+# replicated hot rows from a sharded tail is SCARS' idea (arXiv 2411.01611).
+
+FETCHED = np.int32(1 << 30)
+"""Flag of a reply: the row is fetched. The lower bits are one more than the step that named the row
+before, 0 for none."""
+
+
+class HotRows:
+    """Rows, int64 `[K]`, ascending, and where to look for one among them (16 K to 32 K bytes)."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self.rows = np.ascontiguousarray(rows, dtype=np.int64)
+        last = int(rows[-1]) if len(rows) else 0
+        self._shift = max(0, last.bit_length() - len(rows).bit_length() - 2)
+        edges = np.arange((last >> self._shift) + 2) << self._shift
+        self._starts = np.searchsorted(self.rows, edges).astype(np.int32)
+
+    def find(self, rows: np.ndarray) -> np.ndarray:
+        """The place of each of `rows` int64 `[n]` among these, -1 where it is none; int32."""
+        rows = np.ascontiguousarray(rows, dtype=np.int64)
+        found = np.empty(len(rows), np.int32)
+        bodies().find_sorted(rows, self.rows, self._starts, self._shift, found)
+        return found
+
+
+def in_tail(rows: np.ndarray, hot: np.ndarray | HotRows) -> np.ndarray:
+    """Whether each of `rows` int64 `[n]` is none of `hot` int64 `[K]`, ascending; bool."""
+    if isinstance(hot, HotRows):
+        return hot.find(rows) < 0
+    if len(hot) == 0:
+        return np.ones(len(rows), bool)
+    place = np.minimum(np.searchsorted(hot, rows), len(hot) - 1)
+    return hot[place] != rows
+
+
+class HotLayout:
+    """The hot rows of one home, numbered 0, 1, ... in ascending order, as a planner's layout.
+
+    Its index then takes memory for these rows alone.
+    """
+
+    def __init__(self, layout: RowLayout, home: int, hot: np.ndarray) -> None:
+        """`hot`: those of all homes, int64 `[K]`, ascending."""
+        self.world_size, self.rows = layout.world_size, layout.rows
+        self._rows = hot[layout.home(hot) == home]
+        self._known = HotRows(self._rows)
+
+    @property
+    def local_rows(self) -> int:
+        """Hot rows of this home; 1 where it has none."""
+        return max(1, len(self._rows))
+
+    def local(self, rows: np.ndarray) -> np.ndarray:
+        """The number of each of `rows`, which are hot and of this home; -1 for any other."""
+        return self._known.find(rows)
+
+    def row(self, home: int, local: np.ndarray) -> np.ndarray:
+        """The row of each number: the inverse of `local`."""
+        return self._rows[local]
+
+    def rated(self, layout: RowLayout, classes: np.ndarray) -> np.ndarray:
+        """The classes of these rows, uint8 `[local_rows]`, of those by `layout`'s local indices."""
+        found = np.zeros(self.local_rows, np.uint8)
+        found[: len(self._rows)] = classes[layout.local(self._rows)]
+        return found
+
+
+@dataclass(frozen=True)
+class ShardParts:
+    """What one rank knows of the sharded rows of a step.
+
+    `own`: its home's decision; `replies`: for each home, int32 for every row that this rank asked
+    it for, see `replies_to_all`; `distinct`, `misses`: rows of all homes; `early`: whether rows may
+    travel before the step; `routes`: where rows cross to a node once, and `masks`, what each home
+    told of that (`relays.masks_for_all`).
+    """
+
+    own: HomeDecision
+    replies: tuple[np.ndarray, ...]
+    distinct: int
+    misses: int
+    early: bool
+    routes: Routes | None = None
+    masks: tuple[np.ndarray | None, ...] = ()
+
+    @cached_property
+    def joined(self) -> np.ndarray:
+        """The replies of all homes, int32 `[N]`."""
+        return np.concatenate(self.replies)
+
+    @property
+    def fetched(self) -> np.ndarray:
+        """Which of this rank's sharded rows are fetched: indices, ascending."""
+        return np.flatnonzero(self.joined & FETCHED)
+
+    @property
+    def named(self) -> np.ndarray:
+        """One more than the step that named each of this rank's sharded rows before, int32 `[N]`;
+        0 for none."""
+        return self.joined & ~FETCHED
+
+
+def replies_to_all(decision: HomeDecision) -> list[np.ndarray]:
+    """What a home tells each rank about every sharded row that it asked for, int32; see
+    `FETCHED`."""
+    about = _about(decision)
+    return [about[reply] for reply in decision.replies]
+
+
+def reply_to(decision: HomeDecision, rank: int) -> np.ndarray:
+    """What a home tells `rank` alone, as in `replies_to_all`."""
+    return _about(decision)[decision.replies[rank]]
+
+
+def _about(decision: HomeDecision) -> np.ndarray:
+    """What a home tells of each of its rows, int32 `[U_h]`."""
+    about = decision.previous + np.int32(1)
+    about[decision.fetch] |= FETCHED
+    return about
+
+
+def nothing(label: tuple[int, str], world: int) -> HomeDecision:
+    """The decision about replicated rows where a group has none; `label`: step and kind."""
+    none = np.empty(0, np.int32)
+    return HomeDecision(*label, *(none,) * 5, -1, (none,) * world, none)
+
+
+# -----------------------------------------------------------------------------
+# One rank's plan of the sharded rows of a step: what it sends as a home, what it gets. Pure.
 
 
 def shard_plan(parts: ShardParts, asked: Sequence[np.ndarray], move_after: int) -> ShardPlan:

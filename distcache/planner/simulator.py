@@ -7,14 +7,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distcache.comm.nodes import Nodes
+from distcache.comm.world import Nodes
 from distcache.layout import RowLayout
 from distcache.planner.assemble import HomePart, Request, assemble, make_request, next_move_after
 from distcache.planner.home import HomeDecision, HomePlanner
-from distcache.planner.policy import DEFAULT, Policy
-from distcache.planner.rankings import home_popularity
-from distcache.planner.regions import HotLayout, ShardParts, nothing, reply_to
-from distcache.planner.relays import Routes, make_routes, masks_for_all
+from distcache.planner.policy import DEFAULT, Policy, home_popularity
+from distcache.planner.shard import (
+    HotLayout,
+    Routes,
+    ShardParts,
+    make_routes,
+    masks_for_all,
+    nothing,
+    reply_to,
+)
 from distcache.step_plan import StepPlan
 
 

@@ -1,27 +1,195 @@
-"""Which slots of one home may be filled next: buckets by score and next use, never a scan.
-
-Window-Belady (Belady 1966, on the known window; BagPipe, SOSP 2023): rows without a use in the
-window leave first, in the order of a ranking; then the farthest next use. Slots used in the last
-P steps are *held* and leave only when the others are short, oldest last use first (ScratchPipe,
-ISCA 2022, holds past + current + future rows for the same reason). Pinned rows leave where no
-other row can, least recently used first.
-
-Admission (TinyLFU, Einziger et al. 2017): a row that comes in leaves before all others, once its
-hold ends, unless it scored higher than the row that leaves next even before this use.
-"""
+"""Which slots of one home may be filled next: buckets by score and next use, never a scan."""
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 
-from distcache.planner.bodies import bodies
-from distcache.planner.buckets import LEAVES_FIRST, Buckets
-from distcache.planner.calls import distinct_rows, grouped
+from distcache.planner.calls import bodies, distinct_rows, grouped
 from distcache.planner.loops import NEVER
-from distcache.planner.policy import PINNED
-from distcache.planner.rankings import Ranking
+from distcache.planner.policy import PINNED, Ranking
+
+# -----------------------------------------------------------------------------
+# Slots in the order in which their rows leave: a bucket for each key, first in, first out.
+#
+# Entries are hints: a slot that has been used, wanted or emptied since is passed over when its
+# turn
+# comes, and dropped for good once hints outnumber the slots. So filing and taking cost as much as
+# the rows filed and taken, whatever the size of the cache.
+
+LEAVES_FIRST = -1
+"""Key of the rows that leave before all others; keys of rankings start at 0."""
+
+_HINTS = 4
+"""Hints for each slot beyond which outdated ones are dropped."""
+
+
+class _Bucket:
+    """Slots filed and the steps that they were last used by, in the order of these steps; int32."""
+
+    def __init__(self) -> None:
+        self.slots, self.steps = np.empty(8, np.int32), np.empty(8, np.int32)
+        self.start = self.stop = 0
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def append(self, slots: np.ndarray, step: int | np.ndarray) -> None:
+        start = self.stop
+        self.stop = stop = start + len(slots)
+        if stop > len(self.slots):
+            self._grow(start, len(slots))
+            start, stop = self.stop - len(slots), self.stop
+        self.slots[start:stop] = slots
+        self.steps[start:stop] = step
+
+    def _grow(self, stop: int, count: int) -> None:
+        """Move the entries before `stop` to the front, with room for `count` more and some."""
+        kept = stop - self.start
+        for name in ("slots", "steps"):
+            new = np.empty(max(8, 3 * (kept + count) // 2), np.int32)
+            new[:kept] = getattr(self, name)[self.start : stop]
+            setattr(self, name, new)
+        self.start, self.stop = 0, kept + count
+
+
+class Buckets:
+    """Slots by key, the lowest first, then by the step that used them last, the oldest first.
+
+    `last_use`, `next_use`: those of every slot, which tell whether a hint still holds: the slot
+    was last used when it was filed, and no step in the window wants it. At most about 50 bytes for
+    each slot.
+    """
+
+    def __init__(self, last_use: np.ndarray, next_use: np.ndarray) -> None:
+        self._last_use, self._next_use = last_use, next_use
+        self._buckets: dict[int, _Bucket] = {}
+        self._keys: list[int] = []
+        self._hints = 0
+
+    @property
+    def hints(self) -> int:
+        """Entries, outdated ones among them."""
+        return self._hints
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._buckets, self._keys, self._hints = {}, [], 0
+
+    def file(self, key: int, slots: np.ndarray, step: int) -> None:
+        """`slots` (int32), last used by `step`, no earlier than those filed before, have `key`."""
+        self.file_all([key], slots, [0, len(slots)], step)
+
+    def file_all(self, keys: list[int], slots: np.ndarray, bounds: list[int], step: int) -> None:
+        """The same for several keys: `slots[bounds[i]:bounds[i + 1]]` have `keys[i]`."""
+        buckets = self._buckets
+        for key, start, stop in zip(keys, bounds, bounds[1:], strict=False):
+            if stop == start:
+                continue
+            bucket = buckets.get(key)
+            if bucket is None:
+                bucket = buckets[key] = _Bucket()
+                heapq.heappush(self._keys, key)
+            bucket.append(slots[start:stop], step)
+        self._hints += bounds[-1] - bounds[0]
+        if self._hints > _HINTS * len(self._last_use):
+            self._compact()
+
+    def take(self, most: int, before: int) -> list[np.ndarray]:
+        """At most `most` of the slots that were last used before step `before`, next to leave
+        first; they are filed no longer."""
+        out: list[np.ndarray] = []
+        waiting = []
+        while most and self._keys:
+            key = heapq.heappop(self._keys)
+            bucket = self._buckets[key]
+            for slots in self._read(bucket, most, before):
+                out.append(slots)
+                most -= len(slots)
+            if len(bucket):
+                waiting.append(key)
+            else:
+                del self._buckets[key]
+        for key in waiting:
+            heapq.heappush(self._keys, key)
+        return out
+
+    def _read(self, bucket: _Bucket, most: int, before: int) -> Iterator[np.ndarray]:
+        """Take from one bucket, in parts, so that what is read is in proportion to what leaves."""
+        while most and len(bucket) and bucket.steps[bucket.start] < before:
+            found, read = self._live(bucket, most, 2 * most + 64, before)
+            bucket.start += read
+            self._hints -= read
+            if len(found):
+                yield found
+                most -= len(found)
+
+    def _live(self, bucket: _Bucket, most: int, among: int, before: int) -> tuple[np.ndarray, int]:
+        """At most `most` of the first `among` entries that still hold and were last used before
+        `before`; how many entries that took."""
+        part = slice(bucket.start, min(bucket.stop, bucket.start + among))
+        slots, steps = bucket.slots[part], bucket.steps[part]
+        found = np.empty(min(most, len(slots)), np.int32)
+        count, read = bodies().live(slots, steps, self._last_use, self._next_use, before, found)
+        return found[:count].copy(), read
+
+    def lowest(self) -> tuple[int, int] | None:
+        """Key and last use of the slot that leaves next, but for those that leave first; None
+        where there is no other."""
+        aside = []
+        found = None
+        while self._keys and found is None:
+            key = self._keys[0]
+            bucket = self._buckets[key]
+            if key == LEAVES_FIRST:
+                aside.append(heapq.heappop(self._keys))
+            elif self._drop_outdated(bucket):
+                found = key, int(bucket.steps[bucket.start])
+            else:
+                del self._buckets[heapq.heappop(self._keys)]
+        for key in aside:
+            heapq.heappush(self._keys, key)
+        return found
+
+    def _drop_outdated(self, bucket: _Bucket) -> bool:
+        """Drop the entries before the first that holds; whether there is one."""
+        among = 64
+        while len(bucket):
+            found, read = self._live(bucket, 1, among, NEVER)
+            read -= len(found)
+            bucket.start += read
+            self._hints -= read
+            if len(found):
+                return True
+            among *= 2
+        return False
+
+    def _compact(self) -> None:
+        """Drop every outdated hint (amortised: as many were filed since the last time)."""
+        for key in list(self._buckets):
+            bucket = self._buckets.pop(key)
+            slots, _ = self._live(bucket, len(bucket), len(bucket), NEVER)
+            if len(slots):
+                self._buckets[key] = kept = _Bucket()
+                kept.append(slots, self._last_use[slots])
+        self._keys = sorted(self._buckets)
+        self._hints = sum(map(len, self._buckets.values()))
+
+
+# -----------------------------------------------------------------------------
+# Which slots of one home may be filled next: buckets by score and next use, never a scan.
+#
+# Window-Belady (Belady 1966, on the known window; BagPipe, SOSP 2023): rows without a use in the
+# window leave first, in the order of a ranking; then the farthest next use. Slots used in the last
+# P steps are *held* and leave only when the others are short, oldest last use first (ScratchPipe,
+# ISCA 2022, holds past + current + future rows for the same reason). Pinned rows leave where no
+# other row can, least recently used first.
+#
+# Admission (TinyLFU, Einziger et al. 2017): a row that comes in leaves before all others, once its
+# hold ends, unless it scored higher than the row that leaves next even before this use.
 
 
 class SlotTable:

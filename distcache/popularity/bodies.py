@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from distcache.planner import bodies as planner
-from distcache.planner.compiling import compile_loops
+from distcache.planner import calls as planner
+from distcache.planner.loops import compile_loops
 from distcache.popularity import arrays, loops
 
 NAMES = ("count_rows", "take_counts", "offer", "mark", "observe")

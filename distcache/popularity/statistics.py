@@ -1,25 +1,35 @@
-"""How often every row of every table was looked up, as `analyze` and `preprocess` leave it.
-
-A folder of `analyze` holds `statistics.json` and one array of counts per table; a folder that
-`preprocess` made holds counts of its training samples, and serves as well.
-"""
+"""How often every row of every table was looked up: files, and what the ranks of a node share."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from distcache.data.raw.manifest import NAME as MANIFEST
-from distcache.data.raw.manifest import read_manifest
+from distcache.comm.agreement import agree_on, together
+from distcache.comm.world import World
+from distcache.data.raw.settings import NAME as MANIFEST
+from distcache.data.raw.settings import read_manifest
 from distcache.errors import ConfigError, DataError
+from distcache.layout import RowLayout
+from distcache.planner.policy import PINNED
+from distcache.store.memory import SharedMemory, describe_bytes
+
+# -----------------------------------------------------------------------------
+# How often every row of every table was looked up, as `analyze` and `preprocess` leave it.
+#
+# A folder of `analyze` holds `statistics.json` and one array of counts per table; a folder that
+# `preprocess` made holds counts of its training samples, and serves as well.
 
 NAME = "statistics.json"
 FORMAT = 1
@@ -225,8 +235,7 @@ def _read_table(folder: Path, index: int, about: dict[str, Any]) -> TableCounts:
 
 
 def _read_preprocessed(folder: Path) -> Statistics:
-    from distcache.data.criteo_arrays import CriteoArrays
-    from distcache.data.criteo_batches import BatchSettings
+    from distcache.data.criteo import BatchSettings, CriteoArrays
 
     source = CriteoArrays(folder, BatchSettings())
     tables = []
@@ -235,3 +244,264 @@ def _read_preprocessed(folder: Path) -> Statistics:
         lookups, distinct = int(counts.sum()), int(np.count_nonzero(counts))
         tables.append(TableCounts(source.features[index], rows, lookups, distinct, counts))
     return Statistics(tuple(tables), vocabulary_of(source), source.train_samples)
+
+
+# -----------------------------------------------------------------------------
+# One byte per row that says how popular it is: what policies rank rows by.
+
+_PER_OCTAVE = 8
+"""Classes for each doubling of a count: rows whose counts are within 9 % share one."""
+
+
+def row_classes(
+    statistics: Statistics, tables: Sequence[int], hot_rows: Sequence[int] | None = None
+) -> np.ndarray:
+    """The popularity class of each row of some `tables`, one after the other; uint8 `[V]`.
+
+    0 for a row that was never looked up, then 1 + 8 log2(count), at most 254. `hot_rows`: for each
+    of the tables, how many of its most frequent rows are `PINNED`.
+    """
+    parts = []
+    for place, index in enumerate(tables):
+        table = statistics.tables[index]
+        counts = table.dense()
+        seen = counts > 0
+        classes = np.zeros(table.rows, dtype=np.uint8)
+        levels = 1 + np.rint(_PER_OCTAVE * np.log2(counts[seen], dtype=np.float64))
+        classes[seen] = np.minimum(levels, PINNED - 1)
+        if hot_rows is not None:
+            classes[table.hottest(hot_rows[place])] = PINNED
+        parts.append(classes)
+    return np.concatenate(parts)
+
+
+# -----------------------------------------------------------------------------
+# Rows renumbered for planning, so that the most frequent of each table come first.
+#
+# Only the planner sees these numbers: stores, caches, checkpoints, digests and errors speak of
+# rows
+# as the layout numbers them. Another numbering gives rows other homes, and every row the same
+# sums.
+
+_MOST_INT32 = 2**31
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """A permutation of the rows of one group that keeps each table's rows together.
+
+    `position` `[V]`: the planner's number of every row; `row_of` `[V]`: its inverse. int32 where
+    V < 2^31, else int64; read-only once made, and shared by the ranks of a node.
+    """
+
+    position: np.ndarray
+    row_of: np.ndarray
+
+    def planned(self, rows: np.ndarray) -> np.ndarray:
+        """The planner's numbers of `rows` (int64 `[n]`), int64."""
+        return np.take(self.position, rows).astype(np.int64, copy=False)
+
+    def original(self, planned: np.ndarray) -> np.ndarray:
+        """The rows that the planner numbers `planned` (int64 `[n]`), int64."""
+        return np.take(self.row_of, planned).astype(np.int64, copy=False)
+
+
+def order_dtype(rows: int) -> type[np.signedinteger]:
+    """The dtype of the permutations of `rows` rows."""
+    return np.int32 if rows < _MOST_INT32 else np.int64
+
+
+def fill_order(order: RowOrder, layout: RowLayout, counts: Sequence[TableCounts]) -> None:
+    """Write the popularity order into the arrays of `order`.
+
+    In each table the most frequent ids come first, then by id; after them, in the order of ids,
+    those that were never looked up. `counts`: of the layout's tables, in order.
+    """
+    for place, table in enumerate(counts):
+        start, stop = (int(at) for at in layout.offsets[place : place + 2])
+        hot = table.order
+        others = np.ones(stop - start, dtype=np.bool_)
+        others[hot] = False
+        order.row_of[start : start + len(hot)] = hot
+        order.row_of[start + len(hot) : stop] = np.flatnonzero(others)
+        order.row_of[start:stop] += start
+        order.position[order.row_of[start:stop]] = np.arange(
+            start, stop, dtype=order.position.dtype
+        )
+
+
+# -----------------------------------------------------------------------------
+# What the ranks of a node share of the statistics: read by one of them, mapped by the others.
+
+log = logging.getLogger(__name__)
+
+
+_WAY_OUT = (
+    "use cache.order=ids, cache.warm_start=0 or a policy without statistics (cache.policy, "
+    "cache.tail), or more memory"
+)
+
+
+@dataclass(frozen=True)
+class Popularity:
+    """What a cache takes from `statistics`, whose tables are those of the model, in order.
+
+    `hot_rows`: for each table, how many of its most frequent rows lie in the cache first; `order`:
+    whether rows are renumbered; `warm_start`: share of the slots filled before step 0; `classes`:
+    whether planners rank rows by class; `pinned_rows`: for each table, how many of its most
+    frequent rows are `PINNED` (None: no row is).
+    """
+
+    statistics: Statistics
+    hot_rows: tuple[int, ...]
+    order: bool = False
+    warm_start: float = 0.0
+    classes: bool = False
+    pinned_rows: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class GroupPopularity:
+    """The popularity of one group's rows, in memory that the ranks of a node share.
+
+    `order`: the planner's numbering (None: the layout's); `classes` uint8 `[V]`: the class of each
+    row by the layout's numbering, or None; `hot` int64 `[K]`: the rows to lie in the cache first,
+    the likeliest first, by the layout's numbering, and -1 where there are fewer.
+    """
+
+    order: RowOrder | None = None
+    classes: np.ndarray | None = None
+    hot: np.ndarray | None = None
+
+    def classes_at(self, layout: RowLayout, home: int) -> np.ndarray | None:
+        """The class of each of a home's rows by its local index, uint8 `[ceil(V / W)]`."""
+        if self.classes is None or (layout.world_size == 1 and self.order is None):
+            return self.classes
+        found = np.zeros(layout.local_rows, dtype=np.uint8)
+        for start in range(0, layout.local_rows, _BLOCK):
+            stop = min(start + _BLOCK, layout.local_rows)
+            rows = layout.row(home, np.arange(start, stop))
+            there = rows < layout.rows  # the last index may be of no row
+            if self.order is not None:
+                rows[there] = self.order.original(rows[there])
+            found[start:stop][there] = self.classes[rows[there]]
+        return found
+
+
+def share_popularity(
+    world: World,
+    layouts: Sequence[RowLayout],
+    members: Sequence[Sequence[int]],
+    popularity: Popularity,
+) -> list[GroupPopularity]:
+    """What each group needs of `popularity`; called by all ranks.
+
+    `members`: the tables of each group. Local rank 0 of each node reads the counts. Raises
+    ConfigError where the ranks' statistics differ, MemoryTooSmallError on every rank where some
+    node's memory does not hold the arrays.
+    """
+    _agree(world, popularity)
+    shared, total = [], 0
+    for layout, tables in zip(layouts, members, strict=True):
+        group, fill, size = _make(world, layout, tables, popularity)
+        together(world, fill)
+        _check_nodes(world, group)
+        shared.append(group)
+        total += size
+    if world.is_first and total:
+        log.info("popularity of rows: %s of host memory on each node", describe_bytes(total))
+    return shared
+
+
+def _agree(world: World, popularity: Popularity) -> None:
+    statistics = popularity.statistics
+    agree_on(
+        world,
+        {
+            "cache.statistics (its fingerprint)": statistics.fingerprint,
+            "cache.statistics (its lookups)": [table.lookups for table in statistics.tables],
+            "the hot rows of each table": popularity.hot_rows,
+            "the pinned rows of each table": popularity.pinned_rows,
+            "cache.order": popularity.order,
+            "cache.warm_start": popularity.warm_start,
+        },
+    )
+
+
+def _check_nodes(world: World, group: GroupPopularity) -> None:
+    """ConfigError where nodes have other orders, classes or hot rows: homes would not agree."""
+    if world.local_size == world.size:
+        return
+    order = () if group.order is None else (group.order.row_of,)
+    arrays = [a for a in (*order, group.classes, group.hot) if a is not None]
+    digests = together(world, lambda: None if world.local_rank else [zlib.crc32(a) for a in arrays])
+    known = [(rank, digest) for rank, digest in enumerate(digests) if digest is not None]
+    for rank, digest in known[1:]:
+        if digest != known[0][1]:
+            raise ConfigError(
+                f"cache.statistics has other counts on the node of rank {rank} than on that of "
+                f"rank {known[0][0]}, though the tables are the same: give all nodes a copy of one "
+                "folder"
+            )
+
+
+def _make(
+    world: World, layout: RowLayout, tables: Sequence[int], popularity: Popularity
+) -> tuple[GroupPopularity, Callable[[], None], int]:
+    """The arrays of a group, zero yet; what fills them, on every rank; their bytes."""
+    rows, dtype = layout.rows, np.dtype(order_dtype(layout.rows))
+    hot = sum(popularity.hot_rows[table] for table in tables) if popularity.warm_start else 0
+    ordered = rows if popularity.order else 0
+    sizes = [(hot, np.dtype(np.int64)), (ordered, dtype), (ordered, dtype)]
+    classed = popularity.classes or popularity.pinned_rows is not None
+    sizes.append((rows if classed else 0, np.dtype(np.uint8)))
+    size = sum(count * kind.itemsize for count, kind in sizes)
+    if size == 0:
+        return GroupPopularity(), _nothing, 0
+    memory = SharedMemory.create(size, world, "the popularity of the rows", _WAY_OUT)
+    parts, offset = [], 0
+    for count, kind in sizes:
+        own = torch.from_numpy(np.empty(0, kind)).dtype
+        parts.append(memory.tensor(offset, (count,), own).numpy() if count else None)
+        offset += count * kind.itemsize
+    memory.close()  # from here on the arrays hold the mapping
+    hottest, position, row_of, classes = parts
+    order = None if position is None or row_of is None else RowOrder(position, row_of)
+    group = GroupPopularity(order, classes, hottest)
+
+    def fill() -> None:
+        if world.local_rank:
+            return
+        statistics = popularity.statistics
+        if order is not None:
+            fill_order(order, layout, [statistics.tables[table] for table in tables])
+        if classes is not None:
+            pinned = popularity.pinned_rows
+            own = None if pinned is None else [pinned[table] for table in tables]
+            classes[:] = row_classes(statistics, tables, own)
+        if hottest is not None:
+            found = hot_rows(statistics, tables, popularity.hot_rows, layout)
+            hottest[: len(found)], hottest[len(found) :] = found, -1
+
+    return group, fill, size
+
+
+def _nothing() -> None:
+    pass
+
+
+def hot_rows(
+    statistics: Statistics, tables: Sequence[int], counts: Sequence[int], layout: RowLayout
+) -> np.ndarray:
+    """The `counts[t]` most frequent rows of each table t of a group, the most frequent first.
+
+    int64, by the numbers of `layout`; fewer where fewer rows of a table were looked up.
+    """
+    rows, use = [], []
+    for place, index in enumerate(tables):
+        table = statistics.tables[index]
+        ids = table.hottest(counts[index])
+        rows.append(ids + int(layout.offsets[place]))
+        use.append(table.dense()[ids])
+    order = np.argsort(-np.concatenate(use), kind="stable")
+    return np.concatenate(rows)[order]

@@ -1,25 +1,170 @@
-"""Anonymous memory that the ranks of one node share, gone when the last of them is gone.
-
-Local rank 0 makes it with `memfd_create`; the others open it through `/proc/<pid>/fd/<fd>` of
-that rank. It has no name, so nothing is left to clean up even after SIGKILL, and it does not
-count against the size of /dev/shm.
-"""
+"""Host memory: what can still be had, and memory that the ranks of one node share."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor
 
-from distcache.comm.agree import together
+from distcache.comm.agreement import together
 from distcache.comm.world import World
 from distcache.errors import DistcacheError, MemoryTooSmallError, PeerError
-from distcache.store.available import available_memory, describe_bytes, require_memory
+
+# -----------------------------------------------------------------------------
+# How much host memory can still be had, and the refusal to ask for more.
+#
+# Allocating to find out does not work: the kernel gives out more memory than there is and kills a
+# process when it is touched. So sizes are compared with the control group's limits and with the
+# kernel's own estimate before anything is made.
+
+_UNLIMITED = 1 << 60
+"""Limits from here on mean none (v1 writes the largest page-aligned int64)."""
+
+
+def available_memory(proc: Path = Path("/proc")) -> int:
+    """Bytes of host memory that this process can still take.
+
+    The smallest of: MemAvailable of `proc`/meminfo; limit - use of every memory control group
+    (v1 and v2) that holds this process, from its own up to the one at the mount point. Page
+    cache that the kernel would drop is not counted as use. Swap is not counted.
+    """
+    found = [_mem_available(proc)]
+    for folder, version in _memory_cgroups(proc):
+        found.extend(_cgroup_available(folder, version))
+    return max(0, min(found))
+
+
+def require_memory(needed: int, what: str, way_out: str) -> None:
+    """Refuse, before allocation, what host memory cannot hold.
+
+    `needed`: bytes; `what`: that which needs them; `way_out`: what the user can change (keys).
+    Raises MemoryTooSmallError with the bytes needed and found.
+    """
+    found = available_memory()
+    if needed > found:
+        raise MemoryTooSmallError(
+            f"host memory is too small for {what}: needed {describe_bytes(needed)}, found "
+            f"{describe_bytes(found)} (the smaller of the kernel's MemAvailable and the control "
+            f"group's limit minus its use); {way_out}"
+        )
+
+
+def describe_bytes(count: int) -> str:
+    """A byte count in a human unit and exactly, as `1.50 GiB (1610612736 bytes)`."""
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(size) < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{count} bytes" if unit == "B" else f"{size:.2f} {unit} ({count} bytes)"
+
+
+def _mem_available(proc: Path) -> int:
+    """MemAvailable in bytes (MemFree where a kernel does not tell it)."""
+    fields = dict(re.findall(r"^(\w+):\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE))
+    return int(fields.get("MemAvailable", fields.get("MemFree", 0))) * 1024
+
+
+def _memory_cgroups(proc: Path) -> Iterator[tuple[Path, int]]:
+    """Folders, with their version (1 or 2), of every memory control group above this process."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+        mounts = list(_cgroup_mounts(proc))
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        version = 2 if not controllers else 1
+        if version == 1 and "memory" not in controllers.split(","):
+            continue
+        for root, point, mount_version in mounts:
+            if mount_version == version:
+                yield from ((folder, version) for folder in _ancestors(root, point, path))
+
+
+def _cgroup_mounts(proc: Path) -> Iterator[tuple[str, Path, int]]:
+    """(root inside the hierarchy, mount point, version) of the mounts that may limit memory."""
+    for line in (proc / "self/mountinfo").read_text().splitlines():
+        fields, _, tail = line.partition(" - ")
+        kind, _, options = tail.split(" ", 2)
+        root, point = (_unescape(field) for field in fields.split(" ")[3:5])
+        if kind == "cgroup2":
+            yield root, Path(point), 2
+        elif kind == "cgroup" and "memory" in re.split(r"[ ,]", options):
+            yield root, Path(point), 1
+
+
+def _unescape(field: str) -> str:
+    """A mountinfo field with its octal escapes (of space, tab, newline, backslash) undone."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def _ancestors(root: str, point: Path, path: str) -> Iterator[Path]:
+    """The folders from the group `path` up to the mount point.
+
+    In a container `path` may lie outside what is mounted; then the mount point is all one sees.
+    """
+    yield point
+    group, base = PurePosixPath(path), PurePosixPath(root)
+    if ".." in group.parts or not group.is_relative_to(base):
+        return
+    folder = point
+    for part in group.relative_to(base).parts:
+        folder = folder / part
+        yield folder
+
+
+def _cgroup_available(folder: Path, version: int) -> Iterator[int]:
+    """limit - use of one group, for each limit that it has; nothing where there is none."""
+    limits = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
+    use = _number(folder / ("memory.current" if version == 2 else "memory.usage_in_bytes"))
+    if use is None:
+        return
+    use = max(0, use - _reclaimable(folder, prefix="" if version == 2 else "total_"))
+    for name in limits:
+        limit = _number(folder / name)
+        if limit is not None and limit < _UNLIMITED:
+            yield limit - use
+
+
+def _number(file: Path) -> int | None:
+    """The integer in a control file; None when there is no file, or it says `max`."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _reclaimable(folder: Path, prefix: str) -> int:
+    """Bytes of page cache that the kernel would drop before it kills anyone.
+
+    All inactive file pages, and half of the active ones: some of those are in use, and the
+    kernel's own MemAvailable takes half of them too. Shared memory is in neither.
+    """
+    try:
+        text = (folder / "memory.stat").read_text()
+    except OSError:
+        return 0
+    stat = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
+    inactive = int(stat.get(f"{prefix}inactive_file", 0))
+    return inactive + int(stat.get(f"{prefix}active_file", 0)) // 2
+
+
+# -----------------------------------------------------------------------------
+# Anonymous memory that the ranks of one node share, gone when the last of them is gone.
+#
+# Local rank 0 makes it with `memfd_create`; the others open it through `/proc/<pid>/fd/<fd>` of
+# that rank. It has no name, so nothing is left to clean up even after SIGKILL, and it does not
+# count against the size of /dev/shm.
 
 __all__ = ["SharedMemory", "available_memory", "describe_bytes", "require_memory"]
 

@@ -3,29 +3,378 @@
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from distcache.comm.agree import together
+from distcache import ops
+from distcache.comm.agreement import together
+from distcache.comm.failure import first_line
 from distcache.comm.world import World
-from distcache.errors import ConfigError, DistcacheError, PlanError
+from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
 from distcache.layout import RowLayout
-from distcache.ops.copies import RowTaker, put_rows
-from distcache.store.base import Rows
-from distcache.store.direct import DirectRows
-from distcache.store.initial import block_rows, initial_rows
+from distcache.ops.copies import RowTaker, check_rows, put_rows
 from distcache.store.memory import SharedMemory, describe_bytes, require_memory
-from distcache.store.part import NodePart, Numbering
+from distcache.streams import Mark
+
+# -----------------------------------------------------------------------------
+# The interface of a row store: whole tables of one group, wherever they live.
+
+Rows = tuple[Tensor, Tensor | None]
+"""Weights `[m, D]` and optimizer state `[m, S]`, or None where S = 0."""
+
+
+@runtime_checkable
+class Store(Protocol):
+    """All rows of one group, each with its optimizer state. Row numbers are the layout's.
+
+    Only its home rank reads or writes a row while training runs (DESIGN, section 4).
+    """
+
+    layout: RowLayout
+    state_width: int
+    dtype: torch.dtype
+
+    def initialise(
+        self, seed: int, table_indices: Sequence[int], initial_state: float = 0.0
+    ) -> None:
+        """Give every row its initial weight and state; called by all ranks, and a barrier.
+
+        `table_indices`: for each table of the layout, its index in the model.
+        """
+        ...
+
+    def gather(self, rows: Tensor, out: Rows | None = None) -> Rows:
+        """Copies of `rows` (int64 `[m]`, on the CPU), into `out` when it is given."""
+        ...
+
+    def scatter(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
+        """Write `rows` (int64 `[m]`, distinct, on the CPU) from `weight` `[m, D]`, `state`."""
+        ...
+
+    def table(self, index: int) -> Rows:
+        """Table `index` of the layout in original ids: `[rows, D]` and `[rows, S]` or None.
+
+        PlanError where this store holds only the rows at home on its node.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the rows; safe to call twice."""
+        ...
+
+
+# -----------------------------------------------------------------------------
+# Initial weights as a function of (seed, table, block of rows): the same bits in every mode.
+
+BLOCK_ELEMENTS = 1 << 18
+"""About how many elements one block of rows holds (a block is a whole number of rows)."""
+
+
+def block_rows(dim: int) -> int:
+    """Rows of one block of a table of width `dim`."""
+    return max(1, BLOCK_ELEMENTS // dim)
+
+
+def initial_rows(seed: int, table: int, table_rows: int, dim: int, start: int, stop: int) -> Tensor:
+    """Rows [start, stop) of a new table: uniform in +-sqrt(1 / table_rows), as TorchRec's default.
+
+    `table` is the table's index in the model. Returns float32 `[stop - start, dim]` on the CPU,
+    drawn in float32 whatever the training dtype, so that float64 runs start from the same values.
+    """
+    size, bound = block_rows(dim), math.sqrt(1.0 / table_rows)
+    out = np.empty((stop - start, dim), dtype=np.float32)
+    for block in range(start // size, -(-stop // size)):
+        first = block * size
+        length = min(size, table_rows - first)
+        # SFC64 draws about 1 ns per float32; the block's own seed makes blocks independent.
+        generator = np.random.Generator(np.random.SFC64([seed, table, block]))
+        values = generator.random((length, dim), dtype=np.float32)
+        values *= np.float32(2 * bound)
+        values -= np.float32(bound)
+        low, high = max(start, first), min(stop, first + length)
+        out[low - start : high - start] = values[low - first : high - first]
+    return torch.from_numpy(out)
+
+
+# -----------------------------------------------------------------------------
+# Which rows of a group a node's store holds, and where: those at home on the node's ranks.
+
+
+class Numbering(Protocol):
+    """How the planner numbers the rows of a layout; homes are those of its numbers."""
+
+    def planned(self, rows: np.ndarray) -> np.ndarray:
+        """The planner's numbers of `rows`, int64 `[n]`."""
+        ...
+
+    def original(self, planned: np.ndarray) -> np.ndarray:
+        """The rows, by the layout's numbers, that the planner numbers `planned`, int64 `[n]`."""
+        ...
+
+
+class NodePart:
+    """The rows of `layout` at home on the `count` ranks from `first` on, in a dense order.
+
+    Every block of W (planned) row numbers has one row of each home, so the row of home h in block
+    b lies at b * count + (h - first). The last block may be ragged: it has up to `count` places
+    that no row takes. With all W ranks on one node a row lies at its own number.
+    """
+
+    def __init__(
+        self, layout: RowLayout, first: int, count: int, numbering: Numbering | None = None
+    ) -> None:
+        """`numbering`: where it differs from the layout's."""
+        self.layout, self.first, self.count = layout, first, count
+        self._numbering = numbering
+        self.is_whole = count == layout.world_size
+        self.rows = layout.rows if self.is_whole else layout.local_rows * count
+        """Places of the part, with the few of the last block that no row takes."""
+
+    @classmethod
+    def of(cls, layout: RowLayout, world: World | None, numbering: Numbering | None) -> NodePart:
+        """The part of this rank's node; None as `world` is all rows."""
+        if world is None or world.nodes.count == 1:
+            return cls(layout, 0, layout.world_size)
+        return cls(layout, world.first_local, world.local_size, numbering)
+
+    def homes(self, rows: np.ndarray) -> np.ndarray:
+        """Home rank of each row by the layout's numbers, int64 `[n]`."""
+        return self.layout.home(self._planned(rows))
+
+    def holds(self, rows: np.ndarray) -> np.ndarray:
+        """Whether each row is at home on this node, bool `[n]`."""
+        if self.is_whole:
+            return np.ones(len(rows), dtype=np.bool_)
+        homes = self.homes(rows)
+        return (homes >= self.first) & (homes < self.first + self.count)
+
+    def places(self, rows: np.ndarray) -> np.ndarray:
+        """Where rows (int64 `[n]`, the layout's numbers) lie in the part, int64 `[n]`.
+
+        Raises PlanError for a row outside [0, V), or at home on another node.
+        """
+        if self.is_whole or not len(rows):
+            return rows  # what reads them checks the range
+        if rows.min() < 0 or rows.max() >= self.layout.rows:
+            bad = rows[(rows < 0) | (rows >= self.layout.rows)][0]
+            raise PlanError(f"row {bad} is outside [0, {self.layout.rows})")
+        planned = self._planned(rows)
+        index = self.layout.home(planned) - self.first
+        foreign = (index < 0) | (index >= self.count)
+        if foreign.any():
+            at = int(np.flatnonzero(foreign)[0])
+            raise PlanError(
+                f"row {rows[at]} is at home on rank {index[at] + self.first}, and this node's "
+                f"store holds those of ranks {self.first} to {self.first + self.count - 1}"
+            )
+        return self.layout.local(planned) * self.count + index
+
+    def _planned(self, rows: np.ndarray) -> np.ndarray:
+        return rows if self._numbering is None else self._numbering.planned(rows)
+
+
+# -----------------------------------------------------------------------------
+# Host rows that the device reads and writes where they lie: `store.access=zero_copy`.
+#
+# The memory of the node's rows is page-locked and mapped into the device's addresses
+# (`cudaHostRegister`), so a kernel reads single rows over the host link, without a host thread and
+# without a staging buffer (EMOGI, Min et al., VLDB 2020, for graphs; PyTorch-Direct, Min et al.,
+# 2021, for features). On the CPU the same calls copy between tables in one memory.
 
 log = logging.getLogger(__name__)
+
+STAGED, ZERO_COPY = "staged", "zero_copy"
+ACCESS = (STAGED, ZERO_COPY)
+"""Ways of rows between host memory and the device."""
+
+_PATIENCE_S, _PAUSE_S = 5.0, 0.001
+"""How long closing waits for the device, and how often it looks."""
+
+_kept: list[Tensor] = []
+"""Memory that could not be let go of: it stays mapped, for the device may still use it."""
+
+
+class DirectRows:
+    """Tables in host memory, weight `[R, D]` and state `[R, S]` or None, as `device` sees them.
+
+    Rows are read and written on the current stream, in its order, and nobody waits: what the device
+    wrote is there for the host once `marks` are reached. A reader on another stream comes after an
+    event of the writer. The memory is let go of by `close`, or with this object.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        state: Tensor | None,
+        places: Callable[[np.ndarray], np.ndarray],
+        device: torch.device,
+    ) -> None:
+        """`places`: where in the tables rows lie, int64 `[m]` both.
+
+        Raises MemoryTooSmallError where the host does not lock the memory, ConfigError where the
+        kernel that reads it cannot be had.
+        """
+        self.device, self._places = device, places
+        self._locked = _Locked(weight, state)
+        self._release = weakref.finalize(self, self._locked.release)
+        self._release.atexit = False  # the driver is gone by then, and so is what it had locked
+        if device.type == "cuda":
+            ops.copy_kernel()  # whether there is one
+            self._register()
+
+    def try_out(self) -> None:
+        """Read a row of each table and write it back: what cannot work is found, and the kernels
+        are compiled, before training. Raises ConfigError."""
+        try:
+            for table in self._tables():
+                if table is None or not len(table):
+                    continue
+                at, expected = self._index(np.zeros(1, np.int64)), table[:1].clone()
+                row = self._read(table, at)
+                if not torch.equal(row.cpu(), expected):
+                    raise RuntimeError("it reads other values than there are")
+                ops.copy_rows(row, None, table, at)
+                if not torch.equal(self._read(table, at).cpu(), expected):
+                    raise RuntimeError("it writes other values than it should")
+        except Exception as error:  # the compiler's, the driver's
+            raise ConfigError(
+                f"{self.device} cannot read rows in host memory ({first_line(error)}): set "
+                "store.access=staged"
+            ) from error
+
+    def read(self, rows: Tensor) -> Rows:
+        """Copies of `rows` (int64 `[m]`, on the CPU) on the device: `[m, D]`, `[m, S]` or None.
+
+        Raises PlanError for a row that does not lie here.
+        """
+        weight, state = self._tables()
+        at = self._index(self._places(rows.numpy()))
+        found = self._read(weight, at), None if state is None else self._read(state, at)
+        self._mark()
+        return found
+
+    def write(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
+        """Write `weight` `[m, D]` and `state` `[m, S]`, on the device, to distinct `rows`.
+
+        Raises PlanError for a row that does not lie here, or other shapes.
+        """
+        tables = self._tables()
+        at = self._index(self._places(rows.numpy()))
+        for name, table, values in zip(("weight", "state"), tables, (weight, state), strict=True):
+            want = None if table is None else (len(at), table.shape[1])
+            got = None if values is None else tuple(values.shape)
+            if want != got:
+                raise PlanError(f"{name} of {len(at)} rows must be {want}, got {got}")
+            if table is not None and values is not None and len(at):
+                ops.copy_rows(values, None, table, at)
+        self._mark()
+
+    def marks(self) -> list[Mark]:
+        """The last reads and writes, of each stream that they were on."""
+        return [Mark(event) for event in self._locked.events.values()]
+
+    def close(self) -> None:
+        """Let go of the memory once the device is through with it; safe to call twice.
+
+        Where the device is not, after a few seconds, the memory stays locked, with a warning.
+        """
+        self._release()
+
+    def _tables(self) -> tuple[Tensor, Tensor | None]:
+        if self._locked.weight is None:
+            raise DistcacheError("the row store is closed")
+        return self._locked.weight, self._locked.state
+
+    def _read(self, table: Tensor, at: Tensor) -> Tensor:
+        out = torch.empty(len(at), table.shape[1], dtype=table.dtype, device=self.device)
+        if len(at):
+            ops.copy_rows(table, at, out, None)
+        return out
+
+    def _index(self, places: np.ndarray) -> Tensor:
+        check_rows(places, len(self._tables()[0]))
+        at = torch.from_numpy(places)
+        if self.device.type != "cuda":
+            return at
+        return at.pin_memory().to(self.device, non_blocking=True)
+
+    def _mark(self) -> None:
+        """Note that work was issued on the current stream."""
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            events, name = self._locked.events, stream.cuda_stream
+            if name not in events:
+                events[name] = torch.cuda.Event()
+            events[name].record(stream)
+
+    def _register(self) -> None:
+        """Lock the tables' pages and map them for the device."""
+        runtime = torch.cuda.cudart()
+        for table in self._tables():
+            if table is None or not table.numel():
+                continue
+            nbytes = table.numel() * table.element_size()
+            with torch.cuda.device(self.device):
+                # 3: portable and mapped (cudaHostRegisterPortable | cudaHostRegisterMapped)
+                error = runtime.cudaHostRegister(table.data_ptr(), nbytes, 3)
+            if int(error) == 0:
+                self._locked.registered.append(table)
+                continue
+            with suppress(Exception):  # the next launch reports the refusal once more
+                torch.zeros(1, device=self.device)
+            self.close()
+            why = runtime.cudaGetErrorString(error)
+            raise MemoryTooSmallError(
+                f"the host did not lock {describe_bytes(nbytes)} of rows for {self.device} to read "
+                f"in place ({why}): set store.access=staged, or use a machine that gives more "
+                "locked memory"
+            )
+
+
+class _Locked:
+    """The tables of a `DirectRows`, those of them that are `registered`, and on each stream the
+    `events` after what was last issued."""
+
+    def __init__(self, weight: Tensor, state: Tensor | None) -> None:
+        self.weight: Tensor | None = weight
+        self.state = state
+        self.registered: list[Tensor] = []
+        self.events: dict[int, torch.cuda.Event] = {}
+
+    def release(self) -> None:
+        """Unlock what is registered, before it may be unmapped; raises nothing."""
+        try:
+            deadline = time.monotonic() + _PATIENCE_S
+            while not all(event.query() for event in self.events.values()):
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"the device still used them after {_PATIENCE_S:.0f} s")
+                time.sleep(_PAUSE_S)
+            while self.registered:
+                error = torch.cuda.cudart().cudaHostUnregister(self.registered[-1].data_ptr())
+                if int(error) != 0:
+                    raise RuntimeError(torch.cuda.cudart().cudaGetErrorString(error))
+                self.registered.pop()
+        except RuntimeError as error:
+            log.warning("rows stay locked in host memory: %s", first_line(error))
+            _kept.extend(self.registered)
+        self.weight = self.state = None
+        self.registered, self.events = [], {}
+
+
+# -----------------------------------------------------------------------------
+# The rows of one group in shared host memory: one store per node, of the rows at home there.
 
 _PAGE = mmap.PAGESIZE
 _MOST_THREADS = 8

@@ -17,7 +17,7 @@ from distcache.bench.links_cable import LOOPBACK, NONE, NotPermittedError, cable
 from distcache.bench.links_ranks import rank_environment, run_ranks
 from distcache.bench.links_records import cell_records
 from distcache.bench.links_tables import tables
-from distcache.data.zipf import ZipfTables
+from distcache.data.synthetic import ZipfTables
 from distcache.errors import ConfigError
 
 BATCH, WIDTH = 32, 8

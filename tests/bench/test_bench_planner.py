@@ -17,13 +17,12 @@ from distcache.bench.plan_runs import PlanningRun, distinct_contenders, eviction
 from distcache.bench.plan_tables import tables
 from distcache.bench.planner import main
 from distcache.comm.rendezvous import Place
+from distcache.engine.groups import RegionSlots, make_groups
 from distcache.layout import TableSpec
-from distcache.pipeline.groups import make_groups
-from distcache.pipeline.placement import RegionSlots
-from distcache.planner.bodies import NAMES, bodies
+from distcache.planner.calls import NAMES, bodies
 from distcache.planner.simulator import PlannerSettings, simulate
-from distcache.run.window import window_steps
 from distcache.step_plan import check_plan_fully
+from distcache.trainer.plan_cache import window_steps
 
 KINDS = ("replicated", "sharded", "mixed")
 ARGUMENTS = ["size=small", "batch=96", "steps=3", "repetitions=2", "share=0.01"]

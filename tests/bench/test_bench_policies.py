@@ -12,10 +12,9 @@ from distcache.bench.policies import PoliciesOptions, contenders, main, window_r
 from distcache.bench.policy_tables import tables
 from distcache.bench.policy_traces import NAMES, TraceSettings, drifting, make_trace
 from distcache.errors import ConfigError
-from distcache.planner.cases import Case
 from distcache.planner.policy import POLICIES, TAILS, Policy
-from distcache.planner.replay import replay
-from distcache.planner.trace_sources import record_ids
+from distcache.replay import Case, replay
+from distcache.trace import record_ids
 
 SETTINGS = TraceSettings(
     steps=30, rows=2000, lookups=64, criteo_batch=4, criteo_shrink=5000, book_batch=4, book="",

@@ -16,7 +16,7 @@ from distcache.bench.step import main
 from distcache.bench.step_batches import BatchBank
 from distcache.bench.step_tables import tables
 from distcache.comm.rendezvous import Place
-from distcache.run.build import build_source
+from distcache.trainer.build import build_source
 from distcache.versions import fbgemm_here
 
 ARGUMENTS = ["size=small", "batch=64", "ratio=0.05", "steps=3", "lead=1", "repetitions=2"]

@@ -12,8 +12,8 @@ from distcache.bench.setting import compose_setting
 from distcache.comm.rendezvous import Place
 from distcache.comm.world import close_world, open_world
 from distcache.layout import RowLayout
-from distcache.optim.rows import row_update
-from distcache.run.build import build_dense, build_parallel, build_source, build_tables
+from distcache.optim import row_update
+from distcache.trainer.build import build_dense, build_parallel, build_source, build_tables
 
 DIM, SLOTS, STEPS, BATCH = 8, 900, 12, 64
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from distcache.bench import first_batch as bench
-from distcache.data.criteo_arrays import CriteoArrays
-from distcache.data.criteo_batches import BatchSettings
+from distcache.data.criteo import BatchSettings, CriteoArrays
 
 SAMPLES = 2_000_000_000
 BATCH = 2048

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distcache.cache.size import cache_bytes, cache_slots
 from distcache.errors import ConfigError
+from distcache.popularity.slots import cache_bytes, cache_slots
 
 ONE = [(1000, 16, 0)]
 TWO = [(3000, 16, 16), (1000, 4, 1)]  # 128 and 20 bytes a row in float32

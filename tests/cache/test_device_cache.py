@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distcache.cache.device_cache import FOREIGN, FREE, DeviceCache
+from distcache.cache import FOREIGN, FREE, DeviceCache
 from distcache.errors import MemoryTooSmallError, PlanError
-from distcache.store import available
+from distcache.store import memory as available
 
 DEVICES = [
     "cpu",

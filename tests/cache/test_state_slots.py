@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distcache.cache.device_cache import FOREIGN, DeviceCache
-from distcache.cache.state_slots import StateSlots
+from distcache.cache import FOREIGN, DeviceCache, StateSlots
 from distcache.errors import PlanError
 
 DIM, WIDTH = 4, 3

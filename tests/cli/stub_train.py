@@ -58,9 +58,9 @@ def train(config, world, run_dir):
 
 
 if __name__ == "__main__":
-    stub = types.ModuleType("distcache.trainer")
+    stub = types.ModuleType("distcache.trainer.trainer")
     stub.train = train
-    sys.modules["distcache.trainer"] = stub
+    sys.modules["distcache.trainer.trainer"] = stub
     from distcache.train import main
 
     sys.exit(main())

@@ -15,15 +15,13 @@ from analyses import SMALL, run
 
 from distcache import analyze as entry
 from distcache.analyze import main
-from distcache.cli.analyze_sizes import SizeSearch, rounded_up
-from distcache.planner.cases import Case
+from distcache.cli.analyze_run import SizeSearch, rounded_up
 from distcache.planner.policy import Policy
-from distcache.popularity.curve import curve_of
-from distcache.popularity.drift import Drift
-from distcache.popularity.profile import TableProfile
+from distcache.popularity.counters import Drift
+from distcache.popularity.curve import TableProfile, ZipfFit, curve_of
 from distcache.popularity.statistics import TableCounts, read_statistics
-from distcache.popularity.zipf_fit import ZipfFit
-from distcache.run.prediction import Estimate, Sizes
+from distcache.replay import Case
+from distcache.trainer.prediction import Estimate, Sizes
 
 
 def test_everything_is_left(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -9,9 +9,7 @@ import pytest
 from criteo_lines import ROWS, make_lines, preprocessed, write_lines
 
 from distcache.analyze import main
-from distcache.data.criteo import CriteoSource, CriteoSpec
-from distcache.data.criteo_arrays import CriteoArrays
-from distcache.data.criteo_batches import BatchSettings
+from distcache.data.criteo import BatchSettings, CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.popularity.statistics import check_fits, read_statistics, vocabulary_of
 

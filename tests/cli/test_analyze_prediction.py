@@ -13,8 +13,8 @@ from source_runs import summaries
 
 from distcache.analyze import main
 from distcache.cli.compose import compose_overrides, to_config
-from distcache.run.build import build_source, build_tables
-from distcache.run.prediction import Sizes, slots_of
+from distcache.trainer.build import build_source, build_tables
+from distcache.trainer.prediction import Sizes, slots_of
 
 TINY = ("model.dense_arch=[8,4]", "model.over_arch=[8,1]", "model.embedding_dim=4")
 SYNTHETIC = (

@@ -8,9 +8,9 @@ import pytest
 from analyses import SMALL, refused
 
 from distcache.analyze import main
-from distcache.cli.analyze_request import help_text, parse_request
+from distcache.cli.analyze_run import help_text, parse_request
 from distcache.errors import ConfigError
-from distcache.store import available
+from distcache.store import memory as available
 
 
 def test_data_without_a_lookup(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from analyses import SMALL, refused, run
 
-from distcache.cli.analyze_request import cases_of, parse_request, policy_named
+from distcache.cli.analyze_run import cases_of, parse_request, policy_named
 from distcache.planner.policy import Policy
 
 

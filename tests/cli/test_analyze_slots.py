@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distcache.planner.cases import Case
 from distcache.planner.policy import Policy
-from distcache.planner.replay import replay
-from distcache.planner.trace_sources import record_ids
-from distcache.run.prediction import Prediction
+from distcache.replay import Case, replay
+from distcache.trace import record_ids
+from distcache.trainer.prediction import Prediction
 
 
 @pytest.mark.parametrize("world", [1, 3])

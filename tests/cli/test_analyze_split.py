@@ -10,7 +10,7 @@ import pytest
 from distcache.analyze import main
 from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
-from distcache.trainer import train
+from distcache.trainer.trainer import train
 
 RUN = (
     *("data=synthetic", "data.table_rows=[3000,500,40]", "data.global_batch_size=64"),

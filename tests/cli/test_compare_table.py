@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 from fabricated import summary, write_run
 
-from distcache.cli.compare_runs import (
+from distcache.cli.compare_report import (
     Spread,
     by_chance,
     is_noise,
     largest_loss_difference,
     log_tail,
+    markdown,
     read_run,
     spread,
+    write_files,
 )
-from distcache.cli.compare_table import markdown, write_files
 
 
 def run_of(folder: Path, mode: str, name: str | None = None, **values):

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from distcache.cli import environment
-from distcache.cli.environment import commit, describe_environment, write_environment
-from distcache.cli.logs import set_up_logging
+from distcache.cli import run as environment
+from distcache.cli.run import commit, describe_environment, set_up_logging, write_environment
 
 
 def test_hardware_versions_and_command(tmp_path):

@@ -9,7 +9,7 @@ from launching import environment, run
 
 DRAW = """
 import os, sys
-from distcache.cli.figures import new_figure
+from distcache.cli.run import new_figure
 figure = new_figure(1, 1)
 figure.savefig(sys.argv[1])
 print(os.environ["MPLBACKEND"])

@@ -15,17 +15,16 @@ from ranks import run_ranks
 from distcache.analyze import main as analyze
 from distcache.cli import plan_report
 from distcache.cli.compose import checked_config, compose_overrides
-from distcache.cli.plan_predict import default_parameters, make_plan
-from distcache.cli.plan_request import parse_request
+from distcache.cli.plan_run import default_parameters, make_plan, parse_request
 from distcache.comm.rendezvous import Place
 from distcache.comm.world import World, close_world, open_world
-from distcache.cost.links import PRESETS
-from distcache.cost.sweep import Point
+from distcache.cost.choose import Point
+from distcache.cost.cluster import PRESETS
 from distcache.cost.traffic import CACHED, HYBRID
 from distcache.models import build_model
-from distcache.optim.rows import row_update
+from distcache.optim import row_update
 from distcache.plan import main
-from distcache.run.measure import DensePart, measure
+from distcache.trainer.measure import DensePart, measure
 
 TABLES = ("table_rows=[20000,3000,40]", "batch=128", "cache_ratio=0.2", "width=8")
 SMALL = (*TABLES, "most_ranks=16", "world_size=4")

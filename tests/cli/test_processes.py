@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from launching import environment
 
-from distcache.cli.processes import descendants, job_environment, run_job, stop_job, train_command
+from distcache.cli.run import descendants, job_environment, run_job, stop_job, train_command
 
 
 def test_commands():
@@ -81,7 +81,7 @@ def test_a_deaf_job_is_killed_with_its_family():
 PARENT = """
 import sys
 from pathlib import Path
-from distcache.cli.processes import run_job
+from distcache.cli.run import run_job
 child = ("import signal, sys, time\\n"
          "def stop(*_):\\n    print('stopped', flush=True); sys.exit(0)\\n"
          "signal.signal(signal.SIGINT, stop)\\nprint('up', flush=True)\\ntime.sleep(100)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ranks import run_ranks
 
-from distcache.comm.agree import agree_on, differences, together
+from distcache.comm.agreement import agree_on, differences, together
 from distcache.comm.failure import is_secondary
 from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError, PeerError

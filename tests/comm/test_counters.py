@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
-from distcache.comm.counters import (
+from distcache.comm.link import (
     COUNTED,
     CollectiveCounters,
     all_reduce_bytes,

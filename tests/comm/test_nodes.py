@@ -18,15 +18,17 @@ from node_cases import open_nodes
 from ranks import run_ranks
 
 from distcache.comm import rendezvous
-from distcache.comm.existing import current_world, leave_world
-from distcache.comm.nodes import (
+from distcache.comm.world import (
     Claim,
     Nodes,
     agree_on_nodes,
+    close_world,
+    current_world,
     exchange_claims,
+    leave_world,
     nodes_of_names,
+    open_world,
 )
-from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError, DistcacheError, PeerError
 
 

@@ -6,9 +6,14 @@ import torch
 from node_cases import open_nodes
 from ranks import run_ranks
 
-from distcache.comm.counters import ROWS, CollectiveCounters, count_collectives
-from distcache.comm.link import Link
-from distcache.comm.spread import spread, spread_flat
+from distcache.comm.link import (
+    ROWS,
+    CollectiveCounters,
+    Link,
+    count_collectives,
+    spread,
+    spread_flat,
+)
 from distcache.comm.world import close_world
 
 

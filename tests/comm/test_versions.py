@@ -16,10 +16,9 @@ from ranks import run_ranks
 import distcache
 from distcache import versions
 from distcache.comm import rendezvous
-from distcache.comm.existing import current_world
+from distcache.comm.agreement import agree_before_world, agree_on_versions
 from distcache.comm.rendezvous import Place
-from distcache.comm.versions import agree_before_world, agree_on_versions
-from distcache.comm.world import close_world, open_world
+from distcache.comm.world import close_world, current_world, open_world
 from distcache.errors import ConfigError, PeerError
 from distcache.layout import TableSpec
 
@@ -228,7 +227,7 @@ from distcache import versions
 real = versions.installed
 if os.environ["RANK"] == "1":
     versions.installed = lambda name: "0.0.1" if name == "distcache" else real(name)
-from distcache.cli.processes import leave
+from distcache.cli.run import leave
 from distcache.train import main
 leave(main())
 """

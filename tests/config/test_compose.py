@@ -13,12 +13,12 @@ from distcache.cli.compose import (
     checked_config,
     compose_command_line,
     compose_overrides,
+    conf_dir,
     to_config,
 )
 from distcache.comm.rendezvous import Place
-from distcache.config import Config
+from distcache.config.tree import Config
 from distcache.errors import ConfigError
-from distcache.paths import conf_dir
 
 GROUPS = ("model", "data", "cache", "store", "parallel", "optim", "trainer")
 KAGGLE_ROWS = [

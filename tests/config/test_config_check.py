@@ -8,12 +8,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from distcache import config_check
 from distcache.cli.compose import compose_overrides, given_keys, to_config
-from distcache.config import CacheConfig
-from distcache.config_check import check
-from distcache.config_keys import without_use
-from distcache.config_values import CHOICES
+from distcache.config import checks as config_check
+from distcache.config.checks import CHOICES, check
+from distcache.config.keys import without_use
+from distcache.config.tree import CacheConfig
 from distcache.errors import ConfigError
 from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
 

@@ -17,7 +17,7 @@ from distcache.bench.traffic_prediction import (
     synthetic_case,
 )
 from distcache.bench.traffic_tables import CLOSE
-from distcache.pipeline.placement import Placement
+from distcache.engine.groups import Placement
 
 
 def run_of(case: DataCase, placement: Placement, world: int) -> Run:

@@ -9,17 +9,20 @@ from dataclasses import replace
 import pytest
 from cost_cases import BATCH, DIM, ROWS, STATE, cluster, demand, settings
 
-from distcache.cost.choose import best_mixed, candidate_prefixes, choose_placement, winner
-from distcache.cost.links import Link
-from distcache.cost.predict import Settings, predict
-from distcache.cost.sweep import (
+from distcache.cost.choose import (
     Crossover,
+    best_mixed,
+    candidate_prefixes,
+    choose_placement,
     compare,
     crossovers,
     powers_of_two,
     ranks_per_node,
     sweep,
+    winner,
 )
+from distcache.cost.cluster import Link
+from distcache.cost.predict import Settings, predict
 from distcache.cost.traffic import (
     CACHED,
     HYBRID,

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from source_runs import summaries
 
-from distcache.cost.links import Cluster, Link
-from distcache.cost.popularity import zipf_sources
+from distcache.cost.cluster import Cluster, Link
+from distcache.cost.demand import demand_at, zipf_sources
 from distcache.cost.predict import Prediction, Settings, predict
-from distcache.cost.steps import demand_at
 from distcache.cost.traffic import HYBRID
 
 ROWS, BATCH, STEPS = (3000, 400, 60), 64, 60

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from cost_cases import BAGS, BATCH, ROWS, demand, draw
 
-from distcache.cost.popularity import (
+from distcache.cost.demand import (
     Chances,
     TableSource,
     counted_sources,
+    demand_at,
     zipf_popularity,
     zipf_sources,
 )
-from distcache.cost.steps import demand_at
 from distcache.errors import ConfigError
 from distcache.popularity.statistics import Statistics, TableCounts
 

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from cost_cases import demand, draw, layout
 
-from distcache.cost.hits import expected_hits
-from distcache.planner.cases import Case
+from distcache.cost.traffic import expected_hits
 from distcache.planner.policy import DEFAULT
-from distcache.planner.replay import replay
-from distcache.planner.trace_sources import record_ids
+from distcache.replay import Case, replay
+from distcache.trace import record_ids
 
 WORLD, STEPS = 2, 120
 

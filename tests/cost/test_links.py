@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from distcache.cost.links import (
+from distcache.cost.cluster import (
     PRESETS,
     SOURCES,
     Cluster,

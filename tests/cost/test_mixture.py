@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from cost_cases import BATCH, STATE, demand, draw, layout
 
-from distcache.cost.demand import GroupDemand
-from distcache.cost.popularity import counted_sources
-from distcache.cost.steps import demand_at
-from distcache.cost.window import GroupWindow, demand_of_window
+from distcache.cost.demand import (
+    GroupDemand,
+    GroupWindow,
+    counted_sources,
+    demand_at,
+    demand_of_window,
+)
 from distcache.popularity.statistics import Statistics, TableCounts
 
 WORLD, STEPS = 2, 40

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from cost_cases import BATCH, DIM, STATE, cluster, demand, draw, layout, settings
 
-from distcache.comm.nodes import Nodes
-from distcache.cost.demand import GroupDemand
-from distcache.cost.links import Cluster, Link
-from distcache.cost.predict import predict
-from distcache.cost.times import exchange_seconds
+from distcache.comm.world import Nodes
+from distcache.cost.cluster import Cluster, Link
+from distcache.cost.demand import GroupDemand, GroupWindow, demand_of_window
+from distcache.cost.predict import exchange_seconds, predict
 from distcache.cost.traffic import (
     EACH,
     MIXED,
@@ -29,7 +28,6 @@ from distcache.cost.traffic import (
     split,
     total,
 )
-from distcache.cost.window import GroupWindow, demand_of_window
 from distcache.errors import ConfigError
 
 ITEM, STEPS = 4, 120

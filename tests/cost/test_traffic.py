@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from cost_cases import BATCH, DIM, ROWS, STATE, cluster, demand, draw, layout, settings
 
-from distcache.comm.counters import all_reduce_bytes, all_to_all_bytes, gather_bytes
+from distcache.comm.link import all_reduce_bytes, all_to_all_bytes, gather_bytes
+from distcache.cost.cluster import Cluster
 from distcache.cost.demand import Demand
-from distcache.cost.links import Cluster
 from distcache.cost.predict import predict
 from distcache.cost.traffic import (
     CACHED,

@@ -7,8 +7,8 @@ import pytest
 from cost_cases import BAGS, BATCH, STATE, cluster, demand, draw, layout, settings
 
 from distcache.cost.choose import choose_placement
-from distcache.cost.hits import expected_hits
-from distcache.cost.window import GroupWindow, demand_of_window
+from distcache.cost.demand import GroupWindow, demand_of_window
+from distcache.cost.traffic import expected_hits
 from distcache.errors import ConfigError
 
 WORLD, STEPS = 3, 9

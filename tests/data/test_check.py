@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distcache.data import JaggedIds, check_ids
+from distcache.data.batch import JaggedIds, check_ids
 from distcache.errors import ConfigError, DataError
 
 ROWS, NAMES = [10, 5], ["t_item", "t_user"]

@@ -10,7 +10,7 @@ import torch
 from batch_checks import check_slices
 from criteo_files import ROWS, line, lines, source, write
 
-from distcache.data import CriteoSource, CriteoSpec
+from distcache.data.criteo import CriteoSource, CriteoSpec
 from distcache.data.files import find_files
 from distcache.errors import ConfigError, DataError
 

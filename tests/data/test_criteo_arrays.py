@@ -14,10 +14,8 @@ import torch
 from batch_checks import check_slices
 from criteo_lines import ROWS, make_lines, preprocessed, write_lines
 
-from distcache.data import CriteoSource, CriteoSpec
-from distcache.data.criteo_arrays import CriteoArrays
-from distcache.data.criteo_batches import BatchSettings
-from distcache.data.raw.multi_hot import bags
+from distcache.data.criteo import BatchSettings, CriteoArrays, CriteoSource, CriteoSpec
+from distcache.data.hashing import bags
 from distcache.data.raw.settings import MLPERF_BAGS
 from distcache.errors import ConfigError, DataError
 

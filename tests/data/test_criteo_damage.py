@@ -13,9 +13,9 @@ import pytest
 from criteo_lines import ROWS, make_lines, read_plainly
 from damaged import ODD, damage
 
-from distcache.data import CriteoSource, CriteoSpec
+from distcache.data.criteo import CriteoSource, CriteoSpec
 from distcache.data.files import inspect
-from distcache.data.raw.part import PartTask, parse_part
+from distcache.data.raw.parts import PartTask, parse_part
 from distcache.errors import DataError
 
 LINES = make_lines(14, seed=5)

@@ -11,9 +11,8 @@ import pytest
 from damaged import damage
 from parquet_files import columns, source, write
 
-from distcache.data.files import inspect
-from distcache.data.interactions_text import csv_numbers, line_numbers, read_csv, read_user_lines
-from distcache.data.lines import BadLines
+from distcache.data.files import BadLines, inspect
+from distcache.data.interactions import csv_numbers, line_numbers, read_csv, read_user_lines
 from distcache.errors import DataError
 
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from distcache.data.criteo_text import MAX_LINE, TOO_LONG
 from distcache.data.files import inspect
-from distcache.data.raw.spool import Spool
-from distcache.data.raw.text import gunzip, read_range, read_text, whole_lines
+from distcache.data.raw.text import Spool, gunzip, read_range, read_text, whole_lines
 from distcache.errors import DataError
 
 

@@ -15,17 +15,22 @@ from criteo_lines import ROWS, make_lines, preprocessed, write_lines
 from hot_cold_cases import SYNTHETIC, count
 from parquet_files import columns, source, write
 
-from distcache.data import hot_cold
 from distcache.data.batch import Batch
-from distcache.data.criteo import CriteoSource, CriteoSpec
-from distcache.data.criteo_arrays import CriteoArrays
-from distcache.data.criteo_batches import BatchSettings
-from distcache.data.hot_cold import COLD, HOT, BatchPlace, HotColdSource
+from distcache.data.criteo import BatchSettings, CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.interactions import InteractionsSource, InteractionsSpec
-from distcache.data.slices import SlicedSource
+from distcache.data.samplers import SlicedSource
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError
-from distcache.popularity.hot import HotSet, curve_of, greedy
+from distcache.popularity import hot_cold
+from distcache.popularity.hot_cold import (
+    COLD,
+    HOT,
+    BatchPlace,
+    HotColdSource,
+    HotSet,
+    curve_of,
+    greedy,
+)
 
 
 def clicks(folder: Path) -> InteractionsSource:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from interaction_files import CSV, HEADER, LINES, samples, source, write
 
-from distcache.data.interactions_text import _fast_block, csv_numbers
+from distcache.data.interactions import _fast_block, csv_numbers
 from distcache.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,7 +88,7 @@ def test_the_report_quotes_the_first_ten(tmp_path):
 
 
 def test_a_line_that_is_too_long(tmp_path, monkeypatch):
-    monkeypatch.setattr("distcache.data.lines.LONGEST", 1 << 20)
+    monkeypatch.setattr("distcache.data.files.LONGEST", 1 << 20)
     path = write(tmp_path / "a.txt", [*LINES, "9 " + "1 " * (1 << 20), "5 1 2"])
     with pytest.raises(DataError, match=r"a\.txt:6: the line is longer than 1 MiB"):
         source(path)

@@ -10,9 +10,9 @@ import torch
 from source_runs import digests, summaries
 
 from distcache.cli.compose import compose_overrides, to_config
-from distcache.metrics.binary import auc
-from distcache.run import build
-from distcache.store.initial import initial_rows
+from distcache.store.rows import initial_rows
+from distcache.trainer import build
+from distcache.trainer.evaluate import auc
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcache.data.mapped import MappedRows
+from distcache.data.files import MappedRows
 from distcache.errors import DataError
 
 

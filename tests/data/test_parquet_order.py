@@ -11,7 +11,7 @@ from batch_checks import check_slices
 from parquet_files import columns, seen, source, write
 
 from distcache.data.hashing import key_of
-from distcache.data.row_group_order import RowGroupOrder
+from distcache.data.parquet import RowGroupOrder
 from distcache.data.samplers import SampleOrder
 from distcache.errors import DataError
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from parquet_files import columns, seen, source, write
 
-from distcache.data.parquet_columns import ColumnRules
+from distcache.data.parquet_files import ColumnRules
 from distcache.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

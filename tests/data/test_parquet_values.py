@@ -12,7 +12,7 @@ import torch
 from batch_checks import check_slices
 from parquet_files import ROWS, columns, source, write
 
-from distcache.data.parquet_columns import ColumnRules
+from distcache.data.parquet_files import ColumnRules
 from distcache.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

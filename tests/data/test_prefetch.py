@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from distcache.data.batch import Batch, JaggedIds, unloaded
-from distcache.data.prefetch import Prefetch
+from distcache.data.batch import Batch, JaggedIds, Prefetch, unloaded
 from distcache.errors import DataError
 
 

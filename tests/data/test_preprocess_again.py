@@ -12,10 +12,9 @@ import pytest
 from criteo_lines import ROWS
 from preprocess_runs import run, same_files
 
-from distcache.data.raw import alone
+from distcache.data.raw import job as alone
 from distcache.data.raw.job import preprocess
-from distcache.data.raw.manifest import verify
-from distcache.data.raw.settings import PreprocessSettings
+from distcache.data.raw.settings import PreprocessSettings, verify
 from distcache.errors import ConfigError, DataError
 
 

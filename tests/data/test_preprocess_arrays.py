@@ -16,9 +16,8 @@ from preprocess_runs import run, same_files
 from distcache.data.criteo_text import dense_of
 from distcache.data.files import inspect
 from distcache.data.raw import job
-from distcache.data.raw.manifest import read_manifest, verify
-from distcache.data.raw.part import PartTask, parse_part
-from distcache.data.raw.settings import MLPERF_BAGS, PreprocessSettings
+from distcache.data.raw.parts import PartTask, parse_part
+from distcache.data.raw.settings import MLPERF_BAGS, PreprocessSettings, read_manifest, verify
 from distcache.errors import ConfigError, DataError
 
 

@@ -19,8 +19,7 @@ from preprocess_runs import command, run, same_files
 
 from distcache.data.raw import job
 from distcache.data.raw.job import preprocess
-from distcache.data.raw.manifest import read_manifest, verify
-from distcache.data.raw.settings import PreprocessSettings
+from distcache.data.raw.settings import PreprocessSettings, read_manifest, verify
 from distcache.errors import ConfigError
 
 

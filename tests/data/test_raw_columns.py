@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distcache.data.criteo_text import FIELDS, dense_of, parse_block
-from distcache.data.raw.columns import parse_columns
+from distcache.data.raw.parts import parse_columns
 
 TABLE_ROWS = np.array(ROWS)
 LARGE_ROWS = np.where(np.arange(26) == 3, 2**33, TABLE_ROWS)

@@ -14,10 +14,9 @@ import pytest
 from criteo_lines import ROWS, make_lines, preprocessed, read_plainly, write_lines
 
 from distcache.data.files import inspect
-from distcache.data.raw import part as part_module
-from distcache.data.raw.part import PartTask, parse_part
-from distcache.data.raw.part_files import read_pieces, write_runs
-from distcache.data.raw.pool import Pool
+from distcache.data.raw import parts as part_module
+from distcache.data.raw.job import Pool
+from distcache.data.raw.parts import PartTask, parse_part, read_pieces, write_runs
 from distcache.errors import DataError, MemoryTooSmallError
 
 
@@ -30,7 +29,7 @@ def parse(path: Path, folder: Path, rows=None, name: str = "p"):
 def test_values_are_widened_when_one_needs_it(tmp_path, monkeypatch, where):
     """Blocks of a few lines; the id of more than 32 bits is in the first, a middle, the last."""
     monkeypatch.setattr(part_module, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr("distcache.data.raw.part_files.PIECE", 37)
+    monkeypatch.setattr("distcache.data.raw.parts.PIECE", 37)
     lines = make_lines(700)
     if where is not None:
         lines[where] = b"\t".join([*lines[where].split(b"\t")[:-1], b"123456789abcdef0"])
@@ -67,7 +66,7 @@ import resource, sys
 sys.path[:0] = ["tests", "."]
 from pathlib import Path
 from test_raw_parts import parse
-from distcache.data.raw.part import parse_part
+from distcache.data.raw.parts import parse_part
 few = parse(Path({str(tmp_path / "few.txt")!r}), Path({str(tmp_path)!r}), None, "few")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 report = parse(Path({str(path)!r}), Path({str(tmp_path)!r}))

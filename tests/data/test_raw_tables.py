@@ -9,12 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcache.data.raw.assemble import distinct_of, look_up
-from distcache.data.raw.count import ENTRY_BYTES, Run, fewer_runs, merge_runs
-from distcache.data.raw.multi_hot import bags
-from distcache.data.raw.part_files import write_runs
+from distcache.data.hashing import bags
+from distcache.data.raw.job import distinct_of, look_up
+from distcache.data.raw.parts import write_runs
 from distcache.data.raw.settings import FIRST, MISSING
-from distcache.data.raw.tables import TableTask, build_table, read_table_report
+from distcache.data.raw.tables import (
+    ENTRY_BYTES,
+    Run,
+    TableTask,
+    build_table,
+    fewer_runs,
+    merge_runs,
+    read_table_report,
+)
 
 
 def make_runs(tmp_path: Path, columns: list[np.ndarray]) -> list[Run]:
@@ -55,7 +62,7 @@ def test_merged_runs_are_the_counts_of_all(tmp_path, dtype, most):
 
 @pytest.mark.parametrize("fan_in", [2, 3, 7])
 def test_many_runs_are_merged_in_groups(tmp_path, monkeypatch, fan_in):
-    monkeypatch.setattr("distcache.data.raw.count.FAN_IN", fan_in)
+    monkeypatch.setattr("distcache.data.raw.tables.FAN_IN", fan_in)
     columns = [*draw("<u4", parts=15), np.array([2**40, 2**40, 7], dtype="<u8")]
     runs = fewer_runs(make_runs(tmp_path, columns), 50, tmp_path / "groups")
     assert len(runs) <= fan_in

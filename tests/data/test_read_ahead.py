@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distcache.data.read_ahead import ReadAhead
-from distcache.data.samplers import BlockOrder
+from distcache.data.samplers import BlockOrder, ReadAhead
 
 
 def touched(spans: list[tuple[int, int]], samples: int) -> np.ndarray:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from distcache.data.hashing import digest_of, hash_counters, key_of
-from distcache.data.raw.multi_hot import bags
-from distcache.data.row_group_order import RowGroupOrder
+from distcache.data.hashing import bags, digest_of, hash_counters, key_of
+from distcache.data.parquet import RowGroupOrder
+from distcache.data.parquet_files import hashed, hexadecimal
 from distcache.data.samplers import BlockOrder, SampleOrder
-from distcache.data.string_ids import hashed, hexadecimal
 
 
 def test_hashes():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distcache.data.subset import Subset, both
+from distcache.data.samplers import Subset, both
 
 
 def words(mask: np.ndarray) -> np.ndarray:

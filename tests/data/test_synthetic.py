@@ -7,8 +7,8 @@ import pytest
 import torch
 from batch_checks import check_slices, equal, joined
 
-from distcache.data import SyntheticSource, SyntheticSpec
-from distcache.data import teacher as teacher_module
+from distcache.data import synthetic as teacher_module
+from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError, DataError
 
 SHAPES = {

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from distcache.data.zipf import ZipfTables
+from distcache.data.synthetic import ZipfTables
 from distcache.errors import ConfigError
 
 EXPONENTS = [0.0, 0.5, 0.999999, 1.0, 1.05, 2.0]

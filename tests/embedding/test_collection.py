@@ -20,7 +20,7 @@ from ebc_training import (
 from torchrec import KeyedJaggedTensor
 
 from distcache import lookahead
-from distcache.embedding.core import CachedTables
+from distcache.embedding.step import CachedTables
 
 pytestmark = pytest.mark.usefixtures("kind")
 

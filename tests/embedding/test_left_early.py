@@ -13,7 +13,7 @@ from ebc_models import cached, dlrm
 from ebc_training import assert_same, loss_of, weights_of
 
 from distcache import lookahead
-from distcache.embedding import ahead
+from distcache.embedding import step as ahead
 from distcache.errors import PeerError, PlanError
 
 pytestmark = pytest.mark.usefixtures("kind")

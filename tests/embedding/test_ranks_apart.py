@@ -15,9 +15,9 @@ from ebc_training import assert_close, assert_same, loss_of, weights_of
 from ranks import run_ranks
 
 from distcache import lookahead
-from distcache.embedding import ahead
+from distcache.embedding import step as ahead
+from distcache.engine.queue import StepQueue
 from distcache.errors import PeerError
-from distcache.pipeline.step_queue import StepQueue
 
 pytestmark = pytest.mark.usefixtures("kind")
 

@@ -15,9 +15,9 @@ from ebc_training import assert_same, dense_optimizer, loss_of, weights_of
 from ranks import run_ranks
 
 from distcache import lookahead
-from distcache.embedding import ahead
-from distcache.pipeline.shake import Shaker
-from distcache.pipeline.threads import Pipeline
+from distcache.embedding import step as ahead
+from distcache.engine.queue import Pipeline
+from distcache.engine.step import Shaker
 
 pytestmark = pytest.mark.usefixtures("kind")
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from distcache.metrics.progress import Progress, stages
-from distcache.metrics.timing import StepTimes
 from distcache.parallel.base import StepResult
-from distcache.run.schedule import Schedule
+from distcache.trainer.record import Progress, StepTimes, stages
+from distcache.trainer.schedule import Schedule
 
 CLOCK = len("14:01:56 ")
 TOOK = {
@@ -34,7 +33,7 @@ LIVE = {"hit_rate": 0.5003, "stage_ms": TOOK, "stage_hidden_ms": HIDDEN, "stall_
 
 def logged(tmp_path, caplog, live: dict[str, Any], steps: int | None = 60) -> tuple[list, list]:
     """Log lines and lines of the file after 40 steps of 100 ms with a line every 20."""
-    caplog.set_level(logging.INFO, "distcache.trainer")
+    caplog.set_level(logging.INFO, "distcache.trainer.trainer")
     times, mode = StepTimes(), SimpleNamespace(progress=lambda: live)
     path = tmp_path / "metrics.jsonl"
     with Progress(path, Schedule(0, steps, None, 0), 20) as report:

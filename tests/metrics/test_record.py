@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from distcache.metrics.record import MetricsFile, plain, write_json
-from distcache.metrics.timing import StepTimes
+from distcache.trainer.record import MetricsFile, StepTimes, plain, write_json
 
 
 def test_json_is_strict_and_whole(tmp_path):

@@ -14,13 +14,19 @@ import pytest
 from protocol_cases import Raises, batches, caught, make, train
 from ranks import run_ranks
 
-from distcache.comm.shared_clock import SharedClock
 from distcache.comm.world import close_world, open_world
+from distcache.engine.step import WAIT, Span
 from distcache.errors import ConfigError
-from distcache.metrics import trace
-from distcache.metrics.trace import collect, tracing
-from distcache.metrics.trace_part import TracePart, done_path, open_path, remove_trace
-from distcache.pipeline.clock import WAIT, Span
+from distcache.trainer import tracing as trace
+from distcache.trainer.tracing import (
+    SharedClock,
+    TracePart,
+    collect,
+    done_path,
+    open_path,
+    remove_trace,
+    tracing,
+)
 
 MOVEMENT = ["write_back", "gather", "fill"]
 PLANNING = ["ingest", "ingest", "load", "plan", "plan_exchange", "plan"]

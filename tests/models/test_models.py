@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from distcache.errors import ConfigError
-from distcache.models import DLRM, DCNv2, build_model, initialise
-from distcache.models.dlrm import DotInteraction
+from distcache.models import DLRM, DCNv2, DotInteraction, build_model, initialise
 
 FEATURES, DIM, DENSE, BATCH = 5, 8, 7, 12
 

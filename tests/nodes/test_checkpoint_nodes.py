@@ -17,14 +17,14 @@ from scenarios import Outcome, Scenario, finish, table
 from torch.distributed.checkpoint import FileSystemReader
 from toy_parallel import ToyParallel
 
-from distcache import checkpoint
-from distcache.checkpoint import RunIdentity, TrainerState
 from distcache.comm.world import World, close_world
+from distcache.engine import whole
+from distcache.engine import whole as sharded_state
 from distcache.errors import ConfigError, DistcacheError
-from distcache.parallel import sharded_state
-from distcache.parallel.cached_parts import CachedSettings
-from distcache.pipeline import whole
-from distcache.run import shared_folder
+from distcache.parallel.cached import CachedSettings
+from distcache.trainer import checkpoint
+from distcache.trainer import checkpoint as shared_folder
+from distcache.trainer.checkpoint import RunIdentity, TrainerState
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))
 CASE = Scenario(TABLES, OPTIMIZERS["adam"][0], OPTIMIZERS["adam"][1], steps=12, weighted=True)

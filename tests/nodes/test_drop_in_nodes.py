@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagConfig
 
 from distcache import lookahead
-from distcache.embedding import whole
+from distcache.embedding import step as whole
 from distcache.errors import MemoryTooSmallError
-from distcache.store import available
+from distcache.store import memory as available
 
 LAYOUTS = [(3,), (1, 2), (1, 1, 1)]
 

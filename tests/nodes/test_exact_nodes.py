@@ -13,8 +13,8 @@ from ranks import run_ranks
 from scenarios import Outcome, Scenario, run_mode, table
 
 from distcache.comm.world import close_world
-from distcache.parallel.cached_parts import CachedSettings
-from distcache.pipeline.placement import Placement
+from distcache.engine.groups import Placement
+from distcache.parallel.cached import CachedSettings
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))
 SLOTS = (236, 68)

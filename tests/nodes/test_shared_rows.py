@@ -13,14 +13,11 @@ from node_cases import open_nodes
 from ranks import run_ranks
 from scenarios import Scenario, finish, table
 
-from distcache.comm.nodes import Nodes
-from distcache.comm.world import World, close_world
+from distcache.comm.world import Nodes, World, close_world
+from distcache.engine.groups import Placement, TableGroup, group_bags, make_groups
 from distcache.parallel.base import OptimizerSpec
-from distcache.parallel.cached import CachedParallel
-from distcache.parallel.cached_parts import CachedSettings
-from distcache.pipeline.groups import TableGroup, group_bags, make_groups
-from distcache.pipeline.placement import Placement
-from distcache.planner import relays
+from distcache.parallel.cached import CachedParallel, CachedSettings
+from distcache.planner import shard as relays
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4))
 CASE = Scenario(TABLES, OptimizerSpec("adagrad"), steps=10, global_batch=48, last_batch=3)

@@ -12,8 +12,7 @@ from jagged import bag_of, random_bags, segments_of
 from distcache import ops
 from distcache.errors import ConfigError
 from distcache.ops import reference
-from distcache.ops.rule import Rule
-from distcache.ops.segments import segment_chunks
+from distcache.ops.reference import Rule, segment_chunks
 
 DTYPES = [torch.float32, torch.float64]
 DIMS = [1, 3, 4, 12, 16, 20, 33]

@@ -15,7 +15,7 @@ from jagged import bag_of, random_bags, segments_of
 from triton_here import DIMS, gradients, here, kernels, lookup
 
 from distcache.ops import reference
-from distcache.ops.segments import CHUNK, segment_chunks
+from distcache.ops.reference import CHUNK, segment_chunks
 
 
 def expected_lookup(rows, positions, offsets, weights):

@@ -15,7 +15,7 @@ from triton_here import DEVICE, DIMS, gradients, here, kernels, lookup
 
 from distcache.errors import ConfigError
 from distcache.ops import reference
-from distcache.ops.rule import Rule
+from distcache.ops.reference import Rule
 
 RULES = [
     Rule("sgd", 0.05),

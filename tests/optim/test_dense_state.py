@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distcache.optim.dense import dense_optimizer
-from distcache.optim.dense_state import load_state, state_tensors
+from distcache.optim import dense_optimizer, load_state, state_tensors
 
 
 def parts(name: str, seed: int = 0):

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distcache.optim.dense import dense_optimizer
-from distcache.optim.dense_state import state_tensors
-from distcache.optim.masked import masked_step, uncount
+from distcache.optim import dense_optimizer, masked_step, state_tensors, uncount
 
 
 class Shapes(nn.Module):

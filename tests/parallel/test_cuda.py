@@ -19,10 +19,9 @@ from ranks import run_ranks
 from scenarios import Outcome, Scenario, run_mode, table
 
 from distcache.comm.world import World, close_world, open_world
-from distcache.parallel.cached import CachedParallel
-from distcache.parallel.cached_parts import CachedSettings
-from distcache.pipeline.placement import Placement
-from distcache.store.direct import ACCESS
+from distcache.engine.groups import Placement
+from distcache.parallel.cached import CachedParallel, CachedSettings
+from distcache.store.rows import ACCESS
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from distcache.parallel.durations import Durations
+from distcache.parallel.base import Durations
 
 
 def test_exact_while_all_are_kept_and_without_the_first() -> None:

@@ -10,8 +10,7 @@ from scenarios import Scenario, table
 from torch import Tensor, nn
 
 from distcache.comm.world import close_world, open_world
-from distcache.parallel.cached import CachedParallel
-from distcache.parallel.cached_parts import CachedSettings
+from distcache.parallel.cached import CachedParallel, CachedSettings
 
 
 class Moody(nn.Module):

@@ -14,9 +14,9 @@ from scenarios import Scenario, run_mode, table
 
 from distcache import ops
 from distcache.comm.world import close_world, open_world
-from distcache.ops.segments import CHUNK
-from distcache.parallel.cached_parts import CachedSettings
-from distcache.store.direct import ZERO_COPY
+from distcache.ops.reference import CHUNK
+from distcache.parallel.cached import CachedSettings
+from distcache.store.rows import ZERO_COPY
 
 pytest.importorskip("triton", reason="Triton is not installed")
 TABLES = (table("a", 60), table("b", 9, features=2), table("c", 7, dim=6), table("d", 1))

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from scenarios import Outcome, Scenario, run_mode, table
 
 from distcache.comm.world import close_world, open_world
-from distcache.parallel.cached_parts import CachedSettings
+from distcache.parallel.cached import CachedSettings
 from distcache.planner.policy import Policy
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))

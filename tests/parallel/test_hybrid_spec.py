@@ -12,13 +12,13 @@ from distcache.comm.world import World
 from distcache.errors import ConfigError, MemoryTooSmallError
 from distcache.layout import TableSpec
 from distcache.parallel.base import OptimizerSpec
-from distcache.parallel.hybrid_spec import HybridSpec, check_memory, check_spec, load_torchrec
-from distcache.store import available
+from distcache.parallel.hybrid import HybridSpec, check_memory, check_spec, load_torchrec
+from distcache.store import memory as available
 
 
 def test_row_wise_and_column_wise_fall_back_where_a_table_cannot_be_split() -> None:
     load_torchrec()
-    from distcache.parallel.hybrid_sharding import column_shards, splits_rows
+    from distcache.parallel.hybrid_torchrec import column_shards, splits_rows
 
     assert [splits_rows(rows, 4) for rows in (3, 4, 5, 6, 7, 8)] == [
         False,

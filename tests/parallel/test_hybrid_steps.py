@@ -13,7 +13,7 @@ from ranks import run_ranks
 from distcache.comm.world import World, close_world, open_world
 from distcache.errors import ConfigError
 from distcache.parallel.base import Step
-from distcache.parallel.hybrid_spec import load_torchrec
+from distcache.parallel.hybrid import load_torchrec
 
 OPTIMIZERS = cases.OPTIMIZERS
 
@@ -79,7 +79,7 @@ def _bucket_orders(world: World, rank: int, size: int) -> list:
 
 
 def _planner_fails(world: World, rank: int, size: int) -> str:
-    from distcache.parallel import hybrid_sharding
+    from distcache.parallel import hybrid_torchrec as hybrid_sharding
 
     def fails(*_: object) -> None:
         raise MemoryError("not enough HBM")

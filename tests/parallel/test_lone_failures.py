@@ -11,7 +11,7 @@ from scenarios import Scenario, table
 
 from distcache.comm.world import close_world, open_world
 from distcache.data.batch import JaggedIds
-from distcache.parallel.cached_parts import CachedSettings
+from distcache.parallel.cached import CachedSettings
 
 TABLES = (table("a", 300), table("b", 40, features=2))
 SLOTS = (240,)

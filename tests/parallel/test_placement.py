@@ -22,8 +22,8 @@ from ranks import run_ranks
 from scenarios import Scenario
 
 from distcache.comm.world import close_world, open_world
-from distcache.parallel.cached_parts import CachedSettings
-from distcache.pipeline.placement import Placement
+from distcache.engine.groups import Placement
+from distcache.parallel.cached import CachedSettings
 
 
 def scenario(optimizer: str, **changes: object) -> Scenario:

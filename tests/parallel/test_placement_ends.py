@@ -15,12 +15,11 @@ from scenarios import Scenario
 from toy_parallel import TABLES, ToySource, toy_config
 
 from distcache.comm.world import World, close_world, open_world
+from distcache.engine.groups import Placement
 from distcache.models import initialise
 from distcache.parallel.base import OptimizerSpec
-from distcache.parallel.cached import CachedParallel
-from distcache.parallel.cached_parts import CachedSettings
-from distcache.pipeline.placement import Placement
-from distcache.trainer import Run
+from distcache.parallel.cached import CachedParallel, CachedSettings
+from distcache.trainer.trainer import Run
 
 BAD, STEPS = 3, 6
 TOY = Scenario(TABLES, OptimizerSpec("adam"))

@@ -12,9 +12,8 @@ from ranks import run_ranks
 from torch import Tensor
 
 from distcache.comm.world import close_world, open_world
-from distcache.parallel.cached import CachedParallel
-from distcache.parallel.cached_parts import CachedSettings
-from distcache.pipeline.schedule import InFlight
+from distcache.engine.step import InFlight
+from distcache.parallel.cached import CachedParallel, CachedSettings
 
 STATE = {"sgd": lambda dim: 0, "rowwise_adagrad": lambda dim: 1, "adam": lambda dim: 2 * dim}
 """Floats of optimizer state of a row of width D."""

@@ -15,9 +15,9 @@ from ranks import run_ranks
 from scenarios import Outcome, Scenario, run_mode, table
 
 from distcache.comm.world import World, close_world, open_world
+from distcache.engine.warm import warm_plans
 from distcache.errors import ConfigError, PlanError
-from distcache.parallel.cached_parts import CachedSettings
-from distcache.pipeline.warm import warm_plans
+from distcache.parallel.cached import CachedSettings
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))
 SLOTS = (240, 12)
@@ -144,7 +144,7 @@ def test_a_checkpoint_is_loaded_before_rows_are_cached(world: World) -> None:
 
 
 def test_each_home_fills_its_own_slots_with_its_likeliest_rows() -> None:
-    from distcache.pipeline.groups import make_groups
+    from distcache.engine.groups import make_groups
 
     group = make_groups([table("a", 1000)], ["a_0"], 3)[0]
     hot = np.random.default_rng(0).permutation(1000)[:90].astype(np.int64)

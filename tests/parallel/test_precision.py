@@ -14,10 +14,9 @@ from torch import nn
 
 from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError
-from distcache.models.build import build_model, initialise
-from distcache.parallel.cached import CachedParallel
-from distcache.parallel.cached_parts import CachedSettings
-from distcache.parallel.precision import predict, tf32
+from distcache.models import build_model, initialise
+from distcache.parallel.base import predict, tf32
+from distcache.parallel.cached import CachedParallel, CachedSettings
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))
 TIGHT = (236, 68)

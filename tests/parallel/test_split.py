@@ -15,8 +15,7 @@ from ranks import run_ranks
 from scenarios import Scenario, run_mode, table
 
 from distcache.comm.world import close_world, open_world
-from distcache.parallel.cached import CachedParallel
-from distcache.parallel.cached_parts import CachedSettings
+from distcache.parallel.cached import CachedParallel, CachedSettings
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4, pooling="mean"))
 

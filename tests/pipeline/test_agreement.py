@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from distcache.coordinator import Agreement, agreement, words
+from distcache.engine.gradients import Agreement, agreement, words
 
 
 def said(*parts: tuple[float, bool]) -> torch.Tensor:

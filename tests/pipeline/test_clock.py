@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from distcache.engine.step import WAIT, Span, Stage, StageClock
 from distcache.parallel.statistics import stage_values
-from distcache.pipeline.clock import WAIT, Span, StageClock
-from distcache.pipeline.schedule import Stage
 
 STAGES = tuple(
     Stage(name, stream, lambda flight: None)

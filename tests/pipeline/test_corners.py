@@ -13,13 +13,13 @@ from scenarios import Scenario, run_mode, table
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.data.batch import Batch, JaggedIds
+from distcache.engine.groups import make_groups
+from distcache.engine.planning import StreamPlanner
+from distcache.engine.step import PlanningSettings
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
 from distcache.parallel.base import OptimizerSpec
 from distcache.parallel.cached import CachedSettings
-from distcache.pipeline.groups import make_groups
-from distcache.pipeline.planned import PlanningSettings
-from distcache.pipeline.planning import StreamPlanner
 
 ADAM = OptimizerSpec("adam")
 MODES = ("resident", "data", "host")

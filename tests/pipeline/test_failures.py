@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ends import End, Job
 from protocol_cases import Raises, batches, caught, make, state, train
 
-from distcache.comm.agree import together
+from distcache.comm.agreement import together
 from distcache.comm.failure import cause_of
 from distcache.comm.world import World, close_world, open_world
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jagged import segments_of
 
-from distcache.pipeline.groups import GroupBags, join_pooled
-from distcache.pipeline.lookup import DeviceBags, PooledLookup, RowLookup, bags_of_one
+from distcache.engine.groups import GroupBags, join_pooled
+from distcache.engine.lookup import DeviceBags, PooledLookup, RowLookup, bags_of_one
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from ranks import run_ranks
 from scenarios import Outcome, run_mode
 
 from distcache.comm.world import World, close_world, open_world
-from distcache.parallel.cached_parts import CachedSettings
-from distcache.store.direct import ACCESS
+from distcache.parallel.cached import CachedSettings
+from distcache.store.rows import ACCESS
 
 CORNERS = ((0, 0), (0, 8), (64, 0), (64, 8), (1, 1), (8, 1))
 

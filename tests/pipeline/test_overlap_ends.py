@@ -13,8 +13,7 @@ from scenarios import Scenario, run_mode
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.errors import DataError
-from distcache.parallel.cached import CachedParallel
-from distcache.parallel.cached_parts import CachedSettings
+from distcache.parallel.cached import CachedParallel, CachedSettings
 
 
 @pytest.fixture(scope="module")

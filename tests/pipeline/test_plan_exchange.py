@@ -9,8 +9,8 @@ from protocol_cases import batches, make, train
 from ranks import run_ranks
 
 from distcache.comm.world import World, close_world, open_world
+from distcache.engine.exchange import Asking, Deciding, Status
 from distcache.errors import PeerError
-from distcache.pipeline.plan_header import Asking, Deciding, Status
 
 STEPS = 6
 

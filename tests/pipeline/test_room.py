@@ -14,20 +14,19 @@ from hypothesis import strategies as st
 from placement_cases import placement_of
 from protocol_cases import CASE, TABLES, batches, caught, make, state, warnings
 
-from distcache.cache.size import cache_slots
 from distcache.comm.world import close_world, open_world
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
-from distcache.errors import StepTooLargeError
-from distcache.layout import TableSpec
-from distcache.pipeline.groups import make_groups
-from distcache.pipeline.placement import Placement, region_slots
-from distcache.pipeline.regions import Region
-from distcache.pipeline.room import (
+from distcache.engine.groups import Placement, make_groups, region_slots
+from distcache.engine.room import (
+    Region,
     enough_slots,
     smallest_cache_rows,
     too_large,
     warn_if_too_small,
 )
+from distcache.errors import StepTooLargeError
+from distcache.layout import TableSpec
+from distcache.popularity.slots import cache_slots
 
 
 def attempt(

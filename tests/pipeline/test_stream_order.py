@@ -15,11 +15,10 @@ from ranks import run_ranks
 from scenarios import Scenario, table
 
 from distcache.comm.world import close_world, open_world
+from distcache.engine.groups import Placement
 from distcache.parallel import cached
-from distcache.parallel.cached import CachedParallel
-from distcache.parallel.cached_parts import CachedSettings
-from distcache.pipeline.placement import Placement
-from distcache.store.direct import ACCESS
+from distcache.parallel.cached import CachedParallel, CachedSettings
+from distcache.store.rows import ACCESS
 from distcache.streams import Mark, Streams
 
 TABLES = (table("a", 300), table("b", 40, features=2))

@@ -10,7 +10,7 @@ import pytest
 from criteo_lines import make_lines, write_lines
 from traffic_runs import Run, counted, placements, replayed
 
-from distcache.pipeline.placement import Placement
+from distcache.engine.groups import Placement
 
 SYNTHETIC = (
     "data=synthetic",

@@ -11,12 +11,9 @@ from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distcache.planner.belady import BODIES, belady
-from distcache.planner.cases import Case
 from distcache.planner.policy import Policy
-from distcache.planner.replay import replay
-from distcache.planner.trace import Trace
-from distcache.planner.trace_sources import record_ids
+from distcache.replay import BODIES, Case, belady, replay
+from distcache.trace import Trace, record_ids
 
 
 @st.composite

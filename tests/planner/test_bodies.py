@@ -11,10 +11,17 @@ from planner_bodies import ALL, equal
 from policy_reference import counted
 
 from distcache.errors import PlanError
-from distcache.planner.bodies import bodies, using
-from distcache.planner.calls import distinct_rows, divided, grouped, hashed_rows, occurrences
-from distcache.planner.rankings import ByCount
-from distcache.planner.regions import HotRows, in_tail
+from distcache.planner.calls import (
+    bodies,
+    distinct_rows,
+    divided,
+    grouped,
+    hashed_rows,
+    occurrences,
+    using,
+)
+from distcache.planner.policy import ByCount
+from distcache.planner.shard import HotRows, in_tail
 
 
 def by_all(call, *arguments, written: int | None = None) -> object:

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from distcache.errors import ConfigError
-from distcache.planner import region_loops
-from distcache.planner.bodies import NAMES, NUMPY, SETTING, make
+from distcache.planner import loops as region_loops
+from distcache.planner.calls import NAMES, NUMPY, SETTING, make
 
 
 def run_python(program: str, **environment: str) -> subprocess.CompletedProcess:
@@ -29,7 +29,7 @@ def run_python(program: str, **environment: str) -> subprocess.CompletedProcess:
 PLAN = """
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner.home import HomePlanner
-import distcache.planner.bodies as bodies
+import distcache.planner.calls as bodies
 assert "numba" not in sys.modules
 HomePlanner(RowLayout([TableSpec("t", 9, 4, ("f",))], 1), 0, 3, 1)
 sys.stdout.write(bodies.bodies().body)
@@ -38,7 +38,7 @@ sys.stdout.flush()
 
 
 def test_numba_is_imported_by_the_first_planner_alone() -> None:
-    program = "import sys, distcache, distcache.trainer, distcache.embedding" + PLAN
+    program = "import sys, distcache, distcache.trainer.trainer, distcache.embedding" + PLAN
     done = run_python(program + "assert 'numba' in sys.modules")
     assert (done.returncode, done.stdout) == (0, "compiled"), done.stderr
     done = run_python("import sys" + PLAN + "assert 'numba' not in sys.modules", **{SETTING: NUMPY})

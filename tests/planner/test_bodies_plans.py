@@ -13,8 +13,7 @@ from planner_bodies import ALL, equal
 
 from distcache.errors import PlanError
 from distcache.planner.assemble import make_request
-from distcache.planner.bodies import using
-from distcache.planner.calls import occurrences
+from distcache.planner.calls import occurrences, using
 from distcache.planner.home import HomePlanner
 from distcache.planner.policy import POLICIES, Policy
 from distcache.planner.simulator import PlannerSettings, simulate

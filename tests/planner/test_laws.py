@@ -12,7 +12,7 @@ from plan_streams import BODIES, make_layout, streams
 
 from distcache.errors import StepTooLargeError
 from distcache.layout import RowLayout
-from distcache.planner.bodies import using
+from distcache.planner.calls import using
 from distcache.planner.distinct import by_hash, by_index, by_unique
 from distcache.planner.home import HomePlanner
 from distcache.planner.policy import POLICIES, Policy

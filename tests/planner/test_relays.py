@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from plan_streams import make_layout, sharded_streams
 from shard_model import brought_by, ranks_of
 
-from distcache.comm.nodes import Nodes
+from distcache.comm.world import Nodes
 from distcache.errors import PlanError
-from distcache.planner.relays import (
+from distcache.planner.shard import (
     Routes,
     carriers,
     has_several,
@@ -26,8 +26,7 @@ from distcache.planner.relays import (
     unpack,
 )
 from distcache.planner.simulator import PlannerSettings, simulate
-from distcache.shard_plan import ShardPlan, Transfer
-from distcache.step_plan import StepPlan, check_plan, check_plan_fully
+from distcache.step_plan import ShardPlan, StepPlan, Transfer, check_plan, check_plan_fully
 
 SHAPES = [(2, 2), (1, 3), (3, 1), (2, 1, 2), (1, 1), (4,), (2, 3, 1)]
 KINDS = ("early", "late")

@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from plan_streams import BODIES, make_layout, streams
 
 from distcache.errors import ConfigError, DataError, MemoryTooSmallError, StepTooLargeError
-from distcache.planner.bodies import using
-from distcache.planner.cases import Case, GroupCounts, Outcome
+from distcache.planner.calls import using
 from distcache.planner.policy import PINNED, POLICIES, TAILS, Policy
-from distcache.planner.replay import replay
 from distcache.planner.simulator import PlannerSettings, simulate
-from distcache.planner.trace import Recorder, Trace
-from distcache.planner.trace_sources import record_ids
+from distcache.replay import Case, GroupCounts, Outcome, replay
+from distcache.trace import Recorder, Trace, record_ids
 
 
 def recorded(steps: Sequence[Sequence[np.ndarray]], rows: int, world: int) -> Trace:
@@ -185,7 +183,7 @@ def test_cases_that_cannot_be_served_are_refused() -> None:
 
 def test_an_index_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = record_ids([np.array([5, 10**9])])
-    monkeypatch.setattr("distcache.store.available.available_memory", lambda: 10**6)
+    monkeypatch.setattr("distcache.store.memory.available_memory", lambda: 10**6)
     assert replay(trace, [Case(Policy(tail="lru"), (2,))])[0].fetched == 2  # two rows are named
     with pytest.raises(MemoryTooSmallError, match=r"index of lfu over 1000000001 rows.*8\.38 GiB"):
         replay(trace, [Case(Policy("lfu"), (2,))])

@@ -14,13 +14,12 @@ from source_runs import SMALL, summaries
 
 from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
-from distcache.config import Config
-from distcache.planner.cases import Case, Outcome
+from distcache.config.tree import Config
 from distcache.planner.policy import Policy
-from distcache.planner.replay import replay
-from distcache.planner.trace_sources import record_source
-from distcache.run import build
-from distcache.run.schedule import make_schedule
+from distcache.replay import Case, Outcome, replay
+from distcache.trace import record_source
+from distcache.trainer import build
+from distcache.trainer.schedule import make_schedule
 
 RUN = (
     "data.table_rows=[3000,400,60]",

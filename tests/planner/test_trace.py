@@ -13,12 +13,11 @@ from scenarios import Scenario, table
 
 from distcache.data.batch import JaggedIds
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
+from distcache.engine.groups import group_bags, make_groups
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec, group_tables
-from distcache.pipeline.groups import group_bags, make_groups
 from distcache.planner.simulator import PlannerSettings, simulate
-from distcache.planner.trace import Recorder, Trace
-from distcache.planner.trace_sources import read_steps, record_ids, record_source
+from distcache.trace import Recorder, Trace, read_steps, record_ids, record_source
 
 SPEC = SyntheticSpec([300, 40, 7], bag_size=[2, 1.5, 1], samples=50, global_batch_size=16)
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from plan_streams import make_layout, streams
 
 from distcache.errors import ConfigError, StepTooLargeError
-from distcache.planner.flows import Load, RowFormat, StepTraffic
 from distcache.planner.simulator import PlannerSettings, simulate
-from distcache.planner.traffic import RegionCounts, count_traffic
+from distcache.replay import Load, RegionCounts, RowFormat, StepTraffic, count_traffic
 from distcache.step_plan import StepPlan, check_plan_fully
 
 

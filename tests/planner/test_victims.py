@@ -13,11 +13,10 @@ from plan_streams import BODIES, make_layout, streams
 from policy_reference import Reference
 
 from distcache.errors import ConfigError
-from distcache.planner.bodies import NAMES, Bodies, make, using
-from distcache.planner.buckets import LEAVES_FIRST
+from distcache.planner.calls import NAMES, Bodies, make, using
 from distcache.planner.home import HomePlanner
-from distcache.planner.policy import PINNED, POLICIES, TAILS, Policy
-from distcache.planner.rankings import ByCount, home_popularity
+from distcache.planner.policy import PINNED, POLICIES, TAILS, ByCount, Policy, home_popularity
+from distcache.planner.victims import LEAVES_FIRST
 
 ALL = [Policy(name, admission=admission) for name in POLICIES for admission in (False, True)]
 ALL += [Policy(tail=tail, admission=admission) for tail in TAILS[1:] for admission in (False, True)]

@@ -7,8 +7,7 @@ import pytest
 
 from distcache.errors import ConfigError, DataError
 from distcache.popularity import counters as module
-from distcache.popularity.counters import DenseCounter, SketchCounter, make_counters
-from distcache.popularity.sketch import HyperLogLog
+from distcache.popularity.counters import DenseCounter, HyperLogLog, SketchCounter, make_counters
 
 
 def skewed(rows: int, count: int, seed: int = 0) -> np.ndarray:

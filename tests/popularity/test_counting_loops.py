@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from distcache.planner import bodies as planner
+from distcache.planner import calls as planner
 from distcache.popularity.bodies import NAMES, Bodies, bodies
 
 NONE = np.empty(0, dtype=np.int64)

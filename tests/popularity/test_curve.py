@@ -7,10 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from distcache.popularity.curve import CountCurve, StaticSet, curve_of, split_static
-from distcache.popularity.drift import Drift
+from distcache.popularity.counters import Drift
+from distcache.popularity.curve import CountCurve, StaticSet, curve_of, fit_zipf, split_static
 from distcache.popularity.statistics import TableCounts
-from distcache.popularity.zipf_fit import fit_zipf
 
 COUNTS = np.array([5, 0, 100_000, 1, 1, 70_000, 5, 0, 2], dtype=np.uint32)
 

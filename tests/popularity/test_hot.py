@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distcache.data.batch import JaggedIds
-from distcache.popularity.hot import (
+from distcache.popularity.hot_cold import (
     HotCurve,
     HotSet,
     curve_of,

@@ -10,12 +10,18 @@ import pytest
 from distcache.comm.world import close_world, open_world
 from distcache.errors import MemoryTooSmallError
 from distcache.layout import RowLayout, TableSpec
-from distcache.popularity.classes import row_classes
-from distcache.popularity.curves import curve_of, expected_misses, hot_prefixes, pinned_prefixes
-from distcache.popularity.node import Popularity, share_popularity
-from distcache.popularity.order import RowOrder, fill_order, order_dtype
-from distcache.popularity.statistics import Statistics, TableCounts
-from distcache.store import available
+from distcache.popularity.curve import expected_misses, hot_prefixes, pinned_prefixes, row_curve_of
+from distcache.popularity.statistics import (
+    Popularity,
+    RowOrder,
+    Statistics,
+    TableCounts,
+    fill_order,
+    order_dtype,
+    row_classes,
+    share_popularity,
+)
+from distcache.store import memory as available
 
 TABLES = [TableSpec("a", 5, 4, ("a_0",)), TableSpec("b", 601, 4, ("b_0",))]
 
@@ -108,7 +114,9 @@ def test_a_node_without_memory_for_the_order_says_so(world, monkeypatch) -> None
 @pytest.mark.parametrize("homes", [1, 4])
 def test_pinned_rows_leave_room_for_those_of_the_next_steps(homes: int) -> None:
     rng = np.random.default_rng(2)
-    curves = [curve_of(counted("x", rng.zipf(1.3, 4000).clip(max=10**4)), 200) for _ in range(2)]
+    curves = [
+        row_curve_of(counted("x", rng.zipf(1.3, 4000).clip(max=10**4)), 200) for _ in range(2)
+    ]
     for slots in (900, 2000, 8000):
         pinned = pinned_prefixes(curves, slots, 2, homes)
         others = 2 * expected_misses(curves, pinned)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distcache.planner.cases import Case
 from distcache.planner.policy import PINNED, Policy
-from distcache.planner.replay import replay
-from distcache.planner.trace import Trace
-from distcache.planner.trace_sources import record_ids
-from distcache.popularity.of_trace import pinned_rows, popularity_of
+from distcache.replay import Case, pinned_rows, popularity_of, replay
+from distcache.trace import Trace, record_ids
 
 
 @pytest.fixture(scope="module", params=[1, 2])

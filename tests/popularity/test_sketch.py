@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from distcache.planner import bodies as planner
-from distcache.popularity.sketch import Bitmap, FrequentItems, HyperLogLog
+from distcache.planner import calls as planner
+from distcache.popularity.counters import Bitmap, FrequentItems, HyperLogLog
 
 
 def check(sketch: FrequentItems, ids: np.ndarray, places: int) -> None:

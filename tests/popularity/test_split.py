@@ -9,21 +9,26 @@ import math
 import numpy as np
 import pytest
 
-from distcache.cache.size import cache_bytes
 from distcache.errors import ConfigError
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner.policy import Policy
 from distcache.planner.simulator import PlannerSettings, simulate
-from distcache.popularity.curves import (
+from distcache.popularity.curve import (
     GroupCurves,
-    curve_of,
     expected_misses,
     hot_prefixes,
     least_slots,
+    row_curve_of,
     row_use,
 )
-from distcache.popularity.plan import Budget, SlotPlan, plan_slots, statistics_of
-from distcache.popularity.split import slots_by_curve
+from distcache.popularity.slots import (
+    Budget,
+    SlotPlan,
+    cache_bytes,
+    plan_slots,
+    slots_by_curve,
+    statistics_of,
+)
 from distcache.popularity.statistics import Statistics, TableCounts
 
 
@@ -50,7 +55,7 @@ def test_use_is_the_chance_that_some_lookup_names_the_row(n: int) -> None:
 def test_expected_rows_of_a_step_are_those_of_its_lookups() -> None:
     rng = np.random.default_rng(0)
     counts = rng.zipf(1.3, 400).clip(max=10**4)
-    curve = curve_of(counted("a", counts), 60)
+    curve = row_curve_of(counted("a", counts), 60)
     lookups = np.repeat(np.arange(400), counts)
     drawn = [len(np.unique(rng.choice(lookups, 60, replace=False))) for _ in range(1000)]
     spread = np.std(drawn) / np.sqrt(len(drawn))
@@ -65,7 +70,7 @@ def test_a_sample_tells_the_rows_of_a_step_without_bias() -> None:
     share = 1.0 / np.arange(1, 20_001) ** 1.1
     share /= share.sum()
     sampled = np.bincount(rng.choice(20_000, 15_000, p=share), minlength=20_000)
-    expected = curve_of(counted("a", sampled), 4000).expected_rows
+    expected = row_curve_of(counted("a", sampled), 4000).expected_rows
     true = float(-np.expm1(4000 * np.log1p(-share)).sum())
     assert abs(expected - true) < 0.01 * true
 
@@ -78,8 +83,8 @@ def test_greedy_is_the_best_of_all_splits_of_a_tiny_budget(seed: int, world: int
     rng = np.random.default_rng(seed)
     groups = []
     for row_bytes in (16, 48):
-        curves = [curve_of(counted("x", rng.integers(0, 9, rng.integers(2, 7))), 0.4)]
-        curves.append(curve_of(counted("y", rng.integers(0, 40, 4)), 0.2))
+        curves = [row_curve_of(counted("x", rng.integers(0, 9, rng.integers(2, 7))), 0.4)]
+        curves.append(row_curve_of(counted("y", rng.integers(0, 40, 4)), 0.2))
         groups.append(GroupCurves(tuple(curves), row_bytes))
     least = [least_slots(group, world) for group in groups]
     full = [-(-group.rows // world) * world for group in groups]
@@ -113,7 +118,7 @@ def test_greedy_is_the_best_of_all_splits_of_a_tiny_budget(seed: int, world: int
 
 def test_equal_rows_are_split_exactly_as_well_as_can_be() -> None:
     rng = np.random.default_rng(3)
-    curves = [curve_of(counted(f, rng.integers(0, 50, 9)), 0.3) for f in "ab"]
+    curves = [row_curve_of(counted(f, rng.integers(0, 50, 9)), 0.3) for f in "ab"]
     groups = [GroupCurves((curve,), 16) for curve in curves]
     least = [least_slots(group, 1) for group in groups]
     for extra in range(12):

@@ -10,12 +10,12 @@ import pytest
 
 from distcache.errors import ConfigError, DataError
 from distcache.planner.policy import PINNED
-from distcache.popularity.classes import row_classes
 from distcache.popularity.statistics import (
     Statistics,
     TableCounts,
     check_fits,
     read_statistics,
+    row_classes,
     write_statistics,
 )
 

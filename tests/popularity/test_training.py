@@ -13,7 +13,7 @@ from source_runs import digests
 
 from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
-from distcache.config_check import check
+from distcache.config.checks import check
 from distcache.errors import ConfigError
 from distcache.popularity.statistics import (
     Statistics,
@@ -21,9 +21,9 @@ from distcache.popularity.statistics import (
     vocabulary_of,
     write_statistics,
 )
-from distcache.run.build import build_source
-from distcache.run.popularity import read_checked
-from distcache.trainer import train
+from distcache.trainer.build import build_source
+from distcache.trainer.plan_cache import read_checked
+from distcache.trainer.trainer import train
 
 ROWS, DIMS = [700, 90, 30], [8, 4, 8]
 BASE = (
@@ -209,7 +209,7 @@ def test_values_that_contradict_each_other_are_refused_before_any_rank(overrides
 def test_statistics_of_other_tables_are_refused_with_both_fingerprints(
     overrides, what, folders
 ) -> None:
-    from distcache.run.build import build_tables
+    from distcache.trainer.build import build_tables
 
     config = config_of(f"cache.statistics={folders['one']}", *overrides)
     source = build_source(config)

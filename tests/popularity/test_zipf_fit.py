@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distcache.data.zipf import ZipfTables
+from distcache.data.synthetic import ZipfTables
 from distcache.popularity.counters import DenseCounter
-from distcache.popularity.curve import curve_of
-from distcache.popularity.zipf_fit import fit_zipf
+from distcache.popularity.curve import curve_of, fit_zipf
 
 
 def curve(rows: int, lookups: int, exponent: float, seed: int):

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from distcache.errors import PlanError
 from distcache.layout import RowLayout, TableSpec
-from distcache.store.base import Store
-from distcache.store.initial import initial_rows
+from distcache.store.rows import Store, initial_rows
 
 # Width 100,000: a block is 2 rows, so that these tables span many blocks, the last one ragged.
 WIDE = [TableSpec("a", 7, 100_000, ("a",)), TableSpec("b", 2, 100_000, ("b",))]

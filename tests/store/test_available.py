@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from distcache.errors import MemoryTooSmallError
-from distcache.store import available
-from distcache.store.available import available_memory, describe_bytes, require_memory
+from distcache.store import memory as available
+from distcache.store.memory import available_memory, describe_bytes, require_memory
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -14,14 +14,13 @@ from ranks import run_ranks
 
 from distcache import ops
 from distcache.comm.world import World, close_world, open_world
+from distcache.engine.groups import make_groups
+from distcache.engine.tables import make_stores
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
 from distcache.layout import RowLayout, TableSpec
-from distcache.optim.rows import row_update
-from distcache.pipeline.build import make_stores
-from distcache.pipeline.groups import make_groups
-from distcache.store import direct
-from distcache.store.direct import DirectRows
-from distcache.store.rows import RowStore
+from distcache.optim import row_update
+from distcache.store import rows as direct
+from distcache.store.rows import DirectRows, RowStore
 
 LAYOUT = RowLayout([TableSpec("a", 50, 8, ("a",)), TableSpec("b", 7, 8, ("b",))], 1)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -17,10 +17,9 @@ from store.store_contract import NARROW, WIDE, StoreContract, expected_weight
 from distcache.comm.world import World, close_world, open_world
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
 from distcache.layout import RowLayout, TableSpec
-from distcache.popularity.order import RowOrder
-from distcache.store import available
-from distcache.store.base import Store
-from distcache.store.rows import RowStore, create_stores, store_bytes
+from distcache.popularity.statistics import RowOrder
+from distcache.store import memory as available
+from distcache.store.rows import RowStore, Store, create_stores, store_bytes
 
 
 @pytest.fixture(scope="module")

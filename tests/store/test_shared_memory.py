@@ -15,7 +15,8 @@ from ranks import run_ranks
 
 from distcache.comm.world import close_world, open_world
 from distcache.errors import DistcacheError, MemoryTooSmallError, PeerError
-from distcache.store import available, memory
+from distcache.store import memory
+from distcache.store import memory as available
 from distcache.store.memory import SharedMemory
 
 MIB = 1 << 20

@@ -10,8 +10,8 @@ from toy_parallel import TABLES, toy_config
 
 from distcache.comm.world import close_world, open_world
 from distcache.errors import MemoryTooSmallError
-from distcache.run import ahead
-from distcache.run.ahead import resolve_ahead, step_bytes
+from distcache.trainer import plan_cache as ahead
+from distcache.trainer.plan_cache import resolve_ahead, step_bytes
 
 BETWEEN = 5
 """Steps beside L and P: one trains, two have plans and have not moved, one waits for its place in

@@ -6,11 +6,11 @@ import pytest
 import torch
 from toy_parallel import toy_config
 
-from distcache.data.check import BatchCheck
+from distcache.data.batch import BatchCheck
 from distcache.errors import ConfigError, DataError
 from distcache.parallel.base import OptimizerSpec
-from distcache.run import build
-from distcache.run.schedule import make_schedule
+from distcache.trainer import build
+from distcache.trainer.schedule import make_schedule
 
 
 def test_synthetic_data_tables_and_dense_model_fit_together():

@@ -16,11 +16,10 @@ from ranks import run_ranks
 from torch.distributed.checkpoint import FileSystemReader
 from toy_parallel import TABLES, ToyParallel
 
-from distcache import checkpoint
-from distcache.checkpoint import RunIdentity, TrainerState
 from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError, DistcacheError
-from distcache.run.blocks import BlockSavePlanner
+from distcache.trainer import checkpoint
+from distcache.trainer.checkpoint import BlockSavePlanner, RunIdentity, TrainerState
 
 IDENTITY = RunIdentity(
     mode="data",

@@ -12,10 +12,10 @@ from ranks import run_ranks
 
 from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
-from distcache.config import Config
-from distcache.data.criteo_arrays import CriteoArrays
+from distcache.config.tree import Config
+from distcache.data.criteo import CriteoArrays
 from distcache.errors import DataError
-from distcache.trainer import train
+from distcache.trainer.trainer import train
 
 
 def configured(path: str, rows: tuple[int, ...], mode: str, run_dir: str) -> Config:

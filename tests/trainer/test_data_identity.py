@@ -17,13 +17,11 @@ from ranks import run_ranks
 
 from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
-from distcache.data.criteo import CriteoSource, CriteoSpec
-from distcache.data.criteo_arrays import CriteoArrays
-from distcache.data.criteo_batches import BatchSettings
+from distcache.data.criteo import BatchSettings, CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.interactions import InteractionsSource, InteractionsSpec
-from distcache.data.parquet_columns import ColumnRules
+from distcache.data.parquet_files import ColumnRules
 from distcache.errors import ConfigError
-from distcache.trainer import train
+from distcache.trainer.trainer import train
 
 SMALL = (
     "data=criteo",

@@ -19,7 +19,7 @@ from ranks import run_ranks
 from distcache.cli.compose import checked_config, compose_overrides, to_config
 from distcache.comm.rendezvous import Place
 from distcache.comm.world import close_world, open_world
-from distcache.config import Config
+from distcache.config.tree import Config
 from distcache.data.interactions import InteractionsSource, InteractionsSpec
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError
@@ -27,7 +27,7 @@ from distcache.fitting import fit
 from distcache.layout import TableSpec
 from distcache.parallel.cached import CachedParallel
 from distcache.popularity.statistics import write_statistics
-from distcache.trainer import train
+from distcache.trainer.trainer import train
 
 QUIET = ("trainer.device=cpu", "trainer.log_level=ERROR", "trainer.log_every=1")
 LONG = ("trainer.steps=60", "data.phase_rate=0.25", "optim.dense_lr=0.3", "run.save=false")

@@ -17,9 +17,8 @@ from distcache.comm.world import World, close_world, open_world
 from distcache.errors import NonFiniteLossError
 from distcache.models import initialise
 from distcache.parallel.base import OptimizerSpec
-from distcache.parallel.cached import CachedParallel
-from distcache.parallel.cached_parts import CachedSettings
-from distcache.trainer import Run
+from distcache.parallel.cached import CachedParallel, CachedSettings
+from distcache.trainer.trainer import Run
 
 OPTIMIZERS = ("sgd", "rowwise_adagrad", "adam")
 BAD, STOP = 6, 4

@@ -13,7 +13,7 @@ from scenarios import SmallNet
 
 import distcache
 from distcache.errors import ConfigError, StepTooLargeError
-from distcache.run.own import own_config
+from distcache.trainer.own import own_config
 
 
 def test_wrong_settings_are_named(tmp_path):
@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_named(tmp_path):
 def test_torchrec_configs_are_tables():
     from torchrec import EmbeddingBagConfig, PoolingType
 
-    from distcache.run.own import table_specs
+    from distcache.trainer.own import table_specs
 
     config = EmbeddingBagConfig(
         name="t", embedding_dim=8, num_embeddings=50, feature_names=["a"], pooling=PoolingType.MEAN

@@ -10,10 +10,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from distcache.data.hot_cold import COLD, HOT, BatchPlace
-from distcache.run.phased import PhasedSchedule
-from distcache.run.phases import STEADY_FALLS, Phase, PhaseClock, phase_at
-from distcache.run.schedule import Schedule
+from distcache.popularity.hot_cold import COLD, HOT, BatchPlace
+from distcache.trainer.schedule import (
+    STEADY_FALLS,
+    Phase,
+    PhaseClock,
+    PhasedSchedule,
+    Schedule,
+    phase_at,
+)
 
 
 def play(sizes, rate, steps, loss=None):

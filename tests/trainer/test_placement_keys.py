@@ -16,18 +16,21 @@ from torch import nn
 
 from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
-from distcache.config_check import check
-from distcache.cost.description import read_cluster, write_cluster
-from distcache.cost.links import Cluster, Compute, Link
+from distcache.config.checks import check
+from distcache.cost.cluster import Cluster, Compute, Link, read_cluster, write_cluster
+from distcache.engine.groups import Placement
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
-from distcache.pipeline.placement import Placement
-from distcache.run.build import build_source, build_tables
-from distcache.run.choice import Known, choose
-from distcache.run.own import OwnSource
-from distcache.run.placement import replicated_counts, resolve_placement
-from distcache.run.popularity import with_state
-from distcache.run.window import read_window
+from distcache.trainer.build import build_source, build_tables
+from distcache.trainer.own import OwnSource
+from distcache.trainer.plan_cache import (
+    Known,
+    choose,
+    read_window,
+    replicated_counts,
+    resolve_placement,
+    with_state,
+)
 
 BASE = (
     "data=synthetic",

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from distcache.comm.world import close_world, open_world
-from distcache.config import Config
+from distcache.config.tree import Config
 from distcache.errors import DataError
-from distcache.run import build
-from distcache.trainer import Run, TrainResult
+from distcache.trainer import build
+from distcache.trainer.trainer import Run, TrainResult
 
 
 def config_of(resume: str | None = None) -> Config:

@@ -6,7 +6,7 @@ import pytest
 from toy_parallel import ToySource
 
 from distcache.errors import ConfigError
-from distcache.run.schedule import Schedule, make_schedule
+from distcache.trainer.schedule import Schedule, make_schedule
 
 
 def names(schedule: Schedule) -> str:

@@ -13,8 +13,8 @@ from ranks import run_ranks
 
 from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
-from distcache.run import build
-from distcache.trainer import Run
+from distcache.trainer import build
+from distcache.trainer.trainer import Run
 
 STEPS, PATIENCE_S = 12, 30.0
 MODES = ("data", "resident", "host", "hybrid")

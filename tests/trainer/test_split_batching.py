@@ -14,7 +14,7 @@ from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError
-from distcache.trainer import train
+from distcache.trainer.trainer import train
 
 QUIET = ("trainer.device=cpu", "trainer.log_level=ERROR", "optim.dense_lr=0.05")
 SPLIT = "data.batching=split"

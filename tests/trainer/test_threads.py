@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from toy_parallel import toy_config
 
-from distcache.run import threads
+from distcache.trainer import build as threads
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from toy_parallel import TABLES, ToyParallel, ToySource, toy_config
 
 from distcache.comm.world import close_world, open_world
 from distcache.errors import DistcacheError, NonFiniteLossError
-from distcache.metrics.record import SUMMARY_KEYS
-from distcache.trainer import Run
+from distcache.trainer.record import SUMMARY_KEYS
+from distcache.trainer.trainer import Run
 
 ISSUE_KEYS = (
     "mode world_size first_step steps global_batch_size final_loss eval_auc eval_logloss eval_ne "

@@ -1,0 +1,360 @@
+"""Slots for rows on the device, with their optimizer state; moves rows and decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distcache.errors import MemoryTooSmallError, PlanError
+from distcache.ops.copies import put_rows, take_rows
+from distcache.store.memory import describe_bytes, require_memory
+from distcache.streams import Mark, Streams
+
+# -----------------------------------------------------------------------------
+# Slots with optimizer state on this rank, where homes alone keep it (ZeRO's first stage).
+
+
+@dataclass(frozen=True)
+class StateSlots:
+    """The slots [first, first + count), and all from `tail` on, in this order."""
+
+    first: int
+    count: int
+    tail: int
+
+    def rows(self, slots: int) -> int:
+        """How many of `slots` slots have state."""
+        return self.count + slots - self.tail
+
+    def of(self, slots: np.ndarray) -> np.ndarray:
+        """Where the state of each of `slots` (int64 `[m]`, all of which have one) lies."""
+        return np.where(slots >= self.tail, slots - self.tail + self.count, slots - self.first)
+
+
+# -----------------------------------------------------------------------------
+# Host buffers between the store and the device: pinned for a GPU, and used again and again.
+
+_SPARE = 1.25
+"""How much larger than asked for a buffer is made, so that it seldom grows."""
+
+
+class StagingRing:
+    """`count` buffers of rows and their state, handed out in turn.
+
+    A buffer is pinned where the device is a GPU, so that copies run beside the host and the
+    device. It grows to the largest number of rows asked for, and is waited for (by the thread that
+    moves rows, never by the training loop) while the copy that reads it is on its way.
+    """
+
+    def __init__(
+        self, count: int, widths: tuple[int, int], dtype: torch.dtype, streams: Streams
+    ) -> None:
+        """`widths`: D and S, elements of a row and of its state (S may be 0)."""
+        self._widths, self._dtype, self._streams = widths, dtype, streams
+        self._buffers: list[tuple[Tensor, Tensor | None]] = [self._make(0)] * count
+        self._busy = [Mark()] * count
+        self._next = 0
+
+    def take(self, rows: int) -> tuple[int, Tensor, Tensor | None]:
+        """The next buffer: its number, for `release`, and views `[rows, D]`, `[rows, S]` or None.
+
+        Raises MemoryTooSmallError where the host does not pin so much.
+        """
+        number = self._next
+        self._next = (number + 1) % len(self._buffers)
+        self._streams.wait(self._busy[number])
+        if len(self._buffers[number][0]) < rows:
+            self._buffers[number] = self._make(int(rows * _SPARE))
+        weight, state = self._buffers[number]
+        return number, weight[:rows], None if state is None else state[:rows]
+
+    def release(self, number: int, mark: Mark) -> None:
+        """The buffer may be written again once `mark` is reached."""
+        self._busy[number] = mark
+
+    def _make(self, rows: int) -> tuple[Tensor, Tensor | None]:
+        pinned = self._streams.asynchronous
+        width, state = self._widths
+        try:
+            return (
+                torch.empty(rows, width, dtype=self._dtype, pin_memory=pinned),
+                torch.empty(rows, state, dtype=self._dtype, pin_memory=pinned) if state else None,
+            )
+        except RuntimeError as error:
+            wanted = describe_bytes(rows * (width + state) * self._dtype.itemsize)
+            raise MemoryTooSmallError(
+                f"the host did not give {wanted} of pinned memory for {rows} rows between the "
+                f"store and {self._streams.device}: {str(error).splitlines()[0]}; lower "
+                "data.global_batch_size or cache.prefetch, or raise the limit of locked memory "
+                "(ulimit -l)"
+            ) from error
+
+
+# -----------------------------------------------------------------------------
+# Slots for rows on the device, with their optimizer state; moves rows and decides nothing.
+
+Index = Tensor | np.ndarray
+"""int64 `[m]`, on the CPU."""
+
+FREE = -1
+"""`slot_row` of a slot that holds no row."""
+
+FOREIGN = -2
+"""`slot_row` of a slot with a row of another rank's home, which alone keeps the number."""
+
+_WAY_OUT = "lower cache.rows (or cache.ratio, cache.bytes), or use more memory"
+
+
+class DeviceCache:
+    """C slots of one group on one rank.
+
+    `weight` `[C, D]` and `state` `[C, S]` (None where S = 0; fewer rows with `state_slots`) lie on
+    the device; they are plain tensors, neither parameters nor buffers. What the slots hold is kept
+    on the host in NumPy: `slot_row` int64 `[C]` (row number, or FREE) and `dirty` bool `[C]`
+    (changed since its fill). The bookkeeping advances when the method is called; the device follows
+    in stream order. Slots and rows given to a method are int64 `[m]` on the CPU, slots distinct
+    where they are written. Wrong use raises PlanError naming slot and row before anything changes.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        dim: int,
+        state_width: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        way_out: str = _WAY_OUT,
+        state_slots: StateSlots | None = None,
+    ) -> None:
+        """C = `slots` free slots of D = `dim` and S = `state_width` elements of `dtype`.
+
+        `way_out`: what a user can change when the device's memory does not hold them.
+        `state_slots`: those that have state; None: all. Raises MemoryTooSmallError then.
+        """
+        self.dim, self.state_width, self.dtype = dim, state_width, dtype
+        self.state_slots = state_slots
+        self.device = torch.device(device)
+        self._way_out = way_out
+        self.weight, self.state = self._allocate(slots)
+        self.slot_row = np.full(slots, FREE, dtype=np.int64)
+        self.dirty = np.zeros(slots, dtype=np.bool_)
+
+    @property
+    def slots(self) -> int:
+        """C: the number of slots."""
+        return len(self.slot_row)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of weights and state on the device."""
+        return self._bytes(self.slots)
+
+    def fill(self, slots: Index, rows: Index, weight: Tensor, state: Tensor | None) -> None:
+        """Put `rows`, just fetched, into free `slots`; they are clean.
+
+        Rows of other ranks' homes are all named FOREIGN; their slots need not be free.
+        `weight` `[m, D]`, `state` `[m, S]` or None, on any device; of a cache with `state_slots`
+        the state of own rows alone, in their order. Pinned sources may be reused
+        once the current stream is past this call.
+        """
+        at, new = self._slots(slots), self._rows(slots, rows)
+        held, own = self.slot_row[at], new != FOREIGN
+        stateful = at if self.state_slots is None else self.state_slots.of(at[own])
+        self._check_values(len(at), weight, len(stateful), state)
+        taken = own & (held != FREE) & (held != FOREIGN)
+        if taken.any():
+            i = int(np.argmax(taken))
+            raise PlanError(
+                f"slot {at[i]} still holds row {held[i]}: evict it before row {new[i]} is put there"
+            )
+        self.slot_row[at] = new
+        self.dirty[at] = False  # a free slot is clean already, one of another home may not be
+        if not np.array_equal(self.slot_row[at], new):
+            i = int(np.argmax(self.slot_row[at] != new))
+            self.slot_row[at] = FREE
+            raise PlanError(f"slot {at[i]} is given twice, to row {new[i]} and to another one")
+        self._copy_in(((self.weight, at, weight), (self.state, stateful, state)))
+
+    def read(self, slots: Index) -> tuple[Tensor, Tensor | None]:
+        """Copies of rows and their state on the device: `[m, D]`, `[m, S]` or None.
+
+        A slot that was just evicted may be read until it is filled again.
+        """
+        at = self._slots(slots)
+        weight = self._taken(self.weight, at)
+        if self.state is None:
+            return weight, None
+        return weight, self._taken(
+            self.state, at if self.state_slots is None else self.state_slots.of(at)
+        )
+
+    def _taken(self, source: Tensor, at: np.ndarray) -> Tensor:
+        """Copies of rows of `source`, on the device."""
+        if self.device.type != "cpu":
+            return source.index_select(0, self._to_device(at))
+        out = torch.empty(len(at), source.shape[1], dtype=source.dtype)
+        take_rows(source.numpy(), at, out.numpy())
+        return out
+
+    def part(self, slots: slice) -> tuple[Tensor, Tensor | None]:
+        """Views of weight and state of consecutive slots, all of which have state."""
+        if self.state is None:
+            return self.weight[slots], None
+        if self.state_slots is None:
+            return self.weight[slots], self.state[slots]
+        start = int(self.state_slots.of(np.array([slots.start]))[0])
+        return self.weight[slots], self.state[start : start + slots.stop - slots.start]
+
+    def gather(self, slots: Index, where: Tensor | None = None) -> Tensor:
+        """Copies of a step's rows on the device, `[U, D]`; every slot must hold a row.
+
+        `where`: the slots on the device, if they are there already.
+        """
+        at = self._held(slots, "read")
+        return self.weight.index_select(0, self._to_device(at) if where is None else where)
+
+    def evict(self, slots: Index, rows: Index) -> tuple[Tensor, Tensor]:
+        """Free `slots`, which must hold exactly `rows`; the dirty ones among them.
+
+        Returns (slots, rows), int64 `[k]` each, on the CPU: what must be written back. Their
+        values stay readable (`read`) until the slots are filled again.
+        """
+        at, expected = self._slots(slots), self._rows(slots, rows)
+        wrong = self.slot_row[at] != expected
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            held = self.slot_row[at[i]]
+            what = "is free" if held == FREE else f"holds row {held}"
+            raise PlanError(f"slot {at[i]} {what}, but row {expected[i]} was to leave it")
+        dirty = self.dirty[at]
+        self.slot_row[at] = FREE
+        self.dirty[at] = False
+        return torch.from_numpy(at[dirty]), torch.from_numpy(expected[dirty])
+
+    def dirty_slots(self) -> Tensor:
+        """Dirty slots, ascending, int64 on the CPU; their rows are `slot_row` there."""
+        return torch.from_numpy(np.flatnonzero(self.dirty))
+
+    def mark_dirty(self, slots: Index) -> None:
+        """Mark `slots`, whose rows were changed in place on the device."""
+        self.dirty[self._held(slots, "change")] = True
+
+    def clean(self, slots: Index) -> None:
+        """Mark `slots` as written back; they keep their rows."""
+        self.dirty[self._held(slots, "clean")] = False
+
+    def forget(self) -> None:
+        """Free every slot, whatever it holds, without a write-back."""
+        self.slot_row.fill(FREE)
+        self.dirty.fill(False)
+
+    def ensure(self, slots: int) -> None:
+        """Have at least `slots` slots; what the present ones hold is kept.
+
+        Raises MemoryTooSmallError when the device cannot hold old and new at once.
+        """
+        old = self.slots
+        if slots <= old:
+            return
+        weight, state = self._allocate(slots)
+        weight[:old] = self.weight
+        if state is not None and self.state is not None:
+            state[:old] = self.state
+        self.weight, self.state = weight, state
+        self.slot_row = np.concatenate((self.slot_row, np.full(slots - old, FREE, np.int64)))
+        self.dirty = np.concatenate((self.dirty, np.zeros(slots - old, np.bool_)))
+
+    def _bytes(self, slots: int) -> int:
+        stateful = self._stateful(slots)
+        return (slots * self.dim + stateful * self.state_width) * self.dtype.itemsize
+
+    def _stateful(self, slots: int) -> int:
+        return slots if self.state_slots is None else self.state_slots.rows(slots)
+
+    def _allocate(self, slots: int) -> tuple[Tensor, Tensor | None]:
+        """Zeroed weights and state of `slots` slots; MemoryTooSmallError when there is no room."""
+        what = f"a cache of {slots} slots x ({self.dim} + {self.state_width} of state)"
+        if self.device.type == "cpu":
+            require_memory(self._bytes(slots), what, self._way_out)
+        try:
+            weight = torch.zeros(slots, self.dim, dtype=self.dtype, device=self.device)
+            state = None
+            if self.state_width:
+                rows = self._stateful(slots)
+                state = torch.zeros(rows, self.state_width, dtype=self.dtype, device=self.device)
+        except RuntimeError as error:  # torch.OutOfMemoryError, or the CPU allocator's refusal
+            raise MemoryTooSmallError(
+                f"{self.device} did not give {describe_bytes(self._bytes(slots))} for {what}, "
+                f"{self.dtype}: {str(error).splitlines()[0]}; {self._way_out}"
+            ) from error
+        return weight, state
+
+    def _slots(self, slots: Index) -> np.ndarray:
+        """`slots` as NumPy int64; PlanError for one outside [0, C)."""
+        at = _numpy(slots, "slots")
+        if len(at) and (at.min() < 0 or at.max() >= self.slots):
+            bad = int(at[(at < 0) | (at >= self.slots)][0])
+            raise PlanError(f"slot {bad} is outside [0, {self.slots})")
+        return at
+
+    def _rows(self, slots: Index, rows: Index) -> np.ndarray:
+        """`rows` as NumPy int64, one for each of `slots`."""
+        new = _numpy(rows, "rows")
+        if len(new) != len(slots):
+            raise PlanError(f"{len(slots)} slots for {len(new)} rows")
+        if (bad := (new < 0) & (new != FOREIGN)).any():
+            i = int(np.argmax(bad))
+            raise PlanError(f"slot {int(slots[i])} cannot hold row {new[i]}")
+        return new
+
+    def _held(self, slots: Index, verb: str) -> np.ndarray:
+        """`slots` as NumPy int64; PlanError for one that is free."""
+        at = self._slots(slots)
+        free = self.slot_row[at] == FREE
+        if free.any():
+            raise PlanError(f"slot {at[int(np.argmax(free))]} holds no row: nothing to {verb}")
+        return at
+
+    def _check_values(
+        self, slots: int, weight: Tensor, stateful: int, state: Tensor | None
+    ) -> None:
+        """PlanError unless weight is `[slots, D]`, state `[stateful, S]` or None, of this dtype."""
+        for name, tensor, rows, width in (
+            ("weight", weight, slots, self.dim),
+            ("state", state, stateful, self.state_width),
+        ):
+            want = ((rows, width), self.dtype) if width else None
+            got = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+            if got != want:
+                raise PlanError(f"{name} for {rows} slots must be {want}, got {got}")
+
+    def _copy_in(self, parts: tuple[tuple[Tensor | None, np.ndarray, Tensor | None], ...]) -> None:
+        """Write values to places of a target, for each (target, places, values)."""
+        for target, at, values in parts:
+            if target is None or values is None:
+                continue
+            if self.device.type == "cpu":
+                put_rows(target.numpy(), at, values.contiguous().numpy())
+            else:
+                values = values.to(self.device, non_blocking=True)
+                target.index_copy_(0, self._to_device(at), values)
+
+    def _to_device(self, at: np.ndarray) -> Tensor:
+        where = torch.from_numpy(at)
+        if self.device.type == "cuda":
+            where = where.pin_memory()
+        return where.to(self.device, non_blocking=True)
+
+
+def _numpy(index: Index, name: str) -> np.ndarray:
+    """An index argument as NumPy int64 `[m]`; PlanError for another dtype, shape or device."""
+    if isinstance(index, Tensor):
+        if index.device.type != "cpu":
+            raise PlanError(f"{name} must be on the CPU, got {index.device}")
+        index = index.numpy()
+    if index.dtype != np.int64 or index.ndim != 1:
+        raise PlanError(f"{name} must be int64 [m], got {index.dtype} {list(index.shape)}")
+    return index

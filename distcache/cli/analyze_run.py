@@ -1,0 +1,346 @@
+"""An analysis: its command line, how the hit rate grows with the cache, files of ids."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from distcache.bench.options import option, parse, usage
+from distcache.errors import ConfigError
+from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
+from distcache.popularity.curve import StaticSet, TableProfile
+from distcache.replay import Case
+from distcache.trainer.prediction import Estimate, Prediction, Sizes
+
+# -----------------------------------------------------------------------------
+# The command line of `distcache.analyze`: its own keys, and overrides of the configuration.
+
+PURPOSE = """Count the lookups of a data source and say which cache serves them.
+
+  data=..., data.path=..., cache.rows=..., model.embedding_dim=..., optim=..., key=value
+                                     overrides as of distcache.train, whose run is predicted
+"""
+_PREFIX = "analyze."
+_BARE = ("simulate", "trace")
+_UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The own keys, as they are typed."""
+
+    target_hit_rate: float = option(0.95, "share of the lookups that the cache shall serve")
+    sample: str = option("auto", "share of the training steps to count, in (0, 1]; auto: all, or "
+                         "as many as have 300 M lookups, but 1 to 10 %")  # fmt: skip
+    memory: str = option("4g", "bytes for counts; below 8 per row, large tables are sketched")
+    output: str = option("", "folder of the report; empty: runs/analyze-<time>")
+    replay: int = option(20_000_000, "lookups of the run that are replayed through the planner")
+    world_sizes: tuple[int, ...] = option((1,), "ranks; the advice is for the first")
+    policies: tuple[str, ...] = option(("lookahead", "lru"), "simulate=true: which policies, or "
+                                       "all; lookahead-lfu is lookahead with tail=lfu")  # fmt: skip
+    sizes: tuple[float, ...] = option((0.005, 0.015, 0.05), "simulate=true: cache sizes: shares "
+                                      "of the rows, or above 1 rows per rank")  # fmt: skip
+    lookaheads: tuple[int, ...] = option((8,), "simulate=true: windows of lookahead, in steps")
+    ids_per_step: int = option(0, "trace=<file>: ids of a step; 0: those of a line, or row")
+    trace_rows: int = option(0, "trace=<file>: rows of its table; 0: the largest id + 1")
+    simulate: bool = option(False, "without analyze.: replay policies x sizes x windows x ranks")
+    trace: str = option("", "without analyze.: a file of ids to simulate, in place of the data")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to do. `sample` None: auto; `memory` in bytes; `policies` without their windows."""
+
+    options: Options
+    sample: float | None
+    memory: int
+    output: Path
+    policies: tuple[Policy, ...]
+    overrides: tuple[str, ...]
+
+
+def help_text() -> str:
+    """The text of `--help`."""
+    lines = usage(Options, "distcache.analyze", PURPOSE).splitlines()
+    own = [f"  {name}=" for name in Options.__dataclass_fields__ if name not in _BARE]
+    shown = []
+    for line in lines:
+        mine = any(line.startswith(start) for start in own)
+        shown.append(f"  {_PREFIX}{line[2:]}" if mine else line)
+    return "\n".join(shown) + "\n"
+
+
+def parse_request(arguments: Sequence[str]) -> Request:
+    """The request of a command line; ConfigError, naming the key, for what makes no sense."""
+    given: dict[str, str] = {}
+    overrides = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and key.startswith(_PREFIX) and key.removeprefix(_PREFIX) not in _BARE:
+            given[key.removeprefix(_PREFIX)] = value.strip("[]") if value else value
+        elif equals and key in _BARE:
+            given[key] = value
+        elif key in ("run.dir", "parallel", "parallel.mode") and equals:
+            raise ConfigError(f"{argument}: nothing is trained here: leave it out")
+        elif argument.startswith("-"):
+            raise ConfigError(f"{argument}: no such flag: --help shows the keys")
+        else:
+            overrides.append(argument)
+    try:
+        options: Any = parse(Options, given)
+    except ConfigError as error:
+        bare = str(error).startswith(_BARE)
+        raise ConfigError(str(error) if bare else f"{_PREFIX}{error}") from None
+    return _checked(options, tuple(overrides))
+
+
+def _checked(options: Options, overrides: tuple[str, ...]) -> Request:
+    if not 0 < options.target_hit_rate < 1:
+        raise ConfigError(
+            f"analyze.target_hit_rate={options.target_hit_rate}: give a share of the lookups "
+            "above 0 and below 1, such as 0.95"
+        )
+    least = {"replay": 1, "ids_per_step": 0, "trace_rows": 0}
+    for key, bound in least.items():
+        if getattr(options, key) < bound:
+            raise ConfigError(f"analyze.{key}={getattr(options, key)}: give at least {bound}")
+    for key, bound in (("world_sizes", 1), ("lookaheads", 0)):
+        if min(getattr(options, key)) < bound:
+            raise ConfigError(f"analyze.{key}={getattr(options, key)}: give numbers from {bound}")
+    for size in options.sizes:
+        if size <= 0 or (size > 1 and size != int(size)):
+            raise ConfigError(
+                f"analyze.sizes={size}: give shares of the rows in (0, 1], or whole rows"
+            )
+    _check_simulation(options)
+    if options.trace and overrides:
+        raise ConfigError(
+            f"{overrides[0]} speaks of a data source, and trace={options.trace} takes its place: "
+            "leave one of them out"
+        )
+    name = f"runs/analyze-{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    return Request(
+        options,
+        _sample(options.sample),
+        _bytes(options.memory),
+        Path(options.output or name),
+        tuple(policy_named(name) for name in _names(options.policies)),
+        overrides,
+    )
+
+
+def _check_simulation(options: Options) -> None:
+    """Keys of a simulation, where there is none."""
+    if options.trace and not options.simulate:
+        raise ConfigError(
+            f"trace={options.trace} is a trace to simulate: give simulate=true as well"
+        )
+    for key in ("policies", "sizes", "lookaheads"):
+        default = Options.__dataclass_fields__[key].default
+        if not options.simulate and getattr(options, key) != default:
+            raise ConfigError(
+                f"analyze.{key} says what simulate=true replays: give that as well, or leave "
+                f"analyze.{key} out"
+            )
+
+
+def policy_named(name: str) -> Policy:
+    """`lookahead`, `lookahead-lfu`, `lru`, ...; with `+admission`. Raises ConfigError."""
+    plain, _, admission = name.partition("+")
+    policy, _, tail = plain.partition("-")
+    known = admission in ("", "admission") and policy in POLICIES
+    if not known or (tail and (policy != "lookahead" or tail not in TAILS)):
+        choices = [*POLICIES, *(f"lookahead-{tail}" for tail in TAILS)]
+        raise ConfigError(
+            f"analyze.policies={name} is unknown: choose among {', '.join(choices)}, or all, each "
+            "maybe with +admission"
+        )
+    return Policy(policy, tail or DEFAULT.tail, bool(admission))
+
+
+def cases_of(
+    policies: Sequence[Policy],
+    options: Options,
+    slots: Callable[[float, int], tuple[int, ...]],
+    prefetch: Callable[[tuple[int, ...], int], int],
+) -> list[Case]:
+    """Policies x sizes x windows x ranks, Belady's MIN first for each size and number of ranks.
+
+    `slots`: those of every group for a size and a number of ranks; `prefetch`: P of a run with
+    these slots and ranks.
+    """
+    cases = []
+    for world in options.world_sizes:
+        for size in (slots(size, world) for size in options.sizes):
+            ahead = prefetch(size, world)
+            cases.append(Case(None, size, 0, ahead, world))
+            for policy in policies:
+                windows = options.lookaheads if policy.uses_window else (0,)
+                cases += [Case(policy, size, window, ahead, world) for window in windows]
+    return cases
+
+
+def _names(policies: Sequence[str]) -> Sequence[str]:
+    if tuple(policies) != ("all",):
+        return policies
+    return (*(f"lookahead-{tail}" for tail in TAILS), *(p for p in POLICIES if p != "lookahead"))
+
+
+def _sample(text: str) -> float | None:
+    if text == "auto":
+        return None
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ConfigError(
+            f"analyze.sample={text}: give auto, or a share of the steps above 0 and at most 1"
+        )
+    return share
+
+
+def _bytes(text: str) -> int:
+    number, unit = (text[:-1], text[-1].lower()) if text[-1:].isalpha() else (text, "")
+    if not number.isdigit() or (unit and unit not in _UNITS) or int(number) < 1:
+        raise ConfigError(f"analyze.memory={text}: give bytes, such as 4000000000 or 4g")
+    return int(number) * _UNITS.get(unit, 1)
+
+
+# -----------------------------------------------------------------------------
+# How the hit rate grows with the cache: replays by size, the best fixed set, and the target.
+
+GRID = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Sizes of the curve, as shares of the rows."""
+
+CLOSE = 0.99
+"""Where the target is out of reach, this share of what the whole tables reach is aimed at."""
+
+_HALVINGS = 9
+"""Of the logarithm of the size, while the target's size is searched."""
+
+
+@dataclass(frozen=True)
+class SizePoint:
+    """A cache of `ratio` of the rows: what the run comes to, and the best fixed set of as many rows
+    of each group (`static`: share of lookups, `static_distinct`: of a batch's distinct rows)."""
+
+    ratio: float
+    slots: tuple[int, ...]
+    bytes: int
+    estimate: Estimate
+    static: float
+    static_distinct: float
+
+    @property
+    def rate(self) -> float:
+        """Share of lookups served; below 0 where training would refuse the size."""
+        found = self.estimate.hit_rate_lookups
+        return -1.0 if found is None else found
+
+
+@dataclass(frozen=True)
+class Target:
+    """The smallest cache for a share of lookups. `whole`: with all rows on the device; `aim`: what
+    was searched for, lower than `wanted` where no cache reaches that; `point`: the cache."""
+
+    wanted: float
+    aim: float
+    whole: SizePoint
+    point: SizePoint
+
+    @property
+    def reachable(self) -> bool:
+        """Whether any cache reaches what was wanted."""
+        return self.whole.rate >= self.wanted
+
+
+class SizeSearch:
+    """Replays of one policy by cache size, each size once."""
+
+    def __init__(
+        self,
+        prediction: Prediction,
+        sizes: Sizes,
+        profiles: Sequence[TableProfile],
+        case: Callable[[Sequence[int]], Case],
+        world_size: int,
+    ) -> None:
+        """`case`: the configured case with these slots per rank."""
+        self._prediction, self._sizes, self._case = prediction, sizes, case
+        self._world = world_size
+        self._static = [
+            StaticSet.of(
+                [profiles[table].curve for table in members],
+                [profiles[table].batch_lookups for table in members],
+            )
+            for members in sizes.members
+        ]
+        self._known: dict[tuple[int, ...], SizePoint] = {}
+
+    def at(self, ratio: float) -> SizePoint:
+        """The point of a cache of `ratio` of the rows."""
+        slots = self._sizes.slots(ratio, self._world)
+        if slots not in self._known:
+            self._known[slots] = SizePoint(
+                ratio,
+                slots,
+                self._sizes.bytes_of(slots, self._world),
+                self._prediction.estimate(self._case(slots)),
+                _joint(self._static, slots, StaticSet.lookup_rate, "lookups"),
+                _joint(self._static, slots, StaticSet.hit_rate, "touched"),
+            )
+        return self._known[slots]
+
+    def _named(self, ratio: float) -> SizePoint:
+        """The point of `ratio`, by that number even where another gave the same slots before."""
+        point = replace(self.at(ratio), ratio=ratio)
+        self._known[point.slots] = point
+        return point
+
+    def grid(self) -> list[SizePoint]:
+        """The points of all sizes that training would not refuse, also those of the search."""
+        for ratio in GRID:
+            self.at(ratio)
+        fits = [point for point in self._known.values() if point.estimate.refused is None]
+        return sorted(fits, key=lambda point: point.slots)
+
+    def target(self, wanted: float) -> Target:
+        """The smallest cache that serves the share `wanted` of the lookups, to three digits."""
+        whole = self.at(1.0)
+        aim = wanted if whole.rate >= wanted else CLOSE * whole.rate
+        low, high = math.log(1.0 / self._sizes.rows), 0.0
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            if self.at(math.exp(middle)).rate >= aim:
+                high = middle
+            else:
+                low = middle
+        point = self._named(rounded_up(math.exp(high)))
+        while point.rate < aim and point.ratio < 1:  # where a larger cache serves a little less
+            point = self._named(rounded_up(1.05 * point.ratio))
+        return Target(wanted, aim, whole, point)
+
+
+def rounded_up(ratio: float) -> float:
+    """`ratio` to three digits, upwards, at most 1."""
+    if ratio >= 1:
+        return 1.0
+    digits = 2 - math.floor(math.log10(ratio))
+    return min(1.0, round(math.ceil(ratio * 10**digits - 1e-9) / 10**digits, digits))
+
+
+def _joint(
+    sets: Sequence[StaticSet],
+    slots: Sequence[int],
+    rate: Callable[[StaticSet, float], float],
+    weight: str,
+) -> float:
+    """A rate over all groups, each with its own slots."""
+    weights = [float(getattr(one, weight)[-1]) for one in sets]
+    rates = [rate(one, count) for one, count in zip(sets, slots, strict=True)]
+    return sum(w * r for w, r in zip(weights, rates, strict=True)) / max(sum(weights), 1e-300)

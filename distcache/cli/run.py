@@ -1,0 +1,329 @@
+"""What the commands share: processes, logs, folders, and the machine that a run used."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from distcache.errors import ConfigError
+from distcache.versions import FBGEMM_DISTRIBUTIONS, installed
+
+# -----------------------------------------------------------------------------
+# Logging of one rank: rank 0 speaks on stdout, all ranks' warnings and errors go to stderr.
+
+
+class RankFormatter(logging.Formatter):
+    """A plain line; warnings and errors say so, and name the rank where there are several."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__("%(asctime)s %(message)s", "%H:%M:%S")
+        self.prefix = prefix
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line (more with a traceback) for a record."""
+        line = super().format(record)
+        if record.levelno < logging.WARNING:
+            return line
+        return f"{self.prefix}{record.levelname.lower()}: {line.split(' ', 1)[1]}"
+
+
+def set_up_logging(level: str = "INFO", rank: int = 0, world_size: int = 1) -> None:
+    """Configure the `distcache` logger of this process; calling it again replaces the set-up.
+
+    `level` holds for rank 0; other ranks log warnings and above, or all with DEBUG.
+    """
+    logging.getLogger().setLevel(logging.WARNING)  # libraries announce themselves at INFO
+    logger = logging.getLogger("distcache")
+    for old in list(logger.handlers):
+        logger.removeHandler(old)
+    number = logging.getLevelNamesMapping()[level.upper()]
+    quiet = rank > 0 and number > logging.DEBUG
+    logger.setLevel(max(number, logging.WARNING) if quiet else number)
+    logger.propagate = False
+    formatter = RankFormatter(f"rank {rank}: " if world_size > 1 else "")
+    out, err = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
+    out.addFilter(lambda record: record.levelno < logging.WARNING)
+    err.setLevel(logging.WARNING)
+    for handler in (out, err):
+        handler.setFormatter(formatter)
+        logger.addHandler(handler)
+
+
+# -----------------------------------------------------------------------------
+# Folders that a command leaves its files in.
+
+
+def open_folder(folder: Path, key: str) -> bool:
+    """Make the folder that a user gave as `key`; whether there was none.
+
+    Raises ConfigError where that is not possible.
+    """
+    new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{key}={folder} cannot be written ({error.strerror}): name another folder"
+        ) from error
+    return new
+
+
+def drop_if_empty(folder: Path) -> None:
+    """Take back a folder that nothing was written to."""
+    with suppress(OSError):
+        folder.rmdir()
+
+
+# -----------------------------------------------------------------------------
+# Figures that are drawn to files: without a display, and without pyplot's state.
+
+log = logging.getLogger(__name__)
+
+
+def new_figure(width: float, height: float) -> Any | None:
+    """A figure of `width` x `height` inches; None, with a warning, where matplotlib is missing."""
+    # Importing matplotlib reads the backend's name and raises for one that this Python does not
+    # have: a notebook names its own to all commands that it starts. None is needed here.
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        log.warning("no plots: matplotlib is not installed (pip install matplotlib)")
+        return None
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+# -----------------------------------------------------------------------------
+# The machine, versions and commit that a run used: `environment.json` of its folder.
+
+DISTRIBUTIONS = (
+    *("distcache", "torch", "torchrec", *FBGEMM_DISTRIBUTIONS),
+    *("numpy", "numba", "hydra-core"),
+)
+
+
+def describe_environment(world_size: int) -> dict[str, Any]:
+    """Hardware, versions, commit and command line as JSON values; None where one is unknown."""
+    import torch
+
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    versions |= {name: installed(name) for name in DISTRIBUTIONS}
+    versions["torch"] = torch.__version__
+    versions["cuda"] = torch.version.cuda
+    return {
+        "hardware": {
+            "cpu": cpu_model(),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_bytes": memory_bytes(),
+            "gpus": gpus(),
+        },
+        "system": platform.platform(),
+        "versions": versions,
+        "commit": commit(Path(__file__).resolve().parents[2]),
+        "command": sys.argv,
+        "threads": torch.get_num_threads(),
+        "world_size": world_size,
+    }
+
+
+def write_environment(run_dir: Path, world_size: int) -> None:
+    """Write `environment.json` into a run folder."""
+    text = json.dumps(describe_environment(world_size), indent=2)
+    (run_dir / "environment.json").write_text(text + "\n")
+
+
+def cpu_model() -> str | None:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or None
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def memory_bytes() -> int | None:
+    """Bytes of memory that this process may use: the machine's, or its cgroup's limit if less."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+    limits = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    for name in limits:
+        path = Path(name)
+        text = path.read_text().strip() if path.is_file() else ""
+        if text.isdigit():
+            return min(total, int(text))
+    return total
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Name and bytes of memory of each GPU that torch sees."""
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append({"name": properties.name, "memory_bytes": properties.total_memory})
+    return found
+
+
+def commit(checkout: Path) -> dict[str, Any] | None:
+    """Commit of a checkout and whether it has changes; None where it is none, or git is missing."""
+    if not (checkout / ".git").exists():
+        return None
+    try:
+        head = _git(checkout, "rev-parse", "HEAD")
+        changes = _git(checkout, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": head, "dirty": bool(changes)}
+
+
+def _git(checkout: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(checkout), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    return done.stdout.strip()
+
+
+# -----------------------------------------------------------------------------
+# Processes: fresh ones for a parent that never touches a device, and how a rank ends.
+
+STOP_GRACE_S = 60.0
+"""How long a stopped job may take to write its checkpoint before it is killed, seconds."""
+
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_NAME")
+LAUNCH_PREFIXES = ("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")
+
+
+def train_command(ranks: int, arguments: Sequence[str], module: str = "distcache.train"):
+    """The command line of one training job of `ranks` ranks on this machine."""
+    if ranks == 1:
+        return [sys.executable, "-m", module, *arguments]
+    # torchrun by module: the interpreter's own, whatever the PATH says.
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [
+        *torchrun,
+        "--local-addr=127.0.0.1",
+        f"--nproc-per-node={ranks}",
+        "-m",
+        module,
+        *arguments,
+    ]
+
+
+def job_environment(ranks: int) -> dict[str, str]:
+    """The environment of a job: without the parent's own rank, the cores shared out evenly."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCH_VARIABLES and not name.startswith(LAUNCH_PREFIXES)
+    }
+    cores = len(os.sched_getaffinity(0))
+    kept.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+    return kept
+
+
+def run_job(
+    command: Sequence[str],
+    ranks: int,
+    log: Path | None = None,
+    every_s: float = 10.0,
+    on_wait: Callable[[], None] | None = None,
+) -> int:
+    """Run a job to its end and return its exit code; its output goes to `log` where one is given.
+
+    `on_wait` is called about every `every_s` seconds. Ctrl-C and SIGTERM stop the job, orderly
+    first, and are raised as KeyboardInterrupt once it has ended; a second one kills it.
+    """
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    out = None if log is None else log.open("w")
+    try:
+        # A session of its own: the parent decides when the job hears of Ctrl-C.
+        child = subprocess.Popen(
+            command, env=job_environment(ranks), stdout=out, stderr=out, start_new_session=True
+        )
+        try:
+            while True:
+                try:
+                    return child.wait(every_s)
+                except subprocess.TimeoutExpired:
+                    if on_wait is not None:
+                        on_wait()
+        finally:
+            stop_job(child)
+    finally:
+        if out is not None:
+            out.close()
+        signal.signal(signal.SIGTERM, previous)
+
+
+def stop_job(child: subprocess.Popen, grace_s: float = STOP_GRACE_S) -> None:
+    """End a job that still runs: ask its ranks to stop, and kill them if they do not."""
+    if child.poll() is not None:
+        return
+    family = descendants(child.pid)
+    try:
+        # torchrun passes a signal on to its ranks, which sit in sessions of their own.
+        child.send_signal(signal.SIGINT)
+        child.wait(grace_s)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        family |= descendants(child.pid)
+    for process in family | ({child.pid} if child.poll() is None else set()):
+        _kill(process)
+    child.wait()
+
+
+def descendants(process: int) -> set[int]:
+    """Process ids of all children of a process, and theirs."""
+    found: set[int] = set()
+    for children in Path(f"/proc/{process}/task").glob("*/children"):
+        try:
+            direct = {int(word) for word in children.read_text().split()}
+        except OSError:
+            continue
+        found |= direct.union(*(descendants(child) for child in direct))
+    return found
+
+
+def _kill(process: int) -> None:
+    try:
+        os.kill(process, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with `code` once everything is written, without the interpreter's teardown.
+
+    The work and the process groups have ended by then; destructors of torch's communication
+    threads that run at teardown abort the process now and then, which would turn a finished run
+    into a failed one.
+    """
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C has nothing left to end
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

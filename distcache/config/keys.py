@@ -1,0 +1,174 @@
+"""Which keys there are, and what is told about one that is none."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from distcache.config.checks import lookup
+from distcache.config.tree import Config
+from distcache.errors import ConfigError
+
+_ALL = "python -m distcache.train --cfg job"
+
+_OF_RANKS = (
+    "cache.placement", "cache.replicated_rows", "cache.replicated_share", "cache.objective",
+    "cache.cluster", "cache.state",
+)  # fmt: skip
+"""What is about several ranks, in mode `data`."""
+
+_OF_CACHE = (
+    *_OF_RANKS, "cache.policy", "cache.tail", "cache.admission", "cache.half_life",
+    "cache.warm_start",
+)  # fmt: skip
+_OF_SLOTS = (
+    "cache.rows", "cache.ratio", "cache.bytes", "cache.split", "cache.statistics", "cache.order",
+)  # fmt: skip
+_OF_MOVEMENT = ("cache.prefetch", "store.access")
+_OF_PLANNER = (
+    "cache.lookahead", "trainer.schedule", "trainer.validate_plans", "trainer.shake_ms",
+)  # fmt: skip
+
+_ELSEWHERE = {
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs"), ("trainer.steps", "data.samples")),
+    **dict.fromkeys(("learning_rate", "lr"), ("optim.dense_lr", "optim.embedding_lr")),
+    **dict.fromkeys(("bf16", "fp16", "precision"), ("trainer.amp", "trainer.dtype")),
+}
+"""What other tools call a key, and what is meant."""
+
+_OF_OPTIMIZERS = {
+    "sgd": ("optim.eps", "optim.betas", "optim.initial_accumulator"),
+    "adagrad": ("optim.betas",),
+    "rowwise_adagrad": ("optim.betas",),
+    "adam": ("optim.initial_accumulator",),
+}
+"""What an optimizer does without."""
+
+_MOST = 3
+"""Similar keys that are shown."""
+
+
+def unknown_keys(tree: DictConfig) -> list[str]:
+    """Dotted keys of `tree` that a `Config` does not have, in order."""
+    return sorted(key for key in keys_of(tree) if not is_known(key))
+
+
+def is_known(key: str) -> bool:
+    """Whether a value or section of `Config` has this dotted key, or it is of a mapping there."""
+    known, sections = _known()
+    # A value that may be a mapping (data.weight_columns) has keys of its own below it.
+    parent = key.rpartition(".")[0]
+    return key in known or (parent in known and parent not in sections)
+
+
+def is_section(key: str) -> bool:
+    """Whether `key` has no value of its own, but keys below it."""
+    return key in _known()[1]
+
+
+def no_such_key(keys: Sequence[str]) -> ConfigError:
+    """The error for unknown `keys`, with those that come near the first."""
+    near = near_keys(keys[0])
+    hint = f"did you mean {' or '.join(near)}?" if near else f"`{_ALL}` shows all keys"
+    return ConfigError(f"{', '.join(keys)}: no such key: {hint}")
+
+
+def near_keys(key: str) -> list[str]:
+    """Keys with a value that `key` may have been meant for, likeliest first."""
+    known, sections = _known()
+    values = sorted(known - sections)
+    section, _, name = key.rpartition(".")
+    if name in _ELSEWHERE:
+        return list(_ELSEWHERE[name])
+    last = {value: value.rpartition(".")[2] for value in values}
+    same = [value for value in values if last[value] == name]
+    words = set(name.split("_"))
+    part = [] if same else [value for value in values if words <= set(last[value].split("_"))]
+    alike = difflib.get_close_matches(name, set(last.values()), n=_MOST)
+    close = [value for other in alike for value in values if last[value] == other]
+    close.sort(key=lambda value: not value.startswith(f"{section}."))
+    return list(dict.fromkeys([*same, *part, *close]))[:_MOST]
+
+
+def check_settings(settings: Mapping[str, Any], prefix: str = "") -> None:
+    """ConfigError for dotted keys that are none, or that are sections given a plain value."""
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
+        if not is_known(key):
+            raise no_such_key([key])
+        if is_section(key) and is_plain(value):
+            raise not_a_value(key, value)
+        if is_section(key) and isinstance(value, Mapping):
+            check_settings(value, f"{key}.")
+
+
+def flat_keys(settings: Mapping[str, Any], prefix: str = "") -> set[str]:
+    """The dotted keys of all values of `settings`, in whose sections there may be mappings."""
+    found = set()
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
+        nested = is_section(key) and isinstance(value, Mapping)
+        found |= flat_keys(value, f"{key}.") if nested else {key}
+    return found
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is one for sure, and not the keys of a section."""
+    return value is None or isinstance(value, bool | int | float)
+
+
+def not_a_value(key: str, value: Any) -> ConfigError:
+    """The error for a section that was given a value."""
+    below = sorted(name for name in _known()[0] if name.startswith(f"{key}."))
+    return ConfigError(
+        f"{key}={value}: {key} is a section of {len(below)} keys: set one of them, such as "
+        f"{below[0]}=..."
+    )
+
+
+def without_use(config: Config, world_size: int, given: Collection[str]) -> list[str]:
+    """`key=value` of the `given` keys that do nothing in `parallel.mode` on so many ranks."""
+    mode = config.parallel.mode
+    idle: set[str] = set()
+    if mode != "data":
+        idle.update(_OF_CACHE)
+        # Batches by popularity take the hot rows from the slots that a cache would have.
+        idle.update(_OF_SLOTS if config.data.batching == "as_is" else ())
+    if world_size == 1:
+        idle.update((*_OF_RANKS, "cache.reduction"))
+    if mode in ("resident", "hybrid"):
+        idle.update(_OF_MOVEMENT)
+    idle.update((*_OF_PLANNER, "cache.reduction") if mode == "hybrid" else ("parallel.sharding",))
+    idle.update(_OF_OPTIMIZERS.get(config.optim.name, ()))
+    if config.model.name == "dlrm":
+        idle.update(("model.cross_layers", "model.cross_rank"))
+    if config.data.name in ("synthetic", "parquet"):
+        idle.add("data.on_bad_line")
+    if not config.optim.decay_steps:
+        idle.add("optim.decay_start")
+    if config.trainer.resume is None:
+        idle.add("trainer.resume_data")
+    return [f"{key}={lookup(config, key)}" for key in sorted(idle.intersection(given))]
+
+
+def keys_of(config: DictConfig, prefix: str = "") -> set[str]:
+    """Dotted keys of a tree, with those of its sections."""
+    found = set()
+    for key in config.keys():  # noqa: SIM118 - iterating a DictConfig leaves missing values out
+        name = f"{prefix}{key}"
+        found.add(name)
+        node = config._get_node(key)
+        if isinstance(node, DictConfig) and not node._is_none():
+            found |= keys_of(node, f"{name}.")
+    return found
+
+
+@cache
+def _known() -> tuple[frozenset[str], frozenset[str]]:
+    """All keys of a `Config`, and those of them that are sections."""
+    keys = frozenset(keys_of(OmegaConf.structured(Config)))
+    return keys, frozenset(key.rpartition(".")[0] for key in keys) - {""}

@@ -1,0 +1,271 @@
+"""The cluster that a prediction is for: its ranks, its links, what a rank computes, as a file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from distcache.errors import ConfigError
+
+# -----------------------------------------------------------------------------
+# The cluster that a prediction is for: its ranks, its links, and what a rank computes in which
+# time.
+
+
+def _positive(key: str, value: float, owner: str, unit: str) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{owner}.{key}={value}: it must be above 0: give {unit}")
+
+
+def _not_negative(key: str, value: float, owner: str, unit: str) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{owner}.{key}={value}: it must be at least 0: give {unit}")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one rank can send: `bandwidth` bytes/s in one direction, `latency` seconds per message.
+
+    A rank's messages to its peers go one after the other, those over different links side by side
+    (Hockney 1994; for all-to-all by pairwise exchange: Thakur, Rabenseifner & Gropp 2005).
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+    name: str = "given"
+
+    def __post_init__(self) -> None:
+        _positive("bandwidth", self.bandwidth, self.name, "bytes per second, such as 25e9")
+        _not_negative("latency", self.latency, self.name, "seconds, such as 5e-6")
+
+    def seconds(self, nbytes: float, messages: float = 1) -> float:
+        """Time to send `nbytes` in so many messages; 0 where nothing is sent."""
+        return messages * self.latency + nbytes / self.bandwidth if nbytes > 0 else 0.0
+
+    def shared(self, ranks: float) -> Link:
+        """The link of one of `ranks` ranks that use it at once."""
+        return Link(self.bandwidth / ranks, self.latency, self.name)
+
+
+PRESETS: dict[str, Link] = {
+    "pcie4": Link(31.5e9, 1.0e-6, "pcie4"),
+    "pcie5": Link(63.0e9, 1.0e-6, "pcie5"),
+    "nvlink3": Link(300e9, 0.6e-6, "nvlink3"),
+    "nvlink4": Link(450e9, 0.6e-6, "nvlink4"),
+    "100gbe": Link(12.5e9, 2.7e-6, "100gbe"),
+    "200gbe": Link(25e9, 2.7e-6, "200gbe"),
+    "400gbe": Link(50e9, 2.7e-6, "400gbe"),
+}
+"""Links by name: raw figures of the specifications, in one direction. Software reaches less:
+measure where it matters."""
+
+SOURCES: dict[str, str] = {
+    "pcie4": "PCI Express Base 4.0: 16 lanes x 16 GT/s x 128/130",
+    "pcie5": "PCI Express Base 5.0: 16 lanes x 32 GT/s x 128/130",
+    "nvlink3": "NVIDIA A100: 12 links x 25 GB/s in each direction (600 GB/s both)",
+    "nvlink4": "NVIDIA H100: 18 links x 25 GB/s in each direction (900 GB/s both)",
+    "100gbe": "IEEE 802.3 / InfiniBand: 100 Gb/s",
+    "200gbe": "IEEE 802.3 / InfiniBand: 200 Gb/s",
+    "400gbe": "IEEE 802.3 / InfiniBand: 400 Gb/s",
+}
+"""Where the bandwidths of `PRESETS` come from. Latencies are those of NCCL's own cost model for
+small messages (`hwLat` of its `tuning.cc`, ring, protocol LL: 0.6 us NVLink, 1.0 PCIe, 2.7
+network), and so is `COLLECTIVE_S` (`baseLat`)."""
+
+COLLECTIVE_S = 6.6e-6
+"""What starting a collective takes, in seconds, however little it sends."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What a rank computes in which time.
+
+    `lookup_s`: of one id, its row read into a bag, forward, and its gradient added, backward;
+    `update_s`: of one row that the optimizer updates; `copy_s`: of one row copied on the device,
+    without its state; `sample_s`: of one sample in the dense part,
+    forward and backward. Seconds, all at least 0.
+    """
+
+    lookup_s: float = 0.0
+    update_s: float = 0.0
+    copy_s: float = 0.0
+    sample_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key in ("lookup_s", "update_s", "copy_s", "sample_s"):
+            _not_negative(key, getattr(self, key), "compute", "seconds")
+
+
+DEVICES: dict[str, tuple[float, float, float]] = {
+    "a100": (80e9, 2.039e12, 19.5e12),
+    "h100": (80e9, 3.35e12, 67e12),
+    "h200": (141e9, 4.8e12, 67e12),
+}
+"""Devices by name: memory (bytes), its bandwidth (bytes/s) and peak float32 operations per second
+outside tensor cores, of NVIDIA's data sheets of A100 80GB SXM, H100 SXM and H200 SXM."""
+
+
+def device_compute(name: str, dim: int, state_width: int, dense_parameters: int) -> Compute:
+    """Times of a device of `DEVICES` at its peak rates: a lower bound.
+
+    A lookup reads and writes a row forward and again backward; an update reads row, state and
+    gradient and writes row and state; a copy reads and writes a row; a sample takes 2 operations
+    per dense parameter forward and 4 backward. Rows are float32 of `dim` elements with
+    `state_width` more of state.
+    """
+    if name not in DEVICES:
+        raise ConfigError(f"device={name} is unknown: choose {', '.join(DEVICES)}, or measure=true")
+    _, memory, flops = DEVICES[name]
+    row, state = 4.0 * dim, 4.0 * state_width
+    update = (3 * row + 2 * state) / memory
+    return Compute(4 * row / memory, update, 2 * row / memory, 6 * dense_parameters / flops)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """W = `ranks` ranks on `nodes` nodes of as many each.
+
+    `host`: a rank's link to its host's memory; `inside`: to ranks of its node; `between`: of one
+    rank to other nodes (`Link.shared` where ranks share a network card), None on one node;
+    `device_memory`: bytes of a rank's device, None: not limited; `collective_s`: seconds to start a
+    collective; `overlap`: share of the movement that could hide behind compute which does.
+    """
+
+    ranks: int
+    host: Link
+    inside: Link
+    between: Link | None = None
+    nodes: int = 1
+    device_memory: int | None = None
+    compute: Compute = field(default_factory=Compute)
+    collective_s: float = COLLECTIVE_S
+    overlap: float = 1.0
+
+    def __post_init__(self) -> None:
+        for key, value in (("world_size", self.ranks), ("nodes", self.nodes)):
+            if value < 1:
+                raise ConfigError(f"{key}={value}: give at least 1")
+        if self.ranks % self.nodes:
+            raise ConfigError(
+                f"nodes={self.nodes} does not divide world_size={self.ranks}: every node has as "
+                "many ranks; give numbers that do"
+            )
+        if self.nodes > 1 and self.between is None:
+            raise ConfigError(
+                f"nodes={self.nodes}, and the bandwidth between them is missing: give between= a "
+                f"preset ({', '.join(PRESETS)}) or '{{bandwidth: 25e9, latency: 3e-6}}'"
+            )
+        if not 0 <= self.overlap <= 1:
+            raise ConfigError(f"overlap={self.overlap}: it is a share, from 0 to 1")
+        if self.device_memory is not None and self.device_memory < 1:
+            raise ConfigError(f"device_memory={self.device_memory}: give bytes, at least 1")
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of one node."""
+        return self.ranks // self.nodes
+
+
+def parse_link(key: str, value: str | Mapping[str, Any] | Link | None) -> Link:
+    """The link that a user gave `key` as: a name of `PRESETS`, or bandwidth and latency.
+
+    Raises ConfigError naming key, value and way out.
+    """
+    how = f"a preset ({', '.join(PRESETS)}) or '{{bandwidth: 25e9, latency: 5e-6}}'"
+    if isinstance(value, Link):
+        return value
+    if isinstance(value, str) and value.lower() in PRESETS:
+        return PRESETS[value.lower()]
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key}={value}: the link is not known: give {how}")
+    unknown = sorted(str(name) for name in value if name not in ("bandwidth", "latency"))
+    if unknown:
+        raise ConfigError(f"{key}.{unknown[0]}: no such key of a link: give {how}")
+    if value.get("bandwidth") is None:
+        raise ConfigError(f"{key}={dict(value)}: the bandwidth is missing: give {how}")
+    numbers = {}
+    for name in value:
+        try:
+            numbers[name] = float(value[name])
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{key}.{name}={value[name]} is not a number: give {how}") from error
+    return Link(numbers["bandwidth"], numbers.get("latency", 0.0), key)
+
+
+def check_world(cluster: Cluster, sizes: Sequence[int]) -> None:
+    """Raise ConfigError where `cluster` does not describe a running world with `sizes` ranks on its
+    nodes. Nodes of different numbers of ranks count as one, as where links are measured."""
+    world_size, even = sum(sizes), len(set(sizes)) == 1
+    if cluster.ranks != world_size:
+        raise ConfigError(
+            f"the cluster description has world_size={cluster.ranks}, but {world_size} ranks run: "
+            f"describe world_size={world_size}, or start {cluster.ranks} ranks"
+        )
+    nodes = len(sizes) if even else 1
+    if cluster.nodes != nodes:
+        run = f"{sizes[0]} ranks run on each node"
+        if not even:
+            run = f"{', '.join(map(str, sizes))} ranks run on its nodes, which count as one"
+        raise ConfigError(
+            f"the cluster description has nodes={cluster.nodes} of {cluster.local_ranks} ranks, "
+            f"but {run}: describe nodes={nodes}, or start {cluster.local_ranks} per node"
+        )
+
+
+# -----------------------------------------------------------------------------
+# A cluster as a file: `cluster.json`, which `distcache.plan` writes and `cache.cluster` reads.
+
+FILE = "cluster.json"
+
+_LINKS = ("host", "inside", "between")
+
+
+def write_cluster(cluster: Cluster, folder: Path) -> Path:
+    """Write `cluster.json` into `folder`; its path."""
+    path = folder / FILE
+    path.write_text(json.dumps(asdict(cluster), indent=1) + "\n")
+    return path
+
+
+def read_cluster(path: str | Path, key: str = "cache.cluster") -> Cluster:
+    """The cluster that a file, or the folder that has it, describes.
+
+    Raises ConfigError naming `key`, the file and the way out where it cannot be read, or describes
+    none.
+    """
+    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    how = f"give the {FILE} of python -m distcache.plan, or leave {key} out to measure"
+    try:
+        values = json.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{key}={path}: cannot be read ({error.strerror}): {how}") from error
+    except ValueError as error:
+        raise ConfigError(f"{key}={path} is no JSON ({error}): {how}") from error
+    try:
+        return _cluster(values)
+    except ConfigError as error:
+        raise ConfigError(f"{key}={path}: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{key}={path} describes no cluster ({error!r}): {how}") from error
+
+
+def _cluster(values: dict[str, Any]) -> Cluster:
+    for key in ("ranks", "host", "inside"):
+        if values.get(key) is None:
+            raise ConfigError(f"{key} is missing: give the {FILE} of python -m distcache.plan")
+    links = {name: _link(name, values[name]) for name in _LINKS if values.get(name) is not None}
+    others = {name: value for name, value in values.items() if name not in (*_LINKS, "compute")}
+    return Cluster(**links, **others, compute=Compute(**values.get("compute", {})))
+
+
+def _link(which: str, values: dict[str, Any]) -> Link:
+    """The link of key `which`, by whose name an error calls it."""
+    name = values.get("name", "given")
+    for key in ("bandwidth", "latency"):
+        if not isinstance(values.get(key, 0.0), int | float):
+            raise ConfigError(f"{which}.{key}={values[key]} is no number: give one")
+    return replace(Link(**{**values, "name": which}), name=name)

@@ -1,0 +1,338 @@
+"""Rows on their way: store -> cache -> step -> cache -> store, as the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distcache.cache import FOREIGN, DeviceCache, StagingRing
+from distcache.comm.link import ROWS, Link
+from distcache.engine.gradients import share_rows, to_all
+from distcache.engine.groups import RegionSlots, TableGroup
+from distcache.ops.copies import put
+from distcache.optim import RowUpdate, apply_rows
+from distcache.step_plan import ShardPlan, StepPlan, Transfer
+from distcache.store.rows import DirectRows, Rows, RowStore
+from distcache.streams import COMPUTE, COPY_IN, Mark, Streams
+
+# -----------------------------------------------------------------------------
+# Ways of rows between a store and its device: through staging buffers, or read in place.
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Fetched rows of one step before they go to their slots.
+
+    `read`: the rows, for work of the current stream, `[M_h, D]`, and their state `[M_h, S]` or
+    None, on the host or the device; `release`: after all that reads them was issued on COPY_IN.
+    """
+
+    read: Callable[[], Rows]
+    release: Callable[[], None]
+
+
+class Access(Protocol):
+    """How rows of one group get to the device and back; one thread at a time uses it."""
+
+    def gather(self, rows: Tensor) -> Gathered:
+        """What the host does before `rows` (int64 `[m]`, on the CPU) can go to the device."""
+        ...
+
+    def put(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
+        """Bring `rows`, with values on the device, to the store, in order of calls."""
+        ...
+
+    def settle(self) -> None:
+        """Let the host wait until what was put is in the store."""
+        ...
+
+
+class Staged:
+    """`store.access=staged`: host threads gather into pinned buffers, which are copied as a whole;
+    what comes back is copied to a buffer, waited for, and scattered."""
+
+    def __init__(
+        self,
+        store: RowStore,
+        device: torch.device,
+        widths: tuple[int, int],
+        streams: Streams,
+        prefetch: int,
+    ) -> None:
+        """`widths`: D and S; `prefetch`: P, which bounds the steps whose rows lie in buffers."""
+        self._store, self._device, self._streams = store, device, streams
+        self._arriving = StagingRing(prefetch + 2, widths, store.dtype, streams)
+        self._leaving = StagingRing(1, widths, store.dtype, streams)
+
+    def gather(self, rows: Tensor) -> Gathered:
+        """Copies of the rows in the next staging buffer."""
+        number, weight, state = self._arriving.take(len(rows))
+        found = self._store.gather(rows, out=(weight, state))
+        return Gathered(lambda: found, partial(self._release, number))
+
+    def _release(self, number: int) -> None:
+        """The buffer may be used again once the copies from it are through."""
+        self._arriving.release(number, self._streams.mark(COPY_IN))
+
+    def put(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
+        """Scatter the rows; the calling thread waits until they are there."""
+        if self._streams.asynchronous:
+            number, host_weight, host_state = self._leaving.take(len(rows))
+            host_weight.copy_(weight, non_blocking=True)
+            if state is not None and host_state is not None:
+                host_state.copy_(state, non_blocking=True)
+            torch.cuda.current_stream(self._device).synchronize()
+            weight, state = host_weight, host_state
+            self._leaving.release(number, Mark())
+        self._store.scatter(rows, weight, state)
+
+    def settle(self) -> None:
+        """Nothing is on its way: `put` waits."""
+
+
+class InPlace:
+    """`store.access=zero_copy`: the device reads and writes rows in host memory (`store.direct`).
+
+    Reads come after the write-backs of their own and of earlier steps, as `fill` does.
+    """
+
+    def __init__(self, rows: DirectRows, wait: Callable[[Mark], None]) -> None:
+        """`rows`: of a store that is open to the device; `wait`: of the host for a mark."""
+        self._rows, self._wait = rows, wait
+
+    def gather(self, rows: Tensor) -> Gathered:
+        """Nothing to do on the host."""
+        return Gathered(partial(self._rows.read, rows), lambda: None)
+
+    def put(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
+        """Write the rows on the current stream."""
+        self._rows.write(rows, weight, state)
+
+    def settle(self) -> None:
+        """Wait for what was read and written."""
+        for mark in self._rows.marks():
+            self._wait(mark)
+
+
+# -----------------------------------------------------------------------------
+# One group's rows on their way: store -> cache -> step -> cache -> store, as the plan says.
+
+
+@dataclass
+class MoveCounts:
+    """Rows that this rank's home moved, and their bytes over the host link."""
+
+    rows_fetched: int = 0
+    rows_written_back: int = 0
+    host_to_device_bytes: int = 0
+    device_to_host_bytes: int = 0
+
+    def add(self, other: MoveCounts) -> None:
+        """Count what another one counted."""
+        self.rows_fetched += other.rows_fetched
+        self.rows_written_back += other.rows_written_back
+        self.host_to_device_bytes += other.host_to_device_bytes
+        self.device_to_host_bytes += other.device_to_host_bytes
+
+
+class GroupRows:
+    """The rows of one group on one rank: device slots over the node's store.
+
+    `store` is None in mode `resident`, where every row has its slot and nothing moves.
+    """
+
+    def __init__(
+        self,
+        group: TableGroup,
+        cache: DeviceCache,
+        store: RowStore | None,
+        update: RowUpdate,
+        link: Link,
+        streams: Streams,
+        prefetch: int,
+        slots: RegionSlots | None = None,
+    ) -> None:
+        """`prefetch`: P, which bounds the steps whose rows lie in staging buffers; `slots`: of the
+        cache, by region; None: all replicated."""
+        self.group, self.cache, self.store = group, cache, store
+        self.slots = slots or RegionSlots(cache.slots)
+        self.update, self.link, self.streams = update, link, streams
+        self.counts = MoveCounts()
+        """Of the training steps that were run, and of `flush`."""
+        self.row_bytes = (cache.dim + cache.state_width) * cache.dtype.itemsize
+        self._access: Access | None = None
+        if store is not None and store.direct is not None:
+            settle = partial(link.settle, "rows on their way to the store")
+            self._access = InPlace(store.direct, settle)
+        elif store is not None:
+            widths = (cache.dim, cache.state_width)
+            self._access = Staged(store, cache.device, widths, streams, prefetch)
+
+    def write_back(self, plan: StepPlan, counts: MoveCounts) -> None:
+        """Bring the dirty rows that leave to the store: cache[evict_slots] -> store[evict_rows]."""
+        slots, rows, shard = plan.evict_slots, plan.evict_rows, plan.shard
+        if shard is not None:
+            slots = torch.cat((slots, shard.evict_slots))
+            rows = torch.cat((rows, shard.evict_rows))
+        if len(slots):
+            self._store_rows(*self.cache.evict(slots, rows), counts)
+
+    def gather(self, plan: StepPlan, counts: MoveCounts) -> Gathered | None:
+        """What the host does for this home's fetched rows; None without a store."""
+        if self._access is None:
+            return None
+        rows = plan.fetch_rows
+        if plan.shard is not None:
+            rows = torch.cat((rows, plan.shard.fetch_rows))
+        counts.rows_fetched += len(rows)
+        counts.host_to_device_bytes += len(rows) * self.row_bytes
+        return self._access.gather(rows)
+
+    def fill(self, plan: StepPlan, gathered: Gathered | None, link: Link) -> None:
+        """Put the fetched rows into their slots, the replicated ones, shared over `link`, on all
+        ranks."""
+        if gathered is None:
+            return
+        own, (weight, state) = len(plan.fetch_rows), gathered.read()
+        if self.slots.replicated or self.group.hot is None:
+            self._fill_replicated(plan, (_first(weight, own), _first(state, own)), link)
+        if plan.shard is not None and len(weight) > own:
+            rows = weight[own:], None if state is None else state[own:]
+            self.cache.fill(plan.shard.fetch_slots, plan.shard.fetch_rows, *rows)
+        gathered.release()
+
+    def _fill_replicated(
+        self, plan: StepPlan, rows: tuple[Tensor | None, Tensor | None], link: Link
+    ) -> None:
+        """Share the fetched rows with all ranks; their state too, unless homes keep it."""
+        rank, size = link.world.rank, link.world.size
+        weight, state = rows
+        if size > 1:
+            device, width = self.cache.device, self.cache.dim
+            own = [t.to(device, non_blocking=True) for t in rows if t is not None]
+            if self.cache.state_slots is not None:
+                weight = share_rows(link, plan, own[0])
+            else:
+                both = share_rows(link, plan, own[0] if state is None else torch.cat(own, dim=1))
+                weight, state = both[:, :width], None if state is None else both[:, width:]
+        if plan.misses and weight is not None:
+            names = np.full(plan.misses, FOREIGN, dtype=np.int64)
+            start = sum(plan.fetch_counts[:rank])
+            names[start : start + plan.fetch_counts[rank]] = plan.fetch_rows.numpy()
+            slots = plan.fetch_slots
+            self._ensure(int(slots.max()) + 1)
+            self.cache.fill(slots, names, weight, state)
+
+    def _ensure(self, slots: int) -> None:
+        """Room for `slots` slots; a cache that grew lies in memory of the current stream."""
+        before = self.cache.slots
+        self.cache.ensure(slots)
+        if self.cache.slots > before:
+            self.streams.hand_over((self.cache.weight, self.cache.state), COMPUTE)
+
+    def leaf(self, plan: StepPlan, where: Tensor | None = None) -> Tensor:
+        """A copy of the step's rows in canonical order, `[U, D]`, on the device.
+
+        `where`: the plan's slots on the device already.
+        """
+        return self.cache.gather(plan.slots, where)
+
+    def send_rows(self, transfer: Transfer, there: Transfer, link: Link, what: str) -> Tensor:
+        """Send sharded rows to the ranks that named them; what comes here, `[r, D]`, by `places`.
+
+        `there`: the transfer on the device. Where rows are handed on inside nodes, all ranks of a
+        node do so, if with none.
+        """
+        rows, relay = self.cache.gather(transfer.slots, there.slots), there.relay
+        came = link.all_to_all(rows, transfer.send_counts, transfer.receive_counts, ROWS, what)
+        if relay is None:
+            return came
+        passed, what = came.index_select(0, relay.passed), f"{what}, inside the node"
+        others = link.within_node(passed, relay.pass_counts, relay.receive_counts, ROWS, what)
+        return torch.cat((came, others)).index_select(0, relay.order)
+
+    def apply(
+        self,
+        plan: StepPlan,
+        gradient: Tensor,
+        update: tuple[float, int],
+        where: Tensor | None = None,
+        enabled: Tensor | None = None,
+    ) -> None:
+        """Update the step's replicated rows and state in place with the summed gradient.
+
+        `gradient`: `[U, D]`, or that of this home's rows `[U_h, D]` where homes keep the state;
+        `update`: rate and number of the step; `where`: the plan's slots on the device already;
+        `enabled`: as in `apply_rows`.
+        """
+        cache = self.cache
+        slots = plan.slots.to(cache.device) if where is None else where
+        if cache.state_slots is None:
+            parts = (cache.weight, cache.state)
+        else:
+            world = self.link.world
+            own = self.slots.own_replicated(world.rank, world.size)
+            parts, slots = cache.part(own), slots[plan.home_slice(world.rank)] - own.start
+        apply_rows(self.update, *parts, slots, gradient, *update, enabled)
+        cache.mark_dirty(plan.slots)
+
+    def apply_sharded(
+        self,
+        shard: ShardPlan,
+        gradient: Tensor,
+        update: tuple[float, int],
+        where: Tensor,
+        enabled: Tensor | None = None,
+    ) -> None:
+        """Update this home's sharded rows of a step with their summed gradients `[H, D]`.
+
+        `where`: the plan's slots on the device.
+        """
+        own = self.slots.own_sharded
+        slots = where - own.start
+        apply_rows(self.update, *self.cache.part(own), slots, gradient, *update, enabled)
+        self.cache.mark_dirty(shard.slots)
+
+    def return_rows(self, plan: StepPlan, link: Link, where: Tensor) -> None:
+        """Send this home's updated replicated rows to all ranks, and take theirs.
+
+        `where`: the plan's slots on the device.
+        """
+        mine = plan.home_slice(link.world.rank)
+        own = self.cache.gather(plan.slots[mine], where[mine])
+        rows = to_all(link, plan, own, f"updated rows {plan.step}")
+        put(self.cache.weight, where, rows)
+
+    def flush(self) -> None:
+        """Write this home's dirty rows to the store, and wait for them; they stay cached."""
+        if self._access is None:
+            return
+        dirty = self.cache.dirty_slots()
+        rows = torch.from_numpy(self.cache.slot_row[dirty.numpy()])
+        own = rows >= 0
+        self._store_rows(dirty[own], rows[own], self.counts)
+        self._access.settle()
+        self.cache.clean(dirty)
+
+    def held_rows(self, slots: slice) -> np.ndarray:
+        """This home's rows in `slots`, int64; -1 where one is free or holds another home's row."""
+        held = self.cache.slot_row[slots]
+        return np.where(held >= 0, held, -1)
+
+    def _store_rows(self, slots: Tensor, rows: Tensor, counts: MoveCounts) -> None:
+        """Copy slots to the store."""
+        if len(slots) == 0 or self._access is None:
+            return
+        self._access.put(rows, *self.cache.read(slots))
+        counts.rows_written_back += len(slots)
+        counts.device_to_host_bytes += len(slots) * self.row_bytes
+
+
+def _first(rows: Tensor | None, count: int) -> Tensor | None:
+    return None if rows is None else rows[:count]

@@ -1,0 +1,293 @@
+"""Whole tables in original ids: blocks of rows over nodes, and what a checkpoint takes of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
+
+from distcache.comm.agreement import together
+from distcache.comm.link import ROWS, Link, host_link
+from distcache.comm.world import World
+from distcache.engine.movement import GroupRows
+from distcache.errors import DistcacheError
+from distcache.layout import TableSpec
+from distcache.optim import RowUpdate
+from distcache.store.memory import describe_bytes
+from distcache.store.rows import Rows, RowStore
+
+# -----------------------------------------------------------------------------
+# Rows of whole tables on several nodes, where each node's store holds those at home on its ranks.
+#
+# Every rank knows which rows every rank wants, so no ids travel: the ranks that home them send
+# them
+# over the host group. Rows at home on a rank's own node it reads from its store itself. All of it
+# is
+# called by all ranks, in the main thread, while nothing trains.
+
+BLOCK_BYTES = 16 << 20
+"""About how many bytes of a table one exchange brings to a rank."""
+
+NONE = np.empty(0, dtype=np.int64)
+
+
+class RowExchange:
+    """Rows of `store` to the ranks that want them, and back."""
+
+    def __init__(self, world: World, store: RowStore) -> None:
+        self._world, self._store = world, store
+        self._link: Link = host_link(world)
+
+    def bring(self, wanted: Sequence[np.ndarray]) -> Rows:
+        """Weights `[m, D]` and state `[m, S]` (None where S = 0) of this rank's wanted rows.
+
+        `wanted[r]`: the rows of rank r, int64 `[m_r]` by the layout's numbers; the same on all
+        ranks.
+        """
+        store, route = self._store, _Route(self._world, self._store, wanted)
+        own = wanted[self._world.rank]
+        arrived = self._link.all_to_all(
+            _joined(store.gather(route.sent)), route.sends, route.receives, ROWS, "rows of tables"
+        )
+        near = _joined(store.gather(torch.from_numpy(own[route.near])))
+        found = near.new_empty((len(own), near.shape[1]))
+        found[torch.from_numpy(route.near)] = near
+        found[torch.from_numpy(route.far)] = arrived
+        return _parted(found, store)
+
+    def put(self, wanted: Sequence[np.ndarray], values: Rows) -> None:
+        """Write this rank's values of its wanted rows to the stores of their homes.
+
+        The reverse of `bring`; no row may be in two ranks' lists. The rows are there once all
+        ranks have returned.
+        """
+        store, route = self._store, _Route(self._world, self._store, wanted)
+        joined, own = _joined(values), wanted[self._world.rank]
+        arrived = self._link.all_to_all(
+            joined[torch.from_numpy(route.far)],
+            route.receives,
+            route.sends,
+            ROWS,
+            "rows of tables",
+        )
+        _scatter(store, route.sent, arrived)
+        _scatter(store, torch.from_numpy(own[route.near]), joined[torch.from_numpy(route.near)])
+
+
+class _Route:
+    """Who sends which rows to whom.
+
+    `sent`: the rows that this rank, their home, sends to ranks of other nodes, by receiver;
+    `sends`, `receives`: rows to and from each rank; `near`, `far`: positions of this rank's wanted
+    rows that its node has, and of the others in the order in which they arrive.
+    """
+
+    def __init__(self, world: World, store: RowStore, wanted: Sequence[np.ndarray]) -> None:
+        mine = range(world.first_local, world.first_local + world.local_size)
+        parts = [
+            NONE if rank in mine else rows[store.part.homes(rows) == world.rank]
+            for rank, rows in enumerate(wanted)
+        ]
+        self.sent = torch.from_numpy(np.concatenate(parts))
+        self.sends = [len(part) for part in parts]
+        homes = store.part.homes(wanted[world.rank])
+        inside = (homes >= mine.start) & (homes < mine.stop)
+        self.near = np.flatnonzero(inside)
+        far = np.flatnonzero(~inside)
+        self.far = far[np.argsort(homes[far], kind="stable")]
+        self.receives = np.bincount(homes[far], minlength=world.size).tolist()
+
+
+def table_block(world: World, store: RowStore, table: int, rows: range) -> Tensor | None:
+    """Rows `rows` of table `table` of the layout, by original ids, `[n, D]`; on rank 0 only."""
+    offset = int(store.layout.offsets[table])
+    wanted = [NONE] * world.size
+    wanted[0] = np.arange(offset + rows.start, offset + rows.stop)
+    found = RowExchange(world, store).bring(wanted)[0]
+    return found if world.is_first else None
+
+
+def shares(rows: int, parts: int) -> list[range]:
+    """`rows` ids in `parts` contiguous ranges of about equal length."""
+    cuts = [rows * part // parts for part in range(parts + 1)]
+    return [range(start, stop) for start, stop in pairwise(cuts)]
+
+
+def blocks(ranges: Sequence[range], row_bytes: int) -> Iterator[list[range]]:
+    """Block after block of all `ranges`; those of a range that has ended are empty."""
+    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    longest = max((len(part) for part in ranges), default=0)
+    for start in range(0, longest, step):
+        yield [part[start : start + step] for part in ranges]
+
+
+def row_numbers(store: RowStore, table: int, ids: Sequence[range]) -> list[np.ndarray]:
+    """The layout's numbers of ids of table `table` of the layout, int64, range by range."""
+    offset = int(store.layout.offsets[table])
+    return [np.arange(offset + part.start, offset + part.stop) for part in ids]
+
+
+def _joined(rows: Rows) -> Tensor:
+    weight, state = rows
+    return weight if state is None else torch.cat([weight, state], dim=1)
+
+
+def _parted(joined: Tensor, store: RowStore) -> Rows:
+    width = store.layout.dim
+    return joined[:, :width], joined[:, width:] if store.state_width else None
+
+
+def _scatter(store: RowStore, rows: Tensor, joined: Tensor) -> None:
+    weight, state = _parted(joined, store)
+    store.scatter(rows, weight.contiguous(), None if state is None else state.contiguous())
+
+
+# -----------------------------------------------------------------------------
+# Whole tables of several nodes as a checkpoint takes them: contiguous shards in original ids.
+#
+# Each rank has an equal range of every table's ids, in temporary files on disk, so that host
+# memory
+# does not hold the tables twice. `torch.distributed.checkpoint` writes and reads them as shards of
+# whole tables: what it leaves is the checkpoint of one node.
+
+
+class ShardedTables:
+    """The tables behind `groups`, shard by shard; every method is called by all ranks."""
+
+    def __init__(
+        self, world: World, tables: Sequence[TableSpec], groups: Sequence[GroupRows]
+    ) -> None:
+        self._world, self._tables, self._groups = world, list(tables), list(groups)
+
+    def state(
+        self, update: RowUpdate, folder: Path | None, filled: bool
+    ) -> dict[str, ShardedTensor]:
+        """`tables.<name>.weight` and `tables.<name>.<state>` as in `cached_state.state_of_tables`.
+
+        `folder`: where the temporary files lie (the system's folder for them, where it is None or
+        not there); `filled`:
+        with the rows as they are, else with zeros, to be loaded into. Raises DistcacheError where
+        a disk does not hold this rank's part.
+        """
+        own: dict[str, Tensor] = {}
+        together(self._world, lambda: own.update(self._allocate(update, folder)))
+        if filled:
+            for index, table in enumerate(self._tables):
+                self._read(index, table, update, own)
+        return {
+            name: self._as_sharded(table, own[name])
+            for table in self._tables
+            for name in self._widths(table, update)
+        }
+
+    @torch.no_grad()
+    def load(self, update: RowUpdate, state: Mapping[str, ShardedTensor]) -> None:
+        """Bring what `state` was filled with to the homes' stores."""
+        for index, table in enumerate(self._tables):
+            store, place = self._store(index)
+            names = self._widths(table, update)
+            parts = {name: state[name].local_shards() for name in names}
+            rounds = blocks(shares(table.rows, self._world.size), _row_bytes(table, store))
+            for number, ids in enumerate(rounds):
+                some = bool(len(ids[self._world.rank]))
+                values = [
+                    parts[name][number].tensor if some else store.weight.new_empty((0, width))
+                    for name, width in names.items()
+                ]
+                extra = torch.cat(values[1:], dim=1) if store.state_width else None
+                RowExchange(self._world, store).put(
+                    row_numbers(store, place, ids), (values[0], extra)
+                )
+        together(self._world, lambda: None)
+
+    def _allocate(self, update: RowUpdate, folder: Path | None) -> dict[str, Tensor]:
+        """Zeros for this rank's ids of every table, `[n, width]` by name."""
+        found = {}
+        for index, table in enumerate(self._tables):
+            dtype = self._store(index)[0].dtype
+            ids = shares(table.rows, self._world.size)[self._world.rank]
+            for name, width in self._widths(table, update).items():
+                found[name] = disk_zeros((len(ids), width), dtype, folder)
+        return found
+
+    def _read(
+        self, index: int, table: TableSpec, update: RowUpdate, own: dict[str, Tensor]
+    ) -> None:
+        """Fill this rank's part of a table from all homes."""
+        store, place = self._store(index)
+        exchange, at = RowExchange(self._world, store), 0
+        for ids in blocks(shares(table.rows, self._world.size), _row_bytes(table, store)):
+            weight, state = exchange.bring(row_numbers(store, place, ids))
+            here = slice(at, at + len(weight))
+            own[f"tables.{table.name}.weight"][here] = weight
+            for name, columns in update.state_columns(table.dim).items():
+                if state is not None:
+                    own[f"tables.{table.name}.{name}"][here] = state[:, columns]
+            at = here.stop
+
+    def _as_sharded(self, table: TableSpec, part: Tensor) -> ShardedTensor:
+        """This rank's rows `part` as blocks of the whole table's."""
+        rank, width = self._world.rank, part.shape[1]
+        ids = shares(table.rows, self._world.size)[rank]
+        store, _ = self._store(self._tables.index(table))
+        shards = [
+            Shard.from_tensor_and_offsets(
+                part[block.start - ids.start : block.stop - ids.start], [block.start, 0], rank
+            )
+            for (block,) in blocks([ids], _row_bytes(table, store))
+        ]
+        return init_from_local_shards(
+            shards, table.rows, width, process_group=self._world.host_group
+        )
+
+    def _widths(self, table: TableSpec, update: RowUpdate) -> dict[str, int]:
+        """The names of a table's values, and their widths; the weight first."""
+        names = {f"tables.{table.name}.weight": table.dim}
+        for name, columns in update.state_columns(table.dim).items():
+            names[f"tables.{table.name}.{name}"] = columns.stop - columns.start
+        return names
+
+    def _store(self, table: int) -> tuple[RowStore, int]:
+        """A table's store and its index there."""
+        for rows in self._groups:
+            if table in rows.group.tables and rows.store is not None:
+                return rows.store, rows.group.tables.index(table)
+        raise DistcacheError(f"table {table} has no store")
+
+
+def disk_zeros(shape: tuple[int, int], dtype: torch.dtype, folder: Path | None) -> Tensor:
+    """Zeros in an unnamed temporary file under `folder`, gone with the tensor (or the process).
+
+    Raises DistcacheError where the disk has no room for it.
+    """
+    kind = np.dtype(str(dtype).removeprefix("torch."))
+    size = shape[0] * shape[1] * kind.itemsize
+    if not size:
+        return torch.zeros(shape, dtype=dtype)
+    where = folder if folder is not None and folder.is_dir() else Path(tempfile.gettempdir())
+    try:
+        with tempfile.TemporaryFile(dir=where) as file:
+            try:  # a full disk would otherwise show as a bus error, at the first touch
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+            return torch.from_numpy(np.memmap(file, kind, "w+", shape=shape))
+    except OSError as error:
+        raise DistcacheError(
+            f"{where} does not hold this rank's part of a table for a checkpoint, "
+            f"{describe_bytes(size)}: {error.strerror}; make room there (run.dir), or use more "
+            "nodes"
+        ) from error
+
+
+def _row_bytes(table: TableSpec, store: RowStore) -> int:
+    return (table.dim + store.state_width) * store.dtype.itemsize

@@ -1,0 +1,461 @@
+"""Hot batches, whose samples look up hot rows alone, and cold batches of the others."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from distcache.comm.agreement import together
+from distcache.comm.world import World
+from distcache.data.batch import Batch, JaggedIds, slice_bounds
+from distcache.data.hashing import digest_of
+from distcache.data.samplers import (
+    BatchSlice,
+    BatchSpans,
+    BlockOrder,
+    ReadAhead,
+    SampleOrdering,
+    SampleSpan,
+    SlicedSource,
+    Subset,
+    both,
+)
+from distcache.errors import ConfigError
+from distcache.popularity.statistics import Statistics
+
+# -----------------------------------------------------------------------------
+# The hot set: the rows that stay cached, so that samples of hot rows alone move nothing.
+#
+# FAE (Adnan et al., VLDB 2022) trains such samples apart from the others. There hot ids were
+# float32, which has no distinct numbers above 2^24; here ids are int64, and a row takes one bit.
+
+_MARGIN, _MOST_MARGIN, _HOMES = 4.0, 0.1, 8
+"""Slots left for the uneven share of hot rows that homes have: 4 deviations at 8 homes, at most a
+tenth of the slots. The same whatever the number of ranks, and so is the hot set."""
+
+_GRID = 65
+"""Points at which numbers of hot rows are tried first."""
+
+COLD_STEPS = (3, 2, 1)
+"""Cold batches whose cold rows find room beside the hot rows: those of a step, of the one that
+movement runs ahead, and one to spare; fewer where the cache is too small for that."""
+
+
+class HotSet:
+    """The `hot_rows[t]` most frequent rows of each table, one bit a row (V / 8 bytes)."""
+
+    def __init__(self, statistics: Statistics, hot_rows: Sequence[int]) -> None:
+        rows = np.array(statistics.table_rows, dtype=np.int64)
+        self.table_rows = statistics.table_rows
+        self._offsets = np.concatenate(([0], np.cumsum((rows + 7) // 8 * 8)))
+        self._bits = np.zeros(int(self._offsets[-1]) // 8, dtype=np.uint8)
+        counts = []
+        starts = (self._offsets[:-1] // 8).tolist()
+        for table, start, count in zip(statistics.tables, starts, hot_rows, strict=True):
+            chosen = table.hottest(count)
+            counts.append(len(chosen))
+            mask = np.zeros((table.rows + 7) // 8 * 8, dtype=bool)
+            mask[chosen] = True
+            packed = np.packbits(mask, bitorder="little")
+            self._bits[start : start + len(packed)] = packed
+        self.hot_rows: tuple[int, ...] = tuple(counts)
+
+    @property
+    def rows(self) -> int:
+        """Hot rows of all tables."""
+        return sum(self.hot_rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self._bits.nbytes
+
+    @property
+    def digest(self) -> str:
+        """A digest of which rows are hot."""
+        return digest_of(self._bits)
+
+    @property
+    def named(self) -> str:
+        """How many rows are hot, and which, in short."""
+        return f"{self.rows} ({self.digest[:12]})"
+
+    def has(self, table: int, ids: np.ndarray) -> np.ndarray:
+        """Whether each of `ids` int64 `[n]` is a hot row of `table`; bool.
+
+        An id outside the table is not: whoever checks the batch says what becomes of it.
+        """
+        inside = ids.view(np.uint64) < np.uint64(self.table_rows[table])
+        at = np.where(inside, ids, 0) + self._offsets[table]
+        bits = self._bits[at >> 3] >> (at & 7).astype(np.uint8)
+        return (bits & 1).astype(bool) & inside
+
+    def samples(self, ids: JaggedIds) -> np.ndarray:
+        """Which of the samples of `ids` look up hot rows alone; bool `[b]`.
+
+        A sample whose bags are all empty does. Feature f reads table f.
+        """
+        values, offsets = ids.values.numpy(), ids.offsets.numpy()
+        values = values.astype(np.int64, copy=False)
+        hot = np.ones(ids.batch_size, dtype=bool)
+        for feature in range(len(ids.features)):
+            first = feature * ids.batch_size
+            edges = offsets[first : first + ids.batch_size + 1]
+            found = self.has(feature, values[edges[0] : edges[-1]])
+            if (np.diff(edges) == 1).all():
+                hot &= found
+                continue
+            cold = np.concatenate(([0], np.cumsum(~found)))  # cold ids before each place
+            hot &= np.diff(cold[edges - edges[0]]) == 0
+        return hot
+
+
+@dataclass(frozen=True)
+class HotCurve:
+    """How many rows of a table were looked up how often. `counts` int64, distinct, descending;
+    `rows` int64: rows with each; `per_sample`: lookups of the table in a sample."""
+
+    counts: np.ndarray
+    rows: np.ndarray
+    per_sample: float
+
+    def below(self, hot: int) -> np.ndarray:
+        """Rows with each count beside the `hot` most frequent ones."""
+        return np.clip(np.cumsum(self.rows) - hot, 0, self.rows)
+
+
+def curve_of(statistics: Statistics, table: int) -> HotCurve:
+    """The curve of one table; rows that were never looked up are left out."""
+    own = statistics.tables[table]
+    per_sample = own.lookups / max(statistics.samples, 1)
+    return HotCurve(*own.histogram(), per_sample)
+
+
+def greedy(curves: Sequence[HotCurve], rows: int) -> list[int]:
+    """How many rows of each table are among the `rows` most frequent of all of them; of equally
+    frequent ones those of earlier tables come first."""
+    counts = np.concatenate([curve.counts for curve in curves])
+    order = np.argsort(-counts, kind="stable")
+    ends = np.cumsum(np.concatenate([curve.rows for curve in curves])[order])
+    if rows <= 0 or not len(ends):
+        return [0] * len(curves)
+    least = counts[order[min(int(np.searchsorted(ends, rows)), len(ends) - 1)]]
+    chosen = [int(curve.rows[curve.counts > least].sum()) for curve in curves]
+    rest = rows - sum(chosen)
+    for place, curve in enumerate(curves):
+        equal = min(int(curve.rows[curve.counts == least].sum()), rest)
+        chosen[place] += equal
+        rest -= equal
+    return chosen
+
+
+def rows_that_fit(curves: Sequence[HotCurve], slots: int, batch: int) -> list[int]:
+    """Hot rows of each of the tables that share `slots` slots, beside the rows of cold batches.
+
+    `batch`: samples of a global batch. Taken greedily by frequency, as many as leave room for the
+    cold rows that `COLD_STEPS` cold batches are expected to look up; none where none fits.
+    """
+    margin = min(_MARGIN * math.sqrt(_HOMES * slots), _MOST_MARGIN * slots)
+    room = int(slots - margin)
+    distinct = sum(int(curve.rows.sum()) for curve in curves)
+    if distinct <= room:
+        return greedy(curves, distinct)
+    for steps in COLD_STEPS:
+
+        def fits(rows: int, steps: int = steps) -> bool:
+            cold = expected_cold(curves, greedy(curves, rows), batch)
+            return rows + steps * cold <= room
+
+        # More hot rows leave fewer cold ones: few may not fit where more do. So the most are found
+        # on a grid, from above, and then between two of its points.
+        grid = np.linspace(min(room, distinct), 0, _GRID, dtype=np.int64)[:-1].tolist()
+        low = next((rows for rows in grid if fits(rows)), 0)
+        high = min((rows for rows in grid if rows > low), default=low)
+        while low and high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        if low:
+            return greedy(curves, low)
+    return [0] * len(curves)
+
+
+def expected_cold(curves: Sequence[HotCurve], hot_rows: Sequence[int], batch: int) -> float:
+    """About how many distinct cold rows a cold batch of `batch` samples looks up.
+
+    All lookups of a cold row come in cold samples. Of these there are as many as if the lookups of
+    a sample were cold independently of one another, and at least as many as the table with the
+    most cold lookups says.
+    """
+    cold = [curve.below(hot) for curve, hot in zip(curves, hot_rows, strict=True)]
+    pairs = list(zip(curves, cold, strict=True))
+    least, all_samples, hot_share = 0.0, 0.0, 1.0
+    for curve, rows in pairs:
+        lookups, colder = (float((curve.counts * of).sum()) for of in (curve.rows, rows))
+        if lookups:
+            least = max(least, colder / max(1.0, curve.per_sample))
+            all_samples = max(all_samples, lookups / curve.per_sample)
+            hot_share *= (1 - colder / lookups) ** curve.per_sample
+    samples = max(least, all_samples * (1 - hot_share))
+    if samples < 1:
+        return 0.0
+    share = min(batch, samples) / samples
+    return float(sum((rows * -np.expm1(-c.counts * share)).sum() for c, rows in pairs))
+
+
+# -----------------------------------------------------------------------------
+# A source whose batches stay as they are, each trained as a hot and a cold part.
+
+
+class SplitSource:
+    """`source` with the hot set that splits its batches; all else is `source`'s own.
+
+    What is hot is part of the run's identity: the sums of a step depend on it.
+    """
+
+    def __init__(self, source: Any, hot: HotSet) -> None:
+        self.source, self.hot = source, hot
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source":  # asked for before there is one, by copy and pickle
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """See `BatchSource.identity`."""
+        own = {"data.batching": "split", "data.hot_rows": self.hot.named}
+        return dict(self.source.identity) | own
+
+
+# -----------------------------------------------------------------------------
+# Hot batches, whose samples look up hot rows alone, and cold batches of the others.
+#
+# The idea is FAE's (Adnan et al., VLDB 2022). Here every sample is in one batch of an epoch, both
+# kinds are shuffled anew in each, and samples are classified by whole arrays.
+
+logger = logging.getLogger(__name__)
+
+HOT, COLD = "hot", "cold"
+_CHUNK = 1 << 15
+"""Samples that are classified at once; a multiple of 64."""
+_BAR_SAMPLES = 4_000_000
+"""A progress bar is shown for at least so many samples."""
+
+
+@dataclass(frozen=True)
+class BatchPlace:
+    """Global batch `number` of a `kind`, `hot` or `cold`, in `epoch`."""
+
+    epoch: int
+    kind: str
+    number: int
+
+
+class KindSamples:
+    """The samples of one kind in an epoch, in an order of (seed, epoch)."""
+
+    def __init__(self, source: SlicedSource, kind: str, chosen: Subset) -> None:
+        self.chosen = chosen
+        self.spans = BatchSpans(chosen.count, source.batch_size)
+        self.order: SampleOrdering = source.order_of(chosen, 1 if kind == HOT else 2)
+        self._ahead: ReadAhead | None = None
+        if isinstance(self.order, BlockOrder) and chosen.count:
+
+            def hint(start: int, stop: int) -> None:
+                first, last = chosen.at(np.array([start, stop - 1])).tolist()
+                source.will_need(first, last + 1)
+
+            self._ahead = ReadAhead(self.order, hint)
+
+    @property
+    def batches(self) -> int:
+        """Global batches of the epoch; the last one may be ragged."""
+        return self.spans.per_epoch or 0
+
+    def samples(self, span: SampleSpan, low: int, high: int) -> np.ndarray:
+        """Samples [low, high) of the global batch `span`, int64."""
+        if self._ahead is not None:
+            self._ahead.reach(span.epoch, span.start, span.stop)
+        # Some orders sort a whole batch: slices are taken after that.
+        places = self.order.positions(span.epoch, span.start, span.stop)
+        return self.chosen.at(places[low:high])
+
+
+@dataclass(frozen=True)
+class HotColdEpoch:
+    """What an epoch holds of both kinds."""
+
+    kinds: dict[str, KindSamples]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Hot and cold global batches."""
+        return self.kinds[HOT].batches, self.kinds[COLD].batches
+
+    @property
+    def share(self) -> float:
+        """Hot samples as a share of all."""
+        hot, cold = (self.kinds[kind].chosen.count for kind in (HOT, COLD))
+        return hot / (hot + cold)
+
+
+class HotColdSource:
+    """`source` in hot and cold batches; a `BatchSource` too, hot ones first.
+
+    What it is asked for beyond batches and identity is `source`'s own. Where the ids of a sample
+    differ between epochs (sampled negatives), each epoch is classified when it begins. Raises
+    ConfigError for a source whose samples cannot be read one by one, or without an end.
+    """
+
+    def __init__(
+        self, source: SlicedSource, hot: HotSet, show: bool = False, world: World | None = None
+    ) -> None:
+        """`show`: whether this rank says what it finds; `world`: ranks that each classify a part of
+        the samples (None: this one all). Called by all of them, and so is the first `epoch` of
+        each number."""
+        if not isinstance(source, SlicedSource) or source.samples_per_epoch is None:
+            raise ConfigError(
+                "data.batching=hot_cold needs data with a known number of samples, read in any "
+                "order: give data.samples=<samples of an epoch> to data=synthetic, or use "
+                "data.batching=as_is"
+            )
+        self.source, self.hot, self._show, self._world = source, hot, show, world
+        self._epochs: dict[int, HotColdEpoch] = {}
+        self.features, self.table_rows = source.features, source.table_rows
+        self.dense_features = source.dense_features
+        self._warn(self.epoch(0))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source":  # asked for before there is one, by copy and pickle
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """See `BatchSource.identity`."""
+        own = {"data.batching": "hot_cold", "data.hot_rows": self.hot.named}
+        return dict(self.source.identity) | own
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Training steps of the first epoch; others may have one more or less."""
+        return sum(self.epoch(0).sizes)
+
+    @property
+    def eval_batches(self) -> int | None:
+        """See `BatchSource.eval_batches`."""
+        return self.source.eval_batches
+
+    def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
+        """See `BatchSource.eval_batch`."""
+        return self.source.eval_batch(index, rank, world_size)
+
+    def train_batch(self, step: int, rank: int, world_size: int) -> Batch:
+        """See `BatchSource.train_batch`: the hot batches of each epoch, then the cold ones."""
+        epoch, left = 0, step
+        while left >= sum(self.epoch(epoch).sizes):
+            left -= sum(self.epoch(epoch).sizes)
+            epoch += 1
+        hot = self.epoch(epoch).sizes[0]
+        place = BatchPlace(epoch, HOT, left) if left < hot else BatchPlace(epoch, COLD, left - hot)
+        return self.batch(place, step, rank, world_size)
+
+    def batch(self, place: BatchPlace, step: int, rank: int, world_size: int) -> Batch:
+        """This rank's slice of the global batch at `place`, which is training step `step`."""
+        samples = self.epoch(place.epoch).kinds[place.kind]
+        inside = samples.spans.locate(place.number)
+        span = SampleSpan(place.epoch, inside.start, inside.stop)
+        low, high = slice_bounds(span.size, rank, world_size)
+        part = BatchSlice("train", step, span, low, high, place.kind)
+        return self.source.take(samples.samples(span, low, high), part)
+
+    def epoch(self, number: int) -> HotColdEpoch:
+        """The samples of both kinds in an epoch; the last two epochs are remembered."""
+        key = number if self.source.ids_vary else 0
+        known = self._epochs.get(key)
+        if known is None:
+            for old in [e for e in self._epochs if e < key - 1]:
+                del self._epochs[old]
+            kinds = zip((HOT, COLD), both(self._classified(key), self._samples), strict=True)
+            known = HotColdEpoch({k: KindSamples(self.source, k, chosen) for k, chosen in kinds})
+            self._epochs[key] = known
+        return known
+
+    def _classified(self, epoch: int) -> np.ndarray:
+        """`classify` of all samples, of which each rank does a part."""
+        world = self._world
+        if world is None or world.size == 1:
+            return classify(self.source, self.hot, epoch, show=self._show)
+        words = (self._samples + 63) // 64
+        low, high = (64 * at for at in slice_bounds(words, world.rank, world.size))
+        part = (low, min(high, self._samples))
+        found = together(world, lambda: classify(self.source, self.hot, epoch, part, self._show))
+        return np.concatenate(found)
+
+    @property
+    def _samples(self) -> int:
+        return self.source.samples_per_epoch or 0
+
+    def _warn(self, epoch: HotColdEpoch) -> None:
+        if not self._show:
+            return
+        chosen = [epoch.kinds[kind].chosen for kind in (HOT, COLD)]
+        logger.info(
+            "%s of %s samples are hot (%.2f %%): %s hot and %s cold batches of an epoch; %s hot "
+            "rows, %.1f MB to find them and the samples",
+            f"{chosen[0].count:,}",
+            f"{self._samples:,}",
+            100 * epoch.share,
+            *(f"{size:,}" for size in epoch.sizes),
+            f"{self.hot.rows:,}",
+            (sum(one.nbytes for one in chosen) + self.hot.nbytes) / 1e6,
+        )
+        if not all(epoch.sizes):
+            logger.warning(
+                "data.batching=hot_cold: all samples are %s, and so are all batches: nothing is "
+                "gained over data.batching=as_is",
+                HOT if epoch.sizes[0] else "cold (raise cache.rows, cache.ratio or data.hot_rows)",
+            )
+
+
+def classify(
+    source: SlicedSource,
+    hot: HotSet,
+    epoch: int,
+    part: tuple[int, int] | None = None,
+    show: bool = False,
+) -> np.ndarray:
+    """Which training samples look up hot rows alone, one bit each, uint64 as in `Subset`.
+
+    One pass over the ids of the samples as they are in `epoch`. `part`: samples [start, stop) only,
+    from a multiple of 64 on; `show`: with a progress bar.
+    """
+    first, last = part or (0, source.samples_per_epoch or 0)
+    samples = max(last - first, 0)
+    bits = np.zeros((samples + 63) // 64 * 8, dtype=np.uint8)
+    quiet = not show or samples < _BAR_SAMPLES
+    often = 0.2 if sys.stderr.isatty() else 10.0
+    with tqdm(
+        total=samples,
+        desc="hot samples",
+        unit="sample",
+        unit_scale=True,
+        disable=quiet,
+        mininterval=often,
+        maxinterval=often,
+    ) as bar:
+        for start in range(0, samples, _CHUNK):
+            some = np.arange(first + start, min(first + start + _CHUNK, last), dtype=np.int64)
+            after = first + start + len(some)
+            source.will_need(after, min(after + _CHUNK, last))
+            packed = np.packbits(hot.samples(source.ids_of(some, epoch)), bitorder="little")
+            bits[start // 8 : start // 8 + len(packed)] = packed
+            bar.update(len(some))
+    return bits.view(np.uint64)

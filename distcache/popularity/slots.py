@@ -1,0 +1,534 @@
+"""From a budget and statistics to the slots of each group and the rows that they hold first."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from distcache.comm.agreement import together
+from distcache.comm.world import World
+from distcache.errors import ConfigError
+from distcache.layout import TableSpec, group_tables
+from distcache.planner.policy import Policy
+from distcache.popularity.curve import (
+    Curve,
+    GroupCurves,
+    hot_prefixes,
+    least_slots,
+    lookups_per_step,
+    pinned_prefixes,
+    row_curve_of,
+)
+from distcache.popularity.statistics import Popularity, Statistics, TableCounts, fingerprint_of
+from distcache.store.memory import describe_bytes
+
+# -----------------------------------------------------------------------------
+# Slots per rank for each group of tables, from cache.rows, cache.ratio or cache.bytes.
+
+log = logging.getLogger(__name__)
+
+DEFAULT_RATIO = 0.015
+"""Slots as a share of the rows when none of the three keys is given."""
+
+
+def cache_slots(
+    rows: int | None,
+    ratio: float | None,
+    bytes: int | None,
+    groups: Sequence[tuple[int, int, int]],
+    itemsize: int,
+    world_size: int,
+) -> list[int]:
+    """Slots per rank (C) of each group.
+
+    At most one of `rows` (slots over all groups), `ratio` (of each group's rows, in (0, 1]) and
+    `bytes` (device memory of all groups' slots) is given; none means ratio 0.015. `groups`: (V,
+    D, S) of each; `itemsize`: bytes of an element; `world_size`: W.
+
+    `rows` and `bytes` are split over the groups by their rows V; bytes that a group cannot use go
+    to the others. C is a multiple of W, because home h owns C / W slots: `rows` and `ratio` are
+    rounded up to it, `bytes` down, as it is a bound; at least W, at most W * ceil(V / W) (a cache
+    larger than the tables is capped, and logged). Raises ConfigError for two keys, or a value out
+    of range.
+    """
+    given = {"rows": rows, "ratio": ratio, "bytes": bytes}
+    given = {key: value for key, value in given.items() if value is not None} or {
+        "ratio": DEFAULT_RATIO
+    }
+    if len(given) > 1:
+        named = " and ".join(f"cache.{key}={value}" for key, value in given.items())
+        raise ConfigError(f"{named}: give at most one of cache.rows, cache.ratio, cache.bytes")
+    key, value = next(iter(given.items()))
+    _check(key, value)
+    all_rows = sum(v for v, _, _ in groups)
+    if key == "ratio":
+        share = Fraction(str(value))  # the decimal that was typed: 0.07 of 100 rows is 7
+        wanted = [math.ceil(share * v) for v, _, _ in groups]
+    elif key == "rows":
+        wanted = [-(-int(value) * v // all_rows) for v, _, _ in groups]
+        _say_capped(key, int(value), all_rows)
+    else:
+        full = [-(-v // world_size) * world_size for v, _, _ in groups]
+        wanted = _split_bytes(int(value), groups, full, itemsize)
+        _say_capped(key, int(value), cache_bytes(full, groups, itemsize))
+        wanted = [slots // world_size * world_size for slots in wanted]
+    return [
+        min(max(-(-slots // world_size), 1), -(-v // world_size)) * world_size
+        for slots, (v, _, _) in zip(wanted, groups, strict=True)
+    ]
+
+
+def cache_bytes(slots: Sequence[int], groups: Sequence[tuple[int, int, int]], itemsize: int) -> int:
+    """Device bytes of one rank's slots of all groups, rows and optimizer state."""
+    pairs = zip(slots, groups, strict=True)
+    return sum(count * (dim + state) * itemsize for count, (_, dim, state) in pairs)
+
+
+def _check(key: str, value: float) -> None:
+    """ConfigError unless a ratio is in (0, 1], rows and bytes are whole and at least 1."""
+    if key == "ratio":
+        if not 0 < value <= 1:
+            raise ConfigError(
+                f"cache.ratio={value} is not in (0, 1]: it is a share of the rows, 0.015 for 1.5 %"
+            )
+    elif value != int(value) or value < 1:
+        raise ConfigError(f"cache.{key}={value} must be a whole number of at least 1")
+
+
+def _split_bytes(
+    budget: int, groups: Sequence[tuple[int, int, int]], full: Sequence[int], itemsize: int
+) -> list[int]:
+    """Slots of each group for `budget` bytes split by rows; at most its `full` count.
+
+    A full group takes only what its rows need, and the others split the rest by their rows,
+    until no further group is full.
+    """
+    row_bytes = [(dim + state) * itemsize for _, dim, state in groups]
+    slots, open_groups = list(full), set(range(len(groups)))
+    while open_groups:
+        rows = sum(groups[g][0] for g in open_groups)
+        share = {g: budget * groups[g][0] // rows // row_bytes[g] for g in open_groups}
+        filled = {g for g in open_groups if share[g] >= full[g]}
+        if not filled:
+            return [share.get(g, slots[g]) for g in range(len(groups))]
+        budget -= sum(full[g] * row_bytes[g] for g in filled)
+        open_groups -= filled
+    return slots
+
+
+def _say_capped(key: str, value: int, largest: int) -> None:
+    """Log it when a cache of `value` is larger than the tables, which take `largest`."""
+    if value > largest:
+        log.warning(
+            "cache larger than the tables: capped (cache.%s=%d, all rows take %d)",
+            key,
+            value,
+            largest,
+        )
+
+
+# -----------------------------------------------------------------------------
+# The budget of a cache split over groups and tables: `cache.split`.
+#
+# A group's tables share one pool of slots, so a split decides the slots C of each group, and, per
+# table, the hot prefix: how many of its most frequent rows lie in the cache first.
+
+PROPORTIONAL, BY_CURVE = "proportional", "by_curve"
+
+SPLITS = (PROPORTIONAL, BY_CURVE)
+"""By name; a mapping of tables to rows is the third."""
+
+
+def slots_by_curve(groups: Sequence[GroupCurves], budget: int, world_size: int) -> list[int]:
+    """Slots C of each group, multiples of W, for the fewest expected fetches per byte.
+
+    A row that is needed with probability q by a step saves q fetches a step where it is cached,
+    for its bytes: rows are taken by q / bytes while the `budget` (bytes on one rank) lasts. Each
+    group gets at least `least_slots` first. Raises ConfigError where the budget is below that.
+    """
+    least = [least_slots(group, world_size) for group in groups]
+    needed = sum(slots * group.row_bytes for slots, group in zip(least, groups, strict=True))
+    if budget < needed:
+        raise ConfigError(
+            f"cache.split={BY_CURVE}: a step is expected to need {_listed(least)} slots of "
+            f"{_listed([group.row_bytes for group in groups])} bytes each (by group), {needed} "
+            f"bytes together, but the budget is {budget} bytes: set cache.bytes={needed} or more, "
+            "or lower data.global_batch_size"
+        )
+    slots, left = list(least), budget - needed
+    full = [-(-group.rows // world_size) * world_size for group in groups]
+    for group, rows in _by_saving(groups, least):
+        size = groups[group].row_bytes
+        taken = min(rows, left // size, full[group] - slots[group])
+        slots[group] += taken
+        left -= taken * size
+    return [count // world_size * world_size for count in slots]
+
+
+def _by_saving(groups: Sequence[GroupCurves], least: Sequence[int]) -> list[tuple[int, int]]:
+    """(group, rows) in the order of saving per byte, without each group's `least` likeliest."""
+    saving, rows, owner = [], [], []
+    for index, (group, skipped) in enumerate(zip(groups, least, strict=True)):
+        use = np.concatenate([np.append(c.use, 0.0) for c in group.tables])
+        count = np.concatenate([np.append(c.rows, c.unseen) for c in group.tables])
+        order = np.argsort(-use, kind="stable")
+        ends = np.cumsum(count[order])
+        saving.append(use[order] / group.row_bytes)
+        rows.append(np.minimum(np.maximum(ends - skipped, 0), count[order]))
+        owner.append(np.full(len(order), index))
+    order = np.argsort(-np.concatenate(saving), kind="stable")
+    rows, owner = np.concatenate(rows)[order], np.concatenate(owner)[order]
+    kept = rows > 0
+    return list(zip(owner[kept].tolist(), rows[kept].tolist(), strict=True))
+
+
+def given_rows(split: Mapping[str, Any], tables: Sequence[TableSpec]) -> list[int]:
+    """The rows that a user's `split` gives each table, by table or feature; 0 to the others.
+
+    Raises ConfigError for an unknown table, or a number that is not from 0 to the table's rows.
+    """
+    places = {table.name: place for place, table in enumerate(tables)}
+    for place, table in enumerate(tables):
+        for feature in table.features:
+            places.setdefault(feature, place)
+    rows, named = [0] * len(tables), dict[int, str]()
+    for name, count in split.items():
+        key = f"cache.split: {name}={count}"
+        if name not in places:
+            known = ", ".join(table.name for table in tables[:20])
+            raise ConfigError(
+                f"{key} names no table: choose from {known}{', ...' if len(tables) > 20 else ''}"
+            )
+        place = places[name]
+        if place in named:
+            raise ConfigError(f"{key} names the table that {named[place]} names: give one of them")
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ConfigError(f"{key}: give a whole number of rows, at least 0")
+        if count > tables[place].rows:
+            raise ConfigError(
+                f"{key}, but the table has {tables[place].rows} rows: give at most so"
+            )
+        rows[place], named[place] = count, name
+    return rows
+
+
+def slots_as_given(hot_rows: Sequence[int], tables: Sequence[TableSpec], world: int) -> list[int]:
+    """Slots C of each group for each table's rows, up to a multiple of W = `world`.
+
+    Raises ConfigError for a group without a row.
+    """
+    slots = []
+    for members in group_tables(tables):
+        total = sum(hot_rows[table] for table in members)
+        if total == 0:
+            names = ", ".join(tables[table].name for table in members[:10])
+            raise ConfigError(
+                f"cache.split gives no row to the tables of width {tables[members[0]].dim} "
+                f"({names}), which have slots of their own: give them the rows of a step at least"
+            )
+        slots.append(-(-total // world) * world)
+    return slots
+
+
+def _listed(values: Sequence[int]) -> str:
+    return " + ".join(map(str, values))
+
+
+# -----------------------------------------------------------------------------
+# From a budget, a split and statistics to each group's slots and each table's hot rows. Pure.
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the slots of one rank may take: at most one of `rows`, `ratio` and `bytes`, as for
+    `cache_slots`; `itemsize`: bytes of an element; `world_size`: W; `batch`: samples of a step."""
+
+    rows: int | None
+    ratio: float | None
+    bytes: int | None
+    itemsize: int
+    world_size: int
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """`slots`: C of each group; `hot_rows`: for each table, how many of its most frequent rows lie
+    in the cache first (0 where nothing says so)."""
+
+    slots: tuple[int, ...]
+    hot_rows: tuple[int, ...]
+
+
+def plan_slots(
+    tables: Sequence[TableSpec],
+    state_widths: Sequence[int],
+    budget: Budget,
+    split: str | Mapping[str, Any],
+    statistics: Statistics | None,
+) -> SlotPlan:
+    """Split `budget` over the groups and tables.
+
+    `state_widths`: S of each table's rows; `statistics`: of these tables, in order. `proportional`
+    gives each group slots by its rows, `by_curve` by `slots_by_curve`; the hot rows are the
+    likeliest of each group, as many as it has slots. A mapping gives the hot rows of each table,
+    and their group as many slots. Raises ConfigError where the split does not fit the tables, the
+    budget, or lacks statistics.
+    """
+    groups = group_tables(tables)
+    sizes = []
+    for members in groups:
+        rows = sum(tables[table].rows for table in members)
+        sizes.append((rows, tables[members[0]].dim, state_widths[members[0]]))
+    if not isinstance(split, str):
+        plan = _as_given(tables, sizes, budget, split)
+        if statistics is not None:
+            _check_room(plan, groups, statistics, budget.batch)
+        return plan
+    if split not in SPLITS:
+        raise ConfigError(
+            f"cache.split={split} is unknown: choose {' or '.join(SPLITS)}, or give "
+            "{table: rows} for each table"
+        )
+    world, item = budget.world_size, budget.itemsize
+    slots = cache_slots(budget.rows, budget.ratio, budget.bytes, sizes, item, world)
+    if statistics is None:
+        if split != PROPORTIONAL:
+            raise ConfigError(
+                f"cache.split={split} needs to know how often rows are looked up: give "
+                "cache.statistics=<folder of python -m distcache.analyze or preprocess>, or use "
+                f"cache.split={PROPORTIONAL}"
+            )
+        return SlotPlan(tuple(slots), (0,) * len(tables))
+    if split == BY_CURVE:
+        curves = [_curve(statistics, table, budget.batch) for table in statistics.tables]
+        grouped = [
+            GroupCurves(tuple(curves[table] for table in members), (dim + state) * item)
+            for members, (_, dim, state) in zip(groups, sizes, strict=True)
+        ]
+        allowed = budget.bytes or cache_bytes(slots, sizes, item)
+        slots = slots_by_curve(grouped, allowed, world)
+    return SlotPlan(tuple(slots), likeliest_rows(tables, slots, statistics, budget))
+
+
+def _curve(statistics: Statistics, table: TableCounts, batch: int) -> Curve:
+    return row_curve_of(table, lookups_per_step(statistics, table, batch))
+
+
+def _as_given(
+    tables: Sequence[TableSpec],
+    sizes: Sequence[tuple[int, int, int]],
+    budget: Budget,
+    split: Mapping[str, Any],
+) -> SlotPlan:
+    """The split of a user; its total may not exceed `cache.rows` or `cache.bytes`."""
+    hot = given_rows(split, tables)
+    slots = slots_as_given(hot, tables, budget.world_size)
+    taken = cache_bytes(slots, sizes, budget.itemsize)
+    if budget.ratio is not None:
+        raise ConfigError(
+            f"cache.ratio={budget.ratio} and rows by table (cache.split) contradict each other: "
+            "leave cache.ratio out"
+        )
+    for key, limit, total, what in (
+        ("rows", budget.rows, sum(hot), "rows"),
+        ("bytes", budget.bytes, taken, "bytes"),
+    ):
+        if limit is not None and total > limit:
+            raise ConfigError(
+                f"cache.split gives the tables {total} {what}, more than cache.{key}={limit}: "
+                f"give fewer rows, or set cache.{key}={total} or more"
+            )
+    return SlotPlan(tuple(slots), tuple(hot))
+
+
+def likeliest_rows(
+    tables: Sequence[TableSpec], slots: Sequence[int], statistics: Statistics, budget: Budget
+) -> tuple[int, ...]:
+    """How many of each table's most frequent rows are among the likeliest of its group, of which
+    there are as many as `slots` of the group."""
+    hot = [0] * len(tables)
+    for members, count in zip(group_tables(tables), slots, strict=True):
+        curves = [_curve(statistics, statistics.tables[table], budget.batch) for table in members]
+        for table, rows in zip(members, hot_prefixes(curves, count), strict=True):
+            hot[table] = rows
+    return tuple(hot)
+
+
+def pinned_rows(
+    tables: Sequence[TableSpec],
+    slots: Sequence[int],
+    statistics: Statistics,
+    budget: Budget,
+    steps: int,
+) -> tuple[int, ...]:
+    """For each table, how many of its most frequent rows stay in the cache for good.
+
+    `slots`: C of each group; `steps`: steps whose other rows the remaining slots hold at once.
+    """
+    pinned = [0] * len(tables)
+    for members, count in zip(group_tables(tables), slots, strict=True):
+        curves = [_curve(statistics, statistics.tables[table], budget.batch) for table in members]
+        prefixes = pinned_prefixes(curves, count, steps, budget.world_size)
+        for table, rows in zip(members, prefixes, strict=True):
+            pinned[table] = rows
+    return tuple(pinned)
+
+
+def _check_room(
+    plan: SlotPlan, groups: Sequence[Sequence[int]], statistics: Statistics, batch: int
+) -> None:
+    """ConfigError for a group whose slots hold fewer rows than a step is expected to need."""
+    for members, slots in zip(groups, plan.slots, strict=True):
+        curves = [_curve(statistics, statistics.tables[table], batch) for table in members]
+        needed = sum(curve.expected_rows for curve in curves)
+        if needed > slots:
+            names = ", ".join(statistics.tables[table].feature for table in members[:10])
+            raise ConfigError(
+                f"cache.split gives {slots} slots to the tables of {names}, but a step is expected "
+                f"to need {needed:.0f} of their rows at once: give them more, or lower "
+                "data.global_batch_size"
+            )
+
+
+def statistics_of(statistics: Statistics, tables: Sequence[TableSpec], given: str) -> Statistics:
+    """`statistics` with one entry for each of `tables`, in order; features of one table add up.
+
+    `given`: where they come from, for errors. Raises ConfigError, with both fingerprints, where
+    they lack a feature, or count other rows than its table has.
+    """
+    found = {table.feature: table for table in statistics.tables}
+    counts = []
+    for table in tables:
+        parts = [found[feature] for feature in table.features if feature in found]
+        if len(parts) < len(table.features) or any(part.rows != table.rows for part in parts):
+            features = [feature for table in tables for feature in table.features]
+            rows = [table.rows for table in tables for _ in table.features]
+            wanted = fingerprint_of(features, rows, statistics.vocabulary)
+            raise ConfigError(
+                f"{given} (fingerprint {statistics.fingerprint}) are statistics of the features "
+                f"{_described(statistics)}; table {table.name!r} has {table.rows} rows, read by "
+                f"{', '.join(table.features)} (all tables: fingerprint {wanted}): count this "
+                "model's data with python -m distcache.analyze"
+            )
+        counts.append(parts[0] if len(parts) == 1 else _added(table, parts))
+    return replace(statistics, tables=tuple(counts))
+
+
+def _described(statistics: Statistics) -> str:
+    pairs = zip(statistics.features, statistics.table_rows, strict=True)
+    return ", ".join(f"{feature} ({rows} rows)" for feature, rows in pairs)
+
+
+def _added(table: TableSpec, parts: Sequence[TableCounts]) -> TableCounts:
+    counts = np.sum([part.dense() for part in parts], axis=0)
+    return TableCounts(
+        feature=table.name,
+        rows=table.rows,
+        lookups=sum(part.lookups for part in parts),
+        distinct=int(np.count_nonzero(counts)),
+        counts=counts,
+        error=sum(part.error for part in parts),
+    )
+
+
+# -----------------------------------------------------------------------------
+# What a cache makes of a budget and statistics: decided by rank 0, the same on all ranks.
+
+AUTO = "auto"
+
+WARM_START = 0.5
+"""`cache.warm_start=auto` where there are statistics: most of these rows save a fetch later, of the
+next half most do not (docs/popularity.md). Rows that are pinned all come first: they stay."""
+
+_SHOWN = 40
+"""Tables that the log lists."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """What is made of statistics: `order`, `warm_start` (or `auto`) and `split` as the keys of
+    group `cache`; `policy`: of the planners; `prefetch`: P."""
+
+    policy: Policy
+    order: str = "ids"
+    warm_start: float | str = AUTO
+    split: str | Mapping[str, Any] = "proportional"
+    prefetch: int = 1
+
+
+def decide(
+    world: World,
+    tables: Sequence[TableSpec],
+    state_widths: Sequence[int],
+    budget: Budget,
+    use: Use,
+    read: Callable[[], Statistics | None],
+) -> tuple[tuple[int, ...], Popularity | None]:
+    """Slots C of each group, and the popularity of rows where there are statistics.
+
+    `state_widths`: S of each table's rows; `read` gives the statistics of `tables`, in order, or
+    None. Called by all ranks; raises ConfigError on all of them.
+    """
+    found: list[Statistics | None] = []
+    together(world, lambda: found.append(read()))
+    statistics = found[0]
+
+    def on_first() -> tuple[SlotPlan, tuple[int, ...] | None] | None:
+        if not world.is_first:
+            return None
+        plan = plan_slots(tables, state_widths, budget, use.split, statistics)
+        if statistics is None or use.policy.ranking != "static":
+            return plan, None
+        return plan, pinned_rows(tables, plan.slots, statistics, budget, use.prefetch + 1)
+
+    decided = together(world, on_first)[0]
+    if decided is None:
+        raise RuntimeError("rank 0 decides the slots")
+    plan, pinned = decided
+    if statistics is None:
+        return plan.slots, None
+    if world.is_first:
+        _report(tables, state_widths, budget.itemsize, plan, statistics)
+    by_itself = WARM_START if pinned is None else 1.0
+    return plan.slots, Popularity(
+        statistics,
+        plan.hot_rows,
+        order=use.order == "popularity",
+        warm_start=by_itself if use.warm_start == AUTO else float(use.warm_start),
+        classes=use.policy.needs_popularity,
+        pinned_rows=pinned,
+    )
+
+
+def _report(
+    tables: Sequence[TableSpec],
+    widths: Sequence[int],
+    itemsize: int,
+    plan: SlotPlan,
+    statistics: Statistics,
+) -> None:
+    """Log each table's hot rows, the largest first."""
+    lines = [f"{'table':<24} {'rows':>13} {'hot rows':>11} {'share':>7} {'lookups':>8}  bytes"]
+    sizes = [
+        hot * (table.dim + state) * itemsize
+        for hot, table, state in zip(plan.hot_rows, tables, widths, strict=True)
+    ]
+    largest = sorted(range(len(tables)), key=lambda place: -sizes[place])
+    for place in largest[:_SHOWN]:
+        table, hot, counted = tables[place], plan.hot_rows[place], statistics.tables[place]
+        named = counted.lookups_of_hottest(hot) / max(counted.lookups, 1)
+        lines.append(
+            f"{table.name:<24} {table.rows:>13,} {hot:>11,} {hot / table.rows:>7.2%} "
+            f"{named:>8.1%}  {describe_bytes(sizes[place])}"
+        )
+    if len(tables) > _SHOWN:
+        lines.append(f"... and {len(tables) - _SHOWN} smaller ones")
+    slots = " + ".join(map(str, plan.slots))
+    log.info("the cache of %s slots by table:\n%s", slots, "\n".join(lines))

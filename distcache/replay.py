@@ -1,0 +1,1020 @@
+"""What a cache would do and send: a trace through cases, beside Belady's MIN."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from distcache.data.batch import BatchSource
+from distcache.engine.groups import Placement, TableGroup, group_bags, make_groups, region_slots
+from distcache.errors import ConfigError
+from distcache.layout import RowLayout, TableSpec
+from distcache.planner.assemble import Request, next_move_after
+from distcache.planner.calls import COMPILED, NUMPY, bodies
+from distcache.planner.home import HomeDecision, HomePlanner
+from distcache.planner.loops import compile_loops
+from distcache.planner.policy import DEFAULT, PINNED, Policy
+from distcache.planner.simulator import PlannerSettings, SimulatedWorld
+from distcache.popularity.statistics import Statistics, TableCounts, row_classes
+from distcache.store.memory import require_memory
+from distcache.trace import HomeTrace, Trace
+
+# -----------------------------------------------------------------------------
+# Cases to replay, and what they come to: plain values (`replay` carries them out).
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration. `policy` None: Belady's MIN, the offline optimum; `slots`: C per rank of
+    each group; `lookahead` L, `prefetch` P and `world_size` W, as in training."""
+
+    policy: Policy | None
+    slots: tuple[int, ...]
+    lookahead: int = 8
+    prefetch: int = 1
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.slots or min(self.slots) < 1:
+            raise ConfigError(f"slots {self.slots}: give at least one for each group of tables")
+        numbers = {"lookahead": (self.lookahead, 0), "prefetch": (self.prefetch, 0)}
+        for name, (value, least) in {**numbers, "world size": (self.world_size, 1)}.items():
+            if value < least:
+                raise ConfigError(f"{name} {value} must be at least {least}")
+
+    @property
+    def home_slots(self) -> tuple[int, ...]:
+        """Slots of one home in each group: ceil(C / W)."""
+        return tuple(-(-slots // self.world_size) for slots in self.slots)
+
+    @property
+    def label(self) -> str:
+        """The policy in words, for tables."""
+        if self.policy is None:
+            return "MIN"
+        admission = ", admission" if self.policy.admission else ""
+        if self.policy.uses_window:
+            return f"lookahead {self.lookahead}, {self.policy.tail}{admission}"
+        return f"{self.policy.name}{admission}"
+
+
+@dataclass(frozen=True)
+class GroupCounts:
+    """Counts of one group over all training steps and homes.
+
+    `lookups_hit`: ids whose row was cached when planned; `distinct`: distinct rows, summed over
+    steps; `fetched` and `written_back`: rows moved for training steps, as `rows_fetched` and
+    `rows_written_back` of `summary.json`; `left_dirty`: rows that a checkpoint at the end writes.
+    """
+
+    ids: int = 0
+    lookups_hit: int = 0
+    distinct: int = 0
+    fetched: int = 0
+    written_back: int = 0
+    left_dirty: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case came to. `refused`: why training would refuse it, with nothing counted then;
+    `tight_steps`: steps that found too few unheld slots, whose moves start later than P allows;
+    `seconds`: what replaying it took."""
+
+    case: Case
+    steps: int
+    groups: tuple[GroupCounts, ...]
+    refused: str | None = None
+    tight_steps: int = 0
+    seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def ids(self) -> int:
+        """Lookups of all training steps."""
+        return sum(group.ids for group in self.groups)
+
+    @property
+    def lookups_hit(self) -> int:
+        """See `GroupCounts`, as for the others."""
+        return sum(group.lookups_hit for group in self.groups)
+
+    @property
+    def distinct(self) -> int:
+        """Distinct rows, summed over steps."""
+        return sum(group.distinct for group in self.groups)
+
+    @property
+    def fetched(self) -> int:
+        """Rows fetched."""
+        return sum(group.fetched for group in self.groups)
+
+    @property
+    def written_back(self) -> int:
+        """Rows written back."""
+        return sum(group.written_back for group in self.groups)
+
+    @property
+    def left_dirty(self) -> int:
+        """Dirty rows in the cache at the end."""
+        return sum(group.left_dirty for group in self.groups)
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of distinct rows found cached, `hit_rate` of `summary.json`; None without any."""
+        return 1 - self.fetched / self.distinct if self.distinct else None
+
+    @property
+    def hit_rate_lookups(self) -> float | None:
+        """Share of lookups whose row was cached; None without any."""
+        return self.lookups_hit / self.ids if self.ids else None
+
+    def host_to_device_bytes(self, row_bytes: Sequence[int]) -> int:
+        """Bytes fetched; `row_bytes`: of a row and its optimizer state, by group."""
+        return sum(g.fetched * size for g, size in zip(self.groups, row_bytes, strict=True))
+
+    def device_to_host_bytes(self, row_bytes: Sequence[int]) -> int:
+        """Bytes written back, without what a checkpoint writes; `row_bytes` as above."""
+        return sum(g.written_back * size for g, size in zip(self.groups, row_bytes, strict=True))
+
+
+# -----------------------------------------------------------------------------
+# Belady's MIN over a whole trace: the fewest rows that any policy could fetch.
+#
+# L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems
+# Journal 5(2), 1966, at the granularity of batches: all rows of a step are in the cache in that
+# step, and what stays between steps are those whose next use is nearest. No policy that must have
+# a step's rows resident, whatever it knows, fetches fewer.
+
+_FETCHED, _HITS, _EVICTED = 0, 1, 2
+_COUNTS = 3
+
+
+@dataclass(frozen=True)
+class MinCounts:
+    """What MIN does at one home in each step; int64 `[steps]`: rows `fetched`, ids that find their
+    row cached (`hits`), and rows `evicted`, as late as can be: in the step that needs their
+    room."""
+
+    fetched: np.ndarray
+    hits: np.ndarray
+    evicted: np.ndarray
+
+
+def belady(home: HomeTrace, slots: int, body: str | None = None) -> MinCounts:
+    """MIN for `slots` slots; every step of `home` must fit. `body`: `compiled`, `numpy`, or that
+    of the planner's loops (None).
+
+    Rows with the same next use leave in the reverse of the order in which they were used last; any
+    other choice among them fetches as many. Time O(n) for n distinct rows of all steps, and a scan
+    over steps for the farthest; memory 4 n bytes, 9 for each row and 4 for each step. The NumPy
+    twin sorts the cache in every step.
+    """
+    counts = np.zeros((home.steps, _COUNTS), dtype=np.int64)
+    args = (home.starts, home.numbers, home.counts, len(home.names), slots)
+    if (bodies().body if body is None else body) == NUMPY:
+        belady_arrays(*args, counts)
+    else:
+        next_use = np.empty(len(home.numbers), np.int32)
+        seen = np.full(len(home.names), home.steps, np.int32)
+        _compiled()[0](home.starts, home.numbers, seen, next_use)
+        link, cached = np.full(len(home.names), -1, np.int32), np.zeros(len(home.names), np.uint8)
+        heads = np.full(home.steps + 1, -1, np.int32)
+        _compiled()[1](*args[:3], next_use, slots, heads, link, cached, counts)
+    return MinCounts(*np.ascontiguousarray(counts.T))
+
+
+def name_next(
+    starts: np.ndarray, numbers: np.ndarray, seen: np.ndarray, next_use: np.ndarray
+) -> None:
+    """Write to `next_use` the step that uses each entry of `numbers` next, the number of steps for
+    none. `seen` int32 `[D]`, all the number of steps, is scratch."""
+    for back in range(len(starts) - 1):
+        step = len(starts) - 2 - back
+        for i in range(starts[step], starts[step + 1]):
+            row = numbers[i]
+            next_use[i] = seen[row]
+            seen[row] = step
+
+
+def run_min(
+    starts: np.ndarray,
+    numbers: np.ndarray,
+    counts: np.ndarray,
+    next_use: np.ndarray,
+    slots: int,
+    heads: np.ndarray,
+    link: np.ndarray,
+    cached: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """The loop of MIN: cached rows lie in one list for each next use.
+
+    `heads` int32 `[steps + 1]` and `link` int32 `[D]`: first row of each list and the one after
+    each row, -1 for none; `cached` uint8 `[D]`. A step's hits are the whole list of that step.
+    Writes `out` int64 `[steps, 3]`: rows fetched, ids that hit, rows evicted.
+    """
+    steps = len(starts) - 1
+    size = 0  # rows cached
+    far = 0  # no list beyond it has a row
+    for step in range(steps):
+        low, high = starts[step], starts[step + 1]
+        fetched = hits = evicted = 0
+        for i in range(low, high):
+            if cached[numbers[i]]:
+                hits += counts[i]
+            else:
+                fetched += 1
+        heads[step] = -1
+        size += fetched
+        far = max(far, step)
+        while size > slots:
+            while heads[far] < 0:
+                far -= 1
+            row = heads[far]
+            heads[far] = link[row]
+            cached[row] = 0
+            size -= 1
+            evicted += 1
+        for i in range(low, high):
+            row, use = numbers[i], next_use[i]
+            link[row] = heads[use]
+            heads[use] = row
+            cached[row] = 1
+            far = max(far, use)
+        out[step, 0] = fetched
+        out[step, 1] = hits
+        out[step, 2] = evicted
+
+
+def belady_arrays(
+    starts: np.ndarray,
+    numbers: np.ndarray,
+    counts: np.ndarray,
+    rows: int,
+    slots: int,
+    out: np.ndarray,
+) -> None:
+    """The same in NumPy, as it is defined: in every step the farthest next uses leave.
+
+    `next_use` of a row and the place of its last use rank it; both are looked up, not linked.
+    """
+    steps = len(starts) - 1
+    next_use = np.full(rows, steps, np.int64)
+    used_at = np.full(rows, -1, np.int64)  # index of the last use in `numbers`, -1: not cached
+    uses = np.repeat(np.arange(steps), np.diff(starts))
+    order = np.lexsort((uses, numbers))
+    following = np.full(len(numbers), steps, np.int64)
+    same = numbers[order[1:]] == numbers[order[:-1]]
+    following[order[:-1][same]] = uses[order[1:][same]]
+    for step in range(steps):
+        here = np.arange(starts[step], starts[step + 1])
+        named = numbers[here]
+        hit = used_at[named] >= 0
+        out[step, _FETCHED] = np.count_nonzero(~hit)
+        out[step, _HITS] = counts[here][hit].sum()
+        used_at[named] = -1
+        others = np.flatnonzero(used_at >= 0)
+        leave = max(0, len(others) + len(named) - slots)
+        last = np.lexsort((-used_at[others], -next_use[others]))[:leave]
+        used_at[others[last]] = -1
+        out[step, _EVICTED] = leave
+        used_at[named], next_use[named] = here, following[here]
+
+
+@cache
+def _compiled() -> tuple[Callable[..., None], Callable[..., None]]:
+    """`name_next` and `run_min` as machine code, kept where the planner's loops are."""
+    import numba
+
+    compiler: Any = numba
+    types = compiler.types
+    i4, i8, u1 = types.int32, types.int64, types.uint8
+
+    def array(dtype: Any, ndim: int = 1, readonly: bool = False) -> Any:
+        return types.Array(dtype, ndim, "C", readonly=readonly)
+
+    signatures = {
+        name_next: types.void(array(i8), array(i4), array(i4), array(i4)),
+        run_min: types.void(
+            array(i8), array(i4), array(i4), array(i4), i8, array(i4), array(i4), array(u1),
+            array(i8, 2),
+        ),
+    }  # fmt: skip
+    named = {loop.__name__: (loop, [signature]) for loop, signature in signatures.items()}
+    made = compile_loops(named, "MIN")
+    return made[name_next.__name__], made[run_min.__name__]
+
+
+BODIES = (COMPILED, NUMPY)
+"""What `body` may be."""
+
+
+# -----------------------------------------------------------------------------
+# What a cache would do: a trace through cases of policy, size, window, prefetch and ranks.
+#
+# Every case runs the planner that training runs, one for each home, over the distinct rows that
+# the
+# trace holds; nothing else is made, no tensors, groups or clock. The counts are those of a
+# training
+# run over the same steps, to the row. `simulator` is the slow twin, which assembles whole plans.
+
+Popularity = Callable[[Case, int], np.ndarray | None]
+"""The popularity class of every row, uint8 `[V]`, for a case and the number of a group; None where
+training would give the planner none."""
+
+
+def replay(
+    trace: Trace | Sequence[Trace],
+    cases: Sequence[Case],
+    popularity: Popularity | None = None,
+    progress: Callable[[Outcome], None] | None = None,
+) -> list[Outcome]:
+    """The outcome of each case over a trace: one for each group of tables, of the same steps.
+
+    `popularity`: for policies that rank rows by statistics; `progress`: told of every outcome when
+    it is there. A case that training would refuse is an outcome with `refused`. Memory beside the
+    traces: 16 bytes or so per row that the trace names (`lfu`: 9 per row of the tables), and the
+    slots' (`victims`). Raises ConfigError for a case that these traces, or this call, cannot serve.
+    """
+    traces = [trace] if isinstance(trace, Trace) else list(trace)
+    for case in cases:
+        _check(case, traces, popularity)
+    outcomes = []
+    for case in cases:
+        outcomes.append(_replay(traces, case, popularity))
+        if progress is not None:
+            progress(outcomes[-1])
+    return outcomes
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the rows of a home lie in its planner's index: `of` int64 `[D]`, by number, of `rows`.
+
+    The rows that the trace names lie side by side, for speed, and decisions are the same. But the
+    ranking `lfu` rounds counts by a hash of the row: it gets the places that training has.
+    """
+
+    of: np.ndarray
+    rows: int
+
+    @classmethod
+    def make(cls, home: HomeTrace, trace: Trace, case: Case) -> _Place:
+        if case.policy is None or case.policy.ranking != "lfu":
+            return cls(np.arange(len(home.names)), max(len(home.names), 1))
+        local_rows = -(-trace.rows // case.world_size)
+        require_memory(
+            9 * local_rows,
+            f"the index of {case.label} over {local_rows} rows",
+            "replay another policy, or more ranks",
+        )
+        return cls(home.names // case.world_size, local_rows)
+
+
+def make_planner(
+    home: HomeTrace, place: _Place, slots: int, case: Case, classes: np.ndarray | None
+) -> HomePlanner:
+    """The planner of one home as training makes it, a world of its own, for homes decide alone.
+
+    `classes` uint8 `[V]`: of all rows, or None.
+    """
+    layout = RowLayout([TableSpec("trace", place.rows, 1, ("trace",))], 1)
+    own = None
+    if classes is not None:
+        own = np.zeros(place.rows, np.uint8)
+        own[place.of] = classes[home.names]
+    return HomePlanner(layout, 0, slots, case.prefetch, case.policy or DEFAULT, own)
+
+
+def _check(case: Case, traces: Sequence[Trace], popularity: Popularity | None) -> None:
+    if len(case.slots) != len(traces):
+        raise ConfigError(f"{case} has slots for {len(case.slots)} groups, not {len(traces)}")
+    for trace in traces:
+        trace.of_world(case.world_size)
+        if trace.steps != traces[0].steps:
+            raise ConfigError(
+                f"the groups' traces have {traces[0].steps} and {trace.steps} steps: record them "
+                "together"
+            )
+    if popularity is None and case.policy is not None and case.policy.needs_popularity:
+        raise ConfigError(
+            f"the policy {case.label} ranks rows by statistics (cache.statistics), and none are "
+            "given"
+        )
+
+
+def refusal(traces: Sequence[Trace], case: Case) -> str | None:
+    """Why training would refuse the case: the first step whose rows exceed a home's slots."""
+    found = None
+    for group, (trace, slots) in enumerate(zip(traces, case.home_slots, strict=True)):
+        homes = np.stack([home.distinct for home in trace.of_world(case.world_size)])
+        large = np.flatnonzero((homes > slots).any(axis=0))
+        if len(large) and (found is None or large[0] < found[0]):
+            step, home = int(large[0]), int(homes[:, large[0]].argmax())
+            need = int(homes.max()) * case.world_size
+            found = (
+                step,
+                (
+                    f"step {step}: home rank {home} of group {group} has {homes[home, step]} "
+                    f"distinct rows for {slots} slots; all steps fit in {need} slots per rank"
+                ),
+            )
+    return None if found is None else found[1]
+
+
+def _replay(traces: Sequence[Trace], case: Case, popularity: Popularity | None) -> Outcome:
+    """One case over all groups."""
+    started = time.perf_counter()
+    refused = refusal(traces, case)
+    if refused is not None:
+        none = tuple(GroupCounts() for _ in traces)
+        return Outcome(case, 0, none, refused, seconds=time.perf_counter() - started)
+    tight = np.zeros(traces[0].steps, dtype=bool)
+    groups = []
+    for group, (trace, slots) in enumerate(zip(traces, case.home_slots, strict=True)):
+        classes = None
+        if case.policy is not None and popularity is not None:
+            classes = popularity(case, group)
+        counted = []
+        for home in trace.of_world(case.world_size):
+            if case.policy is None:
+                counted.append(_least(home, trace.training, slots))
+                continue
+            place = _Place.make(home, trace, case)
+            planner = make_planner(home, place, slots, case, classes)
+            run = _HomeRun(home, place, trace.training, planner, case.lookahead)
+            counted.append(run.run())
+            late = run.latest_use >= np.arange(trace.steps) - case.prefetch
+            tight |= late & (run.latest_use >= 0)
+        groups.append(_summed(counted, trace))
+    seconds = time.perf_counter() - started
+    training = traces[0].training
+    return Outcome(
+        case, int(training.sum()), tuple(groups), None, int(tight[training].sum()), seconds
+    )
+
+
+def _summed(counted: Sequence[dict[str, int]], trace: Trace) -> GroupCounts:
+    return GroupCounts(trace.ids, **{key: sum(c[key] for c in counted) for key in counted[0]})
+
+
+class _HomeRun:
+    """A planner over the trace of its home. `latest_use` int32 `[steps]`: latest last use among the
+    victims of each step, -1 for none."""
+
+    def __init__(
+        self,
+        home: HomeTrace,
+        place: _Place,
+        training: np.ndarray,
+        planner: HomePlanner,
+        window: int,
+    ) -> None:
+        self.home, self.place, self.training = home, place, training
+        self.planner, self.window = planner, window
+        self.latest_use = np.full(home.steps, -1, dtype=np.int32)
+        self._dirty = None if training.all() else np.zeros(place.rows, dtype=bool)
+        self._counts = dict.fromkeys(("lookups_hit", "distinct", "fetched", "written_back"), 0)
+
+    def run(self) -> dict[str, int]:
+        """Ingest and decide every step in the order of training; the counts of `GroupCounts`."""
+        home, window = self.home, self.window
+        for step in range(home.steps):
+            kind = "train" if self.training[step] else "eval"
+            self.planner.ingest(step, kind, [self._rows(step)])
+            if step >= window:
+                self._decide(step - window)
+        for step in range(max(home.steps - window, 0), home.steps):
+            self._decide(step)
+        counts = self._counts
+        left = counts["fetched"] - counts["written_back"]
+        return {**counts, "left_dirty": left if self._dirty is None else int(self._dirty.sum())}
+
+    def _rows(self, step: int) -> np.ndarray:
+        """The distinct rows of a step, by their places; int64."""
+        return self.place.of[self.home.numbers[self.home.starts[step] : self.home.starts[step + 1]]]
+
+    def _decide(self, step: int) -> None:
+        decision = self.planner.plan()
+        self.latest_use[step] = decision.latest_use
+        low, high = self.home.starts[step], self.home.starts[step + 1]
+        leaving = len(decision.evict_rows)
+        if self._dirty is not None:
+            leaving = int(self._dirty[decision.evict_rows].sum())
+            self._dirty[decision.evict_rows] = False
+        if not self.training[step]:
+            return
+        if self._dirty is not None:
+            self._dirty[self._rows(step)] = True
+        counts, lookups = self._counts, self.home.counts[low:high]
+        counts["distinct"] += len(lookups)
+        counts["fetched"] += len(decision.fetch)
+        counts["lookups_hit"] += int(lookups.sum()) - int(lookups[decision.fetch].sum())
+        counts["written_back"] += leaving
+
+
+def _least(home: HomeTrace, training: np.ndarray, slots: int) -> dict[str, int]:
+    """The counts of MIN at one home; all rows that leave count as written back."""
+    counts = belady(home, slots)
+    return {
+        "lookups_hit": int(counts.hits[training].sum()),
+        "distinct": int(home.distinct[training].sum()),
+        "fetched": int(counts.fetched[training].sum()),
+        "written_back": int(counts.evicted[training].sum()),
+        "left_dirty": int(counts.fetched.sum() - counts.evicted.sum()),
+    }
+
+
+# -----------------------------------------------------------------------------
+# Popularity classes counted from a trace itself: what statistics of that very data say.
+
+
+def popularity_of(traces: Sequence[Trace]) -> Popularity:
+    """The `popularity` for `replay`: classes of every row, uint8 `[V]`, by case and group.
+
+    Counts are of the training steps. For `static` the hottest rows are pinned, as many as
+    `pinned_rows` says.
+    """
+    counted = [_table(trace) for trace in traces]
+    plain: dict[int, np.ndarray] = {}
+
+    def classes(case: Case, group: int) -> np.ndarray | None:
+        if case.policy is None or not case.policy.needs_popularity:
+            return None
+        table = counted[group]
+        if group not in plain:
+            plain[group] = row_classes(Statistics((table,), "ids", 0), [0])
+        if case.policy.ranking != "static":
+            return plain[group]
+        pinned = plain[group].copy()
+        pinned[table.hottest(pinned_rows(traces[group], table.order, case, group))] = PINNED
+        return pinned
+
+    return classes
+
+
+def pinned_rows(trace: Trace, hottest: np.ndarray, case: Case, group: int = 0) -> int:
+    """How many of the rows `hottest` (int64, the hottest first) a static policy may pin.
+
+    As many as leave room for the other rows of any P + 1 steps in a row, at every home, so that a
+    step's rows never press a pinned one out and holds stay whole; found by bisection.
+    """
+    homes = trace.of_world(case.world_size)
+    ranks = []
+    for home in homes:
+        order = np.argsort(hottest)
+        place = np.searchsorted(hottest, home.names, sorter=order)
+        place = np.minimum(place, max(len(hottest) - 1, 0))
+        known = hottest[order[place]] == home.names
+        ranks.append(np.where(known, order[place], len(hottest)))
+    slots, steps = case.home_slots[group], case.prefetch + 1
+
+    def fits(count: int) -> bool:
+        for home, rank in zip(homes, ranks, strict=True):
+            cold = np.concatenate(([0], np.cumsum(rank[home.numbers] >= count)))
+            ends = home.starts[np.minimum(np.arange(home.steps) + steps, home.steps)]
+            most = int((cold[ends] - cold[home.starts[:-1]]).max(initial=0))
+            if int((rank < count).sum()) + most > slots:
+                return False
+        return True
+
+    low, high = 0, min(len(hottest), slots * case.world_size)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _table(trace: Trace) -> TableCounts:
+    rows, counts = trace.row_counts()
+    return TableCounts(
+        "trace", trace.rows, int(counts.sum()), int(np.count_nonzero(counts)), counts, rows
+    )
+
+
+# -----------------------------------------------------------------------------
+# What a stream of ids makes ranks send, without tensors: the real planner, and counts of rows.
+#
+# The planners of all homes run in one process as in training; of their decisions only numbers of
+# rows from rank to rank are kept, so that many ranks take no longer per id than few. `simulator`
+# assembles whole plans instead: the slow twin, whose counts are the same.
+
+
+@dataclass(frozen=True)
+class RegionCounts:
+    """The replicated, or the sharded, rows of a step. All int64.
+
+    `asked` `[W, W]`: distinct rows that each rank (first index) names at each home; `rows` `[W]`:
+    distinct rows of each home; `fetched`, `written_back` `[W]`: of them, rows that it reads from
+    its store, and dirty rows that leave for them; `late` `[W, W]`: sharded rows that each home
+    (first index) sends to each rank after the step before.
+    """
+
+    asked: np.ndarray
+    rows: np.ndarray
+    fetched: np.ndarray
+    written_back: np.ndarray
+    late: np.ndarray
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """A step of one group. `ids`: of all ranks; `replicated` or `sharded` is None where the group
+    has no such rows."""
+
+    step: int
+    kind: str
+    ids: int
+    move_after: int
+    replicated: RegionCounts | None
+    sharded: RegionCounts | None
+
+    @property
+    def regions(self) -> list[RegionCounts]:
+        """Those that there are."""
+        return [region for region in (self.replicated, self.sharded) if region is not None]
+
+
+def count_traffic(
+    layout: RowLayout,
+    settings: PlannerSettings,
+    steps: Iterable[Sequence[np.ndarray]],
+    kinds: Iterable[str] | None = None,
+) -> Iterator[StepCounts]:
+    """Counts of every step; each of `steps` gives the rows (int64 `[n]`) that each rank names.
+
+    `kinds`: `train` or `eval` for each step; None: all train. Raises StepTooLargeError as training
+    would, and ConfigError for a step of another number of ranks than the layout has.
+    """
+    planner = TrafficPlanner(layout, settings)
+    kind_of = None if kinds is None else iter(kinds)
+    for rows in steps:
+        yield from planner.add(rows, "train" if kind_of is None else next(kind_of))
+    yield from planner.finish()
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What ranks named in a step, int64 `[W, W]` (rank, home); `sharded` None: there is none."""
+
+    replicated: np.ndarray
+    sharded: np.ndarray | None
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], hot: np.ndarray | None) -> _Asked:
+        near = np.array([request.counts for request in requests], dtype=np.int64)
+        if hot is None:
+            return cls(near, None)
+        far = [[len(rows) for rows in request.sharded] for request in requests]
+        return cls(near, np.array(far, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An ingested step that is not decided yet."""
+
+    kind: str
+    ids: int
+    asked: _Asked
+
+
+class _DirtySlots:
+    """Which slots of a planner hold rows that a training step has changed."""
+
+    def __init__(self, planner: HomePlanner) -> None:
+        self._first, self._dirty = planner.own_slots.start, np.zeros(planner.slots, dtype=bool)
+
+    def leave(self, decision: HomeDecision) -> int:
+        """Rows that are written back for a step; those that it uses are dirty from then on."""
+        leaving = decision.evict_slots - self._first
+        count = int(self._dirty[leaving].sum())
+        self._dirty[leaving] = False
+        if decision.kind == "train":
+            self._dirty[decision.slots - self._first] = True
+        return count
+
+
+class TrafficPlanner:
+    """All homes of a world, step by step: what `count_traffic` runs over a stream."""
+
+    def __init__(self, layout: RowLayout, settings: PlannerSettings) -> None:
+        self._layout, self._settings = layout, settings
+        self._ingested, self._decided, self._before = 0, 0, -1
+        self._world = SimulatedWorld(layout, settings)
+        self._dirty = {
+            planner: _DirtySlots(planner)
+            for planner in (*self._world.replicated, *self._world.sharded)
+        }
+        self._waiting: deque[_Step] = deque()
+
+    def add(self, rows: Sequence[np.ndarray], kind: str = "train") -> list[StepCounts]:
+        """Ingest the next step, as in `count_traffic`; the step that this decides, if any."""
+        step, world = self._ingested, self._layout.world_size
+        if len(rows) != world:
+            raise ConfigError(f"step {step} has ids of {len(rows)} ranks, the layout is of {world}")
+        requests = self._world.ingest(step, rows, kind)
+        asked = _Asked.of(requests, self._settings.hot)
+        self._waiting.append(_Step(kind, sum(map(len, rows)), asked))
+        self._ingested += 1
+        return [self._decide()] if len(self._waiting) > self._settings.lookahead else []
+
+    def finish(self) -> list[StepCounts]:
+        """The steps that were left at the end of the stream."""
+        return [self._decide() for _ in range(len(self._waiting))]
+
+    def _decide(self) -> StepCounts:
+        """Decide the oldest step."""
+        about, step = self._waiting.popleft(), self._decided
+        self._decided += 1
+        near = [(planner, planner.plan()) for planner in self._world.replicated]
+        far = [(planner, planner.plan()) for planner in self._world.sharded]
+        uses = [decision.latest_use for _, decision in (*near, *far)]
+        self._before = next_move_after(step, self._settings.prefetch, uses, self._before)
+        late = self._before if self._settings.early else _ALL_LATE
+        replicated = self._counts(near, about.asked.replicated, None) if near else None
+        sharded = None
+        if far and about.asked.sharded is not None:
+            sharded = self._counts(far, about.asked.sharded, late)
+        return StepCounts(step, about.kind, about.ids, self._before, replicated, sharded)
+
+    def _counts(
+        self,
+        region: Sequence[tuple[HomePlanner, HomeDecision]],
+        asked: np.ndarray,
+        move_after: int | None,
+    ) -> RegionCounts:
+        """Of one region; `move_after` None: no rows of it travel."""
+        decisions, late = [decision for _, decision in region], np.zeros_like(asked)
+        if move_after is not None:
+            for home, decision in enumerate(decisions):
+                going = (decision.previous > move_after)[np.concatenate(decision.replies)]
+                bounds = np.concatenate(([0], np.cumsum(asked[:, home])))
+                late[home] = np.diff(np.concatenate(([0], np.cumsum(going)))[bounds])
+        return RegionCounts(
+            asked,
+            np.array([len(decision.slots) for decision in decisions]),
+            np.array([len(decision.fetch) for decision in decisions]),
+            np.array([self._dirty[planner].leave(decision) for planner, decision in region]),
+            late,
+        )
+
+
+_ALL_LATE = -2
+"""A `move_after` after which every row was named."""
+
+
+# -----------------------------------------------------------------------------
+# From counts of rows to bytes: what every rank sends, receives and moves in a step. Pure.
+#
+# Stages have the names of `cost.traffic`; bytes are those of `comm.counters`.
+
+ROW_BYTES, REPLY_BYTES, HEADER_NUMBERS, CONTROL_NUMBERS = 8, 4, 8, 2
+"""Of planning: a row asked for, an answer about it, numbers of a header besides counts, and of the
+loss and the wish to stop."""
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Rows of one group: D elements, S of optimizer state, bytes of an element; `state`: where
+    that of replicated rows lies, `replicated` or `home`."""
+
+    dim: int
+    state_width: int = 0
+    itemsize: int = 4
+    state: str = "replicated"
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row."""
+        return self.dim * self.itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of a row and its state."""
+        return (self.dim + self.state_width) * self.itemsize
+
+    @property
+    def filled_bytes(self) -> int:
+        """Of a fetched row as its home sends it to all ranks."""
+        return self.row_bytes if self.state == "home" else self.stored_bytes
+
+
+def flows(counts: StepCounts, row: RowFormat) -> dict[str, np.ndarray]:
+    """Bytes of rows and row gradients by stage: int64 `[W, W]`, from rank (first index) to rank.
+
+    The diagonal, what a rank keeps, is 0.
+    """
+    found: dict[str, np.ndarray] = {}
+    near, far = counts.replicated, counts.sharded
+    if near is not None:
+        sums = "updated_rows" if row.state == "home" else "row_sums"
+        found["fill"] = _to_all(near.fetched) * row.filled_bytes
+        found["row_gradients"] = near.asked * row.row_bytes
+        found[sums] = _to_all(near.rows) * row.row_bytes
+    if far is not None:
+        found["late_rows"] = far.late * row.row_bytes
+        found["early_rows"] = (far.asked.T - far.late) * row.row_bytes
+        found["sharded_row_gradients"] = far.asked * row.row_bytes
+    return {stage: _leaving(flow) for stage, flow in found.items()}
+
+
+def _to_all(rows: np.ndarray) -> np.ndarray:
+    """What each home sends to every rank, `[W, W]` of `[W]`."""
+    return np.repeat(rows[:, None], len(rows), axis=1)
+
+
+def _leaving(flow: np.ndarray) -> np.ndarray:
+    found = flow.copy()
+    np.fill_diagonal(found, 0)
+    return found
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """What ranks send in a step of all groups. Bytes are int64 `[W]`, by rank.
+
+    `alone`: whether it is decided in an exchange that asks for no other step, with a header of its
+    own: as the last L of a stream are, and all where L is 0."""
+
+    counts: tuple[StepCounts, ...]
+    rows: tuple[RowFormat, ...]
+    alone: bool = False
+
+    @property
+    def kind(self) -> str:
+        """`train` or `eval`."""
+        return self.counts[0].kind
+
+    @cached_property
+    def flows(self) -> dict[str, np.ndarray]:
+        """The `flows` of all groups together."""
+        found: dict[str, np.ndarray] = {}
+        for counts, row in zip(self.counts, self.rows, strict=True):
+            for stage, flow in flows(counts, row).items():
+                found[stage] = found[stage] + flow if stage in found else flow
+        return found
+
+    @property
+    def sent(self) -> np.ndarray:
+        """Of rows and row gradients: `collective_bytes` of each rank."""
+        return sum(flow.sum(1) for flow in self.flows.values())  # type: ignore[return-value]
+
+    @property
+    def received(self) -> np.ndarray:
+        """Of rows and row gradients, that come to each rank."""
+        return sum(flow.sum(0) for flow in self.flows.values())  # type: ignore[return-value]
+
+    @cached_property
+    def planning(self) -> np.ndarray:
+        """`planning_bytes` of each rank."""
+        return planning_sent(self.counts, 2 if self.alone else 1)
+
+    @property
+    def host_read(self) -> np.ndarray:
+        """Read from each home's store for the step."""
+        return self._of_store("fetched")
+
+    @property
+    def host_written(self) -> np.ndarray:
+        """Written back to each home's store for the step."""
+        return self._of_store("written_back")
+
+    def _of_store(self, what: str) -> np.ndarray:
+        return sum(
+            getattr(region, what) * row.stored_bytes
+            for counts, row in zip(self.counts, self.rows, strict=True)
+            for region in counts.regions
+        )  # type: ignore[return-value]
+
+    @property
+    def fetched(self) -> int:
+        """Rows fetched over all homes."""
+        return sum(int(r.fetched.sum()) for counts in self.counts for r in counts.regions)
+
+    @property
+    def written_back(self) -> int:
+        """Rows written back over all homes."""
+        return sum(int(r.written_back.sum()) for counts in self.counts for r in counts.regions)
+
+    @property
+    def home_rows(self) -> np.ndarray:
+        """Distinct rows of each home."""
+        return sum(r.rows for counts in self.counts for r in counts.regions)  # type: ignore
+
+
+def planning_sent(groups: Sequence[StepCounts], headers: int = 1) -> np.ndarray:
+    """Bytes of integers that each rank sends for a step of all groups, int64 `[W]`.
+
+    As `planning_bytes`: headers, requests and decisions (`pipeline.exchange`), and the loss with
+    a flag, on one node (on several, homes also send masks: `planner.relays`).
+    """
+    near = [group.replicated for group in groups if group.replicated is not None]
+    far = [group.sharded for group in groups if group.sharded is not None]
+    world = len((near + far)[0].rows)
+    if world == 1:
+        return np.zeros(1, dtype=np.int64)
+    numbers = HEADER_NUMBERS + (len(near) + len(far)) * (3 + world)
+    flow = np.zeros((world, world), dtype=np.int64)
+    for region in near + far:
+        flow += region.asked * ROW_BYTES + region.asked.T * REPLY_BYTES
+    for region in near:
+        flow += _to_all(region.rows + region.fetched) * REPLY_BYTES
+    about = headers * 8 * numbers * (world - 1)
+    control = (world - 1) * 8 * CONTROL_NUMBERS
+    return _leaving(flow).sum(1) + about + control
+
+
+@dataclass(frozen=True)
+class Load:
+    """How evenly something lies over the ranks: `mean`, and `largest`, of one rank."""
+
+    mean: float
+    largest: float
+
+    @classmethod
+    def of(cls, by_rank: np.ndarray) -> Load:
+        """From the amounts of all ranks, `[W]`."""
+        return cls(float(np.mean(by_rank)), float(np.max(by_rank)))
+
+    @property
+    def ratio(self) -> float:
+        """Largest over mean; 1 where there is nothing."""
+        return self.largest / self.mean if self.mean else 1.0
+
+
+# -----------------------------------------------------------------------------
+# What a training run would send: its batches through the planners of all ranks, without tensors.
+#
+# Groups, rows and slots are those of training, so bytes are those of its counters, rank by rank.
+
+
+@dataclass(frozen=True)
+class TrafficSettings:
+    """A run of mode `data`. `slots`: C per rank of each group; `state_widths`: S of each group;
+    `itemsize`: bytes of an element."""
+
+    world_size: int
+    slots: tuple[int, ...]
+    placement: Placement
+    state_widths: tuple[int, ...]
+    lookahead: int = 8
+    prefetch: int = 1
+    policy: Policy = DEFAULT
+    itemsize: int = 4
+
+
+def replay_traffic(
+    source: BatchSource,
+    tables: Sequence[TableSpec],
+    settings: TrafficSettings,
+    order: Iterable[tuple[str, int]],
+) -> Iterator[StepTraffic]:
+    """What every rank sends in each step; `order`: (`train` or `eval`, index) of the batches.
+
+    Each rank takes its slice of a global batch, as in training. Memory: the index of all homes (8
+    bytes per row, and what the policy keeps) and all their slots. Raises StepTooLargeError as
+    training would.
+    """
+    world = settings.world_size
+    groups = make_groups(tables, source.features, world)
+    if world > 1:
+        groups = settings.placement.groups(groups)
+    planners = [
+        TrafficPlanner(group.layout, _planner_settings(group, slots, settings))
+        for group, slots in zip(groups, settings.slots, strict=True)
+    ]
+    formats = tuple(
+        RowFormat(group.dim, state, settings.itemsize, settings.placement.state)
+        for group, state in zip(groups, settings.state_widths, strict=True)
+    )
+    for kind, index in order:
+        draw = source.train_batch if kind == "train" else source.eval_batch
+        ids = [draw(index, rank, world).ids for rank in range(world)]
+        found = []
+        for group, planner in zip(groups, planners, strict=True):
+            rows = [group_bags(group, part, torch.float32).rows for part in ids]
+            found.append(planner.add(rows, kind))
+        alone = settings.lookahead == 0
+        yield from (StepTraffic(counts, formats, alone) for counts in zip(*found, strict=True))
+    found = [planner.finish() for planner in planners]
+    yield from (StepTraffic(counts, formats, alone=True) for counts in zip(*found, strict=True))
+
+
+def _planner_settings(group: TableGroup, slots: int, settings: TrafficSettings) -> PlannerSettings:
+    found, early = region_slots(group, slots), settings.placement.early
+    return PlannerSettings(
+        found.all,
+        settings.lookahead,
+        settings.prefetch,
+        settings.policy,
+        hot=group.hot,
+        replicated=found.replicated,
+        early=early and settings.prefetch > 0,
+    )

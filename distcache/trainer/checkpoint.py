@@ -1,0 +1,533 @@
+"""Checkpoints: the model folder of a run, from which the same trajectory goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import logging
+import shutil
+import struct
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from distcache.comm.agreement import on_first, together
+from distcache.comm.world import World
+from distcache.errors import ConfigError, DistcacheError
+from distcache.layout import TableSpec
+from distcache.parallel.base import Parallel
+from distcache.trainer.schedule import Phase
+
+# -----------------------------------------------------------------------------
+# Whether all nodes see one and the same folder, as checkpoints and traces need it.
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
+"""How long a network file system may take to show another node's file, seconds."""
+
+_POLL_S = 0.1
+
+
+def blind_ranks(world: World, folder: Path) -> list[int]:
+    """The first ranks of the nodes that do not see what rank 0 writes into `folder`, which is
+    there; called by all ranks. None on one node."""
+    if world.nodes.count == 1:
+        return []
+    name = on_first(world, lambda: _leave_mark(folder))
+    seen = together(world, lambda: world.local_rank > 0 or _sees(folder / name))
+    on_first(world, lambda: (folder / name).unlink(missing_ok=True))
+    return [rank for rank, sees in enumerate(seen) if not sees]
+
+
+def check_run_folder(world: World, folder: Path, needed_by: str | None) -> None:
+    """Refuse a run folder that is not the same on all nodes where `needed_by` (a key) needs that.
+
+    Else a warning says what will not work. Called by all ranks, once rank 0 has made the folder.
+    Raises ConfigError.
+    """
+    blind = blind_ranks(world, folder)
+    if not blind:
+        return
+    where = (
+        f"run.dir={folder} is not the same folder on the node(s) of ranks {blind} as on rank 0's"
+    )
+    if needed_by is not None:
+        raise ConfigError(
+            f"{where}, and {needed_by} has all nodes write there: name a folder that all nodes "
+            "share (NFS, Lustre ...), the same path on each"
+        )
+    if world.is_first:
+        log.warning("%s: nothing can be saved should this run be stopped", where)
+
+
+def require_shared(world: World, folder: Path) -> None:
+    """Raise DistcacheError where not all nodes see `folder`, before anything is written there."""
+    if blind := blind_ranks(world, folder):
+        raise DistcacheError(
+            f"not saved: {folder} is not the same folder on the node(s) of ranks {blind} as on "
+            "rank 0's; set run.dir to one that all nodes share"
+        )
+
+
+def _leave_mark(folder: Path) -> str:
+    name = f".shared-{uuid.uuid4().hex}"
+    (folder / name).touch()
+    return name
+
+
+def _sees(path: Path) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+# -----------------------------------------------------------------------------
+# Planners for `torch.distributed.checkpoint`: big tensors in blocks, nothing left unread.
+
+BLOCK_BYTES = 64 << 20
+"""About how many bytes one block of a table has in a checkpoint."""
+
+
+class BlockSavePlanner(DefaultSavePlanner):
+    """Writes plain tensors in blocks of rows.
+
+    A table that several ranks hold (shared memory, or copies) is one set of blocks, each written
+    once by one of them, so that the ranks share even a single table evenly. The storage layer
+    copies a view before it writes it, and reads a stored piece whole: blocks bound both to
+    `block_bytes`, where a whole table would be in memory twice.
+    """
+
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
+        super().__init__()
+        self.block_bytes = block_bytes
+
+    def create_local_plan(self) -> SavePlan:
+        """The default plan with every big plain tensor split into blocks."""
+        plan = super().create_local_plan()
+        items = [block for item in plan.items for block in split(item, self.block_bytes)]
+        self.plan = dataclasses.replace(plan, items=items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The rows of one block, or what the default planner says."""
+        value = self.state_dict[write_item.index.fqn]
+        data = write_item.tensor_data
+        if data is None or write_item.type is not WriteItemType.SHARD or not is_plain(value):
+            return super().resolve_data(write_item)
+        return value.detach().narrow(0, data.chunk.offsets[0], data.chunk.sizes[0])
+
+
+def is_plain(value: object) -> bool:
+    """Whether `value` is a tensor that holds all of its elements (no DTensor, no ShardedTensor)."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+def split(item: WriteItem, block_bytes: int) -> Iterator[WriteItem]:
+    """The blocks of an item of a plan; the item itself unless it is a plain tensor beyond one."""
+    data = item.tensor_data
+    if item.type is not WriteItemType.TENSOR or data is None or len(data.size) == 0:
+        yield item
+        return
+    count, *rest = data.size
+    row_bytes = torch.Size(rest).numel() * data.properties.dtype.itemsize
+    step = max(1, block_bytes // max(row_bytes, 1))
+    if step >= count:
+        yield item
+        return
+    for start in range(0, count, step):
+        offsets = torch.Size([start, *[0] * len(rest)])
+        chunk = ChunkStorageMetadata(offsets, torch.Size([min(step, count - start), *rest]))
+        yield WriteItem(
+            index=MetadataIndex(item.index.fqn, offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, data.properties, data.size),
+        )
+
+
+class CompleteLoadPlanner(DefaultLoadPlanner):
+    """Refuses to load when the checkpoint holds a value that no rank asks for.
+
+    The default planner refuses the reverse, a value asked for that is not there. Ranks may ask
+    for different values: those that share memory need to read it only once.
+    """
+
+    def __init__(self, other: set[str]) -> None:
+        """`other`: stored names that are read elsewhere."""
+        super().__init__()
+        self.other = other
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Raises ConfigError naming what would be left unread."""
+        wanted = {item.dest_index.fqn for plan in global_plan for item in plan.items}
+        stored = self.metadata.state_dict_metadata if self.metadata else {}
+        unread = sorted(
+            name
+            for name, value in stored.items()
+            if name not in wanted | self.other
+            and not (isinstance(value, TensorStorageMetadata) and value.size.numel() == 0)
+        )
+        if unread:
+            more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
+            raise ConfigError(
+                f"the checkpoint holds values that this run does not have: {', '.join(unread[:5])}"
+                f"{more}; resume with the settings it was made with"
+            )
+        return super().create_global_plan(global_plan)
+
+
+# -----------------------------------------------------------------------------
+# Digests that tell whether two runs have the same bits.
+
+DIGEST_BLOCK_BYTES = 16 << 20
+"""About how many bytes of a table are read and hashed at a time."""
+
+BEAT_BYTES = 1 << 30
+"""After so many bytes the ranks meet, so that none waits for rank 0 longer than its timeout."""
+
+AUTO_BYTES = 4 << 30
+"""`run.digest=auto` hashes the state when all tables together have at most this many bytes."""
+
+
+def chain_loss(previous: bytes, loss: float) -> bytes:
+    """d(t) = SHA-256(d(t-1), bits of the loss as little-endian float64); d before step 0 is empty.
+
+    Chained, so that one digest speaks for every loss up to its step.
+    """
+    return hashlib.sha256(previous + struct.pack("<d", loss)).digest()
+
+
+def wants_state_digest(choice: str, tables: Sequence[TableSpec], dtype: torch.dtype) -> bool:
+    """Whether `run.digest` (`true`, `false` or `auto`) asks for the state digest."""
+    if choice.lower() != "auto":
+        return choice.lower() == "true"
+    return sum(table.rows * table.dim for table in tables) * dtype.itemsize <= AUTO_BYTES
+
+
+def state_digest(
+    mode: Parallel, tables: Sequence[TableSpec], dtype: torch.dtype, world: World
+) -> str:
+    """SHA-256 over every table's weights in original id order, then the dense parameters in order.
+
+    Hashed are the values' bytes in `dtype`, row after row; nothing else. Call after `flush`, on
+    all ranks; every rank gets the hexadecimal digest.
+    """
+    sha, hashed = hashlib.sha256(), 0
+    for index, table in enumerate(tables):
+        rows = max(1, DIGEST_BLOCK_BYTES // (table.dim * dtype.itemsize))
+        for start in range(0, table.rows, rows):
+            block = mode.table_block(index, start, min(start + rows, table.rows))
+            hashed += rows * table.dim * dtype.itemsize
+            if hashed >= BEAT_BYTES:
+                dist.barrier(group=world.host_group)
+                hashed = 0
+            if world.is_first:
+                if block is None:
+                    raise DistcacheError(f"rank 0 got no rows of table {table.name!r} to hash")
+                _update(sha, block, dtype)
+    for parameter in mode.dense_state().values():
+        if world.is_first:
+            _update(sha, parameter, dtype)
+    return on_first(world, sha.hexdigest)
+
+
+def _update(sha: hashlib._Hash, values: Tensor, dtype: torch.dtype) -> None:
+    sha.update(values.detach().to("cpu", dtype).reshape(-1).contiguous().numpy().data)
+
+
+# -----------------------------------------------------------------------------
+# Checkpoints: the model folder of a run, from which the same trajectory goes on.
+#
+# A checkpoint is complete or not there: ranks write into `model.partial/`, which takes the place
+# of
+# `model/` when all of them are done; an older `model/` stays until then.
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 2
+"""Version of what a checkpoint holds."""
+
+SLOWEST_BYTES_PER_S = 20 << 20
+"""A rank that reads or writes its files slower than this is taken for one that hangs."""
+
+TRAINER_KEY = "trainer"
+"""Name, beside the mode's values, of the JSON text with `RunIdentity` and `TrainerState`."""
+
+ONE_FORMAT = frozenset({"data", "resident", "host"})
+"""Modes that write the same values and so read one another's checkpoints."""
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What a checkpoint and the run that resumes it have in common.
+
+    `tables`: (name, rows, dim) of each; `steps_per_epoch`: training steps of an epoch, or None;
+    `data`: the pairs of the source's `identity`, sorted.
+    """
+
+    mode: str
+    world_size: int
+    dtype: str
+    optimizer: str
+    seed: int
+    global_batch_size: int
+    steps_per_epoch: int | None
+    tables: tuple[tuple[str, int, int], ...]
+    data: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Where training stands: `step` steps are done; `loss_digest` chains their losses; `phase`:
+    among hot and cold batches, where these come apart."""
+
+    step: int = 0
+    loss_digest: bytes = b""
+    phase: Phase | None = None
+
+
+KEYS = {
+    "mode": "parallel.mode",
+    "world_size": "torchrun --nproc-per-node",
+    "dtype": "trainer.dtype",
+    "optimizer": "optim",
+    "seed": "trainer.seed",
+    "global_batch_size": "data.global_batch_size",
+}
+"""Where a user sets each field of `RunIdentity`."""
+
+
+def save(
+    folder: Path,
+    mode: Parallel,
+    identity: RunIdentity,
+    state: TrainerState,
+    world: World,
+    extra: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write the whole state of a run to `folder`; all ranks call this, after `mode.flush()`.
+
+    `extra`: values of this rank alone, under names that no other rank has.
+
+    Raises DistcacheError when a rank cannot write; an older checkpoint is then still in place.
+    """
+    on_first(world, lambda: folder.parent.mkdir(parents=True, exist_ok=True))
+    require_shared(world, folder.parent)
+    values = mode.state_dict()
+    values[TRAINER_KEY] = describe(identity, state)
+    values.update(extra or {})
+    partial = folder.with_name(folder.name + ".partial")
+    on_first(world, lambda: make_room(folder, partial))
+    with file_group(world, identity) as group:
+        try:
+            writer, planner = FileSystemWriter(partial), BlockSavePlanner()
+            state_dict_saver.save(
+                values, storage_writer=writer, planner=planner, process_group=group
+            )
+        except CheckpointException as error:
+            fail(f"the checkpoint {folder} could not be written", error)
+    on_first(world, lambda: swap(folder, partial))
+    if world.is_first:
+        logger.info("checkpoint at step %s: %s", f"{state.step:,}", folder)
+
+
+def load(
+    path: Path,
+    mode: Parallel,
+    identity: RunIdentity,
+    world: World,
+    extra: dict[str, bytes] | None = None,
+    same_data: bool = True,
+) -> TrainerState:
+    """Put the state under `path` (a run folder, or its `model/`) into `mode`; all ranks call this.
+
+    `extra`: names of values of this rank alone, which are put there. `same_data`: whether the data
+    must be those of the checkpoint; where they need not be, a warning says what differs.
+
+    Raises ConfigError where there is no checkpoint or it is one of another run, naming both
+    values, before anything is changed.
+    """
+    folder = find(path)
+    reader = FileSystemReader(folder)
+    header: dict[str, Any] = {TRAINER_KEY: ""}
+    values = mode.blank_state() | (extra or {})
+    with file_group(world, identity) as group:
+        try:
+            state_dict_loader.load(header, storage_reader=reader, process_group=group)
+            state = check(folder, header[TRAINER_KEY], identity)
+            other = other_data(header[TRAINER_KEY], identity)
+            if other and same_data:
+                raise ConfigError(
+                    f"{folder} is a checkpoint of training on other data: {other}. Give the data "
+                    "it was made with; if other data are meant, set trainer.resume_data=any, which "
+                    "goes on at the same step of these"
+                )
+            if other and world.is_first:
+                logger.warning("resuming on other data than those of %s: %s", folder, other)
+            planner = CompleteLoadPlanner(other={TRAINER_KEY})
+            state_dict_loader.load(
+                values, storage_reader=reader, planner=planner, process_group=group
+            )
+        except CheckpointException as error:
+            fail(f"the checkpoint {folder} does not fit this run", error)
+    if extra is not None:
+        extra.update({name: values.pop(name) for name in extra})
+    mode.load_state_dict(values)
+    if world.is_first:
+        logger.info("resuming at step %s from %s", f"{state.step:,}", folder)
+    return state
+
+
+@contextmanager
+def file_group(world: World, identity: RunIdentity) -> Iterator[dist.ProcessGroup]:
+    """A CPU group for the time of reading or writing files, whose patience grows with the tables.
+
+    The ranks wait for the slowest disk, which takes longer than `trainer.timeout_s` for large
+    tables; a rank that dies is noticed at once all the same.
+    """
+    elements = sum(rows * dim for _, rows, dim in identity.tables)
+    largest = 3 * 8 * elements  # Adam: weight and two moments, float64
+    patience = timedelta(seconds=world.timeout_s + largest / SLOWEST_BYTES_PER_S)
+    group: Any = dist.new_group(backend="gloo", timeout=patience)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+def describe(identity: RunIdentity, state: TrainerState) -> str:
+    """The JSON text that tells whose checkpoint this is and where in the data it stands."""
+    epoch, batch = divmod(state.step, identity.steps_per_epoch or state.step + 1)
+    return json.dumps(
+        {
+            "format": FORMAT,
+            "run": dataclasses.asdict(identity),
+            "step": state.step,
+            "data_position": {"epoch": epoch, "batch": batch},
+            "loss_digest": state.loss_digest.hex(),
+            "phase": state.phase and state.phase.values(),
+        }
+    )
+
+
+def check(folder: Path, text: str, identity: RunIdentity) -> TrainerState:
+    """The trainer's state of a checkpoint; ConfigError where it does not belong to this run."""
+    header = json.loads(text)
+    if header["format"] != FORMAT:
+        raise ConfigError(
+            f"{folder} has checkpoint format {header['format']}, this version reads {FORMAT}: "
+            "resume with the version that wrote it"
+        )
+    saved, wrong = header["run"], []
+    for name, key in KEYS.items():
+        was, now = saved[name], getattr(identity, name)
+        if was != now and not (name == "mode" and {was, now} <= ONE_FORMAT):
+            wrong.append(f"{key} was {was}, is {now}")
+    wrong += compare_tables([tuple(table) for table in saved["tables"]], list(identity.tables))
+    if wrong:
+        raise ConfigError(
+            f"{folder} is a checkpoint of another run: {'; '.join(wrong)}. Set what it was made "
+            "with, or leave trainer.resume out"
+        )
+    phase = header.get("phase")  # checkpoints of older versions have none
+    digest = bytes.fromhex(header["loss_digest"])
+    return TrainerState(header["step"], digest, Phase(**phase) if phase else None)
+
+
+def other_data(text: str, identity: RunIdentity) -> str:
+    """In words, how the data of a checkpoint differ from those of `identity`; empty if they do
+    not."""
+    saved = json.loads(text)["run"]
+    was, now = dict(map(tuple, saved["data"])), dict(identity.data)
+    if saved["steps_per_epoch"] != identity.steps_per_epoch:
+        was["steps of an epoch (data.samples, data.path)"] = saved["steps_per_epoch"]
+        now["steps of an epoch (data.samples, data.path)"] = identity.steps_per_epoch
+    differ = [key for key in was | now if was.get(key) != now.get(key)]
+    shown = ((key, was.get(key, "not set"), now.get(key, "not set")) for key in differ)
+    return "; ".join(f"{key} was {old}, is {new}" for key, old, new in shown)
+
+
+def compare_tables(was: list[tuple], now: list[tuple]) -> list[str]:
+    """In words, the first difference between two lists of (name, rows, dim)."""
+    if len(was) != len(now):
+        return [f"the number of tables was {len(was)}, is {len(now)}"]
+    for old, new in zip(was, now, strict=True):
+        if old != new:
+            return [
+                f"a table was {old[0]} with {old[1]} rows x {old[2]}, is {new[0]} with "
+                f"{new[1]} rows x {new[2]}"
+            ]
+    return []
+
+
+def find(path: Path) -> Path:
+    """The checkpoint folder that `path` is or holds."""
+    for folder in (path, path / "model", path / "model.old", path.with_name(path.name + ".old")):
+        if (folder / ".metadata").is_file():
+            return folder
+    if not path.exists():
+        raise ConfigError(f"trainer.resume={path}: there is no such folder")
+    found = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else ["a file"]
+    raise ConfigError(
+        f"trainer.resume={path} holds no complete checkpoint (found: "
+        f"{', '.join(found[:8]) or 'nothing'}); give a run folder, or its model/"
+    )
+
+
+def make_room(folder: Path, partial: Path) -> None:
+    """Remove an unfinished checkpoint, and finish a swap that was cut short."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    old = folder.with_name(folder.name + ".old")
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def swap(folder: Path, partial: Path) -> None:
+    """Put the complete `partial` in the place of `folder`.
+
+    Between the two renames the older checkpoint is `model.old/`, which `find` knows.
+    """
+    old = folder.with_name(folder.name + ".old")
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def fail(what: str, error: CheckpointException) -> NoReturn:
+    """Raise the first rank's failure as an error of this package (theirs is no `Exception`)."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    kind = type(cause) if isinstance(cause, DistcacheError) else DistcacheError
+    raise kind(f"{what}: rank {rank}: {cause}") from error

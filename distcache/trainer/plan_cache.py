@@ -1,0 +1,602 @@
+"""From the config to window, slots and placement, by statistics and the cost model."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from distcache.comm.agreement import on_first, together
+from distcache.comm.world import World
+from distcache.config.tree import CacheConfig, Config
+from distcache.cost.choose import Choice, best_mixed, choose_placement
+from distcache.cost.cluster import Cluster, Link, check_world, read_cluster
+from distcache.cost.demand import Demand, GroupWindow, counted_sources, demand_at, demand_of_window
+from distcache.cost.predict import Settings
+from distcache.data.batch import BatchCheck, BatchSource
+from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
+from distcache.errors import ConfigError, MemoryTooSmallError
+from distcache.layout import RowLayout, TableSpec, group_tables
+from distcache.optim import row_update
+from distcache.planner.policy import Policy
+from distcache.popularity.hot_cold import HotSet
+from distcache.popularity.slots import (
+    Budget,
+    Use,
+    decide,
+    likeliest_rows,
+    pinned_rows,
+    statistics_of,
+)
+from distcache.popularity.statistics import Popularity, Statistics, check_fits, read_statistics
+from distcache.store.memory import available_memory, describe_bytes
+from distcache.trace import rows_by_rank, source_groups
+from distcache.trainer.measure import DensePart, measure
+
+# -----------------------------------------------------------------------------
+# How far to look and to move ahead: `cache.lookahead` and `cache.prefetch`, and their `auto`.
+
+AUTO = "auto"
+LOOKAHEAD, PREFETCH = 8, 1
+"""What `auto` takes where memory and slots allow it; deeper windows and moves changed little in
+`docs/results/planner.md` and `docs/results/step.md`."""
+
+_BETWEEN = 5
+"""Steps beside those of L and P: one trains, two have plans and have not moved, one waits for its
+place in their queue, and one beyond the window has been read."""
+
+_ID_BYTES = 64
+"""Of one id of a planned step: its id, row, bag, position, place in the occurrence order, and what
+its distinct row costs at most, 8 bytes each."""
+
+_SHARE = 0.5
+"""Of the memory that is left, for batches and plans on their way."""
+
+
+def most_ahead(cache: CacheConfig) -> int:
+    """No more batches than this are read before their step is run."""
+    lookahead = LOOKAHEAD if cache.lookahead == AUTO else cache.lookahead
+    prefetch = PREFETCH if cache.prefetch == AUTO else cache.prefetch
+    return lookahead + 2 * prefetch + 16
+
+
+def step_bytes(source: Any, tables: Sequence[TableSpec], batch: int, world: World) -> int:
+    """About how many bytes one step of this rank takes while it is planned ahead.
+
+    Bags whose sizes the source does not tell count as one id each.
+    """
+    known = hasattr(source, "lookups_per_sample")
+    ids = sum(
+        source.lookups_per_sample(index) if known else len(table.features)
+        for index, table in enumerate(tables)
+    )
+    local = math.ceil(batch / world.size)
+    return round(local * (ids * _ID_BYTES + 4 * (getattr(source, "dense_features", 1) + 1)))
+
+
+def resolve_ahead(
+    config: Config, world: World, source: Any, tables: Sequence[TableSpec], slots: Sequence[int]
+) -> Config:
+    """`config` with numbers for `cache.lookahead` and `cache.prefetch`; called by all ranks.
+
+    `slots`: C of each group (empty where none is limited). `auto` is lowered to what memory and
+    slots hold; raises MemoryTooSmallError, with the number that fits, where a given one does not.
+    """
+    cache = config.cache
+    each = max(1, step_bytes(source, tables, config.data.global_batch_size, world))
+    room = min(together(world, lambda: _room(each, world)))
+    prefetch = cache.prefetch
+    if prefetch == AUTO:
+        fits = prefetch_that_slots_hold(source, tables, config, slots)
+        prefetch = max(0, min(PREFETCH, fits, room))
+    lookahead = cache.lookahead
+    if lookahead == AUTO:
+        lookahead = max(0, min(LOOKAHEAD, room - prefetch))
+    _check(cache, lookahead, prefetch, room, each)
+    return replace(config, cache=replace(cache, lookahead=lookahead, prefetch=prefetch))
+
+
+def _room(each: int, world: World) -> int:
+    """How many steps fit on their way, in L and P together, in this rank's share of memory."""
+    rooms = [int(_SHARE * available_memory() / world.local_size / each)]
+    if world.device.type == "cuda":
+        free = torch.cuda.mem_get_info(world.device)[0] / _ranks_of_a_gpu(world)
+        rooms.append(int(_SHARE * free / each))
+    return min(rooms) - _BETWEEN
+
+
+def _ranks_of_a_gpu(world: World) -> int:
+    """How many local ranks share this rank's GPU; NCCL has one for each."""
+    if world.backend == "nccl":
+        return 1
+    return math.ceil(world.local_size / max(1, torch.cuda.device_count()))
+
+
+def _check(cache: CacheConfig, lookahead: int, prefetch: int, room: int, each: int) -> None:
+    """MemoryTooSmallError, naming the key that was given and what fits."""
+    if lookahead + prefetch <= max(room, 0):
+        return
+    given = {"cache.lookahead": cache.lookahead, "cache.prefetch": cache.prefetch}
+    named = {key: value for key, value in given.items() if value != AUTO}
+    shown = ", ".join(f"{key}={value}" for key, value in named.items())
+    raise MemoryTooSmallError(
+        f"{shown}: {lookahead + prefetch} steps ahead, of about {describe_bytes(each)} each, do "
+        f"not fit in half of the memory that is left; {max(room, 0)} do: lower cache.lookahead or "
+        "cache.prefetch to that many together (auto does), or data.global_batch_size"
+    )
+
+
+def prefetch_that_slots_hold(
+    source: Any, tables: Sequence[TableSpec], config: Config, slots: Sequence[int]
+) -> int:
+    """The largest P whose P + 1 steps find all their distinct rows in slots at once, as expected
+    before training; more would move nothing earlier."""
+    if not slots or not hasattr(source, "expected_distinct"):
+        return PREFETCH
+    batch, most = config.data.global_batch_size, math.inf
+    for members, count in zip(group_tables(tables), slots, strict=True):
+        rows = sum(
+            source.expected_distinct(table, round(batch * source.lookups_per_sample(table)))
+            for table in members
+        )
+        most = min(most, count / max(rows, 1.0))
+    return max(0, int(min(most, 64)) - 1)
+
+
+# -----------------------------------------------------------------------------
+# From the config to the slots of each group, and what the cache takes from statistics.
+
+
+def with_state(config: Config) -> Config:
+    """`config` with `cache.state` decided, where it says `auto`."""
+    cache = config.cache
+    if cache.state != AUTO:
+        return config
+    state = row_update(config.optim.name, 0.0).state_place
+    if cache.reduction == "native":  # sums that all ranks have
+        state = "replicated"
+    return replace(config, cache=replace(cache, state=state))
+
+
+def plan_cache(
+    config: Config, world: World, tables: Sequence[TableSpec], source: BatchSource, itemsize: int
+) -> tuple[tuple[int, ...], Popularity | None]:
+    """Slots C of each group, and the popularity of rows where `cache.statistics` are given.
+
+    `itemsize`: bytes of an element. Called by all ranks; raises ConfigError on all of them.
+    """
+    cache = config.cache
+    slots, popularity = decide(
+        world,
+        tables,
+        slot_state(config, tables, world.size),
+        budget_of(config, itemsize, world.size),
+        Use(
+            Policy(cache.policy, cache.tail),
+            cache.order,
+            cache.warm_start,
+            cache.split,
+            prefetch_of(config),
+        ),
+        lambda: read_checked(config, tables, source),
+    )
+    hot: HotSet | None = getattr(source, "hot", None)
+    if hot is not None and popularity is not None:  # the rows of hot batches stay for good
+        warm = 1.0 if cache.warm_start == AUTO else popularity.warm_start
+        rows = hot.hot_rows
+        popularity = replace(popularity, hot_rows=rows, pinned_rows=rows, warm_start=warm)
+    return slots, popularity
+
+
+def of_all_homes(
+    config: Config,
+    world: World,
+    tables: Sequence[TableSpec],
+    source: BatchSource,
+    slots: Sequence[int],
+    popularity: Popularity | None,
+) -> Popularity | None:
+    """`popularity` for a sharded cache, whose W ranks hold W times as many rows as one has slots.
+
+    `slots`: C of each group. Rows that were given by table, and those of hot batches, stay as they
+    are. Called by all ranks.
+    """
+    given = not isinstance(config.cache.split, str) or getattr(source, "hot", None) is not None
+    if popularity is None or given or world.size == 1:
+        return popularity
+    known, pinned = popularity.statistics, popularity.pinned_rows
+    budget, held = budget_of(config, 0, world.size), [count * world.size for count in slots]
+    steps = prefetch_of(config) + 1
+
+    def rows() -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        hot = likeliest_rows(tables, held, known, budget)
+        return hot, None if pinned is None else pinned_rows(tables, held, known, budget, steps)
+
+    hot, pinned = on_first(world, rows)
+    return replace(popularity, hot_rows=hot, pinned_rows=pinned)
+
+
+def prefetch_of(config: Config) -> int:
+    """P, as slots are planned for."""
+    return PREFETCH if config.cache.prefetch == AUTO else config.cache.prefetch
+
+
+def state_widths(config: Config, tables: Sequence[TableSpec]) -> list[int]:
+    """S of each table's rows."""
+    update = row_update(config.optim.name, 0.0)
+    return [update.state_width(table.dim) for table in tables]
+
+
+def slot_state(config: Config, tables: Sequence[TableSpec], world_size: int) -> list[int]:
+    """Floats of state that a slot of each table takes on one of so many ranks: S, or a share of it
+    where rows are on every rank and their homes keep the state."""
+    homes = world_size if shares_state(config) else 1
+    return [-(-width // homes) for width in state_widths(config, tables)]
+
+
+def shares_state(config: Config) -> bool:
+    """Whether rows are on every rank and homes alone keep their state."""
+    cache = with_state(config).cache
+    return cache.state == "home" and cache.placement == "replicated"
+
+
+def budget_of(config: Config, itemsize: int, world_size: int) -> Budget:
+    """What the keys of `cache` give the slots of a rank."""
+    cache, batch = config.cache, config.data.global_batch_size
+    return Budget(cache.rows, cache.ratio, cache.bytes, itemsize, world_size, batch)
+
+
+def read_checked(
+    config: Config, tables: Sequence[TableSpec], source: BatchSource
+) -> Statistics | None:
+    """The statistics under `cache.statistics`, of `tables` in order; None where none are given.
+
+    Raises ConfigError, with both fingerprints, for those of other data.
+    """
+    path = config.cache.statistics
+    if path is None:
+        return None
+    statistics = read_statistics(path)
+    check_fits(statistics, source, path)
+    return statistics_of(statistics, tables, f"cache.statistics={path}")
+
+
+# -----------------------------------------------------------------------------
+# The first batches of a run, read before it starts: which rows are hot, and what a step needs.
+
+
+@dataclass(frozen=True)
+class Window:
+    """Ids of a few global batches. `hottest`: for each table its ids that were seen, the most
+    frequent first, int64, and `uses`: how often each occurs; `rows`: for each group and step the
+    rows that each rank names, int64."""
+
+    hottest: tuple[np.ndarray, ...]
+    uses: tuple[np.ndarray, ...]
+    rows: tuple[list[list[np.ndarray]], ...]
+
+
+def window_steps(cache: CacheConfig) -> int:
+    """L + P + 1: the steps that are known when the first one is planned."""
+    window = LOOKAHEAD if cache.lookahead == AUTO else cache.lookahead
+    return 1 + window + (PREFETCH if cache.prefetch == AUTO else cache.prefetch)
+
+
+def read_window(
+    source: BatchSource,
+    tables: Sequence[TableSpec],
+    steps: int,
+    world_size: int,
+    on_bad_id: str = "error",
+) -> Window:
+    """Read the first `steps` global training batches of `source`; on one rank alone.
+
+    `on_bad_id`: what becomes of ids outside their tables, as in training. Raises ConfigError for a
+    source that cannot be read before training; DataError for ids that training would refuse.
+    """
+    if not hasattr(source, "train_batch"):
+        raise ConfigError(
+            "which rows are hot must be known before training, and these batches are read once: "
+            "give cache.statistics=<folder of python -m distcache.analyze>, or use "
+            "cache.placement=sharded or replicated"
+        )
+    if source.steps_per_epoch is not None:
+        steps = min(steps, source.steps_per_epoch)
+    groups, check = source_groups(source, tables), BatchCheck(tables, source.features, on_bad_id)
+    rows: list[list[list[np.ndarray]]] = [[] for _ in groups]
+    for step in range(steps):
+        ids = check(source.train_batch(step, 0, 1)).ids
+        values, offsets = ids.values.numpy(), ids.offsets.numpy()
+        for place, group in enumerate(groups):
+            parts = rows_by_rank(group, values, offsets, ids.batch_size, world_size)
+            rows[place].append(parts)
+    hottest: dict[int, np.ndarray] = {}
+    uses: dict[int, np.ndarray] = {}
+    for members, of_group in zip(group_tables(tables), rows, strict=True):
+        layout = RowLayout([tables[table] for table in members], world_size)
+        found, counts = _by_use(of_group, layout)
+        hottest |= dict(zip(members, found, strict=True))
+        uses |= dict(zip(members, counts, strict=True))
+    places = range(len(tables))
+    ids, times = (tuple(of[place] for place in places) for of in (hottest, uses))
+    return Window(ids, times, tuple(rows))
+
+
+def _by_use(
+    rows: list[list[np.ndarray]], layout: RowLayout
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """For each table of a group the ids that occur, the most frequent first, and how often."""
+    flat = np.concatenate([part for parts in rows for part in parts])
+    seen, counts = np.unique(flat, return_counts=True)
+    hottest, uses = [], []
+    for place, (low, high) in enumerate(pairwise(np.searchsorted(seen, layout.offsets))):
+        order = np.argsort(-counts[low:high], kind="stable")
+        hottest.append(seen[low:high][order] - layout.offsets[place])
+        uses.append(counts[low:high][order])
+    return hottest, uses
+
+
+# -----------------------------------------------------------------------------
+# Which placement is predicted to be the best for this run, on these ranks.
+
+log = logging.getLogger(__name__)
+
+_UNMEASURED = Link(1e10, 1e-5, "any")
+"""Bytes do not depend on it."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known before training: the `tables`, their C slots by group, and the use of rows, by
+    `statistics` of the tables, in order, or else by the first batches."""
+
+    tables: Sequence[TableSpec]
+    slots: Sequence[int]
+    statistics: Statistics | None
+    window: Window | None
+
+
+def measured_cluster(
+    config: Config,
+    world: World,
+    tables: Sequence[TableSpec],
+    model: nn.Module,
+    features: int | None,
+) -> Cluster:
+    """The links and the speed of these ranks, timed where `cache.objective` is `time`; all call it.
+
+    `features`: dense ones, None where that is not known. The model and the state of random numbers
+    are left as they are. With `cache.cluster` nothing is timed; raises ConfigError where that
+    describes other ranks, and where the model would be timed and `features` is None.
+    """
+    if config.cache.cluster is not None:
+        return _described(config.cache.cluster, world)
+    if config.cache.objective != "time":
+        return Cluster(world.size, _UNMEASURED, _UNMEASURED)
+    if features is None:
+        raise ConfigError(
+            f"cache.placement={config.cache.placement} with cache.objective=time runs the dense "
+            "model to time it, and how many dense features it takes is not known of batches that "
+            "are read once: give cache.cluster=<cluster.json of distcache.plan>, "
+            "cache.objective=bytes, or a placement with its replicated rows"
+        )
+    update = row_update(config.optim.name, 0.0)
+    widest = max(table.dim for table in tables)
+    width = sum(table.dim * len(table.features) for table in tables)
+    batch = max(1, config.data.global_batch_size // world.size)
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+        own = copy.deepcopy(model).to(world.device, torch.float32)
+        return measure(world, widest, update, DensePart(own, features, width, batch)).cluster(world)
+
+
+def _described(path: str, world: World) -> Cluster:
+    """The cluster of a file as rank 0 reads it; raises ConfigError on all ranks."""
+
+    def read() -> Cluster | None:
+        if not world.is_first:
+            return None
+        found = read_cluster(path)
+        try:
+            check_world(found, world.nodes.sizes)
+        except ConfigError as error:
+            raise ConfigError(f"cache.cluster={path}: {error}") from error
+        return found
+
+    found = together(world, read)[0]
+    if found is None:
+        raise RuntimeError("rank 0 reads the cluster")
+    return found
+
+
+def demand_of(config: Config, world: World, known: Known, local_ranks: int) -> Demand:
+    """What a step needs, from the statistics, or from the window; `local_ranks` on each node."""
+    tables, update = known.tables, row_update(config.optim.name, 0.0)
+    batch = config.data.global_batch_size / world.size
+    if known.statistics is not None:
+        sources = counted_sources(known.statistics, [table.dim for table in tables])
+        named = [replace(own, name=of.name) for own, of in zip(sources, tables, strict=True)]
+        widths = [update.state_width(table.dim) for table in tables]
+        return demand_at(named, widths, batch, world.size, local_ranks)
+    if known.window is None:
+        raise RuntimeError("neither statistics nor a window")
+    windows = []
+    for members, rows in zip(group_tables(tables), known.window.rows, strict=True):
+        layout = RowLayout([tables[table] for table in members], world.size)
+        windows.append(GroupWindow(layout, rows, update.state_width(layout.dim)))
+    return demand_of_window(windows, batch, local_ranks)
+
+
+def choose(
+    config: Config, world: World, known: Known, cluster: Cluster, model: nn.Module
+) -> Choice:
+    """The placement that `cache.objective` makes best; of `cache.placement=mixed`, the best K."""
+    cache = config.cache
+    settings = Settings(
+        tuple(known.slots),
+        cache.state,
+        LOOKAHEAD if cache.lookahead == AUTO else cache.lookahead,
+        PREFETCH if cache.prefetch == AUTO else cache.prefetch,
+        itemsize=8 if config.trainer.dtype == "float64" else 4,
+        dense_parameters=sum(math.prod(p.shape) for p in model.parameters()),
+    )
+    demand = demand_of(config, world, known, cluster.local_ranks)
+    if cache.placement != "mixed":
+        return choose_placement(demand, cluster, settings, cache.objective)
+    best = best_mixed(demand, cluster, settings, cache.objective)
+    if best is None:
+        return choose_placement(demand, cluster, settings, cache.objective)
+    if best.refused is not None:
+        log.warning(
+            "cache.placement=mixed: even with the best rows to replicate, %s; a step that does not "
+            "fit is refused. cache.placement=sharded has all slots for its rows",
+            best.refused,
+        )
+    why = f"the best rows to replicate, by {cache.objective}"
+    return Choice("mixed", best.replicated_rows, cache.state, (best,), why)
+
+
+# -----------------------------------------------------------------------------
+# From the config to how cached rows lie over the ranks: `cache.placement` and its `auto`.
+
+AUTO_PLACEMENT = "auto"
+
+
+def resolve_placement(
+    config: Config,
+    world: World,
+    known: tuple[Sequence[TableSpec], Sequence[int], Statistics | None],
+    source: BatchSource,
+    model: nn.Module,
+) -> Placement:
+    """The placement of the keys of `cache`; called by all ranks, decided by rank 0.
+
+    `known`: the tables, C of each group, and statistics of the tables, in order, or None: then the
+    first batches tell which rows are hot. Raises ConfigError on all ranks for rows or tables that
+    there are not.
+    """
+    cache = config.cache
+    if config.parallel.mode != "data":
+        return Placement()
+    replicated_counts(cache.replicated_rows or {}, known[0])  # before any batch is read
+    if world.size == 1:
+        return Placement()
+    if cache.placement in (REPLICATED, SHARDED):
+        return Placement(cache.placement, cache.state)
+    tables, slots, statistics = known
+    cluster = None
+    if _is_open(cache):
+        features = getattr(source, "dense_features", None)  # which `distcache.fit` is not told
+        cluster = measured_cluster(config, world, tables, model, features)
+
+    def on_first() -> Placement | None:
+        if not world.is_first:
+            return None
+        window = None
+        if statistics is None:
+            bad = config.data.on_bad_id
+            window = read_window(source, tables, window_steps(cache), world.size, bad)
+        facts = Known(tables, slots, statistics, window)
+        kind, counts = _kind_and_counts(config, world, facts, cluster, model)
+        return _placed(cache, kind, counts, facts)
+
+    decided = together(world, on_first)[0]
+    if decided is None:
+        raise RuntimeError("rank 0 decides the placement")
+    return decided
+
+
+def _is_open(cache: CacheConfig) -> bool:
+    """Whether a prediction decides something."""
+    given = cache.replicated_rows is not None or cache.replicated_share is not None
+    return cache.placement == AUTO_PLACEMENT or not given
+
+
+def _kind_and_counts(
+    config: Config, world: World, known: Known, cluster: Cluster | None, model: nn.Module
+) -> tuple[str, list[int]]:
+    """The placement, and how many rows of each table it replicates."""
+    cache, tables = config.cache, known.tables
+    if cluster is not None:
+        choice = choose(config, world, known, cluster, model)
+        chosen = "" if cache.placement == choice.placement else f" is {choice.placement}"
+        log.info("cache.placement=%s%s: %s", cache.placement, chosen, choice.why)
+        return choice.placement, [choice.replicated_rows.get(table.name, 0) for table in tables]
+    if cache.replicated_rows is not None:
+        return MIXED, replicated_counts(cache.replicated_rows, tables)
+    return MIXED, _by_share(cache.replicated_share or 0.0, known)
+
+
+def replicated_counts(rows: Mapping[str, Any], tables: Sequence[TableSpec]) -> list[int]:
+    """K of each table, from `cache.replicated_rows`; 0 for those that it does not name.
+
+    Raises ConfigError for a table that there is not, or more rows than a table has.
+    """
+    sizes = {table.name: table.rows for table in tables}
+    for name, count in rows.items():
+        if name not in sizes:
+            shown = ", ".join(list(sizes)[:20]) + (", ..." if len(sizes) > 20 else "")
+            raise ConfigError(
+                f"cache.replicated_rows: {name}={count} names no table: choose from {shown}"
+            )
+        if count > sizes[name]:
+            raise ConfigError(
+                f"cache.replicated_rows: {name}={count}, but the table has {sizes[name]} rows: "
+                f"give at most {sizes[name]}"
+            )
+    return [int(rows.get(table.name, 0)) for table in tables]
+
+
+def _by_share(share: float, known: Known) -> list[int]:
+    """How many rows of each table are among the most frequent `share` of all rows."""
+    wanted = max(1, round(share * sum(table.rows for table in known.tables)))
+    order = _hottest(known)
+    uses = [_uses(known, place, ids) for place, ids in enumerate(order)]
+    table = np.repeat(np.arange(len(order)), [len(ids) for ids in order])
+    first = np.argsort(-np.concatenate(uses), kind="stable")[:wanted]
+    return np.bincount(table[first], minlength=len(order)).tolist()
+
+
+def _uses(known: Known, place: int, ids: np.ndarray) -> np.ndarray:
+    """How often each of `ids` of a table was looked up."""
+    if known.statistics is not None:
+        return known.statistics.tables[place].dense()[ids]
+    return known.window.uses[place] if known.window is not None else np.zeros(0, np.int64)
+
+
+def _hottest(known: Known) -> list[np.ndarray]:
+    """The ids of each table that were looked up, the most frequent first."""
+    if known.statistics is not None:
+        return [table.order for table in known.statistics.tables]
+    return [] if known.window is None else list(known.window.hottest)
+
+
+def _placed(cache: CacheConfig, kind: str, counts: Sequence[int], known: Known) -> Placement:
+    """The placement with its hot rows: the most frequent `counts` of each table, then any."""
+    if kind != MIXED:
+        return Placement(kind, cache.state)
+    hot = tuple(
+        np.sort(_filled(ids, count, table.rows))
+        for ids, count, table in zip(_hottest(known), counts, known.tables, strict=True)
+    )
+    digest = hashlib.sha256(b"".join(ids.tobytes() for ids in hot)).hexdigest()[:16]
+    total = sum(table.rows for table in known.tables)
+    log.info("replicated rows: %d of %d", sum(map(len, hot)), total)
+    return Placement(MIXED, cache.state, hot, digest)
+
+
+def _filled(ids: np.ndarray, count: int, rows: int) -> np.ndarray:
+    """The first `count` of `ids`; where there are fewer, then others from 0 on, below `rows`."""
+    chosen = ids[:count].astype(np.int64)
+    if len(chosen) == count:
+        return chosen
+    others = np.setdiff1d(np.arange(min(rows, count + len(ids))), ids, assume_unique=False)
+    return np.concatenate((chosen, others[: count - len(chosen)]))

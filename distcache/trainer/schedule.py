@@ -1,0 +1,390 @@
+"""Which batches a run trains and evaluates on, in which order."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+from typing import Any
+
+from distcache.comm.world import World
+from distcache.config.tree import Config
+from distcache.data.batch import Batch, BatchSource
+from distcache.errors import ConfigError
+from distcache.layout import TableSpec, group_tables
+from distcache.popularity.hot_cold import (
+    COLD,
+    HOT,
+    BatchPlace,
+    HotColdSource,
+    HotSet,
+    SplitSource,
+    curve_of,
+    greedy,
+    rows_that_fit,
+)
+from distcache.popularity.slots import plan_slots
+from distcache.popularity.statistics import Statistics
+from distcache.trainer.build import dtype_of
+from distcache.trainer.plan_cache import budget_of, read_checked, slot_state
+
+# -----------------------------------------------------------------------------
+# Hot and cold phases of an epoch: how long each is, and what the held-out loss does to that.
+#
+# The shuffle scheduler of FAE (Adnan et al., VLDB 2022): a share r of the hot batches, then the
+# same
+# share of the cold ones, and so on. Where the held-out loss rises over a phase, r is halved; after
+# `STEADY_FALLS` falls in a row it is doubled.
+
+STEADY_FALLS = 4
+"""Falls of the held-out loss in a row after which the rate is doubled."""
+
+Sizes = Callable[[int], tuple[int, int]]
+"""Hot and cold batches of an epoch."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Where training stands among the phases; part of a checkpoint.
+
+    `hot`, `cold`: batches of `epoch` that are trained; `kind`: of this phase, empty before the
+    first; `left`: its batches to come; `until`: share of the epoch's batches of each kind that are
+    trained when this phase and its partner have ended; `rate`: r; `falls`: of the held-out loss
+    in a row; `loss`: the last one; `due`: whether the phase has ended and its evaluation has not
+    been looked at.
+    """
+
+    rate: float
+    epoch: int = 0
+    hot: int = 0
+    cold: int = 0
+    kind: str = ""
+    left: int = 0
+    until: float = 0.0
+    falls: int = 0
+    loss: float | None = None
+    due: bool = False
+
+    def forward(self, batches: int) -> Phase:
+        """After so many more batches of this phase, at most `left`."""
+        done = getattr(self, self.kind) + batches if self.kind else 0
+        left = self.left - batches
+        counted = {self.kind: done} if self.kind else {}
+        return replace(self, left=left, due=self.due or (batches > 0 and left == 0), **counted)
+
+    def within(self, sizes: Sizes) -> Phase:
+        """The same phase in an epoch of `sizes`: beyond the end of either kind nothing is done.
+
+        It makes a difference where training goes on with other batches than it began with.
+        """
+        done = {HOT: self.hot, COLD: self.cold}
+        most = dict(zip((HOT, COLD), sizes(self.epoch), strict=True))
+        done = {kind: min(done[kind], most[kind]) for kind in done}
+        left = min(self.left, most[self.kind] - done[self.kind]) if self.kind else 0
+        return replace(self, left=left, **done)
+
+    def next(self, sizes: Sizes) -> Phase:
+        """The phase after this one, which has ended: not empty, of the same or the next epoch."""
+        phase = self
+        while True:
+            hot, cold = sizes(phase.epoch)
+            if phase.kind == HOT and phase.cold < (end := math.ceil(phase.until * cold)):
+                return replace(phase, kind=COLD, left=end - phase.cold, due=False)
+            if (phase.hot, phase.cold) == (hot, cold):
+                phase = replace(phase, epoch=phase.epoch + 1, hot=0, cold=0, kind="", until=0.0)
+                continue
+            until = phase.until + phase.rate
+            phase = replace(phase, until=1.0 if until > 1 - 1e-9 else until, kind=HOT)
+            if phase.hot < (end := math.ceil(phase.until * hot)):
+                return replace(phase, left=end - phase.hot, due=False)
+
+    def learn(self, loss: float | None, least: float) -> Phase:
+        """After the evaluation at the end of this phase; a loss that does not exist says nothing.
+
+        The rate is not lowered below `least`, nor raised above 1.
+        """
+        if loss is None:
+            return replace(self, due=False)
+        rate, falls = self.rate, self.falls
+        if self.loss is not None and loss > self.loss:
+            rate, falls = max(rate / 2, min(rate, least)), 0
+        elif self.loss is not None and loss < self.loss:
+            falls += 1
+            if falls == STEADY_FALLS:
+                rate, falls = min(2 * rate, 1.0), 0
+        return replace(self, rate=rate, falls=falls, loss=loss, due=False)
+
+    def values(self) -> dict[str, Any]:
+        """As plain values; `Phase(**values)` is this phase."""
+        return asdict(self)
+
+
+class PhaseClock:
+    """The phase after each step of a run, from `phase` after `step` steps on.
+
+    The rate stays between `least` batches of the larger kind and all of both.
+    """
+
+    def __init__(self, phase: Phase, step: int, sizes: Sizes, least: int = 1) -> None:
+        self._phase, self._step, self._sizes, self._least = phase, step, sizes, max(least, 1)
+
+    def at(self, step: int) -> Phase:
+        """After `step` steps; of the current phase or at its end."""
+        return self._phase.forward(step - self._step)
+
+    def begin(self, step: int) -> Phase:
+        """The phase that goes on after `step` steps, or else the next one, which begins."""
+        phase = self.at(step)
+        self._phase, self._step = phase if phase.left else phase.next(self._sizes), step
+        return self._phase
+
+    def learn(self, step: int, loss: float | None) -> Phase:
+        """The phase after `step` steps and an evaluation, which counts where one was due."""
+        phase = self.at(step)
+        if phase.due:
+            phase = phase.learn(loss, self._least / max(self._sizes(phase.epoch)))
+        self._phase, self._step = phase, step
+        return self._phase
+
+
+def phase_at(step: int, rate: float, sizes: Sizes) -> Phase:
+    """Where `step` steps lead whose held-out losses are not known, at a fixed rate."""
+    clock, done = PhaseClock(Phase(rate), 0, sizes), 0
+    while done < step:
+        done = min(done + clock.begin(done).left, step)
+    return replace(clock.at(step), due=False)
+
+
+# -----------------------------------------------------------------------------
+# Which batches a run trains and evaluates on, in which order: a pure function of the settings.
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Training steps [first_step, steps), and evaluations of `eval_batches` batches in between.
+
+    `steps` None: until the data ends. `eval_every`: training steps between evaluations; None: only
+    at the end. Steps are counted from 0 across epochs and across resumed processes, so evaluations
+    fall on the same steps.
+    """
+
+    first_step: int
+    steps: int | None
+    eval_every: int | None
+    eval_batches: int
+
+    @property
+    def nothing_to_train(self) -> bool:
+        """Whether all steps are done."""
+        return self.steps is not None and self.first_step >= self.steps
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation follows training step `step`."""
+        if self.eval_batches == 0:
+            return False
+        done = step + 1
+        return done == self.steps or (self.eval_every is not None and done % self.eval_every == 0)
+
+    def order(self) -> Iterator[tuple[str, int]]:
+        """(`train`, step) and (`eval`, index) in order; evaluations use the same batches."""
+        if self.nothing_to_train and self.eval_batches:
+            yield from (("eval", index) for index in range(self.eval_batches))
+        steps = count(self.first_step) if self.steps is None else range(self.first_step, self.steps)
+        for step in steps:
+            yield "train", step
+            if self.evaluates_after(step):
+                yield from (("eval", index) for index in range(self.eval_batches))
+
+    def batches(self, source: BatchSource, rank: int, world_size: int) -> Iterator[Batch]:
+        """This rank's slices, drawn when they are asked for."""
+        for kind, index in self.order():
+            draw = source.train_batch if kind == "train" else source.eval_batch
+            yield draw(index, rank, world_size)
+
+    def streams(self, source: BatchSource, rank: int, world_size: int) -> Iterator[Iterator[Batch]]:
+        """Streams of batches; what one of them holds may depend on the results of those before."""
+        yield self.batches(source, rank, world_size)
+
+    def position(self, step: int) -> Phase | None:
+        """Where training stands after `step` steps, beyond that number."""
+        return None
+
+    def learn(self, step: int, loss: float | None) -> Phase | None:
+        """`position` after an evaluation after `step` steps gave `loss`, the mean log loss."""
+        return None
+
+
+def make_schedule(
+    source: BatchSource, first_step: int, steps: int | None, eval_every: int | None, eval_steps: int
+) -> Schedule:
+    """The schedule of `trainer.steps`, `eval_every` and `eval_steps` over `source`.
+
+    `steps` None is one epoch; more than an epoch repeats it. At most as many batches are
+    evaluated as are held out. Raises ConfigError for an unlimited source without `steps`.
+    """
+    if steps is None:
+        steps = source.steps_per_epoch
+    if steps is None:
+        raise ConfigError(
+            "trainer.steps is null (one epoch), but the data is unlimited: set trainer.steps or "
+            "data.samples"
+        )
+    held_out = source.eval_batches
+    return Schedule(
+        first_step=first_step,
+        steps=steps,
+        eval_every=eval_every,
+        eval_batches=eval_steps if held_out is None else min(eval_steps, held_out),
+    )
+
+
+# -----------------------------------------------------------------------------
+# The schedule of hot and cold phases: one stream of batches for each, for the next one depends on
+# the held-out loss that this one led to.
+
+
+@dataclass(frozen=True)
+class PhasedSchedule(Schedule):
+    """A `Schedule` that also evaluates after each phase, where anything is evaluated.
+
+    The end of a phase is a fence: its stream ends, window and movement drain, and the next stream
+    begins when all ranks know the loss. `clock`: where training stands; it lets no phase become
+    shorter than an evaluation, or that would take most of the time.
+    """
+
+    clock: PhaseClock
+
+    @classmethod
+    def of(
+        cls, plain: Schedule, source: HotColdSource, phase: Phase | None, rate: float
+    ) -> PhasedSchedule:
+        """`plain` in phases, from `phase` on, as far as it fits `source`; None: the one that
+        `plain.first_step` steps at `rate` lead to."""
+
+        def sizes(epoch: int) -> tuple[int, int]:
+            return source.epoch(epoch).sizes
+
+        first = plain.first_step
+        phase = phase.within(sizes) if phase is not None else phase_at(first, rate, sizes)
+        return cls(**vars(plain), clock=PhaseClock(phase, first, sizes, plain.eval_batches))
+
+    def position(self, step: int) -> Phase:
+        """See `Schedule.position`."""
+        return self.clock.at(step)
+
+    def learn(self, step: int, loss: float | None) -> Phase:
+        """See `Schedule.learn`: the rate that the next phase has."""
+        return self.clock.learn(step, loss)
+
+    def streams(self, source: Any, rank: int, world_size: int) -> Iterator[Iterator[Batch]]:
+        """See `Schedule.streams`: a phase with the evaluation after it, or the rest of one."""
+        step, steps = self.first_step, self.steps
+        if self.eval_batches and (self.nothing_to_train or self.position(step).due):
+            yield self._evaluation(source, rank, world_size)
+        while steps is None or step < steps:
+            phase = self.clock.begin(step)
+            stop = step + phase.left if steps is None else min(step + phase.left, steps)
+            yield self._phase(source, (step, stop, phase), rank, world_size)
+            step = stop
+
+    def _phase(
+        self, source: Any, part: tuple[int, int, Phase], rank: int, world_size: int
+    ) -> Iterator[Batch]:
+        """Training steps [start, stop), which begin at `phase`, with evaluations."""
+        start, stop, phase = part
+        first = getattr(phase, phase.kind) - start
+        for step in range(start, stop):
+            place = BatchPlace(phase.epoch, phase.kind, first + step)
+            yield source.batch(place, step, rank, world_size)
+            ends = step + 1 == start + phase.left
+            if self.eval_batches and (ends or self.evaluates_after(step)):
+                yield from self._evaluation(source, rank, world_size)
+
+    def _evaluation(self, source: Any, rank: int, world_size: int) -> Iterator[Batch]:
+        for index in range(self.eval_batches):
+            yield source.eval_batch(index, rank, world_size)
+
+
+# -----------------------------------------------------------------------------
+# `data.batching`: the hot set of a run, and its data in hot and cold batches.
+
+logger = logging.getLogger(__name__)
+
+
+def arrange(
+    config: Config, world: World, source: BatchSource, tables: Sequence[TableSpec]
+) -> BatchSource:
+    """`source` as `data.batching` says; called by all ranks, which come to the same.
+
+    The hot set depends on the keys of `cache`, not on the mode, so that all modes see the same
+    samples. Raises ConfigError where there are no statistics, or where they or `data.hot_rows` do
+    not fit.
+    """
+    kind = config.data.batching
+    if kind == "as_is":
+        return source
+    statistics = read_checked(config, tables, source)
+    if statistics is None:
+        raise ConfigError(f"data.batching={kind} needs cache.statistics=<folder>")
+    hot = HotSet(statistics, choose(config, world, statistics, tables))
+    if kind == "split":
+        if config.parallel.mode == "hybrid" and world.is_first:
+            logger.info("data.batching=split: hybrid trains whole batches, the same up to rounding")
+        return SplitSource(source, hot)  # type: ignore[return-value]
+    return HotColdSource(source, hot, show=world.is_first, world=world)  # type: ignore[arg-type]
+
+
+def choose(
+    config: Config, world: World, statistics: Statistics, tables: Sequence[TableSpec]
+) -> list[int]:
+    """How many of the most frequent rows of each table are hot: `data.hot_rows`."""
+    curves = [curve_of(statistics, index) for index in range(len(tables))]
+    groups, wanted = group_tables(tables), config.data.hot_rows
+
+    def slots_of(ranks: int) -> tuple[int, ...]:
+        budget = budget_of(config, dtype_of(config).itemsize, ranks)
+        widths = slot_state(config, tables, ranks)
+        return plan_slots(tables, widths, budget, config.cache.split, statistics).slots
+
+    if wanted == "auto":
+        found = [0] * len(tables)  # the same at every number of ranks
+        for members, count in zip(groups, slots_of(1), strict=True):
+            own = [curves[index] for index in members]
+            hot = rows_that_fit(own, count, config.data.global_batch_size)
+            for index, rows in zip(members, hot, strict=True):
+                found[index] = rows
+        return found
+    rows = sum(statistics.table_rows)
+    found = greedy(curves, round(wanted * rows) if isinstance(wanted, float) else wanted)
+    if config.parallel.mode == "data":
+        _check_room(tables, groups, found, slots_of(world.size))
+    return found
+
+
+def _check_room(
+    tables: Sequence[TableSpec],
+    groups: Sequence[Sequence[int]],
+    hot_rows: Sequence[int],
+    slots: Sequence[int],
+) -> None:
+    """ConfigError where the hot rows of a group do not fit its slots."""
+    for members, room in zip(groups, slots, strict=True):
+        hot = sum(hot_rows[index] for index in members)
+        if hot >= room and hot < sum(tables[index].rows for index in members):
+            raise ConfigError(
+                f"data.hot_rows: {hot} hot rows of the tables of width {tables[members[0]].dim} "
+                f"leave no room for cold ones in {room} slots: give fewer, auto, or a larger "
+                "cache.rows (or cache.ratio, cache.bytes)"
+            )
+
+
+def batching_summary(source: Any, phase: Phase | None) -> dict[str, Any]:
+    """What `summary.json` says of hot and cold batches; nothing without them."""
+    if not isinstance(source, HotColdSource):
+        return {}
+    return {
+        "hot_samples": source.epoch(0).share,
+        "phase_rate": phase and phase.rate,
+    }

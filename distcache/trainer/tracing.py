@@ -1,0 +1,350 @@
+"""`trainer.trace=true`: one file with all ranks' stages on one clock."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+from distcache.comm.agreement import together
+from distcache.comm.world import World
+from distcache.engine.step import WAIT, Span
+from distcache.errors import ConfigError
+from distcache.parallel.base import Parallel
+
+# -----------------------------------------------------------------------------
+# One clock for all ranks: what to add to a rank's `time.perf_counter` to have rank 0's.
+
+ROUNDS = 32
+"""Questions to rank 0; the answer that came back fastest counts."""
+
+
+@dataclass(frozen=True)
+class SharedClock:
+    """`offset_s` added to this rank's clock gives rank 0's, wrong by at most `error_s`; `start_s`:
+    rank 0's clock when it was asked for."""
+
+    start_s: float
+    offset_s: float = 0.0
+    error_s: float = 0.0
+
+    def since_start(self, at: float) -> float:
+        """Seconds from the start to `at` on this rank's clock."""
+        return at + self.offset_s - self.start_s
+
+
+def machine() -> str:
+    """What processes have in common that share a monotonic clock: the boot, and its namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    try:
+        return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/time')}"
+    except OSError:
+        return f"process {os.getpid()} of {os.uname().nodename}"  # ask, whoever it is
+
+
+def share_clock(
+    world: World, now: Callable[[], float] = time.perf_counter, here: str | None = None
+) -> SharedClock:
+    """The clock of rank 0 as this rank sees it; called by all ranks, in the main thread.
+
+    Ranks on rank 0's machine share its clock. The others ask for it over the host group and take
+    the middle of the fastest round trip, as NTP does (Mills, 1991): wrong by at most half of it,
+    and by what the two clocks drift apart later. `here`: what `machine` says.
+    """
+    place = here or machine()
+    told = together(world, lambda: (place, now()))
+    start = told[0][1]
+    offset, error = 0.0, 0.0
+    for rank, (other, _) in enumerate(told):
+        if other == told[0][0]:
+            continue
+        if world.is_first:
+            _answer(world, rank, now)
+        elif world.rank == rank:
+            offset, error = _ask(world, now)
+    return SharedClock(start, offset, error)
+
+
+def _answer(world: World, rank: int, now: Callable[[], float]) -> None:
+    message = torch.zeros(1, dtype=torch.float64)
+    for _ in range(ROUNDS):
+        dist.recv(message, src=rank, group=world.host_group)
+        message[0] = now()
+        dist.send(message, dst=rank, group=world.host_group)
+
+
+def _ask(world: World, now: Callable[[], float]) -> tuple[float, float]:
+    """Rank 0's clock less this rank's, and how wrong that may be, seconds."""
+    message = torch.zeros(1, dtype=torch.float64)
+    rounds = []
+    for _ in range(ROUNDS):
+        asked = now()
+        dist.send(message, dst=0, group=world.host_group)
+        dist.recv(message, src=0, group=world.host_group)
+        heard = now()
+        rounds.append((heard - asked, float(message) - (asked + heard) / 2))
+    trip, offset = min(rounds)
+    return offset, trip / 2
+
+
+# -----------------------------------------------------------------------------
+# One rank's part of a trace: its stages as lines of trace events, written as they come.
+#
+# The format is Chrome's trace events (a process per rank, a thread per lane), which
+# ui.perfetto.dev
+# and chrome://tracing read.
+
+logger = logging.getLogger(__name__)
+
+LANES = ("training", "movement", "planner")
+"""Lanes in the order in which they are shown."""
+
+_MOST_LANES = 10
+
+
+def open_path(folder: Path, rank: int) -> Path:
+    """The part of a rank that still writes it."""
+    return folder / f"trace.rank{rank}.open"
+
+
+def done_path(folder: Path, rank: int) -> Path:
+    """The part of a rank that has ended."""
+    return folder / f"trace.rank{rank}.done"
+
+
+def remove_trace(folder: Path) -> None:
+    """Remove the trace, and the parts of one, that a run before left in `folder`."""
+    patterns = ("trace.json", "trace.json.gz", "trace.rank*.open", "trace.rank*.done")
+    for path in [path for pattern in patterns for path in folder.glob(pattern)]:
+        path.unlink(missing_ok=True)
+
+
+class TracePart:
+    """A watcher that appends every span of this rank to a file; memory does not grow with them.
+
+    A file that cannot be written any more ends the trace, with a warning, not the run.
+    """
+
+    def __init__(self, folder: Path, rank: int, clock: SharedClock) -> None:
+        """Begin the part in `folder`. Raises OSError where that is not possible."""
+        self.folder, self.rank, self.clock = folder, rank, clock
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open_path(folder, rank).open("w", encoding="utf-8")
+        self._lanes: dict[str, int] = {}
+        self._broken = False
+        # From 1 on: viewers take process 0 for the machine's idle one.
+        self._process = rank + 1
+        where = {"name": f"rank {rank} on {os.uname().nodename}"}
+        self._write([self._about("process_name", 0, where)])
+        self._write([self._about("process_sort_index", 0, {"sort_index": rank})])
+
+    def __call__(self, step: int, kind: str, spans: Sequence[Span]) -> None:
+        """Take in the spans of a step; see `pipeline.clock.Watcher`."""
+        self._write([line for span in spans for line in self._lines(span, kind)])
+
+    def _lines(self, span: Span, kind: str) -> Iterator[dict[str, Any]]:
+        if span.lane not in self._lanes:
+            yield from self._new_lane(span.lane)
+        event = {
+            "name": f"{span.name} {span.step}",
+            "cat": span.name,
+            "ph": "X",
+            "ts": round(1e6 * self.clock.since_start(span.start), 3),
+            "dur": round(1e6 * span.seconds, 3),
+            "pid": self._process,
+            "tid": self._lanes[span.lane],
+            "args": {"step": span.step, "kind": kind},
+        }
+        if span.name == WAIT:
+            event["cname"] = "terrible"  # chrome://tracing's red
+        yield event
+
+    def _new_lane(self, lane: str) -> Iterator[dict[str, Any]]:
+        others = len(LANES) + sum(name not in LANES for name in self._lanes)
+        index = LANES.index(lane) if lane in LANES else others
+        # Some viewers want thread numbers that no two processes share.
+        thread = self._lanes[lane] = self._process * _MOST_LANES + index
+        yield self._about("thread_name", thread, {"name": lane})
+        yield self._about("thread_sort_index", thread, {"sort_index": index})
+
+    def _about(self, name: str, thread: int, args: dict[str, Any]) -> dict[str, Any]:
+        return {"name": name, "ph": "M", "pid": self._process, "tid": thread, "args": args}
+
+    def _write(self, events: Sequence[dict[str, Any]]) -> None:
+        if self._broken:
+            return
+        try:
+            self._file.writelines(json.dumps(e, separators=(",", ":")) + "\n" for e in events)
+        except OSError as error:
+            self._stop(error)
+
+    def _stop(self, error: OSError) -> None:
+        self._broken = True
+        logger.warning("the trace of this rank ends here: %s", error)
+
+    def close(self) -> None:
+        """End the part: rank 0 may take it now; safe to call twice."""
+        try:
+            self._file.close()
+        except OSError as error:
+            self._stop(error)
+        # Gone where rank 0 did not wait for it any longer.
+        with contextlib.suppress(FileNotFoundError):
+            open_path(self.folder, self.rank).replace(done_path(self.folder, self.rank))
+
+
+# -----------------------------------------------------------------------------
+# `trainer.trace=true`: one file with all ranks' stages on one clock, for Perfetto or Chrome.
+#
+# Each rank writes a part beside its steps; rank 0 joins the parts at the end of the run, whatever
+# ended it, and removes them. No rank waits for another one that may have failed: parts are renamed
+# when they are whole, and rank 0 takes the others as they are after a few seconds.
+
+LARGE_BYTES = 64 << 20
+"""Parts of more bytes than this become `trace.json.gz`."""
+
+_END_S = 60.0
+"""Longest wait for the parts of other ranks after an orderly end, seconds."""
+
+_FAILED_S = 5.0
+"""The same after an error: others may have gone without a word."""
+
+_POLL_S = 0.05
+
+
+@contextmanager
+def tracing(world: World, folder: Path, mode: Parallel) -> Iterator[None]:
+    """Trace what `mode` does meanwhile into `folder`; entered by all ranks.
+
+    Leaves `trace.json` (or `trace.json.gz`), also after an error or a Ctrl-C. Raises ConfigError
+    where a part cannot be written.
+    """
+    clock = share_clock(world)
+    part = _begin(world, folder, clock)
+    clocks = together(world, lambda: clock)
+    mode.watch(part)
+    patience = _FAILED_S
+    try:
+        yield
+        patience = _END_S
+    finally:
+        part.close()
+        if world.is_first:
+            collect(folder, world.size, about(clocks), patience)
+        elif patience == _FAILED_S:
+            # Rank 0 may be on its way: torchrun ends it soon after this rank is gone.
+            _until(lambda: not done_path(folder, world.rank).exists(), patience)
+
+
+def _begin(world: World, folder: Path, clock: SharedClock) -> TracePart:
+    """This rank's part; called by all ranks. Raises ConfigError."""
+    parts: list[TracePart] = []
+
+    def open_part() -> None:
+        try:
+            parts.append(TracePart(folder, world.rank, clock))
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.trace=true cannot write into {folder} ({error.strerror}): name another "
+                "run.dir, or leave the trace out"
+            ) from error
+
+    together(world, open_part)
+    return parts[0]
+
+
+def about(clocks: Sequence[SharedClock]) -> dict[str, Any]:
+    """What the file says of itself: whose clock it is on, and how well each rank knows it."""
+    asked = {
+        f"rank {rank}": {"offset_s": clock.offset_s, "error_s": clock.error_s}
+        for rank, clock in enumerate(clocks)
+        if clock.error_s > 0
+    }
+    for rank, values in asked.items():
+        logger.info(
+            "trace: %s is on another machine, its clock %+.6f s from rank 0's, known to %.6f s",
+            rank,
+            -values["offset_s"],
+            values["error_s"],
+        )
+    return {
+        "clock": "rank 0's time.perf_counter, from the start of the trace; host time of stages",
+        "clocks_asked_over_the_network": asked,
+        "steps": "batches of the stream, evaluation included, from 0 in each process",
+    }
+
+
+def collect(folder: Path, size: int, header: dict[str, Any], patience_s: float) -> Path | None:
+    """Join the parts of `size` ranks in `folder` into the trace, and remove them; rank 0 alone.
+
+    Waits up to `patience_s` for parts that are still written, then takes what there is. None, and
+    the parts stay, where the file cannot be written.
+    """
+    _until(lambda: all(done_path(folder, rank).exists() for rank in range(size)), patience_s)
+    parts: list[Path] = []
+    for rank in range(size):
+        found = [path(folder, rank) for path in (done_path, open_path)]
+        existing = [path for path in found if path.exists()]
+        parts += existing[:1]
+        if not existing:
+            logger.warning("the trace lacks rank %d, which left no part in %s", rank, folder)
+        elif existing[0] != found[0]:
+            logger.warning("the trace of rank %d is not whole: it did not end in order", rank)
+    try:
+        size_bytes = sum(part.stat().st_size for part in parts)
+        path = folder / ("trace.json.gz" if size_bytes > LARGE_BYTES else "trace.json")
+        join(parts, path, header)
+        for part in parts:
+            part.unlink()
+    except OSError as error:
+        logger.warning("the trace is not joined, its parts stay in %s: %s", folder, error)
+        return None
+    shown = f"{path.stat().st_size / 2**20:.1f} MiB"
+    logger.info("trace of %d rank(s): %s (%s), for ui.perfetto.dev", len(parts), path, shown)
+    return path
+
+
+def join(parts: Sequence[Path], path: Path, header: dict[str, Any]) -> None:
+    """Write the events of `parts` as one JSON object, so that `path` is whole or not there."""
+    partial = path.with_name(path.name + ".partial")
+    with _opened(partial, packed=path.suffix == ".gz") as file:
+        opening = {"displayTimeUnit": "ms", "otherData": header}
+        file.write(json.dumps(opening)[:-1] + ', "traceEvents": [')
+        separator = "\n"
+        for part in parts:
+            for line in _whole_lines(part):
+                file.write(separator + line)
+                separator = ",\n"
+        file.write("\n]}\n")
+    partial.replace(path)
+
+
+def _opened(path: Path, packed: bool) -> IO[str]:
+    if packed:
+        return gzip.open(path, "wt", compresslevel=3, encoding="utf-8")
+    return path.open("w", encoding="utf-8")
+
+
+def _whole_lines(part: Path) -> Iterator[str]:
+    """The lines of a part without their ends; not one that was being written."""
+    with part.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield line[:-1]
+
+
+def _until(reached: Callable[[], bool], patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
+    while not reached() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)

@@ -1,0 +1,474 @@
+"""The training run, from a config to a summary; read `train` and `Run.go` as tables of contents."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from distcache.comm.agreement import on_first
+from distcache.comm.world import World
+from distcache.config.tree import Config
+from distcache.data.batch import Batch, BatchSource
+from distcache.errors import (
+    DataError,
+    DistcacheError,
+    NonFiniteLossError,
+    PeerError,
+    PlanError,
+    StepTooLargeError,
+)
+from distcache.layout import TableSpec
+from distcache.parallel.base import Parallel, Step, StepResult, tf32
+from distcache.popularity.hot_cold import HotColdSource
+from distcache.trainer import build, checkpoint
+from distcache.trainer.checkpoint import (
+    RunIdentity,
+    TrainerState,
+    chain_loss,
+    state_digest,
+    wants_state_digest,
+)
+from distcache.trainer.evaluate import EvalResult, Evaluation
+from distcache.trainer.record import SUMMARY_KEYS, Progress, StepTimes, plain, write_json
+from distcache.trainer.schedule import (
+    PhasedSchedule,
+    Schedule,
+    arrange,
+    batching_summary,
+    make_schedule,
+)
+from distcache.trainer.tracing import tracing
+
+# -----------------------------------------------------------------------------
+# Stopping in order: SIGINT and SIGTERM become a flag that all ranks act on after the same step.
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """While entered, the first Ctrl-C or SIGTERM sets `signal`; a Ctrl-C after it interrupts.
+
+    Handlers are installed in the main thread only (elsewhere Python has none) and put back at the
+    end. The handler does nothing but set the flag: it may run in the middle of a write.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+
+    @property
+    def requested(self) -> bool:
+        """Whether this rank was asked to stop."""
+        return self.signal is not None
+
+    def agreed(self, world: World) -> int | None:
+        """The signal that some rank got (the highest number), or None; all ranks call this."""
+        value = torch.tensor([self.signal or 0])
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=world.host_group)
+        return int(value) or None
+
+
+# -----------------------------------------------------------------------------
+# The training loop: steps and evaluations along a schedule, until its end or a reason to stop.
+
+
+@dataclass
+class Outcome:
+    """How far the loop came and what it saw: equal on all ranks, but for the times.
+
+    `evaluation` is that of the final state; None where training stopped before it. `bad`: the
+    result of a step whose loss is not finite; it is not part of `state`.
+    """
+
+    state: TrainerState
+    times: StepTimes = field(default_factory=StepTimes)
+    final_loss: float | None = None
+    evaluation: EvalResult | None = None
+    bad: StepResult | None = None
+    start_step: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start_step = self.state.step
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A training step that was run and whose result nobody has looked at."""
+
+    index: int
+    epoch: int
+    samples: int
+    seconds: float
+    result: StepResult
+
+
+@dataclass
+class Loop:
+    """One pass over a schedule; `rates` gives the dense and the embedding rate of a step."""
+
+    mode: Parallel
+    world: World
+    schedule: Schedule
+    rates: Callable[[int], tuple[float, float]]
+    stop: StopRequest
+    report: Progress
+    outcome: Outcome
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    mark: float = 0.0
+    over: bool = False
+    unread: deque[_Run] = field(default_factory=deque)
+
+    def run(self, batches: Iterable[Batch]) -> Outcome:
+        """Go through the batches, which the mode draws ahead of training as it needs them.
+
+        Ends after the same step on all ranks: at the end of the schedule, when some rank was
+        asked to stop, or at a loss that is not finite; the last two set `over`. What the mode has
+        drawn ahead is dropped. May be called again, with other batches, unless it is `over`.
+        """
+        stream = self.mode.stream(batches)
+        self.mark = time.perf_counter()
+        try:
+            for step in stream:
+                run = self.evaluate if step.batch.kind == "eval" else self.train
+                if run(step):
+                    self.over = True
+                    break
+            self.over |= self.look()
+        except DistcacheError:
+            with suppress(DistcacheError):  # what was run before the error counts
+                self.look()
+            raise
+        finally:
+            close = getattr(stream, "close", None)
+            if close is not None:
+                close()
+        return self.outcome
+
+    def train(self, step: Step) -> bool:
+        """One training step; whether the loop is over."""
+        index = step.batch.index
+        due = self.outcome.state.step + len(self.unread)
+        if index != due:
+            raise PlanError(
+                f"the {type(self.mode).__name__} stream gave training step {index} where "
+                f"{due} is due"
+            )
+        self.mode.set_lr(*self.rates(index))
+        result = self.mode.train_step(step, stop=self.stop.requested)
+        ended = time.perf_counter()
+        batch = step.batch
+        ran = _Run(index, batch.epoch, batch.global_size, ended - self.mark, result)
+        self.unread.append(ran)
+        self.mark = ended
+        return self.look(keep=self.mode.result_delay)
+
+    def look(self, keep: int = 0) -> bool:
+        """Look at the results of the steps that were run, but for the last `keep`; whether the
+        loop is over: then at all of them, for all ranks have run as many."""
+        over = False
+        while len(self.unread) > (0 if over else keep):
+            over |= self.finish(self.unread.popleft())
+            if self.outcome.bad is not None:
+                self.unread.clear()  # nothing of these was applied
+        return over
+
+    def finish(self, ran: _Run) -> bool:
+        """Count a training step; whether it is the last."""
+        outcome, result = self.outcome, ran.result
+        if result.bad_ranks or not math.isfinite(result.loss):
+            outcome.bad = result
+            return True
+        outcome.times.add(ran.seconds, ran.samples)
+        digest = chain_loss(outcome.state.loss_digest, result.loss)
+        done = ran.index + 1
+        outcome.state = TrainerState(done, digest, self.schedule.position(done))
+        outcome.final_loss, outcome.evaluation = result.loss, None
+        self.report.step(done, ran.epoch, result, outcome.times, self.mode, outcome.state.phase)
+        return result.stop
+
+    def evaluate(self, step: Step) -> bool:
+        """One evaluation batch; whether the loop is over (a stop need not wait for a long one)."""
+        if self.look():
+            return True
+        self.evaluation.add(self.mode.eval_step(step), step.batch.labels)
+        if self.evaluation.batches == self.schedule.eval_batches:
+            self.evaluated(self.evaluation.finish(self.world))
+        self.mark = time.perf_counter()
+        return self.stop.agreed(self.world) is not None
+
+    def evaluated(self, result: EvalResult) -> None:
+        """Take up the result of a whole evaluation, which is the same on all ranks."""
+        outcome = self.outcome
+        phase = self.schedule.learn(outcome.state.step, result.logloss)
+        outcome.state = replace(outcome.state, phase=phase)
+        outcome.evaluation, self.evaluation = result, Evaluation()
+        self.report.evaluation(outcome.state.step, result, phase)
+
+
+# -----------------------------------------------------------------------------
+# The training run, from a config to a summary; read `train` and `Run.go` as tables of contents.
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to: the summary, and the signal that stopped it (None: it ran to its end)."""
+
+    summary: dict[str, Any]
+    stopped_by: int | None
+
+
+def train(config: Config, world: World, run_dir: Path) -> TrainResult:
+    """Train as `config` says and leave `model/`, `metrics.jsonl`, `summary.json` in `run_dir`,
+    with `data.on_bad_line=skip` also `bad_lines.json`.
+
+    All ranks of `world` call this with the same arguments, from their main thread. An orderly stop
+    (Ctrl-C, SIGTERM) returns normally. Raises NonFiniteLossError after saving the state before
+    the step; ConfigError for settings that contradict each other, the data or a checkpoint.
+    """
+    source = build.build_source(config)
+    tables = build.build_tables(config, source)
+    model = build.build_dense(config, tables, source.dense_features)
+    source = arrange(config, world, source, tables)
+    mode = build.build_parallel(config, world, tables, model, source)
+    bad_lines = getattr(source, "bad_lines", None)
+    if bad_lines is not None and bad_lines.skip:  # every rank has read, and skipped, the same
+        on_first(world, lambda: write_json(run_dir / "bad_lines.json", bad_lines.summary()))
+    return Run(config, world, run_dir, source, tables, mode).go(build.build_rates(config))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's parts: settings, ranks, folder, data, tables, and the model in its mode."""
+
+    config: Config
+    world: World
+    run_dir: Path
+    source: BatchSource
+    tables: Sequence[TableSpec]
+    mode: Parallel
+
+    def go(self, rates: Callable[[int], tuple[float, float]]) -> TrainResult:
+        """Resume, train, save, digest, summarise; the mode is closed whatever happens.
+
+        `rates`: the dense and the embedding learning rate of a step.
+        """
+        self.mode.scratch = self.run_dir
+        try:
+            start = self.resume()
+            schedule = self.schedule(start)
+            with StopRequest() as stop, tf32(self.config.trainer.tf32), self.traced():
+                outcome = self.run_steps(start, schedule, rates, stop)
+                stopped_by = stop.agreed(self.world)
+                measured = self.mode.summary()
+                self.save(outcome, stopped_by)
+                digest = self.digest()
+                summary = self.summarise(start, outcome, measured, digest)
+            return TrainResult(summary, stopped_by)
+        finally:
+            self.mode.close()
+
+    def traced(self) -> AbstractContextManager[None]:
+        """The time in which all stages go into the trace, where one is asked for."""
+        if not self.config.trainer.trace:
+            return nullcontext()
+        return tracing(self.world, self.run_dir, self.mode)
+
+    def resume(self) -> TrainerState:
+        """The state under `trainer.resume`, put into the mode; the beginning where that is null."""
+        path = self.config.trainer.resume
+        if path is None:
+            return TrainerState()
+        same = self.config.trainer.resume_data == "same"
+        return checkpoint.load(Path(path), self.mode, self.identity(), self.world, same_data=same)
+
+    def own_state(self, state: TrainerState) -> dict[str, bytes]:
+        """Values of this rank alone that belong into a checkpoint at `state`, by unique names."""
+        return {}
+
+    def schedule(self, start: TrainerState) -> Schedule:
+        """The batches to come, from `start` on."""
+        want = self.config.trainer
+        schedule = make_schedule(
+            self.source, start.step, want.steps, want.eval_every, want.eval_steps
+        )
+        if isinstance(self.source, HotColdSource):
+            rate = self.config.data.phase_rate
+            schedule = PhasedSchedule.of(schedule, self.source, start.phase, rate)
+        if self.world.is_first and schedule.nothing_to_train:
+            logger.warning(
+                "nothing to train: %d steps are done and trainer.steps is %s",
+                schedule.first_step,
+                schedule.steps,
+            )
+        if self.world.is_first and schedule.eval_batches < want.eval_steps:
+            logger.warning(
+                "trainer.eval_steps=%d, but no more than %d batches are held out",
+                want.eval_steps,
+                schedule.eval_batches,
+            )
+        return schedule
+
+    def run_steps(
+        self,
+        start: TrainerState,
+        schedule: Schedule,
+        rates: Callable[[int], tuple[float, float]],
+        stop: StopRequest,
+    ) -> Outcome:
+        """Train and evaluate along the schedule."""
+        outcome = Outcome(start)
+        with self.progress(schedule) as report:
+            loop = Loop(self.mode, self.world, schedule, rates, stop, report, outcome)
+            try:
+                return self.walk(loop)
+            except (DataError, StepTooLargeError, PeerError):
+                self.rescue(outcome)
+                raise
+
+    def walk(self, loop: Loop) -> Outcome:
+        """Go through the batches of the source, stream by stream."""
+        outcome = loop.outcome
+        for batches in loop.schedule.streams(self.source, self.world.rank, self.world.size):
+            outcome = loop.run(batches)
+            if loop.over:
+                break
+        return outcome
+
+    def rescue(self, outcome: Outcome) -> None:
+        """Save the steps before one that could not be planned, where all ranks stand after them."""
+        if outcome.state.step == outcome.start_step or not self.mode.errors_are_common():
+            return
+        folder = self.run_dir / "model"
+        try:
+            self.mode.flush()
+            extra = self.own_state(outcome.state)
+            checkpoint.save(folder, self.mode, self.identity(), outcome.state, self.world, extra)
+        except DistcacheError as error:
+            logger.warning("the steps before the error are not saved: %s", error)
+
+    def progress(self, schedule: Schedule) -> Progress:
+        """The report to screen and `metrics.jsonl`, which only rank 0 writes."""
+        path = self.run_dir / "metrics.jsonl" if self.world.is_first else None
+        return Progress(path, schedule, self.config.trainer.log_every)
+
+    def save(self, outcome: Outcome, stopped_by: int | None) -> None:
+        """Make the tables whole, and write `model/` where asked, stopped or not finite.
+
+        Raises NonFiniteLossError after that, where the loss was not finite.
+        """
+        self.mode.flush()
+        if self.config.run.save or stopped_by is not None or outcome.bad is not None:
+            folder = self.run_dir / "model"
+            extra = self.own_state(outcome.state)
+            checkpoint.save(folder, self.mode, self.identity(), outcome.state, self.world, extra)
+        if outcome.bad is not None:
+            self.refuse(outcome)
+        if stopped_by is not None and self.world.is_first:
+            logger.warning(
+                "stopped by %s after step %s; go on with trainer.resume=%s",
+                signal.Signals(stopped_by).name,
+                f"{outcome.state.step:,}",
+                self.run_dir,
+            )
+
+    def refuse(self, outcome: Outcome) -> NoReturn:
+        """Say which step and which ranks, and where the state is."""
+        ranks = ", ".join(map(str, outcome.bad.bad_ranks)) if outcome.bad else ""
+        raise NonFiniteLossError(
+            f"step {outcome.state.step}: the loss is not finite"
+            f"{f' on rank {ranks}' if ranks else ' when summed over ranks'}; nothing was applied, "
+            f"and the state before this step is in {self.run_dir / 'model'}. Lower optim.dense_lr "
+            "or optim.embedding_lr, or look at the data of this step"
+        )
+
+    def digest(self) -> str | None:
+        """The state digest where `run.digest` asks for it."""
+        dtype = build.dtype_of(self.config)
+        if not wants_state_digest(self.config.run.digest, self.tables, dtype):
+            return None
+        return state_digest(self.mode, self.tables, dtype, self.world)
+
+    def summarise(
+        self,
+        start: TrainerState,
+        outcome: Outcome,
+        measured: dict[str, Any],
+        digest: str | None,
+    ) -> dict[str, Any]:
+        """The summary, equal on all ranks; rank 0 writes it to `summary.json`.
+
+        `measured`: what only the mode knows. `steps` and all measures are this process's.
+        """
+        evaluation = outcome.evaluation
+        values = measured | {
+            "mode": self.config.parallel.mode,
+            "world_size": self.world.size,
+            "first_step": start.step,
+            "steps": outcome.state.step - start.step,
+            "global_batch_size": self.identity().global_batch_size or None,
+            "final_loss": outcome.final_loss,
+            "eval_auc": evaluation and evaluation.auc,
+            "eval_logloss": evaluation and evaluation.logloss,
+            "eval_ne": evaluation and evaluation.ne,
+            "samples_per_second": outcome.times.samples_per_second(),
+            "step_ms": outcome.times.step_ms(),
+            "table_rows": sum(table.rows for table in self.tables),
+            **batching_summary(self.source, outcome.state.phase),
+            "loss_digest": outcome.state.loss_digest.hex() or None,
+            "state_digest": digest,
+        }
+        unknown = sorted(set(values) - set(SUMMARY_KEYS))
+        if unknown and self.world.is_first:
+            logger.warning("left out of summary.json, which does not have them: %s", unknown)
+
+        def write() -> dict[str, Any]:
+            summary = plain({key: values.get(key) for key in SUMMARY_KEYS})
+            write_json(self.run_dir / "summary.json", summary)
+            return summary
+
+        return on_first(self.world, write)
+
+    def identity(self) -> RunIdentity:
+        """What a checkpoint of this run has in common with a run that resumes it."""
+        config = self.config
+        return RunIdentity(
+            mode=config.parallel.mode,
+            world_size=self.world.size,
+            dtype=config.trainer.dtype,
+            optimizer=config.optim.name,
+            seed=config.trainer.seed,
+            global_batch_size=config.data.global_batch_size,
+            steps_per_epoch=self.source.steps_per_epoch,
+            tables=tuple((table.name, table.rows, table.dim) for table in self.tables),
+            data=tuple(sorted(self.source.identity.items())),
+        )
