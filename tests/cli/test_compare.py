@@ -111,7 +111,9 @@ def test_a_mode_that_is_refused_does_not_stop_the_others():
 
 
 @pytest.mark.parametrize("repeats", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_runs_go_round_and_a_failing_mode_is_told(repeats, tmp_path, monkeypatch, capsys):
+def test_runs_go_round_and_a_failing_mode_is_told(
+    repeats, tmp_path, monkeypatch, capsys, forked_jobs
+):
     def command(ranks: int, arguments: list[str]) -> list[str]:
         assert ranks == 1
         return [sys.executable, STUB, *arguments]

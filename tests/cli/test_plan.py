@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import environment
+from launching import run as run_command
 from node_cases import open_nodes
 from ranks import run_ranks
 
@@ -91,12 +91,9 @@ def test_training_takes_the_overrides(tmp_path: Path) -> None:
     assert config.cache.placement == "sharded" and config.cache.ratio == 0.2
     small = "data.table_rows=[20000,3000,40] data.global_batch_size=64 trainer.steps=3"
     more = f"trainer.eval_steps=0 run.dir={tmp_path}/run run.save=false"
-    train = f"{sys.executable} -m distcache.train"
-    command = f"{train} $(cat {tmp_path}/overrides.txt) {small} {more}"
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        ["sh", "-c", command], env=env, capture_output=True, text=True, timeout=90
-    )
+    words = [*(tmp_path / "overrides.txt").read_text().split(), *small.split(), *more.split()]
+    train = [sys.executable, "-m", "distcache.train", *words]  # as $(cat overrides.txt) gives them
+    done = run_command(train, env=environment(), capture_output=True, timeout=90)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 3
 
@@ -268,7 +265,7 @@ def test_nodes_measure_what_is_between_them(sizes: tuple[int, ...]) -> None:
         assert link.bandwidth > 1e5 and link.latency > 0 and link.name == "measured"
 
 
-def test_one_rank_measures_alone(tmp_path: Path) -> None:
+def test_one_rank_measures_alone(tmp_path: Path, forked_jobs: None) -> None:
     records = run(tmp_path, *TABLES, "measure=true", "measure_ranks=1", "world_size=1",
                   "most_ranks=2")  # fmt: skip
     assert asked(records)["sharded"]["seconds"]["total"] > 0

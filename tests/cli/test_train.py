@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launching import STUB, environment, train
+from launching import STUB, Forked, environment, train
 
 from distcache import train as entry
 from distcache.cli.compose import compose_overrides, to_config
@@ -34,7 +34,7 @@ def test_an_orderly_stop_ends_like_its_signal(tmp_path):
 
 
 def test_ctrl_c_in_the_middle(tmp_path):
-    rank = subprocess.Popen(
+    rank = Forked(
         [sys.executable, STUB, "trainer.seed=5", "run.dir=run"],
         cwd=tmp_path,
         env=environment(),
