@@ -19,7 +19,7 @@ import distcache.embedding
 import distcache.train
 import distcache.trainer
 from distcache.errors import ConfigError
-from distcache.planner.bodies import COMPILED, using
+from distcache.planner.calls import COMPILED, using
 from distcache.popularity import bodies as counting
 
 with contextlib.suppress(ImportError):

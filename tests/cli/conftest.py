@@ -9,7 +9,7 @@ import pytest
 import ranks
 from launching import Forked
 
-from distcache.cli import processes
+from distcache.cli import run as processes
 
 
 @pytest.fixture
