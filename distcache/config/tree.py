@@ -118,7 +118,9 @@ class CacheConfig:
     """Group `cache`: slots on the device, and how far the planner looks ahead."""
 
     rows: int | None = None
-    """Slots per rank (C). At most one of rows, ratio, bytes; none means ratio 0.015."""
+    """Slots per rank (C). At most one of rows, ratio, bytes; none means, for each width of
+    table, 1.5 % of its rows, as many of them as take 32 MiB where that is more, or 1.2 times those
+    that P + 2 steps are expected to name where that is known."""
     ratio: float | None = None
     """Slots per rank as a share of each group's rows, in (0, 1]."""
     bytes: int | None = None
@@ -265,6 +267,8 @@ class RunConfig:
 
     dir: str = "runs/${now:%Y-%m-%d_%H-%M-%S}-${parallel.mode}"
     """The run folder; a relative path starts at the working directory."""
+    overwrite: bool = False
+    """Remove the run that `run.dir` holds already; else such a folder is refused."""
     save: bool = True
     """Write `model/` at the end (always on Ctrl-C and on a non-finite loss)."""
     digest: str = "auto"
