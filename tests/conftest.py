@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -48,7 +49,12 @@ def draws_in_full(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A property test draws few examples, unless the slow tests run or a profile is named."""
+    """A property test draws few examples, unless the slow tests run or a profile is named.
+
+    Ctrl-C is heard also where a shell has started the tests in its background, without it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not config.getoption("--hypothesis-profile", None):
         settings.load_profile(ALL if draws_in_full(config) else FEW)
 

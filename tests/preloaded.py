@@ -17,7 +17,7 @@ import distcache.analyze
 import distcache.compare
 import distcache.embedding
 import distcache.train
-import distcache.trainer
+import distcache.trainer.trainer
 from distcache.errors import ConfigError
 from distcache.planner.calls import COMPILED, using
 from distcache.popularity import bodies as counting

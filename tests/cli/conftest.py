@@ -9,7 +9,7 @@ import pytest
 import ranks
 from launching import Forked
 
-from distcache.cli import run as processes
+from distcache.cli import run
 
 
 @pytest.fixture
@@ -21,6 +21,5 @@ def free_port() -> int:
 @pytest.fixture
 def forked_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs that a command starts are forked with all imports done."""
-    expired = subprocess.TimeoutExpired
-    start = SimpleNamespace(Popen=Forked, TimeoutExpired=expired)
-    monkeypatch.setattr(processes, "subprocess", start)
+    forking = SimpleNamespace(**vars(subprocess) | {"Popen": Forked})
+    monkeypatch.setattr(run, "subprocess", forking)
