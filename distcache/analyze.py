@@ -15,11 +15,19 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from tqdm import tqdm
 
 from distcache.cli.analyze_report import Analysis, advise, simulate_trace, write_report
-from distcache.cli.analyze_run import Request, SizeSearch, cases_of, help_text, parse_request
+from distcache.cli.analyze_run import (
+    Request,
+    SizeSearch,
+    cases_of,
+    fitting_sizes,
+    help_text,
+    parse_request,
+)
 from distcache.cli.compose import checked_config, compose_overrides, override
 from distcache.cli.run import open_folder, set_up_logging
 from distcache.comm.rendezvous import Place
@@ -104,13 +112,15 @@ def analyze(request: Request, config: Config) -> Analysis:
 
     estimates = []
     with logged_refusal():
-        configured = [(slots_of(config, tables, w, counted.statistics), w) for w in ranks]
+        known = (counted.statistics, checked)
+        configured = [(slots_of(config, tables, w, *known), w) for w in ranks]
         estimates = [prediction.estimate(case(*one)) for one in configured]
     search = SizeSearch(prediction, sizes, counted.profiles, case, ranks[0])
     target = search.target(options.target_hit_rate)
     outcomes = []
     if options.simulate:
-        cases = cases_of(request.policies, options, sizes.slots, lambda *of: case(*of).prefetch)
+        chosen = replace(options, sizes=fitting_sizes(options.sizes, traces, sizes.slots))
+        cases = cases_of(request.policies, chosen, sizes.slots, lambda *of: case(*of).prefetch)
         with progress_bar("simulate", len(cases), "case") as bar:
             outcomes = replay(traces, cases, prediction.classes, lambda _: bar.update(1))
     return Analysis(

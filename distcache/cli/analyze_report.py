@@ -5,14 +5,22 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from distcache.bench.report import Table, markdown_table
 from distcache.cli.analyze_plots import plot_access, plot_drift, plot_misses
-from distcache.cli.analyze_run import CLOSE, GRID, Request, SizePoint, Target, cases_of
+from distcache.cli.analyze_run import (
+    CLOSE,
+    GRID,
+    Request,
+    SizePoint,
+    Target,
+    cases_of,
+    fitting_sizes,
+)
 from distcache.cli.run import describe_environment
 from distcache.errors import DataError
 from distcache.popularity.curve import TOP_SHARES, TableProfile, split_static
@@ -672,7 +680,8 @@ def simulate_trace(request: Request, progress: Progress, command: Sequence[str])
         rows = size * trace.rows if size <= 1 else size
         return (max(1, min(trace.rows, int(np.ceil(rows)))),)
 
-    cases = cases_of(request.policies, options, slots, lambda slots, world: 1)
+    chosen = replace(options, sizes=fitting_sizes(options.sizes, [trace], slots))
+    cases = cases_of(request.policies, chosen, slots, lambda slots, world: 1)
     with progress("simulate", len(cases), "case") as bar:
         outcomes = replay(trace, cases, popularity_of([trace]), lambda _: bar.update(1))
     table = simulation_table(outcomes, [_ROW_BYTES])

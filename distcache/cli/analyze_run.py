@@ -14,6 +14,7 @@ from distcache.errors import ConfigError
 from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
 from distcache.popularity.curve import StaticSet, TableProfile
 from distcache.replay import Case
+from distcache.trace import Trace
 from distcache.trainer.prediction import Estimate, Prediction, Sizes
 
 # -----------------------------------------------------------------------------
@@ -43,7 +44,8 @@ class Options:
     policies: tuple[str, ...] = option(("lookahead", "lru"), "simulate=true: which policies, or "
                                        "all; lookahead-lfu is lookahead with tail=lfu")  # fmt: skip
     sizes: tuple[float, ...] = option((0.005, 0.015, 0.05), "simulate=true: cache sizes: shares "
-                                      "of the rows, or above 1 rows per rank")  # fmt: skip
+                                      "of the rows, or above 1 rows per rank; these three: larger "
+                                      "ones where a step needs them")  # fmt: skip
     lookaheads: tuple[int, ...] = option((8,), "simulate=true: windows of lookahead, in steps")
     ids_per_step: int = option(0, "trace=<file>: ids of a step; 0: those of a line, or row")
     trace_rows: int = option(0, "trace=<file>: rows of its table; 0: the largest id + 1")
@@ -184,6 +186,39 @@ def cases_of(
     return cases
 
 
+def fitting_sizes(
+    sizes: tuple[float, ...],
+    traces: Sequence[Trace],
+    slots: Callable[[float, int], tuple[int, ...]],
+) -> tuple[float, ...]:
+    """`sizes` as given; those that nobody chose (the default) from the smallest that holds every
+    recorded step.
+
+    `traces`: one of each group, whose steps say how many slots a home needs; `slots` as for
+    `cases_of`.
+    """
+    if sizes != Options.__dataclass_fields__["sizes"].default:
+        return sizes
+
+    def holds(size: float) -> bool:
+        return all(
+            max(int(home.distinct.max(initial=0)) for home in homes) * world <= count
+            for world in traces[0].homes
+            for homes, count in zip(
+                (trace.homes[world] for trace in traces), slots(size, world), strict=True
+            )
+        )
+
+    least = next((size for size in GRID if holds(size)), 1.0)
+    if least <= sizes[0]:
+        return sizes
+    # A step that fits to a row leaves no room for the next one: the smallest has a margin.
+    smallest = rounded_up(_MARGIN * least)
+    found = {smallest, rounded_up(2 * smallest), rounded_up(4 * smallest)}
+    found |= {size for size in sizes if size > smallest}
+    return tuple(sorted(found)[: len(sizes)])
+
+
 def _names(policies: Sequence[str]) -> Sequence[str]:
     if tuple(policies) != ("all",):
         return policies
@@ -216,6 +251,9 @@ def _bytes(text: str) -> int:
 
 GRID = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Sizes of the curve, as shares of the rows."""
+
+_MARGIN = 1.5
+"""Times the smallest size that holds a step: the smallest that is simulated by default."""
 
 CLOSE = 0.99
 """Where the target is out of reach, this share of what the whole tables reach is aimed at."""

@@ -118,7 +118,9 @@ class CacheConfig:
     """Group `cache`: slots on the device, and how far the planner looks ahead."""
 
     rows: int | None = None
-    """Slots per rank (C). At most one of rows, ratio, bytes; none means ratio 0.015."""
+    """Slots per rank (C). At most one of rows, ratio, bytes; none means, for each width of
+    table, 1.5 % of its rows, as many of them as take 32 MiB where that is more, or 1.2 times those
+    that P + 2 steps are expected to name where that is known."""
     ratio: float | None = None
     """Slots per rank as a share of each group's rows, in (0, 1]."""
     bytes: int | None = None

@@ -116,6 +116,7 @@ def make_row_parts(
         dtype.itemsize,
         world.size,
         settings.batch_size or 1,
+        settings.prefetch + 2,
     )
     use = Use(
         settings.policy_settings,

@@ -29,12 +29,19 @@ from distcache.popularity.statistics import Popularity, Statistics, TableCounts,
 from distcache.store.memory import describe_bytes
 
 # -----------------------------------------------------------------------------
-# Slots per rank for each group of tables, from cache.rows, cache.ratio or cache.bytes.
+# Slots per rank for each group of tables, from cache.rows, cache.ratio or cache.bytes, or by
+# default.
 
 log = logging.getLogger(__name__)
 
 DEFAULT_RATIO = 0.015
-"""Slots as a share of the rows when none of the three keys is given."""
+"""Slots as a share of the rows when none of the three keys is given,"""
+
+DEFAULT_BYTES = 32 << 20
+"""but at least as many as fit in these bytes, rows and state: small tables are cached whole."""
+
+MARGIN = 1.2
+"""Times the rows that P + 2 steps are expected to name: room for them, where that is known."""
 
 
 def cache_slots(
@@ -44,12 +51,15 @@ def cache_slots(
     groups: Sequence[tuple[int, int, int]],
     itemsize: int,
     world_size: int,
+    expected: Sequence[float] = (),
 ) -> list[int]:
     """Slots per rank (C) of each group.
 
     At most one of `rows` (slots over all groups), `ratio` (of each group's rows, in (0, 1]) and
-    `bytes` (device memory of all groups' slots) is given; none means ratio 0.015. `groups`: (V,
-    D, S) of each; `itemsize`: bytes of an element; `world_size`: W.
+    `bytes` (device memory of all groups' slots) is given. None means, for each group, the most of
+    1.5 % of its rows, of what 32 MiB hold of them, and of 1.2 times `expected`: the distinct rows
+    of each group that the steps on the device at once are expected to name (empty: not known).
+    `groups`: (V, D, S) of each; `itemsize`: bytes of an element; `world_size`: W.
 
     `rows` and `bytes` are split over the groups by their rows V; bytes that a group cannot use go
     to the others. C is a multiple of W, because home h owns C / W slots: `rows` and `ratio` are
@@ -58,16 +68,17 @@ def cache_slots(
     of range.
     """
     given = {"rows": rows, "ratio": ratio, "bytes": bytes}
-    given = {key: value for key, value in given.items() if value is not None} or {
-        "ratio": DEFAULT_RATIO
-    }
+    given = {key: value for key, value in given.items() if value is not None}
     if len(given) > 1:
         named = " and ".join(f"cache.{key}={value}" for key, value in given.items())
         raise ConfigError(f"{named}: give at most one of cache.rows, cache.ratio, cache.bytes")
-    key, value = next(iter(given.items()))
-    _check(key, value)
+    key, value = next(iter(given.items()), ("", 0))
+    if key:
+        _check(key, value)
     all_rows = sum(v for v, _, _ in groups)
-    if key == "ratio":
+    if not key:
+        wanted = _by_default(groups, itemsize, expected)
+    elif key == "ratio":
         share = Fraction(str(value))  # the decimal that was typed: 0.07 of 100 rows is 7
         wanted = [math.ceil(share * v) for v, _, _ in groups]
     elif key == "rows":
@@ -82,6 +93,18 @@ def cache_slots(
         min(max(-(-slots // world_size), 1), -(-v // world_size)) * world_size
         for slots, (v, _, _) in zip(wanted, groups, strict=True)
     ]
+
+
+def _by_default(
+    groups: Sequence[tuple[int, int, int]], itemsize: int, expected: Sequence[float]
+) -> list[int]:
+    """Slots of each group where no size was given."""
+    share, wanted = Fraction(str(DEFAULT_RATIO)), []
+    for place, (rows, dim, state) in enumerate(groups):
+        small = min(rows, DEFAULT_BYTES // ((dim + state) * itemsize))
+        named = MARGIN * expected[place] if expected else 0.0
+        wanted.append(max(math.ceil(share * rows), small, math.ceil(named)))
+    return wanted
 
 
 def cache_bytes(slots: Sequence[int], groups: Sequence[tuple[int, int, int]], itemsize: int) -> int:
@@ -247,7 +270,9 @@ def _listed(values: Sequence[int]) -> str:
 @dataclass(frozen=True)
 class Budget:
     """What the slots of one rank may take: at most one of `rows`, `ratio` and `bytes`, as for
-    `cache_slots`; `itemsize`: bytes of an element; `world_size`: W; `batch`: samples of a step."""
+    `cache_slots`; `itemsize`: bytes of an element; `world_size`: W; `batch`: samples of a step;
+    `steps`: whose rows are on the device at once, P + 2; `expected`: the distinct rows of each
+    group that those steps are expected to name, where their source knows (else empty)."""
 
     rows: int | None
     ratio: float | None
@@ -255,6 +280,13 @@ class Budget:
     itemsize: int
     world_size: int
     batch: int = 1
+    steps: int = 3
+    expected: tuple[float, ...] = ()
+
+    @property
+    def by_default(self) -> bool:
+        """Whether none of the three sizes is given."""
+        return self.rows is None and self.ratio is None and self.bytes is None
 
 
 @dataclass(frozen=True)
@@ -297,7 +329,8 @@ def plan_slots(
             "{table: rows} for each table"
         )
     world, item = budget.world_size, budget.itemsize
-    slots = cache_slots(budget.rows, budget.ratio, budget.bytes, sizes, item, world)
+    expected = budget.expected or _expected_rows(groups, statistics, budget)
+    slots = cache_slots(budget.rows, budget.ratio, budget.bytes, sizes, item, world, expected)
     if statistics is None:
         if split != PROPORTIONAL:
             raise ConfigError(
@@ -315,6 +348,18 @@ def plan_slots(
         allowed = budget.bytes or cache_bytes(slots, sizes, item)
         slots = slots_by_curve(grouped, allowed, world)
     return SlotPlan(tuple(slots), likeliest_rows(tables, slots, statistics, budget))
+
+
+def _expected_rows(
+    groups: Sequence[Sequence[int]], statistics: Statistics | None, budget: Budget
+) -> tuple[float, ...]:
+    """Distinct rows of each group that `budget.steps` steps are expected to name, by statistics;
+    empty where they, or the batch, are not known."""
+    if statistics is None or budget.batch <= 1 or not budget.by_default:
+        return ()
+    samples = min(budget.batch * budget.steps, statistics.samples)
+    curves = [_curve(statistics, table, samples) for table in statistics.tables]
+    return tuple(sum(curves[table].expected_rows for table in members) for members in groups)
 
 
 def _curve(statistics: Statistics, table: TableCounts, batch: int) -> Curve:
@@ -492,6 +537,15 @@ def decide(
     if decided is None:
         raise RuntimeError("rank 0 decides the slots")
     plan, pinned = decided
+    if world.is_first and budget.by_default and isinstance(use.split, str):
+        log.info(
+            "the cache has %s slots: 1.5 %% of the rows of each width of table, but at least 32 "
+            "MiB of them, or %g times what %d steps are expected to name where the batch is known "
+            "(cache.rows, cache.ratio or cache.bytes gives another size)",
+            " + ".join(map(str, plan.slots)),
+            MARGIN,
+            budget.steps,
+        )
     if statistics is None:
         return plan.slots, None
     if world.is_first:

@@ -179,7 +179,7 @@ def plan_cache(
         world,
         tables,
         slot_state(config, tables, world.size),
-        budget_of(config, itemsize, world.size),
+        budget_of(config, itemsize, world.size, expected_rows(config, source, tables)),
         Use(
             Policy(cache.policy, cache.tail),
             cache.order,
@@ -249,10 +249,26 @@ def shares_state(config: Config) -> bool:
     return cache.state == "home" and cache.placement == "replicated"
 
 
-def budget_of(config: Config, itemsize: int, world_size: int) -> Budget:
-    """What the keys of `cache` give the slots of a rank."""
+def budget_of(
+    config: Config, itemsize: int, world_size: int, expected: tuple[float, ...] = ()
+) -> Budget:
+    """What the keys of `cache` give the slots of a rank; `expected`: of `expected_rows`."""
     cache, batch = config.cache, config.data.global_batch_size
-    return Budget(cache.rows, cache.ratio, cache.bytes, itemsize, world_size, batch)
+    sizes = (cache.rows, cache.ratio, cache.bytes)
+    return Budget(*sizes, itemsize, world_size, batch, prefetch_of(config) + 2, expected)
+
+
+def expected_rows(config: Config, source: Any, tables: Sequence[TableSpec]) -> tuple[float, ...]:
+    """Distinct rows of each group that P + 2 steps are expected to name; empty where `source` does
+    not know."""
+    if not all(hasattr(source, name) for name in ("lookups_per_sample", "expected_distinct")):
+        return ()
+    samples = config.data.global_batch_size * (prefetch_of(config) + 2)
+
+    def of_table(table: int) -> float:
+        return source.expected_distinct(table, round(samples * source.lookups_per_sample(table)))
+
+    return tuple(sum(of_table(table) for table in members) for members in group_tables(tables))
 
 
 def read_checked(

@@ -26,6 +26,7 @@ from distcache.trainer.plan_cache import (
     LOOKAHEAD,
     PREFETCH,
     budget_of,
+    expected_rows,
     prefetch_that_slots_hold,
     shares_state,
     slot_state,
@@ -124,14 +125,19 @@ class Sizes:
 
 
 def slots_of(
-    config: Config, tables: Sequence[TableSpec], world_size: int, statistics: Statistics | None
+    config: Config,
+    tables: Sequence[TableSpec],
+    world_size: int,
+    statistics: Statistics | None,
+    source: object = None,
 ) -> tuple[int, ...]:
     """Slots per rank of each group that the configuration gives a run, with `cache.split`.
 
-    `statistics`: of `tables`, in order, read where the split goes by them. Raises ConfigError for a
-    split that training would refuse.
+    `statistics`: of `tables`, in order, read where the split goes by them; `source`: of batches,
+    which may know its rows. Raises ConfigError for a split that training would refuse.
     """
-    budget = budget_of(config, dtype_of(config).itemsize, world_size)
+    expected = expected_rows(config, source, tables)
+    budget = budget_of(config, dtype_of(config).itemsize, world_size, expected)
     split = config.cache.split
     known = statistics if split == BY_CURVE else None  # others do not go by it
     widths = slot_state(config, tables, world_size)

@@ -36,6 +36,14 @@ def test_policies_and_cases() -> None:
     assert cases[0].policy is None and {case.world_size for case in cases} == {1, 3}
 
 
+def test_default_sizes_fit_the_data(tmp_path: Path) -> None:
+    """Two small tables, most of whose rows a step names: nothing that is simulated is refused."""
+    report = run(tmp_path, *SMALL, "data.table_rows=[300,40]", "simulate=true")
+    simulated = report["simulated"]
+    assert simulated and all(case["refused"] is None for case in simulated)
+    assert len({tuple(case["slots"]) for case in simulated}) > 1
+
+
 def test_simulation_of_the_data(tmp_path: Path) -> None:
     report = run(
         tmp_path, *SMALL, "simulate=true", "analyze.policies=all", "analyze.sizes=0.001,0.1,4000",
