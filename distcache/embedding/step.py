@@ -53,7 +53,7 @@ from distcache.store.rows import RowStore, initial_rows
 from distcache.streams import COMPUTE, Streams
 
 if TYPE_CHECKING:
-    from distcache.embedding.stream import Lookahead
+    from distcache.embedding.stream import Epoch
 
 
 # -----------------------------------------------------------------------------
@@ -417,6 +417,8 @@ class Source(Generic[T]):
         self._reader, self._find, self._accumulate = reader, find, accumulate
         self._next = 0
         self.kept: dict[int, Ahead[T]] = {}
+        self.ended = False
+        """Whether the last of the batches has been read."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -428,6 +430,7 @@ class Source(Generic[T]):
                 self._iterator = iter(self._batches)
             batches = list(itertools.islice(self._iterator, self._accumulate))
             if not batches:
+                self.ended = True
                 raise StopIteration
             reads = [self._reader.read(self._find(batch)) for batch in batches]
             ahead = self.kept[self._next] = Ahead(self._next, batches, reads)
@@ -629,7 +632,7 @@ class CachedTables:
         self.closed = False
         self._moved = -1
         self._ahead = False
-        self._streams: list[weakref.ref[Lookahead]] = []
+        self._streams: list[weakref.ref[Epoch]] = []
         self.leaving: list[Runner] = []
         """Behind look-aheads that nobody holds any more; may still be ending."""
         self.show_leaves: Callable[[list[Tensor]], None] = lambda leaves: None
@@ -648,12 +651,12 @@ class CachedTables:
     # --- plans ------------------------------------------------------------------------------
 
     @property
-    def streams(self) -> list[Lookahead]:
+    def streams(self) -> list[Epoch]:
         """The look-aheads that are alive and have not ended, the latest first."""
         alive = [stream for ref in reversed(self._streams) if (stream := ref()) is not None]
         return [stream for stream in alive if not stream.ended]
 
-    def start_stream(self, stream: Lookahead) -> None:
+    def start_stream(self, stream: Epoch) -> None:
         """`stream` is about to plan ahead: the others halt, planning goes on from the device."""
         self.require_open()
         self.halt()
