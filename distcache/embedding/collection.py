@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -187,7 +187,7 @@ class RowOptimizer(torch.optim.Optimizer):
         tables = self._tables
         state: dict[str, dict[str, Any]] = {}
         for index, (spec, (_, values)) in enumerate(WholeTables(tables).views(states=True)):
-            state[spec.name] = {"step": torch.tensor(tables.steps)}
+            state[spec.name] = {"step": torch.tensor(tables.counts[index])}
             for name, columns in self._update.state_columns(spec.dim).items():
                 if values is not None:
                     state[tables.tables[index].name][name] = values[:, columns]
@@ -204,9 +204,6 @@ class RowOptimizer(torch.optim.Optimizer):
         names = [table.name for table in tables.tables]
         if set(state) != set(names):
             raise ConfigError(f"optimizer state of tables {sorted(state)}, not {sorted(names)}")
-        steps = {int(state[name]["step"]) for name in names}
-        if len(steps) > 1:
-            raise ConfigError(f"the tables' step counters differ: {sorted(steps)}")
         parts: list[Part] = []
         for index, table in enumerate(tables.tables):
             columns = self._update.state_columns(table.dim)
@@ -222,7 +219,7 @@ class RowOptimizer(torch.optim.Optimizer):
                     raise ConfigError(f"{table.name}.{name}: shape {got}, must be {want}")
                 parts.append((index, at, state[table.name][name]))
         WholeTables(tables).load_state(parts)
-        tables.steps = steps.pop()
+        tables.counts = [int(state[name]["step"]) for name in names]
         group = {k: v for k, v in state_dict["param_groups"][0].items() if k != "params"}
         self.param_groups[0].update(group)
 
@@ -295,6 +292,9 @@ class CachedCollection(nn.Module):
         self.reader = IdReader(recipe.lookups, recipe.tables_of_lookups, self._is_weighted)
         self._member = Membership(recipe.make, recipe.device, process_group, timeout_s, name)
         self.optimizer = RowOptimizer(self._member, recipe)
+        self._frozen: set[str] = set()
+        self.trainable = nn.Parameter(torch.empty(0, device=recipe.device))
+        """Empty: its `requires_grad` says whether the tables train."""
 
     @property
     def tables(self) -> CachedTables:
@@ -322,7 +322,7 @@ class CachedCollection(nn.Module):
         trains = self.training and torch.is_grad_enabled()
         for stream in tables.streams:
             if stream.claims(features, by_content=trains):
-                micro = stream.open_next()
+                micro = stream.open_next(self._frozen_now())
                 return tables.opened(), micro
         known = tables.current.reads if tables.current is not None else []
         for micro, read in enumerate(known):
@@ -334,7 +334,7 @@ class CachedCollection(nn.Module):
         tables.end_current()
         read = self.reader.read(features)
         planned = tables.plan_inline(read, "train" if torch.is_grad_enabled() else "eval")
-        return tables.open(planned, [read]), 0
+        return tables.open(planned, [read], self._frozen_now()), 0
 
     # --- training ---------------------------------------------------------------------------
 
@@ -354,6 +354,38 @@ class CachedCollection(nn.Module):
         if tables.current is not None:
             tables.current.ready(without_backward=True)
 
+    def freeze(self, *tables: str) -> None:
+        """From the next step on, leave these tables as they are; by all ranks before the same step.
+
+        Their rows get no gradient, no update and no step count, until `unfreeze`. All tables of a
+        collection are frozen by `requires_grad_(False)`, also of a module around it or of its
+        parameters. Raises ConfigError for a table that is not there.
+        """
+        self._frozen |= self._known(tables)
+
+    def unfreeze(self, *tables: str) -> None:
+        """Train these tables again, from the next step on; see `freeze`."""
+        self._frozen -= self._known(tables)
+
+    def _known(self, names: Sequence[str]) -> set[str]:
+        known = [spec.name for spec in self._recipe.specs]
+        for name in names:
+            if name not in known:
+                raise ConfigError(f"no table is named {name!r}: there are {', '.join(known)}")
+        return set(names)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The tables that the next step will leave as they are."""
+        names = (spec.name for spec in self._recipe.specs)
+        whole = not self.trainable.requires_grad
+        return tuple(name for name in names if whole or name in self._frozen)
+
+    def _frozen_now(self) -> frozenset[int]:
+        """The frozen tables by index: what a step is opened with."""
+        frozen = set(self.frozen)
+        return frozenset(at for at, spec in enumerate(self._recipe.specs) if spec.name in frozen)
+
     def flush(self) -> None:
         """Bring every changed row to host memory; called by all ranks."""
         WholeTables(self.tables).flush()
@@ -363,6 +395,17 @@ class CachedCollection(nn.Module):
         self._member.close()
 
     # --- nn.Module --------------------------------------------------------------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The empty parameter whose `requires_grad` freezes; none without `recurse`.
+
+        DDP asks module by module, without `recurse`, for what it must reduce: it would wait for a
+        gradient that this one never gets.
+        """
+        if recurse:
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

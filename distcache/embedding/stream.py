@@ -245,8 +245,11 @@ class Epoch(Generic[T]):
             return True
         return by_content and self._read_at(expected).has_ids_of(features, self._reader.read)
 
-    def open_next(self) -> int:
-        """Open the plan of the batch just claimed unless it is open; its micro-batch index."""
+    def open_next(self, frozen: frozenset[int]) -> int:
+        """Open the plan of the batch just claimed unless it is open; its micro-batch index.
+
+        `frozen`: the tables, by index, that the step leaves as they are.
+        """
         position, micro = self._pending[0]
         if position != self._opened:
             if not self._plan(position):
@@ -255,7 +258,7 @@ class Epoch(Generic[T]):
             tables.end_current()
             flight = self._plans[position]  # kept until open: an interrupted wait may be repeated
             self._runner.arrive(flight, flight.step - 1)
-            tables.open(flight, ahead.reads)
+            tables.open(flight, ahead.reads, frozen)
             del self._plans[position]
             self._source.kept.pop(self._opened, None)
             self._opened = position
