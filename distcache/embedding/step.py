@@ -24,22 +24,15 @@ from distcache.comm.failure import record_failure
 from distcache.comm.link import PLANNING, CollectiveCounters, Link, host_link
 from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids
-from distcache.embedding.ids import IdReader, Lookups, ReadIds, as_batch, part_of
+from distcache.embedding.ids import IdReader, Lookups, ReadIds, as_batch
 from distcache.embedding.settings import CacheSettings, library_words
 from distcache.engine.gradients import start_reduce_rows, to_all
 from distcache.engine.groups import GroupBags, RegionSlots, TableGroup, join_pooled
-from distcache.engine.lookup import DeviceBags, PooledLookup, RowLookup, bags_of_one
-from distcache.engine.movement import GroupRows
-from distcache.engine.planning import StreamPlanner
-from distcache.engine.queue import Pipeline
-from distcache.engine.step import (
-    InFlight,
-    Movement,
-    PlannedStep,
-    PlanningSettings,
-    Stage,
-    run_stages,
-)
+from distcache.engine.lookup import DeviceBags, PooledLookup, RowLookup, bags_of_one, part_of
+from distcache.engine.movement import GroupRows, Mover
+from distcache.engine.planning import PlanningSettings, StreamPlanner
+from distcache.engine.queue import StepStream
+from distcache.engine.step import TRAINING_LANE, Flight
 from distcache.engine.tables import home_regions, make_caches, make_stores, popular_groups
 from distcache.engine.warm import WarmStart, warm_up
 from distcache.engine.whole import RowExchange, blocks, row_numbers, shares
@@ -199,10 +192,10 @@ class OpenStep:
 
     def __init__(
         self,
-        planned: PlannedStep,
+        planned: Flight,
         reads: list[ReadIds],
         groups: list[TableGroup],
-        read_rows: Callable[[PlannedStep], list[Tensor]],
+        read_rows: Callable[[Flight], list[Tensor]],
         reduce: Reduce,
         frozen: frozenset[int],
     ) -> None:
@@ -251,8 +244,8 @@ class OpenStep:
         for group, leaf, (bags, plan) in zip(
             self._groups, self._current_leaves(), self._bags(micro), strict=True
         ):
-            own = DeviceBags(bags_of_one(bags), plan, leaf.device)
-            found = RowLookup.apply(leaf, own, [counts[at] for at in group.features])
+            of = [counts[at] for at in group.features]
+            found = RowLookup.apply(leaf, DeviceBags(bags_of_one(bags), plan, leaf.device, of))
             out |= zip(group.features, found, strict=True)
         self._watch(micro, out.values())
         return [out[at] for at in sorted(out)]
@@ -466,14 +459,14 @@ class Runner:
         depth: int,
         timeout_s: float,
         streams: Streams,
-        movement: Sequence[Stage],
+        mover: Mover | None,
     ) -> None:
-        """`movement`: the stages that move rows ahead of the loop; none: the loop moves them."""
+        """`mover`: moves rows ahead of the loop; none: the loop moves them."""
         self._planner, self._depth, self.timeout_s = planner, depth, timeout_s
-        self._streams, self._movement = streams, tuple(movement)
-        self._pipeline: Pipeline | None = None
+        self._streams, self._mover = streams, mover
+        self._pipeline: StepStream | None = None
         self._closed = threading.Event()
-        self._left: Pipeline | None = None
+        self._left: StepStream | None = None
 
     @property
     def running(self) -> bool:
@@ -482,26 +475,26 @@ class Runner:
     @property
     def halting(self) -> bool:
         """Whether threads that were told to end did not in time."""
-        return self._pipeline is not None and self._pipeline.queue.stopping
+        return self._pipeline is not None and self._pipeline.stopping
 
     def start(self, source: Source) -> None:
-        self._pipeline = Pipeline(self._planner, source, self._depth, self._streams, self._movement)
+        self._pipeline = StepStream(self._planner, source, self._depth, self._streams, self._mover)
         _pipelines[self._pipeline] = self._planner.link.world
 
-    def take(self) -> InFlight | None:
+    def take(self) -> Flight | None:
         """The next planned step, or None at the end."""
-        return None if self._pipeline is None else self._pipeline.queue.take()
+        return None if self._pipeline is None else next(self._pipeline, None)
 
-    def arrive(self, flight: InFlight, done: int) -> None:
+    def arrive(self, flight: Flight, done: int) -> None:
         """Wait for the rows of a step; what may follow step `done` moves on."""
         if self._pipeline is not None:
-            self._pipeline.queue.release(done, self._streams.mark(COMPUTE))
-            self._pipeline.queue.arrive(flight)
+            self._pipeline.release(done, self._streams.mark(COMPUTE))
+            self._pipeline.arrive(flight)
 
     def settle(self) -> None:
         """Wait for the moves that come before the ranks' next exchange."""
         if self._pipeline is not None and self._planner.link.world.size > 1:
-            self._pipeline.queue.settle()
+            self._pipeline.settle()
 
     def quiet(self) -> None:
         """Let no row move until the next step arrives."""
@@ -537,7 +530,7 @@ class Runner:
         finally:
             pipeline, self._pipeline = self._pipeline, None
             if pipeline is not None:
-                pipeline.queue.stop()
+                pipeline.tell()
             self._closed.set()
 
     def leave(self, leaving: list[Runner]) -> None:
@@ -579,7 +572,7 @@ def not_halted(limit_s: float) -> PeerError:
     )
 
 
-_pipelines: weakref.WeakKeyDictionary[Pipeline, World] = weakref.WeakKeyDictionary()
+_pipelines: weakref.WeakKeyDictionary[StepStream, World] = weakref.WeakKeyDictionary()
 """Those that a look-ahead holds, or their own threads, and their ranks."""
 
 
@@ -640,7 +633,7 @@ class CachedTables:
                 link, parts, settings, self.fingerprint, self._checked
             )
         self.groups, self.rows, self._warm = parts.groups, parts.rows, parts.warm
-        self._movement = Movement(self.rows, self.link, streams, with_batch=False).stages
+        self._movement = Mover(self.rows, self.link, streams, settings.dtype)
         self.current: OpenStep | None = None
         self.counts = [0] * len(self.tables)
         """Optimizer steps applied to each table so far: one that is frozen does not count."""
@@ -687,15 +680,14 @@ class CachedTables:
         self._settle()
         self._ahead = True
 
-    def plan_inline(self, read: ReadIds, kind: str) -> InFlight:
+    def plan_inline(self, read: ReadIds, kind: str) -> Flight:
         """Plan one batch now (L = 0), with running look-aheads halted before; to be opened next."""
         self.halt()
         self._settle()
         try:
             with library_words():
                 batch = as_batch([read], 0, kind)
-                planned = next(self.planner.planned([batch], lambda: False, ahead=False))
-                return InFlight(planned)
+                return next(self.planner.planned([batch], lambda: False, ahead=False))
         except BaseException:
             self._ahead = True
             raise
@@ -722,12 +714,12 @@ class CachedTables:
     # --- steps ------------------------------------------------------------------------------
 
     @property
-    def moves_ahead(self) -> tuple[Stage, ...]:
-        """The stages that a look-ahead's own thread runs; none where the loop does it."""
-        return self._movement if self.settings.schedule == "overlapped" else ()
+    def moves_ahead(self) -> Mover | None:
+        """What a look-ahead's own thread runs; none where the loop does it."""
+        return self._movement if self.settings.schedule == "overlapped" else None
 
     def open(
-        self, flight: InFlight, reads: list[ReadIds], frozen: frozenset[int] = frozenset()
+        self, flight: Flight, reads: list[ReadIds], frozen: frozenset[int] = frozenset()
     ) -> OpenStep:
         """Make a planned step the current one, with its rows on the device.
 
@@ -737,7 +729,7 @@ class CachedTables:
         self.end_current()
         if not flight.moved:
             flight.after = self.streams_of_device.mark(COMPUTE)
-            run_stages(self._movement, flight, "training", self.streams_of_device)
+            self._movement.move(flight, TRAINING_LANE)
             flight.moved = True
         # The compute stream goes on after the rows are there.
         self.streams_of_device.after(COMPUTE, (flight.after,))
@@ -745,7 +737,7 @@ class CachedTables:
             rows.counts.add(counts)
         self._moved = flight.step
         self.current = OpenStep(
-            flight.planned, reads, self.groups, self._leaves, self._reduced, frozen
+            flight, reads, self.groups, self._leaves, self._reduced, frozen
         )
         self._say_frozen(flight.step, frozen)
         return self.current
@@ -826,7 +818,7 @@ class CachedTables:
         self.show_leaves([])
         self.current = None
 
-    def _leaves(self, planned: PlannedStep) -> list[Tensor]:
+    def _leaves(self, planned: Flight) -> list[Tensor]:
         leaves = [rows.leaf(plan) for rows, plan in zip(self.rows, planned.plans, strict=True)]
         self.show_leaves(leaves)
         return leaves

@@ -20,7 +20,7 @@ from distcache.embedding.ids import IdReader, ReadIds, find_ids
 from distcache.embedding.joining import Membership
 from distcache.embedding.settings import library_words
 from distcache.embedding.step import STOP_S, CachedTables, Runner, Source, not_halted
-from distcache.engine.step import InFlight
+from distcache.engine.step import Flight
 from distcache.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Epoch(Generic[T]):
             tables.planner, depth, timeout_s, tables.streams_of_device, tables.moves_ahead
         )
         weakref.finalize(self, self._runner.leave, tables.leaving).atexit = False
-        self._plans: dict[int, InFlight] = {}
+        self._plans: dict[int, Flight] = {}
         self._opened = -1
         self._yielded = (0, 0)
         self._pending: deque[tuple[int, int]] = deque()
@@ -301,7 +301,7 @@ class Epoch(Generic[T]):
                     flight = self._runner.take()
                     if flight is None:
                         return False
-                    self._plans[flight.planned.batch.index] = flight
+                    self._plans[flight.batch.index] = flight
         except BaseException:
             self.close()
             raise
