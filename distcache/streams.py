@@ -31,6 +31,11 @@ class Mark:
     event: torch.cuda.Event | None = None
 
 
+_LONG_OVER = Mark()
+
+_NOWHERE = nullcontext()
+
+
 class DeviceClock:
     """When events of a device were reached, on the host's clock; for one thread.
 
@@ -52,54 +57,62 @@ class DeviceClock:
 
 
 class Streams:
-    """The streams of `device`; `compute` is the current stream of the thread that makes this."""
+    """The streams of `device`.
+
+    `compute` is whatever stream is current when it is asked for, since a training loop may run
+    inside a stream of its own, and in another one tomorrow. So only the thread that trains, and
+    not inside `on` another stream, may name it; others get marks of it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._beside: dict[str, torch.cuda.Stream] = {}
         if device.type != "cuda":
             return
-        self._streams = {
-            name: torch.cuda.current_stream(device)
-            if name == COMPUTE
-            else torch.cuda.Stream(device)
-            for name in NAMES
-        }
+        self._beside = {name: torch.cuda.Stream(device) for name in NAMES if name != COMPUTE}
         # Device times are told on the host's clock, from one moment that both know.
         zero = torch.cuda.Event(enable_timing=True)
-        zero.record(self._streams[COMPUTE])
+        zero.record(torch.cuda.current_stream(device))
         zero.synchronize()
         self._clock = DeviceClock(zero, time.perf_counter())
+
+    def _stream(self, name: str) -> torch.cuda.Stream | None:
+        """The stream of a name; None on the CPU, and for `host`."""
+        if name == COMPUTE and self._beside:
+            return torch.cuda.current_stream(self.device)
+        return self._beside.get(name)
 
     @property
     def asynchronous(self) -> bool:
         """Whether work runs on after the call that issues it."""
-        return bool(self._streams)
+        return bool(self._beside)
 
     def on(self, name: str) -> Context[object]:
         """Issue what is done inside on a stream."""
-        stream = self._streams.get(name)
-        return nullcontext() if stream is None else torch.cuda.stream(stream)
+        if not self._beside:
+            return _NOWHERE
+        stream = self._stream(name)
+        return _NOWHERE if stream is None else torch.cuda.stream(stream)
 
     def mark(self, name: str) -> Mark:
         """What has been issued on a stream so far."""
-        stream = self._streams.get(name)
+        stream = self._stream(name)
         if stream is None:
-            return Mark()
+            return _LONG_OVER
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return Mark(event)
 
     def after(self, name: str, marks: Iterable[Mark]) -> None:
         """What a stream is given from now on comes after `marks`; the host does not wait."""
-        stream = self._streams.get(name)
+        stream = self._stream(name)
         for mark in marks:
             if stream is not None and mark.event is not None:
                 stream.wait_event(mark.event)
 
     def hand_over(self, tensors: Iterable[Tensor | None], name: str) -> None:
         """`tensors`, made on the current stream, will be read on stream `name`."""
-        stream = self._streams.get(name)
+        stream = self._stream(name)
         if stream is None:
             return
         for tensor in tensors:
@@ -123,5 +136,5 @@ class Streams:
 
     def bind(self) -> None:
         """In a thread beside training: its CUDA calls go to this device."""
-        if self._streams:
+        if self._beside:
             torch.cuda.set_device(self.device)

@@ -16,8 +16,9 @@ from scenarios import Scenario, table
 
 from distcache.comm.world import World
 from distcache.data.batch import Batch
+from distcache.engine.whole import table_views
 from distcache.parallel.base import OptimizerSpec
-from distcache.parallel.cached import CachedParallel, CachedSettings, table_views
+from distcache.parallel.cached import CachedParallel, CachedSettings
 
 TABLES = (table("a", 60), table("b", 9, features=2), table("c", 5, dim=4))
 CASE = Scenario(TABLES, OptimizerSpec("adagrad"), global_batch=12, steps=6)

@@ -45,7 +45,7 @@ log = logging.getLogger("distcache.bench.batching")
 MODULE = "distcache.bench.batching"
 PURPOSE = "Share of hot samples by size of the hot set; cost and result of each data.batching."
 SOURCES = ("synthetic", "interactions", "criteo")
-BATCHINGS = ("as_is", "hot_cold", "split")
+BATCHINGS = ("as_is", "hot_cold")
 _CHUNK = 1 << 16
 """Samples that are counted at once."""
 

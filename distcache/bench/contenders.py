@@ -9,7 +9,7 @@ from typing import Any
 
 from distcache.bench.device_parts import DeviceParts
 from distcache.bench.step_batches import Feed
-from distcache.engine.step import PlannedStep
+from distcache.engine.step import Flight
 from distcache.parallel.base import Parallel, Step
 from distcache.parallel.cached import CachedParallel
 from distcache.parallel.hybrid import HybridParallel
@@ -26,7 +26,7 @@ class Traffic:
     steady: bool = False
     """Whether every row that the last step fetched sent one away."""
 
-    def add(self, planned: PlannedStep) -> None:
+    def add(self, planned: Flight) -> None:
         """Note the plans of one step."""
         plans = planned.plans
         distinct, misses = sum(p.all_distinct for p in plans), sum(p.all_misses for p in plans)
@@ -109,8 +109,8 @@ class ModeContender(Contender):
     def step(self) -> Callable[[], float]:
         """See `Contender.step`."""
         step: Step = next(self._stream)
-        if isinstance(step.plans, PlannedStep):
-            self.traffic.add(step.plans)
+        if isinstance(step.flight, Flight):
+            self.traffic.add(step.flight)
         result = self.mode.train_step(step)
         if self._parts is not None:
             self._parts.add(step.flight)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distcache.engine.step import InFlight
+from distcache.engine.step import Flight
 from distcache.parallel.cached import CachedParallel
 from distcache.step_plan import StepPlan
 
@@ -31,21 +31,21 @@ class DeviceParts:
         self._expected: dict[str, int] = {}
         self._measured: dict[str, int] = {}
 
-    def add(self, flight: InFlight) -> None:
+    def add(self, flight: Flight) -> None:
         """Take in one training step that was run."""
-        mode, planned = self._mode, flight.planned
+        mode = self._mode
         ahead = mode.settings.prefetch + 1 if mode.settings.schedule == "overlapped" else 1
         item = mode.settings.dtype.itemsize
-        pairs = list(zip(planned.plans, mode.rows, strict=True))
-        batch = planned.batch
+        pairs = list(zip(flight.plans, mode.rows, strict=True))
+        batch = flight.batch
         samples = len(batch.labels)
         index = sum(
             3 * len(plan.positions) + len(bags.offsets) + 4 * plan.distinct + 2 * _sharded(plan) + 1
-            for plan, bags in zip(planned.plans, planned.bags, strict=True)
+            for plan, bags in zip(flight.plans, flight.bags, strict=True)
         )
         floats = samples * (batch.dense.shape[1] + 1) + sum(
             len(part)
-            for bags in planned.bags
+            for bags in flight.bags
             for part in (bags.weights, bags.scale)
             if part is not None
         )
@@ -54,12 +54,13 @@ class DeviceParts:
             "rows": sum(_rows(plan) * rows.cache.dim * item for plan, rows in pairs),
             "moving": sum(_moving(plan) * rows.row_bytes for plan, rows in pairs),
         }
-        ids = [tensor for bags in flight.bags for tensor in bags.tensors()]
+        sent = [*flight.where, *(bags for part in flight.lookups for bags in part)]
+        ids = [tensor for one in sent for tensor in one.tensors()]
         ids += [part for part in (flight.dense, flight.labels) if part is not None]
         grads = [leaf.grad for leaf in flight.leaves if leaf.grad is not None]
         measured = {
             "ids": ahead * nbytes(ids),
-            "rows": nbytes([*flight.leaves, *grads, *flight.sums, *flight.sharded_sums]),
+            "rows": nbytes([*flight.leaves, *grads, *flight.result.sums.tensors()]),
             "moving": sum(
                 count.host_to_device_bytes + count.device_to_host_bytes for count in flight.counts
             ),
@@ -85,7 +86,7 @@ class DeviceParts:
             "slots": {"expected": slots, "measured": nbytes(held)},
             "dense": {
                 "expected": 2 * parameters + nbytes(state),
-                "measured": nbytes([*dense, mode.step.dense.flat, *state]),
+                "measured": nbytes([*dense, mode.dense.flat, *state]),
             },
         }
         for name, value in self._expected.items():

@@ -48,10 +48,9 @@ class DataConfig:
     """Synthetic, Criteo: number of dense (float) features of a sample."""
     batching: str = "as_is"
     """`as_is`; `hot_cold`: samples of hot rows alone in batches of their own, which move no rows;
-    `split`: each batch in a hot and a cold part, whose gradients make one step. The last two need
-    `cache.statistics`."""
+    needs `cache.statistics`."""
     hot_rows: Any = "auto"
-    """`hot_cold`, `split`: rows that stay cached, over all tables: a number, a share of all rows in
+    """`hot_cold`: rows that stay cached, over all tables: a number, a share of all rows in
     (0, 1), or `auto`: as many of the most frequent as the slots hold beside a few cold batches."""
     phase_rate: float = 0.5
     """`hot_cold`: the share of an epoch's hot batches, then of its cold ones, that makes a phase at

@@ -56,7 +56,8 @@ class Batch:
     Where ranks bring batches of their own sizes, `global_size` is `UNKNOWN` until they have told
     each other; then `largest` is the number of samples of the largest slice (None: ceil(B / W)).
 
-    `phase`: `hot` or `cold` where such batches come apart, else empty.
+    `phase`: `hot` or `cold` where such batches come apart, else empty. `parts`: samples of each of
+    the micro-batches that it consists of, in order; empty: of one.
     """
 
     dense: Tensor
@@ -70,6 +71,7 @@ class Batch:
     load: Callable[[], tuple[Tensor, Tensor]] | None = None
     largest: int | None = None
     phase: str = ""
+    parts: tuple[int, ...] = ()
 
     def loaded(self) -> Batch:
         """This batch with its dense features and labels; itself where it has them."""

@@ -6,10 +6,9 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchrec.modules.embedding_configs import (
@@ -22,10 +21,8 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distcache.data.batch import Batch, JaggedIds
-from distcache.engine.groups import GroupBags
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
-from distcache.step_plan import StepPlan
 
 # -----------------------------------------------------------------------------
 # From TorchRec's table configs to tables, feature names and initial weights.
@@ -385,39 +382,6 @@ def join_ids(parts: Sequence[JaggedIds]) -> JaggedIds:
         offsets=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))),
         weights=weights,
     )
-
-
-def part_of(
-    bags: GroupBags, plan: StepPlan, samples: slice, total: int
-) -> tuple[GroupBags, StepPlan]:
-    """The bags of `samples` out of `total` joined ones, and the plan as their lookup reads it.
-
-    Of the plan only what a lookup needs is the part's own: positions, order, touched, segments.
-    """
-    first = np.arange(bags.features if total else 0) * total + samples.start
-    count = samples.stop - samples.start
-    chosen = (first[:, None] + np.arange(count)).reshape(-1)
-    offsets = bags.offsets.numpy()
-    spans = [np.arange(offsets[at], offsets[at + count]) for at in first]
-    ids = torch.from_numpy(np.concatenate(spans) if spans else np.empty(0, np.int64))
-    lengths = torch.from_numpy(np.diff(offsets)[chosen])
-    own = GroupBags(
-        features=bags.features,
-        rows=bags.rows[ids.numpy()],
-        offsets=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))),
-        weights=None if bags.weights is None else bags.weights[ids],
-        scale=None if bags.scale is None else bags.scale[torch.from_numpy(chosen)],
-    )
-    positions = plan.positions[ids]
-    touched, counts = positions.unique(return_counts=True)
-    seen = replace(
-        plan,
-        positions=positions,
-        order=positions.argsort(stable=True),
-        touched=touched,
-        segments=torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))),
-    )
-    return own, seen
 
 
 def as_batch(reads: Sequence[ReadIds], index: int, kind: str = "train") -> Batch:

@@ -41,27 +41,55 @@ class DeviceShard:
         self.slots = to_device(shard.slots, device)
         self.source_rows = to_device(shard.source_rows, device)
         self.late = transfer_to_device(shard.late, device)
+        self.early = None if shard.early is None else transfer_to_device(shard.early, device)
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
-        return [self.slots, self.source_rows, *self.late.tensors()]
+        early = [] if self.early is None else self.early.tensors()
+        return [self.slots, self.source_rows, *self.late.tensors(), *early]
+
+
+class DevicePlan:
+    """The index tensors of one group's plan on the device, as far as its step reads them.
+
+    `slots` `[U]`, `source_rows` and `replicated` (`StepPlan.touched_rows`) of the replicated rows,
+    `shard` of the sharded ones, if there are any.
+    """
+
+    def __init__(self, plan: StepPlan, device: torch.device) -> None:
+        self.slots = to_device(plan.slots, device)
+        self.source_rows = to_device(plan.source_rows, device)
+        self.replicated = to_device(plan.touched_rows, device)
+        self.shard = None if plan.shard is None else DeviceShard(plan.shard, device)
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        shard = [] if self.shard is None else self.shard.tensors()
+        return [self.slots, self.source_rows, self.replicated, *shard]
 
 
 class DeviceBags:
-    """The index tensors of one local batch and its plan on the device, for one group.
+    """The index tensors of lookups in one group's leaf, on the device: of one (micro-)batch.
 
     Ids and `offsets` are feature-major, bags come out sample by sample: `bag_of` and `scale` speak
     of those. `shape`: samples and features. `single`: every bag is one id without a weight, and
     `positions` is in the order of the bags that come out, so that nothing is rearranged after.
+    `counts`: ids of each feature, where every id is a bag of its own (`bags_of_one`).
     """
 
-    def __init__(self, bags: GroupBags, plan: StepPlan, device: torch.device) -> None:
+    def __init__(
+        self,
+        bags: GroupBags,
+        plan: StepPlan,
+        device: torch.device,
+        counts: Sequence[int] = (),
+    ) -> None:
         def move(tensor: Tensor) -> Tensor:
             return to_device(tensor, device)
 
         count = len(bags.offsets) - 1
         samples, features = self.shape = (count // max(bags.features, 1), bags.features)
-        self.single = bags.single
+        self.single, self.counts = bags.single, counts
         positions, scale = plan.positions, None if self.single else bags.scale
         place = _places(features, samples)
         if self.single:
@@ -74,17 +102,79 @@ class DeviceBags:
         self.scale = None if scale is None else move(scale)
         self.positions, self.order = move(positions), move(plan.order)
         self.touched, self.segments = move(plan.touched), move(plan.segments)
-        self.slots, self.source_rows = move(plan.slots), move(plan.source_rows)
         self.chunks = ops.chunks_for(plan.segments, device)
         self.leaf_rows = plan.leaf_rows
-        self.replicated = move(plan.touched_rows)
-        self.shard = None if plan.shard is None else DeviceShard(plan.shard, device)
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
         own = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        own += [] if self.shard is None else self.shard.tensors()
         return own if self.chunks is None else [*own, self.chunks.table]
+
+
+def lookups_of(
+    bags: GroupBags,
+    plan: StepPlan,
+    sizes: Sequence[int],
+    pooled: bool,
+    device: torch.device,
+) -> list[DeviceBags]:
+    """What looks up each micro-batch of a step in one group's leaf.
+
+    `sizes`: samples of each micro-batch; `pooled`: bags come out, else the row of every id.
+    """
+    found, start, total = [], 0, sum(sizes)
+    for size in sizes:
+        own, seen = bags, plan
+        if len(sizes) > 1:
+            own, seen = part_of(bags, plan, slice(start, start + size), total)
+        counts: tuple[int, ...] = ()
+        if not pooled:
+            ends = own.offsets.numpy()[:: max(size, 1)][: own.features + 1]
+            counts = tuple(np.diff(ends).tolist()) if size else (0,) * own.features
+            own = bags_of_one(own)
+        found.append(DeviceBags(own, seen, device, counts))
+        start += size
+    return found
+
+
+def part_of(
+    bags: GroupBags, plan: StepPlan, samples: slice, total: int
+) -> tuple[GroupBags, StepPlan]:
+    """The bags of `samples` out of `total` joined ones, and the plan as their lookup reads it.
+
+    Of the plan only what a lookup needs is the part's own: positions, order, touched, segments.
+    NumPy: it runs beside training.
+    """
+    first = np.arange(bags.features if total else 0) * total + samples.start
+    count = samples.stop - samples.start
+    chosen = (first[:, None] + np.arange(count)).reshape(-1)
+    offsets = bags.offsets.numpy()
+    spans = [np.arange(offsets[at], offsets[at + count]) for at in first]
+    ids = np.concatenate(spans) if spans else np.empty(0, np.int64)
+    own = GroupBags(
+        features=bags.features,
+        rows=bags.rows[ids],
+        offsets=_ends(np.diff(offsets)[chosen]),
+        weights=None if bags.weights is None else torch.from_numpy(bags.weights.numpy()[ids]),
+        scale=None if bags.scale is None else torch.from_numpy(bags.scale.numpy()[chosen]),
+    )
+    positions = plan.positions.numpy()[ids]
+    touched, counts = np.unique(positions, return_counts=True)
+    seen = replace(
+        plan,
+        positions=torch.from_numpy(positions),
+        order=torch.from_numpy(positions.argsort(kind="stable")),
+        touched=torch.from_numpy(touched),
+        segments=_ends(counts),
+    )
+    return own, seen
+
+
+def _ends(lengths: np.ndarray) -> Tensor:
+    """Where pieces of `lengths` `[m]` begin and end, int64 `[m + 1]`."""
+    ends = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=ends[1:])
+    return torch.from_numpy(ends)
 
 
 @lru_cache(maxsize=2)
@@ -136,23 +226,23 @@ def bags_of_one(bags: GroupBags) -> GroupBags:
 
 
 class RowLookup(torch.autograd.Function):
-    """`(leaf [U + N, D], bags_of_one, counts) -> the rows of each feature's ids, [n_f, D] each`.
+    """`(leaf [U + N, D], bags of one id) -> the rows of each feature's ids, [n_f, D] each`.
 
-    `counts`: n_f of every feature of the group. Backward is that of `PooledLookup` over bags of
-    one id, so its bits depend on nothing but the ids and the rows' gradients.
+    n_f: the `counts` of the bags. Backward is that of `PooledLookup` over bags of one id, so its
+    bits depend on nothing but the ids and the rows' gradients.
     """
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, bags: DeviceBags, counts: Sequence[int]) -> tuple:
+    def forward(ctx: Any, leaf: Tensor, bags: DeviceBags) -> tuple:
         """Copy every id's row."""
         ctx.bags = bags
         # One tensor for each feature, not views of one: users may change them in place.
-        return tuple(leaf.index_select(0, at) for at in bags.positions.split(list(counts)))
+        return tuple(leaf.index_select(0, at) for at in bags.positions.split(list(bags.counts)))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """Local gradients of all leaf rows, zero for those that only other ranks named."""
-        return _row_gradient(ctx.bags, torch.cat(gradients)), None, None
+        return _row_gradient(ctx.bags, torch.cat(gradients)), None
 
 
 def _row_gradient(bags: DeviceBags, gradient: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -12,14 +12,25 @@ import torch
 from torch import Tensor
 
 from distcache.cache import FOREIGN, DeviceCache, StagingRing
-from distcache.comm.link import ROWS, Link
+from distcache.comm.link import ROWS, CollectiveCounters, Link
 from distcache.engine.gradients import share_rows, to_all
 from distcache.engine.groups import RegionSlots, TableGroup
+from distcache.engine.lookup import DevicePlan, lookups_of, to_device
+from distcache.engine.step import (
+    FILL,
+    GATHER,
+    SHARE_EARLY,
+    WRITE_BACK,
+    Flight,
+    Shaker,
+    Stage,
+    running,
+)
 from distcache.ops.copies import put
 from distcache.optim import RowUpdate, apply_rows
 from distcache.step_plan import ShardPlan, StepPlan, Transfer
 from distcache.store.rows import DirectRows, Rows, RowStore
-from distcache.streams import COMPUTE, COPY_IN, Mark, Streams
+from distcache.streams import COPY_IN, Mark, Streams
 
 # -----------------------------------------------------------------------------
 # Ways of rows between a store and its device: through staging buffers, or read in place.
@@ -166,6 +177,8 @@ class GroupRows:
         self.counts = MoveCounts()
         """Of the training steps that were run, and of `flush`."""
         self.row_bytes = (cache.dim + cache.state_width) * cache.dtype.itemsize
+        self.grown = False
+        """Whether the slots lie in new memory, which other streams do not know of yet."""
         self._access: Access | None = None
         if store is not None and store.direct is not None:
             settle = partial(link.settle, "rows on their way to the store")
@@ -233,8 +246,7 @@ class GroupRows:
         """Room for `slots` slots; a cache that grew lies in memory of the current stream."""
         before = self.cache.slots
         self.cache.ensure(slots)
-        if self.cache.slots > before:
-            self.streams.hand_over((self.cache.weight, self.cache.state), COMPUTE)
+        self.grown |= self.cache.slots > before
 
     def leaf(self, plan: StepPlan, where: Tensor | None = None) -> Tensor:
         """A copy of the step's rows in canonical order, `[U, D]`, on the device.
@@ -264,14 +276,23 @@ class GroupRows:
         update: tuple[float, int],
         where: Tensor | None = None,
         enabled: Tensor | None = None,
+        only: Tensor | None = None,
     ) -> None:
         """Update the step's replicated rows and state in place with the summed gradient.
 
         `gradient`: `[U, D]`, or that of this home's rows `[U_h, D]` where homes keep the state;
         `update`: rate and number of the step; `where`: the plan's slots on the device already;
-        `enabled`: as in `apply_rows`.
+        `enabled`: as in `apply_rows`; `only`: of rows that are on every rank with their state, the
+        places of those to update, int64 `[k]` on the CPU (None: all).
         """
         cache = self.cache
+        if only is not None:
+            chosen = plan.slots[only]
+            rows = gradient.index_select(0, only.to(gradient.device))
+            parts, slots = (cache.weight, cache.state), chosen.to(cache.device)
+            apply_rows(self.update, *parts, slots, rows, *update, enabled)
+            cache.mark_dirty(chosen)
+            return
         slots = plan.slots.to(cache.device) if where is None else where
         if cache.state_slots is None:
             parts = (cache.weight, cache.state)
@@ -336,3 +357,105 @@ class GroupRows:
 
 def _first(rows: Tensor | None, count: int) -> Tensor | None:
     return None if rows is None else rows[:count]
+
+
+# -----------------------------------------------------------------------------
+# The stages that bring a step's rows to the device, for all groups of a model.
+
+
+class Mover:
+    """`stages` in the order in which they must run: write_back, gather, fill, and with sharded rows
+    share_early, which sends those that no step on its way changes to who reads them.
+
+    The ranks' fills go over the device group of `link`, with counters of their own: what a step's
+    fill sent is counted with the step, when that is run.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[GroupRows],
+        link: Link,
+        streams: Streams,
+        dtype: torch.dtype,
+        pooled: bool = True,
+        early: bool = False,
+    ) -> None:
+        """`dtype`: of a batch's dense features and labels on the device; `pooled`: what lookups
+        give, see `lookups_of`; `early`: plans have rows that travel early."""
+        self._rows, self._dtype, self._pooled = list(rows), dtype, pooled
+        self._streams = streams
+        self._sent = CollectiveCounters(link.world.nodes, link.world.rank)
+        self._link = Link(link.world, link.group, self._sent, "the device group (moving rows)")
+        self.stages: tuple[tuple[Stage, Callable[[Flight], None]], ...] = (
+            (WRITE_BACK, self._write_back),
+            (GATHER, self._gather),
+            (FILL, self._fill),
+        )
+        if early:
+            self.stages += ((SHARE_EARLY, self._share_early),)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def move(self, flight: Flight, lane: str, shake: Shaker | None = None) -> None:
+        """Take a step through the stages; its rows, indices and batch are then on the device."""
+        for stage, run in self.stages:
+            with running(stage, flight, lane, self._streams, shake):
+                run(flight)
+
+    def _write_back(self, flight: Flight) -> None:
+        flight.counts = [MoveCounts() for _ in self._rows]
+        for rows, plan, counts in zip(self._rows, flight.plans, flight.counts, strict=True):
+            rows.write_back(plan, counts)
+
+    def _gather(self, flight: Flight) -> None:
+        flight.gathered = [
+            rows.gather(plan, counts)
+            for rows, plan, counts in zip(self._rows, flight.plans, flight.counts, strict=True)
+        ]
+
+    def _fill(self, flight: Flight) -> None:
+        self._sent.reset()
+        for rows, plan, values in zip(self._rows, flight.plans, flight.gathered, strict=True):
+            rows.fill(plan, values, self._link)
+            if rows.grown:
+                flight.made += [t for t in (rows.cache.weight, rows.cache.state) if t is not None]
+                rows.grown = False
+        self._count(flight)
+        flight.gathered = []
+        self._send_batch(flight)
+
+    def _share_early(self, flight: Flight) -> None:
+        self._sent.reset()
+        for rows, plan, where in zip(self._rows, flight.plans, flight.where, strict=True):
+            if plan.shard is None or plan.shard.early is None or where.shard is None:
+                flight.sharded.append(None)
+                continue
+            there, what = where.shard.early, f"early rows {plan.step}"
+            came = rows.send_rows(plan.shard.early, there, self._link, what)
+            out = came.new_empty((plan.shard.rows, came.shape[1]))
+            put(out, there.places, came)
+            flight.made.append(out)
+            flight.sharded.append(out)
+        self._count(flight)
+
+    def _count(self, flight: Flight) -> None:
+        """What was sent since the counters were reset is the step's."""
+        flight.fill_bytes += self._sent.collective_bytes
+        flight.fill_between_nodes += self._sent.inter_node_bytes
+
+    def _send_batch(self, flight: Flight) -> None:
+        """The step's index tensors, once for all that reads them, and the batch's own."""
+        batch, device = flight.batch, self._link.world.device
+        sizes = batch.parts or (batch.ids.batch_size,)
+        flight.where = [DevicePlan(plan, device) for plan in flight.plans]
+        by_group = [
+            lookups_of(bags, plan, sizes, self._pooled, device)
+            for bags, plan in zip(flight.bags, flight.plans, strict=True)
+        ]
+        flight.lookups = [list(of_part) for of_part in zip(*by_group, strict=True)]
+        flight.dense = to_device(batch.dense.to(self._dtype), device)
+        flight.labels = to_device(batch.labels.to(self._dtype), device)
+        if self._streams.asynchronous:
+            sent = [*flight.where, *(bags for part in flight.lookups for bags in part)]
+            flight.made += [tensor for one in sent for tensor in one.tensors()]
+            flight.made += [flight.dense, flight.labels]

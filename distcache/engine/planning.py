@@ -6,9 +6,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
 from distcache.comm.failure import failure_of_others, record_failure
 from distcache.comm.link import Link
@@ -16,20 +17,28 @@ from distcache.data.batch import UNKNOWN, Batch
 from distcache.engine.exchange import Asking, Decided, Deciding, PlanExchange, Status, Told, Verdict
 from distcache.engine.groups import TableGroup, group_bags
 from distcache.engine.room import Region, requests_of, sharded_part, too_large
-from distcache.engine.step import (
-    PlannedStep,
-    PlanningSettings,
-    Span,
-    StepPart,
-    Waiting,
-    spanned,
-    split_step,
-)
+from distcache.engine.step import Flight, Span, spanned
 from distcache.errors import ConfigError, PeerError
 from distcache.planner.assemble import HomePart, assemble, make_request, next_move_after
 from distcache.planner.home import HomeDecision
 from distcache.planner.shard import HotRows, nothing
 from distcache.step_plan import StepPlan, check_plan, check_plan_fully
+
+
+@dataclass(frozen=True)
+class PlanningSettings:
+    """L, P, the dtype of weights, whether to check every law, and a number that must agree on all
+    ranks; `prepare` checks a batch (raising DataError) before anything is sent; `early`: sharded
+    rows may travel before their step."""
+
+    lookahead: int
+    prefetch: int
+    dtype: torch.dtype
+    validate: bool = False
+    fingerprint: int = 0
+    prepare: Callable[[Batch], Batch] = field(default=lambda batch: batch)
+    early: bool = False
+
 
 # -----------------------------------------------------------------------------
 # From what the homes decided about a step to one rank's plans of it, group by group.
@@ -55,11 +64,9 @@ class RankPlans:
         """Go on after `step`: nothing moves before it has been applied."""
         self._move_after = [step] * len(self._move_after)
 
-    def of(
-        self, entry: Waiting, decided: Decided, own: Sequence[HomeDecision]
-    ) -> tuple[list[StepPlan], tuple[StepPart, ...]]:
-        """The checked plans of a step on which all homes decided, by group, and its hot and cold
-        part if steps are split. `own`: the decisions of this rank's home, by region."""
+    def of(self, entry: Flight, decided: Decided, own: Sequence[HomeDecision]) -> list[StepPlan]:
+        """The checked plans of a step on which all homes decided, by group. `own`: the decisions of
+        this rank's home, by region."""
         plans = []
         for group, slots in enumerate(self._slots):
             plan = self._plan(group, entry, decided, own)
@@ -68,12 +75,10 @@ class RankPlans:
             else:
                 check_plan(plan)
             plans.append(plan)
-        if self._settings.hot is None or entry.batch.kind != "train":
-            return plans, ()
-        return plans, split_step(entry.batch, entry.bags, plans, self._settings.hot)
+        return plans
 
     def _plan(
-        self, group: int, entry: Waiting, decided: Decided, own: Sequence[HomeDecision]
+        self, group: int, entry: Flight, decided: Decided, own: Sequence[HomeDecision]
     ) -> StepPlan:
         """The plan of one group from the decisions on its regions."""
         places = [place for place, region in enumerate(self._regions) if region.group == group]
@@ -147,14 +152,14 @@ class StreamPlanner:
 
     def planned(
         self, batches: Iterable[Batch], stop: Callable[[], bool], ahead: bool = True
-    ) -> Iterator[PlannedStep]:
+    ) -> Iterator[Flight]:
         """Plans of `batches` in order, until the first rank ends, stops or fails.
 
         `ahead=False` uses a window of L = 0 (planning inline). Raises what went wrong, on every
         rank after the same step.
         """
         window = self.settings.lookahead if ahead else 0
-        waiting: deque[Waiting] = deque()
+        waiting: deque[Flight] = deque()
         iterator = iter(batches)
         failure: BaseException | None = None
         while True:
@@ -194,7 +199,7 @@ class StreamPlanner:
             planned[found] = group.planned(rows[found])
             region.planner.restore(planned, step)
 
-    def _ask(self, iterator: Iterator[Batch], stop: bool) -> tuple[Asking, Waiting | None]:
+    def _ask(self, iterator: Iterator[Batch], stop: bool) -> tuple[Asking, Flight | None]:
         """This rank's part of the next step: the rows of its batch, or why there is none."""
         started = time.perf_counter()
         status, error, entry = (Status.STOP, None, None) if stop else self._next(iterator)
@@ -206,8 +211,8 @@ class StreamPlanner:
         return Asking(entry.step, status, *about, requests), entry
 
     def _exchanged(
-        self, asking: Asking, entry: Waiting | None, due: Waiting | None
-    ) -> tuple[Verdict, PlannedStep | None]:
+        self, asking: Asking, entry: Flight | None, due: Flight | None
+    ) -> tuple[Verdict, Flight | None]:
         """Bring the rows of `entry`, if all ranks have some, to their homes, and decide `due`: what
         all ranks say of the first, and the plan of the second unless one of them stops."""
         deciding = None
@@ -227,15 +232,13 @@ class StreamPlanner:
             planned = self._planned(due, deciding, told.decided)
         return verdict, planned
 
-    def _talk(
-        self, asking: Asking | None, deciding: Deciding | None, about: Waiting | None
-    ) -> Told:
+    def _talk(self, asking: Asking | None, deciding: Deciding | None, about: Flight | None) -> Told:
         """One exchange, whose time is told with step `about`."""
         spans, step = ([], -1) if about is None else (about.spans, about.step)
         with spanned(spans, "plan_exchange", LANE, step):
             return self._exchange.exchange(asking, deciding)
 
-    def _ingest(self, entry: Waiting, told: Told) -> None:
+    def _ingest(self, entry: Flight, told: Told) -> None:
         """Take in what all ranks name of this home's rows."""
         with spanned(entry.spans, "ingest", LANE, entry.step):
             for region, by_rank in zip(self.regions, told.named, strict=True):
@@ -258,7 +261,7 @@ class StreamPlanner:
 
     def _next(
         self, iterator: Iterator[Batch]
-    ) -> tuple[Status, BaseException | None, Waiting | None]:
+    ) -> tuple[Status, BaseException | None, Flight | None]:
         """The next local batch as rows, or END, or what went wrong with it."""
         try:
             batch = next(iterator)
@@ -275,7 +278,7 @@ class StreamPlanner:
             ]
         except Exception as error:
             return Status.ERROR, error, None
-        return Status.OK, None, Waiting(self.ingested, batch, bags, requests)
+        return Status.OK, None, Flight(self.ingested, batch, bags, requests)
 
     def _after_stop(self, verdict: Verdict, stop: Callable[[], bool]) -> None:
         """Return once this rank stops as well; PeerError if it does not, as another one failed
@@ -292,7 +295,7 @@ class StreamPlanner:
                 f"batches, but rank {world.rank} goes on: stop all ranks after the same step"
             )
 
-    def _decide(self, entry: Waiting) -> PlannedStep:
+    def _decide(self, entry: Flight) -> Flight:
         """Decide one step with all other homes, and nothing else."""
         deciding = self._deciding(entry)
         told = self._talk(None, deciding, entry)
@@ -301,7 +304,7 @@ class StreamPlanner:
             raise RuntimeError(f"an exchange told nothing of step {entry.step}")
         return self._planned(entry, deciding, told.decided)
 
-    def _deciding(self, entry: Waiting) -> Deciding:
+    def _deciding(self, entry: Flight) -> Deciding:
         """This home's part of the decisions on a step."""
         with spanned(entry.spans, "load", LANE, entry.step):
             load_error = self._load(entry)
@@ -311,7 +314,7 @@ class StreamPlanner:
         requests = requests_of(self.regions, entry.requests)
         return Deciding(entry.step, status, rows, own, requests, error)
 
-    def _planned(self, entry: Waiting, deciding: Deciding, decided: Decided) -> PlannedStep:
+    def _planned(self, entry: Flight, deciding: Deciding, decided: Decided) -> Flight:
         """The plan of a step; raises on every rank if one of the homes could not decide it."""
         if decided.verdict.status is Status.TOO_LARGE:
             kind = entry.batch.kind
@@ -320,15 +323,16 @@ class StreamPlanner:
             raise deciding.error or _peer_error(decided.verdict)
         try:
             with spanned(entry.spans, "plan", LANE, entry.step):
-                plans, parts = self._plans.of(entry, decided, deciding.decisions)
+                entry.plans = self._plans.of(entry, decided, deciding.decisions)
         except BaseException as error:  # after all have agreed to go on
             self.alone = True
             record_failure(self.link.world.store, self.link.world.rank, error)
             raise
-        sent = entry.planning_bytes + decided.sent
-        return PlannedStep(entry.step, entry.batch, entry.bags, plans, entry.spans, sent, parts)
+        entry.planning_bytes += decided.sent
+        entry.requests = []
+        return entry
 
-    def _load(self, entry: Waiting) -> Exception | None:
+    def _load(self, entry: Flight) -> Exception | None:
         """Read the batch's dense features and labels; what went wrong with that."""
         try:
             entry.batch = entry.batch.loaded()

@@ -1,27 +1,121 @@
-"""From groups of tables to the parts that move their rows: stores, caches and planners."""
+"""The cached tables of a model: their stores and slots, and `CachedTables`, the engine's face."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Protocol
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager as Context
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from distcache.cache import DeviceCache
 from distcache.comm.agreement import together
+from distcache.comm.failure import record_failure
+from distcache.comm.link import PLANNING, ROWS, CollectiveCounters, Link
 from distcache.comm.world import World
-from distcache.engine.groups import Placement, RegionSlots, TableGroup, make_groups, state_slots
+from distcache.data.batch import Batch
+from distcache.engine.gradients import start_reduce_rows, start_to_homes, start_to_sharded_homes
+from distcache.engine.groups import (
+    REPLICATED,
+    Placement,
+    RegionSlots,
+    TableGroup,
+    join_pooled,
+    make_groups,
+    region_slots,
+    state_slots,
+)
+from distcache.engine.lookup import PooledLookup, RowLookup
+from distcache.engine.movement import GroupRows, Mover
+from distcache.engine.planning import PlanningSettings, StreamPlanner
+from distcache.engine.queue import StepStream
 from distcache.engine.room import Region
+from distcache.engine.step import (
+    APPLY,
+    RETURN_ROWS,
+    SHARE_LATE,
+    SYNC,
+    TRAINING_LANE,
+    WAIT,
+    Flight,
+    Shaker,
+    Span,
+    Stage,
+    running,
+    shaker,
+)
+from distcache.engine.warm import WarmStart, warm_up
+from distcache.engine.whole import load_tables, read_block, whole_tables
+from distcache.errors import PeerError, PlanError
 from distcache.layout import TableSpec
+from distcache.ops.copies import put
 from distcache.optim import RowUpdate
-from distcache.planner.home import HomePlanner
-from distcache.planner.policy import Policy
+from distcache.planner.home import HomePlanner, PassThroughPlanner, ResidentPlanner
+from distcache.planner.policy import DEFAULT, Policy
 from distcache.planner.shard import HotLayout
 from distcache.popularity.statistics import GroupPopularity, Popularity, share_popularity
 from distcache.store.memory import require_memory
-from distcache.store.rows import ZERO_COPY, RowStore, create_stores
+from distcache.store.rows import (
+    STAGED,
+    ZERO_COPY,
+    RowStore,
+    block_rows,
+    create_stores,
+    initial_rows,
+)
+from distcache.streams import COMMUNICATION, COMPUTE, Streams
+
+# -----------------------------------------------------------------------------
+# How the rows are kept.
+
+
+@dataclass(frozen=True)
+class TableSettings:
+    """How rows are cached, planned and summed; the same on all ranks.
+
+    `mode`: `data` caches C rows per rank over the node's store, `resident` has every row on every
+    device, `host` keeps none; `slots`: C of each group (only mode `data` reads it); `lookahead`: L;
+    `prefetch`: P; `reduction`: `ordered` or `native`; `dtype` of rows; `validate`: check every law
+    of every plan; `fingerprint`: a number that must agree over the ranks; `schedule`: `overlapped`
+    or `serial`; `shake_ms`: longest random delay at hand-overs between threads; `placement`: of
+    cached rows in mode `data`; `access`: `staged` or `zero_copy`; `pooled`: lookups give bags, else
+    the row of every id.
+    """
+
+    mode: str = "data"
+    slots: Sequence[int] = ()
+    lookahead: int = 8
+    prefetch: int = 1
+    policy: Policy = DEFAULT
+    reduction: str = "ordered"
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    validate: bool = False
+    fingerprint: int = 0
+    schedule: str = "overlapped"
+    shake_ms: float = 0.0
+    placement: Placement = field(default_factory=Placement)
+    access: str = STAGED
+    pooled: bool = True
+
+    def placed(self, world: World) -> Placement:
+        """How rows lie; the modes without a cache have them on every rank."""
+        return self.placement.on(world) if self.mode == "data" else Placement()
+
+    def shares_early(self, world: World) -> bool:
+        """Whether sharded rows may travel before the step that reads them."""
+        placed = self.placed(world)
+        return placed.kind != REPLICATED and placed.early and self.prefetch > 0
+
+
+# -----------------------------------------------------------------------------
+# What the tables are made of: groups, stores, slots and planners.
 
 
 def popular_groups(
@@ -152,3 +246,485 @@ def home_regions(
         planner = HomePlanner(layout, rank, count, prefetch, policy, classes, tail.start)
         regions.append(Region(place, planner, sharded=True))
     return regions
+
+
+def make_rows(
+    groups: Sequence[TableGroup],
+    update: RowUpdate,
+    link: Link,
+    settings: TableSettings,
+    streams: Streams,
+) -> list[GroupRows]:
+    """Stores (one per node, initialised by its ranks) and device slots of every group."""
+    world = link.world
+    stores: Sequence[RowStore | None] = [None] * len(groups)
+    slots, placement = settings.slots, settings.placed(world)
+    if settings.mode == "resident":
+        slots = [group.layout.rows for group in groups]
+    else:
+        stores = make_stores(world, groups, update, settings.dtype, settings.seed, settings.access)
+    if settings.mode == "host":
+        slots = [world.size] * len(groups)
+    regions = [region_slots(group, count) for group, count in zip(groups, slots, strict=True)]
+    caches = make_caches(world, groups, regions, update, settings.dtype, placement)
+    if settings.mode == "resident":
+        for group, cache in zip(groups, caches, strict=True):
+            initialise_resident(group, cache, settings.seed, update.initial_state(group.dim))
+    common = (update, link, streams, settings.prefetch)
+    return [
+        GroupRows(group, cache, store, *common, count)
+        for group, cache, store, count in zip(groups, caches, stores, regions, strict=True)
+    ]
+
+
+def initialise_resident(group: TableGroup, cache: DeviceCache, seed: int, state: float) -> None:
+    """Every row in the slot of its own number, from the bits that a store would have."""
+    size = block_rows(group.dim)
+    for place, table in enumerate(group.tables):
+        rows, offset = group.layout.tables[place].rows, int(group.layout.offsets[place])
+        for start in range(0, rows, size):
+            stop = min(start + size, rows)
+            block = initial_rows(seed, table, rows, group.dim, start, stop)
+            cache.weight[offset + start : offset + stop] = block.to(cache.weight)
+    if cache.state is not None:
+        cache.state.fill_(state)
+    cache.slot_row[:] = np.arange(group.layout.rows)
+
+
+def make_planner(
+    world: World,
+    rows: Sequence[GroupRows],
+    counters: CollectiveCounters,
+    settings: TableSettings,
+    prepare: Callable[[Batch], Batch],
+    popular: Sequence[GroupPopularity],
+) -> StreamPlanner:
+    """The planner of this rank's homes; `prepare` checks a batch before it is planned."""
+    layouts = [of.group.layout for of in rows]
+    if settings.mode == "data":
+        classes = [own.classes_at(of, world.rank) for own, of in zip(popular, layouts, strict=True)]
+        regions = home_regions(rows, world.rank, settings.prefetch, settings.policy, classes)
+    else:
+        kind = ResidentPlanner if settings.mode == "resident" else PassThroughPlanner
+        regions = [Region(at, kind(layout, world.rank)) for at, layout in enumerate(layouts)]
+    grows = settings.mode == "host"
+    return StreamPlanner(
+        Link(world, world.planning_group, counters, "the planning group"),
+        [of.group for of in rows],
+        regions,
+        [None if grows else of.cache.slots for of in rows],
+        PlanningSettings(
+            lookahead=settings.lookahead,
+            prefetch=settings.prefetch,
+            dtype=settings.dtype,
+            validate=settings.validate,
+            fingerprint=settings.fingerprint,
+            prepare=prepare,
+            early=settings.shares_early(world),
+        ),
+    )
+
+
+# -----------------------------------------------------------------------------
+# The engine's face: whoever trains goes through it, whatever the placement.
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """Summed row gradients of a step by group, None where a group has no such rows.
+
+    `replicated`: `[U, D]` in canonical order, the same on all ranks; where homes alone keep the
+    optimizer state `[U_h, D]`, those of this rank's home. `sharded`: `[H, D]`, those of the
+    sharded rows of this rank's home.
+    """
+
+    replicated: list[Tensor | None]
+    sharded: list[Tensor | None]
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [sums for sums in (*self.replicated, *self.sharded) if sums is not None]
+
+
+class CachedTables:
+    """Embedding tables as rows in slots; every method is called by all ranks in the same order.
+
+    A step's way: `ahead(batches)` plans steps on threads of its own (`now` plans one here),
+    `open` gives a step's leaves, one for each group, `pooled` or `rows` look up in them, and what
+    autograd leaves in their gradients goes through `start_sum` (inside `syncing`) to `apply`.
+
+    `groups`: the tables by width; `rows`: their slots and stores; `last_step`: the last step that
+    was opened, -1 before any; `failed`: whether a step or a movement failed half-way, so that this
+    rank's rows are those of no step; `counters`: bytes that this rank sent.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        tables: Sequence[TableSpec],
+        features: Sequence[str],
+        update: RowUpdate,
+        settings: TableSettings,
+        popularity: Popularity | None = None,
+        check: Callable[[Batch], Batch] = lambda batch: batch,
+    ) -> None:
+        """`features`: of the batches, in their order; `popularity`: what statistics say of these
+        tables, in order; `check`: gives a batch whose ids lie in their tables, or raises DataError
+        (on the planner's thread). Raises MemoryTooSmallError where a host does not hold the rows.
+        """
+        self.world, self.tables, self.settings, self.update = world, list(tables), settings, update
+        groups, popular = popular_groups(world, tables, features, popularity)
+        self.placement = settings.placed(world)
+        self.groups = self.placement.groups(groups)
+        self.counters = CollectiveCounters(world.nodes, world.rank)
+        self.link = Link(world, world.device_group, self.counters, "the device group")
+        self.streams = Streams(world.device)
+        self.rows = make_rows(self.groups, update, self.link, settings, self.streams)
+        counters = CollectiveCounters()  # the planner's thread counts for itself, step by step
+        self.planner = make_planner(world, self.rows, counters, settings, check, popular)
+        share = 0.0 if popularity is None else popularity.warm_start
+        self._warm = WarmStart([own.hot for own in popular], share)
+        self.warmed = -1
+        """Rows that a warm start brought; -1 before it."""
+        self.shares = any(group.hot is not None for group in self.groups)
+        """Whether a step begins with an exchange of rows."""
+        self._home_state = self.placement.state == "home"
+        self._returns = self._home_state and any(rows.slots.replicated for rows in self.rows)
+        self._shake: Shaker | None = shaker(settings.shake_ms, world.rank)
+        self._mover = Mover(
+            self.rows,
+            self.link,
+            self.streams,
+            settings.dtype,
+            settings.pooled,
+            settings.shares_early(world),
+        )
+        self.stream: StepStream | None = None
+        """The last that was begun, whose threads may have ended."""
+        self.last_step, self.failed, self._stale = -1, False, False
+
+    # --- plans ------------------------------------------------------------------------------
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether rows move on a thread of their own."""
+        return self.settings.schedule == "overlapped"
+
+    def ahead(self, batches: Iterable[Batch]) -> StepStream:
+        """Plan `batches` on a thread of its own, and move their rows on another; one stream at a
+        time is open. Planning goes on from what the device holds, so a stream may end anywhere and
+        another one, or `now`, take over after the same step on all ranks.
+
+        Raises PlanError while another stream is open or after a failed step.
+        """
+        self._begin()
+        depth, mover = self.settings.prefetch + 1, self._mover if self.overlapped else None
+        self.stream = StepStream(self.planner, batches, depth, self.streams, mover, self._shake)
+        return self.stream
+
+    def now(self, batch: Batch) -> Flight:
+        """Plan one batch in this thread (L = 0); it is opened next, before any other is planned.
+
+        Raises what `ahead` and its stream raise.
+        """
+        self._begin()
+        try:
+            return next(self.planner.planned([batch], lambda: False, ahead=False))
+        except BaseException:
+            self._stale = True
+            raise
+
+    def _begin(self) -> None:
+        """Let planning go on from what the device holds, without plans that did not move."""
+        if self.failed:
+            raise PlanError("a step failed half-way: this model cannot go on; load a checkpoint")
+        if self.stream is not None and not self.stream.ended:
+            raise PlanError("another stream of this model is open: end or close it first")
+        if self._stale or self.planner.ingested != self.last_step + 1:
+            rows = self.rows
+            self.planner.restore(self.last_step, lambda at, slots: rows[at].held_rows(slots))
+        self._stale = False
+        if self.warmed < 0:
+            self.warm_up()
+
+    def warm_up(self) -> None:
+        """Fill empty slots with the likeliest rows, as far as statistics tell them; the first
+        stream does it where nobody has."""
+        parts = (self._warm, self.rows, self.planner, self.link, self.streams, self.last_step)
+        self.warmed = warm_up(*parts)
+
+    def quiet(self) -> None:
+        """Between two steps: let no row move until the next step is opened."""
+        if self.stream is not None:
+            self.stream.quiet()
+
+    def end(self, limit_s: float, orderly: bool = True) -> bool:
+        """End the stream that is open, after the same step on all ranks; whether its threads ended
+        in time. Safe to call twice. Raises what went wrong with moving rows."""
+        stream = self.stream
+        if stream is None:
+            return True
+        ended = stream.stop(limit_s, orderly)
+        if ended and stream is self.stream:
+            self.stream = None
+        return ended
+
+    # --- steps ------------------------------------------------------------------------------
+
+    def stage(self, stage: Stage, flight: Flight) -> Context[None]:
+        """The time in which the training thread runs `stage` of a step, on the stage's stream."""
+        return running(stage, flight, TRAINING_LANE, self.streams, self._shake)
+
+    def open(self, flight: Flight) -> list[Tensor]:
+        """Begin a step: its leaves by group, `[U + N, D]`, once its rows are on the device.
+
+        A leaf's first U rows are the replicated ones in canonical order, the other N those sharded
+        rows that this rank's ids name. Later steps' rows may move from now on. Each step of a
+        stream is opened once, in order.
+        """
+        stream, streams = flight.stream, self.streams
+        flight.free = streams.mark(COMPUTE)
+        if stream is None or not self.overlapped:
+            flight.after = flight.free
+            self._mover.move(flight, TRAINING_LANE, self._shake)
+            flight.moved = True
+        else:
+            # Where a step begins with an exchange, fills come before or after it on all ranks.
+            if self.shares:
+                stream.settle()
+            stream.release(self.last_step, flight.free, flight.step if self.shares else None)
+            stream.arrive(flight)
+        if self.shares:
+            streams.after(COMMUNICATION, (flight.free,))  # it sends rows that were just changed
+            with self.stage(SHARE_LATE, flight):
+                self._share(flight)
+            if stream is not None:
+                stream.release_rest()
+        self.last_step = flight.step
+        return self.leaves(flight)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def leaves(self, flight: Flight) -> list[Tensor]:
+        """The leaves of the step that was opened last, read anew: as `open` gave them, or, once the
+        step was applied, with the new rows (then all ranks call it, for sharded rows travel)."""
+        if flight.applied and self.shares:
+            with self.stage(SHARE_LATE, flight):
+                self._share(flight)
+        flight.applied = False
+        self.streams.after(COMPUTE, (flight.after,))
+        self.streams.hand_over(flight.made, COMPUTE)
+        flight.made = []
+        flight.leaves = []
+        sharded = flight.sharded or [None] * len(self.rows)
+        for rows, plan, where, own in zip(
+            self.rows, flight.plans, flight.where, sharded, strict=True
+        ):
+            if own is None:
+                flight.leaves.append(rows.leaf(plan, where.slots))
+            elif plan.distinct:
+                flight.leaves.append(torch.cat((rows.leaf(plan, where.slots), own)))
+            else:
+                flight.leaves.append(own)
+        return flight.leaves
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _share(self, flight: Flight) -> None:
+        """Bring the sharded rows that did not travel before the step; all of them, once it was
+        applied."""
+        known = flight.sharded or [None] * len(self.rows)
+        flight.sharded = []
+        for rows, plan, where, early in zip(
+            self.rows, flight.plans, flight.where, known, strict=True
+        ):
+            shard, there = plan.shard, where.shard
+            if shard is None or there is None:
+                flight.sharded.append(None)
+                continue
+            came = rows.send_rows(shard.late, there.late, self.link, f"late rows {plan.step}")
+            if shard.early is not None and there.early is not None:
+                if early is None or flight.applied:
+                    first = rows.send_rows(
+                        shard.early, there.early, self.link, f"rows of {plan.step} again"
+                    )
+                    early = first.new_empty((shard.rows, first.shape[1]))
+                    put(early, there.early.places, first)
+                came = put(early, there.late.places, came)
+            flight.made.append(came)
+            flight.sharded.append(came)
+
+    def pooled(self, flight: Flight, leaves: Sequence[Tensor], part: int = 0) -> Tensor:
+        """The bags of a step's micro-batch `part`, `[b, sum of widths]` in the order of the
+        features; differentiable in `leaves`, whose gradients are summed in the ids' order."""
+        found = [
+            PooledLookup.apply(leaf, bags)
+            for leaf, bags in zip(leaves, flight.lookups[part], strict=True)
+        ]
+        return join_pooled(self.groups, found)
+
+    def lookup(self, flight: Flight, leaves: Sequence[Tensor], part: int = 0) -> list[Tensor]:
+        """The row of every id of a step's micro-batch `part`, by feature: `[n_f, D_f]` each; of
+        tables with `pooled=False`."""
+        out: dict[int, Tensor] = {}
+        for group, leaf, bags in zip(self.groups, leaves, flight.lookups[part], strict=True):
+            out |= zip(group.features, RowLookup.apply(leaf, bags), strict=True)
+        return [out[feature] for feature in sorted(out)]
+
+    @contextmanager
+    def syncing(self, flight: Flight) -> Iterator[None]:
+        """The exchange of a step's gradients with all ranks, after the moves that come before it
+        in the order of the device group."""
+        if flight.stream is not None and self.world.size > 1:
+            began = time.perf_counter()
+            waited = flight.stream.settle() or flight
+            span = Span(WAIT, TRAINING_LANE, waited.step, began, time.perf_counter())
+            waited.waits.append(span)
+        with self.stage(SYNC, flight):
+            yield
+
+    @torch.no_grad()
+    def start_sum(self, flight: Flight, gradients: Sequence[Tensor]) -> Callable[[], RowSums]:
+        """Send this rank's leaf gradients `[U + N, D]`, by group, to the rows' homes; call it for
+        the sums. Inside `syncing`. Contributions of a row are added in rank order."""
+        native = self.settings.reduction == "native"
+        replicated: list[Callable[[], Tensor] | None] = []
+        sharded: list[Callable[[], Tensor] | None] = []
+        for rows, plan, where, gradient in zip(
+            self.rows, flight.plans, flight.where, gradients, strict=True
+        ):
+            sums, own, named = None, None, (where.replicated, where.source_rows)
+            if rows.slots.replicated:
+                summed = gradient[: plan.distinct]
+                if self._home_state:
+                    sums = start_to_homes(self.link, plan, summed, named)
+                else:
+                    sums = start_reduce_rows(self.link, plan, summed, native, named)
+            if plan.shard is not None and where.shard is not None:
+                mine = (gradient[plan.distinct :], where.shard.source_rows)
+                own = start_to_sharded_homes(self.link, plan.step, plan.shard, *mine)
+            replicated.append(sums)
+            sharded.append(own)
+
+        def finish() -> RowSums:
+            return RowSums(
+                [None if sums is None else sums() for sums in replicated],
+                [None if own is None else own() for own in sharded],
+            )
+
+        return finish
+
+    @torch.no_grad()
+    def apply(
+        self,
+        flight: Flight,
+        sums: RowSums,
+        lr: float,
+        count: int,
+        enabled: Tensor | None = None,
+    ) -> None:
+        """Update the step's rows and state in place, inside stage `apply`; see `applying`.
+
+        `count`: number of the optimizer step, from 1; `enabled`: as in `optim.apply_rows`.
+        """
+        parts = (self.rows, flight.plans, flight.where, sums.replicated, sums.sharded)
+        for rows, plan, where, gradient, own in zip(*parts, strict=True):
+            if gradient is not None:
+                rows.apply(plan, gradient, (lr, count), where.slots, enabled)
+            if plan.shard is not None and own is not None and where.shard is not None:
+                rows.apply_sharded(plan.shard, own, (lr, count), where.shard.slots, enabled)
+        flight.applied = True
+
+    @contextmanager
+    def applying(self, flight: Flight) -> Iterator[None]:
+        """The update of rows and dense part; then homes that alone have the state send their new
+        rows to all ranks, if they were applied."""
+        with self.stage(APPLY, flight):
+            yield
+        if self._returns and flight.applied:
+            with self.stage(RETURN_ROWS, flight), torch.no_grad():
+                for rows, plan, where in zip(self.rows, flight.plans, flight.where, strict=True):
+                    if rows.slots.replicated:
+                        rows.return_rows(plan, self.link, where.slots)
+            self.streams.after(COMPUTE, (flight.after,))
+
+    def count(self, flight: Flight) -> None:
+        """Count what moved for a step, and the bytes of its planning and moving."""
+        for rows, counts in zip(self.rows, flight.counts, strict=True):
+            rows.counts.add(counts)
+        self.counters.count(ROWS, flight.fill_bytes, flight.fill_between_nodes)
+        self.counters.count(PLANNING, flight.planning_bytes)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What fails inside leaves the rows of no step; the other ranks hear of it."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """This rank's rows are those of no step, because of `error`: the other ranks hear of it."""
+        self.failed = True
+        record_failure(self.world.store, self.world.rank, error)
+
+    # --- whole tables -----------------------------------------------------------------------
+
+    def flush(self, applied: int = 0) -> None:
+        """Bring every changed row to the stores; a barrier.
+
+        Nobody writes unless all ranks have the same last step and `applied` steps: PlanError or
+        PeerError, on all ranks, if a step failed half-way on one of them.
+        """
+        self.quiet()
+        steps = together(self.world, lambda: self._whole_steps(applied))
+        if len(set(steps)) > 1:
+            counts = ", ".join(f"rank {rank}: {run}" for rank, run in enumerate(steps))
+            raise PeerError(
+                f"the ranks have run different steps, so nothing was written ({counts}); go on "
+                "from the last checkpoint"
+            )
+        for rows in self.rows:
+            rows.flush()
+        together(self.world, lambda: None)
+
+    def _whole_steps(self, applied: int) -> tuple[int, int]:
+        """The last step that was run and the number of those applied; PlanError if one failed."""
+        if self.failed:
+            raise PlanError(
+                f"a step after {self.last_step - 1} failed half-way: what this rank holds is the "
+                "state of no step; go on from the last checkpoint"
+            )
+        return self.last_step, applied
+
+    def forget(self) -> None:
+        """The stores have changed under the cache: all rows are read anew; local."""
+        for rows in self.rows:
+            rows.cache.forget()
+        self._stale, self.warmed = True, -1
+
+    def block(self, table: int, ids: range) -> Tensor | None:
+        """Rows `ids` of a table in original ids, `[n, D]` on the CPU, on rank 0; after `flush`."""
+        return read_block(self.world, self.rows, table, ids)
+
+    def state(self, scratch: Path | None = None, filled: bool = True) -> dict[str, Any]:
+        """All tables by name, for `torch.distributed.checkpoint`; see `whole.whole_tables`."""
+        return whole_tables(self.world, self.tables, self.rows, self.update, scratch, filled)
+
+    def require_unused(self) -> None:
+        """Raise PlanError once rows are cached, which would hide what a load fills in."""
+        if self.last_step >= 0 or self.warmed > 0:
+            raise PlanError("a step was run or rows are cached: load a checkpoint before that")
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take what `state` gave and a load filled; see `require_unused`."""
+        self.require_unused()
+        load_tables(self.world, self.tables, self.rows, self.update, state)
+        together(self.world, lambda: None)
+
+    def close(self) -> None:
+        """Let go of the stores, once no stream is open; safe to call twice, on one rank alone."""
+        for rows in self.rows:
+            if rows.store is not None:
+                rows.store.close()

@@ -90,8 +90,8 @@ def _fill_all(
     warm: WarmStart, rows: Sequence[GroupRows], link: Link, streams: Streams, counts: MoveCounts
 ) -> None:
     """Bring the hot rows of all groups, and wait until they lie on the device."""
+    streams.after(COPY_IN, (streams.mark(COMPUTE),))
     with streams.on(COPY_IN):
-        streams.after(COPY_IN, (streams.mark(COMPUTE),))
         for group, hot in zip(rows, warm.hot, strict=True):
             if hot is not None:
                 _fill(group, hot[hot >= 0], warm.share, link, counts)

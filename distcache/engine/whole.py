@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -291,3 +292,86 @@ def disk_zeros(shape: tuple[int, int], dtype: torch.dtype, folder: Path | None) 
 
 def _row_bytes(table: TableSpec, store: RowStore) -> int:
     return (table.dim + store.state_width) * store.dtype.itemsize
+
+
+# -----------------------------------------------------------------------------
+# The tables behind `groups`: views where this node has all of their rows, else over the nodes.
+
+
+def table_views(groups: Sequence[GroupRows], table: int) -> tuple[Tensor, Tensor | None]:
+    """Views of a table's weights and state in original ids; where this node has all of its rows."""
+    rows, place = _find(groups, table)
+    if rows.store is not None:
+        return rows.store.table(place)
+    start, stop = (int(at) for at in rows.group.layout.offsets[place : place + 2])
+    state = rows.cache.state
+    return rows.cache.weight[start:stop], None if state is None else state[start:stop]
+
+
+def read_block(world: World, groups: Sequence[GroupRows], table: int, ids: range) -> Tensor | None:
+    """Rows `ids` of a table, `[n, D]` on the CPU, on rank 0; None or the same on others."""
+    rows, place = _find(groups, table)
+    if _is_split(world, groups) and rows.store is not None:
+        return table_block(world, rows.store, place, ids)
+    return table_views(groups, table)[0][ids.start : ids.stop].cpu()
+
+
+def whole_tables(
+    world: World,
+    tables: Sequence[TableSpec],
+    groups: Sequence[GroupRows],
+    update: RowUpdate,
+    scratch: Path | None,
+    filled: bool,
+) -> dict[str, Any]:
+    """All tables by name (`state_of_tables`), for `torch.distributed.checkpoint`.
+
+    Views of the store on one node, where only the first of the ranks that share it names them;
+    ranks with copies of their own (`resident`) all do, and one of them is written. On several
+    nodes shards in files under `scratch`, with the rows' values where `filled`.
+    """
+    if _is_split(world, groups):
+        return dict(ShardedTables(world, tables, groups).state(update, scratch, filled))
+    if groups[0].store is not None and world.local_rank:
+        return {}
+    views = [(table, *table_views(groups, index)) for index, table in enumerate(tables)]
+    return dict(state_of_tables(views, update))
+
+
+def load_tables(
+    world: World,
+    tables: Sequence[TableSpec],
+    groups: Sequence[GroupRows],
+    update: RowUpdate,
+    state: Mapping[str, Any],
+) -> None:
+    """Take what `whole_tables` gave and a load filled; views have it already."""
+    if _is_split(world, groups):
+        ShardedTables(world, tables, groups).load(update, state)
+
+
+def _is_split(world: World, groups: Sequence[GroupRows]) -> bool:
+    """Whether each node's store has only a part of the rows."""
+    return world.nodes.count > 1 and groups[0].store is not None
+
+
+def _find(groups: Sequence[GroupRows], table: int) -> tuple[GroupRows, int]:
+    """The rows of a table's group, and its index there."""
+    rows = next(rows for rows in groups if table in rows.group.tables)
+    return rows, rows.group.tables.index(table)
+
+
+def state_of_tables(
+    views: Sequence[tuple[TableSpec, Tensor, Tensor | None]], update: RowUpdate
+) -> dict[str, Tensor]:
+    """`tables.<name>.weight` `[rows, D]`, and `tables.<name>.<state>` for each state of `update`.
+
+    `views`: tables with their weights and state `[rows, S]` (None where S = 0).
+    """
+    state: dict[str, Tensor] = {}
+    for table, weight, extra in views:
+        state[f"tables.{table.name}.weight"] = weight
+        for name, columns in update.state_columns(table.dim).items():
+            if extra is not None:
+                state[f"tables.{table.name}.{name}"] = extra[:, columns]
+    return state

@@ -41,11 +41,10 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class Step:
-    """A batch with the mode's own handles on it (for cached modes: its plans, one per group, and
-    the step on its way through the stages)."""
+    """A batch with the mode's own handle on it (for cached modes: the step on its way through the
+    stages)."""
 
     batch: Batch
-    plans: Any = None
     flight: Any = None
 
 

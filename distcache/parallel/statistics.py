@@ -13,7 +13,7 @@ from distcache.comm.link import CollectiveCounters
 from distcache.comm.world import World
 from distcache.engine.groups import Placement
 from distcache.engine.movement import GroupRows, MoveCounts
-from distcache.engine.step import TRAINING, WAIT, InFlight, Stage, StageClock
+from distcache.engine.step import TRAINING, WAIT, Flight, StageClock
 from distcache.step_plan import StepPlan
 
 # -----------------------------------------------------------------------------
@@ -102,33 +102,21 @@ class StepStatistics:
         self.lookup_hits = 0
         self._ahead, self._own_bytes, self._early_bytes = ahead, 0, 0
         self.phases = {"hot": PhaseCounts(), "cold": PhaseCounts()}
-        self.split = {"samples": 0, "hot": 0, "steps": 0, "early": 0}
-        """Of steps in two parts: samples and hot ones, steps and those whose hot part could
-        compute before their rows moved."""
 
-    def add(self, flight: InFlight, rows: Sequence[GroupRows]) -> None:
-        """Count one training step, and its moves in `rows`.
+    def add(self, flight: Flight, rows: Sequence[GroupRows]) -> None:
+        """Count one training step over `rows`.
 
         Row buffers: the replicated rows' copies, their gradients and the sums (3 U D), sharded ones
         as they come and go at rank and home, and what was fetched and evicted, (D + S) each.
         Sharded rows that came early lie there for as many steps as movement is ahead.
         """
         buffers = early = 0
-        for counts, group in zip(flight.counts, rows, strict=True):
-            group.counts.add(counts)
-        phase = self.phases.get(flight.planned.batch.phase)
+        phase = self.phases.get(flight.batch.phase)
         if phase is not None:
             phase.steps += 1
             for counts in flight.counts:
                 phase.moved.add(counts)
-        if flight.planned.parts:
-            hot, cold = flight.planned.parts
-            split = self.split
-            split["samples"] += len(hot.samples) + len(cold.samples)
-            split["hot"] += len(hot.samples)
-            split["steps"] += 1
-            split["early"] += hot.early
-        for plan, group in zip(flight.planned.plans, rows, strict=True):
+        for plan, group in zip(flight.plans, rows, strict=True):
             self.distinct += plan.all_distinct
             self.misses += plan.all_misses
             self.lookups += len(plan.positions)
@@ -176,12 +164,11 @@ class StepStatistics:
                 sum(c.device_to_host_bytes for c in counts),
                 *counters.values().values(),
                 *(n for phase in self.phases.values() for n in phase.numbers),
-                *self.split.values(),
             ],
             dtype=torch.int64,
         )
         dist.all_reduce(totals, group=world.host_group)
-        lookups, hits, *moved, row_bytes, dense, planning = totals[:-8].tolist()
+        lookups, hits, *moved, row_bytes, dense, planning = totals[:-4].tolist()
         embedding = sum(group.cache.device_bytes for group in rows) + self.row_buffer_bytes
         peak = torch.tensor([embedding, embedding + dense_bytes], dtype=torch.int64)
         if world.device.type == "cuda":
@@ -197,8 +184,7 @@ class StepStatistics:
             "hit_rate": self.hit_rate(),
             "hit_rate_lookups": hits / lookups if lookups else None,
             **dict(zip(names, moved, strict=True)),
-            **self._of_phases(totals[-8:-4].tolist()),
-            **_of_split(*totals[-4:].tolist()),
+            **self._of_phases(totals[-4:].tolist()),
             "collective_bytes": row_bytes // world.size,
             "dense_collective_bytes": dense // world.size,
             "planning_bytes": planning // world.size,
@@ -225,21 +211,14 @@ def inter_node_bytes(world: World, counters: CollectiveCounters) -> int | None:
     return int(sent) // world.size
 
 
-def _of_split(samples: int, hot: int, steps: int, early: int) -> dict[str, float]:
-    """Shares of hot samples, and of steps whose hot part came before their rows; none without."""
-    if not steps:
-        return {}
-    return {"hot_samples": hot / max(1, samples), "early_steps": early / steps}
-
-
-def stage_values(clock: StageClock, stages: Sequence[Stage]) -> dict[str, Any]:
-    """What stages took since the last call, for `Parallel.progress`; `stages`: those of a step.
+def stage_values(clock: StageClock) -> dict[str, Any]:
+    """What stages took since the last call, for `Parallel.progress`.
 
     The hidden share counts planning and movement, wherever they ran: what ran in the loop, as
     with the serial schedule, was waited for.
     """
     took, hidden = clock.lap()
-    own = {WAIT, *(stage.name for stage in stages if stage.stream in TRAINING)}
+    own = {WAIT, *(stage.name for stage in TRAINING)}
     beside = sum(ms for name, ms in took.items() if name not in own)
     return {
         "stage_ms": took,

@@ -27,7 +27,6 @@ from distcache.optim import LearningRate
 from distcache.parallel.base import OptimizerSpec, Parallel
 from distcache.parallel.cached import CachedParallel, CachedSettings
 from distcache.planner.policy import Policy
-from distcache.popularity.hot_cold import SplitSource
 from distcache.trainer.plan_cache import (
     of_all_homes,
     plan_cache,
@@ -314,6 +313,5 @@ def cached_settings(
         shake_ms=config.trainer.shake_ms,
         amp=config.trainer.amp,
         placement=placement,
-        hot=source.hot.samples if isinstance(source, SplitSource) else None,
         access=config.store.access,
     )

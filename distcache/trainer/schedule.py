@@ -20,7 +20,6 @@ from distcache.popularity.hot_cold import (
     BatchPlace,
     HotColdSource,
     HotSet,
-    SplitSource,
     curve_of,
     greedy,
     rows_that_fit,
@@ -329,10 +328,6 @@ def arrange(
     if statistics is None:
         raise ConfigError(f"data.batching={kind} needs cache.statistics=<folder>")
     hot = HotSet(statistics, choose(config, world, statistics, tables))
-    if kind == "split":
-        if config.parallel.mode == "hybrid" and world.is_first:
-            logger.info("data.batching=split: hybrid trains whole batches, the same up to rounding")
-        return SplitSource(source, hot)  # type: ignore[return-value]
     return HotColdSource(source, hot, show=world.is_first, world=world)  # type: ignore[arg-type]
 
 

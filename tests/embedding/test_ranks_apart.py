@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 from distcache import lookahead
 from distcache.embedding import step as ahead
-from distcache.engine.queue import StepQueue
+from distcache.engine.queue import StepStream
 from distcache.errors import PeerError
 
 pytestmark = pytest.mark.usefixtures("kind")
@@ -24,18 +24,18 @@ pytestmark = pytest.mark.usefixtures("kind")
 
 def left(rank: int, size: int) -> dict:
     """Evaluation leaves its look-ahead early, on one rank with moves that come late."""
-    next_unmoved, found = StepQueue.next_unmoved, {}
+    next_unmoved, found = StepStream._next_unmoved, {}
     for late in (False, True):
 
         def slow(self, late=late):
             time.sleep(0.3 * (late and rank == 1))
             return next_unmoved(self)
 
-        StepQueue.next_unmoved = slow
+        StepStream._next_unmoved = slow
         try:
             found[f"late {late}"] = evaluated_and_trained(rank, size)
         finally:
-            StepQueue.next_unmoved = next_unmoved
+            StepStream._next_unmoved = next_unmoved
     return found
 
 

@@ -12,17 +12,19 @@ from ranks import run_ranks
 from torch import Tensor
 
 from distcache.comm.world import close_world, open_world
-from distcache.engine.step import InFlight
+from distcache.engine.step import Flight
 from distcache.parallel.cached import CachedParallel, CachedSettings
 
 STATE = {"sgd": lambda dim: 0, "rowwise_adagrad": lambda dim: 1, "adam": lambda dim: 2 * dim}
 """Floats of optimizer state of a row of width D."""
 
 
-def held(flight: InFlight) -> dict[int, int]:
+def held(flight: Flight) -> dict[int, int]:
     """Bytes of a step's rows on the device, by where they lie: copies, gradients and sums."""
-    tensors: list[Tensor | None] = [*flight.sharded, *flight.leaves, *flight.gradients]
-    tensors += [leaf.grad for leaf in flight.leaves] + flight.sums + flight.sharded_sums
+    tensors: list[Tensor | None] = [*flight.sharded, *flight.leaves]
+    tensors += [leaf.grad for leaf in flight.leaves]
+    if flight.result is not None:
+        tensors += flight.result.sums.tensors()
     parts = [t.untyped_storage() for t in tensors if t is not None]
     return {part.data_ptr(): part.nbytes() for part in parts if part.nbytes()}
 
@@ -46,9 +48,8 @@ def measure(rank: int, size: int) -> list[dict]:
             most = 0
             for step in mode.stream(CASE.batch(s, rank, size) for s in range(CASE.steps)):
                 mode.train_step(step)
-                queue = mode.feed._pipeline.queue
                 seen = held(step.flight)
-                for ahead in list(queue._known):
+                for ahead in list(mode.tables.stream._known):
                     seen |= held(ahead) if ahead.moved else {}
                 most = max(most, sum(seen.values()))
             caches = [rows.cache for rows in mode.rows]

@@ -14,8 +14,7 @@ from scenarios import Scenario, run_mode, table
 from distcache.comm.world import World, close_world, open_world
 from distcache.data.batch import Batch, JaggedIds
 from distcache.engine.groups import make_groups
-from distcache.engine.planning import StreamPlanner
-from distcache.engine.step import PlanningSettings
+from distcache.engine.planning import PlanningSettings, StreamPlanner
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
 from distcache.parallel.base import OptimizerSpec

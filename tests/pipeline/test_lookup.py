@@ -112,7 +112,7 @@ def test_rows_of_single_ids_stay_in_the_order_of_the_ids() -> None:
     leaf = torch.randn(6, 2)
     ids = len(plan.positions)
     counts = [ids // 2, 0, ids - ids // 2]
-    rows = RowLookup.apply(leaf, DeviceBags(bags_of_one(bags), plan, CPU), counts)
+    rows = RowLookup.apply(leaf, DeviceBags(bags_of_one(bags), plan, CPU, counts))
     assert torch.equal(torch.cat(rows), leaf[plan.positions])
 
 

@@ -91,7 +91,7 @@ def test_bad_data_is_raised_after_all_steps_before_it(world: World) -> None:
         for step in mode.stream(batches()):
             mode.train_step(step)
             done += 1
-    assert done == 7 and not mode.feed.failed and not threads()
+    assert done == 7 and not mode.tables.failed and not threads()
     mode.close()
 
 
@@ -113,7 +113,7 @@ def test_a_movement_that_fails_names_its_stage_and_step(world: World, stage: str
         for step in mode.stream(run.batch(s) for s in range(20)):
             mode.train_step(step)
     assert caught.value.__notes__ == [f"in stage {stage} of step 4"]
-    assert time.monotonic() - began < 20 and mode.feed.failed and not threads()
+    assert time.monotonic() - began < 20 and mode.tables.failed and not threads()
     mode.close()
 
 
@@ -168,7 +168,7 @@ def blocked_source(rank: int, size: int) -> tuple[str, float, bool]:
     try:
         for step in mode.stream(batches()):
             if rank == 1 and step.batch.index == 2:
-                mode.step.dense.start_sum = failing
+                mode.dense.start_sum = failing
             mode.train_step(step)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
@@ -176,7 +176,7 @@ def blocked_source(rank: int, size: int) -> tuple[str, float, bool]:
     never.set()
     mode.close()
     close_world(world, orderly=False)
-    return text, took, mode.feed.failed
+    return text, took, mode.tables.failed
 
 
 def test_a_rank_whose_data_do_not_come_hears_of_a_failure() -> None:

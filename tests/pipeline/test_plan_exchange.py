@@ -64,7 +64,7 @@ def test_how_far_the_batches_are_read(world: World, lookahead: int, beyond: int)
             read.append(batch.index)
             yield batch
 
-    for step, planned in enumerate(mode.planner.planned(source(), lambda: False)):
+    for step, planned in enumerate(mode.tables.planner.planned(source(), lambda: False)):
         assert planned.step == step == planned.batch.index
         assert read[-1] == min(step + beyond, STEPS - 1)
     assert read == list(range(STEPS))

@@ -15,8 +15,8 @@ from ranks import run_ranks
 from scenarios import Scenario, table
 
 from distcache.comm.world import close_world, open_world
+from distcache.engine import tables
 from distcache.engine.groups import Placement
-from distcache.parallel import cached
 from distcache.parallel.cached import CachedParallel, CachedSettings
 from distcache.store.rows import ACCESS
 from distcache.streams import Mark, Streams
@@ -78,7 +78,7 @@ def world():
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("access", ACCESS)
 def test_every_hand_over_is_ordered(world, monkeypatch, access, prefetch, schedule) -> None:
-    monkeypatch.setattr(cached, "Streams", Clocks)
+    monkeypatch.setattr(tables, "Streams", Clocks)
     spec, lr = OPTIMIZERS["adagrad"]
     case = Scenario(TABLES, spec, lr, steps=30)
     chosen = CachedSettings(
@@ -127,7 +127,7 @@ def orders(rank: int, size: int, prefetch: int, schedule: str) -> list[tuple[int
 
     Fails where work that changes rows is not ordered before work that reads them.
     """
-    cached.Streams = Clocks  # type: ignore[misc]
+    tables.Streams = Clocks  # type: ignore[misc]
     world = open_world("cpu", "gloo", 60)
     found = [order_of(world, placement, prefetch, schedule) for placement in PLACEMENTS]
     close_world(world)
@@ -148,7 +148,7 @@ def order_of(world, placement: Placement, prefetch: int, schedule: str) -> tuple
         seen[step.flight.step]["after"] = step.flight.move_after
     early = filled = 0
     for number, at in seen.items():
-        names = [stage.name for stage in mode.step.training]
+        names = list(at)[:-1]  # but for "after"
         for one, other in pairwise(names):
             assert before(at[one].end, at[other].start), (number, one, other)
         moves = [name for name in ("write_back", "gather", "fill", "share_early") if name in at]

@@ -133,7 +133,7 @@ def several(rank: int, size: int, folders: dict[str, str], home: str) -> dict[st
     return found
 
 
-@pytest.mark.parametrize("batching", ["as_is", "split", "hot_cold"])
+@pytest.mark.parametrize("batching", ["as_is", "hot_cold"])
 def test_a_table_that_nothing_looks_up(batching: str, tmp_path) -> None:
     """It has no hot row, and changes nothing for the others."""
     counted = count_source(range(10))

@@ -211,7 +211,7 @@ REFUSED = {
     "unknown": (["data.batching=hot"], "data.batching=hot is unknown: choose as_is or hot_cold"),
     "no statistics": (["cache.statistics=null"], "needs to know which rows are hot: give cache.st"),
     "no such folder": (["cache.statistics=nowhere"], "holds neither statistics.json nor"),
-    "split": (["data.batching=split", "cache.statistics=null"], "split needs to know which rows"),
+    "split": (["data.batching=split"], "split is no longer there: .* slower"),
     "no end": (["data.samples=null"], "data.samples=null is a stream without an end"),
     "rows": (["data.hot_rows=-1"], r"data\.hot_rows=-1: give auto, a whole number"),
     "share": (["data.hot_rows=1.5"], r"data\.hot_rows=1\.5: give auto"),
