@@ -12,6 +12,7 @@ import gc
 import hypothesis
 import numba
 import pytest
+from distcache.planner.calls import COMPILED, using
 
 import distcache.analyze
 import distcache.compare
@@ -19,7 +20,6 @@ import distcache.embedding
 import distcache.train
 import distcache.trainer.trainer
 from distcache.errors import ConfigError
-from distcache.planner.calls import COMPILED, using
 from distcache.popularity import bodies as counting
 
 with contextlib.suppress(ImportError):

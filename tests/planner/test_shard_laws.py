@@ -7,11 +7,11 @@ import pytest
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_streams import BODIES, make_layout, sharded_streams
+from plan_streams import make_layout, sharded_streams
+from planner_bodies import BODIES, using
 from shard_model import replay
 
 from distcache.errors import StepTooLargeError
-from distcache.planner.calls import using
 from distcache.planner.simulator import PlannerSettings, simulate
 
 LAGS = st.lists(st.sampled_from([0, 0, 0, 1, 3]), min_size=12, max_size=12)
