@@ -23,7 +23,7 @@ from distcache.cli.analyze_run import (
 )
 from distcache.cli.run import describe_environment
 from distcache.errors import DataError
-from distcache.popularity.curve import TOP_SHARES, TableProfile, split_static
+from distcache.popularity.curve import TOP_SHARES, TableProfile, most_frequent
 from distcache.replay import Case, Outcome, popularity_of, replay
 from distcache.trace import read_steps, record_ids
 from distcache.trainer.counting import Counted, Progress
@@ -411,7 +411,7 @@ def _split(profiles: Sequence[TableProfile], sizes: Sizes, slots: Sequence[int])
     rows = [0] * len(profiles)
     for members, count in zip(sizes.members, slots, strict=True):
         curves = [profiles[table].curve for table in members]
-        for table, part in zip(members, split_static(curves, count), strict=True):
+        for table, part in zip(members, most_frequent(curves, count, shared=True), strict=True):
             rows[table] = round(part)
     return tuple(rows)
 

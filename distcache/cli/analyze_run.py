@@ -15,7 +15,7 @@ from distcache.config.keys import option
 from distcache.config.tree import Config
 from distcache.errors import ConfigError
 from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
-from distcache.popularity.curve import StaticSet, TableProfile
+from distcache.popularity.curve import StaticSet, StepCurves, TableProfile
 from distcache.replay import Case
 from distcache.trace import Trace
 from distcache.trainer.prediction import Estimate, Prediction, Sizes
@@ -299,8 +299,10 @@ class SizeSearch:
         self._world = world_size
         self._static = [
             StaticSet.of(
-                [profiles[table].curve for table in members],
-                [profiles[table].batch_lookups for table in members],
+                StepCurves(
+                    tuple(profiles[table].curve for table in members),
+                    tuple(profiles[table].batch_lookups for table in members),
+                )
             )
             for members in sizes.members
         ]

@@ -273,7 +273,7 @@ def cache_memory(
 
     A step holds a copy of its rows and their gradients: of all ranks' rows where they are
     replicated, of the own ones and, at their home, those that come from others where they are
-    sharded. Sizes have `DEVIATIONS` to spare.
+    sharded. There is room to spare (`room_for`).
     """
     floats = 0.0
     for near, far, (shared, own) in zip(hot, cold, regions, strict=True):

@@ -736,9 +736,7 @@ class CachedTables:
         for rows, counts in zip(self.rows, flight.counts, strict=True):
             rows.counts.add(counts)
         self._moved = flight.step
-        self.current = OpenStep(
-            flight, reads, self.groups, self._leaves, self._reduced, frozen
-        )
+        self.current = OpenStep(flight, reads, self.groups, self._leaves, self._reduced, frozen)
         self._say_frozen(flight.step, frozen)
         return self.current
 

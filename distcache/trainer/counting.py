@@ -107,7 +107,7 @@ class Counted:
         for size, steps in self.sizes.items():
             for profile in self.profiles:
                 lookups = profile.counts.lookups / self.samples * size
-                total += steps * profile.curve.expected_distinct(lookups)
+                total += steps * profile.curve.expected(lookups)
         return total / self.steps
 
     @property

@@ -18,7 +18,7 @@ from distcache.analyze import main
 from distcache.cli.analyze_run import SizeSearch, rounded_up
 from distcache.planner.policy import Policy
 from distcache.popularity.counters import Drift
-from distcache.popularity.curve import TableProfile, ZipfFit, curve_of
+from distcache.popularity.curve import Curve, TableProfile, ZipfFit
 from distcache.popularity.statistics import TableCounts, read_statistics
 from distcache.replay import Case
 from distcache.trainer.prediction import Estimate, Sizes
@@ -149,7 +149,7 @@ def test_the_target_has_three_digits_where_few_sizes_differ(wanted: float) -> No
     sizes = Sizes(((40, 4, 0),), ((0,),), 4)
     counts = np.ones(40, np.int64)
     table = TableCounts("a", 40, 40, 40, counts)
-    profile = TableProfile(table, curve_of(table), ZipfFit(None, None, 0), Drift(40), 0.0, 4.0, 0)
+    profile = TableProfile(table, Curve.of(table), ZipfFit(None, None, 0), Drift(40), 0.0, 4.0, 0)
     search = SizeSearch(Served(), sizes, [profile], lambda slots: Case(Policy(), tuple(slots)), 1)
     target = search.target(wanted)
     assert target.point.rate >= wanted

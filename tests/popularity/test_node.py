@@ -10,7 +10,7 @@ import pytest
 from distcache.comm.world import close_world, open_world
 from distcache.errors import MemoryTooSmallError
 from distcache.layout import RowLayout, TableSpec
-from distcache.popularity.curve import expected_misses, hot_prefixes, pinned_prefixes, row_curve_of
+from distcache.popularity.curve import Curve, StepCurves
 from distcache.popularity.statistics import (
     Popularity,
     RowOrder,
@@ -114,15 +114,12 @@ def test_a_node_without_memory_for_the_order_says_so(world, monkeypatch) -> None
 @pytest.mark.parametrize("homes", [1, 4])
 def test_pinned_rows_leave_room_for_those_of_the_next_steps(homes: int) -> None:
     rng = np.random.default_rng(2)
-    curves = [
-        row_curve_of(counted("x", rng.zipf(1.3, 4000).clip(max=10**4)), 200) for _ in range(2)
-    ]
+    tables = [counted("x", rng.zipf(1.3, 4000).clip(max=10**4)) for _ in range(2)]
+    step = StepCurves(tuple(map(Curve.of, tables)), (200, 200))
     for slots in (900, 2000, 8000):
-        pinned = pinned_prefixes(curves, slots, 2, homes)
-        others = 2 * expected_misses(curves, pinned)
+        pinned = step.pinned(slots, 2, homes)
+        others = 2 * step.misses(pinned)
         assert sum(pinned) + others <= slots
         assert slots == 8000 or sum(pinned) + others > 0.5 * slots
-        assert pinned == hot_prefixes(curves, sum(pinned))
-    assert pinned_prefixes(curves, 10, 2, homes) == [0, 0], (
-        "a cache that holds no step pins nothing"
-    )
+        assert pinned == step.likeliest(sum(pinned))
+    assert step.pinned(10, 2, homes) == [0, 0], "a cache that holds no step pins nothing"
