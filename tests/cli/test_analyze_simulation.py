@@ -13,7 +13,7 @@ from distcache.planner.policy import Policy
 
 
 def test_policies_and_cases() -> None:
-    assert policy_named("lookahead-frequency+admission") == Policy("lookahead", "frequency", True)
+    assert policy_named("lookahead-frequency") == Policy("lookahead", "frequency")
     request = parse_request(
         [
             "simulate=true",
