@@ -129,12 +129,10 @@ def draw_jobs(seed: int, world: int, runs: int, steps: int) -> list[Job]:
         evals, policy = int(rng.choice([0, 0, 3, 5])), POLICIES[rng.integers(len(POLICIES))]
         how: dict | None = None
         if policy.needs_popularity or rng.random() < 0.3:
-            how = {"order": bool(rng.random() < 0.5), "classes": policy.needs_popularity}
+            how = {"classes": policy.needs_popularity}
             how["warm_start"] = float(rng.choice([0.0, 0.5, 1.0]))
         slots = fitting_slots(case, world, placement, evals)
-        if how is not None and how["order"]:  # homes are others then
-            slots = tuple(world * count for count in slots)
-        elif rng.random() < 0.5:
+        if rng.random() < 0.5:
             slots = tuple(count + world * 3 for count in slots)
         settings = CachedSettings(
             "data",

@@ -11,7 +11,7 @@ import planner_twins
 import pytest
 import torch
 
-from distcache.planner import loops
+from distcache.planner import loops, victims
 from distcache.popularity import loops as counting_loops
 
 COMPILED, NUMPY, PYTHON = "compiled", "numpy", "python"
@@ -35,8 +35,11 @@ def using(body: str) -> Iterator[None]:
         for module, names in NAMES.items():
             for name in names if body != COMPILED else ():
                 loop = getattr(module, name)
-                twin = loop.py_func if body == PYTHON else getattr(TWINS[module], name)
+                twin = loop.py_func if body == PYTHON else getattr(TWINS[module], name, loop)
                 patch.setattr(module, name, twin)
+        if body == NUMPY:  # the twins of the loops over lists and the window are these classes
+            patch.setattr(victims, "Queue", planner_twins.Queue)
+            patch.setattr(victims, "Window", planner_twins.Window)
         yield
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import numpy as np
 
+from distcache.errors import PlanError
 from distcache.planner.loops import _FIRST, _HALF, _OLDEST, _SECOND, _SOME, _TOP, NEVER
+from distcache.planner.policy import PINNED
+from distcache.planner.victims import Ranking
 
 _DIGIT = 16
 """Bits that NumPy's stable sort takes by radix."""
@@ -50,17 +55,6 @@ def group(keys: np.ndarray, low: int, order: np.ndarray, starts: np.ndarray) -> 
     return groups
 
 
-def want(
-    rows: np.ndarray, slot_of: np.ndarray, next_use: np.ndarray, step: int, slots: np.ndarray
-) -> int:
-    """See `loops.want`."""
-    found = slot_of[rows]
-    found = found[found >= 0]
-    next_use[found] = step
-    slots[: len(found)] = found
-    return len(found)
-
-
 def look_up(
     local: np.ndarray,
     slot_of: np.ndarray,
@@ -104,35 +98,9 @@ def fill(
     return count
 
 
-def idle(slots: np.ndarray, next_use: np.ndarray, out: np.ndarray) -> int:
-    """See `loops.idle`."""
-    found = slots[next_use[slots] == NEVER]
-    out[: len(found)] = found
-    return len(found)
-
-
-def live(
-    slots: np.ndarray,
-    steps: np.ndarray,
-    last_use: np.ndarray,
-    next_use: np.ndarray,
-    before: int,
-    out: np.ndarray,
-) -> tuple[int, int]:
-    """See `loops.live`."""
-    held = steps >= before
-    end = int(held.argmax()) if held.any() else len(slots)
-    slots, steps = slots[:end], steps[:end]
-    found = np.flatnonzero((last_use[slots] == steps) & (next_use[slots] == NEVER))
-    count = min(len(found), len(out))
-    out[:count] = slots[found[:count]]
-    if len(out) == 0:
-        return 0, 0
-    return count, int(found[count - 1]) + 1 if count == len(out) else end
-
-
 def count_uses(
     rows: np.ndarray,
+    names: np.ndarray,
     previous: np.ndarray,
     step: int,
     rate: int,
@@ -146,7 +114,8 @@ def count_uses(
     factor = factors[place] - (((factors[place] - factors[place + 1]) * rest) >> 24)
     value = (((values[counts[rows]] * factor) >> 28) >> np.minimum(age >> 32, 62)) + 256
     low = np.searchsorted(values, value, side="right") - 1
-    key = (rows.astype(np.uint64) << _HALF) ^ np.uint64(step)
+    named = names[rows] if len(names) else rows
+    key = (named.astype(np.uint64) << _HALF) ^ np.uint64(step)
     key = (key ^ (key >> _HALF)) * _FIRST
     key = (key ^ (key >> _SOME)) * _SECOND
     chance = ((key ^ (key >> _HALF)) >> _TOP).astype(np.int64)
@@ -329,3 +298,101 @@ def belady(
         used_at[others[last]] = -1
         out[step, 2] = leave
         used_at[named], next_use[named] = here, following[here]
+
+
+# -----------------------------------------------------------------------------
+# What decides the order in which slots are filled again, as dictionaries of lists.
+
+
+class Queue:
+    """`victims.Queue`."""
+
+    def __init__(self, last_use: np.ndarray, next_use: np.ndarray, ranking: Ranking) -> None:
+        self._last_use, self._next_use, self._ranking = last_use, next_use, ranking
+        self.clear()
+
+    def clear(self) -> None:
+        self._lists: dict[int, list[tuple[int, int]]] = defaultdict(list)
+
+    @property
+    def hints(self) -> int:
+        return sum(map(len, self._lists.values()))
+
+    def file(self, slots: np.ndarray, step: int, row_of: np.ndarray) -> None:
+        ranking = self._ranking
+        for slot in slots[self._next_use[slots] == NEVER].tolist():
+            rank = ranking.ranks[ranking.levels[row_of[slot]]] if len(ranking.levels) else 0
+            self._lists[ranking.base + int(rank)].append((slot, step))
+
+    def leave(self, step: int, before: int, out: np.ndarray) -> tuple[int, int]:
+        found, latest = [], -1
+        for key in sorted(self._lists):
+            kept = []
+            for slot, used in self._lists[key]:
+                if self._last_use[slot] != used or self._next_use[slot] != NEVER:
+                    continue
+                if len(found) < len(out) and used < before:
+                    found.append(slot)
+                    latest = max(latest, used)
+                else:
+                    kept.append((slot, used))
+            self._lists[key] = kept
+        out[: len(found)] = found
+        self._last_use[found] = step
+        return len(found), latest
+
+
+class Window:
+    """`victims.Window`."""
+
+    def __init__(
+        self,
+        slot_of: np.ndarray,
+        classes: np.ndarray,
+        last_use: np.ndarray,
+        next_use: np.ndarray,
+    ) -> None:
+        self._slot_of, self._classes = slot_of, classes
+        self._last_use, self._next_use = last_use, next_use
+        self.clear()
+
+    def clear(self) -> None:
+        self._soon: dict[int, list[int]] = defaultdict(list)
+        self._again: dict[int, list[tuple[np.ndarray, int]]] = defaultdict(list)
+
+    def refer(self, local: np.ndarray, previous: np.ndarray, planned: int, step: int) -> None:
+        if len(previous) and previous.max() >= step:
+            raise PlanError(f"{previous.max()} is not below {step}: steps come in order")
+        self._tell(local[previous <= planned], step)
+        for before in np.unique(previous[previous > planned]).tolist():
+            self._again[before].append((local[previous == before], step))
+
+    def look_ahead(self, step: int) -> None:
+        for rows, use in self._again.pop(step, ()):
+            self._tell(rows, use)
+        self._soon.pop(step, None)
+
+    def _tell(self, rows: np.ndarray, use: int) -> None:
+        if len(self._classes):
+            rows = rows[self._classes[rows] != PINNED]
+        slots = self._slot_of[rows]
+        slots = slots[slots >= 0]
+        self._next_use[slots] = use
+        self._soon[use] += slots.tolist()
+
+    def leave(self, step: int, before: int, out: np.ndarray) -> tuple[int, int]:
+        found: list[int] = []
+        for use in sorted(self._soon, reverse=True):
+            if len(found) == len(out) or use <= step:
+                break
+            waiting = [
+                slot for slot in dict.fromkeys(self._soon[use]) if self._next_use[slot] == use
+            ]
+            leaves = [slot for slot in waiting if self._last_use[slot] < before]
+            leaves = leaves[: len(out) - len(found)]
+            self._soon[use] = [slot for slot in waiting if slot not in leaves]
+            found += leaves
+        out[: len(found)] = found
+        latest = int(self._last_use[found].max()) if found else -1
+        self._last_use[found], self._next_use[found] = step, NEVER
+        return len(found), latest

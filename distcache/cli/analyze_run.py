@@ -136,17 +136,14 @@ def _check_simulation(line: Line[AnalyzeConfig]) -> None:
 
 
 def policy_named(name: str) -> Policy:
-    """`lookahead`, `lookahead-lfu`, `lru`, ...; with `+admission`. Raises ConfigError."""
-    plain, _, admission = name.partition("+")
-    policy, _, tail = plain.partition("-")
-    known = admission in ("", "admission") and policy in POLICIES
-    if not known or (tail and (policy != "lookahead" or tail not in TAILS)):
+    """`lookahead`, `lookahead-lfu`, `lru`, ... Raises ConfigError."""
+    policy, _, tail = name.partition("-")
+    if policy not in POLICIES or (tail and (policy != "lookahead" or tail not in TAILS)):
         choices = [*POLICIES, *(f"lookahead-{tail}" for tail in TAILS)]
         raise ConfigError(
-            f"analyze.policies={name} is unknown: choose among {', '.join(choices)}, or all, each "
-            "maybe with +admission"
+            f"analyze.policies={name} is unknown: choose among {', '.join(choices)}, or all"
         )
-    return Policy(policy, tail or DEFAULT.tail, bool(admission))
+    return Policy(policy, tail or DEFAULT.tail)
 
 
 def cases_of(

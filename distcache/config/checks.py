@@ -35,7 +35,6 @@ CHOICES = {
     "data.held_out_by": ("last", "time"),
     "cache.policy": ("lookahead", "lfu", "lru", "frequency", "static"),
     "cache.tail": ("lru", "lfu", "frequency"),
-    "cache.order": ("ids", "popularity"),
     "cache.placement": ("replicated", "sharded", "mixed", "auto"),
     "cache.objective": ("time", "bytes"),
     "cache.state": ("auto", "home", "replicated"),
@@ -402,11 +401,6 @@ def _check_popularity(cache: CacheConfig) -> None:
         raise ConfigError(
             f"cache.warm_start={warm} fills slots with the most frequent rows, and which those are "
             f"is not known: {_HOW}, or leave cache.warm_start out"
-        )
-    if cache.order == "popularity" and not known:
-        raise ConfigError(
-            f"cache.order=popularity needs to know how often rows are looked up: {_HOW}, or use "
-            "cache.order=ids"
         )
     if isinstance(split, Mapping):
         for name, rows in split.items():

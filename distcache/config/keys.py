@@ -26,11 +26,10 @@ _OF_RANKS = (
 """What is about several ranks, in mode `data`."""
 
 _OF_CACHE = (
-    *_OF_RANKS, "cache.policy", "cache.tail", "cache.admission", "cache.half_life",
-    "cache.warm_start",
+    *_OF_RANKS, "cache.policy", "cache.tail", "cache.half_life", "cache.warm_start",
 )  # fmt: skip
 _OF_SLOTS = (
-    "cache.rows", "cache.ratio", "cache.bytes", "cache.split", "cache.statistics", "cache.order",
+    "cache.rows", "cache.ratio", "cache.bytes", "cache.split", "cache.statistics",
 )  # fmt: skip
 _OF_MOVEMENT = ("cache.prefetch", "store.access")
 _OF_PLANNER = (
@@ -44,6 +43,12 @@ _ELSEWHERE = {
     **dict.fromkeys(("bf16", "fp16", "precision"), ("trainer.amp", "trainer.dtype")),
 }
 """What other tools call a key, and what is meant."""
+
+_WENT = {
+    "cache.order": "numbering rows by popularity gained nothing and made plans slower",
+    "cache.admission": "rows that leave first unless they score higher changed next to nothing",
+}
+"""Keys that were there once, and why they are not."""
 
 _OF_OPTIMIZERS = {
     "sgd": ("optim.eps", "optim.betas", "optim.initial_accumulator"),
@@ -93,6 +98,9 @@ def is_section(key: str, schema: type = Config) -> bool:
 
 def no_such_key(keys: Sequence[str], schema: type = Config) -> ConfigError:
     """The error for unknown `keys`, with those that come near the first."""
+    for key in keys:
+        if key in _WENT:
+            return ConfigError(f"{key}: this key went, for {_WENT[key]}: leave it out")
     near = near_keys(keys[0], schema)
     hint = f"did you mean {' or '.join(near)}?" if near else "`--cfg job` shows all keys"
     return ConfigError(f"{', '.join(keys)}: no such key: {hint}")

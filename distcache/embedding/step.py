@@ -114,7 +114,6 @@ def make_row_parts(
     )
     use = Use(
         settings.policy_settings,
-        settings.order,
         settings.warm_start,
         settings.split,
         settings.prefetch,

@@ -485,11 +485,10 @@ _SHOWN = 40
 
 @dataclass(frozen=True)
 class Use:
-    """What is made of statistics: `order`, `warm_start` (or `auto`) and `split` as the keys of
-    group `cache`; `policy`: of the planners; `prefetch`: P."""
+    """What is made of statistics: `warm_start` (or `auto`) and `split` as the keys of group
+    `cache`; `policy`: of the planners; `prefetch`: P."""
 
     policy: Policy
-    order: str = "ids"
     warm_start: float | str = AUTO
     split: str | Mapping[str, Any] = "proportional"
     prefetch: int = 1
@@ -541,7 +540,6 @@ def decide(
     return plan.slots, Popularity(
         statistics,
         plan.hot_rows,
-        order=use.order == "popularity",
         warm_start=by_itself if use.warm_start == AUTO else float(use.warm_start),
         classes=use.policy.needs_popularity,
         pinned_rows=pinned,

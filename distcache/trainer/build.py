@@ -303,7 +303,7 @@ def cached_settings(
         slots=tuple(slots),
         lookahead=cache.lookahead,
         prefetch=cache.prefetch,
-        policy=Policy.of(cache.policy, cache.tail, cache.admission, cache.half_life),
+        policy=Policy.of(cache.policy, cache.tail, cache.half_life),
         reduction=cache.reduction,
         seed=config.trainer.seed,
         dtype=dtype_of(config),

@@ -182,7 +182,6 @@ def plan_cache(
         budget_of(config, itemsize, world.size, expected_rows(config, source, tables)),
         Use(
             Policy(cache.policy, cache.tail),
-            cache.order,
             cache.warm_start,
             cache.split,
             prefetch_of(config),

@@ -260,5 +260,5 @@ def configured_case(
         prefetch = min(PREFETCH, prefetch_that_slots_hold(source, tables, config, slots))
     if lookahead == AUTO:
         lookahead = LOOKAHEAD
-    policy = Policy.of(cache.policy, cache.tail, cache.admission, cache.half_life)
+    policy = Policy.of(cache.policy, cache.tail, cache.half_life)
     return Case(policy, tuple(slots), lookahead, prefetch, world_size)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from bench_checks import check_spread, of, read_report
+from simulator import simulate
 
 from distcache.bench import plan_runs
 from distcache.bench.plan_ids import by_rank, compose_plan
@@ -20,7 +21,7 @@ from distcache.comm.rendezvous import Place
 from distcache.engine.groups import RegionSlots, make_groups
 from distcache.layout import TableSpec
 from distcache.planner import loops
-from distcache.planner.simulator import PlannerSettings, simulate
+from distcache.replay import PlannerSettings
 from distcache.step_plan import check_plan_fully
 from distcache.trainer.plan_cache import window_steps
 

@@ -21,7 +21,7 @@ from distcache.planner.policy import Policy
 
 
 def test_policies_and_cases() -> None:
-    assert policy_named("lookahead-frequency+admission") == Policy("lookahead", "frequency", True)
+    assert policy_named("lookahead-frequency") == Policy("lookahead", "frequency")
     words = ["simulate=true", "analyze.policies=all", "analyze.lookaheads=[2,8]"]
     line = read_line("analyze", AnalyzeConfig, [*words, "analyze.world_sizes=1,3"])
     request = parse_request(line)

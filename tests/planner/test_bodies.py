@@ -13,8 +13,8 @@ from policy_reference import counted
 from distcache.errors import PlanError
 from distcache.planner import loops
 from distcache.planner.loops import distinct_rows, divided, grouped, hashed_rows, occurrences
-from distcache.planner.policy import ByCount
 from distcache.planner.shard import HotRows, in_tail
+from distcache.planner.victims import ByCount
 
 
 def by_all(call, *arguments, written: int | None = None) -> object:
@@ -172,17 +172,18 @@ def test_divided(lengths: list[int], bound: int, pool: int | None, seed: int) ->
 def test_counts(levels: list[int], step: int, rate: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = rng.permutation(len(levels)).astype(np.int32)
+    names = np.arange(1, len(levels) + 1, dtype=np.int32)[: seed % 2 * len(levels)]
     back = (step * rng.random(len(levels)) ** rng.choice([1, 9])).astype(np.int32)
     ranking = ByCount(len(levels), 1, 5.0)
 
     def count(counts: np.ndarray) -> np.ndarray:
         tables = ranking._values, ranking._factors
-        loops.count_uses(rows, step - back - 1, step, rate, *tables, counts)
+        loops.count_uses(rows, names, step - back - 1, step, rate, *tables, counts)
         return counts
 
     counts = np.array(levels, np.uint8)
     result = by_all(count, counts, written=0)
-    expected = [counted(levels[r], int(r), step, min(int(b) + 1, 2**30) * rate)
+    expected = [counted(levels[r], int(r) + seed % 2, step, min(int(b) + 1, 2**30) * rate)
                 for r, b in zip(rows, back, strict=True)]  # fmt: skip
     assert result[rows].tolist() == expected
 

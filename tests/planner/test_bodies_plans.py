@@ -10,13 +10,14 @@ from drawing import examples
 from hypothesis import given
 from plan_streams import make_layout, sharded_streams, streams
 from planner_bodies import ALL, BODIES, equal, using
+from simulator import simulate
 
 from distcache.errors import PlanError
 from distcache.planner.assemble import make_request
 from distcache.planner.home import HomePlanner
 from distcache.planner.loops import occurrences
 from distcache.planner.policy import POLICIES, Policy
-from distcache.planner.simulator import PlannerSettings, simulate
+from distcache.replay import PlannerSettings
 
 
 def plans_of(body: str, case: tuple) -> list:
@@ -62,7 +63,7 @@ def test_plans_of_a_long_stream_in_a_tight_cache(world: int, name: str) -> None:
     ]
     largest = max(len(np.unique(np.concatenate(step))) for step in stream)
     classes = rng.integers(0, 250, 4000).astype(np.uint8)
-    policy = Policy(name, "lfu" if name == "lookahead" else "lru", admission=world > 2)
+    policy = Policy(name, "lfu" if name == "lookahead" else "lru")
     config = PlannerSettings(world * largest, 5, 1, policy, classes)
     check_equal_plans((stream, make_layout(4000, world), config))
 

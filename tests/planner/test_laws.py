@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from plan_streams import make_layout, streams
 from planner_bodies import BODIES, using
 from planner_twins import by_hash, by_index, by_unique
+from simulator import simulate
 
 from distcache.errors import StepTooLargeError
 from distcache.layout import RowLayout
 from distcache.planner.home import HomePlanner
 from distcache.planner.policy import POLICIES, Policy
-from distcache.planner.simulator import PlannerSettings, simulate
+from distcache.replay import PlannerSettings
 from distcache.step_plan import check_plan_fully
 
 
@@ -147,7 +148,6 @@ def test_plans_are_a_pure_function_of_the_stream() -> None:
                 assert torch.equal(value, same) if torch.is_tensor(value) else value == same
 
 
-@pytest.mark.usefixtures("body")
 def test_a_cache_as_large_as_the_tables_keeps_no_growing_record() -> None:
     layout = make_layout(40, 1)
     stream = [[np.arange(40)] for _ in range(300)]
@@ -177,7 +177,7 @@ def test_restore_goes_on_from_what_the_device_holds(world: int) -> None:
     assert len(decision.evict_rows) == 1
 
 
-POLICIES_TO_RESTORE = [Policy(name, admission=a) for name in POLICIES for a in (False, True)]
+POLICIES_TO_RESTORE = [Policy(name) for name in POLICIES]
 POLICIES_TO_RESTORE += [Policy(tail=tail) for tail in ("lru", "frequency")]
 
 

@@ -11,10 +11,17 @@ from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from plan_streams import make_layout, streams
+from simulator import simulate
 
 from distcache.errors import ConfigError, StepTooLargeError
-from distcache.planner.simulator import PlannerSettings, simulate
-from distcache.replay import Load, RegionCounts, RowFormat, StepTraffic, count_traffic
+from distcache.replay import (
+    Load,
+    PlannerSettings,
+    RegionCounts,
+    RowFormat,
+    StepTraffic,
+    count_traffic,
+)
 from distcache.step_plan import StepPlan, check_plan_fully
 
 
