@@ -6,8 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,9 +16,8 @@ from distcache.engine.groups import Placement, TableGroup, group_bags, make_grou
 from distcache.errors import ConfigError
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner.assemble import Request, next_move_after
-from distcache.planner.calls import COMPILED, NUMPY, bodies
 from distcache.planner.home import HomeDecision, HomePlanner
-from distcache.planner.loops import compile_loops
+from distcache.planner.loops import array, compiled, i8, in4, in8, out1, out4, types
 from distcache.planner.policy import DEFAULT, PINNED, Policy
 from distcache.planner.simulator import PlannerSettings, SimulatedWorld
 from distcache.popularity.statistics import Statistics, TableCounts, row_classes
@@ -152,8 +150,8 @@ class Outcome:
 # step, and what stays between steps are those whose next use is nearest. No policy that must have
 # a step's rows resident, whatever it knows, fetches fewer.
 
-_FETCHED, _HITS, _EVICTED = 0, 1, 2
 _COUNTS = 3
+"""Numbers of `MinCounts` for each step."""
 
 
 @dataclass(frozen=True)
@@ -167,29 +165,26 @@ class MinCounts:
     evicted: np.ndarray
 
 
-def belady(home: HomeTrace, slots: int, body: str | None = None) -> MinCounts:
-    """MIN for `slots` slots; every step of `home` must fit. `body`: `compiled`, `numpy`, or that
-    of the planner's loops (None).
+def belady(home: HomeTrace, slots: int) -> MinCounts:
+    """MIN for `slots` slots; every step of `home` must fit.
 
     Rows with the same next use leave in the reverse of the order in which they were used last; any
     other choice among them fetches as many. Time O(n) for n distinct rows of all steps, and a scan
-    over steps for the farthest; memory 4 n bytes, 9 for each row and 4 for each step. The NumPy
-    twin sorts the cache in every step.
+    over steps for the farthest; memory 4 n bytes, 9 for each row and 4 for each step.
     """
     counts = np.zeros((home.steps, _COUNTS), dtype=np.int64)
-    args = (home.starts, home.numbers, home.counts, len(home.names), slots)
-    if (bodies().body if body is None else body) == NUMPY:
-        belady_arrays(*args, counts)
-    else:
-        next_use = np.empty(len(home.numbers), np.int32)
-        seen = np.full(len(home.names), home.steps, np.int32)
-        _compiled()[0](home.starts, home.numbers, seen, next_use)
-        link, cached = np.full(len(home.names), -1, np.int32), np.zeros(len(home.names), np.uint8)
-        heads = np.full(home.steps + 1, -1, np.int32)
-        _compiled()[1](*args[:3], next_use, slots, heads, link, cached, counts)
+    next_use = np.empty(len(home.numbers), np.int32)
+    name_next(home.starts, home.numbers, np.full(len(home.names), home.steps, np.int32), next_use)
+    link, cached = np.full(len(home.names), -1, np.int32), np.zeros(len(home.names), np.uint8)
+    heads = np.full(home.steps + 1, -1, np.int32)
+    run_min(
+        *(home.starts, home.numbers, home.counts, next_use),
+        *(slots, heads, link, cached, counts),
+    )
     return MinCounts(*np.ascontiguousarray(counts.T))
 
 
+@compiled(types.void(in8, in4, out4, out4))
 def name_next(
     starts: np.ndarray, numbers: np.ndarray, seen: np.ndarray, next_use: np.ndarray
 ) -> None:
@@ -203,6 +198,7 @@ def name_next(
             seen[row] = step
 
 
+@compiled(types.void(in8, in4, in4, in4, i8, out4, out4, out1, array(i8, True, 2)))
 def run_min(
     starts: np.ndarray,
     numbers: np.ndarray,
@@ -251,69 +247,6 @@ def run_min(
         out[step, 0] = fetched
         out[step, 1] = hits
         out[step, 2] = evicted
-
-
-def belady_arrays(
-    starts: np.ndarray,
-    numbers: np.ndarray,
-    counts: np.ndarray,
-    rows: int,
-    slots: int,
-    out: np.ndarray,
-) -> None:
-    """The same in NumPy, as it is defined: in every step the farthest next uses leave.
-
-    `next_use` of a row and the place of its last use rank it; both are looked up, not linked.
-    """
-    steps = len(starts) - 1
-    next_use = np.full(rows, steps, np.int64)
-    used_at = np.full(rows, -1, np.int64)  # index of the last use in `numbers`, -1: not cached
-    uses = np.repeat(np.arange(steps), np.diff(starts))
-    order = np.lexsort((uses, numbers))
-    following = np.full(len(numbers), steps, np.int64)
-    same = numbers[order[1:]] == numbers[order[:-1]]
-    following[order[:-1][same]] = uses[order[1:][same]]
-    for step in range(steps):
-        here = np.arange(starts[step], starts[step + 1])
-        named = numbers[here]
-        hit = used_at[named] >= 0
-        out[step, _FETCHED] = np.count_nonzero(~hit)
-        out[step, _HITS] = counts[here][hit].sum()
-        used_at[named] = -1
-        others = np.flatnonzero(used_at >= 0)
-        leave = max(0, len(others) + len(named) - slots)
-        last = np.lexsort((-used_at[others], -next_use[others]))[:leave]
-        used_at[others[last]] = -1
-        out[step, _EVICTED] = leave
-        used_at[named], next_use[named] = here, following[here]
-
-
-@cache
-def _compiled() -> tuple[Callable[..., None], Callable[..., None]]:
-    """`name_next` and `run_min` as machine code, kept where the planner's loops are."""
-    import numba
-
-    compiler: Any = numba
-    types = compiler.types
-    i4, i8, u1 = types.int32, types.int64, types.uint8
-
-    def array(dtype: Any, ndim: int = 1, readonly: bool = False) -> Any:
-        return types.Array(dtype, ndim, "C", readonly=readonly)
-
-    signatures = {
-        name_next: types.void(array(i8), array(i4), array(i4), array(i4)),
-        run_min: types.void(
-            array(i8), array(i4), array(i4), array(i4), i8, array(i4), array(i4), array(u1),
-            array(i8, 2),
-        ),
-    }  # fmt: skip
-    named = {loop.__name__: (loop, [signature]) for loop, signature in signatures.items()}
-    made = compile_loops(named, "MIN")
-    return made[name_next.__name__], made[run_min.__name__]
-
-
-BODIES = (COMPILED, NUMPY)
-"""What `body` may be."""
 
 
 # -----------------------------------------------------------------------------

@@ -8,11 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from distcache.layout import RowLayout, TableSpec
-from distcache.planner.calls import COMPILED, NUMPY
 from distcache.planner.policy import PINNED, POLICIES, TAILS, Policy
 from distcache.planner.simulator import PlannerSettings
-
-BODIES = (COMPILED, NUMPY)
 
 
 def make_layout(rows: int, world: int) -> RowLayout:

@@ -23,7 +23,7 @@ from distcache.engine.lookup import DeviceBags, to_device, transfer_to_device
 from distcache.engine.movement import Gathered, GroupRows, MoveCounts
 from distcache.ops.copies import put
 from distcache.planner.assemble import Request
-from distcache.planner.calls import occurrences
+from distcache.planner.loops import occurrences
 from distcache.step_plan import StepPlan
 from distcache.streams import COMMUNICATION, COMPUTE, Mark, Streams
 

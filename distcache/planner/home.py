@@ -10,7 +10,7 @@ import numpy as np
 
 from distcache.errors import StepTooLargeError
 from distcache.layout import RowLayout
-from distcache.planner.calls import bodies, distinct_rows, grouped
+from distcache.planner.loops import distinct_rows, grouped
 from distcache.planner.policy import DEFAULT, Forget, Policy, make_ranking
 from distcache.planner.victims import SlotTable
 
@@ -88,7 +88,6 @@ class HomePlanner:
         self._past: deque[tuple[Ingested, Forget]] = deque(maxlen=2 * prefetch + _AHEAD)
         self._next_uses: dict[int, list[tuple[int, np.ndarray]]] = {}
         self._planned = -1
-        bodies()  # compiles now, not while planning
 
     @property
     def index_bytes(self) -> int:
@@ -230,7 +229,6 @@ class _SlotFreePlanner:
         self.slots = layout.local_rows
         self._position = np.full(layout.local_rows, -1, dtype=np.int32)
         self._window: deque[Ingested] = deque()
-        bodies()  # compiles now, not while planning
 
     @property
     def index_bytes(self) -> int:

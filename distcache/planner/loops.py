@@ -1,56 +1,65 @@
-"""The planner's loops over ids and rows, as plain Python that Numba compiles."""
+"""The planner's loops over ids and rows, compiled by Numba, and the calls that make their results.
+
+Results go to arrays that the caller made; a loop allocates nothing. All that a loop needs stands in
+this file, for its machine code is kept on disk until this file changes: beside it, or in the user's
+cache folder, or where $NUMBA_CACHE_DIR says. Compiling takes about a second, once per installation,
+when this file is imported and never while one plans; from then on the code is loaded in
+milliseconds. Where nothing can be kept, each process compiles for itself. The slow NumPy twins are
+the tests' (`tests/planner_twins.py`): same names, arguments and results.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import numba
 import numpy as np
 
-# -----------------------------------------------------------------------------
-# Loops of plain Python as machine code, kept on disk where that can be.
+from distcache.errors import PlanError
 
 log = logging.getLogger(__name__)
 
-Loops = Mapping[str, tuple[Callable[..., Any], list[Any]]]
-"""By name: a loop, and the only types that it is called with."""
+_compiler: Any = numba  # which has no type stubs
+types = _compiler.types
+Loop = TypeVar("Loop", bound=Callable[..., Any])
+
+_SETTING = "DISTCACHE_PLANNER"
+if os.environ.get(_SETTING):
+    log.warning(
+        "$%s=%s is not read any more: the planner's loops are always compiled by Numba, and plans "
+        "are the same; take it out of the environment",
+        _SETTING,
+        os.environ[_SETTING],
+    )
 
 
-def compile_loops(loops: Loops, what: str) -> dict[str, Any]:
-    """Each loop compiled by Numba; they may allocate nothing. `what` they are, for the log.
+def compiled(*signatures: Any) -> Callable[[Loop], Loop]:
+    """Compile a loop for the only types that it is called with; it may allocate nothing."""
 
-    Raises whatever Numba does where it cannot compile.
-    """
-    try:
-        return {name: _compile(*loop, cache=True) for name, loop in loops.items()}
-    except Exception as error:  # no folder can be written, a damaged file, a full disk
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        log.info("the machine code of %s is not kept: %s", what, first)
-        return {name: _compile(*loop, cache=False) for name, loop in loops.items()}
+    def compile_loop(loop: Loop) -> Loop:
+        options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": False}
+        try:
+            return _compiler.njit(list(signatures), cache=True, **options)(loop)
+        except Exception as error:  # no folder can be written, a damaged file, a full disk
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            log.info("the machine code of %s is not kept: %s", loop.__name__, first)
+            return _compiler.njit(list(signatures), cache=False, **options)(loop)
 
-
-def _compile(loop: Callable[..., Any], signatures: list[Any], cache: bool) -> Any:
-    import numba
-
-    compiler: Any = numba  # which has no type stubs
-    return compiler.njit(
-        signatures,
-        nogil=True,
-        cache=cache,
-        error_model="numpy",
-        no_cfunc_wrapper=True,
-        _nrt=False,
-    )(loop)
+    return compile_loop
 
 
-# -----------------------------------------------------------------------------
-# The planner's loops over ids and rows, as plain Python that Numba compiles.
-#
-# Their NumPy twins, of the same names, arguments and results, are in `arrays`; `bodies` chooses.
-# Results go to arrays that the caller made; nothing is allocated here. All that a loop needs
-# stands
-# in this file, for compiled code is kept on disk until this file changes.
+def array(dtype: Any, written: bool, dimensions: int = 1) -> Any:
+    """The type of a contiguous array, which the loop may write or only reads."""
+    return types.Array(dtype, dimensions, "C", readonly=not written)
+
+
+i4, i8 = types.int32, types.int64
+in4, in8, out4, out8 = array(i4, False), array(i8, False), array(i4, True), array(i8, True)
+out1 = array(types.uint8, True)
 
 NEVER = np.iinfo(np.int32).max
 """Next use of a row that no step in the window uses."""
@@ -63,6 +72,7 @@ _OLDEST = 1 << 30
 """Steps beyond which a row's last use is no further back."""
 
 
+@compiled(i8(in8, out4, i8, out4, out4, out4))
 def name_rows(
     local: np.ndarray,
     position: np.ndarray,
@@ -98,6 +108,7 @@ def name_rows(
     return count if bad < 0 else -1 - bad
 
 
+@compiled(i8(in8, out4, out8, out4))
 def find_rows(rows: np.ndarray, table: np.ndarray, distinct: np.ndarray, labels: np.ndarray) -> int:
     """The same by a hash table, whatever the number of rows.
 
@@ -126,6 +137,7 @@ def find_rows(rows: np.ndarray, table: np.ndarray, distinct: np.ndarray, labels:
     return count
 
 
+@compiled(i8(in4, i8, out4, out4))
 def group(keys: np.ndarray, low: int, order: np.ndarray, starts: np.ndarray) -> int:
     """Stable counting sort: `order[starts[g]:starts[g + 1]]` are the indices whose key is low + g.
 
@@ -153,6 +165,7 @@ def group(keys: np.ndarray, low: int, order: np.ndarray, starts: np.ndarray) -> 
     return groups
 
 
+@compiled(i8(in4, in4, out4, i8, out4))
 def want(
     rows: np.ndarray, slot_of: np.ndarray, next_use: np.ndarray, step: int, slots: np.ndarray
 ) -> int:
@@ -170,6 +183,7 @@ def want(
     return count
 
 
+@compiled(i8(in4, in4, out4, out4, i8, out4, out4))
 def look_up(
     local: np.ndarray,
     slot_of: np.ndarray,
@@ -197,6 +211,7 @@ def look_up(
     return misses
 
 
+@compiled(i8(in4, in4, in4, out4, out4, out4, out4, out4))
 def fill(
     local: np.ndarray,
     fetch: np.ndarray,
@@ -227,6 +242,7 @@ def fill(
     return leaving
 
 
+@compiled(i8(in4, in4, out4))
 def idle(slots: np.ndarray, next_use: np.ndarray, out: np.ndarray) -> int:
     """Those of `slots` that no step in the window uses, to `out` (int32); returns how many."""
     count = 0
@@ -237,6 +253,7 @@ def idle(slots: np.ndarray, next_use: np.ndarray, out: np.ndarray) -> int:
     return count
 
 
+@compiled(types.UniTuple(i8, 2)(in4, in4, in4, in4, i8, out4))
 def live(
     slots: np.ndarray,
     steps: np.ndarray,
@@ -260,6 +277,7 @@ def live(
     return count, read
 
 
+@compiled(types.void(in4, in4, i8, i8, in8, in8, out1))
 def count_uses(
     rows: np.ndarray,
     previous: np.ndarray,
@@ -297,6 +315,7 @@ def count_uses(
         counts[row] = low
 
 
+@compiled(i8(in4, in4, out8, out4, out8, out8, out8))
 def order_ids(
     labels: np.ndarray,
     lookup: np.ndarray,
@@ -339,12 +358,7 @@ def order_ids(
     return count
 
 
-# -----------------------------------------------------------------------------
-# The loops of sharded and mixed placements, as plain Python that Numba compiles; see `loops`.
-#
-# Their NumPy twins are in `arrays`. All that a loop needs stands in this file.
-
-
+@compiled(i8(in8, in8, in4, i8, out4))
 def find_sorted(
     rows: np.ndarray, known: np.ndarray, starts: np.ndarray, shift: int, found: np.ndarray
 ) -> int:
@@ -378,6 +392,7 @@ def find_sorted(
     return count
 
 
+@compiled(i8(in4, i8, in4, in4, in8, out8, out8, out8))
 def divide(
     values: np.ndarray,
     bound: int,
@@ -411,3 +426,105 @@ def divide(
             i += 1
         counts[piece] = high - before
     return high
+
+
+# -----------------------------------------------------------------------------
+# The loops as the planner calls them: results made, cut to length, and what is wrong raised.
+
+
+def distinct_rows(
+    local: np.ndarray, position: np.ndarray, step: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`(distinct [U], previous [U], labels [n])`, int32, of local rows (int64 `[n]`).
+
+    `position` int32: the step that named each row last, -1 for none; it becomes `step` for these.
+    Raises PlanError for a row outside it, and leaves it as it was.
+    """
+    local = np.ascontiguousarray(local, dtype=np.int64)
+    distinct, previous, labels = (np.empty(len(local), np.int32) for _ in range(3))
+    count = name_rows(local, position, step, distinct, previous, labels)
+    if count < 0:
+        raise PlanError(
+            f"step {step}: id {-1 - count} is row {local[-1 - count]} of a home that has "
+            f"{len(position)}: ids must lie within their tables"
+        )
+    return distinct[:count].copy(), previous[:count].copy(), labels
+
+
+def hashed_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`(distinct rows int64 [U], labels int32 [n])` of rows int64 `[n]`, whatever their range."""
+    rows = np.ascontiguousarray(rows, dtype=np.int64)
+    table = np.full(1 << max(1, (2 * len(rows) - 1).bit_length()), -1, np.int32)
+    distinct, labels = np.empty(len(rows), np.int64), np.empty(len(rows), np.int32)
+    count = find_rows(rows, table, distinct, labels)
+    return distinct[:count].copy(), labels
+
+
+def grouped(keys: np.ndarray, low: int, groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """`(order [n], starts [groups + 1])`, int32: a stable sort of integer keys by value - low.
+
+    Keys below `low` count as `low`. Raises PlanError for one of `low + groups` or more.
+    """
+    keys = np.ascontiguousarray(keys, dtype=np.int32)
+    order, starts = np.empty(len(keys), np.int32), np.empty(max(groups, 0) + 1, np.int32)
+    bad = group(keys, low, order, starts)
+    if bad < 0:
+        raise PlanError(f"{keys[-1 - bad]} is not below {low + groups}: steps come in order")
+    return order, starts
+
+
+def divided(
+    values: np.ndarray,
+    bound: int,
+    lengths: Sequence[int],
+    items: tuple[np.ndarray, np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """`(above, others, counts)`: which items have a value above `bound`, and which have not; int64.
+
+    The items, in pieces of `lengths`, are 0, 1, ... of these `values` (int32 `[n]`), or, with
+    `items` = (index int32 `[n]`, of int32 `[U]`), `of[index]` of `values[index]`. `counts`: those
+    above in each piece.
+    """
+    none = np.empty(0, np.int32)
+    index, of = (none, none) if items is None or not len(items[1]) else items
+    index, of = (np.ascontiguousarray(part, dtype=np.int32) for part in (index, of))
+    ends = np.cumsum(lengths, dtype=np.int64)
+    count = int(ends[-1]) if len(ends) else 0
+    above, others = np.empty(count, np.int64), np.empty(count, np.int64)
+    counts = np.empty(len(ends), np.int64)
+    values = np.ascontiguousarray(values, dtype=np.int32)
+    high = divide(values, bound, index, of, ends, above, others, counts)
+    return above[:high].copy(), others[: count - high].copy(), counts.tolist()
+
+
+@dataclass(frozen=True)
+class Occurrences:
+    """Where the ids of a batch occur; see the fields of `StepPlan`. int64, but for `starts` int32
+    `[U + 1]`: how many ids have a smaller canonical index."""
+
+    positions: np.ndarray
+    order: np.ndarray
+    touched: np.ndarray
+    segments: np.ndarray
+    starts: np.ndarray
+
+
+def occurrences(labels: np.ndarray, lookup: np.ndarray | None, total: int) -> Occurrences:
+    """Canonical indices of the ids, below `total`, and the ids sorted by them.
+
+    `labels` int32 `[n]`: those indices, or indices into `lookup`, which holds them. Raises
+    PlanError for one outside.
+    """
+    count = len(labels)
+    labels = np.ascontiguousarray(labels, dtype=np.int32)
+    if lookup is None:
+        lookup = np.empty(0, np.int32)
+    lookup = np.ascontiguousarray(lookup, dtype=np.int32)
+    positions, order = np.empty(count, np.int64), np.empty(count, np.int64)
+    touched, segments = np.empty(total, np.int64), np.empty(total + 1, np.int64)
+    starts = np.empty(total + 2, np.int32)
+    found = order_ids(labels, lookup, positions, starts, order, touched, segments)
+    if found < 0:
+        raise PlanError(f"id {-1 - found} names none of the {total} rows of its step")
+    touched, segments = touched[:found].copy(), segments[: found + 1].copy()
+    return Occurrences(positions, order, touched, segments, starts[: total + 1])

@@ -10,7 +10,7 @@ import numpy as np
 
 from distcache.errors import ConfigError
 from distcache.layout import RowLayout
-from distcache.planner.calls import bodies
+from distcache.planner import loops
 
 # -----------------------------------------------------------------------------
 # Which rows leave first: the settings of a policy, as plain values. `victims` carries them out.
@@ -248,7 +248,7 @@ class ByCount:
         passed = step - self._step  # below 0 where a stream was left and another goes on
         self._clock = max(0, self._clock + self._rate * passed)
         self._step = step
-        bodies().count_uses(
+        loops.count_uses(
             rows, previous, step, self._rate, self._values, self._factors, self._counts
         )
         return forget

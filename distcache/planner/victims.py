@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from distcache.planner.calls import bodies, distinct_rows, grouped
-from distcache.planner.loops import NEVER
+from distcache.planner import loops
+from distcache.planner.loops import NEVER, distinct_rows, grouped
 from distcache.planner.policy import PINNED, Ranking
 
 # -----------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Buckets:
         part = slice(bucket.start, min(bucket.stop, bucket.start + among))
         slots, steps = bucket.slots[part], bucket.steps[part]
         found = np.empty(min(most, len(slots)), np.int32)
-        count, read = bodies().live(slots, steps, self._last_use, self._next_use, before, found)
+        count, read = loops.live(slots, steps, self._last_use, self._next_use, before, found)
         return found[:count].copy(), read
 
     def lowest(self) -> tuple[int, int] | None:
@@ -227,7 +227,7 @@ class SlotTable:
         every row, -1 for none.
         """
         slots, fetch = np.empty(len(local), np.int32), np.empty(len(local), np.int32)
-        misses = bodies().look_up(local, slot_of, self.last_use, self.next_use, step, slots, fetch)
+        misses = loops.look_up(local, slot_of, self.last_use, self.next_use, step, slots, fetch)
         return slots, fetch[:misses].copy()
 
     def fill(
@@ -243,7 +243,7 @@ class SlotTable:
         Returns the slots among them whose rows leave, and those rows.
         """
         evicted, leaving = np.empty(len(fetch), np.int32), np.empty(len(fetch), np.int32)
-        count = bodies().fill(local, fetch, filled, slot_of, self.row, slots, evicted, leaving)
+        count = loops.fill(local, fetch, filled, slot_of, self.row, slots, evicted, leaving)
         return evicted[:count].copy(), leaving[:count].copy()
 
     def wanted(self, rows: np.ndarray, slot_of: np.ndarray, step: int) -> None:
@@ -251,7 +251,7 @@ class SlotTable:
         if self._pins:
             rows = rows[~self._pinned_among(rows)]
         slots = np.empty(len(rows), np.int32)
-        count = bodies().want(rows, slot_of, self.next_use, step, slots)
+        count = loops.want(rows, slot_of, self.next_use, step, slots)
         if count:
             self._soon.setdefault(step, []).append(slots[:count].copy())
 
@@ -292,7 +292,7 @@ class SlotTable:
 
     def _not_wanted(self, slots: np.ndarray) -> np.ndarray:
         found = np.empty(len(slots), np.int32)
-        return found[: bodies().idle(slots, self.next_use, found)]
+        return found[: loops.idle(slots, self.next_use, found)]
 
     def _file(self, slots: np.ndarray, step: int) -> None:
         """Put idle slots, last used by `step`, into the buckets of their keys."""

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from distcache.data.batch import Batch, BatchCheck, BatchSource
 from distcache.errors import DataError
 from distcache.layout import TableSpec
-from distcache.popularity.bodies import bodies
 from distcache.popularity.counters import DENSE_BYTES, TableCounter, make_counters
 from distcache.popularity.curve import TableProfile, profile_of
 from distcache.popularity.statistics import Statistics, vocabulary_of
@@ -152,7 +151,6 @@ def count_source(
     exact = DENSE_BYTES * sum(source.table_rows)
     require_memory(min(memory, exact), "counts of all lookups", "lower analyze.memory")
     counters = make_counters(source.features, source.table_rows, memory)
-    bodies()  # compiled now, beside no progress bar
     part = -(-len(wanted) // PARTS)
     sizes: dict[int, int] = {}
     with progress("count", len(wanted), "step") as bar, StopRequest() as stop:

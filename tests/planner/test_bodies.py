@@ -6,19 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_bodies import ALL, equal
+from planner_bodies import ALL, equal, using
 from policy_reference import counted
 
 from distcache.errors import PlanError
-from distcache.planner.calls import (
-    bodies,
-    distinct_rows,
-    divided,
-    grouped,
-    hashed_rows,
-    occurrences,
-    using,
-)
+from distcache.planner import loops
+from distcache.planner.loops import distinct_rows, divided, grouped, hashed_rows, occurrences
 from distcache.planner.policy import ByCount
 from distcache.planner.shard import HotRows, in_tail
 
@@ -183,7 +176,7 @@ def test_counts(levels: list[int], step: int, rate: int, seed: int) -> None:
 
     def count(counts: np.ndarray) -> np.ndarray:
         tables = ranking._values, ranking._factors
-        bodies().count_uses(rows, step - back - 1, step, rate, *tables, counts)
+        loops.count_uses(rows, step - back - 1, step, rate, *tables, counts)
         return counts
 
     counts = np.array(levels, np.uint8)

@@ -7,18 +7,18 @@ import tracemalloc
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from plan_streams import BODIES, make_layout, sharded_streams, streams
-from planner_bodies import ALL, equal
+from plan_streams import make_layout, sharded_streams, streams
+from planner_bodies import ALL, BODIES, equal, using
 
 from distcache.errors import PlanError
 from distcache.planner.assemble import make_request
-from distcache.planner.calls import occurrences, using
 from distcache.planner.home import HomePlanner
+from distcache.planner.loops import occurrences
 from distcache.planner.policy import POLICIES, Policy
 from distcache.planner.simulator import PlannerSettings, simulate
 
 
-def plans_of(body: object, case: tuple) -> list:
+def plans_of(body: str, case: tuple) -> list:
     """All plans of a stream."""
     stream, layout, config = case
     with using(body), np.errstate(over="ignore"):

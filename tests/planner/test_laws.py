@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plan_streams import BODIES, make_layout, streams
+from plan_streams import make_layout, streams
+from planner_bodies import BODIES, using
+from planner_twins import by_hash, by_index, by_unique
 
 from distcache.errors import StepTooLargeError
 from distcache.layout import RowLayout
-from distcache.planner.calls import using
-from distcache.planner.distinct import by_hash, by_index, by_unique
 from distcache.planner.home import HomePlanner
 from distcache.planner.policy import POLICIES, Policy
 from distcache.planner.simulator import PlannerSettings, simulate

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plan_streams import BODIES, make_layout, streams
+from plan_streams import make_layout, streams
+from planner_bodies import BODIES, using
 
 from distcache.errors import ConfigError, DataError, MemoryTooSmallError, StepTooLargeError
-from distcache.planner.calls import using
 from distcache.planner.policy import PINNED, POLICIES, TAILS, Policy
 from distcache.planner.simulator import PlannerSettings, simulate
 from distcache.replay import Case, GroupCounts, Outcome, replay

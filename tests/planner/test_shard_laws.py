@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plan_streams import BODIES, make_layout, sharded_streams
+from plan_streams import make_layout, sharded_streams
+from planner_bodies import BODIES, using
 from shard_model import replay
 
 from distcache.errors import StepTooLargeError
-from distcache.planner.calls import using
 from distcache.planner.simulator import PlannerSettings, simulate
 
 SLOW = [HealthCheck.too_slow]

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plan_streams import BODIES, make_layout, streams
+from plan_streams import make_layout, streams
+from planner_bodies import BODIES, using
 from policy_reference import Reference
 
 from distcache.errors import ConfigError
-from distcache.planner.calls import NAMES, Bodies, make, using
+from distcache.planner import loops
 from distcache.planner.home import HomePlanner
 from distcache.planner.policy import PINNED, POLICIES, TAILS, ByCount, Policy, home_popularity
 from distcache.planner.victims import LEAVES_FIRST
@@ -125,22 +126,25 @@ def test_pinned_rows_leave_where_no_other_can(policy: Policy) -> None:
 
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("policy", ALL, ids=str)
-def test_work_is_in_proportion_to_the_rows_of_the_steps(policy: Policy, body: str) -> None:
+def test_work_is_in_proportion_to_the_rows_of_the_steps(
+    policy: Policy, body: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     count = {"live": 0, "calls": 0, "filed": 0}
-    plain = make(body)
-
-    def live(slots: np.ndarray, *rest: object) -> tuple[int, int]:
-        count["live"] += len(slots)
-        count["calls"] += 1
-        return plain.live(slots, *rest)
-
-    def idle(slots: np.ndarray, *rest: object) -> int:
-        count["filed"] += len(slots)
-        return plain.idle(slots, *rest)
-
-    loops = {name: getattr(plain, name) for name in NAMES} | {"live": live, "idle": idle}
     steps, slots = 400, 12_000
-    with using(Bodies("counting", **loops)):
+    with using(body):
+        plain_live, plain_idle = loops.live, loops.idle
+
+        def live(slots: np.ndarray, *rest: object) -> tuple[int, int]:
+            count["live"] += len(slots)
+            count["calls"] += 1
+            return plain_live(slots, *rest)
+
+        def idle(slots: np.ndarray, *rest: object) -> int:
+            count["filed"] += len(slots)
+            return plain_idle(slots, *rest)
+
+        monkeypatch.setattr(loops, "live", live)
+        monkeypatch.setattr(loops, "idle", idle)
         home = home_of(policy, 60_000, slots, pinned=500)
         made = decisions(home, skewed(60_000, 600, steps))
     left = sum(len(one.evict_rows) for one in made)

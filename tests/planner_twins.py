@@ -1,13 +1,9 @@
-"""The NumPy twins of `loops` and `region_loops`: same names, arguments and results, bit for bit.
-
-They run where Numba does not, and tests compare the two. `table` is of no use here.
-"""
+"""The slow NumPy twins of the planner's compiled loops: same names, arguments and results."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from distcache.planner.distinct import by_hash, by_index
 from distcache.planner.loops import _FIRST, _HALF, _OLDEST, _SECOND, _SOME, _TOP, NEVER
 
 _DIGIT = 16
@@ -190,7 +186,7 @@ def order_ids(
 def find_sorted(
     rows: np.ndarray, known: np.ndarray, starts: np.ndarray, shift: int, found: np.ndarray
 ) -> int:
-    """See `region_loops.find_sorted`."""
+    """See `loops.find_sorted`."""
     if len(known) == 0:
         found[:] = -1
         return 0
@@ -210,7 +206,7 @@ def divide(
     others: np.ndarray,
     counts: np.ndarray,
 ) -> int:
-    """See `region_loops.divide`."""
+    """See `loops.divide`."""
     chosen = (values[index] if len(items) else values) > bound
     all_items = items[index] if len(items) else np.arange(len(chosen))
     count = int(chosen.sum())
@@ -230,3 +226,106 @@ def _stable_order(keys: np.ndarray, limit: int) -> np.ndarray:
         order = order[np.argsort(digit[order], kind="stable")]
         shift += _DIGIT
     return order
+
+
+# -----------------------------------------------------------------------------
+# Distinct rows of a batch in first-occurrence order.
+
+_MULTIPLIER = np.uint64(0xD1342543DE82EF95)
+
+
+def by_unique(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Reference body: `(distinct rows [U], inverse [n])` by sorting."""
+    values, first, inverse = np.unique(rows, return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    return values[order], rank[inverse.reshape(-1)]
+
+
+def by_index(rows: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Positions by a scratch array `position` int32 `[>= max(rows) + 1]`, which it overwrites.
+
+    Returns `(first [U], inverse [n])`: indices of first occurrences, ascending, and for each id
+    the rank of its row among them. NumPy keeps the last of repeated assignments, so the batch is
+    written back to front.
+    """
+    indices = np.arange(len(rows), dtype=np.int32)
+    position[rows[::-1]] = indices[::-1]
+    representative = position[rows]
+    is_first = representative == indices
+    rank = np.cumsum(is_first, dtype=np.int32)
+    rank -= 1
+    return np.flatnonzero(is_first), rank[representative]
+
+
+def by_hash(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same by a hash table of about 4 n entries, whatever the number of rows.
+
+    Returns `(first [U], inverse [n])`. In each round the ids that are still open write their index
+    to their bucket; those that find their own row there are done, the others (another row won the
+    bucket) try another bucket in the next round.
+    """
+    count = len(rows)
+    if count == 0:
+        return np.empty(0, np.int64), np.empty(0, np.int32)
+    bits = max(4, int(4 * count - 1).bit_length())
+    shift = np.uint64(64 - bits)
+    table = np.empty(1 << bits, dtype=np.int32)
+    representative = np.empty(count, dtype=np.int32)
+    open_ids = np.arange(count, dtype=np.int32)
+    multiplier = _MULTIPLIER
+    while len(open_ids):
+        keys = rows[open_ids]
+        with np.errstate(over="ignore"):
+            buckets = ((keys.astype(np.uint64) + np.uint64(1)) * multiplier) >> shift
+            multiplier = multiplier * np.uint64(0x2545F4914F6CDD1D) | np.uint64(1)
+        buckets = buckets.astype(np.int64)
+        table[buckets[::-1]] = open_ids[::-1]
+        winner = table[buckets]
+        done = rows[winner] == keys
+        representative[open_ids[done]] = winner[done]
+        open_ids = open_ids[~done]
+    is_first = representative == np.arange(count, dtype=np.int32)
+    rank = np.cumsum(is_first, dtype=np.int32)
+    rank -= 1
+    return np.flatnonzero(is_first), rank[representative]
+
+
+# -----------------------------------------------------------------------------
+# Belady's MIN over a whole trace, as it is defined.
+
+
+def belady(
+    starts: np.ndarray,
+    numbers: np.ndarray,
+    counts: np.ndarray,
+    rows: int,
+    slots: int,
+    out: np.ndarray,
+) -> None:
+    """`replay.belady`: in every step the farthest next uses leave. Writes `out` int64 `[steps, 3]`.
+
+    `next_use` of a row and the place of its last use rank it; both are looked up, not linked.
+    """
+    steps = len(starts) - 1
+    next_use = np.full(rows, steps, np.int64)
+    used_at = np.full(rows, -1, np.int64)  # index of the last use in `numbers`, -1: not cached
+    uses = np.repeat(np.arange(steps), np.diff(starts))
+    order = np.lexsort((uses, numbers))
+    following = np.full(len(numbers), steps, np.int64)
+    same = numbers[order[1:]] == numbers[order[:-1]]
+    following[order[:-1][same]] = uses[order[1:][same]]
+    for step in range(steps):
+        here = np.arange(starts[step], starts[step + 1])
+        named = numbers[here]
+        hit = used_at[named] >= 0
+        out[step, 0] = np.count_nonzero(~hit)
+        out[step, 1] = counts[here][hit].sum()
+        used_at[named] = -1
+        others = np.flatnonzero(used_at >= 0)
+        leave = max(0, len(others) + len(named) - slots)
+        last = np.lexsort((-used_at[others], -next_use[others]))[:leave]
+        used_at[others[last]] = -1
+        out[step, 2] = leave
+        used_at[named], next_use[named] = here, following[here]
