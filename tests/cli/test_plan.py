@@ -18,8 +18,8 @@ from distcache.cli.compose import checked_config, compose_overrides
 from distcache.cli.plan_run import default_parameters, make_plan, parse_request
 from distcache.comm.rendezvous import Place
 from distcache.comm.world import World, close_world, open_world
-from distcache.cost.choose import Point
 from distcache.cost.cluster import PRESETS
+from distcache.cost.predict import Point
 from distcache.cost.traffic import CACHED, HYBRID
 from distcache.models import build_model
 from distcache.optim import row_update
