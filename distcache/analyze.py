@@ -37,8 +37,15 @@ from distcache.popularity.slots import BY_CURVE
 from distcache.popularity.statistics import write_statistics
 from distcache.replay import Case, replay
 from distcache.trainer.build import build_source, build_tables
-from distcache.trainer.counting import CheckedSource, count_source
-from distcache.trainer.prediction import Prediction, Sizes, configured_case, record_run, slots_of
+from distcache.trainer.prediction import (
+    CheckedSource,
+    RecordedRun,
+    Sizes,
+    configured_case,
+    count_source,
+    record_run,
+    slots_of,
+)
 from distcache.trainer.schedule import make_schedule
 from distcache.trainer.trainer import StopRequest
 
@@ -104,7 +111,7 @@ def analyze(request: Request, config: Config) -> Analysis:
     most = min(options.replay, counted.lookups) if counted.stopped_by else options.replay
     with progress_bar("record", None, "step") as bar, StopRequest() as stop:
         traces = record_run(checked, tables, schedule, ranks, most, bar.update, stop)
-    prediction = Prediction(traces, run_steps)
+    prediction = RecordedRun(traces, run_steps)
     if stop.requested:
         log.warning("stopped: the first %d steps of the run are replayed", prediction.recorded)
 

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from distcache.cost.traffic import RowFormat, replicated_bytes, sharded_bytes
 from distcache.errors import ConfigError
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner.assemble import Request, make_request, next_move_after
@@ -744,32 +745,6 @@ ROW_BYTES, REPLY_BYTES, HEADER_NUMBERS, CONTROL_NUMBERS = 8, 4, 8, 2
 loss and the wish to stop."""
 
 
-@dataclass(frozen=True)
-class RowFormat:
-    """Rows of one group: D elements, S of optimizer state, bytes of an element; `state`: where
-    that of replicated rows lies, `replicated` or `home`."""
-
-    dim: int
-    state_width: int = 0
-    itemsize: int = 4
-    state: str = "replicated"
-
-    @property
-    def row_bytes(self) -> int:
-        """Of a row."""
-        return self.dim * self.itemsize
-
-    @property
-    def stored_bytes(self) -> int:
-        """Of a row and its state."""
-        return (self.dim + self.state_width) * self.itemsize
-
-    @property
-    def filled_bytes(self) -> int:
-        """Of a fetched row as its home sends it to all ranks."""
-        return self.row_bytes if self.state == "home" else self.stored_bytes
-
-
 def flows(counts: StepCounts, row: RowFormat) -> dict[str, np.ndarray]:
     """Bytes of rows and row gradients by stage: int64 `[W, W]`, from rank (first index) to rank.
 
@@ -778,14 +753,13 @@ def flows(counts: StepCounts, row: RowFormat) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     near, far = counts.replicated, counts.sharded
     if near is not None:
-        sums = "updated_rows" if row.state == "home" else "row_sums"
-        found["fill"] = _to_all(near.fetched) * row.filled_bytes
-        found["row_gradients"] = near.asked * row.row_bytes
-        found[sums] = _to_all(near.rows) * row.row_bytes
+        found |= replicated_bytes(row, _to_all(near.fetched), near.asked, _to_all(near.rows))
+        if row.state == "home":
+            found["updated_rows"] = found.pop("row_sums")
     if far is not None:
-        found["late_rows"] = far.late * row.row_bytes
-        found["early_rows"] = (far.asked.T - far.late) * row.row_bytes
-        found["sharded_row_gradients"] = far.asked * row.row_bytes
+        sent = sharded_bytes(row, far.late, far.asked.T, far.asked)
+        found["sharded_row_gradients"] = sent.pop("row_gradients")
+        found |= sent
     return {stage: _leaving(flow) for stage, flow in found.items()}
 
 

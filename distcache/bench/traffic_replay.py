@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from distcache.bench.report import Record
-from distcache.cost.choose import Choice, choose_placement
 from distcache.cost.cluster import Cluster, Link
 from distcache.cost.demand import Demand, demand_at, zipf_sources
-from distcache.cost.predict import Settings, predict
+from distcache.cost.predict import Choice, Settings, choose_placement, predict
 from distcache.data.batch import Batch, BatchSource
 from distcache.data.samplers import BatchSlice
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec, ZipfTables

@@ -26,8 +26,7 @@ from distcache.errors import DataError
 from distcache.popularity.curve import TOP_SHARES, TableProfile, most_frequent
 from distcache.replay import Case, Outcome, popularity_of, replay
 from distcache.trace import read_steps, record_ids
-from distcache.trainer.counting import Counted, Progress
-from distcache.trainer.prediction import Estimate, Prediction, Sizes
+from distcache.trainer.prediction import Counted, Estimate, Progress, RecordedRun, Sizes
 from distcache.trainer.record import write_json
 
 # -----------------------------------------------------------------------------
@@ -156,7 +155,7 @@ def size_table(points: Sequence[SizePoint], sizes: Sizes) -> Table:
 
 
 def prediction_table(
-    estimates: Sequence[Estimate], prediction: Prediction, expected: float
+    estimates: Sequence[Estimate], prediction: RecordedRun, expected: float
 ) -> Table:
     """What the configured run will measure, by number of ranks."""
     rows, refused = [], ""
@@ -431,7 +430,7 @@ class Analysis:
     request: Request
     counted: Counted
     sizes: Sizes
-    prediction: Prediction
+    prediction: RecordedRun
     estimates: tuple[Estimate, ...]
     points: tuple[SizePoint, ...]
     target: Target

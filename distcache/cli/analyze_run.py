@@ -18,7 +18,7 @@ from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
 from distcache.popularity.curve import StaticSet, StepCurves, TableProfile
 from distcache.replay import Case
 from distcache.trace import Trace
-from distcache.trainer.prediction import Estimate, Prediction, Sizes
+from distcache.trainer.prediction import Estimate, RecordedRun, Sizes
 
 # -----------------------------------------------------------------------------
 # The command line of `distcache.analyze`: its own keys, and overrides of the configuration.
@@ -285,7 +285,7 @@ class SizeSearch:
 
     def __init__(
         self,
-        prediction: Prediction,
+        prediction: RecordedRun,
         sizes: Sizes,
         profiles: Sequence[TableProfile],
         case: Callable[[Sequence[int]], Case],

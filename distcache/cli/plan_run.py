@@ -15,20 +15,22 @@ from distcache.cli.plan_measure import DENSE_FEATURES, dense_layers
 from distcache.config.checks import at_least, byte_count
 from distcache.config.keys import option
 from distcache.config.tree import OptimConfig
-from distcache.cost.choose import (
+from distcache.cost.cluster import DEVICES, Cluster, Compute, Link, device_compute, parse_link
+from distcache.cost.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
+from distcache.cost.predict import (
     OBJECTIVES,
     Crossover,
     Point,
+    Prediction,
+    Settings,
     compare,
     crossovers,
     powers_of_two,
+    predict,
     ranks_per_node,
     sweep,
     winner,
 )
-from distcache.cost.cluster import DEVICES, Cluster, Compute, Link, device_compute, parse_link
-from distcache.cost.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
-from distcache.cost.predict import Prediction, Settings, predict
 from distcache.cost.traffic import MIXED
 from distcache.data.raw.settings import PRESETS as TABLES
 from distcache.errors import ConfigError

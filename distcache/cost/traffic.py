@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -131,16 +131,66 @@ def remote_share(world_size: int) -> float:
     return (world_size - 1) / world_size
 
 
+@dataclass(frozen=True)
+class RowFormat:
+    """Rows of one group: D elements, S of optimizer state, bytes of an element; `state`: where
+    that of replicated rows lies, `replicated` or `home`."""
+
+    dim: int
+    state_width: int = 0
+    itemsize: int = 4
+    state: str = REPLICATED
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row."""
+        return self.dim * self.itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of a row and its state."""
+        return (self.dim + self.state_width) * self.itemsize
+
+    @property
+    def filled_bytes(self) -> int:
+        """Of a fetched row as its home sends it to all ranks."""
+        return self.row_bytes if self.state == AT_HOME else self.stored_bytes
+
+
+Rows = TypeVar("Rows", float, np.ndarray)
+"""Numbers of rows that go their way: expected ones, or exact ones from rank to rank."""
+
+
+def replicated_bytes(row: RowFormat, fetched: Rows, named: Rows, summed: Rows) -> dict[str, Rows]:
+    """Bytes by stage of replicated rows: `fetched` ones, gradients of those that ranks `named`, and
+    the sums of rows (with state at home: the rows) that homes send back."""
+    return {
+        "fill": fetched * row.filled_bytes,
+        "row_gradients": named * row.row_bytes,
+        "row_sums": summed * row.row_bytes,
+    }
+
+
+def sharded_bytes(row: RowFormat, late: Rows, named: Rows, gradients: Rows) -> dict[str, Rows]:
+    """Bytes by stage of sharded rows: those that ranks `named` come to them, the `late` ones after
+    the step before, and `gradients` of them go back."""
+    return {
+        "late_rows": late * row.row_bytes,
+        "early_rows": (named - late) * row.row_bytes,
+        "row_gradients": gradients * row.row_bytes,
+    }
+
+
 def replicated_exchanges(
     group: GroupDemand, world_size: int, fetched: float, itemsize: int, state: str
 ) -> list[Exchange]:
     """A replicated group, of whose rows `fetched` are fetched in a step (over all homes)."""
-    k, row = remote_share(world_size), group.dim * itemsize
-    filled = group.dim + (0 if state == AT_HOME else group.state_width)
+    k, row = remote_share(world_size), RowFormat(group.dim, group.state_width, itemsize, state)
+    sent = replicated_bytes(row, k * fetched, k * group.rank_rows, k * group.world_rows)
+    patterns = {"row_gradients": EACH}  # the others go to all ranks
     return [
-        Exchange("fill", k * fetched * filled * itemsize, pattern=SPREAD),
-        Exchange("row_gradients", k * group.rank_rows * row),
-        Exchange("row_sums", k * group.world_rows * row, pattern=SPREAD),
+        Exchange(stage, nbytes, pattern=patterns.get(stage, SPREAD))
+        for stage, nbytes in sent.items()
     ]
 
 
@@ -151,14 +201,12 @@ def sharded_exchanges(
 
     On several `nodes` the group knows what one of them touches (`Demand.local_ranks`).
     """
-    k, row = remote_share(world_size), group.dim * itemsize
-    late, late_of_node = group.late_rows, group.late_node_rows
-    early, early_of_node = group.rank_rows - late, group.node_rows - late_of_node
-    return [
-        _to_namers("late_rows", late * row, late_of_node * row, (world_size, nodes)),
-        _to_namers("early_rows", early * row, early_of_node * row, (world_size, nodes)),
-        Exchange("row_gradients", k * group.rank_rows * row),
-    ]
+    row, back = RowFormat(group.dim, itemsize=itemsize), remote_share(world_size) * group.rank_rows
+    own = sharded_bytes(row, group.late_rows, group.rank_rows, back)
+    node = sharded_bytes(row, group.late_node_rows, group.node_rows, back)
+    shape = (world_size, nodes)
+    rows = [_to_namers(s, own[s], node[s], shape) for s in ("late_rows", "early_rows")]
+    return [*rows, Exchange("row_gradients", own["row_gradients"])]
 
 
 def _to_namers(stage: str, own: float, of_node: float, shape: tuple[int, int]) -> Exchange:

@@ -138,7 +138,7 @@ class Served:
     """A `Prediction` of 40 rows, of which a cache of 30 serves less than one of 29."""
 
     def estimate(self, case: Case) -> Estimate:
-        """See `Prediction.estimate`."""
+        """See `RecordedRun.estimate`."""
         rate = 0.5 if case.slots[0] == 30 else case.slots[0] / 40
         return Estimate(case, 1, hit_rate=rate, hit_rate_lookups=rate)
 

@@ -19,8 +19,8 @@ from distcache.cli.plan_run import Options, Request, default_parameters, make_pl
 from distcache.cli.plan_run import parse_request as parse_line
 from distcache.comm.rendezvous import Place
 from distcache.comm.world import World, close_world, open_world
-from distcache.cost.choose import Point
 from distcache.cost.cluster import PRESETS
+from distcache.cost.predict import Point
 from distcache.cost.traffic import CACHED, HYBRID
 from distcache.models import build_model
 from distcache.optim import row_update
