@@ -65,8 +65,8 @@ def run_jobs(
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param([(2,), (1, 1)], id="2 ranks"),
-        pytest.param([(3,), (1, 2)], id="3 ranks"),
+        pytest.param([(2,), (1, 1)], id="2 ranks", marks=pytest.mark.slow),
+        pytest.param([(3,), (1, 2), (1, 1, 1)], id="3 ranks"),
         pytest.param([(4,), (2, 2), (1, 3)], id="4 ranks", marks=pytest.mark.slow),
     ],
 )

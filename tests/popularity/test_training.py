@@ -154,7 +154,7 @@ def world_barrier(world) -> None:
     torch.distributed.barrier(group=world.host_group)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_use_of_statistics_trains_the_same_model(world, folders, tmp_path) -> None:
     found = run_ranks(several, world, folders, str(tmp_path), timeout=200)[0]
     plain = found.pop("plain")
