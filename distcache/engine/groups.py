@@ -62,7 +62,7 @@ class GroupBags:
     @cached_property
     def single(self) -> bool:
         """Whether every bag has one id, without a weight."""
-        bags = len(self.offsets) - 1
+        bags = self.offsets.shape[0] - 1
         if self.weights is not None or len(self.rows) != bags:
             return False
         return np.array_equal(self.offsets.numpy(), _counted(bags + 1))

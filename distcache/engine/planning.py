@@ -320,6 +320,7 @@ class StreamPlanner:
         try:
             with spanned(entry.spans, "plan", LANE, entry.step):
                 entry.plans = self._plans.of(entry, decided, deciding.decisions)
+                entry.move_after = max(plan.move_after for plan in entry.plans)
         except BaseException as error:  # after all have agreed to go on
             self.alone = True
             record_failure(self.link.world.store, self.link.world.rank, error)

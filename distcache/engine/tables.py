@@ -140,8 +140,12 @@ def make_caches(
     update: RowUpdate,
     dtype: torch.dtype,
     placement: Placement | None = None,
+    validate: bool = False,
 ) -> list[DeviceCache]:
-    """A cache of `slots[g]` for every group; called by all ranks, fails on all or none."""
+    """A cache of `slots[g]` for every group; called by all ranks, fails on all or none.
+
+    `validate`: as of `DeviceCache`.
+    """
 
     def make() -> list[DeviceCache]:
         stateful = [state_slots(count, world, placement or Placement()) for count in slots]
@@ -163,6 +167,7 @@ def make_caches(
                 dtype,
                 world.device,
                 state_slots=own,
+                validate=validate,
             )
             for count, group, own in zip(slots, groups, stateful, strict=True)
         ]
@@ -264,7 +269,9 @@ def make_rows(
     if settings.mode == "host":
         slots = [world.size] * len(groups)
     regions = [region_slots(group, count) for group, count in zip(groups, slots, strict=True)]
-    caches = make_caches(world, groups, regions, update, settings.dtype, placement)
+    caches = make_caches(
+        world, groups, regions, update, settings.dtype, placement, settings.validate
+    )
     if settings.mode == "resident":
         for group, cache in zip(groups, caches, strict=True):
             initialise_resident(group, cache, settings.seed, update.initial_state(group.dim))
