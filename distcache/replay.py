@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
-from distcache.cost.traffic import RowFormat, replicated_bytes, sharded_bytes
 from distcache.errors import ConfigError
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner.assemble import Request, make_request, next_move_after
@@ -745,6 +745,60 @@ ROW_BYTES, REPLY_BYTES, HEADER_NUMBERS, CONTROL_NUMBERS = 8, 4, 8, 2
 loss and the wish to stop."""
 
 
+AT_HOME = "home"
+"""The optimizer state of replicated rows lies at their homes alone."""
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Rows of one group: D elements, S of optimizer state, bytes of an element; `state`: where
+    that of replicated rows lies, `replicated` or `home`."""
+
+    dim: int
+    state_width: int = 0
+    itemsize: int = 4
+    state: str = "replicated"
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row."""
+        return self.dim * self.itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of a row and its state."""
+        return (self.dim + self.state_width) * self.itemsize
+
+    @property
+    def filled_bytes(self) -> int:
+        """Of a fetched row as its home sends it to all ranks."""
+        return self.row_bytes if self.state == AT_HOME else self.stored_bytes
+
+
+Rows = TypeVar("Rows", float, np.ndarray)
+"""Numbers of rows that go their way: expected ones, or exact ones from rank to rank."""
+
+
+def replicated_bytes(row: RowFormat, fetched: Rows, named: Rows, summed: Rows) -> dict[str, Rows]:
+    """Bytes by stage of replicated rows: `fetched` ones, gradients of those that ranks `named`, and
+    the sums of rows (with state at home: the rows) that homes send back."""
+    return {
+        "fill": fetched * row.filled_bytes,
+        "row_gradients": named * row.row_bytes,
+        "row_sums": summed * row.row_bytes,
+    }
+
+
+def sharded_bytes(row: RowFormat, late: Rows, named: Rows, gradients: Rows) -> dict[str, Rows]:
+    """Bytes by stage of sharded rows: those that ranks `named` come to them, the `late` ones after
+    the step before, and `gradients` of them go back."""
+    return {
+        "late_rows": late * row.row_bytes,
+        "early_rows": (named - late) * row.row_bytes,
+        "row_gradients": gradients * row.row_bytes,
+    }
+
+
 def flows(counts: StepCounts, row: RowFormat) -> dict[str, np.ndarray]:
     """Bytes of rows and row gradients by stage: int64 `[W, W]`, from rank (first index) to rank.
 
@@ -754,7 +808,7 @@ def flows(counts: StepCounts, row: RowFormat) -> dict[str, np.ndarray]:
     near, far = counts.replicated, counts.sharded
     if near is not None:
         found |= replicated_bytes(row, _to_all(near.fetched), near.asked, _to_all(near.rows))
-        if row.state == "home":
+        if row.state == AT_HOME:
             found["updated_rows"] = found.pop("row_sums")
     if far is not None:
         sent = sharded_bytes(row, far.late, far.asked.T, far.asked)
