@@ -8,7 +8,7 @@ from distcache.engine.step import WAIT, Span, Stage, StageClock
 from distcache.parallel.statistics import stage_values
 
 STAGES = tuple(
-    Stage(name, stream, lambda flight: None)
+    Stage(name, stream)
     for name, stream in (("gather", "host"), ("compute", "compute"), ("sync", "communication"))
 )
 
