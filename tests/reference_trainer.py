@@ -61,6 +61,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         group = self.param_groups[0]
         for table in group["params"]:
+            if table.grad is None:  # as torch's optimizers
+                continue
             gradient = table.grad.coalesce()
             rows, values, total = gradient.indices()[0], gradient.values(), self.state[table]["sum"]
             total[rows] += values.square().mean(dim=1)

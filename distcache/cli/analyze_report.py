@@ -5,21 +5,28 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from distcache.bench.report import Table, markdown_table
 from distcache.cli.analyze_plots import plot_access, plot_drift, plot_misses
-from distcache.cli.analyze_run import CLOSE, GRID, Request, SizePoint, Target, cases_of
+from distcache.cli.analyze_run import (
+    CLOSE,
+    GRID,
+    Request,
+    SizePoint,
+    Target,
+    cases_of,
+    fitting_sizes,
+)
 from distcache.cli.run import describe_environment
 from distcache.errors import DataError
-from distcache.popularity.curve import TOP_SHARES, TableProfile, split_static
+from distcache.popularity.curve import TOP_SHARES, TableProfile, most_frequent
 from distcache.replay import Case, Outcome, popularity_of, replay
 from distcache.trace import read_steps, record_ids
-from distcache.trainer.counting import Counted, Progress
-from distcache.trainer.prediction import Estimate, Prediction, Sizes
+from distcache.trainer.prediction import Counted, Estimate, Progress, RecordedRun, Sizes
 from distcache.trainer.record import write_json
 
 # -----------------------------------------------------------------------------
@@ -148,7 +155,7 @@ def size_table(points: Sequence[SizePoint], sizes: Sizes) -> Table:
 
 
 def prediction_table(
-    estimates: Sequence[Estimate], prediction: Prediction, expected: float
+    estimates: Sequence[Estimate], prediction: RecordedRun, expected: float
 ) -> Table:
     """What the configured run will measure, by number of ranks."""
     rows, refused = [], ""
@@ -403,7 +410,7 @@ def _split(profiles: Sequence[TableProfile], sizes: Sizes, slots: Sequence[int])
     rows = [0] * len(profiles)
     for members, count in zip(sizes.members, slots, strict=True):
         curves = [profiles[table].curve for table in members]
-        for table, part in zip(members, split_static(curves, count), strict=True):
+        for table, part in zip(members, most_frequent(curves, count, shared=True), strict=True):
             rows[table] = round(part)
     return tuple(rows)
 
@@ -423,7 +430,7 @@ class Analysis:
     request: Request
     counted: Counted
     sizes: Sizes
-    prediction: Prediction
+    prediction: RecordedRun
     estimates: tuple[Estimate, ...]
     points: tuple[SizePoint, ...]
     target: Target
@@ -660,7 +667,7 @@ def simulate_trace(request: Request, progress: Progress, command: Sequence[str])
     try:
         with progress("read", None, "id") as bar:
             trace = record_ids(
-                read_steps(options.trace, options.ids_per_step or None),
+                read_steps(request.trace, options.ids_per_step or None),
                 options.trace_rows or None,
                 options.world_sizes,
                 bar.update,
@@ -672,7 +679,8 @@ def simulate_trace(request: Request, progress: Progress, command: Sequence[str])
         rows = size * trace.rows if size <= 1 else size
         return (max(1, min(trace.rows, int(np.ceil(rows)))),)
 
-    cases = cases_of(request.policies, options, slots, lambda slots, world: 1)
+    chosen = replace(options, sizes=fitting_sizes(options.sizes, [trace], slots))
+    cases = cases_of(request.policies, chosen, slots, lambda slots, world: 1)
     with progress("simulate", len(cases), "case") as bar:
         outcomes = replay(trace, cases, popularity_of([trace]), lambda _: bar.update(1))
     table = simulation_table(outcomes, [_ROW_BYTES])

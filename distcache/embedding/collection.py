@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,21 +23,91 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from distcache.comm.agreement import together
-from distcache.comm.world import current_world
+from distcache.comm.world import World
 from distcache.data.batch import JaggedIds
 from distcache.embedding.ids import (
     IdReader,
+    Lookups,
     checked_configs,
     initialise_as_told,
     is_default,
     lookups_of,
     table_specs,
 )
-from distcache.embedding.settings import check_names
+from distcache.embedding.joining import Membership
+from distcache.embedding.settings import check_names, library_words
 from distcache.embedding.step import CachedTables, CacheSettings, OpenStep, Part, WholeTables
 from distcache.engine.lookup import to_device
 from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
+from distcache.layout import TableSpec, group_tables
 from distcache.optim import RowUpdate
+from distcache.popularity.slots import Budget, plan_slots
+
+# -----------------------------------------------------------------------------
+# What a collection's tables are made of, once it is known by which ranks.
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a collection knows of its tables before its ranks: configs as TorchRec has them,
+    lookups, optimizer and settings; `name`: of the collection, for messages."""
+
+    configs: list[Any]
+    lookups: Lookups
+    update: RowUpdate
+    settings: CacheSettings
+    device: torch.device
+    name: str
+
+    @cached_property
+    def specs(self) -> list[TableSpec]:
+        """The tables."""
+        return table_specs(self.configs)
+
+    @property
+    def tables_of_lookups(self) -> tuple[str, ...]:
+        """The name of each lookup's table."""
+        return tuple(self.specs[table].name for table in self.lookups.tables)
+
+    def check_sizes(self) -> None:
+        """Raise ConfigError for sizes that no rank could have; others need the ranks, or the
+        statistics."""
+        given, split = self.settings, self.settings.split
+        sizes = (given.rows, given.ratio, given.bytes)
+        widths = [self.update.state_width(spec.dim) for spec in self.specs]
+        if split != "by_curve":
+            with library_words():
+                budget = Budget(*sizes, itemsize=given.dtype.itemsize, world_size=1)
+                plan_slots(self.named_specs(), widths, budget, split, None)
+
+    def named_specs(self) -> list[TableSpec]:
+        """The tables with the keys that they read as features."""
+        keys = self.lookups.features
+        return [
+            replace(spec, features=tuple(keys[int(f)] for f in spec.features))
+            for spec in self.specs
+        ]
+
+    def make(self, world: World) -> CachedTables:
+        """The tables of a world; called by all its ranks."""
+        tables = CachedTables(
+            world, self.specs, self.lookups, self.update, self.settings, self.name
+        )
+        whole, seed = WholeTables(tables), self.settings.seed
+
+        def initialise() -> None:
+            """Initial rows where a table asks for others than the default."""
+            if world.local_rank:
+                return
+            for index, config in enumerate(self.configs):
+                if not is_default(config):
+                    told = partial(initialise_as_told, config, index, seed=seed)
+                    whole.change_initial(index, seed, told)
+
+        together(world, initialise)
+        tables.warm_up()
+        return tables
+
 
 # -----------------------------------------------------------------------------
 # The optimizer of a collection's rows, as `torch.optim` has it, and clipping with it.
@@ -50,15 +122,23 @@ class RowOptimizer(torch.optim.Optimizer):
     step without gradients changes nothing and does not count.
     """
 
-    def __init__(self, tables: CachedTables, update: RowUpdate) -> None:
-        """`update`: `distcache.optim.SGD`, `Adagrad`, `RowWiseAdagrad` or `Adam` with settings."""
-        self._tables, self._update = tables, update
+    def __init__(self, member: Membership, recipe: Recipe) -> None:
+        """The optimizer of the tables that `member` has or will have, of `recipe`."""
+        self._member, self._update = member, recipe.update
+        dtype, device = recipe.settings.dtype, recipe.device
         self._none = [
-            torch.zeros(0, group.dim, dtype=tables.settings.dtype, device=tables.world.device)
-            for group in tables.groups
+            torch.zeros(0, recipe.specs[members[0]].dim, dtype=dtype, device=device)
+            for members in group_tables(recipe.specs)
         ]
-        super().__init__([leaf.requires_grad_() for leaf in self._none], {"lr": update.lr})
-        tables.show_leaves = self._show
+        super().__init__([leaf.requires_grad_() for leaf in self._none], {"lr": self._update.lr})
+        # Weak: a collection that nobody uses must be gone at the same time on all ranks.
+        member.show_leaves = weakref.WeakMethod(self._show)
+        if member.made is not None:
+            member.made.show_leaves = self._show
+
+    @property
+    def _tables(self) -> CachedTables:
+        return self._member.tables
 
     def _show(self, leaves: list[Tensor]) -> None:
         self.param_groups[0]["params"][:] = leaves or self._none
@@ -79,8 +159,9 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the row gradients gathered so far; they are always set to None."""
-        if self._tables.current is not None:
-            self._tables.current.drop()
+        tables = self._member.made
+        if tables is not None and tables.current is not None:
+            tables.current.drop()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the group that the optimizer is made with; raises ConfigError for another."""
@@ -106,7 +187,7 @@ class RowOptimizer(torch.optim.Optimizer):
         tables = self._tables
         state: dict[str, dict[str, Any]] = {}
         for index, (spec, (_, values)) in enumerate(WholeTables(tables).views(states=True)):
-            state[spec.name] = {"step": torch.tensor(tables.steps)}
+            state[spec.name] = {"step": torch.tensor(tables.counts[index])}
             for name, columns in self._update.state_columns(spec.dim).items():
                 if values is not None:
                     state[tables.tables[index].name][name] = values[:, columns]
@@ -123,9 +204,6 @@ class RowOptimizer(torch.optim.Optimizer):
         names = [table.name for table in tables.tables]
         if set(state) != set(names):
             raise ConfigError(f"optimizer state of tables {sorted(state)}, not {sorted(names)}")
-        steps = {int(state[name]["step"]) for name in names}
-        if len(steps) > 1:
-            raise ConfigError(f"the tables' step counters differ: {sorted(steps)}")
         parts: list[Part] = []
         for index, table in enumerate(tables.tables):
             columns = self._update.state_columns(table.dim)
@@ -141,7 +219,7 @@ class RowOptimizer(torch.optim.Optimizer):
                     raise ConfigError(f"{table.name}.{name}: shape {got}, must be {want}")
                 parts.append((index, at, state[table.name][name]))
         WholeTables(tables).load_state(parts)
-        tables.steps = steps.pop()
+        tables.counts = [int(state[name]["step"]) for name in names]
         group = {k: v for k, v in state_dict["param_groups"][0].items() if k != "params"}
         self.param_groups[0].update(group)
 
@@ -207,53 +285,44 @@ class CachedCollection(nn.Module):
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}: give seconds above 0")
         chosen = CacheSettings(**settings)
-        self._configs = checked_configs(tables, self._config)
-        self._device = _concrete(device)
-        lookups, specs = lookups_of(self._configs), table_specs(self._configs)
-        names = tuple(specs[table].name for table in lookups.tables)
-        self.reader = IdReader(lookups, names, self._is_weighted)
-        world = current_world(self._device, process_group, timeout_s)
-        self.tables = CachedTables(world, specs, lookups, optimizer, chosen, name)
-        self._initialise(chosen.seed)
-        self.tables.warm_up()
-        self.optimizer = RowOptimizer(self.tables, optimizer)
+        configs = checked_configs(tables, self._config)
+        recipe = Recipe(configs, lookups_of(configs), optimizer, chosen, _concrete(device), name)
+        recipe.check_sizes()
+        self._recipe = recipe
+        self.reader = IdReader(recipe.lookups, recipe.tables_of_lookups, self._is_weighted)
+        self._member = Membership(recipe.make, recipe.device, process_group, timeout_s, name)
+        self.optimizer = RowOptimizer(self._member, recipe)
+        self._frozen: set[str] = set()
+        self.trainable = nn.Parameter(torch.empty(0, device=recipe.device))
+        """Empty: its `requires_grad` says whether the tables train."""
 
-    def _initialise(self, seed: int) -> None:
-        """Initial rows where a table asks for others than the default."""
-        whole, world = WholeTables(self.tables), self.tables.world
-
-        def fill() -> None:
-            if world.local_rank:
-                return
-            for index, config in enumerate(self._configs):
-                if not is_default(config):
-                    told = partial(initialise_as_told, config, index, seed=seed)
-                    whole.change_initial(index, seed, told)
-
-        together(world, fill)
+    @property
+    def tables(self) -> CachedTables:
+        """The tables; made now, by all ranks, if they are not there yet."""
+        return self._member.tables
 
     @property
     def device(self) -> torch.device:
         """Where the cache lies and the embeddings come out."""
-        return self._device
+        return self._recipe.device
 
     def _open(self, features: KeyedJaggedTensor) -> tuple[OpenStep, int]:
         """The step, with its rows on the device, and the micro-batch that `features` is."""
+        tables = self.tables
         try:
-            return self._locate(features)
+            return self._locate(tables, features)
         except DistcacheError as error:
-            self.tables.failed(error)
+            tables.failed(error)
             raise
 
-    def _locate(self, features: KeyedJaggedTensor) -> tuple[OpenStep, int]:
-        tables = self.tables
+    def _locate(self, tables: CachedTables, features: KeyedJaggedTensor) -> tuple[OpenStep, int]:
         tables.require_open()
         if not isinstance(features, KeyedJaggedTensor):
             raise DataError(f"{type(features).__name__} is no KeyedJaggedTensor")
         trains = self.training and torch.is_grad_enabled()
         for stream in tables.streams:
             if stream.claims(features, by_content=trains):
-                micro = stream.open_next()
+                micro = stream.open_next(self._frozen_now())
                 return tables.opened(), micro
         known = tables.current.reads if tables.current is not None else []
         for micro, read in enumerate(known):
@@ -265,7 +334,7 @@ class CachedCollection(nn.Module):
         tables.end_current()
         read = self.reader.read(features)
         planned = tables.plan_inline(read, "train" if torch.is_grad_enabled() else "eval")
-        return tables.open(planned, [read]), 0
+        return tables.open(planned, [read], self._frozen_now()), 0
 
     # --- training ---------------------------------------------------------------------------
 
@@ -280,9 +349,42 @@ class CachedCollection(nn.Module):
         embeddings, so that backward did not come here, calls this instead. Raises PlanError
         before the last micro-batch.
         """
-        self.tables.require_open()
-        if self.tables.current is not None:
-            self.tables.current.ready(without_backward=True)
+        tables = self.tables
+        tables.require_open()
+        if tables.current is not None:
+            tables.current.ready(without_backward=True)
+
+    def freeze(self, *tables: str) -> None:
+        """From the next step on, leave these tables as they are; by all ranks before the same step.
+
+        Their rows get no gradient, no update and no step count, until `unfreeze`. All tables of a
+        collection are frozen by `requires_grad_(False)`, also of a module around it or of its
+        parameters. Raises ConfigError for a table that is not there.
+        """
+        self._frozen |= self._known(tables)
+
+    def unfreeze(self, *tables: str) -> None:
+        """Train these tables again, from the next step on; see `freeze`."""
+        self._frozen -= self._known(tables)
+
+    def _known(self, names: Sequence[str]) -> set[str]:
+        known = [spec.name for spec in self._recipe.specs]
+        for name in names:
+            if name not in known:
+                raise ConfigError(f"no table is named {name!r}: there are {', '.join(known)}")
+        return set(names)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The tables that the next step will leave as they are."""
+        names = (spec.name for spec in self._recipe.specs)
+        whole = not self.trainable.requires_grad
+        return tuple(name for name in names if whole or name in self._frozen)
+
+    def _frozen_now(self) -> frozenset[int]:
+        """The frozen tables by index: what a step is opened with."""
+        frozen = set(self.frozen)
+        return frozenset(at for at, spec in enumerate(self._recipe.specs) if spec.name in frozen)
 
     def flush(self) -> None:
         """Bring every changed row to host memory; called by all ranks."""
@@ -290,9 +392,20 @@ class CachedCollection(nn.Module):
 
     def close(self) -> None:
         """Stop planning and let go of the tables; safe to call twice."""
-        self.tables.close()
+        self._member.close()
 
     # --- nn.Module --------------------------------------------------------------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The empty parameter whose `requires_grad` freezes; none without `recurse`.
+
+        DDP asks module by module, without `recurse`, for what it must reduce: it would wait for a
+        gradient that this one never gets.
+        """
+        if recurse:
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -317,7 +430,7 @@ class CachedCollection(nn.Module):
         """Take whole tables; by all ranks. Keys and errors as nn.Module reports them."""
         found: dict[int, Tensor] = {}
         expected = set()
-        for index, table in enumerate(self.tables.tables):
+        for index, table in enumerate(self._recipe.specs):
             key = f"{prefix}{self._tables_key}.{table.name}.weight"
             expected.add(key)
             value, want = state_dict.get(key), (table.rows, table.dim)
@@ -333,11 +446,11 @@ class CachedCollection(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """`.to()` and the like: the cache stays where it is, so they may only ask for that."""
-        dtype = self.tables.settings.dtype
-        probe = fn(torch.empty(0, dtype=dtype, device=self._device))
-        if probe.device != self._device or probe.dtype != dtype:
+        dtype, device = self._recipe.settings.dtype, self._recipe.device
+        probe = fn(torch.empty(0, dtype=dtype, device=device))
+        if probe.device != device or probe.dtype != dtype:
             raise ConfigError(
-                f"the cache lies on {self._device} in {dtype} and cannot become {probe.device}, "
+                f"the cache lies on {device} in {dtype} and cannot become {probe.device}, "
                 f"{probe.dtype}: make {type(self).__name__} with device= and dtype="
             )
         return super()._apply(fn, recurse)
@@ -353,7 +466,7 @@ class CachedCollection(nn.Module):
         """One line for each table."""
         return "\n".join(
             f"({table.name}): {table.rows} x {table.dim}, {table.pooling}"
-            for table in self.tables.tables
+            for table in self._recipe.specs
         )
 
 
@@ -406,12 +519,12 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         longest wait for another rank, seconds.
 
         Settings by keyword: at most one of `rows` (slots per rank over all tables), `ratio` (of
-        each width's rows) and `bytes` (default: ratio 0.015); `lookahead=8` and `prefetch=1`,
-        optimizer steps that ids are known, and rows may move, ahead; `policy="lookahead"|"lfu"|
-        "lru"|"frequency"|"static"`, with `tail="lfu"|"lru"|"frequency"`, `admission=False|True` and
-        `half_life="auto"|steps`;
+        each width's rows) and `bytes` (default: 1.5 % of them, at least 32 MiB); `lookahead=8` and
+        `prefetch=1`, optimizer steps that ids are known, and rows may move, ahead;
+        `policy="lookahead"|"lfu"|"lru"|"frequency"|"static"`, with
+        `tail="lfu"|"lru"|"frequency"` and `half_life="auto"|steps`;
         `statistics`, a folder of distcache.analyze or distcache.preprocess or a `Statistics`, with
-        `order`, `warm_start` and `split` as the keys of group `cache` (`batch_size`: samples of an
+        `warm_start` and `split` as the keys of group `cache` (`batch_size`: samples of an
         optimizer step over all ranks, for `split="by_curve"` and `policy="static"`);
         `schedule="overlapped"|"serial"`: rows move beside the steps, or between them;
         `store_access="staged"|"zero_copy"`: through buffers, or read and written in host memory;
@@ -428,7 +541,7 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables' configs."""
-        return self._configs
+        return self._recipe.configs
 
     def is_weighted(self) -> bool:
         """Whether ids come with weights."""
@@ -493,7 +606,7 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The tables' configs."""
-        return self._configs
+        return self._recipe.configs
 
     def need_indices(self) -> bool:
         """Whether ids come along with their rows."""
@@ -501,7 +614,7 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
 
     def embedding_dim(self) -> int:
         """The width of all tables; raises ConfigError where they differ."""
-        widths = sorted({config.embedding_dim for config in self._configs})
+        widths = sorted({config.embedding_dim for config in self._recipe.configs})
         if len(widths) > 1:
             raise ConfigError(f"embedding_dim(): the tables have several widths, {widths}")
         return widths[0]
@@ -510,7 +623,9 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         """The keys of the output, by table: `feature`, or `feature@table` for a shared feature."""
         lookups = self.reader.lookups
         pairs = list(zip(lookups.tables, lookups.names, strict=True))
-        return [[name for own, name in pairs if own == at] for at in range(len(self._configs))]
+        return [
+            [name for own, name in pairs if own == at] for at in range(len(self._recipe.configs))
+        ]
 
     @torch.compiler.disable
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
@@ -523,7 +638,7 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         ids, rows = step.reads[micro].ids, step.rows(micro)
         given = features.lengths_or_none()
         lengths, offsets = _by_lookup(ids, torch.int64 if given is None else given.dtype)
-        lengths, offsets = (to_device(part, self._device) for part in (lengths, offsets))
+        lengths, offsets = (to_device(part, self._recipe.device) for part in (lengths, offsets))
         indices = self._indices(ids, [len(part) for part in rows])
         out = {}
         for at, name in enumerate(self.reader.lookups.names):
@@ -536,7 +651,7 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         """The ids of every lookup, on the device, if they are wanted."""
         if not self._need_indices:
             return [None] * len(counts)
-        return to_device(ids.values, self._device).split(counts)
+        return to_device(ids.values, self._recipe.device).split(counts)
 
 
 def _by_lookup(ids: JaggedIds, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Variable
@@ -20,12 +21,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distcache.comm.agreement import agree_on, agree_on_versions, together
 from distcache.comm.failure import record_failure
-from distcache.comm.link import CollectiveCounters, Link
+from distcache.comm.link import PLANNING, CollectiveCounters, Link, host_link
 from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids
 from distcache.embedding.ids import IdReader, Lookups, ReadIds, as_batch
 from distcache.embedding.settings import CacheSettings, library_words
-from distcache.engine.gradients import start_reduce_rows
+from distcache.engine.gradients import start_reduce_rows, to_all
 from distcache.engine.groups import GroupBags, RegionSlots, TableGroup, join_pooled
 from distcache.engine.lookup import DeviceBags, PooledLookup, RowLookup, bags_of_one, part_of
 from distcache.engine.movement import GroupRows, Mover
@@ -46,7 +47,7 @@ from distcache.store.rows import RowStore, initial_rows
 from distcache.streams import COMPUTE, Streams
 
 if TYPE_CHECKING:
-    from distcache.embedding.stream import Lookahead
+    from distcache.embedding.stream import Epoch
 
 
 # -----------------------------------------------------------------------------
@@ -109,10 +110,10 @@ def make_row_parts(
         dtype.itemsize,
         world.size,
         settings.batch_size or 1,
+        settings.prefetch + 2,
     )
     use = Use(
         settings.policy_settings,
-        settings.order,
         settings.warm_start,
         settings.split,
         settings.prefetch,
@@ -175,8 +176,9 @@ def make_stream_planner(
 # -----------------------------------------------------------------------------
 # One optimizer step of a collection: its row leaves, their gradients and when they are summed.
 
-Reduce = Callable[[Flight, list[Tensor]], list[Tensor]]
-"""(planned, local row gradients by group) -> the gradients that the step applies."""
+Reduce = Callable[["OpenStep", list["Tensor | None"]], list["Tensor | None"]]
+"""(step, local row gradients by group) -> the gradients that the step applies; None: of a group
+that is frozen."""
 
 
 class OpenStep:
@@ -194,13 +196,20 @@ class OpenStep:
         groups: list[TableGroup],
         read_rows: Callable[[Flight], list[Tensor]],
         reduce: Reduce,
+        frozen: frozenset[int],
     ) -> None:
+        """`frozen`: the tables, by index, that this step leaves as they are."""
         self.planned, self.reads, self._groups = planned, reads, groups
+        self.frozen = frozen
+        self.trains = [not frozen.issuperset(group.tables) for group in groups]
+        """Whether any table of each group is updated."""
         self._read_rows, self._reduce = read_rows, reduce
         self.leaves: list[Tensor] | None = None
         self._forwarded: set[int] = set()
         self._backed: set[int] = set()
         self.reduced = False
+        self.classes: list[list[tuple[int, Tensor]] | None] = []
+        """By group, once reduced: the rows by their tables' step count, see `CachedTables`."""
         self._task = -1
         self._backward_failed = False
 
@@ -244,10 +253,12 @@ class OpenStep:
         """The leaves; read again from the cache once a step has changed its rows."""
         if self.leaves is None:
             with torch.inference_mode(False), torch.no_grad():
-                self.leaves = [leaf.requires_grad_() for leaf in self._read_rows(self.planned)]
+                pairs = zip(self._read_rows(self.planned), self.trains, strict=True)
+                self.leaves = [leaf.requires_grad_(trains) for leaf, trains in pairs]
             step = weakref.ref(self)
             for leaf in self.leaves:
-                leaf.register_post_accumulate_grad_hook(_AfterAccumulate(step))
+                if leaf.requires_grad:
+                    leaf.register_post_accumulate_grad_hook(_AfterAccumulate(step))
         return self.leaves
 
     def _bags(self, micro: int) -> list[tuple[GroupBags, StepPlan]]:
@@ -274,7 +285,8 @@ class OpenStep:
                 alive._backed.add(micro)
 
         for tensor in found:
-            tensor.register_hook(mark)
+            if tensor.requires_grad:
+                tensor.register_hook(mark)
 
     # --- backward ---------------------------------------------------------------------------
 
@@ -300,10 +312,13 @@ class OpenStep:
     @torch.no_grad()
     def reduce(self) -> None:
         """Sum the row gradients over the ranks, once; all ranks do it for the same step."""
-        if self.reduced or self.leaves is None:
+        if self.reduced or self.leaves is None or not any(self.trains):
             return
-        local = [torch.zeros_like(at) if at.grad is None else at.grad for at in self.leaves]
-        for leaf, gradient in zip(self.leaves, self._reduce(self.planned, local), strict=True):
+        local = [
+            (torch.zeros_like(at) if at.grad is None else at.grad) if trains else None
+            for at, trains in zip(self.leaves, self.trains, strict=True)
+        ]
+        for leaf, gradient in zip(self.leaves, self._reduce(self, local), strict=True):
             leaf.grad = gradient
         self.reduced = True
 
@@ -321,7 +336,7 @@ class OpenStep:
         Raises PlanError where a step would lose part, and, unless `without_backward`, where no
         backward pass has come here.
         """
-        if self.leaves is None or not self._forwarded:
+        if self.leaves is None or not self._forwarded or not any(self.trains):
             return False
         if (self._backed or self.reduced) and not self.pending:
             return False  # dropped by zero_grad
@@ -409,6 +424,8 @@ class Source(Generic[T]):
         self._reader, self._find, self._accumulate = reader, find, accumulate
         self._next = 0
         self.kept: dict[int, Ahead[T]] = {}
+        self.ended = False
+        """Whether the last of the batches has been read."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -420,6 +437,7 @@ class Source(Generic[T]):
                 self._iterator = iter(self._batches)
             batches = list(itertools.islice(self._iterator, self._accumulate))
             if not batches:
+                self.ended = True
                 raise StopIteration
             reads = [self._reader.read(self._find(batch)) for batch in batches]
             ahead = self.kept[self._next] = Ahead(self._next, batches, reads)
@@ -616,12 +634,13 @@ class CachedTables:
         self.groups, self.rows, self._warm = parts.groups, parts.rows, parts.warm
         self._movement = Mover(self.rows, self.link, streams, settings.dtype)
         self.current: OpenStep | None = None
-        self.steps = 0
-        """Optimizer steps applied so far."""
+        self.counts = [0] * len(self.tables)
+        """Optimizer steps applied to each table so far: one that is frozen does not count."""
+        self._agreed: Callable[[], Tensor] | None = None
         self.closed = False
         self._moved = -1
         self._ahead = False
-        self._streams: list[weakref.ref[Lookahead]] = []
+        self._streams: list[weakref.ref[Epoch]] = []
         self.leaving: list[Runner] = []
         """Behind look-aheads that nobody holds any more; may still be ending."""
         self.show_leaves: Callable[[list[Tensor]], None] = lambda leaves: None
@@ -637,15 +656,20 @@ class CachedTables:
             raise DataError(text) from error
         return replace(batch, ids=ids)
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps applied so far, to the table that had most."""
+        return max(self.counts)
+
     # --- plans ------------------------------------------------------------------------------
 
     @property
-    def streams(self) -> list[Lookahead]:
+    def streams(self) -> list[Epoch]:
         """The look-aheads that are alive and have not ended, the latest first."""
         alive = [stream for ref in reversed(self._streams) if (stream := ref()) is not None]
         return [stream for stream in alive if not stream.ended]
 
-    def start_stream(self, stream: Lookahead) -> None:
+    def start_stream(self, stream: Epoch) -> None:
         """`stream` is about to plan ahead: the others halt, planning goes on from the device."""
         self.require_open()
         self.halt()
@@ -693,8 +717,14 @@ class CachedTables:
         """What a look-ahead's own thread runs; none where the loop does it."""
         return self._movement if self.settings.schedule == "overlapped" else None
 
-    def open(self, flight: Flight, reads: list[ReadIds]) -> OpenStep:
-        """Make a planned step the current one, with its rows on the device."""
+    def open(
+        self, flight: Flight, reads: list[ReadIds], frozen: frozenset[int] = frozenset()
+    ) -> OpenStep:
+        """Make a planned step the current one, with its rows on the device.
+
+        `frozen`: tables, by index, that it will not change, the same on all ranks: PlanError later
+        where they are not.
+        """
         self.end_current()
         if not flight.moved:
             flight.after = self.streams_of_device.mark(COMPUTE)
@@ -705,8 +735,64 @@ class CachedTables:
         for rows, counts in zip(self.rows, flight.counts, strict=True):
             rows.counts.add(counts)
         self._moved = flight.step
-        self.current = OpenStep(flight, reads, self.groups, self._leaves, self._reduced)
+        self.current = OpenStep(flight, reads, self.groups, self._leaves, self._reduced, frozen)
+        self._say_frozen(flight.step, frozen)
         return self.current
+
+    # --- frozen tables ----------------------------------------------------------------------
+
+    def _say_frozen(self, step: int, frozen: frozenset[int]) -> None:
+        """Tell the other ranks which tables a step leaves as they are; `_check_frozen` listens.
+
+        Over the host group, beside the step's work: nobody waits for it.
+        """
+        self._check_frozen()
+        if self.world.size > 1:
+            own = torch.zeros(len(self.tables), dtype=torch.uint8)
+            own[list(frozen)] = 1
+            what = f"the frozen tables of step {step}"
+            self._agreed = host_link(self.world).start_all_gather(own, PLANNING, what)
+
+    def _check_frozen(self) -> None:
+        """PlanError, on all ranks, where they do not freeze the same tables in the open step.
+
+        Comes before the step's first exchange that depends on it.
+        """
+        said, self._agreed = self._agreed, None
+        if said is None:
+            return
+        by_rank = said().bool()
+        differ = (by_rank != by_rank[0]).any(0).nonzero().flatten().tolist()
+        if differ:
+            ranks = by_rank[:, differ[0]].nonzero().flatten().tolist()
+            raise PlanError(
+                f"table {self.tables[differ[0]].name!r} is frozen on rank(s) "
+                f"{', '.join(map(str, ranks))} and not on the others: freeze() and "
+                "requires_grad_(False) are called by all ranks before the same step"
+            )
+
+    def _classes(self, group: int, step: OpenStep) -> list[tuple[int, Tensor]] | None:
+        """The places of a step's rows by their tables' step count, int64 on the CPU; under -1 those
+        of frozen tables. None where all rows of the group are alike.
+
+        A home knows the rows in its slots by number; the others hear of them, where they differ.
+        """
+        rows = self.rows[group]
+        counts = [-1 if table in step.frozen else self.counts[table] for table in rows.group.tables]
+        if len(set(counts)) == 1:
+            return None
+        kinds = sorted(set(counts))
+        of_table = np.array([kinds.index(count) for count in counts], dtype=np.uint8)
+        plan, world, layout = step.planned.plans[group], self.world, rows.group.layout
+        mine = plan.home_slice(world.rank)
+        named = rows.cache.slot_row[plan.slots[mine].numpy()]
+        tables = np.searchsorted(layout.offsets, named, side="right") - 1
+        own = torch.from_numpy(of_table[tables]).unsqueeze(1)
+        if world.size > 1:
+            what = f"tables of rows {plan.step}"
+            own = to_all(self.link, plan, own.to(world.device), what).cpu()
+        found = own.flatten()
+        return [(kind, (found == at).nonzero().flatten()) for at, kind in enumerate(kinds)]
 
     def opened(self) -> OpenStep:
         """The current step."""
@@ -734,19 +820,28 @@ class CachedTables:
         self.show_leaves(leaves)
         return leaves
 
-    def _reduced(self, planned: Flight, gradients: list[Tensor]) -> list[Tensor]:
-        """Row gradients summed over the ranks, then multiplied once by 1 / W if it is a mean."""
+    def _reduced(self, step: OpenStep, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Row gradients summed over the ranks, then multiplied once by 1 / W if it is a mean; zero
+        for the rows of frozen tables, so that nothing that looks at gradients counts them."""
         native, size = self.settings.reduction == "native", self.world.size
+        self._check_frozen()
         end_left(self.leaving)
         for stream in self.streams:
             stream.settle()
-        sums = [
-            start_reduce_rows(self.link, plan, gradient, native)()
-            for plan, gradient in zip(planned.plans, gradients, strict=True)
-        ]
-        if size > 1 and self.settings.gradient_reduction == "mean":
-            for gradient in sums:
-                gradient.mul_(1.0 / size)
+        sums: list[Tensor | None] = []
+        step.classes = []
+        for group, (plan, gradient) in enumerate(zip(step.planned.plans, gradients, strict=True)):
+            classes = None
+            if gradient is not None:
+                gradient = start_reduce_rows(self.link, plan, gradient, native)()
+                if size > 1 and self.settings.gradient_reduction == "mean":
+                    gradient.mul_(1.0 / size)
+                classes = self._classes(group, step)
+                for count, places in classes or []:
+                    if count < 0:
+                        gradient.index_fill_(0, places.to(gradient.device), 0.0)
+            sums.append(gradient)
+            step.classes.append(classes)
         return sums
 
     def apply(self, lr: float) -> None:
@@ -754,10 +849,17 @@ class CachedTables:
         step = self.current
         if step is None or not step.ready() or step.leaves is None:
             return
-        self.steps += 1
-        for rows, plan, leaf in zip(self.rows, step.planned.plans, step.leaves, strict=True):
-            if leaf.grad is not None:
-                rows.apply(plan, leaf.grad, (lr, self.steps))
+        parts = (self.rows, step.planned.plans, step.leaves, step.classes)
+        for rows, plan, leaf, classes in zip(*parts, strict=True):
+            if leaf.grad is None:
+                continue
+            if classes is None:
+                rows.apply(plan, leaf.grad, (lr, self.counts[rows.group.tables[0]] + 1))
+            for count, places in classes or []:
+                if count >= 0 and len(places):
+                    rows.apply(plan, leaf.grad, (lr, count + 1), only=places)
+        for table in range(len(self.counts)):
+            self.counts[table] += table not in step.frozen
         for leaf in step.leaves:
             leaf.grad = None
         step.close()

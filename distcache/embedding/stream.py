@@ -1,20 +1,23 @@
 """`lookahead(batches, ebc)`: any iterable of batches, planned ahead of the training loop.
 
 A thread reads batches and plans them; the loop gets each batch when its plan is made, and the
-collection finds the plan when the batch comes through the model. A look-ahead can halt, when
-another batch is planned in between (evaluation): what has not moved is then planned again.
+collection finds the plan when the batch comes through the model. An epoch can halt, when another
+batch is planned in between (evaluation): what has not moved is then planned again. Each `iter()`
+of a look-ahead starts an epoch; which batches were read, given out and recognised is the epoch's.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distcache.embedding.ids import IdReader, ReadIds, find_ids
+from distcache.embedding.joining import Membership
 from distcache.embedding.settings import library_words
 from distcache.embedding.step import STOP_S, CachedTables, Runner, Source, not_halted
 from distcache.engine.step import Flight
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from distcache.embedding.collection import CachedCollection
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 def lookahead(
@@ -38,17 +43,18 @@ def lookahead(
     L = 0) and yields every batch as it is. Each must go through the model in this order; a batch
     that is skipped or changed raises PlanError. `accumulate=k`: k batches make one optimizer step.
     `ids(batch)` gives a batch's `KeyedJaggedTensor`; without it, it is looked for. Iterators of
-    different length end where the first rank's ends. Raises ConfigError for a wrong argument, and
-    what goes wrong with a batch (DataError, StepTooLargeError) at its turn.
+    different length end where the first rank's ends. Each `iter()` starts an epoch, on all ranks
+    together. Raises ConfigError for a wrong argument, and what goes wrong with a batch (DataError,
+    StepTooLargeError) at its turn.
     """
-    tables = getattr(ebc, "tables", None)
-    if not isinstance(tables, CachedTables):
+    member = getattr(ebc, "_member", None)
+    if not isinstance(member, Membership):
         raise ConfigError(
             "lookahead(batches, ebc) takes one CachedEmbeddingBagCollection or "
             f"CachedEmbeddingCollection, got {type(ebc).__name__}: put all tables of a model into "
             "one collection (they may differ in width)"
         )
-    if isinstance(batches, Lookahead):
+    if isinstance(batches, Lookahead | Epoch):
         raise ConfigError(
             "a look-ahead cannot read another look-ahead, whose batches are planned for the loop: "
             "read ahead for one collection; the others plan each batch when it comes, with the "
@@ -58,22 +64,76 @@ def lookahead(
         raise ConfigError(f"accumulate={accumulate!r} must be a whole number of at least 1")
     wanted = ebc.reader.lookups.features
     find = ids if ids is not None else lambda batch: find_ids(batch, wanted)
-    return Lookahead(batches, tables, ebc.reader, find, accumulate)
+    return Lookahead(batches, member, ebc.reader, find, accumulate)
 
 
 class Lookahead(Generic[T]):
-    """An iterator over batches whose rows are planned ahead; made by `lookahead`."""
+    """Batches whose rows are planned ahead, epoch after epoch; made by `lookahead`.
+
+    `iter()` starts an epoch and ends the one under way: the old iterator raises then. `next()` of
+    the look-ahead itself goes on in the current epoch. Over an iterator, which is read once, there
+    is one epoch, and `iter()` goes on in it.
+    """
 
     def __init__(
         self,
         batches: Iterable[T],
-        tables: CachedTables,
+        member: Membership,
         reader: IdReader,
         find: Callable[[T], KeyedJaggedTensor],
         accumulate: int,
     ) -> None:
-        self._batches, self._tables, self._reader = batches, tables, reader
-        self._source = Source(batches, reader, find, accumulate)
+        self._batches, self._member, self._reader = batches, member, reader
+        self._find, self._accumulate = find, accumulate
+        self._epoch: Epoch[T] | None = None
+        self._had_batches = self._warned = False
+
+    def __iter__(self) -> Epoch[T]:
+        """Start an epoch, by all ranks. Raises PeerError where that under way does not end."""
+        epoch = self._epoch
+        if epoch is not None:
+            if isinstance(self._batches, Iterator) and not epoch.exhausted:
+                return epoch
+            self._had_batches |= epoch.has_yielded
+            left = epoch.replace()
+            if left and not self._warned:
+                log.warning(
+                    "an epoch of this look-ahead was ended after %d batches, before its last: the "
+                    "next one begins with the first batch again",
+                    epoch.count,
+                )
+                self._warned = True
+        self._epoch = Epoch(
+            Source(self._batches, self._reader, self._find, self._accumulate),
+            self._member.tables,
+            self._reader,
+            self._had_batches,
+        )
+        return self._epoch
+
+    def __next__(self) -> T:
+        """The next batch of the current epoch."""
+        return next(self._epoch if self._epoch is not None else iter(self))
+
+    def __len__(self) -> int:
+        """Batches of an epoch, where they know how many they are."""
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Stop reading ahead; the collection goes on from what its cache holds."""
+        if self._epoch is not None:
+            self._epoch.close()
+
+
+class Epoch(Generic[T]):
+    """An iterator over the batches of one epoch of a look-ahead."""
+
+    def __init__(
+        self, source: Source[T], tables: CachedTables, reader: IdReader, follows: bool
+    ) -> None:
+        """`follows`: an epoch that had batches, so that one without any is an error."""
+        self._tables, self._reader, self._source = tables, reader, source
+        self._follows, self._replaced = follows, False
         timeout_s = min(tables.world.timeout_s, STOP_S)
         depth = tables.settings.prefetch + 1
         self._runner = Runner(
@@ -84,19 +144,28 @@ class Lookahead(Generic[T]):
         self._opened = -1
         self._yielded = (0, 0)
         self._pending: deque[tuple[int, int]] = deque()
-        self._exhausted = False
+        self.exhausted = False
+        """Whether the loop was told that no batch is left."""
+        self.count = 0
+        """Batches given out."""
 
-    def __iter__(self) -> Lookahead[T]:
+    def __iter__(self) -> Epoch[T]:
         return self
 
-    def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
-
     def __next__(self) -> T:
+        """The next batch. Raises PlanError once another epoch has begun, and for an epoch without
+        a batch after one that had some."""
+        if self._replaced:
+            raise PlanError(
+                "this iterator's epoch was ended by a later iter() of its look-ahead: take the "
+                "batches from the iterator that was made last"
+            )
         position, micro = self._yielded
-        if self._exhausted or (position > self._opened and not self._plan(position)):
-            self._exhausted = True
+        if self.exhausted or (position > self._opened and not self._plan(position)):
+            self._require_batches()
+            self.exhausted = True
             raise StopIteration
+        self.count += 1
         ahead = self._source.kept[position]
         self._yielded = (position, micro + 1)
         if micro + 1 == len(ahead.reads):
@@ -104,6 +173,39 @@ class Lookahead(Generic[T]):
         self._pending.append((position, micro))
         ahead.reads[micro].mark()
         return ahead.batches[micro]
+
+    @property
+    def has_yielded(self) -> bool:
+        """Whether a batch was given out."""
+        return self.count > 0
+
+    def _require_batches(self) -> None:
+        """PlanError for an epoch without a batch after one that had some: training nothing would
+        look like an epoch done."""
+        if self._follows and not self.has_yielded and not self.exhausted:
+            raise PlanError(
+                "an epoch of this look-ahead has no batch, but the one before had some: its "
+                "batches are used up (a generator, or an iterator, is read once): give lookahead "
+                "a list, a DataLoader, or what makes a new iterator at each iter(), or make a new "
+                "look-ahead for each epoch"
+            )
+
+    def replace(self) -> bool:
+        """End the epoch for another one, on all ranks; whether batches of it were left.
+
+        Plans whose rows have not moved are made again. Raises PeerError where the planner does not
+        end in time: then the epoch goes on.
+        """
+        left = not self._replaced and (self.awaits or not (self.exhausted or self._gave_all()))
+        if not self._runner.stop():
+            raise not_halted(self._runner.timeout_s)
+        self.close()
+        self._replaced = True
+        return left
+
+    def _gave_all(self) -> bool:
+        """Whether no batch is left, as far as was read; a loop that counts need not ask."""
+        return self._source.ended and self._yielded[0] not in self._source.kept
 
     # --- the collection's side --------------------------------------------------------------
 
@@ -115,7 +217,7 @@ class Lookahead(Generic[T]):
     @property
     def ended(self) -> bool:
         """Whether nothing more will come of it."""
-        return self._exhausted and not self._pending
+        return self.exhausted and not self._pending
 
     def claims(self, features: KeyedJaggedTensor, by_content: bool) -> bool:
         """Whether `features` is the next batch that should come, or of its plan.
@@ -143,8 +245,11 @@ class Lookahead(Generic[T]):
             return True
         return by_content and self._read_at(expected).has_ids_of(features, self._reader.read)
 
-    def open_next(self) -> int:
-        """Open the plan of the batch just claimed unless it is open; its micro-batch index."""
+    def open_next(self, frozen: frozenset[int]) -> int:
+        """Open the plan of the batch just claimed unless it is open; its micro-batch index.
+
+        `frozen`: the tables, by index, that the step leaves as they are.
+        """
         position, micro = self._pending[0]
         if position != self._opened:
             if not self._plan(position):
@@ -153,7 +258,7 @@ class Lookahead(Generic[T]):
             tables.end_current()
             flight = self._plans[position]  # kept until open: an interrupted wait may be repeated
             self._runner.arrive(flight, flight.step - 1)
-            tables.open(flight, ahead.reads)
+            tables.open(flight, ahead.reads, frozen)
             del self._plans[position]
             self._source.kept.pop(self._opened, None)
             self._opened = position
@@ -223,7 +328,7 @@ class Lookahead(Generic[T]):
 
         `limit_s`: longest wait for the other ranks, which do the same; a minute at most.
         """
-        self._exhausted = True
+        self.exhausted = True
         self._runner.close(limit_s)
         self._plans.clear()
         self._pending.clear()

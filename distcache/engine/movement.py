@@ -276,14 +276,23 @@ class GroupRows:
         update: tuple[float, int],
         where: Tensor | None = None,
         enabled: Tensor | None = None,
+        only: Tensor | None = None,
     ) -> None:
         """Update the step's replicated rows and state in place with the summed gradient.
 
         `gradient`: `[U, D]`, or that of this home's rows `[U_h, D]` where homes keep the state;
         `update`: rate and number of the step; `where`: the plan's slots on the device already;
-        `enabled`: as in `apply_rows`.
+        `enabled`: as in `apply_rows`; `only`: of rows that are on every rank with their state, the
+        places of those to update, int64 `[k]` on the CPU (None: all).
         """
         cache = self.cache
+        if only is not None:
+            chosen = plan.slots[only]
+            rows = gradient.index_select(0, only.to(gradient.device))
+            parts, slots = (cache.weight, cache.state), chosen.to(cache.device)
+            apply_rows(self.update, *parts, slots, rows, *update, enabled)
+            cache.mark_dirty(chosen)
+            return
         slots = plan.slots.to(cache.device) if where is None else where
         if cache.state_slots is None:
             parts = (cache.weight, cache.state)

@@ -16,25 +16,24 @@ from distcache.comm.world import World
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables
 from distcache.planner.policy import Policy
-from distcache.popularity.curve import (
-    Curve,
-    GroupCurves,
-    hot_prefixes,
-    least_slots,
-    lookups_per_step,
-    pinned_prefixes,
-    row_curve_of,
-)
+from distcache.popularity.curve import StepCurves
 from distcache.popularity.statistics import Popularity, Statistics, TableCounts, fingerprint_of
 from distcache.store.memory import describe_bytes
 
 # -----------------------------------------------------------------------------
-# Slots per rank for each group of tables, from cache.rows, cache.ratio or cache.bytes.
+# Slots per rank for each group of tables, from cache.rows, cache.ratio or cache.bytes, or by
+# default.
 
 log = logging.getLogger(__name__)
 
 DEFAULT_RATIO = 0.015
-"""Slots as a share of the rows when none of the three keys is given."""
+"""Slots as a share of the rows when none of the three keys is given,"""
+
+DEFAULT_BYTES = 32 << 20
+"""but at least as many as fit in these bytes, rows and state: small tables are cached whole."""
+
+MARGIN = 1.2
+"""Times the rows that P + 2 steps are expected to name: room for them, where that is known."""
 
 
 def cache_slots(
@@ -44,12 +43,15 @@ def cache_slots(
     groups: Sequence[tuple[int, int, int]],
     itemsize: int,
     world_size: int,
+    expected: Sequence[float] = (),
 ) -> list[int]:
     """Slots per rank (C) of each group.
 
     At most one of `rows` (slots over all groups), `ratio` (of each group's rows, in (0, 1]) and
-    `bytes` (device memory of all groups' slots) is given; none means ratio 0.015. `groups`: (V,
-    D, S) of each; `itemsize`: bytes of an element; `world_size`: W.
+    `bytes` (device memory of all groups' slots) is given. None means, for each group, the most of
+    1.5 % of its rows, of what 32 MiB hold of them, and of 1.2 times `expected`: the distinct rows
+    of each group that the steps on the device at once are expected to name (empty: not known).
+    `groups`: (V, D, S) of each; `itemsize`: bytes of an element; `world_size`: W.
 
     `rows` and `bytes` are split over the groups by their rows V; bytes that a group cannot use go
     to the others. C is a multiple of W, because home h owns C / W slots: `rows` and `ratio` are
@@ -58,16 +60,17 @@ def cache_slots(
     of range.
     """
     given = {"rows": rows, "ratio": ratio, "bytes": bytes}
-    given = {key: value for key, value in given.items() if value is not None} or {
-        "ratio": DEFAULT_RATIO
-    }
+    given = {key: value for key, value in given.items() if value is not None}
     if len(given) > 1:
         named = " and ".join(f"cache.{key}={value}" for key, value in given.items())
         raise ConfigError(f"{named}: give at most one of cache.rows, cache.ratio, cache.bytes")
-    key, value = next(iter(given.items()))
-    _check(key, value)
+    key, value = next(iter(given.items()), ("", 0))
+    if key:
+        _check(key, value)
     all_rows = sum(v for v, _, _ in groups)
-    if key == "ratio":
+    if not key:
+        wanted = _by_default(groups, itemsize, expected)
+    elif key == "ratio":
         share = Fraction(str(value))  # the decimal that was typed: 0.07 of 100 rows is 7
         wanted = [math.ceil(share * v) for v, _, _ in groups]
     elif key == "rows":
@@ -82,6 +85,18 @@ def cache_slots(
         min(max(-(-slots // world_size), 1), -(-v // world_size)) * world_size
         for slots, (v, _, _) in zip(wanted, groups, strict=True)
     ]
+
+
+def _by_default(
+    groups: Sequence[tuple[int, int, int]], itemsize: int, expected: Sequence[float]
+) -> list[int]:
+    """Slots of each group where no size was given."""
+    share, wanted = Fraction(str(DEFAULT_RATIO)), []
+    for place, (rows, dim, state) in enumerate(groups):
+        small = min(rows, DEFAULT_BYTES // ((dim + state) * itemsize))
+        named = MARGIN * expected[place] if expected else 0.0
+        wanted.append(max(math.ceil(share * rows), small, math.ceil(named)))
+    return wanted
 
 
 def cache_bytes(slots: Sequence[int], groups: Sequence[tuple[int, int, int]], itemsize: int) -> int:
@@ -145,42 +160,46 @@ SPLITS = (PROPORTIONAL, BY_CURVE)
 """By name; a mapping of tables to rows is the third."""
 
 
-def slots_by_curve(groups: Sequence[GroupCurves], budget: int, world_size: int) -> list[int]:
+def slots_by_curve(
+    groups: Sequence[StepCurves], row_bytes: Sequence[int], budget: int, world_size: int
+) -> list[int]:
     """Slots C of each group, multiples of W, for the fewest expected fetches per byte.
 
     A row that is needed with probability q by a step saves q fetches a step where it is cached,
-    for its bytes: rows are taken by q / bytes while the `budget` (bytes on one rank) lasts. Each
-    group gets at least `least_slots` first. Raises ConfigError where the budget is below that.
+    for its bytes (`row_bytes`: of a row and its state, by group): rows are taken by q / bytes while
+    the `budget` (bytes on one rank) lasts. Each group gets at least its `least_slots` first. Raises
+    ConfigError where the budget is below that.
     """
-    least = [least_slots(group, world_size) for group in groups]
-    needed = sum(slots * group.row_bytes for slots, group in zip(least, groups, strict=True))
+    least = [group.least_slots(world_size) for group in groups]
+    needed = sum(slots * size for slots, size in zip(least, row_bytes, strict=True))
     if budget < needed:
         raise ConfigError(
             f"cache.split={BY_CURVE}: a step is expected to need {_listed(least)} slots of "
-            f"{_listed([group.row_bytes for group in groups])} bytes each (by group), {needed} "
-            f"bytes together, but the budget is {budget} bytes: set cache.bytes={needed} or more, "
-            "or lower data.global_batch_size"
+            f"{_listed(row_bytes)} bytes each (by group), {needed} bytes together, but the budget "
+            f"is {budget} bytes: set cache.bytes={needed} or more, or lower data.global_batch_size"
         )
     slots, left = list(least), budget - needed
     full = [-(-group.rows // world_size) * world_size for group in groups]
-    for group, rows in _by_saving(groups, least):
-        size = groups[group].row_bytes
+    for group, rows in _by_saving(groups, row_bytes, least):
+        size = row_bytes[group]
         taken = min(rows, left // size, full[group] - slots[group])
         slots[group] += taken
         left -= taken * size
     return [count // world_size * world_size for count in slots]
 
 
-def _by_saving(groups: Sequence[GroupCurves], least: Sequence[int]) -> list[tuple[int, int]]:
+def _by_saving(
+    groups: Sequence[StepCurves], row_bytes: Sequence[int], least: Sequence[int]
+) -> list[tuple[int, int]]:
     """(group, rows) in the order of saving per byte, without each group's `least` likeliest."""
     saving, rows, owner = [], [], []
-    for index, (group, skipped) in enumerate(zip(groups, least, strict=True)):
-        use = np.concatenate([np.append(c.use, 0.0) for c in group.tables])
-        count = np.concatenate([np.append(c.rows, c.unseen) for c in group.tables])
+    for index, (group, size, skipped) in enumerate(zip(groups, row_bytes, least, strict=True)):
+        use = np.concatenate([np.append(q, 0.0) for q in group.use])
+        count = np.concatenate([np.append(c.rows, c.table_rows - c.distinct) for c in group.tables])
         order = np.argsort(-use, kind="stable")
         ends = np.cumsum(count[order])
-        saving.append(use[order] / group.row_bytes)
-        rows.append(np.minimum(np.maximum(ends - skipped, 0), count[order]))
+        saving.append(use[order] / size)
+        rows.append(np.minimum(np.maximum(ends - skipped, 0), count[order]).astype(np.int64))
         owner.append(np.full(len(order), index))
     order = np.argsort(-np.concatenate(saving), kind="stable")
     rows, owner = np.concatenate(rows)[order], np.concatenate(owner)[order]
@@ -247,7 +266,9 @@ def _listed(values: Sequence[int]) -> str:
 @dataclass(frozen=True)
 class Budget:
     """What the slots of one rank may take: at most one of `rows`, `ratio` and `bytes`, as for
-    `cache_slots`; `itemsize`: bytes of an element; `world_size`: W; `batch`: samples of a step."""
+    `cache_slots`; `itemsize`: bytes of an element; `world_size`: W; `batch`: samples of a step;
+    `steps`: whose rows are on the device at once, P + 2; `expected`: the distinct rows of each
+    group that those steps are expected to name, where their source knows (else empty)."""
 
     rows: int | None
     ratio: float | None
@@ -255,6 +276,13 @@ class Budget:
     itemsize: int
     world_size: int
     batch: int = 1
+    steps: int = 3
+    expected: tuple[float, ...] = ()
+
+    @property
+    def by_default(self) -> bool:
+        """Whether none of the three sizes is given."""
+        return self.rows is None and self.ratio is None and self.bytes is None
 
 
 @dataclass(frozen=True)
@@ -297,7 +325,8 @@ def plan_slots(
             "{table: rows} for each table"
         )
     world, item = budget.world_size, budget.itemsize
-    slots = cache_slots(budget.rows, budget.ratio, budget.bytes, sizes, item, world)
+    expected = budget.expected or _expected_rows(groups, statistics, budget)
+    slots = cache_slots(budget.rows, budget.ratio, budget.bytes, sizes, item, world, expected)
     if statistics is None:
         if split != PROPORTIONAL:
             raise ConfigError(
@@ -307,18 +336,22 @@ def plan_slots(
             )
         return SlotPlan(tuple(slots), (0,) * len(tables))
     if split == BY_CURVE:
-        curves = [_curve(statistics, table, budget.batch) for table in statistics.tables]
-        grouped = [
-            GroupCurves(tuple(curves[table] for table in members), (dim + state) * item)
-            for members, (_, dim, state) in zip(groups, sizes, strict=True)
-        ]
+        steps = [StepCurves.of(statistics, members, budget.batch) for members in groups]
         allowed = budget.bytes or cache_bytes(slots, sizes, item)
-        slots = slots_by_curve(grouped, allowed, world)
+        row_bytes = [(dim + state) * item for _, dim, state in sizes]
+        slots = slots_by_curve(steps, row_bytes, allowed, world)
     return SlotPlan(tuple(slots), likeliest_rows(tables, slots, statistics, budget))
 
 
-def _curve(statistics: Statistics, table: TableCounts, batch: int) -> Curve:
-    return row_curve_of(table, lookups_per_step(statistics, table, batch))
+def _expected_rows(
+    groups: Sequence[Sequence[int]], statistics: Statistics | None, budget: Budget
+) -> tuple[float, ...]:
+    """Distinct rows of each group that `budget.steps` steps are expected to name, by statistics;
+    empty where they, or the batch, are not known."""
+    if statistics is None or budget.batch <= 1 or not budget.by_default:
+        return ()
+    samples = min(budget.batch * budget.steps, statistics.samples)
+    return tuple(StepCurves.of(statistics, members, samples).expected for members in groups)
 
 
 def _as_given(
@@ -355,8 +388,8 @@ def likeliest_rows(
     there are as many as `slots` of the group."""
     hot = [0] * len(tables)
     for members, count in zip(group_tables(tables), slots, strict=True):
-        curves = [_curve(statistics, statistics.tables[table], budget.batch) for table in members]
-        for table, rows in zip(members, hot_prefixes(curves, count), strict=True):
+        step = StepCurves.of(statistics, members, budget.batch)
+        for table, rows in zip(members, step.likeliest(count), strict=True):
             hot[table] = rows
     return tuple(hot)
 
@@ -374,9 +407,9 @@ def pinned_rows(
     """
     pinned = [0] * len(tables)
     for members, count in zip(group_tables(tables), slots, strict=True):
-        curves = [_curve(statistics, statistics.tables[table], budget.batch) for table in members]
-        prefixes = pinned_prefixes(curves, count, steps, budget.world_size)
-        for table, rows in zip(members, prefixes, strict=True):
+        step = StepCurves.of(statistics, members, budget.batch)
+        found = step.pinned(count, steps, budget.world_size)
+        for table, rows in zip(members, found, strict=True):
             pinned[table] = rows
     return tuple(pinned)
 
@@ -386,8 +419,7 @@ def _check_room(
 ) -> None:
     """ConfigError for a group whose slots hold fewer rows than a step is expected to need."""
     for members, slots in zip(groups, plan.slots, strict=True):
-        curves = [_curve(statistics, statistics.tables[table], batch) for table in members]
-        needed = sum(curve.expected_rows for curve in curves)
+        needed = StepCurves.of(statistics, members, batch).expected
         if needed > slots:
             names = ", ".join(statistics.tables[table].feature for table in members[:10])
             raise ConfigError(
@@ -453,11 +485,10 @@ _SHOWN = 40
 
 @dataclass(frozen=True)
 class Use:
-    """What is made of statistics: `order`, `warm_start` (or `auto`) and `split` as the keys of
-    group `cache`; `policy`: of the planners; `prefetch`: P."""
+    """What is made of statistics: `warm_start` (or `auto`) and `split` as the keys of group
+    `cache`; `policy`: of the planners; `prefetch`: P."""
 
     policy: Policy
-    order: str = "ids"
     warm_start: float | str = AUTO
     split: str | Mapping[str, Any] = "proportional"
     prefetch: int = 1
@@ -492,6 +523,15 @@ def decide(
     if decided is None:
         raise RuntimeError("rank 0 decides the slots")
     plan, pinned = decided
+    if world.is_first and budget.by_default and isinstance(use.split, str):
+        log.info(
+            "the cache has %s slots: 1.5 %% of the rows of each width of table, but at least 32 "
+            "MiB of them, or %g times what %d steps are expected to name where the batch is known "
+            "(cache.rows, cache.ratio or cache.bytes gives another size)",
+            " + ".join(map(str, plan.slots)),
+            MARGIN,
+            budget.steps,
+        )
     if statistics is None:
         return plan.slots, None
     if world.is_first:
@@ -500,7 +540,6 @@ def decide(
     return plan.slots, Popularity(
         statistics,
         plan.hot_rows,
-        order=use.order == "popularity",
         warm_start=by_itself if use.warm_start == AUTO else float(use.warm_start),
         classes=use.policy.needs_popularity,
         pinned_rows=pinned,

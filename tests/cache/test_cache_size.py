@@ -29,9 +29,31 @@ TWO = [(3000, 16, 16), (1000, 4, 1)]  # 128 and 20 bytes a row in float32
         ([(1, 16, 0)], 1, [1]),
     ],
 )
-def test_default_is_a_ratio_of_each_group(groups, world_size, expected) -> None:
-    assert cache_slots(None, None, None, groups, 4, world_size) == expected
+def test_ratio_is_of_each_group(groups, world_size, expected) -> None:
     assert cache_slots(None, 0.015, None, groups, 4, world_size) == expected
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("groups", "itemsize", "world_size", "expected", "slots"),
+    [
+        (ONE, 4, 1, (), [1000]),  # a toy table is cached whole
+        (TWO, 4, 3, (), [3000, 1002]),
+        ([(10 * MIB, 16, 16)], 4, 1, (), [262_144]),  # 32 MiB at 128 bytes, not 157,287
+        ([(10 * MIB, 16, 16)], 8, 1, (), [157_287]),  # 1.5 %, not 32 MiB at 256 bytes
+        ([(100 * MIB, 16, 16)], 4, 1, (), [1_572_864]),
+        ([(100 * MIB, 16, 16)], 4, 1, (1e6,), [1_572_864]),
+        ([(100 * MIB, 16, 16)], 4, 1, (2e6,), [2_400_000]),  # 1.2 times what steps name
+        ([(100 * MIB, 16, 16), (1000, 4, 0)], 4, 2, (2e6, 5000.0), [2_400_000, 1000]),
+    ],
+)
+def test_default(groups, itemsize, world_size, expected, slots) -> None:
+    """1.5 % of the rows, at least 32 MiB of them, and room for the steps that are known."""
+    assert cache_slots(None, None, None, groups, itemsize, world_size, expected) == slots
+    given = cache_slots(None, 0.015, None, groups, itemsize, world_size)
+    assert given == cache_slots(None, 0.015, None, groups, itemsize, world_size, expected)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ ROOMY = {"ratio": 1.0, "rows": None, "prefetch": 5, "timeout_s": 20}
 def test_threads_end_when_a_halt_finds_that_moving_failed(monkeypatch) -> None:
     ebc = cached("sgd", **ROOMY)
     model, stream = dlrm(ebc), None
-    stream = lookahead(batches(), ebc)
+    stream = iter(lookahead(batches(), ebc))
     loss_of(model, next(stream)).backward()
     ebc.step()
     # Two ranks settle before they stop; here one does, and finds a movement that has failed.
@@ -54,7 +54,7 @@ def test_a_halt_that_came_too_late_is_made_again(monkeypatch) -> None:
             yield batch
 
     ebc = cached("sgd", **{**ROOMY, "lookahead": 2, "prefetch": 1})
-    model, stream, seen = dlrm(ebc), lookahead(slowly(), ebc), []
+    model, stream, seen = dlrm(ebc), iter(lookahead(slowly(), ebc)), []
     seen.append(next(stream))
     loss_of(model, seen[-1]).backward()
     ebc.step()
@@ -114,7 +114,7 @@ def test_nothing_follows_a_look_ahead_that_was_left_with_rows_that_did_not_move(
     monkeypatch,
 ) -> None:
     ebc = cached("sgd", **ROOMY)
-    model, stream = dlrm(ebc), lookahead(batches(50), ebc)
+    model, stream = dlrm(ebc), iter(lookahead(batches(50), ebc))
     loss_of(model, next(stream)).backward()
     ebc.step()
     pipeline = stream._runner._pipeline
@@ -133,7 +133,7 @@ def test_nothing_follows_a_look_ahead_that_was_left_with_rows_that_did_not_move(
 @pytest.mark.parametrize("error", [None, ValueError("on purpose")])
 def test_no_thread_computes_while_the_interpreter_goes_away(monkeypatch, error) -> None:
     ebc = cached("sgd", **ROOMY)
-    stream = lookahead(batches(50), ebc)
+    stream = iter(lookahead(batches(50), ebc))
     loss_of(dlrm(ebc), next(stream)).backward()
     pipeline = stream._runner._pipeline
     monkeypatch.setattr(ahead, "_pipelines", {pipeline: ebc.tables.world})
@@ -147,7 +147,7 @@ def test_no_thread_computes_while_the_interpreter_goes_away(monkeypatch, error) 
 
 def test_a_step_of_a_stopped_queue_is_not_waited_for() -> None:
     ebc = cached("sgd", **ROOMY)
-    stream = lookahead(batches(), ebc)
+    stream = iter(lookahead(batches(), ebc))
     next(stream)
     queue = stream._runner._pipeline.queue
     flight = stream._plans[0]

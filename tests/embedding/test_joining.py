@@ -1,0 +1,138 @@
+"""Collections that are made before the process group, and when their ranks meet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ebc_cases import batches, configs, of_kind, part
+from ebc_models import cached, dlrm
+from ebc_ranks import as_arrays, mine, ranks
+from ebc_training import assert_same, dense_optimizer, loss_of, train, weights_of
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distcache import lookahead
+from distcache.errors import ConfigError, PlanError
+
+
+class Two(nn.Module):
+    """A model with two collections, one of which each rank uses first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = cached("sgd", timeout_s=60)
+        self.second = cached("adagrad", configs()[:2], timeout_s=60, rows=250)
+
+
+def made_before(rank: int, size: int) -> dict:
+    """A model that is made before its ranks know each other trains as one made after that."""
+    torch.set_num_threads(1)
+    found = {}
+    early = cached("adagrad", timeout_s=60)
+    early_model, early_lr = dlrm(early), early.optimizer.param_groups[0]["lr"]
+    unused, closed = cached("sgd"), cached("sgd")
+    closed.close()
+    del unused
+    with pytest.raises(ConfigError, match=rf"WORLD_SIZE={size}, but torch.distributed is not"):
+        early_model.load_state_dict(early_model.over_arch.state_dict(), strict=False)
+    dist.init_process_group("gloo")
+    try:
+        for name, ebc, model in (("early", early, early_model), ("late", None, None)):
+            ebc = ebc or cached("adagrad", timeout_s=60)
+            ddp = DistributedDataParallel(model or dlrm(ebc))
+            dense = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            train(ddp, ebc, lookahead(mine(rank, size, 6), ebc), dense)
+            assert ebc.tables.world.size == size
+            found[name] = as_arrays(weights_of(ddp))
+            ebc.close()
+        assert early_lr == 0.005
+        found["two"] = opposite(rank, size)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return found
+
+
+def opposite(rank: int, size: int) -> dict:
+    """Two collections that wait, used by each rank in another order at first."""
+    group = dist.is_initialized
+    dist.is_initialized = lambda: False  # made as if before the group
+    try:
+        model = Two()
+    finally:
+        dist.is_initialized = group
+    order = [model.first, model.second] if rank == 0 else [model.second, model.first]
+    assert [ebc.tables.world.size for ebc in order] == [size, size]
+    for batch in mine(rank, size, 4):
+        for ebc in (model.first, model.second):
+            dense = torch.zeros(1)
+            loss = ebc(batch.sparse_features).values().square().sum() + dense.sum()
+            loss.backward()
+            ebc.step()
+    found = as_arrays(weights_of(model))
+    model.first.close()
+    model.second.close()
+    return found
+
+
+def before(rank: int, size: int) -> dict:
+    return of_kind(rank, size, "bags", made_before)
+
+
+def test_a_collection_made_before_the_group_joins_it() -> None:
+    first, second = (as_arrays(own, back=True) for own in run_ranks(before, 2))
+    for found in (first, second):
+        assert_same(found["early"], found["late"])
+    assert_same(first["early"], second["early"])
+    assert_same(first["two"], second["two"])
+
+
+def used_alone(rank: int, size: int) -> dict:
+    """Used by each process alone, then with a group of several ranks."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("WORLD_SIZE")
+        ebc = cached("sgd")
+        model = dlrm(ebc)
+        loss_of(model, part(batches(1)[0], rank, size)).backward()
+        ebc.step()
+    dist.init_process_group("gloo")
+    try:
+        with pytest.raises(ConfigError, match=r"used before init_process_group and trains alone"):
+            loss_of(model, part(batches(1)[0], rank, size))
+        ebc.close()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return {}
+
+
+def test_a_collection_used_alone_does_not_train_with_others() -> None:
+    ranks(used_alone)
+
+
+def test_errors_of_settings_come_at_once_and_no_store_before_the_first_use() -> None:
+    for wrong in ({"rows": 5, "ratio": 0.5}, {"ratio": 2.0, "rows": None}, {"policy": "mru"}):
+        with pytest.raises(ConfigError):
+            cached("sgd", **wrong)
+    with pytest.raises(ConfigError, match="names no table"):
+        cached("sgd", rows=None, split={"nothing": 5})
+    huge = cached("sgd", configs()[:1])
+    assert huge._member.made is None and huge.optimizer.param_groups[0]["lr"] == 0.1
+    assert [tuple(leaf.shape) for leaf in huge.optimizer.param_groups[0]["params"]] == [(0, 8)]
+    assert "400 x 8" in repr(huge) and huge.to("cpu") is huge
+    huge.optimizer.zero_grad()
+    huge.close()
+    with pytest.raises(PlanError, match="is closed"):
+        huge.state_dict()
+
+
+def test_alone_it_trains_as_ever() -> None:
+    ebc = cached("sgd")
+    model = dlrm(ebc)
+    assert ebc._member.made is None
+    train(model, ebc, lookahead(batches(3), ebc), dense_optimizer(model))
+    assert ebc.tables.steps == 3 and ebc.tables.world.size == 1
+    ebc.close()
