@@ -667,7 +667,7 @@ def simulate_trace(request: Request, progress: Progress, command: Sequence[str])
     try:
         with progress("read", None, "id") as bar:
             trace = record_ids(
-                read_steps(options.trace, options.ids_per_step or None),
+                read_steps(request.trace, options.ids_per_step or None),
                 options.trace_rows or None,
                 options.world_sizes,
                 bar.update,

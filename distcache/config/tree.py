@@ -267,6 +267,8 @@ class RunConfig:
 
     dir: str = "runs/${now:%Y-%m-%d_%H-%M-%S}-${parallel.mode}"
     """The run folder; a relative path starts at the working directory."""
+    overwrite: bool = False
+    """Remove the run that `run.dir` holds already; else such a folder is refused."""
     save: bool = True
     """Write `model/` at the end (always on Ctrl-C and on a non-finite loss)."""
     digest: str = "auto"

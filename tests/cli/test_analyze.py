@@ -182,7 +182,7 @@ def test_ctrl_c_reports_what_was_read(
 
     monkeypatch.setattr(SyntheticSource, "train_batch", press)
     run_to = ("trainer.steps=19", *SMALL[:3], "data.samples=15000", "cache.ratio=0.1")
-    assert main([*run_to, f"analyze.output={tmp_path}"]) == 130
+    assert main([*run_to, f"output={tmp_path}"]) == 130
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["read"]["stopped"] and report["read"]["steps"] == 21
     shown = capsys.readouterr()
@@ -201,7 +201,7 @@ def test_ctrl_c_ends_the_recording_too(
         return record(*arguments)
 
     monkeypatch.setattr(entry, "record_run", press)
-    assert main([*SMALL, f"analyze.output={tmp_path}"]) == 130
+    assert main([*SMALL, f"output={tmp_path}"]) == 130
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["read"]["steps"] == 60 and report["prediction"]["replayed_steps"] == 4
     assert "stopped: the first 4 steps of the run are replayed" in capsys.readouterr().err

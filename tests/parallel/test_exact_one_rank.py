@@ -54,7 +54,7 @@ def slots_of(spare: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_cache_size_window_and_policy_has_the_bits_of_resident(world, optimizer) -> None:
-    case = scenario(optimizer, steps=40, weighted=True, last_batch=5)
+    case = scenario(optimizer, steps=20, weighted=True, last_batch=5)
     resident = run_mode(world, case, CachedSettings("resident", schedule="serial"))
     same_bits(run_mode(world, case, CachedSettings("resident")), resident)
     serial = CachedSettings("data", slots_of(0), 8, 3, schedule="serial", validate=True)

@@ -8,7 +8,8 @@ from itertools import combinations
 import numpy as np
 import planner_twins
 import pytest
-from hypothesis import HealthCheck, given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distcache.planner.policy import Policy
@@ -54,7 +55,7 @@ def fewest(steps: Sequence[set[int]], slots: int) -> int:
 
 
 @pytest.mark.parametrize("body", BODIES, ids=["compiled", "by the book"])
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(150)
 @given(case=traces(rows=7, steps=9, most=5), spare=st.integers(0, 3))
 def test_no_choice_fetches_fewer(body: Callable, case: tuple, spare: int) -> None:
     stream, trace = case
@@ -64,7 +65,7 @@ def test_no_choice_fetches_fewer(body: Callable, case: tuple, spare: int) -> Non
     assert body(home, slots).fetched.sum() == fewest(sets, slots)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(200)
 @given(case=traces(rows=60, steps=25, most=20), spare=st.integers(0, 20))
 def test_bodies_agree_and_a_window_over_everything_is_the_optimum(case: tuple, spare: int) -> None:
     stream, trace = case

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from planner_bodies import ALL, equal, using
 from policy_reference import counted
@@ -49,7 +50,7 @@ def as_rows(values: list[int], kind: str) -> np.ndarray:
     return rows if kind != "distinct" else np.arange(len(rows))[::-1].copy()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(ids, kinds, st.integers(1, 130), st.integers(0, 5))
 def test_distinct_rows(values: list[int], kind: str, size: int, step: int) -> None:
     rows = as_rows(values, kind)
@@ -67,7 +68,7 @@ def test_distinct_rows(values: list[int], kind: str, size: int, step: int) -> No
     assert (distinct[labels] == rows).all() and (previous == position[distinct]).all()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(ids, kinds, st.sampled_from([1, 3, 2**20, 2**33 + 1, 2**56]))
 def test_hashed_rows(values: list[int], kind: str, stride: int) -> None:
     rows = as_rows(values, kind) * stride
@@ -76,7 +77,7 @@ def test_hashed_rows(values: list[int], kind: str, stride: int) -> None:
     assert (distinct[labels] == rows).all()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(ids, kinds, st.integers(-1, 30), st.integers(1, 45))
 def test_grouped(values: list[int], kind: str, low: int, groups: int) -> None:
     keys = as_rows(values, kind).astype(np.int32)
@@ -92,7 +93,7 @@ def test_grouped(values: list[int], kind: str, low: int, groups: int) -> None:
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(ids, kinds, st.integers(0, 45), st.booleans())
 def test_occurrences(values: list[int], kind: str, total: int, looked_up: bool) -> None:
     canonical = as_rows(values, kind)
@@ -115,7 +116,7 @@ def test_occurrences(values: list[int], kind: str, total: int, looked_up: bool) 
     assert (result.starts == [(canonical < k).sum() for k in range(total + 1)]).all()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.sets(st.integers(0, 90), max_size=60),
     st.sampled_from([0, 1, 7, 2**31]),
@@ -136,7 +137,7 @@ def test_hot_rows(hot: set[int], first: int, stride: int, values: list[int]) -> 
         assert (found >= 0).any() and (found < 0).any()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.lists(st.integers(0, 9), max_size=6),
     st.integers(-3, 12),
@@ -161,7 +162,7 @@ def test_divided(lengths: list[int], bound: int, pool: int | None, seed: int) ->
     assert above.dtype == others.dtype == np.int64
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.lists(st.integers(0, 255), min_size=1, max_size=40),
     st.integers(0, 2**30),

@@ -6,7 +6,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from drawing import examples
+from hypothesis import given
 from plan_streams import make_layout, sharded_streams, streams
 from planner_bodies import ALL, BODIES, equal, using
 
@@ -33,20 +34,20 @@ def check_equal_plans(case: tuple) -> None:
         assert all(map(equal, plans, expected))
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(120)
 @given(streams())
 def test_plans_of_random_streams(case: tuple) -> None:
     check_equal_plans(case)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(120)
 @given(sharded_streams())
 def test_plans_of_random_sharded_streams(case: tuple) -> None:
     check_equal_plans(case)
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(3000)
 @given(streams())
 def test_plans_of_random_streams_campaign(case: tuple) -> None:
     check_equal_plans(case)

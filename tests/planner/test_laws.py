@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_streams import make_layout, streams
 from planner_bodies import BODIES, using
@@ -108,7 +109,7 @@ def check_step(plans: list, rows: list, layout: RowLayout, slots: int) -> None:
             start += count
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(400)
 @given(streams(), st.sampled_from(BODIES))
 def test_no_stale_read_and_no_lost_update(case: tuple, body: str) -> None:
     with using(body):
@@ -116,7 +117,7 @@ def test_no_stale_read_and_no_lost_update(case: tuple, body: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=6000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(6000)
 @given(streams(), st.sampled_from(BODIES))
 def test_no_stale_read_and_no_lost_update_campaign(case: tuple, body: str) -> None:
     with using(body):
@@ -223,7 +224,7 @@ def test_every_run_of_world_size_rows_visits_every_home_once(world: int) -> None
     assert np.bincount(strided, minlength=world).max() <= 1.2 * 1000 / world
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.integers(0, 2**40), max_size=200), st.integers(1, 50))
 def test_distinct_bodies_agree(values: list[int], modulus: int) -> None:
     for rows in (np.array(values, np.int64), np.array(values, np.int64) % modulus):

@@ -8,7 +8,8 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_streams import make_layout, sharded_streams
 from shard_model import brought_by, ranks_of
@@ -31,7 +32,7 @@ SHAPES = [(2, 2), (1, 3), (3, 1), (2, 1, 2), (1, 1), (4,), (2, 3, 1)]
 KINDS = ("early", "late")
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(80)
 @given(sharded_streams(shapes=SHAPES))
 def test_every_rank_gets_what_it_would_get_from_the_homes(case: tuple) -> None:
     stream, layout, config = case

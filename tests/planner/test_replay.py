@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_streams import make_layout, streams
 from planner_bodies import BODIES, using
@@ -49,7 +50,7 @@ def counted(plans: list, stream: list, prefetch: int) -> Outcome:
     return Outcome(Case(Policy(), (1,)), len(plans), (counts,), tight_steps=tight)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(300)
 @given(streams(), st.sampled_from(BODIES))
 def test_a_case_counts_what_whole_plans_count(case: tuple, body: str) -> None:
     stream, layout, config = case

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_streams import make_layout, streams
 
@@ -57,7 +58,7 @@ def equal(found: RegionCounts | None, expected: RegionCounts | None, nothing: bo
 
 
 @given(streams(), st.sampled_from(["replicated", "sharded", "mixed"]), st.booleans(), st.data())
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(120)
 def test_counts_are_those_of_whole_plans(
     case: tuple, placement: str, early: bool, data: st.DataObject
 ) -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_streams import make_layout, streams
 from planner_bodies import BODIES, using
@@ -58,7 +59,7 @@ def check_case(case: tuple, body: str, restore_after: int) -> None:
             check_home(case, home, restore_after)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(300)
 @given(streams(80), st.sampled_from(BODIES), st.integers(-40, 40))
 def test_every_victim_is_the_one_that_the_slow_twin_picks(
     case: tuple, body: str, restore_after: int
@@ -67,7 +68,7 @@ def test_every_victim_is_the_one_that_the_slow_twin_picks(
 
 
 @pytest.mark.slow
-@settings(max_examples=6000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(6000)
 @given(streams(80), st.sampled_from(BODIES), st.integers(-40, 40))
 def test_every_victim_campaign(case: tuple, body: str, restore_after: int) -> None:
     check_case(case, body, restore_after)

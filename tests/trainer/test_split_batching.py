@@ -50,7 +50,7 @@ def play(rank: int, size: int, folder: str) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_one_result_for_every_cache(world: int, tmp_path: Path) -> None:
     counted(SyntheticSource(SyntheticSpec(**SYNTHETIC)), tmp_path / "counted")
     for seen in run_ranks(play, world, str(tmp_path), timeout=240):
