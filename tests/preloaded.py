@@ -12,23 +12,17 @@ import gc
 import hypothesis
 import numba
 import pytest
-from distcache.planner.calls import COMPILED, using
 
 import distcache.analyze
 import distcache.compare
 import distcache.embedding
 import distcache.train
 import distcache.trainer.trainer
-from distcache.errors import ConfigError
-from distcache.popularity import bodies as counting
 
 with contextlib.suppress(ImportError):
     import torchrec
 
 __all__ = ["distcache", "hypothesis", "numba", "pytest", "torchrec"]
-
-with contextlib.suppress(ConfigError), using(COMPILED):  # where Numba is whole: as machine code
-    counting.bodies()
 
 gc.collect()
 gc.freeze()
