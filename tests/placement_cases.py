@@ -28,7 +28,7 @@ POLICIES = (
     Policy(),
     Policy(tail="lru"),
     Policy("lru"),
-    Policy("lfu", "lru", True),
+    Policy("lfu"),
     Policy(tail="frequency"),
     Policy("static"),
 )
