@@ -14,8 +14,7 @@ from distcache.errors import PlanError
 # ShardPlan: which sharded rows of a step go from their homes to whom, and which way.
 #
 # A part of `step_plan`. With several nodes a row that several ranks of another node named crosses
-# to
-# that node once: its home sends it to one of them, which hands it on (`planner.relays`).
+# to that node once: its home sends it to one of them, which hands it on (`planner.relays`).
 
 
 @dataclass(frozen=True)
@@ -196,8 +195,7 @@ def _wrongly_passed(transfer: Transfer) -> bool:
 # StepPlan: everything that one step of one group moves and sums, decided before it runs.
 #
 # A plan is a pure function of the id stream and of the decisions before it. Movers, the
-# coordinator
-# and the optimizer only do what it says.
+# coordinator and the optimizer only do what it says.
 #
 # *Canonical order* of a step's U distinct rows: by home rank, then by first occurrence over the
 # ranks in rank order. It depends on the ids alone, never on slots, hits, capacity or window, so

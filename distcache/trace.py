@@ -21,8 +21,7 @@ from distcache.store.memory import available_memory, describe_bytes
 # What a stream of ids asks of every home: its distinct rows step by step, found once.
 #
 # All that a cache does depends on these alone, so a trace is recorded once for each number of
-# ranks
-# and then replayed by as many cases as one likes (`replay`, `belady`).
+# ranks and then replayed by as many cases as one likes (`replay`, `belady`).
 
 log = logging.getLogger(__name__)
 

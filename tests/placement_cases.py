@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from low_ids import low_ids
 from oracle import OPTIMIZERS
 from popular_runs import popularity_of
 from scenarios import Outcome, Scenario, run_mode, table
@@ -27,7 +28,7 @@ POLICIES = (
     Policy(),
     Policy(tail="lru"),
     Policy("lru"),
-    Policy("lfu", "lru"),
+    Policy("lfu"),
     Policy(tail="frequency"),
     Policy("static"),
 )
@@ -93,13 +94,13 @@ def _fitting(group: TableGroup, batches: list, dtype: torch.dtype) -> int:
         slots += 1
 
 
-def draw_case(seed: int, world: int, steps: int) -> Scenario:
-    """A scenario."""
+def draw_case(seed: int, world: int, steps: int) -> tuple[Scenario, bool]:
+    """A scenario, and whether its steps are split into a hot and a cold part."""
     rng = np.random.default_rng([seed, world])
     name = str(rng.choice(list(OPTIMIZERS)))
     spec, lr = OPTIMIZERS[name]
     tables = TABLES if rng.random() < 0.6 else MEANS
-    return Scenario(
+    case = Scenario(
         tables,
         spec,
         lr,
@@ -112,12 +113,14 @@ def draw_case(seed: int, world: int, steps: int) -> Scenario:
         dtype=torch.float64 if rng.random() < 0.3 else torch.float32,
         seed=seed,
     )
+    return case, bool(rng.random() < 0.35)
 
 
 def draw_jobs(seed: int, world: int, runs: int, steps: int) -> list[Job]:
     """A scenario's reference and so many runs of it, whose placements and caches are drawn."""
-    case = draw_case(seed, world, steps)
-    common = {"dtype": case.dtype, "validate": True}
+    case, split = draw_case(seed, world, steps)
+    hot = low_ids(case) if split else None
+    common = {"dtype": case.dtype, "hot": hot, "validate": True}
     jobs = [Job(case, CachedSettings("resident", schedule="serial", **common))]
     rng = np.random.default_rng([seed, world, 1])
     for number in range(runs):

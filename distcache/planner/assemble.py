@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
+import torch
 
 from distcache.layout import RowLayout
 from distcache.planner.home import HomeDecision
@@ -53,7 +55,8 @@ def make_request(
     order, starts = grouped(homes, 0, world if hot is None else 2 * world)
     places = np.empty_like(order)
     places[order] = np.arange(len(order), dtype=np.int32)
-    parts = tuple(np.split(distinct[order], starts[1:-1]))
+    named = distinct[order]
+    parts = tuple(named[start:stop] for start, stop in pairwise(starts.tolist()))
     return Request(parts[:world], labels, places, parts[world:])
 
 
@@ -83,9 +86,9 @@ def assemble(
 
     `sharded`: what the homes said of the sharded rows, if the group has any.
     """
-    home_counts = np.array([len(part.slots) for part in parts])
-    base = np.concatenate(([0], np.cumsum(home_counts)))
-    total = int(base[-1])
+    home_counts = [len(part.slots) for part in parts]
+    base = list(accumulate(home_counts, initial=0))
+    total = base[-1]
     asked, shard, leaf_rows = _joined([part.reply for part in parts], base), None, total
     if sharded is not None:
         shard = shard_plan(sharded, request.sharded, move_after)
@@ -102,17 +105,18 @@ def assemble(
         sources = [np.arange(total)]
     else:
         sources = [_ascending(reply, len(own.slots)) for reply in own.replies]
+    ends = ids.touched.searchsorted(base).tolist()
     return StepPlan(
         step=own.step,
         kind=own.kind,
-        positions=as_tensor(ids.positions),
-        order=as_tensor(ids.order),
-        touched=as_tensor(ids.touched),
-        segments=as_tensor(ids.segments),
-        touched_counts=tuple(np.diff(np.searchsorted(ids.touched, base)).tolist()),
-        slots=as_tensor(np.concatenate([part.slots for part in parts])),
-        home_counts=tuple(home_counts.tolist()),
-        source_rows=as_tensor(np.concatenate(sources)),
+        positions=torch.from_numpy(ids.positions),
+        order=torch.from_numpy(ids.order),
+        touched=torch.from_numpy(ids.touched),
+        segments=torch.from_numpy(ids.segments),
+        touched_counts=tuple(stop - start for start, stop in pairwise(ends)),
+        slots=as_tensor(_concatenated([part.slots for part in parts])),
+        home_counts=tuple(home_counts),
+        source_rows=torch.from_numpy(_concatenated(sources)),
         source_counts=tuple(len(source) for source in sources),
         fetch=as_tensor(fetch),
         fetch_counts=tuple(len(part.fetch) for part in parts),
@@ -134,12 +138,17 @@ def next_move_after(step: int, prefetch: int, latest_uses: Sequence[int], before
     return max(step - prefetch - 1, before, -1, *latest_uses)
 
 
-def _joined(parts: Sequence[np.ndarray], base: np.ndarray) -> np.ndarray:
+def _joined(parts: Sequence[np.ndarray], base: Sequence[int]) -> np.ndarray:
     """The indices (int32) that each home counts from 0, counted from its `base`."""
     if len(parts) == 1:
         return parts[0]
-    pairs = zip(parts, base.tolist(), strict=False)
+    pairs = zip(parts, base, strict=False)
     return np.concatenate([part + np.int32(start) for part, start in pairs])
+
+
+def _concatenated(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """`parts` one after the other, without a copy where there is one."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _ascending(reply: np.ndarray, total: int) -> np.ndarray:

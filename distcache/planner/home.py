@@ -84,7 +84,7 @@ class HomePlanner:
         self._table = SlotTable(rows, slots, prefetch, self._ranking, popularity)
         self._window: deque[Ingested] = deque()
         self._past: deque[tuple[Ingested, Forget]] = deque(maxlen=2 * prefetch + _AHEAD)
-        self._planned = -1
+        self._looks_ahead, self._planned = policy.uses_window, -1
 
     @property
     def index_bytes(self) -> int:
@@ -105,7 +105,7 @@ class HomePlanner:
     def ingest(self, step: int, kind: str, requests: Sequence[np.ndarray]) -> Ingested:
         """Take the rows (int64, homed here) that every rank names in `step`, in rank order."""
         entry = take_requests(self.layout, self._last_reference, (step, kind), requests)
-        if self.policy.uses_window:
+        if self._looks_ahead:
             self._table.window.refer(entry.local, entry.previous, self._planned, step)
         self._window.append(entry)
         return entry
@@ -127,7 +127,7 @@ class HomePlanner:
         slots, fetch = table.look_up(local, step)
         filled, latest = table.take(len(fetch), step)
         evict_slots, leaving = table.fill(local, fetch, filled, slots)
-        if self.policy.uses_window:
+        if self._looks_ahead:
             table.window.look_ahead(step)
         self._past.append((entry, self._ranking.learn(local, entry.previous, step)))
         table.file(slots, step)

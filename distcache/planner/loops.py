@@ -732,7 +732,9 @@ def distinct_rows(
     Raises PlanError for a row outside it, and leaves it as it was.
     """
     local = np.ascontiguousarray(local, dtype=np.int64)
-    distinct, previous, labels = (np.empty(len(local), np.int32) for _ in range(3))
+    count = len(local)
+    distinct, previous = np.empty(count, np.int32), np.empty(count, np.int32)
+    labels = np.empty(count, np.int32)
     count = name_rows(local, position, step, distinct, previous, labels)
     if count < 0:
         raise PlanError(

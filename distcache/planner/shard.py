@@ -21,17 +21,13 @@ from distcache.step_plan import Relay, ShardPlan, Transfer
 #
 # A row's *carrier* is the first rank of the node that named it, counted round the node from
 # `Nodes.peer` of the row's home on. The home sends the row to it alone, and it hands the row to
-# its
-# mates: the two levels of hierarchical all-to-alls (as Tutel's, arXiv 2206.03382), but only for
-# rows
-# that several ranks named. So a row is sent as often as when each rank got it from its home, and a
-# row that one rank of a node named takes no second hop.
+# its mates: the two levels of hierarchical all-to-alls (as Tutel's, arXiv 2206.03382), but only
+# for rows that several ranks named. So a row is sent as often as when each rank got it from its
+# home, and a row that one rank of a node named takes no second hop.
 #
 # What a home tells is one mask for each row that a rank of such a node asked for: a bit for each
-# rank
-# of the node that named it. Who carries a row and to whom it goes follows from that on all sides,
-# and
-# rows go from mate to mate in the order of their numbers, which both know. Pure.
+# rank of the node that named it. Who carries a row and to whom it goes follows from that on all
+# sides, and rows go from mate to mate in the order of their numbers, which both know. Pure.
 
 MOST_RANKS = 64
 """Ranks of a node that a mask has bits for; larger nodes get every row from its home."""
@@ -183,10 +179,8 @@ def unpack(numbers: np.ndarray, rows: int, size: int) -> np.ndarray:
 # The two regions of a cache: rows that every rank has, and rows that their homes alone have.
 #
 # A row is replicated when it is among the `hot` rows of its group, and sharded otherwise. Each
-# home
-# plans its rows of either region by themselves, in slots of their own. DESIGN, section 6;
-# splitting
-# replicated hot rows from a sharded tail is SCARS' idea (arXiv 2411.01611).
+# home plans its rows of either region by themselves, in slots of their own. DESIGN, section 6;
+# splitting replicated hot rows from a sharded tail is SCARS' idea (arXiv 2411.01611).
 
 FETCHED = np.int32(1 << 30)
 """Flag of a reply: the row is fetched. The lower bits are one more than the step that named the row

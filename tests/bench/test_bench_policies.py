@@ -48,7 +48,7 @@ def test_every_policy_is_measured_on_every_trace(report) -> None:
     assert [record["trace"] for record in of(records, "trace")] == list(NAMES)
     assert not of(records, "skipped")
     outcomes = of(records, "outcome")
-    labels = 2 + 2 * (2 * len(TAILS) + len(POLICIES) - 1)
+    labels = 2 + 2 * len(TAILS) + len(POLICIES) - 1
     assert len(outcomes) == len(NAMES) * 3 * 2 * labels
     assert len({(r["trace"], r["size"], r["prefetch"], r["label"]) for r in outcomes}) == len(
         outcomes
