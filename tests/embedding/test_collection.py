@@ -32,7 +32,7 @@ def one_thread():
 
 def validated(ebc) -> CachedTables:
     """The tables behind `ebc`, with every plan checked fully."""
-    planner = ebc.tables.planner
+    planner = ebc.tables.engine.planner
     planner.settings = dataclasses.replace(planner.settings, validate=True)
     return ebc.tables
 
