@@ -54,7 +54,6 @@ class CacheSettings:
     seed: int = 0
     on_bad_id: str = "error"
     on_nonfinite: str = "off"
-    trace: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name, known in (

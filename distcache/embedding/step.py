@@ -493,6 +493,7 @@ class CollectionTables:
 
     def end_current(self) -> None:
         """The current step ends; PlanError if its gradients were neither applied nor dropped."""
+        self._check_frozen()  # a step without any gradient has not asked
         step = self.current
         if step is None:
             return
@@ -534,7 +535,6 @@ class CollectionTables:
 
         Over the host group, beside the step's work: nobody waits for it.
         """
-        self._check_frozen()
         if self.world.size > 1:
             own = torch.zeros(len(self.tables), dtype=torch.uint8)
             own[list(frozen)] = 1
@@ -659,6 +659,7 @@ class CollectionTables:
         a step were not finite; nothing was applied since.
         """
         self._judge(0)
+        self._check_frozen()
         step = self.current
         if step is None or not step.ready() or step.leaves is None:
             return
