@@ -6,6 +6,8 @@ The library's names are imported when they are first used, for they bring TorchR
 from __future__ import annotations
 
 import importlib
+import signal
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,6 +35,12 @@ __all__ = [
 
 _PLAIN = {"TableSpec": "distcache.layout", "fit": "distcache.fitting"}
 """Names that need no TorchRec, and where they are."""
+
+
+if sys.argv[:1] == ["-m"]:
+    # `python -m distcache.train` is about to import torch, for seconds: a Ctrl-C meanwhile ends the
+    # process as it ends any program, without a traceback. `main` takes it over.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def __getattr__(name: str) -> Any:

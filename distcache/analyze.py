@@ -21,15 +21,15 @@ from tqdm import tqdm
 
 from distcache.cli.analyze_report import Analysis, advise, simulate_trace, write_report
 from distcache.cli.analyze_run import (
+    AnalyzeConfig,
     Request,
     SizeSearch,
     cases_of,
     fitting_sizes,
-    help_text,
     parse_request,
 )
-from distcache.cli.compose import checked_config, compose_overrides, override
-from distcache.cli.run import open_folder, set_up_logging
+from distcache.cli.compose import checked_config, compose_overrides, override, read_line
+from distcache.cli.run import open_folder, set_up_logging, take_over_ctrl_c
 from distcache.comm.rendezvous import Place
 from distcache.config.tree import Config
 from distcache.errors import ConfigError, DistcacheError
@@ -37,8 +37,15 @@ from distcache.popularity.slots import BY_CURVE
 from distcache.popularity.statistics import write_statistics
 from distcache.replay import Case, replay
 from distcache.trainer.build import build_source, build_tables
-from distcache.trainer.counting import CheckedSource, count_source
-from distcache.trainer.prediction import Prediction, Sizes, configured_case, record_run, slots_of
+from distcache.trainer.prediction import (
+    CheckedSource,
+    RecordedRun,
+    Sizes,
+    configured_case,
+    count_source,
+    record_run,
+    slots_of,
+)
 from distcache.trainer.schedule import make_schedule
 from distcache.trainer.trainer import StopRequest
 
@@ -50,16 +57,17 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; its exit code, 130 (143) where Ctrl-C (SIGTERM) ended the reading."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    take_over_ctrl_c()
     set_up_logging()
-    if "--help" in given or "-h" in given:
-        sys.stdout.write(help_text())
-        return 0
     try:
-        request = parse_request(given)
-        open_folder(request.output, "analyze.output")
+        line = read_line("analyze", AnalyzeConfig, given)
+        if line is None:
+            return 0
+        request = parse_request(line)
+        open_folder(request.output, "output")
         command = ["python", "-m", "distcache.analyze", *given]
         stopped_by = None
-        if request.options.trace:
+        if request.trace:
             text = simulate_trace(request, progress_bar, command)
         else:
             config = checked_config(compose_overrides(with_statistics(request)), Place())
@@ -103,7 +111,7 @@ def analyze(request: Request, config: Config) -> Analysis:
     most = min(options.replay, counted.lookups) if counted.stopped_by else options.replay
     with progress_bar("record", None, "step") as bar, StopRequest() as stop:
         traces = record_run(checked, tables, schedule, ranks, most, bar.update, stop)
-    prediction = Prediction(traces, run_steps)
+    prediction = RecordedRun(traces, run_steps)
     if stop.requested:
         log.warning("stopped: the first %d steps of the run are replayed", prediction.recorded)
 
@@ -118,7 +126,7 @@ def analyze(request: Request, config: Config) -> Analysis:
     search = SizeSearch(prediction, sizes, counted.profiles, case, ranks[0])
     target = search.target(options.target_hit_rate)
     outcomes = []
-    if options.simulate:
+    if request.simulate:
         chosen = replace(options, sizes=fitting_sizes(options.sizes, traces, sizes.slots))
         cases = cases_of(request.policies, chosen, sizes.slots, lambda *of: case(*of).prefetch)
         with progress_bar("simulate", len(cases), "case") as bar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,19 +129,35 @@ class DeviceCache:
         device: torch.device | str,
         way_out: str = _WAY_OUT,
         state_slots: StateSlots | None = None,
+        validate: bool = True,
     ) -> None:
         """C = `slots` free slots of D = `dim` and S = `state_width` elements of `dtype`.
 
         `way_out`: what a user can change when the device's memory does not hold them.
         `state_slots`: those that have state; None: all. Raises MemoryTooSmallError then.
+        `validate`: look at every slot that a step reads, changes or fills, which a plan has checked
+        (two passes over its rows, in the thread that trains).
         """
+        self._validate = validate
+        self._changed: deque[np.ndarray] = deque()
         self.dim, self.state_width, self.dtype = dim, state_width, dtype
         self.state_slots = state_slots
         self.device = torch.device(device)
         self._way_out = way_out
         self.weight, self.state = self._allocate(slots)
         self.slot_row = np.full(slots, FREE, dtype=np.int64)
-        self.dirty = np.zeros(slots, dtype=np.bool_)
+        self._dirty = np.zeros(slots, dtype=np.bool_)
+
+    @property
+    def dirty(self) -> np.ndarray:
+        """Whether the row of each slot was changed since its fill, bool `[C]`.
+
+        `mark_dirty` only notes slots: the thread that trains has no time to write them here. Who
+        looks next does so, before it frees or fills any: movement, or a flush while nothing moves.
+        """
+        while self._changed:
+            self._dirty[self._changed.popleft()] = True
+        return self._dirty
 
     @property
     def slots(self) -> int:
@@ -164,7 +181,7 @@ class DeviceCache:
         held, own = self.slot_row[at], new != FOREIGN
         stateful = at if self.state_slots is None else self.state_slots.of(at[own])
         self._check_values(len(at), weight, len(stateful), state)
-        taken = own & (held != FREE) & (held != FOREIGN)
+        taken = own & (held != FREE) & (held != FOREIGN) if self._validate else own[:0]
         if taken.any():
             i = int(np.argmax(taken))
             raise PlanError(
@@ -172,7 +189,7 @@ class DeviceCache:
             )
         self.slot_row[at] = new
         self.dirty[at] = False  # a free slot is clean already, one of another home may not be
-        if not np.array_equal(self.slot_row[at], new):
+        if self._validate and not np.array_equal(self.slot_row[at], new):
             i = int(np.argmax(self.slot_row[at] != new))
             self.slot_row[at] = FREE
             raise PlanError(f"slot {at[i]} is given twice, to row {new[i]} and to another one")
@@ -213,8 +230,10 @@ class DeviceCache:
 
         `where`: the slots on the device, if they are there already.
         """
-        at = self._held(slots, "read")
-        return self.weight.index_select(0, self._to_device(at) if where is None else where)
+        if where is None or self._validate:
+            at = self._held(slots, "read")
+            where = self._to_device(at) if where is None else where
+        return self.weight.index_select(0, where)
 
     def evict(self, slots: Index, rows: Index) -> tuple[Tensor, Tensor]:
         """Free `slots`, which must hold exactly `rows`; the dirty ones among them.
@@ -240,7 +259,9 @@ class DeviceCache:
 
     def mark_dirty(self, slots: Index) -> None:
         """Mark `slots`, whose rows were changed in place on the device."""
-        self.dirty[self._held(slots, "change")] = True
+        self._changed.append(
+            self._held(slots, "change") if self._validate else _numpy(slots, "slots")
+        )
 
     def clean(self, slots: Index) -> None:
         """Mark `slots` as written back; they keep their rows."""
@@ -249,7 +270,7 @@ class DeviceCache:
     def forget(self) -> None:
         """Free every slot, whatever it holds, without a write-back."""
         self.slot_row.fill(FREE)
-        self.dirty.fill(False)
+        self.dirty.fill(False)  # what was noted is forgotten too
 
     def ensure(self, slots: int) -> None:
         """Have at least `slots` slots; what the present ones hold is kept.
@@ -265,7 +286,7 @@ class DeviceCache:
             state[:old] = self.state
         self.weight, self.state = weight, state
         self.slot_row = np.concatenate((self.slot_row, np.full(slots - old, FREE, np.int64)))
-        self.dirty = np.concatenate((self.dirty, np.zeros(slots - old, np.bool_)))
+        self._dirty = np.concatenate((self.dirty, np.zeros(slots - old, np.bool_)))
 
     def _bytes(self, slots: int) -> int:
         stateful = self._stateful(slots)
@@ -295,7 +316,7 @@ class DeviceCache:
     def _slots(self, slots: Index) -> np.ndarray:
         """`slots` as NumPy int64; PlanError for one outside [0, C)."""
         at = _numpy(slots, "slots")
-        if len(at) and (at.min() < 0 or at.max() >= self.slots):
+        if len(at) and at.view(np.uint64).max() >= len(self.slot_row):  # or below 0
             bad = int(at[(at < 0) | (at >= self.slots)][0])
             raise PlanError(f"slot {bad} is outside [0, {self.slots})")
         return at

@@ -7,24 +7,23 @@
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import logging
+import re
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import combinations
 from pathlib import Path
 
 from distcache.cli.compare_report import ModeRun, markdown, read_run, write_files
-from distcache.cli.compose import checked_config, compose_overrides, override
-from distcache.cli.run import run_job, set_up_logging, train_command
+from distcache.cli.compose import Line, checked_config, compose_overrides, override, read_line
+from distcache.cli.run import run_job, set_up_logging, take_over_ctrl_c, train_command
 from distcache.comm.rendezvous import Place
-from distcache.config.checks import CHOICES, one_of
-from distcache.config.keys import is_known
+from distcache.config.checks import CHOICES, at_least, one_of
+from distcache.config.keys import option
 from distcache.config.tree import Config, RunConfig
 from distcache.errors import ConfigError, DistcacheError
 
@@ -44,6 +43,9 @@ VARIANTS = {
 }
 """The overrides of each name of `modes=`: a mode, or a mode with one of its layouts."""
 
+_STEP = re.compile(r"\bstep [\d,]+(/[\d,]+)?  ")
+"""What a line of progress begins with, after the time."""
+
 ONLY_OF = {
     "cache.replicated_rows": ("mixed",),
     "cache.replicated_share": ("mixed",),
@@ -51,21 +53,24 @@ ONLY_OF = {
 }
 """Keys that only these layouts take; others beside them do without."""
 
-USAGE = """python -m distcache.compare [key=value ...] [modes=...] [world_size=...] ...
 
-  modes=data,hybrid,resident,host   modes to run, the first is the one others are compared with
-                                    (default: data,hybrid); or layouts of one of them:
-                                    replicated, sharded, mixed, auto: data with that
-                                    cache.placement; table_wise, row_wise, column_wise: hybrid
-                                    with that parallel.sharding
-  world_size=2                      ranks of every run, all on this machine (default: 2)
-  repeats=1                         runs of each mode, taken in turns; from 2 on, noise is the
-                                    spread between runs instead of the spread within one; from 4
-                                    on, a difference is seldom one by chance
-  out=compare/<time>                folder of the runs, logs, table and plots
-  key=value                         overrides for every run, as of distcache.train (beside other
-                                    layouts, only mixed takes cache.replicated_rows and _share)
-"""
+@dataclass
+class CompareConfig(Config):
+    """The keys of a run, and those of a comparison."""
+
+    modes: list[str] = option(
+        ["data", "hybrid"],
+        "modes to run (data, hybrid, resident, host), the first is the one others are compared "
+        "with; or layouts of one of them: replicated, sharded, mixed, auto (data with that "
+        "cache.placement), table_wise, row_wise, column_wise (hybrid with that parallel.sharding)",
+    )
+    world_size: int = option(2, "ranks of every run, all on this machine")
+    repeats: int = option(
+        1,
+        "runs of each mode, taken in turns; from 2 on, noise is the spread between runs instead of "
+        "the spread within one; from 4 on, a difference is seldom one by chance",
+    )
+    output: str = option("", "folder of the runs, logs, table and plots; empty: compare/<time>")
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Request:
     modes: tuple[str, ...]
     world_size: int
     repeats: int
-    out: Path
+    output: Path
     overrides: tuple[str, ...]
 
 
@@ -92,13 +97,13 @@ class Job:
     refusal: str | None = None
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run a comparison by the command line; 0, or 1 if a mode failed."""
+    take_over_ctrl_c()
     set_up_logging()
-    parser = argparse.ArgumentParser(prog="distcache.compare", usage=USAGE)
-    parser.add_argument("overrides", nargs="*", help="key=value")
     try:
-        return compare(parse(parser.parse_args().overrides))
+        line = read_line("compare", CompareConfig, sys.argv[1:] if arguments is None else arguments)
+        return 0 if line is None else compare(parse(line))
     except KeyboardInterrupt:
         log.error("interrupted; the run that was going on has been stopped")
         return 130
@@ -107,40 +112,22 @@ def main() -> int:
         return 1
 
 
-def parse(arguments: Sequence[str]) -> Request:
+def parse(line: Line[CompareConfig]) -> Request:
     """The request of a command line; ConfigError for values that make no sense."""
-    own = {"modes": "data,hybrid", "world_size": "2", "repeats": "1"}
-    own["out"] = f"compare/{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    overrides = []
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key in own:
-            own[key] = value
-        elif key in ("parallel", "parallel.mode", "run.dir"):
-            raise ConfigError(f"{argument}: a comparison sets {key} itself: use modes= and out=")
-        else:
-            _check_near(key, own)
-            overrides.append(argument)
-    modes = tuple(name.strip() for name in own["modes"].strip("[]").split(","))
-    for mode in modes:
+    own = line.values
+    for key in sorted(line.given.intersection(("parallel", "parallel.mode", "run.dir"))):
+        raise ConfigError(f"{key}: a comparison sets {key} itself: use modes= and output=")
+    for mode in own.modes:
         one_of("modes", mode, list(VARIANTS))
-        _check_free(mode, overrides)
-    if len(set(modes)) < len(modes):
-        raise ConfigError(f"modes={own['modes']} names a mode twice: use repeats=2")
-    for key in ("world_size", "repeats"):
-        if not own[key].isdigit() or int(own[key]) < 1:
-            raise ConfigError(f"{key}={own[key]}: give a whole number of at least 1")
-    return Request(
-        modes, int(own["world_size"]), int(own["repeats"]), Path(own["out"]), tuple(overrides)
-    )
-
-
-def _check_near(key: str, own: Iterable[str]) -> None:
-    """ConfigError for what is no key of a run, but near one of a comparison."""
-    names = {"output": "out", "nproc": "world_size", "ranks": "world_size"}
-    near = [names[key]] if key in names else difflib.get_close_matches(key, own, n=1, cutoff=0.7)
-    if near and "." not in key and not is_known(key.lstrip("+~")):
-        raise ConfigError(f"{key}: no such key: did you mean {near[0]}?")
+        _check_free(mode, line.overrides)
+    if len(set(own.modes)) < len(own.modes):
+        raise ConfigError(f"modes={','.join(own.modes)} names a mode twice: use repeats=2")
+    at_least("world_size", own.world_size, 1)
+    at_least("repeats", own.repeats, 1)
+    if not own.modes:
+        raise ConfigError("modes is empty: name at least one")
+    folder = Path(own.output or f"compare/{datetime.now():%Y-%m-%d_%H-%M-%S}")
+    return Request(tuple(own.modes), own.world_size, own.repeats, folder, line.overrides)
 
 
 def _check_free(mode: str, overrides: Sequence[str]) -> None:
@@ -158,7 +145,7 @@ def _check_free(mode: str, overrides: Sequence[str]) -> None:
 def compare(request: Request) -> int:
     """Run, read, report; 0, or 1 if a mode failed. Raises ConfigError if no mode can run."""
     jobs = prepare(request)
-    request.out.mkdir(parents=True, exist_ok=True)
+    request.output.mkdir(parents=True, exist_ok=True)
     runs = [
         run_mode(request, job, repeat)
         for repeat in range(request.repeats)
@@ -166,10 +153,10 @@ def compare(request: Request) -> int:
         if repeat == 0 or job.refusal is None
     ]
     command = shlex.join([Path(sys.executable).name, "-m", "distcache.compare", *sys.argv[1:]])
-    write_files(request.out, runs, command)
+    write_files(request.output, runs, command)
     sys.stdout.write(f"\n{markdown(runs)}\n")
     sys.stdout.flush()
-    log.info("table, runs and plots are in %s", request.out)
+    log.info("table, runs and plots are in %s", request.output)
     for run in runs:
         if run.error is not None:
             log.error("%s failed (exit code %s): %s", run.name, run.exit_code, run.error)
@@ -225,16 +212,16 @@ def run_mode(request: Request, job: Job, repeat: int) -> ModeRun:
     """Train one mode in fresh processes and read what it left; a failure is part of the result."""
     mode = job.mode
     name = mode if request.repeats == 1 else f"{mode}-{repeat + 1}"
-    folder = request.out / name
+    folder = request.output / name
     if job.refusal is not None:
         return ModeRun(mode, name, folder, exit_code=None, seconds=0.0, error=job.refusal)
-    log_file = request.out / f"{name}.log"
+    log_file = request.output / f"{name}.log"
     arguments = [*job.arguments, override("run.dir", folder)]
     started = time.monotonic()
     log.info("%s: %d rank(s), log in %s", name, request.world_size, log_file)
 
     def tell() -> None:
-        log.info("%s: %.0f s, %s", name, time.monotonic() - started, last_line(log_file))
+        log.info("%s: %.0f s, %s", name, time.monotonic() - started, progress_of(log_file))
 
     code = run_job(
         train_command(request.world_size, arguments), request.world_size, log_file, on_wait=tell
@@ -246,10 +233,11 @@ def run_mode(request: Request, job: Job, repeat: int) -> ModeRun:
     return run
 
 
-def last_line(path: Path) -> str:
-    """The last line of a log with anything in it."""
+def progress_of(path: Path) -> str:
+    """The last line of a log that tells of a step, or else the last with anything in it."""
     lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "no output yet"
+    steps = [line for line in lines if _STEP.search(line)]
+    return (steps or lines or ["no output yet"])[-1].strip()
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ class DistcacheError(Exception):
     from_rank: int | None = None
 
 
-class ConfigError(DistcacheError):
+class ConfigError(DistcacheError, ValueError):
     """A key has a wrong value, or two keys contradict each other."""
 
 
-class DataError(DistcacheError):
+class DataError(DistcacheError, ValueError):
     """Input data is malformed: the message names the file and line, or the feature and sample."""
 
 

@@ -28,11 +28,12 @@ from distcache.trainer.own import (
     OwnSource,
     count_evaluation,
     own_config,
+    own_identity,
     share_weights,
     table_specs,
 )
 from distcache.trainer.plan_cache import most_ahead
-from distcache.trainer.trainer import TrainResult
+from distcache.trainer.trainer import TrainResult, resumed_state
 
 _OWN = ("cache.statistics", "trainer.resume", "trainer.log_level")
 """Settings that each rank may have its own of: where it finds a folder, what it says."""
@@ -93,9 +94,11 @@ def fit(
         check_run_folder(own_world, run_dir, needs_shared_folder(config))
         share_weights(model, own_world)
         source: Any = OwnSource(tuple(features), tuple(spec.rows for spec in specs))
+        identity = own_identity(config, own_world, source, specs)
+        start = resumed_state(config, own_world, identity)
         mode = build.build_parallel(config, own_world, specs, model, source)
         run = OwnRun(
-            config, own_world, run_dir, source, specs, mode,
+            config, own_world, run_dir, source, specs, mode, start,
             train=train, evaluate=eval_loader, eval_count=count,
         )  # fmt: skip
         result = run.go(build.build_rates(config))

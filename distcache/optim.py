@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,9 +41,15 @@ def state_tensors(
 def ensure_state(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Make the state of an optimizer that has not stepped yet; its parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if parameters and not optimizer.state:
+    if parameters and not optimizer.state and optimizer not in _STATELESS:
         _make_state(optimizer, parameters)
+        if not optimizer.state:
+            _STATELESS.add(optimizer)
     return parameters
+
+
+_STATELESS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Those that were asked for state and have none, as SGD: they are not asked at every step."""
 
 
 @torch.no_grad()

@@ -12,11 +12,12 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from distcache.cli.compose import read_line
 from distcache.cli.plan_measure import Options as MeasureOptions
 from distcache.cli.plan_measure import measured_here, to_measured
 from distcache.cli.plan_report import REPORT, write_plan
-from distcache.cli.plan_run import Plan, Request, help_text, make_plan, parse_request
-from distcache.cli.run import drop_if_empty, open_folder, set_up_logging
+from distcache.cli.plan_run import Options, Plan, Request, make_plan, parse_request
+from distcache.cli.run import drop_if_empty, open_folder, set_up_logging, take_over_ctrl_c
 from distcache.errors import DistcacheError
 from distcache.trainer.measure import Measured
 
@@ -28,12 +29,13 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    take_over_ctrl_c()
     set_up_logging()
-    if "--help" in given or "-h" in given:
-        sys.stdout.write(help_text())
-        return 0
     try:
-        request = parse_request(given)
+        line = read_line("plan", Options, given)
+        if line is None:
+            return 0
+        request = parse_request(line)
         plan, text = _plan(request, given)
         sys.stdout.write(f"\n{text}")
         sys.stdout.flush()
@@ -66,7 +68,7 @@ def measure_here(request: Request) -> tuple[Measured, str]:
     widest = max(sources, key=lambda source: source.lookups * source.dim)
     values = measured_here(
         options.measure_ranks,
-        MeasureOptions(widest.dim, len(sources), options.batch, options.optim),
+        MeasureOptions(widest.dim, len(sources), options.batch, options.optim.name),
     )
     return to_measured(values), values["device"]
 

@@ -6,24 +6,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from typing import Any
+from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
-import torch
 
-from distcache.data.batch import BatchSource
-from distcache.engine.groups import Placement, TableGroup, group_bags, make_groups, region_slots
 from distcache.errors import ConfigError
 from distcache.layout import RowLayout, TableSpec
-from distcache.planner.assemble import Request, next_move_after
-from distcache.planner.calls import COMPILED, NUMPY, bodies
+from distcache.planner.assemble import Request, make_request, next_move_after
 from distcache.planner.home import HomeDecision, HomePlanner
-from distcache.planner.loops import compile_loops
+from distcache.planner.loops import array, compiled, i8, in4, in8, out1, out4, types
 from distcache.planner.policy import DEFAULT, PINNED, Policy
-from distcache.planner.simulator import PlannerSettings, SimulatedWorld
+from distcache.planner.shard import HotLayout, HotRows
 from distcache.popularity.statistics import Statistics, TableCounts, row_classes
-from distcache.store.memory import require_memory
 from distcache.trace import HomeTrace, Trace
 
 # -----------------------------------------------------------------------------
@@ -59,10 +54,9 @@ class Case:
         """The policy in words, for tables."""
         if self.policy is None:
             return "MIN"
-        admission = ", admission" if self.policy.admission else ""
         if self.policy.uses_window:
-            return f"lookahead {self.lookahead}, {self.policy.tail}{admission}"
-        return f"{self.policy.name}{admission}"
+            return f"lookahead {self.lookahead}, {self.policy.tail}"
+        return self.policy.name
 
 
 @dataclass(frozen=True)
@@ -152,8 +146,8 @@ class Outcome:
 # step, and what stays between steps are those whose next use is nearest. No policy that must have
 # a step's rows resident, whatever it knows, fetches fewer.
 
-_FETCHED, _HITS, _EVICTED = 0, 1, 2
 _COUNTS = 3
+"""Numbers of `MinCounts` for each step."""
 
 
 @dataclass(frozen=True)
@@ -167,29 +161,26 @@ class MinCounts:
     evicted: np.ndarray
 
 
-def belady(home: HomeTrace, slots: int, body: str | None = None) -> MinCounts:
-    """MIN for `slots` slots; every step of `home` must fit. `body`: `compiled`, `numpy`, or that
-    of the planner's loops (None).
+def belady(home: HomeTrace, slots: int) -> MinCounts:
+    """MIN for `slots` slots; every step of `home` must fit.
 
     Rows with the same next use leave in the reverse of the order in which they were used last; any
     other choice among them fetches as many. Time O(n) for n distinct rows of all steps, and a scan
-    over steps for the farthest; memory 4 n bytes, 9 for each row and 4 for each step. The NumPy
-    twin sorts the cache in every step.
+    over steps for the farthest; memory 4 n bytes, 9 for each row and 4 for each step.
     """
     counts = np.zeros((home.steps, _COUNTS), dtype=np.int64)
-    args = (home.starts, home.numbers, home.counts, len(home.names), slots)
-    if (bodies().body if body is None else body) == NUMPY:
-        belady_arrays(*args, counts)
-    else:
-        next_use = np.empty(len(home.numbers), np.int32)
-        seen = np.full(len(home.names), home.steps, np.int32)
-        _compiled()[0](home.starts, home.numbers, seen, next_use)
-        link, cached = np.full(len(home.names), -1, np.int32), np.zeros(len(home.names), np.uint8)
-        heads = np.full(home.steps + 1, -1, np.int32)
-        _compiled()[1](*args[:3], next_use, slots, heads, link, cached, counts)
+    next_use = np.empty(len(home.numbers), np.int32)
+    name_next(home.starts, home.numbers, np.full(len(home.names), home.steps, np.int32), next_use)
+    link, cached = np.full(len(home.names), -1, np.int32), np.zeros(len(home.names), np.uint8)
+    heads = np.full(home.steps + 1, -1, np.int32)
+    run_min(
+        *(home.starts, home.numbers, home.counts, next_use),
+        *(slots, heads, link, cached, counts),
+    )
     return MinCounts(*np.ascontiguousarray(counts.T))
 
 
+@compiled(types.void(in8, in4, out4, out4))
 def name_next(
     starts: np.ndarray, numbers: np.ndarray, seen: np.ndarray, next_use: np.ndarray
 ) -> None:
@@ -203,6 +194,7 @@ def name_next(
             seen[row] = step
 
 
+@compiled(types.void(in8, in4, in4, in4, i8, out4, out4, out1, array(i8, True, 2)))
 def run_min(
     starts: np.ndarray,
     numbers: np.ndarray,
@@ -253,77 +245,56 @@ def run_min(
         out[step, 2] = evicted
 
 
-def belady_arrays(
-    starts: np.ndarray,
-    numbers: np.ndarray,
-    counts: np.ndarray,
-    rows: int,
-    slots: int,
-    out: np.ndarray,
-) -> None:
-    """The same in NumPy, as it is defined: in every step the farthest next uses leave.
+# -----------------------------------------------------------------------------
+# One home's planner over a stream: what all replays are made of.
 
-    `next_use` of a row and the place of its last use rank it; both are looked up, not linked.
+
+class HomeRun:
+    """The planner of one home as training makes it, and which of its rows training has changed.
+
+    Steps are ingested and decided in stream order, each L steps after it came; no tensors are made.
     """
-    steps = len(starts) - 1
-    next_use = np.full(rows, steps, np.int64)
-    used_at = np.full(rows, -1, np.int64)  # index of the last use in `numbers`, -1: not cached
-    uses = np.repeat(np.arange(steps), np.diff(starts))
-    order = np.lexsort((uses, numbers))
-    following = np.full(len(numbers), steps, np.int64)
-    same = numbers[order[1:]] == numbers[order[:-1]]
-    following[order[:-1][same]] = uses[order[1:][same]]
-    for step in range(steps):
-        here = np.arange(starts[step], starts[step + 1])
-        named = numbers[here]
-        hit = used_at[named] >= 0
-        out[step, _FETCHED] = np.count_nonzero(~hit)
-        out[step, _HITS] = counts[here][hit].sum()
-        used_at[named] = -1
-        others = np.flatnonzero(used_at >= 0)
-        leave = max(0, len(others) + len(named) - slots)
-        last = np.lexsort((-used_at[others], -next_use[others]))[:leave]
-        used_at[others[last]] = -1
-        out[step, _EVICTED] = leave
-        used_at[named], next_use[named] = here, following[here]
 
+    def __init__(self, planner: HomePlanner) -> None:
+        self.planner = planner
+        self._dirty = np.zeros(planner.slots, dtype=bool)
 
-@cache
-def _compiled() -> tuple[Callable[..., None], Callable[..., None]]:
-    """`name_next` and `run_min` as machine code, kept where the planner's loops are."""
-    import numba
+    @property
+    def dirty(self) -> int:
+        """Cached rows that a training step has changed."""
+        return int(self._dirty.sum())
 
-    compiler: Any = numba
-    types = compiler.types
-    i4, i8, u1 = types.int32, types.int64, types.uint8
+    def decide(self) -> tuple[HomeDecision, int]:
+        """The oldest step, and how many dirty rows leave for it. Raises StepTooLargeError."""
+        decision, first = self.planner.plan(), self.planner.own_slots.start
+        leaving = decision.evict_slots - first
+        count = int(np.count_nonzero(self._dirty[leaving]))
+        self._dirty[leaving] = False
+        if decision.kind == "train":
+            self._dirty[decision.slots - first] = True
+        return decision, count
 
-    def array(dtype: Any, ndim: int = 1, readonly: bool = False) -> Any:
-        return types.Array(dtype, ndim, "C", readonly=readonly)
-
-    signatures = {
-        name_next: types.void(array(i8), array(i4), array(i4), array(i4)),
-        run_min: types.void(
-            array(i8), array(i4), array(i4), array(i4), i8, array(i4), array(i4), array(u1),
-            array(i8, 2),
-        ),
-    }  # fmt: skip
-    named = {loop.__name__: (loop, [signature]) for loop, signature in signatures.items()}
-    made = compile_loops(named, "MIN")
-    return made[name_next.__name__], made[run_min.__name__]
-
-
-BODIES = (COMPILED, NUMPY)
-"""What `body` may be."""
+    def over(
+        self, steps: Iterable[tuple[str, np.ndarray]], lookahead: int
+    ) -> Iterator[tuple[HomeDecision, int]]:
+        """What `decide` says of every step of a stream: its kind, and the rows that it names at
+        this home, int64 `[n]`."""
+        waiting = 0
+        for step, (kind, rows) in enumerate(steps):
+            self.planner.ingest(step, kind, [rows])
+            waiting += 1
+            if waiting > lookahead:
+                yield self.decide()
+                waiting -= 1
+        for _ in range(waiting):
+            yield self.decide()
 
 
 # -----------------------------------------------------------------------------
 # What a cache would do: a trace through cases of policy, size, window, prefetch and ranks.
 #
-# Every case runs the planner that training runs, one for each home, over the distinct rows that
-# the
-# trace holds; nothing else is made, no tensors, groups or clock. The counts are those of a
-# training
-# run over the same steps, to the row. `simulator` is the slow twin, which assembles whole plans.
+# Every case runs the planner that training runs, one for each home, over the distinct rows that the
+# trace holds. The counts are those of a training run over the same steps, to the row.
 
 Popularity = Callable[[Case, int], np.ndarray | None]
 """The popularity class of every row, uint8 `[V]`, for a case and the number of a group; None where
@@ -340,8 +311,8 @@ def replay(
 
     `popularity`: for policies that rank rows by statistics; `progress`: told of every outcome when
     it is there. A case that training would refuse is an outcome with `refused`. Memory beside the
-    traces: 16 bytes or so per row that the trace names (`lfu`: 9 per row of the tables), and the
-    slots' (`victims`). Raises ConfigError for a case that these traces, or this call, cannot serve.
+    traces: 16 bytes or so per row that the trace names, and the slots' (`victims`). Raises
+    ConfigError for a case that these traces, or this call, cannot serve.
     """
     traces = [trace] if isinstance(trace, Trace) else list(trace)
     for case in cases:
@@ -354,43 +325,23 @@ def replay(
     return outcomes
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where the rows of a home lie in its planner's index: `of` int64 `[D]`, by number, of `rows`.
-
-    The rows that the trace names lie side by side, for speed, and decisions are the same. But the
-    ranking `lfu` rounds counts by a hash of the row: it gets the places that training has.
-    """
-
-    of: np.ndarray
-    rows: int
-
-    @classmethod
-    def make(cls, home: HomeTrace, trace: Trace, case: Case) -> _Place:
-        if case.policy is None or case.policy.ranking != "lfu":
-            return cls(np.arange(len(home.names)), max(len(home.names), 1))
-        local_rows = -(-trace.rows // case.world_size)
-        require_memory(
-            9 * local_rows,
-            f"the index of {case.label} over {local_rows} rows",
-            "replay another policy, or more ranks",
-        )
-        return cls(home.names // case.world_size, local_rows)
-
-
 def make_planner(
-    home: HomeTrace, place: _Place, slots: int, case: Case, classes: np.ndarray | None
+    home: HomeTrace, slots: int, case: Case, classes: np.ndarray | None
 ) -> HomePlanner:
     """The planner of one home as training makes it, a world of its own, for homes decide alone.
 
+    The rows that the trace names lie side by side in its index, by number; decisions are the same.
     `classes` uint8 `[V]`: of all rows, or None.
     """
-    layout = RowLayout([TableSpec("trace", place.rows, 1, ("trace",))], 1)
-    own = None
+    rows = max(len(home.names), 1)
+    layout = RowLayout([TableSpec("trace", rows, 1, ("trace",))], 1)
+    names, own = np.zeros(rows, np.int32), None
+    names[: len(home.names)] = home.names // case.world_size  # the local rows of training
     if classes is not None:
-        own = np.zeros(place.rows, np.uint8)
-        own[place.of] = classes[home.names]
-    return HomePlanner(layout, 0, slots, case.prefetch, case.policy or DEFAULT, own)
+        own = np.zeros(rows, np.uint8)
+        own[: len(home.names)] = classes[home.names]
+    policy = case.policy or DEFAULT
+    return HomePlanner(layout, 0, slots, case.prefetch, policy, own, names=names)
 
 
 def _check(case: Case, traces: Sequence[Trace], popularity: Popularity | None) -> None:
@@ -447,12 +398,10 @@ def _replay(traces: Sequence[Trace], case: Case, popularity: Popularity | None) 
             if case.policy is None:
                 counted.append(_least(home, trace.training, slots))
                 continue
-            place = _Place.make(home, trace, case)
-            planner = make_planner(home, place, slots, case, classes)
-            run = _HomeRun(home, place, trace.training, planner, case.lookahead)
-            counted.append(run.run())
-            late = run.latest_use >= np.arange(trace.steps) - case.prefetch
-            tight |= late & (run.latest_use >= 0)
+            planner = make_planner(home, slots, case, classes)
+            counts, latest = _count_home(home, trace.training, planner, case.lookahead)
+            counted.append(counts)
+            tight |= (latest >= np.arange(trace.steps) - case.prefetch) & (latest >= 0)
         groups.append(_summed(counted, trace))
     seconds = time.perf_counter() - started
     training = traces[0].training
@@ -465,59 +414,31 @@ def _summed(counted: Sequence[dict[str, int]], trace: Trace) -> GroupCounts:
     return GroupCounts(trace.ids, **{key: sum(c[key] for c in counted) for key in counted[0]})
 
 
-class _HomeRun:
-    """A planner over the trace of its home. `latest_use` int32 `[steps]`: latest last use among the
-    victims of each step, -1 for none."""
+def _count_home(
+    home: HomeTrace, training: np.ndarray, planner: HomePlanner, window: int
+) -> tuple[dict[str, int], np.ndarray]:
+    """The counts of `GroupCounts`, and the latest last use among the victims of each step (int32
+    `[steps]`, -1 for none), of a planner over the trace of its home."""
+    latest = np.full(home.steps, -1, dtype=np.int32)
+    counts = dict.fromkeys(("lookups_hit", "distinct", "fetched", "written_back"), 0)
+    run = HomeRun(planner)
 
-    def __init__(
-        self,
-        home: HomeTrace,
-        place: _Place,
-        training: np.ndarray,
-        planner: HomePlanner,
-        window: int,
-    ) -> None:
-        self.home, self.place, self.training = home, place, training
-        self.planner, self.window = planner, window
-        self.latest_use = np.full(home.steps, -1, dtype=np.int32)
-        self._dirty = None if training.all() else np.zeros(place.rows, dtype=bool)
-        self._counts = dict.fromkeys(("lookups_hit", "distinct", "fetched", "written_back"), 0)
-
-    def run(self) -> dict[str, int]:
-        """Ingest and decide every step in the order of training; the counts of `GroupCounts`."""
-        home, window = self.home, self.window
+    def named() -> Iterator[tuple[str, np.ndarray]]:
         for step in range(home.steps):
-            kind = "train" if self.training[step] else "eval"
-            self.planner.ingest(step, kind, [self._rows(step)])
-            if step >= window:
-                self._decide(step - window)
-        for step in range(max(home.steps - window, 0), home.steps):
-            self._decide(step)
-        counts = self._counts
-        left = counts["fetched"] - counts["written_back"]
-        return {**counts, "left_dirty": left if self._dirty is None else int(self._dirty.sum())}
+            rows = home.numbers[home.starts[step] : home.starts[step + 1]]
+            yield "train" if training[step] else "eval", rows.astype(np.int64)
 
-    def _rows(self, step: int) -> np.ndarray:
-        """The distinct rows of a step, by their places; int64."""
-        return self.place.of[self.home.numbers[self.home.starts[step] : self.home.starts[step + 1]]]
-
-    def _decide(self, step: int) -> None:
-        decision = self.planner.plan()
-        self.latest_use[step] = decision.latest_use
-        low, high = self.home.starts[step], self.home.starts[step + 1]
-        leaving = len(decision.evict_rows)
-        if self._dirty is not None:
-            leaving = int(self._dirty[decision.evict_rows].sum())
-            self._dirty[decision.evict_rows] = False
-        if not self.training[step]:
-            return
-        if self._dirty is not None:
-            self._dirty[self._rows(step)] = True
-        counts, lookups = self._counts, self.home.counts[low:high]
+    for decision, leaving in run.over(named(), window):
+        step = decision.step
+        latest[step] = decision.latest_use
+        if not training[step]:
+            continue
+        lookups = home.counts[home.starts[step] : home.starts[step + 1]]
         counts["distinct"] += len(lookups)
         counts["fetched"] += len(decision.fetch)
         counts["lookups_hit"] += int(lookups.sum()) - int(lookups[decision.fetch].sum())
         counts["written_back"] += leaving
+    return {**counts, "left_dirty": run.dirty}, latest
 
 
 def _least(home: HomeTrace, training: np.ndarray, slots: int) -> dict[str, int]:
@@ -603,8 +524,68 @@ def _table(trace: Trace) -> TableCounts:
 # What a stream of ids makes ranks send, without tensors: the real planner, and counts of rows.
 #
 # The planners of all homes run in one process as in training; of their decisions only numbers of
-# rows from rank to rank are kept, so that many ranks take no longer per id than few. `simulator`
-# assembles whole plans instead: the slow twin, whose counts are the same.
+# rows from rank to rank are kept, so that many ranks take no longer per id than few.
+
+
+@dataclass(frozen=True)
+class PlannerSettings:
+    """C per rank, L, P, and the policy; `popularity` uint8 `[V]`: a class for each row.
+
+    `hot`: the rows that are replicated where others are sharded, int64 `[K]`, ascending (None: all
+    are); `replicated`: how many of the slots are theirs, a multiple of W, 0 where there are none;
+    `early`: sharded rows may travel before their step; `nodes`: ranks of each node, () is one.
+    """
+
+    slots: int
+    lookahead: int
+    prefetch: int
+    policy: Policy = DEFAULT
+    popularity: np.ndarray | None = None
+    hot: np.ndarray | None = None
+    replicated: int = 0
+    early: bool = True
+    nodes: tuple[int, ...] = ()
+
+
+def make_homes(
+    layout: RowLayout, settings: PlannerSettings
+) -> tuple[list[HomePlanner], list[HomePlanner]]:
+    """The planners of all homes for replicated and for sharded rows; none where there are none."""
+    hot, world = settings.hot, layout.world_size
+    if hot is None:
+        return _homes(layout, settings, -(-settings.slots // world)), []
+    replicated: list[HomePlanner] = []
+    if settings.replicated:
+        replicated = _homes(layout, settings, settings.replicated // world, hot)
+    tail = settings.slots - settings.replicated
+    return replicated, _homes(layout, settings, tail, first_slot=settings.replicated)
+
+
+def _homes(
+    layout: RowLayout,
+    settings: PlannerSettings,
+    slots: int,
+    hot: np.ndarray | None = None,
+    first_slot: int | None = None,
+) -> list[HomePlanner]:
+    """A planner for each home, of `slots` slots; `hot`: for these rows alone."""
+    found = []
+    for home in range(layout.world_size):
+        classes, own = settings.popularity, layout if hot is None else HotLayout(layout, home, hot)
+        if classes is not None:
+            classes = home_popularity(layout, home, classes)
+            classes = own.rated(layout, classes) if isinstance(own, HotLayout) else classes
+        common = (settings.prefetch, settings.policy, classes, first_slot)
+        found.append(HomePlanner(own, home, slots, *common))
+    return found
+
+
+def home_popularity(layout: RowLayout, home: int, popularity: np.ndarray) -> np.ndarray:
+    """The home's part, uint8 `[local rows]`, of the classes of all rows (uint8 `[V]`)."""
+    rows = layout.row(home, np.arange(layout.local_rows, dtype=np.int64))
+    found = popularity[np.minimum(rows, layout.rows - 1)]
+    found[rows >= layout.rows] = 0
+    return found
 
 
 @dataclass(frozen=True)
@@ -685,33 +666,15 @@ class _Step:
     asked: _Asked
 
 
-class _DirtySlots:
-    """Which slots of a planner hold rows that a training step has changed."""
-
-    def __init__(self, planner: HomePlanner) -> None:
-        self._first, self._dirty = planner.own_slots.start, np.zeros(planner.slots, dtype=bool)
-
-    def leave(self, decision: HomeDecision) -> int:
-        """Rows that are written back for a step; those that it uses are dirty from then on."""
-        leaving = decision.evict_slots - self._first
-        count = int(self._dirty[leaving].sum())
-        self._dirty[leaving] = False
-        if decision.kind == "train":
-            self._dirty[decision.slots - self._first] = True
-        return count
-
-
 class TrafficPlanner:
     """All homes of a world, step by step: what `count_traffic` runs over a stream."""
 
     def __init__(self, layout: RowLayout, settings: PlannerSettings) -> None:
         self._layout, self._settings = layout, settings
         self._ingested, self._decided, self._before = 0, 0, -1
-        self._world = SimulatedWorld(layout, settings)
-        self._dirty = {
-            planner: _DirtySlots(planner)
-            for planner in (*self._world.replicated, *self._world.sharded)
-        }
+        self._hot = None if settings.hot is None else HotRows(settings.hot)
+        regions = make_homes(layout, settings)
+        self._near, self._far = ([HomeRun(home) for home in homes] for homes in regions)
         self._waiting: deque[_Step] = deque()
 
     def add(self, rows: Sequence[np.ndarray], kind: str = "train") -> list[StepCounts]:
@@ -719,7 +682,11 @@ class TrafficPlanner:
         step, world = self._ingested, self._layout.world_size
         if len(rows) != world:
             raise ConfigError(f"step {step} has ids of {len(rows)} ranks, the layout is of {world}")
-        requests = self._world.ingest(step, rows, kind)
+        requests = [make_request(self._layout, np.asarray(r, np.int64), self._hot) for r in rows]
+        for home, run in enumerate(self._near):
+            run.planner.ingest(step, kind, [request.rows[home] for request in requests])
+        for home, run in enumerate(self._far):
+            run.planner.ingest(step, kind, [request.sharded[home] for request in requests])
         asked = _Asked.of(requests, self._settings.hot)
         self._waiting.append(_Step(kind, sum(map(len, rows)), asked))
         self._ingested += 1
@@ -733,37 +700,35 @@ class TrafficPlanner:
         """Decide the oldest step."""
         about, step = self._waiting.popleft(), self._decided
         self._decided += 1
-        near = [(planner, planner.plan()) for planner in self._world.replicated]
-        far = [(planner, planner.plan()) for planner in self._world.sharded]
-        uses = [decision.latest_use for _, decision in (*near, *far)]
+        near = [run.decide() for run in self._near]
+        far = [run.decide() for run in self._far]
+        uses = [decision.latest_use for decision, _ in (*near, *far)]
         self._before = next_move_after(step, self._settings.prefetch, uses, self._before)
         late = self._before if self._settings.early else _ALL_LATE
-        replicated = self._counts(near, about.asked.replicated, None) if near else None
+        replicated = _counts(near, about.asked.replicated, None) if near else None
         sharded = None
         if far and about.asked.sharded is not None:
-            sharded = self._counts(far, about.asked.sharded, late)
+            sharded = _counts(far, about.asked.sharded, late)
         return StepCounts(step, about.kind, about.ids, self._before, replicated, sharded)
 
-    def _counts(
-        self,
-        region: Sequence[tuple[HomePlanner, HomeDecision]],
-        asked: np.ndarray,
-        move_after: int | None,
-    ) -> RegionCounts:
-        """Of one region; `move_after` None: no rows of it travel."""
-        decisions, late = [decision for _, decision in region], np.zeros_like(asked)
-        if move_after is not None:
-            for home, decision in enumerate(decisions):
-                going = (decision.previous > move_after)[np.concatenate(decision.replies)]
-                bounds = np.concatenate(([0], np.cumsum(asked[:, home])))
-                late[home] = np.diff(np.concatenate(([0], np.cumsum(going)))[bounds])
-        return RegionCounts(
-            asked,
-            np.array([len(decision.slots) for decision in decisions]),
-            np.array([len(decision.fetch) for decision in decisions]),
-            np.array([self._dirty[planner].leave(decision) for planner, decision in region]),
-            late,
-        )
+
+def _counts(
+    decided: Sequence[tuple[HomeDecision, int]], asked: np.ndarray, move_after: int | None
+) -> RegionCounts:
+    """Of one region's decisions and rows written back; `move_after` None: no rows of it travel."""
+    decisions, late = [decision for decision, _ in decided], np.zeros_like(asked)
+    if move_after is not None:
+        for home, decision in enumerate(decisions):
+            going = (decision.previous > move_after)[np.concatenate(decision.replies)]
+            bounds = np.concatenate(([0], np.cumsum(asked[:, home])))
+            late[home] = np.diff(np.concatenate(([0], np.cumsum(going)))[bounds])
+    return RegionCounts(
+        asked,
+        np.array([len(decision.slots) for decision in decisions]),
+        np.array([len(decision.fetch) for decision in decisions]),
+        np.array([written for _, written in decided]),
+        late,
+    )
 
 
 _ALL_LATE = -2
@@ -778,6 +743,10 @@ _ALL_LATE = -2
 ROW_BYTES, REPLY_BYTES, HEADER_NUMBERS, CONTROL_NUMBERS = 8, 4, 8, 2
 """Of planning: a row asked for, an answer about it, numbers of a header besides counts, and of the
 loss and the wish to stop."""
+
+
+AT_HOME = "home"
+"""The optimizer state of replicated rows lies at their homes alone."""
 
 
 @dataclass(frozen=True)
@@ -803,7 +772,31 @@ class RowFormat:
     @property
     def filled_bytes(self) -> int:
         """Of a fetched row as its home sends it to all ranks."""
-        return self.row_bytes if self.state == "home" else self.stored_bytes
+        return self.row_bytes if self.state == AT_HOME else self.stored_bytes
+
+
+Rows = TypeVar("Rows", float, np.ndarray)
+"""Numbers of rows that go their way: expected ones, or exact ones from rank to rank."""
+
+
+def replicated_bytes(row: RowFormat, fetched: Rows, named: Rows, summed: Rows) -> dict[str, Rows]:
+    """Bytes by stage of replicated rows: `fetched` ones, gradients of those that ranks `named`, and
+    the sums of rows (with state at home: the rows) that homes send back."""
+    return {
+        "fill": fetched * row.filled_bytes,
+        "row_gradients": named * row.row_bytes,
+        "row_sums": summed * row.row_bytes,
+    }
+
+
+def sharded_bytes(row: RowFormat, late: Rows, named: Rows, gradients: Rows) -> dict[str, Rows]:
+    """Bytes by stage of sharded rows: those that ranks `named` come to them, the `late` ones after
+    the step before, and `gradients` of them go back."""
+    return {
+        "late_rows": late * row.row_bytes,
+        "early_rows": (named - late) * row.row_bytes,
+        "row_gradients": gradients * row.row_bytes,
+    }
 
 
 def flows(counts: StepCounts, row: RowFormat) -> dict[str, np.ndarray]:
@@ -814,14 +807,13 @@ def flows(counts: StepCounts, row: RowFormat) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     near, far = counts.replicated, counts.sharded
     if near is not None:
-        sums = "updated_rows" if row.state == "home" else "row_sums"
-        found["fill"] = _to_all(near.fetched) * row.filled_bytes
-        found["row_gradients"] = near.asked * row.row_bytes
-        found[sums] = _to_all(near.rows) * row.row_bytes
+        found |= replicated_bytes(row, _to_all(near.fetched), near.asked, _to_all(near.rows))
+        if row.state == AT_HOME:
+            found["updated_rows"] = found.pop("row_sums")
     if far is not None:
-        found["late_rows"] = far.late * row.row_bytes
-        found["early_rows"] = (far.asked.T - far.late) * row.row_bytes
-        found["sharded_row_gradients"] = far.asked * row.row_bytes
+        sent = sharded_bytes(row, far.late, far.asked.T, far.asked)
+        found["sharded_row_gradients"] = sent.pop("row_gradients")
+        found |= sent
     return {stage: _leaving(flow) for stage, flow in found.items()}
 
 
@@ -947,74 +939,3 @@ class Load:
     def ratio(self) -> float:
         """Largest over mean; 1 where there is nothing."""
         return self.largest / self.mean if self.mean else 1.0
-
-
-# -----------------------------------------------------------------------------
-# What a training run would send: its batches through the planners of all ranks, without tensors.
-#
-# Groups, rows and slots are those of training, so bytes are those of its counters, rank by rank.
-
-
-@dataclass(frozen=True)
-class TrafficSettings:
-    """A run of mode `data`. `slots`: C per rank of each group; `state_widths`: S of each group;
-    `itemsize`: bytes of an element."""
-
-    world_size: int
-    slots: tuple[int, ...]
-    placement: Placement
-    state_widths: tuple[int, ...]
-    lookahead: int = 8
-    prefetch: int = 1
-    policy: Policy = DEFAULT
-    itemsize: int = 4
-
-
-def replay_traffic(
-    source: BatchSource,
-    tables: Sequence[TableSpec],
-    settings: TrafficSettings,
-    order: Iterable[tuple[str, int]],
-) -> Iterator[StepTraffic]:
-    """What every rank sends in each step; `order`: (`train` or `eval`, index) of the batches.
-
-    Each rank takes its slice of a global batch, as in training. Memory: the index of all homes (8
-    bytes per row, and what the policy keeps) and all their slots. Raises StepTooLargeError as
-    training would.
-    """
-    world = settings.world_size
-    groups = make_groups(tables, source.features, world)
-    if world > 1:
-        groups = settings.placement.groups(groups)
-    planners = [
-        TrafficPlanner(group.layout, _planner_settings(group, slots, settings))
-        for group, slots in zip(groups, settings.slots, strict=True)
-    ]
-    formats = tuple(
-        RowFormat(group.dim, state, settings.itemsize, settings.placement.state)
-        for group, state in zip(groups, settings.state_widths, strict=True)
-    )
-    for kind, index in order:
-        draw = source.train_batch if kind == "train" else source.eval_batch
-        ids = [draw(index, rank, world).ids for rank in range(world)]
-        found = []
-        for group, planner in zip(groups, planners, strict=True):
-            rows = [group_bags(group, part, torch.float32).rows for part in ids]
-            found.append(planner.add(rows, kind))
-        alone = settings.lookahead == 0
-        yield from (StepTraffic(counts, formats, alone) for counts in zip(*found, strict=True))
-    found = [planner.finish() for planner in planners]
-    yield from (StepTraffic(counts, formats, alone=True) for counts in zip(*found, strict=True))
-
-
-def _planner_settings(group: TableGroup, slots: int, settings: TrafficSettings) -> PlannerSettings:
-    found, early = region_slots(group, slots), settings.placement.early
-    return PlannerSettings(
-        found.all,
-        settings.lookahead,
-        settings.prefetch,
-        settings.policy,
-        hot=group.hot,
-        replicated=found.replicated,
-        early=early and settings.prefetch > 0,
-    )

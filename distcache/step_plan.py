@@ -108,14 +108,14 @@ class ShardPlan:
 def shard_problems(shard: ShardPlan) -> dict[str, bool]:
     """The cheap laws of one plan of sharded rows, and whether each is broken."""
     parts = shard.transfers
-    sent, named = sum(len(part.slots) for part in parts), len(shard.source_rows)
+    sent, named = sum(part.slots.shape[0] for part in parts), shard.source_rows.shape[0]
     return {
         "sharded: source_counts do not sum to the source rows": sum(shard.source_counts) != named,
-        "sharded: not every row arrives once": sum(len(p.places) for p in parts) != shard.rows,
+        "sharded: not every row arrives once": sum(p.places.shape[0] for p in parts) != shard.rows,
         "sharded: not every row is sent once": sent > named if shard.runs else sent != named,
         "sharded: counts of a transfer do not sum to its rows": any(map(_miscounted, parts)),
-        "sharded: fetched slots and rows differ": len(shard.fetch_slots) != len(shard.fetch_rows),
-        "sharded: evicted slots and rows differ": len(shard.evict_slots) != len(shard.evict_rows),
+        "sharded: fetched slots and rows differ": shard.fetch_slots.shape != shard.fetch_rows.shape,
+        "sharded: evicted slots and rows differ": shard.evict_slots.shape != shard.evict_rows.shape,
     }
 
 
@@ -123,10 +123,13 @@ def _miscounted(transfer: Transfer) -> bool:
     """Whether counts of a transfer differ from the rows that they count."""
     came, relay = sum(transfer.receive_counts), transfer.relay
     if relay is not None:
-        if sum(relay.pass_counts) != len(relay.passed) or len(relay.order) != len(transfer.places):
+        if (
+            sum(relay.pass_counts) != relay.passed.shape[0]
+            or relay.order.shape != transfer.places.shape
+        ):
             return True
         came += sum(relay.receive_counts)
-    return sum(transfer.send_counts) != len(transfer.slots) or came != len(transfer.places)
+    return sum(transfer.send_counts) != transfer.slots.shape[0] or came != transfer.places.shape[0]
 
 
 def shard_laws(shard: ShardPlan, slots: int | None) -> dict[str, bool]:
@@ -253,12 +256,12 @@ class StepPlan:
     @property
     def distinct(self) -> int:
         """U."""
-        return len(self.slots)
+        return self.slots.shape[0]
 
     @property
     def misses(self) -> int:
         """M."""
-        return len(self.fetch)
+        return self.fetch.shape[0]
 
     @property
     def leaf_rows(self) -> int:
@@ -298,15 +301,15 @@ def check_plan(plan: StepPlan) -> None:
         "home_counts do not sum to the distinct rows": sum(plan.home_counts) != size,
         "fetch_counts do not sum to the fetched rows": sum(plan.fetch_counts) != plan.misses,
         "touched_counts do not sum to the touched rows": (
-            sum(plan.touched_counts) + plan.leaf_rows - size != len(plan.touched)
+            sum(plan.touched_counts) + plan.leaf_rows - size != plan.touched.shape[0]
         ),
         "source_counts do not sum to the source rows": (
-            sum(plan.source_counts) != len(plan.source_rows)
+            sum(plan.source_counts) != plan.source_rows.shape[0]
         ),
-        "evicted slots and rows differ in number": len(plan.evict_slots) != len(plan.evict_rows),
+        "evicted slots and rows differ in number": plan.evict_slots.shape != plan.evict_rows.shape,
         "movement would wait for the step itself": plan.move_after >= plan.step,
-        "order and positions differ in length": len(plan.order) != len(plan.positions),
-        "segments do not cover the ids": int(plan.segments[-1]) != len(plan.positions),
+        "order and positions differ in length": plan.order.shape != plan.positions.shape,
+        "segments do not cover the ids": int(plan.segments[-1]) != plan.positions.shape[0],
     }
     if shard is not None:
         problems |= shard_problems(shard)

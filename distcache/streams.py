@@ -96,7 +96,7 @@ class Streams:
 
     def mark(self, name: str) -> Mark:
         """What has been issued on a stream so far."""
-        stream = self._stream(name)
+        stream = self._stream(name) if self._beside else None
         if stream is None:
             return _LONG_OVER
         event = torch.cuda.Event(enable_timing=True)
@@ -105,10 +105,11 @@ class Streams:
 
     def after(self, name: str, marks: Iterable[Mark]) -> None:
         """What a stream is given from now on comes after `marks`; the host does not wait."""
-        stream = self._stream(name)
-        for mark in marks:
-            if stream is not None and mark.event is not None:
-                stream.wait_event(mark.event)
+        stream = self._stream(name) if self._beside else None
+        if stream is not None:
+            for mark in marks:
+                if mark.event is not None:
+                    stream.wait_event(mark.event)
 
     def hand_over(self, tensors: Iterable[Tensor | None], name: str) -> None:
         """`tensors`, made on the current stream, will be read on stream `name`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Collection
 from dataclasses import asdict
@@ -27,7 +28,7 @@ from distcache.cli.compose import (
     given_keys,
     to_config,
 )
-from distcache.cli.run import leave, set_up_logging, write_environment
+from distcache.cli.run import leave, set_up_logging, take_over_ctrl_c, write_environment
 from distcache.comm.agreement import agree_before_world, agree_on_versions
 from distcache.comm.failure import cause_of, describe, first_traceback
 from distcache.comm.rendezvous import (
@@ -50,9 +51,13 @@ log = logging.getLogger("distcache.train")
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
+_OF_A_RUN = ("summary.json", "metrics.jsonl", "model", "model.old")
+"""What a run folder holds that another run must not take the place of by accident."""
+
 
 def main() -> int:
     """Run this rank of a training job; its exit code."""
+    take_over_ctrl_c()
     place = Place()
     store = None
     try:
@@ -142,16 +147,22 @@ def open_run_folder(
     """Make the run folder, and write `config.yaml` and `environment.json` into it; say where it is,
     and which of the `given` keys have no use in this run.
 
-    Raises ConfigError where that is not possible.
+    Raises ConfigError where that is not possible, and for a folder that holds another run unless
+    `run.overwrite` is set: what that run measured and saved is then removed.
     """
     resume = config.trainer.resume
     again = resume is not None and run_dir.resolve() in Path(resume, "model").resolve().parents
-    if (run_dir / "summary.json").exists() and not again:
-        kept = run_dir / "model"
-        model = f" ({kept} when it saves: run.save)" if kept.exists() else ""
-        log.warning("run.dir=%s holds a finished run, which this one overwrites%s", run_dir, model)
+    kept = [] if again else [name for name in _OF_A_RUN if _holds(run_dir / name)]
+    if kept and not config.run.overwrite:
+        raise ConfigError(
+            f"run.dir={run_dir} holds another run ({', '.join(kept)}): name another folder, go on "
+            f"with that run by trainer.resume={run_dir}, or remove it by run.overwrite=true"
+        )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        for name in kept:
+            path = run_dir / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         (run_dir / "summary.json").unlink(missing_ok=True)  # until this run has one
         (run_dir / "bad_lines.json").unlink(missing_ok=True)
         remove_trace(run_dir)
@@ -171,6 +182,11 @@ def open_run_folder(
     )
     if idle := without_use(config, world.size, given):
         log.info("without use in this mode, on %d rank(s): %s", world.size, ", ".join(idle))
+
+
+def _holds(path: Path) -> bool:
+    """Whether there is something at `path`: a run that failed at its first step leaves nothing."""
+    return path.exists() and path.stat().st_size > 0
 
 
 def report(error: Exception, place: Place, store: dist.Store | None) -> int:

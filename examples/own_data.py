@@ -67,7 +67,7 @@ if __name__ == "__main__":
         model=Net(),
         parallel="data",
         optimizer="adagrad",
-        settings={"cache.rows": 1_000, "run.dir": "runs/own_data"},
+        settings={"cache.rows": 1_000, "run.dir": "runs/own_data", "run.overwrite": True},
     )
     if RANK == 0:
         print(f"{result.summary['steps']} steps, final loss {result.summary['final_loss']:.4f}")

@@ -179,7 +179,10 @@ def rest_commands(
             pair, why = pair[:1], why.split(";")[0] + "; the one that is there is kept"
     wanted = [r for r in pair if packages.get(normalised(r)[0]) != normalised(r)[1]]
     commands += [[*install, *wanted, *index]] if wanted else []
-    return [*commands, [*install, "-e", str(CHECKOUT)]], why
+    # By a path, not by a finder: a folder `distcache` that a script lies beside (the checkout seen
+    # from above) is then no namespace package in the place of this one.
+    by_path = ["--config-settings", "editable_mode=compat"]
+    return [*commands, [*install, *by_path, "-e", str(CHECKOUT)]], why
 
 
 def fingerprint(target: Target, state: State | None, env: Mapping[str, str]) -> str:

@@ -18,7 +18,7 @@ SMALL = (
 def run(folder: Path, *arguments: str) -> dict:
     """The report of an analysis that goes well."""
     out = folder / "out"
-    assert main([*arguments, f"analyze.output={out}"]) == 0
+    assert main([*arguments, f"output={out}"]) == 0
     return json.loads((out / "report.json").read_text())
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from ranks import free_port
+from ranks import forking, free_port
 
 
 @dataclass
@@ -53,9 +52,7 @@ class Job:
     """
 
     def __init__(self, function: Callable, world_size: int, *args: Any, agent: bool = True) -> None:
-        # Forked from a fresh process that has imported the package once: a second less per rank.
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["distcache.parallel.cached"])
+        context = forking()
         self._store = None
         if agent:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -10,10 +10,14 @@ from itertools import accumulate
 from distcache.comm.world import World, open_world
 
 
-def open_nodes(rank: int, sizes: Sequence[int], timeout_s: float = 60) -> World:
-    """The world of ranks on nodes of `sizes` ranks, as torchrun's agents there would start them."""
+def place_of(rank: int, sizes: Sequence[int]) -> dict[str, int]:
+    """What torchrun tells a rank of its place on nodes of `sizes` ranks."""
     firsts = list(accumulate(sizes, initial=0))
     node = bisect_right(firsts, rank) - 1
-    here = {"LOCAL_RANK": rank - firsts[node], "LOCAL_WORLD_SIZE": sizes[node], "GROUP_RANK": node}
-    os.environ.update({name: str(value) for name, value in here.items()})
+    return {"LOCAL_RANK": rank - firsts[node], "LOCAL_WORLD_SIZE": sizes[node], "GROUP_RANK": node}
+
+
+def open_nodes(rank: int, sizes: Sequence[int], timeout_s: float = 60) -> World:
+    """The world of ranks on nodes of `sizes` ranks, as torchrun's agents there would start them."""
+    os.environ.update({name: str(value) for name, value in place_of(rank, sizes).items()})
     return open_world("cpu", "gloo", timeout_s)

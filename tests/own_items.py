@@ -71,7 +71,7 @@ def fit(world, folder: Path, loader, parallel="data", **settings):
         SCENARIO.tables,
         SCENARIO.model(),
         parallel=parallel,
-        settings=ROWS | {"run.dir": str(folder), "run.save": save} | own,
+        settings=ROWS | {"run.dir": str(folder), "run.save": save, "run.overwrite": True} | own,
         world=world,
         **rest,
     )

@@ -8,11 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from distcache.layout import RowLayout, TableSpec
-from distcache.planner.calls import COMPILED, NUMPY
 from distcache.planner.policy import PINNED, POLICIES, TAILS, Policy
-from distcache.planner.simulator import PlannerSettings
-
-BODIES = (COMPILED, NUMPY)
+from distcache.replay import PlannerSettings
 
 
 def make_layout(rows: int, world: int) -> RowLayout:
@@ -29,7 +26,7 @@ def policies(draw: st.DrawFn, rows: int) -> tuple:
     name = "lookahead" if plain else draw(st.sampled_from(POLICIES))
     tail = "lru" if plain or name != "lookahead" else draw(st.sampled_from(TAILS))
     half_life = draw(st.sampled_from([None, 1.0, 2.5, 40.0, 1e9]))
-    policy = Policy(name, tail, draw(st.sampled_from([False, False, True])), half_life)
+    policy = Policy(name, tail, half_life)
     if not policy.needs_popularity and draw(st.sampled_from([True, True, False])):
         return policy, None
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))

@@ -1,6 +1,6 @@
 """Which rows leave, by the book: a dictionary of the rows in the cache and a sort of all of them.
 
-The slow twin of `distcache.planner.victims`, `buckets` and `rankings`. It follows the planner's
+The slow twin of `distcache.planner.victims`. It follows the planner's
 own choice among rows that score the same, and so says of every victim whether it is right.
 """
 
@@ -40,11 +40,10 @@ def counted(level: int, row: int, step: int, age: int) -> int:
 
 @dataclass
 class Held:
-    """A row in the cache: when it was last used, its key then, and whether it leaves first."""
+    """A row in the cache: when it was last used, and its key then."""
 
     last: int
     key: int
-    first: bool = False
 
 
 class Reference:
@@ -79,15 +78,6 @@ class Reference:
             return RANKS[self.levels.get(row, 0)] + (4 * self.clock >> 32)
         return int(self.classes[row]) if ranking == "frequency" else 0
 
-    def key_before(self, row: int) -> int:
-        """The key of a row that is not in the cache, before this step's use of it."""
-        if self.policy.ranking != "lfu":
-            return self.key(row)
-        if not self.levels.get(row, 0):
-            return -1
-        used_at = self.clock - (self.step - self.previous.get(row, -1)) * self.rate
-        return max(0, RANKS[self.levels[row]] + (4 * used_at >> 32))
-
     def order(self, row: int, now: int, stream: list[set[int]]) -> tuple:
         """What says when a row leaves, smallest first; rows with the same leave in any order."""
         held = self.cached[row]
@@ -98,7 +88,7 @@ class Reference:
             return (2, held.last, -use)
         if use < NEVER:
             return (1, -use)
-        return (0, -1 if held.first else held.key, held.last)
+        return (0, held.key, held.last)
 
     def check(self, now: int, evicted: list[int], fetched: list[int], stream: list) -> None:
         """Step `now` decided this; raises AssertionError where another row should have left."""
@@ -109,24 +99,9 @@ class Reference:
         assert sorted(self.order(row, now, stream) for row in evicted) == orders[: len(evicted)]
         for row in evicted:
             del self.cached[row]
-        refused = self.refused(fetched, now, stream)
         self.learn(sorted(named), now)
         for row in named:
-            self.cached[row] = Held(now, self.key(row), row in refused)
-
-    def refused(self, fetched: list[int], now: int, stream: list[set[int]]) -> set[int]:
-        """Rows that come in to leave first."""
-        resting = [
-            (held.key, held.last)
-            for row, held in self.cached.items()
-            if row not in stream[now] and not held.first and not self.pinned(row)
-            if self.next_use(row, now, stream) == NEVER
-        ]
-        full = len(self.cached.keys() | stream[now]) == self.slots
-        if not self.policy.admission or not resting or not full:
-            return set()
-        scores = {row: (self.key_before(row), self.previous.get(row, -1)) for row in fetched}
-        return {row for row, score in scores.items() if score <= min(resting)}
+            self.cached[row] = Held(now, self.key(row))
 
     def learn(self, rows: list[int], now: int) -> None:
         """The step uses these rows: count them."""

@@ -8,7 +8,7 @@ from scenarios import Outcome, Scenario, run_mode
 from distcache.comm.world import World
 from distcache.layout import TableSpec, group_tables
 from distcache.parallel.cached import CachedParallel, CachedSettings
-from distcache.popularity.curve import hot_prefixes, row_curve_of
+from distcache.popularity.curve import Curve, StepCurves
 from distcache.popularity.slots import statistics_of
 from distcache.popularity.statistics import Popularity, Statistics, TableCounts
 
@@ -39,8 +39,9 @@ def hot_rows_for(tables: tuple[TableSpec, ...], slots: tuple[int, ...], counted:
     """The likeliest rows of each group, as many as it has slots."""
     hot = [0] * len(tables)
     for members, total in zip(group_tables(tables), slots, strict=True):
-        curves = [row_curve_of(counted.tables[i], 1.0) for i in members]
-        for table, rows in zip(members, hot_prefixes(curves, total), strict=True):
+        curves = tuple(Curve.of(counted.tables[i]) for i in members)
+        step = StepCurves(curves, (1.0,) * len(members))
+        for table, rows in zip(members, step.likeliest(total), strict=True):
             hot[table] = rows
     return tuple(hot)
 

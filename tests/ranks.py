@@ -1,4 +1,7 @@
-"""Run a function on N local ranks, each in a process of its own, and collect what they return."""
+"""Run a function on N local ranks, each in a process of its own, and collect what they return.
+
+The processes are forked from one that has imported everything and started nothing: `preloaded.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +24,28 @@ import torch.multiprocessing as mp
 _PORTS = 1500
 """Of each process that runs tests: those of others, and what the system hands out (from 32768 on),
 do not come between finding a port free and listening on it."""
+
+TESTS = Path(__file__).resolve().parent
+
+
+def forking() -> ForkServerContext:
+    """The context whose processes are forked with all imports done, its server started.
+
+    The server is one of this process: several that run tests have one each.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    mine = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    # A server finds modules by the environment alone (CPython 3.11 drops the path it is given), and
+    # the arithmetic libraries that it loads ask then how many threads they may start.
+    path = [str(TESTS), str(TESTS.parent), *filter(None, [mine["PYTHONPATH"]])]
+    try:
+        os.environ.update({"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"})
+        forkserver.ensure_running()
+    finally:
+        for name, value in mine.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    return context
 
 
 def free_port() -> int:
@@ -34,6 +62,7 @@ def _child(function: Callable, rank: int, size: int, port: int, pipe: Connection
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     here |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
     os.environ.update({key: str(value) for key, value in here.items()})
+    mp.set_start_method(None, force=True)  # Python's own, not how this process was started
     torch.set_num_threads(1)
     try:
         pipe.send((0.0, function(rank, size, *args)))
@@ -49,8 +78,7 @@ def run_ranks(function: Callable, world_size: int, *args: Any, timeout: float = 
     Raises RuntimeError with the traceback of the rank that failed first, or when a rank dies
     without a word; TimeoutError naming the ranks that are missing. No process outlives the call.
     """
-    context, port = mp.get_context("forkserver"), free_port()
-    context.set_forkserver_preload(["distcache.parallel.cached", "numba"])  # imported once
+    context, port = forking(), free_port()
     results: dict[int, Any] = {}
     pipes, children = {}, []
     try:

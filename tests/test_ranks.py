@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,11 @@ def _sum_of_ranks(rank: int, world_size: int, offset: int) -> tuple[int, int, in
     dist.barrier()
     dist.destroy_process_group()
     return rank, int(value), torch.get_num_threads()
+
+
+def _as_it_starts(rank: int, size: int) -> tuple[bool, bool, bool]:
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    return "preloaded" in sys.modules, threads == 1, dist.is_initialized()
 
 
 def _fail_on_one(rank: int, world_size: int) -> None:
@@ -38,6 +45,10 @@ def test_values_come_back_by_rank() -> None:
     assert run_ranks(_sum_of_ranks, 2, 10) == [(0, 21, 1), (1, 21, 1)]
 
 
+def test_ranks_start_with_everything_imported_and_nothing_started() -> None:
+    assert run_ranks(_as_it_starts, 1) == [(True, True, False)]
+
+
 def test_first_failing_rank_is_raised_with_its_traceback() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed:.*_fail_on_one.*the reason"):
         run_ranks(_fail_on_one, 2)
@@ -47,6 +58,6 @@ def test_first_failing_rank_is_raised_with_its_traceback() -> None:
 def test_death_and_time_limit_name_the_rank() -> None:
     with pytest.raises(RuntimeError, match="rank 0 died: exit code 7"):
         run_ranks(_misbehave, 1, "die")
-    with pytest.raises(TimeoutError, match=r"ranks \[0.*not done within 5 s"):
-        run_ranks(_misbehave, 2, "sleep", timeout=5)
+    with pytest.raises(TimeoutError, match=r"ranks \[0.*not done within 1 s"):
+        run_ranks(_misbehave, 2, "sleep", timeout=1)
     assert not multiprocessing.active_children()

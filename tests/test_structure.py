@@ -18,7 +18,7 @@ THIRD_PARTY = {"torch", "torchrec", "torchmetrics", "numpy", "hydra", "omegaconf
 THIRD_PARTY |= {"yaml", "pyarrow", "fbgemm_gpu", "matplotlib", "triton", "numba"}
 MOVES = {"engine", "parallel", "embedding", "store", "cache", "streams", "trainer"}
 """What a pure room never imports: whatever moves rows, or knows a device or a run."""
-PURE = ("layout", "step_plan", "planner", "cost", "models", "errors", "ops")
+PURE = ("layout", "step_plan", "planner", "cost", "replay", "models", "errors", "ops")
 BELOW_CONFIG = "errors layout step_plan streams cache optim models ops store comm planner engine"
 
 

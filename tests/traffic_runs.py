@@ -7,18 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from ranks import run_ranks
 from scenarios import SmallNet
 
 from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
 from distcache.data.batch import BatchSource
-from distcache.engine.groups import Placement
+from distcache.engine.groups import Placement, group_bags, make_groups, region_slots
 from distcache.layout import TableSpec, group_tables
 from distcache.optim import row_update
 from distcache.parallel.base import OptimizerSpec
 from distcache.parallel.cached import CachedParallel, CachedSettings
-from distcache.replay import StepTraffic, TrafficSettings, replay_traffic
+from distcache.replay import PlannerSettings, RowFormat, StepTraffic, TrafficPlanner
 from distcache.trainer import build
 from distcache.trainer.schedule import make_schedule
 
@@ -68,15 +69,31 @@ def replayed(run: Run, world: int) -> list[StepTraffic]:
     source, tables = run.source()
     update = row_update(run.optimizer, 0.0)
     dims = [tables[members[0]].dim for members in group_tables(tables)]
-    settings = TrafficSettings(
-        world,
-        run.slots,
-        run.placement,
-        tuple(update.state_width(dim) for dim in dims),
-        run.lookahead,
-        run.prefetch,
-    )
-    return list(replay_traffic(source, tables, settings, run.order(source)))
+    groups, bytes_of, planners = make_groups(tables, source.features, world), [], []
+    if world > 1:
+        groups = run.placement.groups(groups)
+    for group, slots, dim in zip(groups, run.slots, dims, strict=True):
+        found = region_slots(group, slots)
+        settings = PlannerSettings(
+            found.all,
+            run.lookahead,
+            run.prefetch,
+            hot=group.hot,
+            replicated=found.replicated,
+            early=run.placement.early and run.prefetch > 0,
+        )
+        planners.append(TrafficPlanner(group.layout, settings))
+        bytes_of.append(RowFormat(dim, update.state_width(dim), state=run.placement.state))
+    counts = []
+    for kind, index in run.order(source):
+        draw = source.train_batch if kind == "train" else source.eval_batch
+        ids = [draw(index, rank, world).ids for rank in range(world)]
+        rows = [[group_bags(group, part, torch.float32).rows for part in ids] for group in groups]
+        added = [planner.add(part, kind) for planner, part in zip(planners, rows, strict=True)]
+        counts += [(step, run.lookahead == 0) for step in zip(*added, strict=True)]
+    left = [planner.finish() for planner in planners]
+    counts += [(step, True) for step in zip(*left, strict=True)]
+    return [StepTraffic(step, tuple(bytes_of), alone) for step, alone in counts]
 
 
 def _train(rank: int, size: int, runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -30,7 +30,8 @@ from distcache.comm.world import World, close_world, open_world
 from distcache.data.raw.settings import KAGGLE_ROWS
 from distcache.data.samplers import SlicedSource, Subset
 from distcache.errors import ConfigError
-from distcache.popularity.hot_cold import HotSet, classify, curve_of, greedy
+from distcache.popularity.curve import Curve
+from distcache.popularity.hot_cold import HotSet, classify, hottest
 from distcache.popularity.statistics import (
     Statistics,
     TableCounts,
@@ -167,8 +168,8 @@ def counted(source: SlicedSource) -> Statistics:
 
 def shares(name: str, source: SlicedSource, statistics: Statistics, share: float) -> Record:
     """How many samples and lookups are hot where the `share` most frequent of all rows are."""
-    curves = [curve_of(statistics, table) for table in range(len(statistics.tables))]
-    hot = HotSet(statistics, greedy(curves, round(share * sum(statistics.table_rows))))
+    curves = [Curve.of(table, statistics.samples) for table in statistics.tables]
+    hot = HotSet(statistics, hottest(curves, round(share * sum(statistics.table_rows))))
     began = time.perf_counter()
     chosen = Subset(classify(source, hot, 0))
     seconds = time.perf_counter() - began

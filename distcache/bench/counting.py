@@ -20,7 +20,6 @@ from distcache.bench.report import Record, Table
 from distcache.bench.spread import rotated, shown, spread
 from distcache.data.raw.settings import KAGGLE_ROWS
 from distcache.data.synthetic import ZipfTables
-from distcache.planner import calls as planner
 from distcache.popularity.counters import TableCounter, make_counters
 
 log = logging.getLogger("distcache.bench.counting")
@@ -41,7 +40,6 @@ class CountingOptions:
     batches: int = option(200, "batches of one turn")
     sketch: tuple[int, ...] = option((16_000_000, 1_000_000), "bytes for sketched counts")
     repetitions: int = option(5, "turns of each")
-    numpy: bool = option(True, "the NumPy bodies of exact counting too")
     out: str = option("", "the report, a .md file; JSON lines go beside it")
 
     def __post_init__(self) -> None:
@@ -87,22 +85,18 @@ def _measure(
         return lambda: make_counters(names, options.table_rows, memory)
 
     exact = 8 * sum(options.table_rows)
-    contenders = {"exact": (planner.bodies().body, counters(exact))}
-    if options.numpy:
-        contenders["exact, NumPy"] = (planner.NUMPY, counters(exact))
+    contenders = {"exact": counters(exact)}
     for memory in options.sketch:
-        contenders[f"sketch, {memory:,} B"] = (planner.bodies().body, counters(memory))
+        contenders[f"sketch, {memory:,} B"] = counters(memory)
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     facts: dict[str, Record] = {}
     ids = len(batches) * len(names) * options.batch
     for repetition in range(options.repetitions + 1):
         for name in rotated(list(contenders), repetition):
-            body, make = contenders[name]
-            with planner.using(body):
-                tables_ = make()
-                began = time.process_time()
-                run(tables_, batches)
-                seconds = time.process_time() - began
+            tables_ = contenders[name]()
+            began = time.process_time()
+            run(tables_, batches)
+            seconds = time.process_time() - began
             if repetition:  # the first turn touches the memory and compiles
                 rates[name].append(ids / seconds / 1e6)
             facts[name] = _facts(tables_)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distcache.data.synthetic import ZipfTables
 from distcache.ops.reference import SegmentChunks, segment_chunks
-from distcache.planner.distinct import by_hash
+from distcache.planner.loops import hashed_rows
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ def make_work(shape: Shape, zipf: float, seed: int, step: int, device: torch.dev
     source = ZipfTables([shape.rows] * shape.tables, zipf, seed)
     ids = source.draw_ids(rng.random(shape.ids), per_table)
     rows = ids + np.repeat(np.arange(shape.tables) * shape.rows, per_table)
-    first, inverse = by_hash(rows)
+    distinct, inverse = hashed_rows(rows)
     positions = torch.from_numpy(inverse.astype(np.int64))
-    segments = torch.zeros(len(first) + 1, dtype=torch.int64)
-    torch.cumsum(torch.bincount(positions, minlength=len(first)), 0, out=segments[1:])
+    segments = torch.zeros(len(distinct) + 1, dtype=torch.int64)
+    torch.cumsum(torch.bincount(positions, minlength=len(distinct)), 0, out=segments[1:])
     offsets = torch.arange(shape.bags + 1) * shape.pooling
     generator = torch.Generator().manual_seed(seed + 1 + step)
     upstream = torch.randn(shape.bags, shape.width, generator=generator).mul_(0.01)
@@ -91,7 +91,7 @@ def make_work(shape: Shape, zipf: float, seed: int, step: int, device: torch.dev
         rows=torch.from_numpy(rows).to(device),
         ids=torch.from_numpy(ids).to(device),
         offsets=offsets.to(device),
-        slots=slots_of(shape, seed)[torch.from_numpy(rows[first])].to(device),
+        slots=slots_of(shape, seed)[torch.from_numpy(distinct)].to(device),
         positions=positions.to(device),
         order=positions.argsort(stable=True).to(device),
         segments=segments.to(device),

@@ -35,7 +35,6 @@ from distcache.engine.exchange import Asking, Decided, Deciding, PlanExchange, S
 from distcache.engine.room import requests_of, sharded_part
 from distcache.errors import DistcacheError
 from distcache.planner.assemble import HomePart, Request, assemble, make_request, next_move_after
-from distcache.planner.calls import make, using
 from distcache.planner.home import HomeDecision
 from distcache.planner.shard import nothing
 from distcache.step_plan import StepPlan, check_plan
@@ -49,7 +48,6 @@ class ExchangeOptions:
 
     size: str = option("kaggle", "as those of distcache.bench.planner")
     batch: int = option(16384, "the same")
-    bodies: tuple[str, ...] = option(("compiled",), "the same")
     placements: tuple[str, ...] = option(("replicated",), "the same")
     share: float = option(0.0005, "the same")
     steps: int = option(10, "the same")
@@ -103,13 +101,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class RankRun:
     """One rank's planners and their exchange, without training. `seconds`: time so far by part."""
 
-    def __init__(self, placed: PlacedGroup, cache: CacheConfig, body: str, world: World) -> None:
+    def __init__(self, placed: PlacedGroup, cache: CacheConfig, world: World) -> None:
         self.layout, self._hot = placed.group.layout, placed.hot_rows()
         self.lookahead, self.prefetch = int(cache.lookahead), int(cache.prefetch)
-        self.body, self.counters = body, CollectiveCounters()
+        self.counters = CollectiveCounters()
         link = Link(world, world.planning_group, self.counters, "the planning group")
-        with using(make(body)):
-            self._regions = placed.regions(world.rank, self.prefetch)
+        self._regions = placed.regions(world.rank, self.prefetch)
         sharded = [place for place, region in enumerate(self._regions) if region.sharded]
         self._exchange = PlanExchange(link, len(self._regions), 0, sharded)
         self.seconds: dict[str, float] = defaultdict(float)
@@ -118,27 +115,26 @@ class RankRun:
 
     def step(self, rows: np.ndarray) -> StepPlan | None:
         """Ingest this rank's rows of a step; the plan of the step L + 1 before, if there is one."""
-        with using(make(self.body)):
-            with self._part("request"):
-                request = make_request(self.layout, rows, self._hot)
-                asked = requests_of(self._regions, [request])
-            step, self._step = self._step, self._step + 1
-            asking = Asking(step, Status.OK, "train", step, 0, asked)
-            due = self._waiting.popleft() if len(self._waiting) > self.lookahead else None
-            deciding = None if due is None else self._deciding(due)
-            with self._part("exchange"):
-                told = self._exchange.exchange(asking, deciding)
-            with self._part("ingest"):
-                for region, rows_of in zip(self._regions, told.named, strict=True):
-                    region.planner.ingest(step, "train", rows_of)
-            self._waiting.append(request)
-            if due is None or deciding is None or told.decided is None:
-                return None
-            with self._part("assemble"):
-                plan = self._assembled(due, deciding.decisions, told.decided)
-            with self._part("check"):
-                check_plan(plan)
-            return plan
+        with self._part("request"):
+            request = make_request(self.layout, rows, self._hot)
+            asked = requests_of(self._regions, [request])
+        step, self._step = self._step, self._step + 1
+        asking = Asking(step, Status.OK, "train", step, 0, asked)
+        due = self._waiting.popleft() if len(self._waiting) > self.lookahead else None
+        deciding = None if due is None else self._deciding(due)
+        with self._part("exchange"):
+            told = self._exchange.exchange(asking, deciding)
+        with self._part("ingest"):
+            for region, rows_of in zip(self._regions, told.named, strict=True):
+                region.planner.ingest(step, "train", rows_of)
+        self._waiting.append(request)
+        if due is None or deciding is None or told.decided is None:
+            return None
+        with self._part("assemble"):
+            plan = self._assembled(due, deciding.decisions, told.decided)
+        with self._part("check"):
+            check_plan(plan)
+        return plan
 
     def _deciding(self, due: Request) -> Deciding:
         """This home's decisions on the step of request `due`."""
@@ -182,9 +178,8 @@ def _measure(options: ExchangeOptions, overrides: Sequence[str], world: World) -
         compose_plan(options.size, options.batch, overrides, find_place()), options.share
     )
     runs = {
-        (kind, body): RankRun(placer.place(kind, world.size), placer.cache, body, world)
+        (kind, "compiled"): RankRun(placer.place(kind, world.size), placer.cache, world)
         for kind in options.placements
-        for body in options.bodies
     }
     layout = placer.group(world.size).layout
     stream, link = IdStream(placer.source, layout, options.batch), host_link(world)

@@ -13,9 +13,10 @@ import torch
 
 from distcache.bench.plan_placements import PlacedGroup
 from distcache.engine.room import Region, requests_of
+from distcache.planner import loops
 from distcache.planner.assemble import HomePart, Request, assemble, make_request, next_move_after
-from distcache.planner.calls import NAMES, Bodies, distinct_rows, hashed_rows, make, using
 from distcache.planner.home import HomeDecision
+from distcache.planner.loops import distinct_rows, hashed_rows
 from distcache.planner.shard import ShardParts, nothing, replies_to_all
 from distcache.step_plan import StepPlan, check_plan
 
@@ -25,18 +26,16 @@ Seconds = dict[str, float]
 class PlanningRun:
     """All homes of a world in one process, planning as training does, without the exchange.
 
-    `body`: the loops', `compiled` or `numpy`. `seconds`: time so far in each part, summed over the
+    `seconds`: time so far in each part, summed over the
     ranks; `cpu_seconds`: of it, this thread's on its core, all parts; `counts` so far: planned
     `steps`, and the `distinct`, missed (`misses`) and evicted (`evictions`) rows of all homes.
     """
 
-    def __init__(self, placed: PlacedGroup, lookahead: int, prefetch: int, body: str) -> None:
+    def __init__(self, placed: PlacedGroup, lookahead: int, prefetch: int) -> None:
         self.layout = placed.group.layout
         self.lookahead, self.prefetch = lookahead, prefetch
-        self.bodies = make(body)
         self._hot = placed.hot_rows()
-        with using(self.bodies):
-            self._homes = [placed.regions(rank, prefetch) for rank in range(self.world_size)]
+        self._homes = [placed.regions(rank, prefetch) for rank in range(self.world_size)]
         self.seconds: Seconds = defaultdict(float)
         self.cpu_seconds = 0.0
         self.counts: dict[str, int] = defaultdict(int)
@@ -61,9 +60,8 @@ class PlanningRun:
 
     def step(self, rows: Sequence[np.ndarray]) -> list[StepPlan]:
         """Ingest a step (row numbers by rank); the plans of the step L before, if there is one."""
-        with using(self.bodies):
-            self._ingest(rows)
-            return self._decide() if len(self._waiting) > self.lookahead else []
+        self._ingest(rows)
+        return self._decide() if len(self._waiting) > self.lookahead else []
 
     def _ingest(self, rows: Sequence[np.ndarray]) -> None:
         started = now()
@@ -111,8 +109,8 @@ class PlanningRun:
 
 
 @contextlib.contextmanager
-def timed_loops(run: PlanningRun) -> Iterator[Seconds]:
-    """Time, while open, every loop of a run: seconds by name."""
+def timed_loops() -> Iterator[Seconds]:
+    """Time, while open, every loop of the planner: seconds by name."""
     seconds: Seconds = defaultdict(float)
 
     def timed(name: str, loop: Callable) -> Callable:
@@ -125,12 +123,12 @@ def timed_loops(run: PlanningRun) -> Iterator[Seconds]:
 
         return call
 
-    plain = run.bodies
-    run.bodies = Bodies(plain.body, **{name: timed(name, getattr(plain, name)) for name in NAMES})
+    plain = {name: loop for name, loop in vars(loops).items() if hasattr(loop, "py_func")}
+    vars(loops).update({name: timed(name, loop) for name, loop in plain.items()})
     try:
         yield seconds
     finally:
-        run.bodies = plain
+        vars(loops).update(plain)
 
 
 class _Told:
@@ -182,7 +180,7 @@ def evict_all(plans: Sequence[StepPlan]) -> bool:
     return 0 < sum(len(region.fetch_rows) for region in regions) <= leaving
 
 
-def distinct_contenders(rows: int, bodies: Sequence[str]) -> dict[str, Callable[[np.ndarray], Any]]:
+def distinct_contenders(rows: int) -> dict[str, Callable[[np.ndarray], Any]]:
     """Ways to find the distinct rows of a batch (int64 `[n]`, below `rows`), by name."""
     found: dict[str, Callable[[np.ndarray], Any]] = {
         "np.unique": np.unique,
@@ -192,21 +190,9 @@ def distinct_contenders(rows: int, bodies: Sequence[str]) -> dict[str, Callable[
         ),
     }
     position = np.full(rows, -1, dtype=np.int32)
-    for body in bodies:
-        found[f"distinct by index, {body}"] = _by(body, lambda ids: distinct_rows(ids, position, 0))
-        found[f"distinct by hash, {body}"] = _by(body, hashed_rows)
+    found["distinct by index, compiled"] = lambda ids: distinct_rows(ids, position, 0)
+    found["distinct by hash, compiled"] = hashed_rows
     return found
-
-
-def _by(body: str, find: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray], Any]:
-    """`find` with one body's loops."""
-    loops = make(body)
-
-    def call(ids: np.ndarray) -> Any:
-        with using(loops):
-            return find(ids)
-
-    return call
 
 
 def run_distinct(

@@ -11,13 +11,11 @@ from distcache.bench.report import Record
 from distcache.errors import DistcacheError
 
 _PROGRAM = """
-import sys, time
-import distcache.planner.home
+import sys, time, torch
 started = time.perf_counter()
 import numba
 imported = time.perf_counter()
-from distcache.planner.calls import make
-make("compiled")
+import distcache.planner.home
 sys.stdout.write(f"{imported - started} {time.perf_counter() - imported}")
 """
 

@@ -38,7 +38,6 @@ from distcache.comm.rendezvous import Place
 from distcache.config.tree import CacheConfig, Config
 from distcache.engine.groups import REPLICATED
 from distcache.errors import DistcacheError
-from distcache.planner.calls import COMPILED, NUMPY
 
 log = logging.getLogger("distcache.bench.planner")
 
@@ -55,7 +54,6 @@ class PlannerOptions:
     )
     batch: int = option(16384, "samples of a step over all ranks, one id per table each")
     worlds: tuple[int, ...] = option((1, 2), "numbers of ranks, simulated in this process")
-    bodies: tuple[str, ...] = option((COMPILED, NUMPY), "bodies of the planner's loops")
     placements: tuple[str, ...] = option(
         (REPLICATED,), "replicated, sharded and mixed; with one rank all are replicated"
     )
@@ -125,12 +123,12 @@ def measure(options: PlannerOptions, config: Config) -> list[Record]:
         for world in options.worlds:
             if kind == REPLICATED or world > 1:
                 placed = placer.place(kind, world)
-                runs |= {(kind, world, b): _run(placed, placer.cache, b) for b in options.bodies}
+                runs |= {(kind, world, "compiled"): _run(placed, placer.cache)}
     layout = placer.group(1).layout
     stream = IdStream(placer.source, layout, options.batch)
     steady = _warm_up(runs, stream, options.warmup)
     rows = layout.rows
-    distinct = distinct_contenders(rows, options.bodies)
+    distinct = distinct_contenders(rows)
     turns = _Turns(runs, distinct, stream.draw(1)[0].reshape(-1))
     for repetition in range(options.repetitions):
         turns.take(repetition, stream.draw(options.steps))
@@ -138,7 +136,7 @@ def measure(options: PlannerOptions, config: Config) -> list[Record]:
     batches = stream.draw(options.steps)
     records += [_loop_record(key, run, batches) for key, run in runs.items()]
     records += [_index_record(key, run, steady[key]) for key, run in runs.items()]
-    return records + (measure_start() if COMPILED in options.bodies else [])
+    return records + measure_start()
 
 
 Key = tuple[str, int, str]
@@ -147,8 +145,8 @@ Key = tuple[str, int, str]
 Runs = dict[Key, PlanningRun]
 
 
-def _run(placed: PlacedGroup, cache: CacheConfig, body: str) -> PlanningRun:
-    return PlanningRun(placed, int(cache.lookahead), int(cache.prefetch), body)
+def _run(placed: PlacedGroup, cache: CacheConfig) -> PlanningRun:
+    return PlanningRun(placed, int(cache.lookahead), int(cache.prefetch))
 
 
 def _about(key: Key) -> Record:
@@ -249,7 +247,7 @@ def _part_records(runs: Runs, options: PlannerOptions) -> list[Record]:
 
 def _loop_record(key: Key, run: PlanningRun, batches: Sequence[np.ndarray]) -> Record:
     """Milliseconds per step and rank of every loop."""
-    with timed_loops(run) as seconds:
+    with timed_loops() as seconds:
         for rows in batches:
             run.step(by_rank(rows, run.world_size))
     share = 1e3 / (len(batches) * run.world_size)

@@ -44,7 +44,6 @@ class PoliciesOptions:
     policies: tuple[str, ...] = option(POLICIES, "policies")
     tails: tuple[str, ...] = option(TAILS, "tails of lookahead")
     windows: tuple[int, ...] = option((8, 32, 128), "L of lookahead")
-    admission: tuple[bool, ...] = option((False, True), "values of cache.admission")
     prefetch: tuple[int, ...] = option((0, 1), "P: a slot is held for so many steps after its use")
     all_ahead: bool = option(True, "lookahead over the whole trace as well, with the tail lru")
     steps: int = option(600, "steps of each trace, at most")
@@ -87,12 +86,11 @@ def contenders(options: PoliciesOptions) -> list[tuple[Policy | None, int]]:
     if options.all_ahead:
         found.append((Policy(), ALL))
     for name in options.policies:
-        for admission in options.admission:
-            policies = [Policy(name, tail, admission) for tail in options.tails]
-            if not policies[0].uses_window:
-                found.append((Policy(name, admission=admission), 0))
-                continue
+        policies = [Policy(name, tail) for tail in options.tails]
+        if policies[0].uses_window:
             found += [(policy, window) for window in options.windows for policy in policies]
+        else:
+            found.append((Policy(name), 0))
     return found
 
 
@@ -183,7 +181,7 @@ def _outcome_record(outcome: Outcome, least: int) -> Record:
         "label": case.label,
         "policy": "MIN" if policy is None else policy.name,
         "tail": policy.tail if policy is not None and policy.uses_window else None,
-        "admission": policy is not None and policy.admission,
+        "admission": False,
         "lookahead": case.lookahead,
         "refused": outcome.refused,
         "hit_rate": outcome.hit_rate,

@@ -13,6 +13,7 @@ import numpy as np
 
 from distcache.bench.criteo_lines import write_lines
 from distcache.bench.report import Record
+from distcache.bench.traffic_replay import TrafficSettings, replay_traffic
 from distcache.cli.compose import compose_overrides, override, to_config
 from distcache.cost.cluster import Cluster, Link
 from distcache.cost.demand import Demand, counted_sources, demand_at, zipf_sources
@@ -23,7 +24,7 @@ from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
 from distcache.layout import TableSpec
 from distcache.optim import row_update
 from distcache.popularity.statistics import Statistics, TableCounts
-from distcache.replay import StepTraffic, TrafficSettings, replay_traffic
+from distcache.replay import StepTraffic
 from distcache.trainer import build
 
 CLICKS = "amazon_book_interactions.txt"

@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from distcache.bench.report import Record
-from distcache.bench.traffic_replay import Shape, hybrid_record
+from distcache.bench.traffic_replay import Shape, TrafficSettings, hybrid_record, replay_traffic
 from distcache.cli.compose import override
 from distcache.engine.groups import Placement
 from distcache.errors import ConfigError
-from distcache.replay import TrafficSettings, replay_traffic
 
 KEYS = ("collective_bytes", "planning_bytes")
 """Counters that are compared."""

@@ -33,7 +33,7 @@ def plot_access(path: Path, profiles: Sequence[TableProfile]) -> bool:
         rows = profile.counts.rows
         first = 1 / rows
         points = np.unique(np.ceil(np.geomspace(1, max(rows, 1), 200)))
-        shares = [100 * profile.curve.top_share(point) for point in points]
+        shares = [100 * profile.curve.top(point) for point in points]
         least = min(least, first)
         panel.plot(
             100 * points / rows,

@@ -23,11 +23,10 @@ from distcache.cli.analyze_run import (
 )
 from distcache.cli.run import describe_environment
 from distcache.errors import DataError
-from distcache.popularity.curve import TOP_SHARES, TableProfile, split_static
+from distcache.popularity.curve import TOP_SHARES, TableProfile, most_frequent
 from distcache.replay import Case, Outcome, popularity_of, replay
 from distcache.trace import read_steps, record_ids
-from distcache.trainer.counting import Counted, Progress
-from distcache.trainer.prediction import Estimate, Prediction, Sizes
+from distcache.trainer.prediction import Counted, Estimate, Progress, RecordedRun, Sizes
 from distcache.trainer.record import write_json
 
 # -----------------------------------------------------------------------------
@@ -156,7 +155,7 @@ def size_table(points: Sequence[SizePoint], sizes: Sizes) -> Table:
 
 
 def prediction_table(
-    estimates: Sequence[Estimate], prediction: Prediction, expected: float
+    estimates: Sequence[Estimate], prediction: RecordedRun, expected: float
 ) -> Table:
     """What the configured run will measure, by number of ranks."""
     rows, refused = [], ""
@@ -411,7 +410,7 @@ def _split(profiles: Sequence[TableProfile], sizes: Sizes, slots: Sequence[int])
     rows = [0] * len(profiles)
     for members, count in zip(sizes.members, slots, strict=True):
         curves = [profiles[table].curve for table in members]
-        for table, part in zip(members, split_static(curves, count), strict=True):
+        for table, part in zip(members, most_frequent(curves, count, shared=True), strict=True):
             rows[table] = round(part)
     return tuple(rows)
 
@@ -431,7 +430,7 @@ class Analysis:
     request: Request
     counted: Counted
     sizes: Sizes
-    prediction: Prediction
+    prediction: RecordedRun
     estimates: tuple[Estimate, ...]
     points: tuple[SizePoint, ...]
     target: Target
@@ -668,7 +667,7 @@ def simulate_trace(request: Request, progress: Progress, command: Sequence[str])
     try:
         with progress("read", None, "id") as bar:
             trace = record_ids(
-                read_steps(options.trace, options.ids_per_step or None),
+                read_steps(request.trace, options.ids_per_step or None),
                 options.trace_rows or None,
                 options.world_sizes,
                 bar.update,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import hydra
 import yaml
@@ -26,12 +27,16 @@ from distcache.cli.run import run_job, train_command
 from distcache.comm.rendezvous import Place
 from distcache.config.checks import as_words, check
 from distcache.config.keys import (
+    check_value,
     is_known,
     is_plain,
     is_section,
+    list_keys,
     no_such_key,
     not_a_value,
+    own_keys,
     unknown_keys,
+    usage,
 )
 from distcache.config.tree import Config
 from distcache.errors import ConfigError
@@ -113,6 +118,76 @@ def compose_command_line(place: Place) -> Composed:
     if configs:
         return Composed(to_text(configs[0]))
     return Composed(None, 1 if any(codes) else 0)
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Line(Generic[T]):
+    """A command line that was read: the `values` of the command's tree, the keys that it sets
+    itself, and the overrides of keys that are not the command's own, as they were typed."""
+
+    values: T
+    given: frozenset[str]
+    overrides: tuple[str, ...]
+
+
+def read_line(command: str, schema: type[T], arguments: Sequence[str]) -> Line[T] | None:
+    """Run Hydra over the arguments of `python -m distcache.<command>`, with `conf/<command>.yaml`
+    over the tree `schema`; None where there is nothing to run (`--help`, `--cfg job`).
+
+    Own lists may be typed without brackets, own texts as they are. Raises ConfigError, SystemExit
+    for errors that Hydra has printed.
+    """
+    if asks_for_sweep(arguments):
+        raise ConfigError("--multirun: only distcache.train has sweeps")
+    for flag in arguments:
+        name = flag.lstrip("-").partition("=")[0].replace("-", "_")
+        if flag.startswith("--") and name in own_keys(schema):
+            raise ConfigError(f"{flag}: write {name}=... (true, where it has no value)")
+    typed = [_as_hydra(text, schema) for text in arguments]
+    _check_line(typed, schema)
+    ConfigStore.instance().store(name=f"{command}_schema", node=schema)
+    OmegaConf.register_new_resolver("own_keys", lambda: usage(schema), replace=True)
+    configs: list[DictConfig] = []
+    logs: list[bool] = []
+
+    def task(config: DictConfig) -> None:
+        logs.append(_asks_for_logs(HydraConfig.get()))
+        configs.append(config)
+
+    before = sys.argv
+    sys.argv = [command, *typed]
+    try:
+        with _root_logger_kept(lambda: any(logs)):
+            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(task)()
+    except SystemExit as stop:
+        if stop.code:
+            raise
+    finally:
+        sys.argv = before
+    if not configs:
+        return None
+    values = OmegaConf.to_object(configs[0])
+    own, overrides = own_keys(schema), get_args_parser().parse_args(typed).overrides
+    theirs = [text for text in overrides if text.lstrip("+").partition("=")[0] not in own]
+    return Line(values, frozenset(given_keys(typed)), tuple(theirs))  # type: ignore[arg-type]
+
+
+def _as_hydra(text: str, schema: type) -> str:
+    """An argument as Hydra's grammar has it: `key=a,b` of an own list with brackets, a text that
+    cannot be read (a path with blanks) in quotes."""
+    key, equals, value = text.partition("=")
+    if not equals or key not in own_keys(schema):
+        return text
+    if key in list_keys(schema) and value and not value.startswith("["):
+        text = f"{key}=[{value}]"
+    try:
+        OverridesParser.create().parse_overrides([text])
+    except HydraException:
+        return override(key, value)
+    return text
 
 
 def compose_overrides(overrides: Sequence[str]) -> str:
@@ -226,16 +301,17 @@ def _config_flags(arguments: Sequence[str]) -> list[str]:
     return [f"--config-{name}={value}" for name, value in values.items() if value is not None]
 
 
-def _check_line(arguments: Sequence[str]) -> None:
+def _check_line(arguments: Sequence[str], schema: type = Config) -> None:
     """`_check_keys` for a command line, unless it asks for something that composes nothing."""
     given = get_args_parser().parse_args(list(arguments))
     if given.help or given.hydra_help or given.shell_completion or given.info:
         return
-    _check_keys(given.overrides, own_groups=bool(_config_flags(arguments)))
+    _check_keys(given.overrides, bool(_config_flags(arguments)), schema)
 
 
-def _check_keys(overrides: Sequence[str], own_groups: bool = False) -> None:
-    """ConfigError for overrides of keys that are none; Hydra would offer to add them to the tree.
+def _check_keys(overrides: Sequence[str], own_groups: bool = False, schema: type = Config) -> None:
+    """ConfigError for overrides of keys that are none, or values of another type; Hydra would offer
+    to add such keys to the tree.
 
     What is no plain override of a key of the tree, or cannot be read as one, is Hydra's to judge;
     `own_groups`: so is any key without a dot, which may be a group of the user's.
@@ -249,11 +325,14 @@ def _check_keys(overrides: Sequence[str], own_groups: bool = False) -> None:
         key = given.key_or_group
         if given.type != OverrideType.CHANGE or given.package or "/" in key or _of_hydra(key):
             continue
-        if is_section(key):
+        if is_section(key, schema):
             if not given.is_sweep_override() and is_plain(given.value()):
-                raise not_a_value(key, given.get_value_element_as_str())
-        elif not is_known(key) and not (key in _GROUPS or (own_groups and "." not in key)):
-            raise no_such_key([key])
+                raise not_a_value(key, given.get_value_element_as_str(), schema)
+        elif is_known(key, schema):
+            if not given.is_sweep_override():
+                check_value(key, given.value(), schema)
+        elif not (key in _GROUPS or (own_groups and "." not in key)):
+            raise no_such_key([key], schema)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distcache.bench.options import option, parse, split_arguments
 from distcache.cli.run import leave, run_job, set_up_logging, train_command
 from distcache.comm.rendezvous import find_place
 from distcache.comm.world import World, close_world, open_world
@@ -33,11 +32,11 @@ DENSE_FEATURES = 13
 class Options:
     """What to measure. `tables`: vectors of `width` elements that the dense part takes."""
 
-    width: int = option(16, "")
-    tables: int = option(26, "")
-    batch: int = option(2048, "")
-    optim: str = option("sgd", "")
-    out: str = option("", "")
+    width: int
+    tables: int
+    batch: int
+    optim: str
+    out: str = ""
 
 
 def measured_here(ranks: int, options: Options) -> dict[str, Any]:
@@ -45,9 +44,8 @@ def measured_here(ranks: int, options: Options) -> dict[str, Any]:
     (`cpu` or `cuda`)."""
     with tempfile.TemporaryDirectory() as folder:
         out, said = Path(folder) / "measured.json", Path(folder) / "log"
-        values = asdict(options) | {"out": str(out)}
-        arguments = [f"{key}={value}" for key, value in values.items()]
-        command = train_command(ranks, arguments, "distcache.cli.plan_measure")
+        argument = json.dumps(asdict(options) | {"out": str(out)})
+        command = train_command(ranks, [argument], "distcache.cli.plan_measure")
         code = run_job(command, ranks, said)
         if code or not out.exists():
             raise DistcacheError(
@@ -65,7 +63,7 @@ def to_measured(values: dict[str, Any]) -> Measured:
 
 def main() -> int:
     """One rank of the measurement; its exit code."""
-    options = parse(Options, split_arguments(sys.argv[1:]).given)
+    options = Options(**json.loads(sys.argv[1]))
     place = find_place()
     set_up_logging("INFO", place.rank, place.world_size)
     world: World | None = None

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-from distcache.bench.options import at_least, option, parse, split_arguments, usage
+from distcache.cli.compose import Line
 from distcache.cli.plan_measure import DENSE_FEATURES, dense_layers
-from distcache.cost.choose import (
+from distcache.config.checks import at_least, byte_count
+from distcache.config.keys import option
+from distcache.config.tree import OptimConfig
+from distcache.cost.cluster import DEVICES, Cluster, Compute, Link, device_compute, parse_link
+from distcache.cost.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
+from distcache.cost.predict import (
     OBJECTIVES,
     Crossover,
     Point,
+    Prediction,
+    Settings,
     compare,
     crossovers,
     powers_of_two,
+    predict,
     ranks_per_node,
     sweep,
     winner,
 )
-from distcache.cost.cluster import DEVICES, Cluster, Compute, Link, device_compute, parse_link
-from distcache.cost.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
-from distcache.cost.predict import Prediction, Settings, predict
 from distcache.cost.traffic import MIXED
 from distcache.data.raw.settings import PRESETS as TABLES
 from distcache.errors import ConfigError
@@ -40,39 +43,32 @@ from distcache.trainer.measure import Measured
 # -----------------------------------------------------------------------------
 # The command line of `distcache.plan`: its keys, checked, and what they describe.
 
-PURPOSE = """Predict what each layout sends, holds and takes, on any cluster, before renting it.
-
-The tables: statistics=<folder of distcache.analyze or preprocess>, or preset=, or table_rows= with
-zipf= and bag_size=. The cluster: device= and links, by name, as '{bandwidth: 25e9, latency: 5e-6}',
-or measure=true for what this machine reaches.
-"""
-
 _STATES = ("auto", "replicated", "home")
 _LEAST_MEMORY = 1e3
 """Bytes of a device; fewer were meant to be of another unit."""
 
-_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
-
-@dataclass(frozen=True)
+@dataclass
 class Options:
-    """The keys, as they are typed."""
+    """The keys of `distcache.plan`."""
 
     statistics: str = option("", "folder of distcache.analyze or distcache.preprocess")
     preset: str = option("", f"table sizes: {', '.join(f'criteo_{name}' for name in TABLES)}")
-    table_rows: tuple[int, ...] = option((0,), "rows of each table, [1000,50]")
-    zipf: tuple[float, ...] = option((1.05,), "exponent of each table, or one for all")
-    bag_size: tuple[float, ...] = option((1.0,), "ids of a sample in each table, or one for all")
-    width: tuple[int, ...] = option((16,), "width D of each table, or one for all")
+    table_rows: list[int] | None = option(None, "rows of each table, [1000,50]")
+    zipf: list[float] = option([1.05], "exponent of each table, or one for all")
+    bag_size: list[float] = option([1.0], "ids of a sample in each table, or one for all")
+    width: list[int] = option([16], "width D of each table, or one for all")
     batch: int = option(2048, "samples of one rank and step (b)")
-    optim: str = option("sgd", "sgd, adagrad, rowwise_adagrad or adam")
+    optim: OptimConfig = field(default_factory=OptimConfig)
     dense_parameters: int = option(-1, "of the dense part; -1: those of the default DLRM")
     world_size: int = option(8, "ranks (W)")
     nodes: int = option(1, "nodes that they are on, as many on each")
-    inside: str = option("nvlink4", "link between ranks of a node")
-    between: str = option("400gbe", "link from a node to others, one network card of it")
+    inside: Any = option(
+        "nvlink4", "link between ranks of a node; by name, or '{bandwidth: 25e9, latency: 5e-6}'"
+    )
+    between: Any = option("400gbe", "link from a node to others, one network card of it")
     cards: int = option(0, "network cards of a node; 0: one per rank")
-    host: str = option("pcie5", "link of a rank to its host's memory")
+    host: Any = option("pcie5", "link of a rank to its host's memory")
     device: str = option("h100", f"what computes: {', '.join(DEVICES)}")
     device_memory: str = option("", "bytes of a device, such as 80g; empty: the device's")
     measure: bool = option(False, "measure inside, host and compute on this machine")
@@ -80,7 +76,7 @@ class Options:
     cache_rows: int = option(0, "slots of a rank; 0: by cache_ratio")
     cache_ratio: float = option(0.015, "slots of a rank as a share of all rows")
     state: str = option("auto", "optimizer state of replicated rows: auto, replicated or home")
-    replicated_rows: str = option("", "mixed with these rows, {t_cat_0: 1000}; empty: the best")
+    replicated_rows: Any = option(None, "mixed with these rows, {t_cat_0: 1000}; null: the best")
     objective: str = option("time", "what the winner has least of: time or bytes")
     lookahead: int = option(8, "window L of the planner, steps")
     prefetch: int = option(1, "steps P that movement runs ahead")
@@ -116,28 +112,13 @@ class Request:
         return [self.update.state_width(source.dim) for source in self.sources]
 
 
-def help_text() -> str:
-    """The text of `--help`."""
-    return usage(Options, "distcache.plan", PURPOSE)
-
-
-def parse_request(arguments: Sequence[str]) -> Request:
+def parse_request(line: Line[Options]) -> Request:
     """The request of a command line; ConfigError, naming the key, for what makes no sense."""
-    line = split_arguments(arguments)
-    if line.overrides:
-        key, known = line.overrides[0].partition("=")[0], {f.name for f in fields(Options)}
-        near = [own for own in (key.replace(".", "_"), key.rpartition(".")[2]) if own in known]
-        hint = f"did you mean {near[0]}?" if near else "--help shows the keys"
-        raise ConfigError(f"{line.overrides[0]}: no such key: {hint}")
-    given = dict(line.given)
-    for key in ("table_rows", "zipf", "bag_size", "width"):
-        if key in given:
-            given[key] = given[key].strip("[]")
-    options: Options = parse(Options, given)
+    options, given = line.values, line.given
     least = {"batch": 1, "world_size": 1, "nodes": 1, "cache_rows": 0, "lookahead": 0}
     least |= {"prefetch": 0, "steps": 0, "most_ranks": 1, "cards": 0, "measure_ranks": 1}
     for key, bound in least.items():
-        at_least(bound, **{key: getattr(options, key)})
+        at_least(key, getattr(options, key), bound)
     if options.world_size % options.nodes:
         raise ConfigError(
             f"nodes={options.nodes} does not divide world_size={options.world_size}: every node "
@@ -147,22 +128,22 @@ def parse_request(arguments: Sequence[str]) -> Request:
     measured = options.measure and "device_memory" not in given and "device" not in given
     memory = None if measured else int(DEVICES[options.device][0])
     if options.device_memory:
-        memory = _bytes(options.device_memory)
+        memory = _device_memory(options.device_memory)
     name = f"runs/plan-{datetime.now():%Y-%m-%d_%H-%M-%S}"
     return Request(
         options,
         tuple(_sources(options, given)),
-        row_update(options.optim, 0.0),
-        parse_link("inside", _typed(options.inside)),
-        parse_link("between", _typed(options.between)),
-        parse_link("host", _typed(options.host)),
+        row_update(options.optim.name, 0.0),
+        parse_link("inside", options.inside),
+        parse_link("between", options.between),
+        parse_link("host", options.host),
         memory,
         _replicated(options.replicated_rows),
         Path(options.output or name),
     )
 
 
-def _check_choices(options: Options, given: dict[str, str]) -> None:
+def _check_choices(options: Options, given: Collection[str]) -> None:
     """Raise ConfigError for a name that is none, and for keys that exclude each other."""
     if options.objective not in OBJECTIVES:
         raise ConfigError(f"objective={options.objective}: choose {' or '.join(OBJECTIVES)}")
@@ -181,19 +162,20 @@ def _check_choices(options: Options, given: dict[str, str]) -> None:
     for key in timed:
         if options.measure and key in given:
             raise ConfigError(
-                f"{key}={given[key]} and measure=true, which times this machine's: leave one out"
+                f"{key}={getattr(options, key)} and measure=true, which times this machine's: "
+                "leave one out"
             )
 
 
-def _sources(options: Options, given: dict[str, str]) -> list[TableSource]:
+def _sources(options: Options, given: Collection[str]) -> list[TableSource]:
     """The tables, from statistics or sizes. ConfigError where they contradict each other."""
     rows = _sizes(options, given)
     if options.statistics:
         for key in ("zipf", "bag_size"):
             if key in given:
                 raise ConfigError(
-                    f"{key}={given[key]} and statistics={options.statistics}: the statistics say "
-                    f"how rows are looked up: leave {key} out"
+                    f"{key}={getattr(options, key)} and statistics={options.statistics}: the "
+                    f"statistics say how rows are looked up: leave {key} out"
                 )
         statistics = read_statistics(options.statistics, "statistics")
         if rows and tuple(rows) != statistics.table_rows:
@@ -224,10 +206,10 @@ def _sources(options: Options, given: dict[str, str]) -> list[TableSource]:
     )
 
 
-def _sizes(options: Options, given: dict[str, str]) -> tuple[int, ...]:
+def _sizes(options: Options, given: Collection[str]) -> tuple[int, ...]:
     if options.preset and "table_rows" in given:
         raise ConfigError(
-            f"preset={options.preset} and table_rows={given['table_rows']}: give one of them"
+            f"preset={options.preset} and table_rows={options.table_rows}: give one of them"
         )
     if options.preset:
         name = options.preset.removeprefix("criteo_")
@@ -235,7 +217,7 @@ def _sizes(options: Options, given: dict[str, str]) -> tuple[int, ...]:
             known = ", ".join(f"criteo_{name}" for name in TABLES)
             raise ConfigError(f"preset={options.preset} is unknown: choose {known}")
         return TABLES[name]
-    return options.table_rows if "table_rows" in given else ()
+    return tuple(options.table_rows or ())
 
 
 def _each(key: str, values: Sequence[Any], count: int) -> list[Any]:
@@ -249,39 +231,24 @@ def _each(key: str, values: Sequence[Any], count: int) -> list[Any]:
     return list(values) * (count if len(values) == 1 else 1)
 
 
-def _typed(text: str) -> Any:
-    """A mapping where the text is one, else the text."""
-    if not text.lstrip().startswith("{"):
-        return text
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{text} is no mapping: give '{{bandwidth: 25e9}}'") from error
-
-
-def _replicated(text: str) -> dict[str, int] | None:
-    if not text:
+def _replicated(rows: Any) -> dict[str, int] | None:
+    if rows is None:
         return None
-    rows = _typed(text.replace(":", ": "))  # as train takes it, too: {t_cat_0:1000}
     whole = isinstance(rows, dict) and all(type(count) is int for count in rows.values())
     if not whole:
         raise ConfigError(
-            f"replicated_rows={text}: give the rows of each table, '{{t_cat_0: 1000}}'"
+            f"replicated_rows={rows}: give the rows of each table, '{{t_cat_0: 1000}}'"
         )
     return {str(name): count for name, count in rows.items()}
 
 
-def _bytes(text: str) -> int:
-    number, unit = (text[:-1], text[-1].lower()) if text[-1:].isalpha() else (text, "")
-    try:
-        count = float(number) * _UNITS.get(unit, 1.0)
-    except ValueError:
-        count = 0.0
-    if not _LEAST_MEMORY <= count < math.inf or (unit and unit not in _UNITS):
+def _device_memory(text: str) -> int:
+    count = byte_count("device_memory", text, kilo=1000)
+    if count < _LEAST_MEMORY:
         raise ConfigError(
             f"device_memory={text}: give bytes, at least {_LEAST_MEMORY:,.0f}, such as 80g"
         )
-    return int(count)
+    return count
 
 
 # -----------------------------------------------------------------------------

@@ -23,6 +23,13 @@ from distcache.versions import FBGEMM_DISTRIBUTIONS, installed
 # Logging of one rank: rank 0 speaks on stdout, all ranks' warnings and errors go to stderr.
 
 
+def take_over_ctrl_c() -> None:
+    """From here on Ctrl-C is a KeyboardInterrupt, as `distcache/__init__` has left it until the
+    imports of a command were done."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class RankFormatter(logging.Formatter):
     """A plain line; warnings and errors say so, and name the rank where there are several."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -34,7 +35,6 @@ CHOICES = {
     "data.held_out_by": ("last", "time"),
     "cache.policy": ("lookahead", "lfu", "lru", "frequency", "static"),
     "cache.tail": ("lru", "lfu", "frequency"),
-    "cache.order": ("ids", "popularity"),
     "cache.placement": ("replicated", "sharded", "mixed", "auto"),
     "cache.objective": ("time", "bytes"),
     "cache.state": ("auto", "home", "replicated"),
@@ -117,6 +117,15 @@ def at_least(key: str, value: float | None, least: float) -> None:
     """Raise ConfigError for a number below `least` or not finite; None passes."""
     if value is not None and not (math.isfinite(value) and value >= least):
         raise ConfigError(f"{key}={value} is out of range: give a number of at least {least}")
+
+
+def byte_count(key: str, text: str, kilo: int = 1024) -> int:
+    """The bytes of `2g` or `512m`: k, m, g and t are powers of `kilo`. Raises ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(?:e(\d+))?([kmgt]?)(?:i?b)?", text.lower())
+    if found is None:
+        raise ConfigError(f"{key}={text}: give a number of bytes, such as 4000000000, 512m or 2g")
+    number = float(f"{found[1]}e{found[2] or 0}")
+    return int(number * kilo ** ("kmgt".index(found[3]) + 1 if found[3] else 0))
 
 
 def auto_or_count(key: str, value: Any, least: int = 0) -> None:
@@ -392,11 +401,6 @@ def _check_popularity(cache: CacheConfig) -> None:
         raise ConfigError(
             f"cache.warm_start={warm} fills slots with the most frequent rows, and which those are "
             f"is not known: {_HOW}, or leave cache.warm_start out"
-        )
-    if cache.order == "popularity" and not known:
-        raise ConfigError(
-            f"cache.order=popularity needs to know how often rows are looked up: {_HOW}, or use "
-            "cache.order=ids"
         )
     if isinstance(split, Mapping):
         for name, rows in split.items():

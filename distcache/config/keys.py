@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import textwrap
+import types
+import typing
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from distcache.config.checks import lookup
 from distcache.config.tree import Config
 from distcache.errors import ConfigError
-
-_ALL = "python -m distcache.train --cfg job"
 
 _OF_RANKS = (
     "cache.placement", "cache.replicated_rows", "cache.replicated_share", "cache.objective",
@@ -22,11 +26,10 @@ _OF_RANKS = (
 """What is about several ranks, in mode `data`."""
 
 _OF_CACHE = (
-    *_OF_RANKS, "cache.policy", "cache.tail", "cache.admission", "cache.half_life",
-    "cache.warm_start",
+    *_OF_RANKS, "cache.policy", "cache.tail", "cache.half_life", "cache.warm_start",
 )  # fmt: skip
 _OF_SLOTS = (
-    "cache.rows", "cache.ratio", "cache.bytes", "cache.split", "cache.statistics", "cache.order",
+    "cache.rows", "cache.ratio", "cache.bytes", "cache.split", "cache.statistics",
 )  # fmt: skip
 _OF_MOVEMENT = ("cache.prefetch", "store.access")
 _OF_PLANNER = (
@@ -36,9 +39,16 @@ _OF_PLANNER = (
 _ELSEWHERE = {
     **dict.fromkeys(("epochs", "max_epochs", "num_epochs"), ("trainer.steps", "data.samples")),
     **dict.fromkeys(("learning_rate", "lr"), ("optim.dense_lr", "optim.embedding_lr")),
+    **dict.fromkeys(("ranks", "nproc", "nproc_per_node"), ("world_size",)),
     **dict.fromkeys(("bf16", "fp16", "precision"), ("trainer.amp", "trainer.dtype")),
 }
 """What other tools call a key, and what is meant."""
+
+_WENT = {
+    "cache.order": "numbering rows by popularity gained nothing and made plans slower",
+    "cache.admission": "rows that leave first unless they score higher changed next to nothing",
+}
+"""Keys that were there once, and why they are not."""
 
 _OF_OPTIMIZERS = {
     "sgd": ("optim.eps", "optim.betas", "optim.initial_accumulator"),
@@ -52,38 +62,60 @@ _MOST = 3
 """Similar keys that are shown."""
 
 
+MOVED = {
+    "out": "output",
+    "analyze.output": "output",
+    "analyze.simulate": "simulate",
+    "analyze.trace": "trace",
+}
+"""Keys that have another name now."""
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of a command's own keys with a sentence for `--help`."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
 def unknown_keys(tree: DictConfig) -> list[str]:
     """Dotted keys of `tree` that a `Config` does not have, in order."""
     return sorted(key for key in keys_of(tree) if not is_known(key))
 
 
-def is_known(key: str) -> bool:
-    """Whether a value or section of `Config` has this dotted key, or it is of a mapping there."""
-    known, sections = _known()
+def is_known(key: str, schema: type = Config) -> bool:
+    """Whether a value or section of `schema` has this dotted key, or it is of a mapping there."""
+    known, sections = _known(schema)
     # A value that may be a mapping (data.weight_columns) has keys of its own below it.
     parent = key.rpartition(".")[0]
     return key in known or (parent in known and parent not in sections)
 
 
-def is_section(key: str) -> bool:
+def is_section(key: str, schema: type = Config) -> bool:
     """Whether `key` has no value of its own, but keys below it."""
-    return key in _known()[1]
+    return key in _known(schema)[1]
 
 
-def no_such_key(keys: Sequence[str]) -> ConfigError:
+def no_such_key(keys: Sequence[str], schema: type = Config) -> ConfigError:
     """The error for unknown `keys`, with those that come near the first."""
-    near = near_keys(keys[0])
-    hint = f"did you mean {' or '.join(near)}?" if near else f"`{_ALL}` shows all keys"
+    for key in keys:
+        if key in _WENT:
+            return ConfigError(f"{key}: this key went, for {_WENT[key]}: leave it out")
+    near = near_keys(keys[0], schema)
+    hint = f"did you mean {' or '.join(near)}?" if near else "`--cfg job` shows all keys"
     return ConfigError(f"{', '.join(keys)}: no such key: {hint}")
 
 
-def near_keys(key: str) -> list[str]:
+def near_keys(key: str, schema: type = Config) -> list[str]:
     """Keys with a value that `key` may have been meant for, likeliest first."""
-    known, sections = _known()
+    known, sections = _known(schema)
+    if MOVED.get(key) in known:
+        return [MOVED[key]]
     values = sorted(known - sections)
     section, _, name = key.rpartition(".")
-    if name in _ELSEWHERE:
+    if known.issuperset(_ELSEWHERE.get(name, ("",))):
         return list(_ELSEWHERE[name])
+    own = difflib.get_close_matches(name, own_keys(schema), n=1, cutoff=0.7)
     last = {value: value.rpartition(".")[2] for value in values}
     same = [value for value in values if last[value] == name]
     words = set(name.split("_"))
@@ -91,7 +123,7 @@ def near_keys(key: str) -> list[str]:
     alike = difflib.get_close_matches(name, set(last.values()), n=_MOST)
     close = [value for other in alike for value in values if last[value] == other]
     close.sort(key=lambda value: not value.startswith(f"{section}."))
-    return list(dict.fromkeys([*same, *part, *close]))[:_MOST]
+    return list(dict.fromkeys([*own, *same, *part, *close]))[:_MOST]
 
 
 def check_settings(settings: Mapping[str, Any], prefix: str = "") -> None:
@@ -121,9 +153,9 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float)
 
 
-def not_a_value(key: str, value: Any) -> ConfigError:
+def not_a_value(key: str, value: Any, schema: type = Config) -> ConfigError:
     """The error for a section that was given a value."""
-    below = sorted(name for name in _known()[0] if name.startswith(f"{key}."))
+    below = sorted(name for name in _known(schema)[0] if name.startswith(f"{key}."))
     return ConfigError(
         f"{key}={value}: {key} is a section of {len(below)} keys: set one of them, such as "
         f"{below[0]}=..."
@@ -167,8 +199,82 @@ def keys_of(config: DictConfig, prefix: str = "") -> set[str]:
     return found
 
 
+def check_value(key: str, value: Any, schema: type = Config) -> None:
+    """ConfigError, in words, for a value that does not have the type of a known `key`."""
+    try:
+        OmegaConf.update(deepcopy(_tree(schema)), key, value)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{key}={value}: give {_words(_type_of(key, schema))}") from error
+
+
+def list_keys(schema: type) -> set[str]:
+    """Dotted keys of a command's own lists, which may be typed without brackets."""
+    return {key for key in own_keys(schema) if _words(_type_of(key, schema)).startswith("a list")}
+
+
+def own_keys(schema: type, prefix: str = "") -> dict[str, str]:
+    """A command's own keys, those made by `option`, with their sentence for `--help`."""
+    found = {}
+    for f in fields(schema):
+        if "help" in f.metadata:
+            found[f"{prefix}{f.name}"] = f.metadata["help"]
+        elif is_dataclass(kind := typing.get_type_hints(schema)[f.name]):
+            found |= own_keys(kind, f"{prefix}{f.name}.")
+    return found
+
+
+def usage(schema: type) -> str:
+    """A line for each of a command's own keys, with its default and what it means."""
+    lines = []
+    for key, text in own_keys(schema).items():
+        value = OmegaConf.select(_tree(schema), key)
+        wrapped = textwrap.wrap(text, 62)
+        lines.append(f"  {f'{key}={_shown(value)}':35} {wrapped[0]}")
+        lines += [" " * 38 + line for line in wrapped[1:]]
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    """A value as it is typed."""
+    if isinstance(value, ListConfig):
+        return f"[{','.join(map(_shown, value))}]"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_LISTS = {int: "whole numbers, [1,2]", float: "numbers, [0.1,0.2]", str: "names, [a,b]"}
+
+
+def _words(kind: Any) -> str:
+    """What values of a field's type are, in words."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("null" if own is type(None) else _words(own) for own in arguments)
+    if origin is list:
+        return f"a list of {_LISTS.get(arguments[0], 'values')}"
+    return _WORDS.get(kind, "keys with values" if origin is dict else "another value")
+
+
+def _type_of(key: str, schema: type) -> Any:
+    """The type of the field `key`, or of the mapping that it is in."""
+    kind: Any = schema
+    for name in key.split("."):
+        hints = typing.get_type_hints(kind) if is_dataclass(kind) else {}
+        if name not in hints:
+            return kind
+        kind = hints[name]
+    return kind
+
+
 @cache
-def _known() -> tuple[frozenset[str], frozenset[str]]:
-    """All keys of a `Config`, and those of them that are sections."""
-    keys = frozenset(keys_of(OmegaConf.structured(Config)))
+def _tree(schema: type) -> DictConfig:
+    return OmegaConf.structured(schema)
+
+
+@cache
+def _known(schema: type = Config) -> tuple[frozenset[str], frozenset[str]]:
+    """All keys of a `schema`, and those of them that are sections."""
+    keys = frozenset(keys_of(_tree(schema)))
     return keys, frozenset(key.rpartition(".")[0] for key in keys) - {""}

@@ -134,14 +134,10 @@ class CacheConfig:
     by `lfu`, `lru`, `frequency` (in the statistics), `static` (the hottest stay)."""
     tail: str = "lfu"
     """`lookahead`: order of the rows without a use in the window: `lru`, `lfu` or `frequency`."""
-    admission: bool = False
-    """A row that comes in leaves first unless it scored above the next to leave even before."""
     half_life: Any = "auto"
     """`lfu`: steps in which counts lose half of their weight; `auto`: from slots and rows used."""
     statistics: str | None = None
     """Folder of distcache.analyze or distcache.preprocess: how often rows are looked up."""
-    order: str = "ids"
-    """How the planner numbers rows: `ids`, or by `popularity`, the most frequent first."""
     warm_start: Any = "auto"
     """Share of the slots, 0 to 1, filled with the most frequent rows before step 0; `auto`: half
     of them where there are statistics (all where rows are pinned), else none."""
@@ -266,6 +262,8 @@ class RunConfig:
 
     dir: str = "runs/${now:%Y-%m-%d_%H-%M-%S}-${parallel.mode}"
     """The run folder; a relative path starts at the working directory."""
+    overwrite: bool = False
+    """Remove the run that `run.dir` holds already; else such a folder is refused."""
     save: bool = True
     """Write `model/` at the end (always on Ctrl-C and on a non-finite loss)."""
     digest: str = "auto"

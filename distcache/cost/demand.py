@@ -6,80 +6,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
 from distcache.data.synthetic import ZipfTables
 from distcache.errors import ConfigError
 from distcache.layout import RowLayout
-from distcache.popularity.curve import CountCurve
-from distcache.popularity.curve import curve_of as count_curve
+from distcache.popularity.curve import Curve, room_for
 from distcache.popularity.statistics import Statistics
 
 # -----------------------------------------------------------------------------
-# How likely n lookups touch a row of a table, for rows in buckets of like popularity.
-#
-# A table may have 1e9 rows; its buckets are a few thousand. Sources are a Zipf law (the one of the
-# synthetic stream) or counts of `popularity.statistics`.
+# How often the rows of each table are looked up: by a Zipf law, or as counted.
 
 
-class Popularity(Protocol):
-    """Rows of one table by popularity, the most popular first."""
-
-    @property
-    def rows(self) -> np.ndarray:
-        """Rows of each bucket; float64 `[k]`."""
-        ...
-
-    def touched(self, lookups: float) -> np.ndarray:
-        """Probability that a row of each bucket is among `lookups` lookups; float64 `[k]`."""
-        ...
-
-
-@dataclass(frozen=True)
-class Chances:
-    """`rows[i]` rows are looked up with probability `chance[i]` each; float64 `[k]`, falling."""
-
-    chance: np.ndarray
-    rows: np.ndarray
-
-    def touched(self, lookups: float) -> np.ndarray:
-        """See `Popularity`: 1 - (1 - p)^n, exact where p is tiny."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            found = -np.expm1(lookups * np.log1p(-self.chance))
-        return found if lookups > 0 else np.zeros_like(self.chance)
-
-
-@dataclass(frozen=True)
-class Counted:
-    """Buckets of rows that were looked up equally often.
-
-    Up to all N lookups that were counted, chances are `CountCurve.chances`, whose sums are without
-    bias. Beyond them the rows that nobody has looked up yet are missing: what is said is a lower
-    bound.
-    """
-
-    curve: CountCurve
-
-    @property
-    def rows(self) -> np.ndarray:
-        """See `Popularity`."""
-        return self.curve.rows
-
-    def touched(self, lookups: float) -> np.ndarray:
-        """See `Popularity`."""
-        if lookups < 1:  # that share of what one lookup has
-            return lookups * self.curve.counts / max(self.curve.lookups, 1.0)
-        return self.curve.chances(min(lookups, self.curve.lookups))
-
-
-def zipf_popularity(rows: int, exponent: float) -> Chances:
-    """A table of `rows` rows by Zipf's law with `exponent`, as the synthetic stream draws it."""
+def zipf_curve(rows: int, exponent: float) -> Curve:
+    """A table of `rows` rows by Zipf's law with `exponent`, as the synthetic stream draws it; 1e9
+    rows have a few thousand entries."""
     if rows < 1:
         raise ConfigError(f"table_rows: a table of {rows} rows: give at least 1")
     chance, widths = ZipfTables([rows], exponent, 0).bins(0)
-    return Chances(chance, widths.astype(np.float64))
+    return Curve(chance, widths.astype(np.float64), math.inf, rows)
 
 
 @dataclass(frozen=True)
@@ -94,7 +40,7 @@ class TableSource:
     rows: int
     dim: int
     lookups: float
-    popularity: Popularity
+    curve: Curve
     features: int = 1
     counted: float | None = None
 
@@ -110,7 +56,7 @@ def zipf_sources(
     found = []
     for index, rows in enumerate(table_rows):
         name = f"t_cat_{index}" if names is None else names[index]
-        law = zipf_popularity(rows, exponents[index])
+        law = zipf_curve(rows, exponents[index])
         found.append(TableSource(name, rows, dims[index], lookups[index], law))
     return found
 
@@ -119,11 +65,11 @@ def counted_sources(statistics: Statistics, dims: Sequence[int]) -> list[TableSo
     """The tables of `statistics`, `dims` wide; as many lookups a sample as were counted."""
     found = []
     for table, dim in zip(statistics.tables, dims, strict=True):
-        each = table.lookups / max(statistics.samples, 1)
-        law = Counted(count_curve(table))
+        own = Curve.of(table, statistics.samples)
+        each, counted = own.per_sample, float(table.lookups)
+        whole = own.with_others(table.distinct)
         name = f"t_{table.feature}"
-        counted = float(table.lookups)
-        found.append(TableSource(name, table.rows, dim, each, law, counted=counted))
+        found.append(TableSource(name, table.rows, dim, each, whole, counted=counted))
     return found
 
 
@@ -134,9 +80,6 @@ def counted_sources(statistics: Statistics, dims: Sequence[int]) -> list[TableSo
 # step,
 # q the probability that a rank touches a row in a step, Q that any rank does, and G ranks of a
 # node.
-
-DEVIATIONS = 6.0
-"""Buffers hold the expected rows and so many standard deviations more."""
 
 
 def check_nodes(world_size: int, local_ranks: int) -> None:
@@ -322,7 +265,7 @@ class GroupDemand:
         return hot, cold
 
     def buffers(self, world_size: int) -> tuple[float, float, float]:
-        """Rows with `DEVIATIONS` to spare: of a rank, of all ranks, and of one home."""
+        """Rows that there is room for (`room_for`): of a rank, of all ranks, and of one home."""
         rank, world = (sum(t.variances[i] for t in self.tables) for i in (0, 1))
         homed = 0.0
         for table in self.tables:
@@ -331,8 +274,7 @@ class GroupDemand:
         means = (self.rank_rows, self.world_rows, self.world_rows / world_size)
         spread = (rank, world, homed)
         return tuple(  # type: ignore[return-value]
-            mean + DEVIATIONS * math.sqrt(variance)
-            for mean, variance in zip(means, spread, strict=True)
+            room_for(mean, variance) for mean, variance in zip(means, spread, strict=True)
         )
 
 
@@ -566,24 +508,22 @@ def demand_at(
 
 
 def _table(source: TableSource, batch: float, world_size: int, local_ranks: int) -> TableDemand:
-    popularity, lookups = source.popularity, batch * source.lookups
-    count = np.asarray(popularity.rows, dtype=np.float64)
-    end = np.cumsum(count)
+    curve, lookups = source.curve, batch * source.lookups
+    count, end = curve.rows, np.cumsum(curve.rows)
     found = TableDemand(
         source.name,
         source.rows,
         count,
-        popularity.touched(lookups),
-        popularity.touched(world_size * lookups),
+        curve.touched(lookups),
+        curve.touched(world_size * lookups),
         end - count,
         end,
         lookups,
         source.features,
-        node=popularity.touched(local_ranks * lookups) if 1 < local_ranks < world_size else None,
+        node=curve.touched(local_ranks * lookups) if 1 < local_ranks < world_size else None,
     )
-    if not isinstance(popularity, Counted):
+    if math.isinf(curve.lookups):
         return found
-    curve = popularity.curve
     if curve.error:  # counts of a sketch are not whole
         return replace(found, reuse=with_unseen(found, curve.counts <= 1))
     steps = curve.lookups / (world_size * lookups) if lookups else 0.0

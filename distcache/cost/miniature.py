@@ -15,6 +15,7 @@ import numpy as np
 from distcache.errors import StepTooLargeError
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner.home import HomePlanner
+from distcache.replay import HomeRun
 
 USES = 400_000
 """Uses of rows that are drawn at most."""
@@ -82,11 +83,7 @@ def _fetched_again(drawn: list[np.ndarray], slots: int, ahead: tuple[int, int]) 
     window, prefetch = ahead
     total = max((int(rows.max()) + 1 for rows in drawn if len(rows)), default=1)
     layout = RowLayout([TableSpec("drawn", total, 1, ("drawn",))], 1)
-    planner = HomePlanner(layout, 0, slots, prefetch)
-    fetched = 0
-    for step in range(len(drawn) + window):
-        if step < len(drawn):
-            planner.ingest(step, "train", [drawn[step]])
-        if step >= window:
-            fetched += len(planner.plan().fetch)
+    run = HomeRun(HomePlanner(layout, 0, slots, prefetch))
+    steps = run.over((("train", rows) for rows in drawn), window)
+    fetched = sum(len(decision.fetch) for decision, _ in steps)
     return fetched - len(np.unique(np.concatenate(drawn)))

@@ -13,6 +13,7 @@ from distcache.cost.cluster import Cluster
 from distcache.cost.demand import Demand, GroupDemand
 from distcache.cost.miniature import miniature
 from distcache.planner.shard import relays
+from distcache.replay import AT_HOME, RowFormat, replicated_bytes, sharded_bytes
 
 # -----------------------------------------------------------------------------
 # Bytes per rank and step of each placement, as `comm.counters` counts them.
@@ -57,9 +58,6 @@ embedding bags do it, the last two for rows that travel unpooled."""
 
 YARDSTICKS = (ROW_WISE_IDS, ROW_WISE_DEDUP)
 """Of them, what `distcache.train` does not have: compared, but never the winner."""
-
-AT_HOME = "home"
-"""The optimizer state of replicated rows lies at their homes alone."""
 
 DENSE = "dense"
 
@@ -135,12 +133,12 @@ def replicated_exchanges(
     group: GroupDemand, world_size: int, fetched: float, itemsize: int, state: str
 ) -> list[Exchange]:
     """A replicated group, of whose rows `fetched` are fetched in a step (over all homes)."""
-    k, row = remote_share(world_size), group.dim * itemsize
-    filled = group.dim + (0 if state == AT_HOME else group.state_width)
+    k, row = remote_share(world_size), RowFormat(group.dim, group.state_width, itemsize, state)
+    sent = replicated_bytes(row, k * fetched, k * group.rank_rows, k * group.world_rows)
+    patterns = {"row_gradients": EACH}  # the others go to all ranks
     return [
-        Exchange("fill", k * fetched * filled * itemsize, pattern=SPREAD),
-        Exchange("row_gradients", k * group.rank_rows * row),
-        Exchange("row_sums", k * group.world_rows * row, pattern=SPREAD),
+        Exchange(stage, nbytes, pattern=patterns.get(stage, SPREAD))
+        for stage, nbytes in sent.items()
     ]
 
 
@@ -151,14 +149,12 @@ def sharded_exchanges(
 
     On several `nodes` the group knows what one of them touches (`Demand.local_ranks`).
     """
-    k, row = remote_share(world_size), group.dim * itemsize
-    late, late_of_node = group.late_rows, group.late_node_rows
-    early, early_of_node = group.rank_rows - late, group.node_rows - late_of_node
-    return [
-        _to_namers("late_rows", late * row, late_of_node * row, (world_size, nodes)),
-        _to_namers("early_rows", early * row, early_of_node * row, (world_size, nodes)),
-        Exchange("row_gradients", k * group.rank_rows * row),
-    ]
+    row, back = RowFormat(group.dim, itemsize=itemsize), remote_share(world_size) * group.rank_rows
+    own = sharded_bytes(row, group.late_rows, group.rank_rows, back)
+    node = sharded_bytes(row, group.late_node_rows, group.node_rows, back)
+    shape = (world_size, nodes)
+    rows = [_to_namers(s, own[s], node[s], shape) for s in ("late_rows", "early_rows")]
+    return [*rows, Exchange("row_gradients", own["row_gradients"])]
 
 
 def _to_namers(stage: str, own: float, of_node: float, shape: tuple[int, int]) -> Exchange:
@@ -273,7 +269,7 @@ def cache_memory(
 
     A step holds a copy of its rows and their gradients: of all ranks' rows where they are
     replicated, of the own ones and, at their home, those that come from others where they are
-    sharded. Sizes have `DEVIATIONS` to spare.
+    sharded. There is room to spare (`room_for`).
     """
     floats = 0.0
     for near, far, (shared, own) in zip(hot, cold, regions, strict=True):

@@ -248,7 +248,7 @@ def check_ids(
     _check_weights(ids)
     values = ids.values.numpy().astype(np.int64, copy=False)
     edges = offsets[:: max(ids.batch_size, 1)] if ids.batch_size else np.zeros(1, dtype=np.int64)
-    if not _is_any_beyond(values, edges.tolist(), table_rows):
+    if not _is_any_beyond(values, edges, table_rows):
         return (
             ids
             if ids.values.dtype == torch.int64
@@ -271,11 +271,14 @@ def check_ids(
     )
 
 
-def _is_any_beyond(values: np.ndarray, edges: list[int], table_rows: Sequence[int]) -> bool:
+def _is_any_beyond(values: np.ndarray, edges: np.ndarray, table_rows: Sequence[int]) -> bool:
     """Whether an id is outside its table; the ids of feature f are `edges[f : f + 2]`."""
     unsigned = values.view(np.uint64)  # so that negative ids are beyond every table too
-    bounds = zip(table_rows, edges, edges[1:], strict=False)
-    return any(start < stop and unsigned[start:stop].max() >= rows for rows, start, stop in bounds)
+    named = np.flatnonzero(edges[1:] > edges[:-1])  # features without an id have no largest
+    if not len(named):
+        return False
+    largest = np.maximum.reduceat(unsigned, edges[named])
+    return bool((largest >= np.asarray(table_rows, dtype=np.uint64)[named]).any())
 
 
 def _checked_offsets(ids: JaggedIds) -> np.ndarray:

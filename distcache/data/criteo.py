@@ -234,7 +234,7 @@ class CriteoArrays(CriteoBatches):
             raise DataError(
                 f"data.path: {self.folder / 'labels.npy'}: sample {lines[at]} has the label "
                 f"{labels[at]}, not 0 or 1: the file is damaged; see python -m "
-                f"distcache.preprocess --verify output={self.folder}"
+                f"distcache.preprocess verify=true output={self.folder}"
             )
         return dense, labels
 

@@ -551,9 +551,9 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         each width's rows) and `bytes` (default: 1.5 % of them, at least 32 MiB); `lookahead=8` and
         `prefetch=1`, optimizer steps that ids are known, and rows may move, ahead;
         `policy="lookahead"|"lfu"|"lru"|"frequency"|"static"`, with
-        `tail="lfu"|"lru"|"frequency"`, `admission=False|True` and `half_life="auto"|steps`;
+        `tail="lfu"|"lru"|"frequency"` and `half_life="auto"|steps`;
         `statistics`, a folder of distcache.analyze or distcache.preprocess or a `Statistics`, with
-        `order`, `warm_start` and `split` as the keys of group `cache` (`batch_size`: samples of an
+        `warm_start` and `split` as the keys of group `cache` (`batch_size`: samples of an
         optimizer step over all ranks, for `split="by_curve"` and `policy="static"`);
         `schedule="overlapped"|"serial"`: rows move beside the steps, or between them;
         `store_access="staged"|"zero_copy"`: through buffers, or read and written in host memory;

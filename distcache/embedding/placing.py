@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 
 from distcache.comm.agreement import on_first
 from distcache.comm.world import World
-from distcache.cost.choose import best_mixed, choose_placement
 from distcache.cost.cluster import Cluster, Link, check_world, read_cluster
 from distcache.cost.demand import counted_sources, demand_at
-from distcache.cost.predict import Settings
+from distcache.cost.predict import Settings, best_mixed, choose_placement
 from distcache.embedding.settings import CacheSettings
 from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
 from distcache.layout import TableSpec
@@ -66,7 +65,6 @@ def decide_rows(
     )
     use = Use(
         settings.policy_settings,
-        settings.order,
         settings.warm_start,
         settings.split,
         settings.prefetch,

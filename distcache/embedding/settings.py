@@ -34,10 +34,8 @@ class CacheSettings:
     prefetch: int = 1
     policy: str = DEFAULT.name
     tail: str = DEFAULT.tail
-    admission: bool = DEFAULT.admission
     half_life: float | str = "auto"
     statistics: Any = field(default=None, repr=False)
-    order: str = "ids"
     warm_start: float | str = "auto"
     split: Any = "proportional"
     batch_size: int | None = None
@@ -59,8 +57,6 @@ class CacheSettings:
         for name, known in (
             ("policy", POLICIES),
             ("tail", TAILS),
-            ("admission", (False, True)),
-            ("order", ("ids", "popularity")),
             ("schedule", ("overlapped", "serial")),
             ("store_access", ACCESS),
             ("reduction", ("ordered", "native")),
@@ -131,7 +127,6 @@ class CacheSettings:
                 f"split={self.split!r} is not 'proportional', 'by_curve' or {{table: rows}}"
             )
         self._needs_statistics(f"warm_start={warm!r}", warm not in ("auto", 0))
-        self._needs_statistics(f"order={self.order!r}", self.order != "ids")
         self._needs_statistics(f"split={self.split!r}", by_curve)
         self._needs_batch_size(f"split={self.split!r}", by_curve)
 
@@ -158,13 +153,25 @@ class CacheSettings:
     @property
     def policy_settings(self) -> Policy:
         """Which rows leave first."""
-        return Policy.of(self.policy, self.tail, self.admission, self.half_life)
+        return Policy.of(self.policy, self.tail, self.half_life)
+
+
+_WENT = {
+    "order": "numbering rows by popularity gained nothing and made plans slower",
+    "admission": "rows that leave first unless they score higher changed next to nothing",
+}
+"""Settings that were there once, and why they are not."""
 
 
 def check_names(settings: Mapping[str, Any], collection: str) -> None:
     """ConfigError for a setting by keyword that a collection does not have."""
     known = [f.name for f in fields(CacheSettings)]
     for name, value in settings.items():
+        if name in _WENT:
+            raise ConfigError(
+                f"{collection}: {name}={value!r}: this setting went, for {_WENT[name]}: leave it "
+                "out"
+            )
         if name not in known:
             near = difflib.get_close_matches(name.removeprefix("cache_"), known, n=3)
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"

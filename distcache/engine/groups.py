@@ -15,7 +15,6 @@ from distcache.comm.world import World
 from distcache.data.batch import JaggedIds
 from distcache.errors import ConfigError, DataError
 from distcache.layout import RowLayout, TableSpec, group_tables
-from distcache.popularity.statistics import RowOrder
 
 # -----------------------------------------------------------------------------
 # Tables of one model by group, and a batch's ids as rows and bags of each group.
@@ -29,9 +28,8 @@ class TableGroup:
 
     `tables`: indices into the model's tables; `features`: indices into the ids' features, in
     their order; `offsets` int64 `[F]`: first row of each feature's table; `mean` `[F]`: whether
-    the feature's bags are means; `order`: how the planner numbers the rows, None as the layout;
-    `hot`: the replicated rows by the planner's numbers, int64 `[K]`, ascending, where others are
-    sharded; None: all are replicated.
+    the feature's bags are means; `hot`: the replicated rows, int64 `[K]`, ascending, where others
+    are sharded; None: all are replicated.
     """
 
     layout: RowLayout
@@ -39,7 +37,6 @@ class TableGroup:
     features: tuple[int, ...]
     offsets: np.ndarray
     mean: tuple[bool, ...]
-    order: RowOrder | None = None
     hot: np.ndarray | None = None
 
     @property
@@ -47,20 +44,12 @@ class TableGroup:
         """Width D."""
         return self.layout.dim
 
-    def planned(self, rows: np.ndarray) -> np.ndarray:
-        """The planner's numbers of `rows`, int64 `[n]`."""
-        return rows if self.order is None else self.order.planned(rows)
-
-    def original(self, planned: np.ndarray) -> np.ndarray:
-        """The rows, by the layout's numbers, that the planner numbers `planned`, int64 `[n]`."""
-        return planned if self.order is None else self.order.original(planned)
-
 
 @dataclass(frozen=True)
 class GroupBags:
     """The ids of one local batch that read one group, K = F * b bags, feature-major.
 
-    `features`: F; `rows`: int64 `[n]`, the planner's row numbers (NumPy); `offsets`: int64
+    `features`: F; `rows`: int64 `[n]`, row numbers (NumPy); `offsets`: int64
     `[K + 1]`; `weights`: `[n]` or None; `scale`: `[K, 1]` (1 / bag length for mean bags) or None.
     """
 
@@ -73,7 +62,7 @@ class GroupBags:
     @cached_property
     def single(self) -> bool:
         """Whether every bag has one id, without a weight."""
-        bags = len(self.offsets) - 1
+        bags = self.offsets.shape[0] - 1
         if self.weights is not None or len(self.rows) != bags:
             return False
         return np.array_equal(self.offsets.numpy(), _counted(bags + 1))
@@ -131,7 +120,7 @@ def group_bags(group: TableGroup, ids: JaggedIds, dtype: torch.dtype) -> GroupBa
     offsets, values, weights = ids.offsets, ids.values, ids.weights
     if len(group.features) != len(ids.features):
         offsets, values, weights = _select(ids, group.features)
-    rows = group.planned(_rows(group, values.numpy(), offsets.numpy()[:: max(batch, 1)]))
+    rows = _rows(group, values.numpy(), offsets.numpy()[:: max(batch, 1)])
     if weights is not None:
         weights = torch.from_numpy(weights.numpy().astype(_FLOATS[dtype], copy=False))
     scale = None
@@ -230,7 +219,7 @@ class Placement:
         if self.kind == MIXED:
             offsets = group.layout.offsets
             parts += [self.hot[t] + offsets[place] for place, t in enumerate(group.tables)]
-        return np.sort(group.planned(np.concatenate(parts)))
+        return np.sort(np.concatenate(parts))
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class DeviceBags:
         def move(tensor: Tensor) -> Tensor:
             return to_device(tensor, device)
 
-        count = len(bags.offsets) - 1
+        count = bags.offsets.shape[0] - 1
         samples, features = self.shape = (count // max(bags.features, 1), bags.features)
         self.single, self.counts = bags.single, counts
         positions, scale = plan.positions, None if self.single else bags.scale

@@ -83,7 +83,7 @@ class Staged:
 
     def gather(self, rows: Tensor) -> Gathered:
         """Copies of the rows in the next staging buffer."""
-        number, weight, state = self._arriving.take(len(rows))
+        number, weight, state = self._arriving.take(rows.shape[0])
         found = self._store.gather(rows, out=(weight, state))
         return Gathered(lambda: found, partial(self._release, number))
 
@@ -94,7 +94,7 @@ class Staged:
     def put(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
         """Scatter the rows; the calling thread waits until they are there."""
         if self._streams.asynchronous:
-            number, host_weight, host_state = self._leaving.take(len(rows))
+            number, host_weight, host_state = self._leaving.take(rows.shape[0])
             host_weight.copy_(weight, non_blocking=True)
             if state is not None and host_state is not None:
                 host_state.copy_(state, non_blocking=True)
@@ -193,7 +193,7 @@ class GroupRows:
         if shard is not None:
             slots = torch.cat((slots, shard.evict_slots))
             rows = torch.cat((rows, shard.evict_rows))
-        if len(slots):
+        if slots.shape[0]:
             self._store_rows(*self.cache.evict(slots, rows), counts)
 
     def gather(self, plan: StepPlan, counts: MoveCounts) -> Gathered | None:
@@ -203,8 +203,8 @@ class GroupRows:
         rows = plan.fetch_rows
         if plan.shard is not None:
             rows = torch.cat((rows, plan.shard.fetch_rows))
-        counts.rows_fetched += len(rows)
-        counts.host_to_device_bytes += len(rows) * self.row_bytes
+        counts.rows_fetched += rows.shape[0]
+        counts.host_to_device_bytes += rows.shape[0] * self.row_bytes
         return self._access.gather(rows)
 
     def fill(self, plan: StepPlan, gathered: Gathered | None, link: Link) -> None:
@@ -212,7 +212,7 @@ class GroupRows:
         ranks."""
         if gathered is None:
             return
-        own, (weight, state) = len(plan.fetch_rows), gathered.read()
+        own, (weight, state) = plan.fetch_rows.shape[0], gathered.read()
         if self.slots.replicated or self.group.hot is None:
             self._fill_replicated(plan, (_first(weight, own), _first(state, own)), link)
         if plan.shard is not None and len(weight) > own:
@@ -350,11 +350,11 @@ class GroupRows:
 
     def _store_rows(self, slots: Tensor, rows: Tensor, counts: MoveCounts) -> None:
         """Copy slots to the store."""
-        if len(slots) == 0 or self._access is None:
+        if slots.shape[0] == 0 or self._access is None:
             return
         self._access.put(rows, *self.cache.read(slots))
-        counts.rows_written_back += len(slots)
-        counts.device_to_host_bytes += len(slots) * self.row_bytes
+        counts.rows_written_back += slots.shape[0]
+        counts.device_to_host_bytes += slots.shape[0] * self.row_bytes
 
 
 def _first(rows: Tensor | None, count: int) -> Tensor | None:

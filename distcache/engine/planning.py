@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -193,11 +193,7 @@ class StreamPlanner:
         self.ingested = step + 1
         self._plans.restore(step)
         for region in self.regions:
-            group, rows = self.groups[region.group], held(region.group, region.planner.own_slots)
-            found = rows >= 0
-            planned = np.full(len(rows), -1, dtype=np.int64)
-            planned[found] = group.planned(rows[found])
-            region.planner.restore(planned, step)
+            region.planner.restore(held(region.group, region.planner.own_slots), step)
 
     def _ask(self, iterator: Iterator[Batch], stop: bool) -> tuple[Asking, Flight | None]:
         """This rank's part of the next step: the rows of its batch, or why there is none."""
@@ -324,6 +320,7 @@ class StreamPlanner:
         try:
             with spanned(entry.spans, "plan", LANE, entry.step):
                 entry.plans = self._plans.of(entry, decided, deciding.decisions)
+                entry.move_after = max(plan.move_after for plan in entry.plans)
         except BaseException as error:  # after all have agreed to go on
             self.alone = True
             record_failure(self.link.world.store, self.link.world.rank, error)
@@ -350,21 +347,10 @@ class StreamPlanner:
         if error is not None:
             return [], Status.ERROR, error
         try:
-            decided = [_named(self.groups[r.group], r.planner.plan()) for r in self.regions]
+            decided = [region.planner.plan() for region in self.regions]
             return decided, Status.OK, None
         except Exception as failure:
             return [], Status.ERROR, failure
-
-
-def _named(group: TableGroup, decision: HomeDecision) -> HomeDecision:
-    """`decision` with the rows that move by the layout's numbers, which stores and caches use."""
-    if group.order is None:
-        return decision
-    return replace(
-        decision,
-        fetch_rows=group.original(decision.fetch_rows),
-        evict_rows=group.original(decision.evict_rows),
-    )
 
 
 def _peer_error(verdict: Verdict) -> PeerError:

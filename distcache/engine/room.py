@@ -17,6 +17,7 @@ from distcache.errors import StepTooLargeError
 from distcache.planner.assemble import Request
 from distcache.planner.home import HomeDecision, Planner
 from distcache.planner.shard import ShardParts
+from distcache.popularity.curve import LIKELY, room_for
 
 # -----------------------------------------------------------------------------
 # What is planned by itself: the replicated and the sharded rows of every group of tables.
@@ -59,10 +60,6 @@ def sharded_part(region: int, decided: Decided, own: HomeDecision, early: bool) 
 log = logging.getLogger(__name__)
 
 _LATER = "later ones may need more"
-
-_DEVIATIONS = 3.0
-"""The fullest home of the largest of many steps is about so many standard deviations above the
-mean; the variance is at most the mean, as rows come and fall to homes nearly independently."""
 
 
 class Expecting(Protocol):
@@ -213,7 +210,7 @@ def _rooms(group: TableGroup, slots: int, mean: float) -> list[_Room]:
     world, most = group.layout.world_size, group.layout.local_rows
 
     def fullest(rows: float) -> int:
-        return min(most, max(1, math.ceil(rows + _DEVIATIONS * math.sqrt(rows))))
+        return min(most, max(1, math.ceil(room_for(rows, rows, LIKELY))))
 
     if group.hot is None:
         return [_Room("distinct rows", fullest(mean), slots // world)]

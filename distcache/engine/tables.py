@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager as Context
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -129,15 +129,13 @@ def popular_groups(
     features: Sequence[str],
     popularity: Popularity | None,
 ) -> tuple[list[TableGroup], list[GroupPopularity]]:
-    """The groups of `tables`, numbered by `popularity` where it says so, and what each of them
-    takes from it; called by all ranks."""
+    """The groups of `tables`, and what each takes from `popularity`; called by all ranks."""
     groups = make_groups(tables, features, world.size)
     if popularity is None:
         return groups, [GroupPopularity() for _ in groups]
     layouts, members = [group.layout for group in groups], [group.tables for group in groups]
     shared = share_popularity(world, layouts, members, popularity)
-    pairs = zip(groups, shared, strict=True)
-    return [replace(group, order=own.order) for group, own in pairs], shared
+    return groups, shared
 
 
 def make_caches(
@@ -147,8 +145,12 @@ def make_caches(
     update: RowUpdate,
     dtype: torch.dtype,
     placement: Placement | None = None,
+    validate: bool = False,
 ) -> list[DeviceCache]:
-    """A cache of `slots[g]` for every group; called by all ranks, fails on all or none."""
+    """A cache of `slots[g]` for every group; called by all ranks, fails on all or none.
+
+    `validate`: as of `DeviceCache`.
+    """
 
     def make() -> list[DeviceCache]:
         stateful = [state_slots(count, world, placement or Placement()) for count in slots]
@@ -170,6 +172,7 @@ def make_caches(
                 dtype,
                 world.device,
                 state_slots=own,
+                validate=validate,
             )
             for count, group, own in zip(slots, groups, stateful, strict=True)
         ]
@@ -194,7 +197,7 @@ def make_stores(
     """
     widths = [update.state_width(group.dim) for group in groups]
     layouts = [group.layout for group in groups]
-    stores = create_stores(layouts, widths, dtype, world, groups)
+    stores = create_stores(layouts, widths, dtype, world)
     for group, store in zip(groups, stores, strict=True):
         store.initialise(seed, group.tables, update.initial_state(group.dim))
     if access == ZERO_COPY:
@@ -271,7 +274,9 @@ def make_rows(
     if settings.mode == "host":
         slots = [world.size] * len(groups)
     regions = [region_slots(group, count) for group, count in zip(groups, slots, strict=True)]
-    caches = make_caches(world, groups, regions, update, settings.dtype, placement)
+    caches = make_caches(
+        world, groups, regions, update, settings.dtype, placement, settings.validate
+    )
     if settings.mode == "resident":
         for group, cache in zip(groups, caches, strict=True):
             initialise_resident(group, cache, settings.seed, update.initial_state(group.dim))

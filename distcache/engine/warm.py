@@ -103,7 +103,7 @@ def _fill(rows: GroupRows, hot: np.ndarray, share: float, link: Link, counts: Mo
     group, rank, slots = rows.group, link.world.rank, rows.slots
     tail = hot[:0]
     if group.hot is not None:
-        is_tail = in_tail(group.planned(hot), group.hot)
+        is_tail = in_tail(hot, group.hot)
         hot, tail = hot[~is_tail], hot[is_tail]
     plans = [warm_plans(group, hot, slots.replicated, share, rank)]
     if group.hot is not None:
@@ -123,7 +123,7 @@ def warm_plans(
     """
     world = group.layout.world_size
     own, most = slots // world, int(share * (slots // world))
-    homes = group.layout.home(group.planned(hot))
+    homes = group.layout.home(hot)
     by_home = [hot[homes == home][:most] for home in range(world)]
     longest = max(len(rows) for rows in by_home)
     for start in range(0, longest, _BLOCK):
@@ -138,7 +138,7 @@ def warm_tail(
 ) -> Iterator[StepPlan]:
     """The same for sharded rows: `hot` of rank's home into its `slots`."""
     own = slots.stop - slots.start
-    rows = hot[group.layout.home(group.planned(hot)) == rank][: int(share * own)]
+    rows = hot[group.layout.home(hot) == rank][: int(share * own)]
     world = group.layout.world_size
     longest = math.ceil(share * own)  # of any home: all bring as many blocks, if empty ones
     for start in range(0, longest, _BLOCK):

@@ -10,6 +10,7 @@ thread.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -28,7 +29,7 @@ def take_rows(source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
     """
     check_rows(rows, len(source))
     if len(rows):
-        np.take(_items(source), rows, out=_items(out), mode="clip")
+        _items(source).take(rows, out=_items(out), mode="clip")
 
 
 def put_rows(target: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
@@ -44,7 +45,7 @@ def put_rows(target: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
             f"{list(target.shape[1:])}"
         )
     if len(rows):
-        np.put(_items(target), rows, _items(values), mode="clip")
+        _items(target).put(rows, _items(values), mode="clip")
 
 
 def put(target: Tensor, rows: Tensor, values: Tensor) -> Tensor:
@@ -90,11 +91,18 @@ class RowTaker:
 
 def check_rows(rows: np.ndarray, limit: int) -> None:
     """PlanError naming the first of `rows` outside [0, limit)."""
-    if len(rows) and (rows.min() < 0 or rows.max() >= limit):
+    # As unsigned numbers, negative ones are beyond every limit too: one pass.
+    if len(rows) and rows.view(np.uint64).max() >= limit:
         bad = rows[(rows < 0) | (rows >= limit)][0]
         raise PlanError(f"row {bad} is outside [0, {limit})")
 
 
 def _items(rows: np.ndarray) -> np.ndarray:
     """`[m, D]` contiguous rows as `[m]` items; a view."""
-    return rows.view(np.dtype((np.void, rows.shape[1] * rows.itemsize)))[:, 0]
+    return rows.view(_item(rows.shape[1] * rows.itemsize))[:, 0]
+
+
+@lru_cache
+def _item(size: int) -> np.dtype:
+    """An item of `size` bytes."""
+    return np.dtype((np.void, size))

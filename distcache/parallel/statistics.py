@@ -37,9 +37,9 @@ class RankLoad:
             self.rows += plan.home_counts[rank]
             shard = plan.shard
             if shard is not None:
-                self.rows += len(shard.slots)
+                self.rows += shard.slots.shape[0]
                 self.received += shard.rows
-                self.early += 0 if shard.early is None else len(shard.early.places)
+                self.early += 0 if shard.early is None else shard.early.places.shape[0]
 
     def summary(
         self,
@@ -119,13 +119,14 @@ class StepStatistics:
         for plan, group in zip(flight.plans, rows, strict=True):
             self.distinct += plan.all_distinct
             self.misses += plan.all_misses
-            self.lookups += len(plan.positions)
+            self.lookups += plan.positions.shape[0]
             self.lookup_hits += plan.lookup_hits
-            moved, kept, shard = plan.misses + len(plan.evict_slots), 3 * plan.distinct, plan.shard
+            moved, kept = plan.misses + plan.evict_slots.shape[0], 3 * plan.distinct
+            shard = plan.shard
             if shard is not None:
-                moved += len(shard.fetch_slots) + len(shard.evict_slots)
+                moved += shard.fetch_slots.shape[0] + shard.evict_slots.shape[0]
                 copies = 2 if plan.distinct == 0 else 3  # joined with the replicated ones
-                kept += copies * shard.rows + 2 * len(shard.source_rows) + len(shard.slots)
+                kept += copies * shard.rows + 2 * shard.source_rows.shape[0] + shard.slots.shape[0]
                 if shard.early is not None:
                     early += shard.rows * group.cache.dim * group.cache.dtype.itemsize
             item = group.cache.dtype.itemsize

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from distcache.layout import RowLayout
-from distcache.planner.calls import grouped, hashed_rows, occurrences
 from distcache.planner.home import HomeDecision
+from distcache.planner.loops import grouped, hashed_rows, occurrences
 from distcache.planner.shard import HotRows, ShardParts, as_tensor, in_tail, shard_plan
 from distcache.step_plan import StepPlan
 

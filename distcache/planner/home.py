@@ -10,15 +10,9 @@ import numpy as np
 
 from distcache.errors import StepTooLargeError
 from distcache.layout import RowLayout
-from distcache.planner.calls import bodies, distinct_rows, grouped
-from distcache.planner.policy import DEFAULT, Forget, Policy, make_ranking
-from distcache.planner.victims import SlotTable
-
-# -----------------------------------------------------------------------------
-# The planner of one home: distinct rows, hits, slots for misses, victims.
-#
-# Only the home plans its rows, so the index (8 bytes per row: slot and last window reference) is
-# divided over the ranks. `planner.slot_free` has the planners of the modes without a cache.
+from distcache.planner.loops import distinct_rows
+from distcache.planner.policy import DEFAULT, Policy
+from distcache.planner.victims import Forget, SlotTable, make_ranking
 
 _AHEAD = 24
 """Steps, beside those of 2 P, that may be planned and never run: threads are no further ahead."""
@@ -61,8 +55,9 @@ class HomePlanner:
     `lookahead` is L, `prefetch` P. A step is decided when the ids through step + L are ingested
     (or the stream ended): call `ingest` in stream order, then `plan` in stream order.
     `popularity` uint8 `[local rows]`: each row's class, higher is hotter, 0 never seen; `PINNED`
-    rows leave where no other can, whatever the policy. Raises ConfigError where a policy needs it
-    and it is None.
+    rows leave where no other can, whatever the policy. Its index is 8 bytes per local row: slot and
+    last reference; only the home has it, so it is divided over the ranks. Raises ConfigError where
+    a policy needs popularity and it is None.
     """
 
     def __init__(
@@ -74,26 +69,27 @@ class HomePlanner:
         policy: Policy = DEFAULT,
         popularity: np.ndarray | None = None,
         first_slot: int | None = None,
+        names: np.ndarray | None = None,
     ) -> None:
-        """`first_slot`: of its range on the device; None: home h's range follows that of h - 1."""
-        self.layout, self.home, self.slots = layout, home, slots
+        """`first_slot`: of its range on the device; None: home h's range follows that of h - 1.
+        `names` int32 `[local rows]`: what a replay's rows are called in training, where the local
+        rows are others; None: as they are numbered."""
+        self.layout, self.home, self.slots, self.policy = layout, home, slots, policy
         self._first_slot = home * slots if first_slot is None else first_slot
-        self.policy = policy
         self._popularity_bytes = 0 if popularity is None else popularity.nbytes
-        self._ranking = make_ranking(policy, layout.local_rows, slots, popularity)
-        self._slot_of = np.full(layout.local_rows, -1, dtype=np.int32)
-        self._last_reference = np.full(layout.local_rows, -1, dtype=np.int32)
-        self._table = SlotTable(slots, prefetch, self._ranking, popularity)
+        rows = layout.local_rows
+        named = () if names is None else (names,)
+        self._ranking = make_ranking(policy, rows, slots, popularity, *named)
+        self._last_reference = np.full(rows, -1, dtype=np.int32)
+        self._table = SlotTable(rows, slots, prefetch, self._ranking, popularity)
         self._window: deque[Ingested] = deque()
         self._past: deque[tuple[Ingested, Forget]] = deque(maxlen=2 * prefetch + _AHEAD)
-        self._next_uses: dict[int, list[tuple[int, np.ndarray]]] = {}
         self._planned = -1
-        bodies()  # compiles now, not while planning
 
     @property
     def index_bytes(self) -> int:
         """Bytes of the index over this home's rows, with what the policy keeps of each."""
-        index = self._slot_of.nbytes + self._last_reference.nbytes
+        index = self._table.slot_of.nbytes + self._last_reference.nbytes
         return index + self._ranking.nbytes + self._popularity_bytes
 
     @property
@@ -110,24 +106,9 @@ class HomePlanner:
         """Take the rows (int64, homed here) that every rank names in `step`, in rank order."""
         entry = take_requests(self.layout, self._last_reference, (step, kind), requests)
         if self.policy.uses_window:
-            self._refer(entry)
+            self._table.window.refer(entry.local, entry.previous, self._planned, step)
         self._window.append(entry)
         return entry
-
-    def _refer(self, entry: Ingested) -> None:
-        """Tell the step that named each row before of this next use.
-
-        Rows that a planned step named learn it now, if they are cached; the others when the step
-        that names them before has been planned.
-        """
-        order, starts = grouped(entry.previous, self._planned, entry.step - self._planned)
-        rows = np.take(entry.local, order)
-        self._table.wanted(rows[: starts[1]], self._slot_of, entry.step)
-        for place in range(1, len(starts) - 1):
-            part = rows[starts[place] : starts[place + 1]]
-            if len(part):
-                uses = self._next_uses.setdefault(self._planned + place, [])
-                uses.append((entry.step, part))
 
     def plan(self) -> HomeDecision:
         """Decide the oldest ingested step. Raises StepTooLargeError and decides nothing when its
@@ -142,38 +123,28 @@ class HomePlanner:
             )
         self._window.popleft()
         self._planned = entry.step
-        table, local = self._table, entry.local
-        slots, fetch = table.look_up(local, self._slot_of, entry.step)
-        filled, latest = table.take(len(fetch), entry.step)
-        evict_slots, leaving = table.fill(local, fetch, filled, self._slot_of, slots)
-        for later, rows in self._next_uses.pop(entry.step, ()):
-            table.wanted(rows, self._slot_of, later)
-        leave_first = self._not_admitted(entry, fetch) if self.policy.admission else None
-        self._past.append((entry, self._ranking.learn(local, entry.previous, entry.step)))
-        table.used(slots, entry.step, leave_first)
-        base = np.int32(self._first_slot)
+        table, local, step = self._table, entry.local, entry.step
+        slots, fetch = table.look_up(local, step)
+        filled, latest = table.take(len(fetch), step)
+        evict_slots, leaving = table.fill(local, fetch, filled, slots)
+        if self.policy.uses_window:
+            table.window.look_ahead(step)
+        self._past.append((entry, self._ranking.learn(local, entry.previous, step)))
+        table.file(slots, step)
+        if self._first_slot:
+            slots, evict_slots = slots + np.int32(self._first_slot), evict_slots + self._first_slot
         return HomeDecision(
-            step=entry.step,
-            kind=entry.kind,
-            slots=slots + base,
-            fetch=fetch,
-            fetch_rows=self._rows(local[fetch]),
-            evict_slots=evict_slots + base,
-            evict_rows=self._rows(leaving),
-            latest_use=latest,
-            replies=entry.replies,
-            previous=entry.previous,
+            step,
+            entry.kind,
+            slots,
+            fetch,
+            self.layout.row(self.home, local[fetch].astype(np.int64)),
+            evict_slots,
+            self.layout.row(self.home, leaving.astype(np.int64)),
+            latest,
+            entry.replies,
+            entry.previous,
         )
-
-    def _not_admitted(self, entry: Ingested, fetch: np.ndarray) -> np.ndarray:
-        """For each row of a step (bool `[U_h]`), whether it comes in to leave first."""
-        found = np.zeros(len(entry.local), bool)
-        rows, previous = entry.local[fetch], entry.previous[fetch]
-        found[fetch] = self._table.refused(rows, previous, entry.step)
-        return found
-
-    def _rows(self, local: np.ndarray) -> np.ndarray:
-        return self.layout.row(self.home, local.astype(np.int64))
 
     def restore(self, slot_row: np.ndarray, step: int) -> None:
         """Forget all beyond `step`, and start again from what the device holds after it.
@@ -187,13 +158,9 @@ class HomePlanner:
             entry, forget = self._past.pop()
             self._unname(entry)
             forget()
-        self._next_uses.clear()
         self._planned = step
-        self._slot_of.fill(-1)
         np.minimum(self._last_reference, step, out=self._last_reference)  # beyond `_past`
         local = np.where(slot_row >= 0, self.layout.local(np.maximum(slot_row, 0)), -1)
-        held = local >= 0
-        self._slot_of[local[held]] = np.flatnonzero(held)
         self._table.restore(local.astype(np.int32), step)
 
     def _unname(self, entry: Ingested) -> None:
@@ -211,8 +178,11 @@ def take_requests(
     step, kind = label
     rows = np.concatenate(requests) if len(requests) > 1 else requests[0]
     distinct, previous, labels = distinct_rows(layout.local(rows), position, step)
-    cuts = np.cumsum([len(request) for request in requests])[:-1]
-    return Ingested(step, kind, distinct, previous, tuple(np.split(labels, cuts)))
+    replies, start = [], 0
+    for request in requests:
+        replies.append(labels[start : start + len(request)])
+        start += len(request)
+    return Ingested(step, kind, distinct, previous, tuple(replies))
 
 
 # -----------------------------------------------------------------------------
@@ -230,7 +200,6 @@ class _SlotFreePlanner:
         self.slots = layout.local_rows
         self._position = np.full(layout.local_rows, -1, dtype=np.int32)
         self._window: deque[Ingested] = deque()
-        bodies()  # compiles now, not while planning
 
     @property
     def index_bytes(self) -> int:

@@ -1,56 +1,67 @@
-"""The planner's loops over ids and rows, as plain Python that Numba compiles."""
+"""The planner's loops over ids and rows, compiled by Numba, and the calls that make their results.
+
+Results go to arrays that the caller made; a loop allocates nothing. All that a loop needs stands in
+this file, for its machine code is kept on disk until this file changes: beside it, or in the user's
+cache folder, or where $NUMBA_CACHE_DIR says. Compiling takes about a second, once per installation,
+when this file is imported and never while one plans; from then on the code is loaded in
+milliseconds. Where nothing can be kept, each process compiles for itself. The slow NumPy twins are
+the tests' (`tests/planner_twins.py`): same names, arguments and results.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import numba
 import numpy as np
 
-# -----------------------------------------------------------------------------
-# Loops of plain Python as machine code, kept on disk where that can be.
+from distcache.errors import PlanError
+from distcache.planner.policy import PINNED
 
 log = logging.getLogger(__name__)
 
-Loops = Mapping[str, tuple[Callable[..., Any], list[Any]]]
-"""By name: a loop, and the only types that it is called with."""
+_compiler: Any = numba  # which has no type stubs
+types = _compiler.types
+Loop = TypeVar("Loop", bound=Callable[..., Any])
+
+_SETTING = "DISTCACHE_PLANNER"
+if os.environ.get(_SETTING):
+    log.warning(
+        "$%s=%s is not read any more: the planner's loops are always compiled by Numba, and plans "
+        "are the same; take it out of the environment",
+        _SETTING,
+        os.environ[_SETTING],
+    )
 
 
-def compile_loops(loops: Loops, what: str) -> dict[str, Any]:
-    """Each loop compiled by Numba; they may allocate nothing. `what` they are, for the log.
+def compiled(*signatures: Any) -> Callable[[Loop], Loop]:
+    """Compile a loop for the only types that it is called with; it may allocate nothing."""
 
-    Raises whatever Numba does where it cannot compile.
-    """
-    try:
-        return {name: _compile(*loop, cache=True) for name, loop in loops.items()}
-    except Exception as error:  # no folder can be written, a damaged file, a full disk
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        log.info("the machine code of %s is not kept: %s", what, first)
-        return {name: _compile(*loop, cache=False) for name, loop in loops.items()}
+    def compile_loop(loop: Loop) -> Loop:
+        options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": False}
+        try:
+            return _compiler.njit(list(signatures), cache=True, **options)(loop)
+        except Exception as error:  # no folder can be written, a damaged file, a full disk
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            log.info("the machine code of %s is not kept: %s", loop.__name__, first)
+            return _compiler.njit(list(signatures), cache=False, **options)(loop)
 
-
-def _compile(loop: Callable[..., Any], signatures: list[Any], cache: bool) -> Any:
-    import numba
-
-    compiler: Any = numba  # which has no type stubs
-    return compiler.njit(
-        signatures,
-        nogil=True,
-        cache=cache,
-        error_model="numpy",
-        no_cfunc_wrapper=True,
-        _nrt=False,
-    )(loop)
+    return compile_loop
 
 
-# -----------------------------------------------------------------------------
-# The planner's loops over ids and rows, as plain Python that Numba compiles.
-#
-# Their NumPy twins, of the same names, arguments and results, are in `arrays`; `bodies` chooses.
-# Results go to arrays that the caller made; nothing is allocated here. All that a loop needs
-# stands
-# in this file, for compiled code is kept on disk until this file changes.
+def array(dtype: Any, written: bool, dimensions: int = 1) -> Any:
+    """The type of a contiguous array, which the loop may write or only reads."""
+    return types.Array(dtype, dimensions, "C", readonly=not written)
+
+
+i4, i8 = types.int32, types.int64
+in4, in8, out4, out8 = array(i4, False), array(i8, False), array(i4, True), array(i8, True)
+in1, out1 = array(types.uint8, False), array(types.uint8, True)
+in44, out44 = array(i4, False, 2), array(i4, True, 2)
 
 NEVER = np.iinfo(np.int32).max
 """Next use of a row that no step in the window uses."""
@@ -63,6 +74,7 @@ _OLDEST = 1 << 30
 """Steps beyond which a row's last use is no further back."""
 
 
+@compiled(i8(in8, out4, i8, out4, out4, out4))
 def name_rows(
     local: np.ndarray,
     position: np.ndarray,
@@ -98,6 +110,7 @@ def name_rows(
     return count if bad < 0 else -1 - bad
 
 
+@compiled(i8(in8, out4, out8, out4))
 def find_rows(rows: np.ndarray, table: np.ndarray, distinct: np.ndarray, labels: np.ndarray) -> int:
     """The same by a hash table, whatever the number of rows.
 
@@ -126,6 +139,7 @@ def find_rows(rows: np.ndarray, table: np.ndarray, distinct: np.ndarray, labels:
     return count
 
 
+@compiled(i8(in4, i8, out4, out4))
 def group(keys: np.ndarray, low: int, order: np.ndarray, starts: np.ndarray) -> int:
     """Stable counting sort: `order[starts[g]:starts[g + 1]]` are the indices whose key is low + g.
 
@@ -153,23 +167,7 @@ def group(keys: np.ndarray, low: int, order: np.ndarray, starts: np.ndarray) -> 
     return groups
 
 
-def want(
-    rows: np.ndarray, slot_of: np.ndarray, next_use: np.ndarray, step: int, slots: np.ndarray
-) -> int:
-    """Those of `rows` (local, int32) that are cached are next used by `step`.
-
-    Writes `next_use` and, in order, their `slots` (int32 `[len(rows)]`); returns how many.
-    """
-    count = 0
-    for i in range(len(rows)):
-        slot = slot_of[rows[i]]
-        if slot >= 0:
-            next_use[slot] = step
-            slots[count] = slot
-            count += 1
-    return count
-
-
+@compiled(i8(in4, in4, out4, out4, i8, out4, out4))
 def look_up(
     local: np.ndarray,
     slot_of: np.ndarray,
@@ -197,6 +195,7 @@ def look_up(
     return misses
 
 
+@compiled(i8(in4, in4, in4, out4, out4, out4, out4, out4))
 def fill(
     local: np.ndarray,
     fetch: np.ndarray,
@@ -227,41 +226,348 @@ def fill(
     return leaving
 
 
-def idle(slots: np.ndarray, next_use: np.ndarray, out: np.ndarray) -> int:
-    """Those of `slots` that no step in the window uses, to `out` (int32); returns how many."""
-    count = 0
-    for i in range(len(slots)):
-        if next_use[slots[i]] == NEVER:
-            out[count] = slots[i]
-            count += 1
-    return count
+# -----------------------------------------------------------------------------
+# The window: what the steps known beyond the one being decided will use.
+#
+# Step s has the place s & mask in `begin` (int64), `soon` and `again` (int32, a power of two of
+# them): where its part of three rings of numbers starts (int32, a power of two each; places wrap),
+# and how many of it are in use. `slots`: those whose row s is the next to use. `rows` and `steps`:
+# rows of s that the window names again, and the step that does. No part is larger than the number
+# of the step's distinct rows, for each of them has one step before and one after.
 
 
-def live(
+@compiled(i8(in4, in4, i8, i8, in4, in1, out4, in8, out4, out4, out4, out4, out4))
+def refer(
+    local: np.ndarray,
+    previous: np.ndarray,
+    planned: int,
+    step: int,
+    slot_of: np.ndarray,
+    classes: np.ndarray,
+    next_use: np.ndarray,
+    begin: np.ndarray,
+    soon: np.ndarray,
+    again: np.ndarray,
     slots: np.ndarray,
+    rows: np.ndarray,
     steps: np.ndarray,
+) -> int:
+    """Tell the steps that named `local` before (`previous`; int32 `[U]`) of their use by `step`.
+
+    Rows that a step up to `planned` named learn it now, if they are cached; the others when the
+    step that names them before is planned (`look_ahead`). Pinned rows (`classes`, or none) are not
+    told. Returns U; or -1 - i for a row i that `step` or a later one has named.
+    """
+    ring, mask = len(begin) - 1, len(slots) - 1
+    for i in range(len(local)):
+        before, row = previous[i], local[i]
+        if before >= step:
+            return -1 - i
+        if before > planned:
+            at = before & ring
+            place = (begin[at] + again[at]) & mask
+            rows[place] = row
+            steps[place] = step
+            again[at] += 1
+        elif slot_of[row] >= 0 and not (len(classes) and classes[row] == PINNED):
+            at = step & ring
+            next_use[slot_of[row]] = step
+            slots[(begin[at] + soon[at]) & mask] = slot_of[row]
+            soon[at] += 1
+    return len(local)
+
+
+@compiled(types.void(i8, in4, in1, out4, in8, out4, out4, out4, in4, in4))
+def look_ahead(
+    step: int,
+    slot_of: np.ndarray,
+    classes: np.ndarray,
+    next_use: np.ndarray,
+    begin: np.ndarray,
+    soon: np.ndarray,
+    again: np.ndarray,
+    slots: np.ndarray,
+    rows: np.ndarray,
+    steps: np.ndarray,
+) -> None:
+    """Tell those rows of `step`, which has its slots, of the step that uses them next."""
+    ring, mask = len(begin) - 1, len(slots) - 1
+    own = step & ring
+    for k in range(again[own]):
+        place = (begin[own] + k) & mask
+        row, use = rows[place], steps[place]
+        if slot_of[row] >= 0 and not (len(classes) and classes[row] == PINNED):
+            at = use & ring
+            next_use[slot_of[row]] = use
+            slots[(begin[at] + soon[at]) & mask] = slot_of[row]
+            soon[at] += 1
+    again[own] = 0
+
+
+@compiled(types.UniTuple(i8, 2)(i8, i8, i8, out4, out4, in8, out4, out4, out4))
+def leave_farthest(
+    step: int,
+    newest: int,
+    before: int,
     last_use: np.ndarray,
     next_use: np.ndarray,
-    before: int,
+    begin: np.ndarray,
+    soon: np.ndarray,
+    slots: np.ndarray,
     out: np.ndarray,
 ) -> tuple[int, int]:
-    """The first `len(out)` of `slots` that were last used by their step of `steps`, and are not
-    wanted; up to the first whose step is not below `before`.
+    """At most `len(out)` slots that were last used before `before`, the farthest next use first.
 
-    Writes them to `out` (int32); returns how many there are, and how many of `slots` were read.
+    They are used by `step` from now on. Returns how many there are, and their latest last use (-1:
+    none). What is read of the window is cleared of slots that no longer wait for their step.
     """
-    count = read = 0
-    while read < len(slots) and count < len(out) and steps[read] < before:
-        slot = slots[read]
-        if last_use[slot] == steps[read] and next_use[slot] == NEVER:
-            out[count] = slot
-            count += 1
-        read += 1
-    return count, read
+    ring, mask = len(begin) - 1, len(slots) - 1
+    count, latest = 0, -1
+    for back in range(newest - step):
+        if count == len(out):
+            break
+        use = newest - back
+        at, kept = use & ring, 0
+        for k in range(soon[at]):
+            slot = slots[(begin[at] + k) & mask]
+            if next_use[slot] != use:
+                continue
+            if count < len(out) and last_use[slot] < before:
+                latest = max(latest, last_use[slot])
+                last_use[slot] = step
+                next_use[slot] = NEVER
+                out[count] = slot
+                count += 1
+            else:
+                slots[(begin[at] + kept) & mask] = slot
+                kept += 1
+        soon[at] = kept
+    return count, latest
 
 
+# -----------------------------------------------------------------------------
+# Slots in the order in which their rows leave: a list for each key, first in, first out.
+#
+# `keys` int64, ascending, and `ends` int32 `[lists, 4]`: first chunk and place in it, last chunk
+# and the place after its last entry. A chunk is `CHUNK` rows of `entries` int32 `[n, 2]`: a slot,
+# and the step that used it last when it was filed. `link` int32: the chunk after each, of a list or
+# among the free ones. `state` int64: how many lists there are, the first free chunk, how many are
+# free, and how many entries there are. Entries are hints: one holds while its slot has neither been
+# used nor wanted since.
+
+CHUNK = 32
+"""Entries of a chunk."""
+
+LISTS, FREE, LEFT, HINTS = 0, 1, 2, 3
+"""Places in `state`."""
+
+
+@compiled(types.void(i8, out8, out44, out4, out8, out4))
+def open_lists(
+    base: int,
+    keys: np.ndarray,
+    ends: np.ndarray,
+    link: np.ndarray,
+    state: np.ndarray,
+    where: np.ndarray,
+) -> None:
+    """The list of each key `base` + k with `where[k]` not -1, to `where`; made if need be."""
+    low = state[LISTS]  # the lists before it have lower keys than any of these
+    while low > 0 and keys[low - 1] >= base:
+        low -= 1
+    new, at = 0, low
+    for k in range(len(where)):
+        while at < state[LISTS] and keys[at] < base + k:
+            at += 1
+        if where[k] >= 0 and (at == state[LISTS] or keys[at] != base + k):
+            new += 1
+    at, to = state[LISTS] - 1, state[LISTS] + new - 1
+    state[LISTS] += new
+    for back in range(len(where)):  # from the highest key down, to make room for those between
+        k = len(where) - 1 - back
+        key, wanted = base + k, where[k] >= 0
+        while at >= low and keys[at] >= key:
+            keys[to] = keys[at]
+            ends[to, 0], ends[to, 1] = ends[at, 0], ends[at, 1]
+            ends[to, 2], ends[to, 3] = ends[at, 2], ends[at, 3]
+            if keys[at] == key:
+                where[k], wanted = to, False
+            at -= 1
+            to -= 1
+        if wanted:
+            chunk = state[FREE]
+            state[FREE] = link[chunk]
+            state[LEFT] -= 1
+            keys[to] = key
+            ends[to, 0], ends[to, 1], ends[to, 2], ends[to, 3] = chunk, 0, chunk, 0
+            where[k] = to
+            to -= 1
+
+
+@compiled(types.void(in4, i8, i8, in4, in4, in1, in4, out8, out44, out44, out4, out8, out4, out4))
+def file_slots(
+    slots: np.ndarray,
+    step: int,
+    base: int,
+    next_use: np.ndarray,
+    row_of: np.ndarray,
+    levels: np.ndarray,
+    ranks: np.ndarray,
+    keys: np.ndarray,
+    ends: np.ndarray,
+    entries: np.ndarray,
+    link: np.ndarray,
+    state: np.ndarray,
+    where: np.ndarray,
+    rank_of: np.ndarray,
+) -> None:
+    """File those of `slots`, last used by `step`, that no step in the window uses.
+
+    Their keys are `base` + `ranks[levels[row]]`, or `base` where there are no `levels`; `where`
+    and `rank_of`, int32, as many as there are ranks and slots, are scratch. There are chunks enough
+    for all.
+    """
+    where[:] = -1
+    for i in range(len(slots)):
+        rank_of[i] = -1
+        if next_use[slots[i]] == NEVER:
+            rank = ranks[levels[row_of[slots[i]]]] if len(levels) else 0
+            rank_of[i] = rank
+            where[rank] = 0
+    open_lists(base, keys, ends, link, state, where)
+    for i in range(len(slots)):
+        slot, rank = slots[i], rank_of[i]
+        if rank < 0:
+            continue
+        at = where[rank]
+        if ends[at, 3] == CHUNK:
+            chunk = state[FREE]
+            state[FREE] = link[chunk]
+            state[LEFT] -= 1
+            link[ends[at, 2]] = chunk
+            ends[at, 2], ends[at, 3] = chunk, 0
+        place = np.int64(ends[at, 2]) * CHUNK + ends[at, 3]
+        entries[place, 0], entries[place, 1] = slot, step
+        ends[at, 3] += 1
+        state[HINTS] += 1
+
+
+@compiled(types.UniTuple(i8, 2)(i8, i8, out4, in4, out8, out44, in44, out4, out8, out4))
+def leave(
+    step: int,
+    before: int,
+    last_use: np.ndarray,
+    next_use: np.ndarray,
+    keys: np.ndarray,
+    ends: np.ndarray,
+    entries: np.ndarray,
+    link: np.ndarray,
+    state: np.ndarray,
+    out: np.ndarray,
+) -> tuple[int, int]:
+    """At most `len(out)` of the slots that were last used before `before`, the next to leave first.
+
+    They are used by `step` from now on, and filed no longer. Returns how many there are, and their
+    latest last use (-1: none). What is read is in proportion to what leaves, and to entries that
+    hold no longer, which are dropped.
+    """
+    count, latest, at, kept = 0, -1, 0, 0
+    while at < state[LISTS] and count < len(out):
+        chunk, start, last, stop = ends[at, 0], ends[at, 1], ends[at, 2], ends[at, 3]
+        while chunk != last or start != stop:
+            if start == CHUNK:
+                after = link[chunk]
+                link[chunk] = state[FREE]
+                state[FREE] = chunk
+                state[LEFT] += 1
+                chunk, start = after, 0
+                continue
+            place = np.int64(chunk) * CHUNK + start
+            slot, used = entries[place, 0], entries[place, 1]
+            if count == len(out) or used >= before:
+                break
+            if last_use[slot] == used and next_use[slot] == NEVER:
+                latest = max(latest, used)
+                last_use[slot] = step
+                out[count] = slot
+                count += 1
+            start += 1
+            state[HINTS] -= 1
+        if chunk == last and start == stop:  # an empty list goes
+            link[chunk] = state[FREE]
+            state[FREE] = chunk
+            state[LEFT] += 1
+        else:
+            keys[kept] = keys[at]
+            ends[kept, 0], ends[kept, 1], ends[kept, 2], ends[kept, 3] = chunk, start, last, stop
+            kept += 1
+        at += 1
+    if kept < at:
+        for rest in range(at, state[LISTS]):
+            keys[kept] = keys[rest]
+            for k in range(4):
+                ends[kept, k] = ends[rest, k]
+            kept += 1
+        state[LISTS] = kept
+    return count, latest
+
+
+@compiled(types.void(in4, in4, out8, out44, out44, out4, out8))
+def tidy(
+    last_use: np.ndarray,
+    next_use: np.ndarray,
+    keys: np.ndarray,
+    ends: np.ndarray,
+    entries: np.ndarray,
+    link: np.ndarray,
+    state: np.ndarray,
+) -> None:
+    """Drop every entry that holds no longer, and the lists that have none left."""
+    lists = state[LISTS]
+    state[LISTS] = state[HINTS] = 0
+    for at in range(lists):
+        chunk, start, last, stop = ends[at, 0], ends[at, 1], ends[at, 2], ends[at, 3]
+        first, begin, goal, to = chunk, start, chunk, start
+        while chunk != last or start != stop:
+            if start == CHUNK:
+                chunk, start = link[chunk], 0
+                continue
+            place = np.int64(chunk) * CHUNK + start
+            slot, used = entries[place, 0], entries[place, 1]
+            start += 1
+            if last_use[slot] != used or next_use[slot] != NEVER:
+                continue
+            if to == CHUNK:
+                goal, to = link[goal], 0
+            place = np.int64(goal) * CHUNK + to
+            entries[place, 0] = slot
+            entries[place, 1] = used
+            to += 1
+            state[HINTS] += 1
+        empty = goal == first and to == begin
+        rest = goal if empty else link[goal]
+        free = empty or goal != last
+        while free:  # the chunks that nothing was written to
+            after, free = link[rest], rest != last
+            link[rest] = state[FREE]
+            state[FREE] = rest
+            state[LEFT] += 1
+            rest = after
+        if not empty:
+            kept = state[LISTS]
+            keys[kept] = keys[at]
+            ends[kept, 0], ends[kept, 1], ends[kept, 2], ends[kept, 3] = first, begin, goal, to
+            state[LISTS] += 1
+
+
+# -----------------------------------------------------------------------------
+# How often rows are used, what occurs where, and what is among what.
+
+
+@compiled(types.void(in4, in4, in4, i8, i8, in8, in8, out1))
 def count_uses(
     rows: np.ndarray,
+    names: np.ndarray,
     previous: np.ndarray,
     step: int,
     rate: int,
@@ -270,6 +576,8 @@ def count_uses(
     counts: np.ndarray,
 ) -> None:
     """Count one use by `step` of each of `rows` (int32, distinct), last used by `previous`.
+
+    `names`: what a row is called in the hash, or none: as it is numbered.
 
     `counts` uint8: each row's level, `values` int64 `[256]`: what a level stands for, in 1 / 256
     uses, ascending from 0. Counts lose `rate` / 2^32 octaves a step; `factors` int64 `[257]`:
@@ -288,7 +596,8 @@ def count_uses(
         while values[low] > value:
             low -= 1
         if low < 255:
-            key = (np.uint64(row) << _HALF) ^ np.uint64(step)
+            name = names[row] if len(names) else row
+            key = (np.uint64(name) << _HALF) ^ np.uint64(step)
             key = (key ^ (key >> _HALF)) * _FIRST
             key = (key ^ (key >> _SOME)) * _SECOND
             chance = np.int64((key ^ (key >> _HALF)) >> _TOP)
@@ -297,6 +606,7 @@ def count_uses(
         counts[row] = low
 
 
+@compiled(i8(in4, in4, out8, out4, out8, out8, out8))
 def order_ids(
     labels: np.ndarray,
     lookup: np.ndarray,
@@ -339,12 +649,7 @@ def order_ids(
     return count
 
 
-# -----------------------------------------------------------------------------
-# The loops of sharded and mixed placements, as plain Python that Numba compiles; see `loops`.
-#
-# Their NumPy twins are in `arrays`. All that a loop needs stands in this file.
-
-
+@compiled(i8(in8, in8, in4, i8, out4))
 def find_sorted(
     rows: np.ndarray, known: np.ndarray, starts: np.ndarray, shift: int, found: np.ndarray
 ) -> int:
@@ -378,6 +683,7 @@ def find_sorted(
     return count
 
 
+@compiled(i8(in4, i8, in4, in4, in8, out8, out8, out8))
 def divide(
     values: np.ndarray,
     bound: int,
@@ -411,3 +717,105 @@ def divide(
             i += 1
         counts[piece] = high - before
     return high
+
+
+# -----------------------------------------------------------------------------
+# The loops as the planner calls them: results made, cut to length, and what is wrong raised.
+
+
+def distinct_rows(
+    local: np.ndarray, position: np.ndarray, step: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`(distinct [U], previous [U], labels [n])`, int32, of local rows (int64 `[n]`).
+
+    `position` int32: the step that named each row last, -1 for none; it becomes `step` for these.
+    Raises PlanError for a row outside it, and leaves it as it was.
+    """
+    local = np.ascontiguousarray(local, dtype=np.int64)
+    distinct, previous, labels = (np.empty(len(local), np.int32) for _ in range(3))
+    count = name_rows(local, position, step, distinct, previous, labels)
+    if count < 0:
+        raise PlanError(
+            f"step {step}: id {-1 - count} is row {local[-1 - count]} of a home that has "
+            f"{len(position)}: ids must lie within their tables"
+        )
+    return distinct[:count].copy(), previous[:count].copy(), labels
+
+
+def hashed_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`(distinct rows int64 [U], labels int32 [n])` of rows int64 `[n]`, whatever their range."""
+    rows = np.ascontiguousarray(rows, dtype=np.int64)
+    table = np.full(1 << max(1, (2 * len(rows) - 1).bit_length()), -1, np.int32)
+    distinct, labels = np.empty(len(rows), np.int64), np.empty(len(rows), np.int32)
+    count = find_rows(rows, table, distinct, labels)
+    return distinct[:count].copy(), labels
+
+
+def grouped(keys: np.ndarray, low: int, groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """`(order [n], starts [groups + 1])`, int32: a stable sort of integer keys by value - low.
+
+    Keys below `low` count as `low`. Raises PlanError for one of `low + groups` or more.
+    """
+    keys = np.ascontiguousarray(keys, dtype=np.int32)
+    order, starts = np.empty(len(keys), np.int32), np.empty(max(groups, 0) + 1, np.int32)
+    bad = group(keys, low, order, starts)
+    if bad < 0:
+        raise PlanError(f"{keys[-1 - bad]} is not below {low + groups}: steps come in order")
+    return order, starts
+
+
+def divided(
+    values: np.ndarray,
+    bound: int,
+    lengths: Sequence[int],
+    items: tuple[np.ndarray, np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """`(above, others, counts)`: which items have a value above `bound`, and which have not; int64.
+
+    The items, in pieces of `lengths`, are 0, 1, ... of these `values` (int32 `[n]`), or, with
+    `items` = (index int32 `[n]`, of int32 `[U]`), `of[index]` of `values[index]`. `counts`: those
+    above in each piece.
+    """
+    none = np.empty(0, np.int32)
+    index, of = (none, none) if items is None or not len(items[1]) else items
+    index, of = (np.ascontiguousarray(part, dtype=np.int32) for part in (index, of))
+    ends = np.cumsum(lengths, dtype=np.int64)
+    count = int(ends[-1]) if len(ends) else 0
+    above, others = np.empty(count, np.int64), np.empty(count, np.int64)
+    counts = np.empty(len(ends), np.int64)
+    values = np.ascontiguousarray(values, dtype=np.int32)
+    high = divide(values, bound, index, of, ends, above, others, counts)
+    return above[:high].copy(), others[: count - high].copy(), counts.tolist()
+
+
+@dataclass(frozen=True)
+class Occurrences:
+    """Where the ids of a batch occur; see the fields of `StepPlan`. int64, but for `starts` int32
+    `[U + 1]`: how many ids have a smaller canonical index."""
+
+    positions: np.ndarray
+    order: np.ndarray
+    touched: np.ndarray
+    segments: np.ndarray
+    starts: np.ndarray
+
+
+def occurrences(labels: np.ndarray, lookup: np.ndarray | None, total: int) -> Occurrences:
+    """Canonical indices of the ids, below `total`, and the ids sorted by them.
+
+    `labels` int32 `[n]`: those indices, or indices into `lookup`, which holds them. Raises
+    PlanError for one outside.
+    """
+    count = len(labels)
+    labels = np.ascontiguousarray(labels, dtype=np.int32)
+    if lookup is None:
+        lookup = np.empty(0, np.int32)
+    lookup = np.ascontiguousarray(lookup, dtype=np.int32)
+    positions, order = np.empty(count, np.int64), np.empty(count, np.int64)
+    touched, segments = np.empty(total, np.int64), np.empty(total + 1, np.int64)
+    starts = np.empty(total + 2, np.int32)
+    found = order_ids(labels, lookup, positions, starts, order, touched, segments)
+    if found < 0:
+        raise PlanError(f"id {-1 - found} names none of the {total} rows of its step")
+    touched, segments = touched[:found].copy(), segments[: found + 1].copy()
+    return Occurrences(positions, order, touched, segments, starts[: total + 1])

@@ -11,8 +11,9 @@ import torch
 
 from distcache.comm.world import Nodes
 from distcache.layout import RowLayout
-from distcache.planner.calls import bodies, divided, grouped
+from distcache.planner import loops
 from distcache.planner.home import HomeDecision
+from distcache.planner.loops import divided, grouped
 from distcache.step_plan import Relay, ShardPlan, Transfer
 
 # -----------------------------------------------------------------------------
@@ -206,7 +207,7 @@ class HotRows:
         """The place of each of `rows` int64 `[n]` among these, -1 where it is none; int32."""
         rows = np.ascontiguousarray(rows, dtype=np.int64)
         found = np.empty(len(rows), np.int32)
-        bodies().find_sorted(rows, self.rows, self._starts, self._shift, found)
+        loops.find_sorted(rows, self.rows, self._starts, self._shift, found)
         return found
 
 

@@ -1,309 +1,407 @@
-"""Which slots of one home may be filled next: buckets by score and next use, never a scan."""
+"""Which slots of one home may be filled next: lists by score and next use, never a scan."""
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
-from distcache.planner.calls import bodies, distinct_rows, grouped
-from distcache.planner.loops import NEVER
-from distcache.planner.policy import PINNED, Ranking
+from distcache.errors import ConfigError, PlanError
+from distcache.planner import loops
+from distcache.planner.policy import PINNED, Policy
 
 # -----------------------------------------------------------------------------
-# Slots in the order in which their rows leave: a bucket for each key, first in, first out.
+# What a row's score is: the key of the list that it waits in, and among equals its last use.
 #
-# Entries are hints: a slot that has been used, wanted or emptied since is passed over when its
-# turn
-# comes, and dropped for good once hints outnumber the slots. So filing and taking cost as much as
-# the rows filed and taken, whatever the size of the cache.
+# A ranking learns each use when its step is planned, never before, so it is a pure function of the
+# stream and of the decisions so far. Keys are whole numbers from 0; the lowest leave first. A key
+# does not change between a row's uses, so nothing has to be looked at again as time goes by.
 
-LEAVES_FIRST = -1
-"""Key of the rows that leave before all others; keys of rankings start at 0."""
+_PER_OCTAVE = 12
+"""Levels of a count for each doubling: neighbours differ by 6 %."""
 
-_HINTS = 4
-"""Hints for each slot beyond which outdated ones are dropped."""
+_KEYS_PER_OCTAVE = 4
+"""Keys of the ranking `lfu` for each doubling of a count, or half-life since its last use."""
 
+_SPAN = 16
+"""`half_life=None`: a count loses half while as many distinct rows are used as `_SPAN` caches
+hold. Longer lives fetch 1 % less while popularity stands still, shorter ones less when it moves."""
 
-class _Bucket:
-    """Slots filed and the steps that they were last used by, in the order of these steps; int32."""
+_NO_LEVELS, _NO_NAMES = np.empty(0, np.uint8), np.empty(0, np.int32)
 
-    def __init__(self) -> None:
-        self.slots, self.steps = np.empty(8, np.int32), np.empty(8, np.int32)
-        self.start = self.stop = 0
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def append(self, slots: np.ndarray, step: int | np.ndarray) -> None:
-        start = self.stop
-        self.stop = stop = start + len(slots)
-        if stop > len(self.slots):
-            self._grow(start, len(slots))
-            start, stop = self.stop - len(slots), self.stop
-        self.slots[start:stop] = slots
-        self.steps[start:stop] = step
-
-    def _grow(self, stop: int, count: int) -> None:
-        """Move the entries before `stop` to the front, with room for `count` more and some."""
-        kept = stop - self.start
-        for name in ("slots", "steps"):
-            new = np.empty(max(8, 3 * (kept + count) // 2), np.int32)
-            new[:kept] = getattr(self, name)[self.start : stop]
-            setattr(self, name, new)
-        self.start, self.stop = 0, kept + count
+Forget = Callable[[], None]
+"""Undoes the learning of one step."""
 
 
-class Buckets:
-    """Slots by key, the lowest first, then by the step that used them last, the oldest first.
+class Ranking(Protocol):
+    """Scores of one home's rows (local numbers, int32).
 
-    `last_use`, `next_use`: those of every slot, which tell whether a hint still holds: the slot
-    was last used when it was filed, and no step in the window wants it. At most about 50 bytes for
-    each slot.
+    A row that the step learnt last uses has the key `base` + `ranks[levels[row]]`. `levels` uint8
+    `[rows]`, empty: all rows are alike; `ranks` int32, by level; `span`: ranks there may be;
+    `nbytes`: what it keeps for all rows of the home, beside their popularity.
     """
 
-    def __init__(self, last_use: np.ndarray, next_use: np.ndarray) -> None:
-        self._last_use, self._next_use = last_use, next_use
-        self._buckets: dict[int, _Bucket] = {}
-        self._keys: list[int] = []
-        self._hints = 0
+    levels: np.ndarray
+    ranks: np.ndarray
+    span: int
+    nbytes: int
+
+    @property
+    def base(self) -> int:
+        """The lowest key that a row used by the step learnt last may have."""
+        ...
+
+    def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> Forget:
+        """`step`, the next to be planned, uses the distinct `rows`; `previous`: the steps that
+        named them last, -1 for none. Both int32. Returns what undoes that; the last first."""
+        ...
+
+
+def make_ranking(
+    policy: Policy,
+    rows: int,
+    slots: int,
+    popularity: np.ndarray | None,
+    names: np.ndarray = _NO_NAMES,
+) -> Ranking:
+    """The ranking of `policy` for a home with `rows` rows and `slots` slots.
+
+    `popularity`: uint8 `[rows]`, or None; `names` int32 `[rows]`: the numbers by which `lfu` hashes
+    rows, empty: their own. Raises ConfigError where the policy needs popularity and has none.
+    """
+    if popularity is not None and (popularity.dtype != np.uint8 or popularity.shape != (rows,)):
+        raise ConfigError(
+            f"popularity is {popularity.dtype} of shape {popularity.shape}: give a class, uint8, "
+            f"for each of the home's {rows} rows"
+        )
+    if policy.needs_popularity and popularity is None:
+        key = "tail" if policy.uses_window else "policy"
+        raise ConfigError(
+            f"cache.{key}={policy.ranking} needs the popularity of rows: give cache.statistics="
+            "<folder> made by python -m distcache.analyze or distcache.preprocess"
+        )
+    if policy.ranking == "lfu":
+        return ByCount(rows, slots, policy.half_life, names)
+    if policy.ranking == "frequency" and popularity is not None:
+        return ByClass(popularity)
+    return ByLastUse()
+
+
+def _nothing() -> None:
+    """Nothing was learnt."""
+
+
+class ByLastUse:
+    """`lru`, and `static`, whose pinned rows are nobody's business here: one key for all."""
+
+    span, base, nbytes = 1, 0, 0
+    levels, ranks = _NO_LEVELS, np.zeros(1, np.int32)
+
+    def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> Forget:
+        """Nothing but the last use counts."""
+        return _nothing
+
+
+class ByClass:
+    """`frequency`: the popularity class of a row, as the statistics have it."""
+
+    span, base, nbytes = PINNED + 1, 0, 0
+    ranks = np.arange(PINNED + 1, dtype=np.int32)
+
+    def __init__(self, popularity: np.ndarray) -> None:
+        self.levels = popularity
+
+    def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> Forget:
+        """Classes are known beforehand."""
+        return _nothing
+
+
+class ByCount:
+    """`lfu`: how often each row has been used, older uses weighing less; one byte per row, which
+    outlives the row's stay in the cache.
+
+    A byte is a level on a scale of logarithms (Morris 1978: counting large numbers of events in
+    small registers). Counts halve every `half_life` steps. A row's count after t steps without a
+    use is count * 2^(-t / half_life), so log2(count) + last use / half_life orders the rows the
+    same at any time: that is the key. None: the half-life is `_SPAN` * slots divided by the mean
+    number of distinct rows of the steps so far. `names`: see `make_ranking`.
+    """
+
+    def __init__(
+        self, rows: int, slots: int, half_life: float | None, names: np.ndarray = _NO_NAMES
+    ) -> None:
+        self.levels, self._names, self._slots = np.zeros(rows, np.uint8), names, slots
+        self._fixed = None if half_life is None else round(2**32 / half_life)
+        self._rate = self._fixed or 0
+        self._clock = self._used = self._steps = 0
+        self._step = -1
+        steps_up = np.arange(256) / _PER_OCTAVE
+        uses = (2.0**steps_up - 1) / (2.0 ** (1 / _PER_OCTAVE) - 1)
+        self._values = np.rint(256 * uses).astype(np.int64)
+        self._factors = np.rint(2.0 ** (28 - np.arange(257) / 256)).astype(np.int64)
+        self.ranks = np.zeros(256, np.int32)
+        self.ranks[1:] = np.rint(_KEYS_PER_OCTAVE * np.log2(uses[1:]))
+        self.span, self.nbytes = int(self.ranks[-1]) + 1, self.levels.nbytes
+
+    @property
+    def base(self) -> int:
+        """See `Ranking.base`."""
+        return self._clock * _KEYS_PER_OCTAVE >> 32
+
+    def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> Forget:
+        """See `Ranking.learn`."""
+        levels = self.levels[rows]
+        before = (self._used, self._steps, self._rate, self._clock, self._step)
+
+        def forget() -> None:
+            self.levels[rows] = levels
+            self._used, self._steps, self._rate, self._clock, self._step = before
+
+        self._used += len(rows)
+        self._steps += 1
+        if self._fixed is None:
+            self._rate = (self._used << 32) // (_SPAN * self._slots * self._steps)
+        passed = step - self._step  # below 0 where a stream was left and another goes on
+        self._clock = max(0, self._clock + self._rate * passed)
+        self._step = step
+        tables = (self._values, self._factors, self.levels)
+        loops.count_uses(rows, self._names, previous, step, self._rate, *tables)
+        return forget
+
+
+# -----------------------------------------------------------------------------
+# What compiled loops write: memory that grows where a step needs more.
+
+_HINTS = 4
+"""Entries for each slot beyond which those that hold no longer are dropped."""
+
+
+class Queue:
+    """Slots in the order in which their rows leave: by key, the lowest first, then by the step that
+    used them last, the oldest first.
+
+    Entries are hints: a slot that has been used, wanted or emptied since is passed over when its
+    turn comes, and dropped for good once hints outnumber the slots. So filing and taking cost as
+    much as the rows filed and taken, whatever the size of the cache. `last_use`, `next_use`: those
+    of every slot, which tell whether a hint holds: the slot was last used when it was filed, and no
+    step in the window wants it. At most about 50 bytes for each slot.
+    """
+
+    def __init__(self, last_use: np.ndarray, next_use: np.ndarray, ranking: Ranking) -> None:
+        self._last_use, self._next_use, self._ranking = last_use, next_use, ranking
+        self._where = np.empty(ranking.span, np.int32)
+        self.clear()
 
     @property
     def hints(self) -> int:
         """Entries, outdated ones among them."""
-        return self._hints
+        return int(self._state[loops.HINTS])
 
     def clear(self) -> None:
         """Forget all."""
-        self._buckets, self._keys, self._hints = {}, [], 0
+        self._state = np.array([0, -1, 0, 0], np.int64)
+        self._keys, self._ends = np.empty(0, np.int64), np.empty((0, 4), np.int32)
+        self._entries, self._link = np.empty((0, 2), np.int32), np.empty(0, np.int32)
 
-    def file(self, key: int, slots: np.ndarray, step: int) -> None:
-        """`slots` (int32), last used by `step`, no earlier than those filed before, have `key`."""
-        self.file_all([key], slots, [0, len(slots)], step)
+    def file(self, slots: np.ndarray, step: int, row_of: np.ndarray) -> None:
+        """File those of `slots` (int32) that nobody wants, last used by `step`, no earlier than
+        those filed before, by the scores of their rows (`row_of`, by slot)."""
+        ranking, state = self._ranking, self._state
+        if self.hints + len(slots) > _HINTS * len(self._last_use):
+            loops.tidy(self._last_use, self._next_use, *self._lists)
+        chunks = len(slots) // loops.CHUNK + 2 * ranking.span
+        if state[loops.LEFT] < chunks or len(self._keys) < state[loops.LISTS] + ranking.span:
+            self._grow(chunks)
+        scores = (self._next_use, row_of, ranking.levels, ranking.ranks)
+        scratch = (self._where, np.empty(len(slots), np.int32))
+        loops.file_slots(slots, step, ranking.base, *scores, *self._lists, *scratch)
 
-    def file_all(self, keys: list[int], slots: np.ndarray, bounds: list[int], step: int) -> None:
-        """The same for several keys: `slots[bounds[i]:bounds[i + 1]]` have `keys[i]`."""
-        buckets = self._buckets
-        for key, start, stop in zip(keys, bounds, bounds[1:], strict=False):
-            if stop == start:
-                continue
-            bucket = buckets.get(key)
-            if bucket is None:
-                bucket = buckets[key] = _Bucket()
-                heapq.heappush(self._keys, key)
-            bucket.append(slots[start:stop], step)
-        self._hints += bounds[-1] - bounds[0]
-        if self._hints > _HINTS * len(self._last_use):
-            self._compact()
+    def leave(self, step: int, before: int, out: np.ndarray) -> tuple[int, int]:
+        """Take at most `len(out)` slots for `step`; see `loops.leave`."""
+        return loops.leave(step, before, self._last_use, self._next_use, *self._lists, out)
 
-    def take(self, most: int, before: int) -> list[np.ndarray]:
-        """At most `most` of the slots that were last used before step `before`, next to leave
-        first; they are filed no longer."""
-        out: list[np.ndarray] = []
-        waiting = []
-        while most and self._keys:
-            key = heapq.heappop(self._keys)
-            bucket = self._buckets[key]
-            for slots in self._read(bucket, most, before):
-                out.append(slots)
-                most -= len(slots)
-            if len(bucket):
-                waiting.append(key)
-            else:
-                del self._buckets[key]
-        for key in waiting:
-            heapq.heappush(self._keys, key)
-        return out
+    @property
+    def _lists(self) -> tuple[np.ndarray, ...]:
+        return self._keys, self._ends, self._entries, self._link, self._state
 
-    def _read(self, bucket: _Bucket, most: int, before: int) -> Iterator[np.ndarray]:
-        """Take from one bucket, in parts, so that what is read is in proportion to what leaves."""
-        while most and len(bucket) and bucket.steps[bucket.start] < before:
-            found, read = self._live(bucket, most, 2 * most + 64, before)
-            bucket.start += read
-            self._hints -= read
-            if len(found):
-                yield found
-                most -= len(found)
+    def _grow(self, chunks: int) -> None:
+        """Room for so many chunks more, and for as many lists as there are ranks."""
+        have, state = len(self._link), self._state
+        new = max(chunks, have // 2)
+        self._entries = _longer(self._entries, (have + new) * loops.CHUNK)
+        self._link = _longer(self._link, have + new)
+        self._link[have:] = np.arange(have + 1, have + new + 1)
+        self._link[-1] = state[loops.FREE]  # what was free before follows
+        state[loops.FREE] = have
+        state[loops.LEFT] += new
+        lists = 2 * (int(state[loops.LISTS]) + self._ranking.span)
+        self._keys, self._ends = _longer(self._keys, lists), _longer(self._ends, lists)
 
-    def _live(self, bucket: _Bucket, most: int, among: int, before: int) -> tuple[np.ndarray, int]:
-        """At most `most` of the first `among` entries that still hold and were last used before
-        `before`; how many entries that took."""
-        part = slice(bucket.start, min(bucket.stop, bucket.start + among))
-        slots, steps = bucket.slots[part], bucket.steps[part]
-        found = np.empty(min(most, len(slots)), np.int32)
-        count, read = bodies().live(slots, steps, self._last_use, self._next_use, before, found)
-        return found[:count].copy(), read
 
-    def lowest(self) -> tuple[int, int] | None:
-        """Key and last use of the slot that leaves next, but for those that leave first; None
-        where there is no other."""
-        aside = []
-        found = None
-        while self._keys and found is None:
-            key = self._keys[0]
-            bucket = self._buckets[key]
-            if key == LEAVES_FIRST:
-                aside.append(heapq.heappop(self._keys))
-            elif self._drop_outdated(bucket):
-                found = key, int(bucket.steps[bucket.start])
-            else:
-                del self._buckets[heapq.heappop(self._keys)]
-        for key in aside:
-            heapq.heappush(self._keys, key)
-        return found
+def _longer(values: np.ndarray, length: int) -> np.ndarray:
+    """The same with room for `length` entries."""
+    found = np.empty((max(length, len(values)), *values.shape[1:]), values.dtype)
+    found[: len(values)] = values
+    return found
 
-    def _drop_outdated(self, bucket: _Bucket) -> bool:
-        """Drop the entries before the first that holds; whether there is one."""
-        among = 64
-        while len(bucket):
-            found, read = self._live(bucket, 1, among, NEVER)
-            read -= len(found)
-            bucket.start += read
-            self._hints -= read
-            if len(found):
-                return True
-            among *= 2
-        return False
 
-    def _compact(self) -> None:
-        """Drop every outdated hint (amortised: as many were filed since the last time)."""
-        for key in list(self._buckets):
-            bucket = self._buckets.pop(key)
-            slots, _ = self._live(bucket, len(bucket), len(bucket), NEVER)
-            if len(slots):
-                self._buckets[key] = kept = _Bucket()
-                kept.append(slots, self._last_use[slots])
-        self._keys = sorted(self._buckets)
-        self._hints = sum(map(len, self._buckets.values()))
+class Window:
+    """The uses that the steps known beyond the planned ones will make; see `loops.refer`.
+
+    `slot_of`: of every row; `classes`: of every row where some are pinned, or none; `last_use`,
+    `next_use`: of every slot, the last of them written. Memory: 12 bytes for each distinct row of
+    each step in the window, at most twice that.
+    """
+
+    def __init__(
+        self,
+        slot_of: np.ndarray,
+        classes: np.ndarray,
+        last_use: np.ndarray,
+        next_use: np.ndarray,
+    ) -> None:
+        self._rows_of, self._uses = (slot_of, classes, next_use), (last_use, next_use)
+        self._begin, self._end = np.zeros(1, np.int64), 0
+        self._soon, self._again = np.zeros(1, np.int32), np.zeros(1, np.int32)
+        self._slots, self._rows, self._steps = (np.zeros(1, np.int32) for _ in range(3))
+        self._parts: deque[tuple[int, int]] = deque()  # steps, and where their parts start
+        self._newest = -1
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._parts.clear()
+        self._newest = -1
+
+    def refer(self, local: np.ndarray, previous: np.ndarray, planned: int, step: int) -> None:
+        """`step`, the newest that is known, names the rows `local`, which `previous` named last.
+
+        Both int32 `[U]`; steps up to `planned` are planned. Raises PlanError where steps do not
+        come in order.
+        """
+        self._open(step, len(local), planned)
+        told = loops.refer(local, previous, planned, step, *self._rows_of, *self._rings)
+        if told < 0:
+            raise PlanError(f"{previous[-1 - told]} is not below {step}: steps come in order")
+
+    def look_ahead(self, step: int) -> None:
+        """Tell which rows of `step`, whose slots are filled by now, are used again, and when."""
+        loops.look_ahead(step, *self._rows_of, *self._rings)
+
+    def leave(self, step: int, before: int, out: np.ndarray) -> tuple[int, int]:
+        """Take at most `len(out)` slots for `step`; see `loops.leave_farthest`."""
+        rings = (self._begin, self._soon, self._slots)
+        return loops.leave_farthest(step, self._newest, before, *self._uses, *rings, out)
+
+    @property
+    def _rings(self) -> tuple[np.ndarray, ...]:
+        return self._begin, self._soon, self._again, self._slots, self._rows, self._steps
+
+    def _open(self, step: int, rows: int, planned: int) -> None:
+        """Make room for a step of so many distinct rows, when those up to `planned` are planned."""
+        while self._parts and self._parts[0][0] <= planned:
+            self._parts.popleft()
+        if step - planned > len(self._begin):
+            self._more_steps(step - planned)
+        start = self._parts[0][1] if self._parts else self._end
+        if self._end + rows - start > len(self._slots):
+            self._more_rows(start, self._end + rows - start)
+        at = step & (len(self._begin) - 1)
+        self._begin[at], self._soon[at], self._again[at] = self._end, 0, 0
+        self._parts.append((step, self._end))
+        self._newest, self._end = step, self._end + rows
+
+    def _more_steps(self, steps: int) -> None:
+        """Places for so many steps in a row."""
+        size, old = 1 << (steps - 1).bit_length(), len(self._begin) - 1
+        known = np.array([step for step, _ in self._parts], np.int64)
+        for name in ("_begin", "_soon", "_again"):
+            after = np.zeros(size, getattr(self, name).dtype)
+            after[known & (size - 1)] = getattr(self, name)[known & old]
+            setattr(self, name, after)
+
+    def _more_rows(self, start: int, rows: int) -> None:
+        """Places for `rows` rows from `start` on."""
+        size, old = 1 << (rows - 1).bit_length(), len(self._slots) - 1
+        places = np.arange(start, self._end)
+        for name in ("_slots", "_rows", "_steps"):
+            after = np.zeros(size, np.int32)
+            after[places & (size - 1)] = getattr(self, name)[places & old]
+            setattr(self, name, after)
 
 
 # -----------------------------------------------------------------------------
-# Which slots of one home may be filled next: buckets by score and next use, never a scan.
+# Which slots of one home may be filled next.
 #
 # Window-Belady (Belady 1966, on the known window; BagPipe, SOSP 2023): rows without a use in the
 # window leave first, in the order of a ranking; then the farthest next use. Slots used in the last
 # P steps are *held* and leave only when the others are short, oldest last use first (ScratchPipe,
 # ISCA 2022, holds past + current + future rows for the same reason). Pinned rows leave where no
 # other row can, least recently used first.
-#
-# Admission (TinyLFU, Einziger et al. 2017): a row that comes in leaves before all others, once its
-# hold ends, unless it scored higher than the row that leaves next even before this use.
 
 
 class SlotTable:
-    """Bookkeeping of one home's slots `0 .. slots - 1` (local numbers).
+    """Bookkeeping of one home's slots `0 .. slots - 1` (local numbers) for its `rows` rows.
 
-    `row`: local row held, -1 free; `last_use`, `next_use`: steps. 16 bytes per slot with scratch.
-    Entries in the buckets are hints: each is checked against these arrays when it is taken.
-    `popularity` uint8 `[local rows]` or None: says which rows are `PINNED`, if any.
+    `slot_of`: of each row, -1 none; `row`: local row held, -1 free; `last_use`, `next_use`: steps;
+    all int32. `popularity` uint8 `[rows]` or None: says which rows are `PINNED`, if any.
     """
 
     def __init__(
-        self, slots: int, prefetch: int, ranking: Ranking, popularity: np.ndarray | None = None
+        self,
+        rows: int,
+        slots: int,
+        prefetch: int,
+        ranking: Ranking,
+        popularity: np.ndarray | None = None,
     ) -> None:
-        self.slots = slots
-        self.prefetch = prefetch
-        self.ranking = ranking
+        self.slots, self.prefetch, self.ranking = slots, prefetch, ranking
+        self.slot_of = np.full(rows, -1, dtype=np.int32)
         self.row = np.full(slots, -1, dtype=np.int32)
         self.last_use = np.full(slots, -1, dtype=np.int32)
-        self.next_use = np.full(slots, NEVER, dtype=np.int32)
+        self.next_use = np.full(slots, loops.NEVER, dtype=np.int32)
         self._popularity = popularity
-        self._pins = popularity is not None and bool((popularity == PINNED).any())
-        self._scratch = np.full(slots, -1, dtype=np.int32)
+        pins = popularity is not None and bool((popularity == PINNED).any())
+        self._classes = popularity if pins and popularity is not None else _NO_LEVELS
         self._free = np.arange(slots, dtype=np.int32)
-        self._idle = Buckets(self.last_use, self.next_use)
-        self._pinned = Buckets(self.last_use, self.next_use)
-        self._soon: dict[int, list[np.ndarray]] = {}
+        self._idle = Queue(self.last_use, self.next_use, ranking)
+        self._pinned = Queue(self.last_use, self.next_use, ByLastUse())
+        self.window = Window(self.slot_of, self._classes, self.last_use, self.next_use)
         self._used: deque[tuple[int, np.ndarray]] = deque()
 
-    def look_up(
-        self, local: np.ndarray, slot_of: np.ndarray, step: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def look_up(self, local: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
         """The slots of the distinct rows `local` that `step` uses, and which of them to fetch.
 
-        Slots found are held: they cannot leave for this step. All int32; `slot_of`: the slot of
-        every row, -1 for none.
+        Slots found are held: they cannot leave for this step. All int32.
         """
         slots, fetch = np.empty(len(local), np.int32), np.empty(len(local), np.int32)
-        misses = bodies().look_up(local, slot_of, self.last_use, self.next_use, step, slots, fetch)
+        uses = (self.slot_of, self.last_use, self.next_use)
+        misses = loops.look_up(local, *uses, step, slots, fetch)
         return slots, fetch[:misses].copy()
 
     def fill(
-        self,
-        local: np.ndarray,
-        fetch: np.ndarray,
-        filled: np.ndarray,
-        slot_of: np.ndarray,
-        slots: np.ndarray,
+        self, local: np.ndarray, fetch: np.ndarray, filled: np.ndarray, slots: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Put the rows `local[fetch]` into the slots `filled`, which `take` gave for them.
 
         Returns the slots among them whose rows leave, and those rows.
         """
         evicted, leaving = np.empty(len(fetch), np.int32), np.empty(len(fetch), np.int32)
-        count = bodies().fill(local, fetch, filled, slot_of, self.row, slots, evicted, leaving)
+        count = loops.fill(local, fetch, filled, self.slot_of, self.row, slots, evicted, leaving)
         return evicted[:count].copy(), leaving[:count].copy()
 
-    def wanted(self, rows: np.ndarray, slot_of: np.ndarray, step: int) -> None:
-        """The window says that these rows, as far as cached, are next used by `step`."""
-        if self._pins:
-            rows = rows[~self._pinned_among(rows)]
-        slots = np.empty(len(rows), np.int32)
-        count = bodies().want(rows, slot_of, self.next_use, step, slots)
-        if count:
-            self._soon.setdefault(step, []).append(slots[:count].copy())
-
-    def _pinned_among(self, rows: np.ndarray) -> np.ndarray:
-        if self._popularity is None:
-            return np.zeros(len(rows), bool)
-        return self._popularity[rows] == PINNED
-
-    def refused(self, local: np.ndarray, previous: np.ndarray, step: int) -> np.ndarray:
-        """Which of the rows that `step` fetches do not score above the row that leaves next.
-
-        Called when `take` has given their slots and the ranking has not learnt the step yet.
-        `previous`: the steps that named the rows last. Nobody is refused while slots are free.
-        """
-        lowest = None if len(self._free) else self._idle.lowest()
-        if lowest is None:
-            return np.zeros(len(local), bool)
-        keys = self.ranking.before(local, previous, step)
-        return (keys < lowest[0]) | ((keys == lowest[0]) & (previous <= lowest[1]))
-
-    def used(self, slots: np.ndarray, step: int, leave_first: np.ndarray | None = None) -> None:
-        """File the slots of a step that has been planned, after `wanted` told their next uses and
-        the ranking learnt the step; `leave_first`, bool, for each: whether it is not admitted."""
-        self._soon.pop(step, None)
-        if self._pins:
-            pinned = self._pinned_among(self.row[slots])
-            self._pinned.file(0, slots[pinned], step)
+    def file(self, slots: np.ndarray, step: int) -> None:
+        """File the slots of a step that has been planned, after the window told their next uses
+        and the ranking learnt the step."""
+        if len(self._classes):
+            pinned = self._classes[self.row[slots]] == PINNED
+            self._pinned.file(slots[pinned], step, self.row)
             slots = slots[~pinned]
-            leave_first = None if leave_first is None else leave_first[~pinned]
-        admitted = slots
-        if leave_first is not None:
-            self._idle.file(LEAVES_FIRST, self._not_wanted(slots[leave_first]), step)
-            admitted = slots[~leave_first]
-        self._file(self._not_wanted(admitted), step)
+        self._idle.file(slots, step, self.row)
         self._used.append((step, slots))
-        while self._used and self._used[0][0] < step - self.prefetch:
+        while self._used[0][0] < step - self.prefetch:
             self._used.popleft()
-
-    def _not_wanted(self, slots: np.ndarray) -> np.ndarray:
-        found = np.empty(len(slots), np.int32)
-        return found[: bodies().idle(slots, self.next_use, found)]
-
-    def _file(self, slots: np.ndarray, step: int) -> None:
-        """Put idle slots, last used by `step`, into the buckets of their keys."""
-        base, span = self.ranking.base, self.ranking.span
-        if span == 1:
-            self._idle.file(base, slots, step)
-            return
-        order, starts = grouped(self.ranking.keys(self.row[slots]), 0, span)
-        found = np.flatnonzero(np.diff(starts))
-        bounds = [*starts[found].tolist(), len(slots)]
-        self._idle.file_all((found + base).tolist(), slots[order], bounds, step)
 
     def take(self, count: int, step: int) -> tuple[np.ndarray, int]:
         """`count` slots to hold for the misses of `step`, and the latest last use among them (-1:
@@ -311,84 +409,58 @@ class SlotTable:
 
         The caller has checked that the step's distinct rows fit, so enough slots are not its own.
         """
-        parts: list[np.ndarray] = []
-        taken, self._free = self._free[:count], self._free[count:]
-        self.last_use[taken] = step
-        parts.append(taken)
-        need = count - len(taken)
-        latest = -1
-        sources = (self._take_idle, self._take_farthest, self._take_held, self._take_pinned)
-        for source in sources:
-            if need == 0:
-                break
-            for slots in source(need, step):
-                latest = max(latest, int(self.last_use[slots].max()))
-                self.last_use[slots] = step
-                self.next_use[slots] = NEVER
-                parts.append(slots)
-                need -= len(slots)
-        return np.concatenate(parts), latest
+        taken = np.empty(count, np.int32)
+        found, latest, before = min(count, len(self._free)), -1, step - self.prefetch
+        taken[:found], self._free = self._free[:found], self._free[found:]
+        self.last_use[taken[:found]] = step
+        if found < count:  # rows without a use in the window whose hold has ended, lowest first
+            got, latest = self._idle.leave(step, before, taken[found:])
+            found += got
+        if found < count:  # rows with a use in the window whose hold has ended, farthest first
+            got, late = self.window.leave(step, before, taken[found:])
+            found, latest = found + got, max(latest, late)
+        if found < count:
+            got, late = self._take_held(step, taken[found:])
+            found, latest = found + got, max(latest, late)
+        if found < count:  # pinned rows, held or not
+            _, late = self._pinned.leave(step, step, taken[found:])
+            latest = max(latest, late)
+        return taken, latest
 
-    def _take_idle(self, need: int, step: int) -> list[np.ndarray]:
-        """Rows without a use in the window whose hold has ended, lowest score first."""
-        return self._idle.take(need, step - self.prefetch)
-
-    def _take_farthest(self, need: int, step: int) -> list[np.ndarray]:
-        """Rows with a use in the window whose hold has ended, farthest next use first."""
-        out = []
-        for use in sorted(self._soon, reverse=True):
-            if need == 0 or use <= step:
-                break
-            slots = np.concatenate(self._soon[use])
-            slots = slots[self.next_use[slots] == use]
-            # A slot filled anew for the same next use is filed twice.
-            slots, _, _ = distinct_rows(slots, self._scratch, -1)
-            leaves = np.flatnonzero(self.last_use[slots] < step - self.prefetch)[:need]
-            chosen = slots[leaves]
-            self._soon[use] = [np.delete(slots, leaves)]
-            if len(chosen):
-                out.append(chosen)
-                need -= len(chosen)
-        return out
-
-    def _take_held(self, need: int, step: int) -> list[np.ndarray]:
+    def _take_held(self, step: int, out: np.ndarray) -> tuple[int, int]:
         """Shorten holds: oldest last use first, farthest next use first within it."""
-        out = []
+        found, latest = 0, -1
         for used_at, slots in self._used:
-            if need == 0:
+            if found == len(out) or used_at >= step:
                 break
-            if used_at >= step:
-                continue
             live = slots[self.last_use[slots] == used_at]
-            live = live[np.argsort(-self.next_use[live].astype(np.int64), kind="stable")][:need]
-            if len(live):
-                out.append(live)
-                need -= len(live)
-        return out
-
-    def _take_pinned(self, need: int, step: int) -> list[np.ndarray]:
-        """Rows that leave where no other can, least recently used first."""
-        return self._pinned.take(need, step)
+            order = np.argsort(-self.next_use[live].astype(np.int64), kind="stable")
+            live = live[order[: len(out) - found]]
+            self.last_use[live], self.next_use[live] = step, loops.NEVER
+            out[found : found + len(live)] = live
+            found += len(live)
+            latest = used_at if len(live) else latest
+        return found, latest
 
     def restore(self, row: np.ndarray, step: int) -> None:
         """Start again from the rows that the slots really hold (-1: free), none of them held.
 
         Where rows score the same, the less popular leaves first.
         """
-        held = row >= 0
-        self.row[:] = row
-        self.last_use[:] = step - self.prefetch - 1
-        self.next_use[:] = NEVER
-        self._free = np.flatnonzero(~held).astype(np.int32)
-        self._soon, self._used = {}, deque()
+        used_at = step - self.prefetch - 1
+        self.row[:], self.last_use[:], self.next_use[:] = row, used_at, loops.NEVER
+        held = np.flatnonzero(row >= 0).astype(np.int32)
+        self.slot_of.fill(-1)
+        self.slot_of[row[held]] = held
+        self._free = np.flatnonzero(row < 0).astype(np.int32)
+        self._used.clear()
+        self.window.clear()
         self._idle.clear()
         self._pinned.clear()
-        occupied = np.flatnonzero(held).astype(np.int32)
         if self._popularity is not None:
-            classes = self._popularity[row[occupied]]
-            order = np.argsort(classes, kind="stable")
-            occupied, classes = occupied[order], classes[order]
-            pinned = classes == PINNED
-            self._pinned.file(0, occupied[pinned], step - self.prefetch - 1)
-            occupied = occupied[~pinned]
-        self._file(occupied, step - self.prefetch - 1)
+            held = held[np.argsort(self._popularity[row[held]], kind="stable")]
+        if len(self._classes):
+            pinned = self._classes[row[held]] == PINNED
+            self._pinned.file(held[pinned], used_at, self.row)
+            held = held[~pinned]
+        self._idle.file(held, used_at, self.row)

@@ -10,14 +10,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from distcache.errors import ConfigError, DataError
-from distcache.popularity.bodies import bodies
+from distcache.popularity import loops
 from distcache.popularity.statistics import TableCounts
 
 # -----------------------------------------------------------------------------
 # Counting in bounded memory: frequent items with a known error, and how many ids are distinct.
-
-_CHUNK = 1 << 16
-"""Ids that a sketch takes at once: bounds the scratch of the NumPy bodies."""
 
 _FULL = 0.75
 """Share of the places of a sketch's hash table that may be in use."""
@@ -50,19 +47,13 @@ class FrequentItems:
 
     def add(self, ids: np.ndarray, weights: np.ndarray = _NO_WEIGHTS) -> None:
         """Count `ids` (int64 `[n]`, not negative), once or `weights` (int64 `[n]`) times each."""
-        start, stop = 0, 0
+        start = 0
         while start < len(ids):
-            stop = min(start + _CHUNK, len(ids))
-            done, self._active = bodies().offer(
-                ids[start:stop],
-                weights[start:stop],
-                self._keys,
-                self._values,
-                self._active,
-                self._limit,
+            done, self._active = loops.offer(
+                ids[start:], weights[start:], self._keys, self._values, self._active, self._limit
             )
             start += done
-            if start < stop:
+            if start < len(ids):  # the table is full
                 self._purge()
 
     def merge(self, other: FrequentItems) -> None:
@@ -90,7 +81,7 @@ class FrequentItems:
         keep, error = counts > median, self.error + median
         self.clear()
         self.error = error
-        _, self._active = bodies().offer(
+        _, self._active = loops.offer(
             ids[keep], counts[keep] - median, self._keys, self._values, 0, self._limit
         )
 
@@ -111,8 +102,7 @@ class Bitmap:
 
     def add(self, ids: np.ndarray) -> None:
         """See `ids` (int64, inside the table)."""
-        for start in range(0, len(ids), _CHUNK):
-            self._distinct += bodies().mark(ids[start : start + _CHUNK], self._bits)
+        self._distinct += loops.mark(ids, self._bits)
 
     def estimate(self) -> int:
         """How many distinct ids were seen."""
@@ -139,8 +129,7 @@ class HyperLogLog:
 
     def add(self, ids: np.ndarray) -> None:
         """See `ids` (int64)."""
-        for start in range(0, len(ids), _CHUNK):
-            bodies().observe(ids[start : start + _CHUNK], self._registers)
+        loops.observe(ids, self._registers)
 
     def estimate(self) -> int:
         """About how many distinct ids were seen."""
@@ -321,14 +310,14 @@ class DenseCounter(TableCounter):
     def _count(self, ids: np.ndarray) -> None:
         if self._part.dtype == np.uint32 and self._in_part + len(ids) > _MOST:
             self._part = self._part.astype(np.int64)
-        bodies().count_rows(ids, self._part)
+        loops.count_rows(ids, self._part)
 
     def _end_part(self) -> tuple[np.ndarray, np.ndarray]:
         if self._whole.dtype == np.uint32 and self.lookups > _MOST:
             self._whole = self._whole.astype(np.int64)
         most = min(self.rows, self._in_part)
         ids, counts = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
-        found = bodies().take_counts(self._part, self._whole, ids, counts)
+        found = loops.take_counts(self._part, self._whole, ids, counts)
         return ids[:found], counts[:found]
 
     def result(self) -> TableCounts:

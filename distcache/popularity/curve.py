@@ -1,10 +1,14 @@
-"""What follows from counts alone: shares, distinct rows, the best static set, drift."""
+"""What follows from counts alone: shares, distinct rows, room for a step, the best static set.
+
+A curve says how many rows of a table were looked up how often. It has thousands of entries where a
+table has millions of rows, and all that the package expects before it trains comes from it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -13,39 +17,79 @@ from distcache.popularity.counters import Bitmap, Drift, TableCounter
 from distcache.popularity.statistics import Statistics, TableCounts
 
 # -----------------------------------------------------------------------------
-# What follows from counts alone: who gets which share, distinct rows, the best static set.
+# Room: does a step fit the slots?
 #
-# Counts enter as a curve: how many rows were looked up how often. It has thousands of entries
-# where
-# a table has millions of rows.
+# Rows come, and fall to homes, nearly independently, so their number varies by at most its own
+# square root, and the room for them is the mean and some standard deviations more. How many is the
+# one thing in which those who ask differ.
+
+SURE = 6.0
+"""Standard deviations where slots and buffers are sized: no step of a run exceeds them."""
+
+LIKELY = 3.0
+"""Where a warning depends on it: the fullest home of the largest of many steps."""
+
+
+def room_for(mean: float, variance: float, deviations: float = SURE) -> float:
+    """Rows that a step hardly ever exceeds, which has `mean` of them, with this `variance`."""
+    return mean + deviations * math.sqrt(variance)
+
+
+# -----------------------------------------------------------------------------
+# The curve of one table.
 
 ALIKE = 0.02
-"""Below this `CountCurve.spread` rows count as alike (it is 0.02 at a Zipf exponent of 0.14)."""
+"""Below this `Curve.spread` rows count as alike (it is 0.02 at a Zipf exponent of 0.14)."""
 
 
 @dataclass(frozen=True)
-class CountCurve:
-    """`rows[i]` rows have the count `counts[i]` each; counts fall. Float64 `[k]`, none are 0.
+class Curve:
+    """`rows[i]` of a table's `table_rows` rows (V) have the count `counts[i]` each.
 
-    Counts are whole where they are exact (`error` 0); of a sketch they are up to `error` too small,
-    and the rows that it does not hold share what is left of the lookups evenly.
+    Float64 `[k]`; counts fall, none are 0. `lookups`: all lookups that were counted (N), in
+    `samples` samples. Counts are whole where they are exact (`error` 0); those of a sketch are up
+    to `error` too small. Of a law that is known, `lookups` is infinite, and `counts` are the
+    chances of rows in one lookup of a stream without an end.
     """
 
     counts: np.ndarray
     rows: np.ndarray
+    lookups: float
+    table_rows: int
+    samples: int = 1
     error: int = 0
 
-    @cached_property
-    def lookups(self) -> float:
-        """All lookups (N)."""
-        return float(self.counts @ self.rows)
+    @classmethod
+    def of(cls, table: TableCounts, samples: int = 1) -> Curve:
+        """The curve of a table's counts; of a sketch, of the rows that it holds alone."""
+        values, rows = table.histogram()
+        counts, number = values.astype(np.float64), rows.astype(np.float64)
+        return cls(counts, number, float(table.lookups), table.rows, samples, table.error)
+
+    def with_others(self, distinct: int) -> Curve:
+        """The same where `distinct` rows were looked up: those that a sketch does not hold share
+        what is left of the lookups evenly."""
+        held = float(self.counts @ self.rows)
+        left = self.lookups - held
+        if left <= 0:
+            return self
+        others = max(distinct - self.distinct, left / max(self.error, 1), 1.0)
+        counts, rows = np.append(self.counts, left / others), np.append(self.rows, others)
+        order = np.argsort(-counts, kind="stable")
+        counts, rows = counts[order], rows[order]
+        return replace(self, counts=counts, rows=rows, lookups=float(counts @ rows))
 
     @cached_property
     def distinct(self) -> float:
         """Rows that were looked up at all."""
         return float(self.rows.sum())
 
-    def top_share(self, rows: float) -> float:
+    @property
+    def per_sample(self) -> float:
+        """Lookups of a sample, on average."""
+        return self.lookups / max(self.samples, 1)
+
+    def top(self, rows: float) -> float:
         """Share of the lookups that fall on the `rows` most frequent rows; 0 without lookups."""
         if not self.lookups:
             return 0.0
@@ -53,56 +97,157 @@ class CountCurve:
         sums = np.concatenate(([0.0], np.cumsum(self.counts * self.rows)))
         return float(np.interp(rows, ends, sums)) / self.lookups
 
-    def chances(self, lookups: float) -> np.ndarray:
-        """For each entry, the probability that a row of it is among `lookups` lookups.
+    def below(self, hot: float) -> np.ndarray:
+        """Rows of each entry beside the `hot` most frequent ones; float64 `[k]`."""
+        return np.clip(np.cumsum(self.rows) - hot, 0, self.rows)
+
+    def touched(self, lookups: float) -> np.ndarray:
+        """For each entry, the probability q that a row of it is among `lookups` lookups (n).
 
         These are drawn from the N that were counted, without putting any back: as a batch is from
         an epoch. 1 - C(N - c, n) / C(N, n), where with m = min(c, n) and M = max(c, n) the quotient
         is (1 - M / (N - (m-1)/2))^m to second order, and exactly for m = 1. For a stream without an
         end it estimates without bias what 1 - (1 - p)^n would be with the unknown p (Hurlbert
-        1971), where p = c / N would be biased by rows that the counts have not seen.
+        1971), where p = c / N would be biased by rows that the counts have not seen: they need no
+        guess. Below one lookup q is that share of what one lookup has; beyond all N it is 1 for
+        every row that they named, a lower bound, for some were not.
         """
-        few, many = np.minimum(self.counts, lookups), np.maximum(self.counts, lookups)
+        if math.isinf(self.lookups):
+            with np.errstate(divide="ignore", invalid="ignore"):
+                found = -np.expm1(lookups * np.log1p(-self.counts))
+            return found if lookups > 0 else np.zeros_like(self.counts)
+        if lookups < 1:
+            return lookups * self.counts / max(self.lookups, 1.0)
+        drawn = min(lookups, self.lookups)
+        few, many = np.minimum(self.counts, drawn), np.maximum(self.counts, drawn)
         left = np.maximum(self.lookups - np.maximum(few - 1, 0) / 2, 1.0)
         with np.errstate(divide="ignore"):
             return -np.expm1(few * np.log1p(-np.minimum(many / left, 1.0)))
 
-    def expected_distinct(self, lookups: float) -> float:
-        """Expected distinct rows among `lookups` lookups in random order, at most N of them."""
-        return float(self.chances(min(lookups, self.lookups)) @ self.rows)
+    def expected(self, lookups: float) -> float:
+        """Distinct rows that so many lookups in random order are expected to name."""
+        return float(self.touched(lookups) @ self.rows)
 
-    def spread(self, rows: int) -> float:
-        """Squared coefficient of variation of the popularity of a table's `rows` rows, without
-        what chance adds to their counts: 0 where all are alike, about `rows` where one has all."""
-        mean = self.lookups / rows
-        if mean == 0 or rows < 2:
+    @property
+    def spread(self) -> float:
+        """Squared coefficient of variation of the popularity of the table's rows, without what
+        chance adds to their counts: 0 where all are alike, about V where one has all."""
+        mean = self.lookups / self.table_rows
+        if mean == 0 or self.table_rows < 2:
             return 0.0
-        squares = float(self.counts**2 @ self.rows) - rows * mean**2
-        return max(0.0, (squares / (rows - 1) - mean) / mean**2)
+        squares = float(self.counts**2 @ self.rows) - self.table_rows * mean**2
+        return max(0.0, (squares / (self.table_rows - 1) - mean) / mean**2)
 
-    def alike(self, rows: int) -> bool:
-        """Whether the `rows` rows of a table differ by no more than chance: their spread is near 0,
-        and enough lookups were counted, exactly, to say so. A table of one row is none."""
-        if rows < 2 or not self.lookups or self.error:
+    @property
+    def alike(self) -> bool:
+        """Whether the table's rows differ by no more than chance: their spread is near 0, and
+        enough lookups were counted, exactly, to say so. A table of one row is none."""
+        if self.table_rows < 2 or not self.lookups or self.error:
             return False
-        chance = math.sqrt(2 / rows) * rows / self.lookups  # the standard error of `spread`
-        return self.spread(rows) < ALIKE and 2 * chance < ALIKE
+        # the standard error of `spread`
+        chance = math.sqrt(2 / self.table_rows) * self.table_rows / self.lookups
+        return self.spread < ALIKE and 2 * chance < ALIKE
 
 
-def curve_of(table: TableCounts) -> CountCurve:
-    """The curve of a table's counts."""
-    values, rows = table.histogram()
-    curve = CountCurve(values.astype(np.float64), rows.astype(np.float64))
-    left = table.lookups - curve.lookups
-    if left <= 0:
-        return curve
-    others = max(table.distinct - curve.distinct, left / max(table.error, 1), 1.0)
-    order = np.argsort(-np.append(curve.counts, left / others), kind="stable")
-    return CountCurve(
-        np.append(curve.counts, left / others)[order],
-        np.append(curve.rows, others)[order],
-        table.error,
-    )
+# -----------------------------------------------------------------------------
+# The curves of several tables: which of their rows come first, and what a step needs.
+
+
+def top_rows(
+    keys: Sequence[np.ndarray], rows: Sequence[np.ndarray], count: float, shared: bool = False
+) -> list[float]:
+    """How many of the `count` rows with the highest keys each table has.
+
+    `keys`, `rows` float64 `[k]` of each table: of its rows `rows[i]` have the key `keys[i]`. Of
+    rows with one key those of earlier tables come first; `shared`: each table has its part of them.
+    """
+    key, number = np.concatenate(keys), np.concatenate(rows)
+    table = np.repeat(np.arange(len(keys)), [len(own) for own in keys])
+    order = np.argsort(-key, kind="stable")
+    before = np.cumsum(number[order]) - number[order]
+    taken = np.zeros(len(key))
+    taken[order] = np.clip(count - before, 0.0, number[order])
+    if shared and taken.any():
+        last = np.where(key == key[taken > 0].min(), number, 0.0)
+        taken = np.where(last > 0, last * (taken[last > 0].sum() / last.sum()), taken)
+    return np.bincount(table, weights=taken, minlength=len(keys)).tolist()
+
+
+def most_frequent(curves: Sequence[Curve], rows: float, shared: bool = False) -> list[float]:
+    """How many of the `rows` most frequent rows of all tables each has (`top_rows`)."""
+    return top_rows([c.counts for c in curves], [c.rows for c in curves], rows, shared)
+
+
+@dataclass(frozen=True)
+class StepCurves:
+    """The curves of tables that share slots, in a step that makes `lookups[t]` lookups of table t.
+
+    Rows go by how likely the step needs them (q), which differs between tables of equal counts.
+    """
+
+    tables: tuple[Curve, ...]
+    lookups: tuple[float, ...]
+
+    @classmethod
+    def of(cls, statistics: Statistics, tables: Sequence[int], batch: float) -> StepCurves:
+        """Of some of the counted tables, for a global batch of `batch` samples."""
+        curves = tuple(Curve.of(statistics.tables[t], statistics.samples) for t in tables)
+        return cls(curves, tuple(curve.per_sample * batch for curve in curves))
+
+    @cached_property
+    def use(self) -> tuple[np.ndarray, ...]:
+        """q of each table's entries; float64 `[k]`, falling."""
+        return tuple(c.touched(n) for c, n in zip(self.tables, self.lookups, strict=True))
+
+    @property
+    def rows(self) -> int:
+        """V: rows of all tables."""
+        return sum(curve.table_rows for curve in self.tables)
+
+    @cached_property
+    def expected(self) -> float:
+        """Distinct rows that a step is expected to need."""
+        return sum(float(q @ c.rows) for q, c in zip(self.use, self.tables, strict=True))
+
+    def likeliest(self, slots: int) -> list[int]:
+        """How many of each table's most frequent rows are among the `slots` likeliest of all; rows
+        that were never looked up are not."""
+        return [int(rows) for rows in top_rows(self.use, [c.rows for c in self.tables], slots)]
+
+    def misses(self, hot_rows: Sequence[int]) -> float:
+        """Distinct rows of a step that are expected outside each table's `hot_rows` likeliest."""
+        parts = zip(self.use, self.tables, hot_rows, strict=True)
+        return sum(float(q @ curve.below(hot)) for q, curve, hot in parts)
+
+    def least_slots(self, world_size: int) -> int:
+        """Slots, a multiple of W, in which a step is expected to fit with room to spare.
+
+        Its rows fall to W homes like independent draws, and each home gets the room for its part,
+        but not more slots than it has rows.
+        """
+        variance = 0.0
+        for q, curve in zip(self.use, self.tables, strict=True):
+            homed = q / world_size
+            variance += float(curve.rows @ (homed * (1 - homed)))
+        home = math.ceil(room_for(self.expected / world_size, variance))
+        return min(max(home, 1), -(-self.rows // world_size)) * world_size
+
+    def pinned(self, slots: int, steps: int, world_size: int) -> list[int]:
+        """How many of each table's most frequent rows may stay in `slots` slots for good.
+
+        As many as leave room, at the fullest home, for the other rows that `steps` steps are
+        expected to need.
+        """
+        low, high = 0, slots
+        while low < high:
+            middle = (low + high + 1) // 2
+            others = steps * self.misses(self.likeliest(middle))
+            spread = others + (middle if world_size > 1 else 0)  # which home has them is chance
+            if room_for(middle + others, spread * world_size) <= slots:
+                low = middle
+            else:
+                high = middle - 1
+        return self.likeliest(low)
 
 
 @dataclass(frozen=True)
@@ -118,14 +263,12 @@ class StaticSet:
     touched: np.ndarray
 
     @classmethod
-    def of(cls, curves: Sequence[CountCurve], batch_lookups: Sequence[float]) -> StaticSet:
-        """`batch_lookups`: lookups of each table in a global batch."""
-        pairs = list(zip(curves, batch_lookups, strict=True))
-        counts = np.concatenate([curve.counts for curve in curves])
-        rows = np.concatenate([curve.rows for curve in curves])
-        chances = np.concatenate([curve.chances(min(n, curve.lookups)) for curve, n in pairs])
+    def of(cls, step: StepCurves) -> StaticSet:
+        """For batches of the lookups of `step`."""
+        counts = np.concatenate([curve.counts for curve in step.tables])
+        rows = np.concatenate([curve.rows for curve in step.tables])
         order = np.argsort(-counts, kind="stable")
-        sums = (rows[order], (counts * rows)[order], (chances * rows)[order])
+        sums = (rows[order], (counts * rows)[order], (np.concatenate(step.use) * rows)[order])
         return cls(*(np.concatenate(([0.0], np.cumsum(values))) for values in sums))
 
     def hit_rate(self, rows: float) -> float:
@@ -138,22 +281,6 @@ class StaticSet:
 
     def _share(self, sums: np.ndarray, rows: float) -> float:
         return float(np.interp(rows, self.rows, sums)) / sums[-1] if sums[-1] else 0.0
-
-
-def split_static(curves: Sequence[CountCurve], rows: float) -> list[float]:
-    """How many of the `rows` most frequent rows of all tables each of them has."""
-    counts = np.concatenate([curve.counts for curve in curves])
-    number = np.concatenate([curve.rows for curve in curves])
-    table = np.repeat(np.arange(len(curves)), [len(curve.counts) for curve in curves])
-    order = np.argsort(-counts, kind="stable")
-    before = np.cumsum(number[order]) - number[order]
-    last = np.searchsorted(before, rows) - 1  # the entry in which the rows run out
-    level = counts[order][max(last, 0)] if len(counts) else 0.0
-    taken = np.where(counts > level, number, 0.0)
-    alike = np.where(counts == level, number, 0.0)  # they share what is left by their numbers
-    left = min(max(rows - taken.sum(), 0.0), alike.sum())
-    taken += alike * (left / max(alike.sum(), 1.0))
-    return np.bincount(table, weights=taken, minlength=len(curves)).tolist()
 
 
 # -----------------------------------------------------------------------------
@@ -181,8 +308,8 @@ class ZipfFit:
     why: str = ""
 
 
-def fit_zipf(curve: CountCurve, table_rows: int) -> ZipfFit:
-    """Fit the curve of a table of `table_rows` rows.
+def fit_zipf(curve: Curve) -> ZipfFit:
+    """Fit the curve of a table.
 
     Rank regression: least squares of log(rank - 1/2) on log(count) has slope -1/a, with standard
     error (1/a) sqrt(2 / rows) (Gabaix & Ibragimov 2011, "Rank - 1/2"). Over the rows with at least
@@ -193,8 +320,8 @@ def fit_zipf(curve: CountCurve, table_rows: int) -> ZipfFit:
     """
     rows = int(curve.rows[curve.counts >= max(_SURE, _ERRORS * curve.error)].sum())
     rows = min(rows, _MOST_ROWS, int(curve.distinct * _INNER))
-    if curve.alike(table_rows):
-        return ZipfFit(0.0, math.sqrt(ALIKE), table_rows, "rows differ by chance alone")
+    if curve.alike:
+        return ZipfFit(0.0, math.sqrt(ALIKE), curve.table_rows, "rows differ by chance alone")
     if rows < _LEAST_ROWS:
         return ZipfFit(None, None, rows, f"fewer than {_LEAST_ROWS} rows have enough lookups")
     sizes = np.repeat(np.log(curve.counts), curve.rows.astype(np.int64))[:rows]
@@ -207,135 +334,6 @@ def fit_zipf(curve: CountCurve, table_rows: int) -> ZipfFit:
     if slope <= 0:
         return ZipfFit(None, None, rows, "counts do not fall with the rank")
     return ZipfFit(1 / slope, math.sqrt(2 / rows) / slope, rows)
-
-
-# -----------------------------------------------------------------------------
-# How many rows a step needs how likely: from counts to curves, and what follows from them.
-#
-# A step's n lookups of a table are n of the N that were counted, none twice. A row that c of them
-# name is needed by a step with probability q = 1 - C(N - c, n) / C(N, n) (Hurlbert, 1971), which
-# is
-# 1 - (1 - c / N)^n for small n / N. The sum of q is the expected number of distinct rows, without
-# bias also where the N are a sample: the rows that it lacks need no guess.
-
-DEVIATIONS = 6.0
-"""Slots that a step is given room for, in standard deviations above the rows it is expected to
-need."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Rows of one table by how likely a step needs them.
-
-    `use` float64 `[m]`, descending: the probability q; `rows` int64 `[m]`: how many rows have it.
-    `unseen`: rows that no lookup named.
-    """
-
-    use: np.ndarray
-    rows: np.ndarray
-    unseen: int = 0
-
-    @property
-    def expected_rows(self) -> float:
-        """Distinct rows that a step is expected to need."""
-        return float(self.use @ self.rows)
-
-
-@dataclass(frozen=True)
-class GroupCurves:
-    """The curves of a group's tables; `row_bytes`: bytes of a row and its optimizer state."""
-
-    tables: tuple[Curve, ...]
-    row_bytes: int
-
-    @property
-    def rows(self) -> int:
-        """V: rows of all tables."""
-        return sum(int(curve.rows.sum()) + curve.unseen for curve in self.tables)
-
-
-def row_use(counts: np.ndarray, lookups: int, per_step: float) -> np.ndarray:
-    """q of rows that `counts` of `lookups` lookups name, for `per_step` lookups; float64.
-
-    C(N - c, n) / C(N, n) is a product of c factors 1 - n / (N - i), and one of n factors
-    1 - c / (N - i): the one with fewer factors, each of them taken at the middle i. Below one
-    lookup a step, q is that share of what one lookup has.
-    """
-    counts = np.asarray(counts, dtype=np.float64)
-    if per_step < 1:
-        return per_step * counts / max(lookups, 1)
-    few, many = np.minimum(counts, per_step), np.maximum(counts, per_step)
-    left = lookups - np.maximum(few - 1, 0) / 2
-    with np.errstate(divide="ignore", invalid="ignore"):
-        chance = -np.expm1(few * np.log1p(-np.minimum(many / left, 1.0)))
-    return np.where(counts > 0, chance, 0.0)
-
-
-def lookups_per_step(statistics: Statistics, table: TableCounts, batch: int) -> float:
-    """Lookups of `table` that a global batch of `batch` samples makes, on average."""
-    return table.lookups / max(statistics.samples, 1) * batch
-
-
-def row_curve_of(table: TableCounts, per_step: float) -> Curve:
-    """The curve of a table for steps of `per_step` lookups."""
-    values, rows = table.histogram()
-    return Curve(row_use(values, table.lookups, per_step), rows, table.rows - int(rows.sum()))
-
-
-def least_slots(group: GroupCurves, world_size: int) -> int:
-    """Slots, a multiple of W, in which a step of a group is expected to fit with room to spare.
-
-    The rows of a step fall to W homes like independent draws; each home gets as many slots as it
-    is expected to need and `DEVIATIONS` standard deviations more, but not more than its rows.
-    """
-    mean = sum(curve.expected_rows for curve in group.tables) / world_size
-    variance = 0.0
-    for curve in group.tables:
-        homed = curve.use / world_size
-        variance += float(curve.rows @ (homed * (1 - homed)))
-    home = math.ceil(mean + DEVIATIONS * math.sqrt(variance))
-    return min(max(home, 1), -(-group.rows // world_size)) * world_size
-
-
-def hot_prefixes(tables: Sequence[Curve], slots: int) -> list[int]:
-    """How many of each table's most frequent rows are among the `slots` likeliest of all.
-
-    Only rows that were looked up count; where several are as likely, earlier tables' come first.
-    """
-    use = np.concatenate([curve.use for curve in tables])
-    rows = np.concatenate([curve.rows for curve in tables])
-    owner = np.repeat(np.arange(len(tables)), [len(curve.use) for curve in tables])
-    order = np.argsort(-use, kind="stable")
-    ends = np.cumsum(rows[order])
-    taken = np.clip(slots - (ends - rows[order]), 0, rows[order])
-    return [int(taken[owner[order] == place].sum()) for place in range(len(tables))]
-
-
-def expected_misses(tables: Sequence[Curve], hot_rows: Sequence[int]) -> float:
-    """Distinct rows of a step that are expected outside each table's `hot_rows` likeliest."""
-    outside = 0.0
-    for curve, hot in zip(tables, hot_rows, strict=True):
-        inside = np.clip(hot - (np.cumsum(curve.rows) - curve.rows), 0, curve.rows)
-        outside += curve.expected_rows - float(curve.use @ inside)
-    return outside
-
-
-def pinned_prefixes(tables: Sequence[Curve], slots: int, steps: int, world_size: int) -> list[int]:
-    """How many of each table's most frequent rows may stay in a group's `slots` for good.
-
-    As many as leave room, with `DEVIATIONS` to spare at the fullest home, for the other rows that
-    `steps` steps are expected to need.
-    """
-    low, high = 0, slots
-    while low < high:
-        middle = (low + high + 1) // 2
-        others = steps * expected_misses(tables, hot_prefixes(tables, middle))
-        spread = others + (middle if world_size > 1 else 0)  # which home has them is chance
-        if middle + others + DEVIATIONS * math.sqrt(spread * world_size) <= slots:
-            low = middle
-        else:
-            high = middle - 1
-    return hot_prefixes(tables, low)
 
 
 # -----------------------------------------------------------------------------
@@ -355,7 +353,7 @@ class TableProfile:
     """
 
     counts: TableCounts
-    curve: CountCurve
+    curve: Curve
     fit: ZipfFit
     drift: Drift
     distinct_error: float
@@ -380,15 +378,15 @@ class TableProfile:
     @property
     def alike(self) -> bool:
         """Whether rows differ by no more than chance."""
-        return self.curve.alike(self.counts.rows)
+        return self.curve.alike
 
     def top(self, share: float) -> float:
         """Share of the lookups on this share of the table's rows, the most frequent ones."""
-        return self.curve.top_share(math.ceil(share * self.counts.rows))
+        return self.curve.top(math.ceil(share * self.counts.rows))
 
     def distinct_per_batch(self, world_size: int = 1) -> float:
         """Expected distinct rows of a rank's slice of a batch; of the global batch at 1."""
-        return self.curve.expected_distinct(self.batch_lookups / world_size)
+        return self.curve.expected(self.batch_lookups / world_size)
 
     def values(self, world_sizes: Sequence[int]) -> dict[str, object]:
         """All of it as JSON values."""
@@ -423,11 +421,11 @@ def profile_of(counter: TableCounter, samples: int, batch: int) -> TableProfile:
     counts = counter.result()
     seen = getattr(counter, "seen", None)
     error = 0.0 if seen is None or isinstance(seen, Bitmap) else seen.relative_error
-    curve = curve_of(counts)
+    curve = Curve.of(counts, samples).with_others(counts.distinct)
     return TableProfile(
         counts=counts,
         curve=curve,
-        fit=fit_zipf(curve, counts.rows),
+        fit=fit_zipf(curve),
         drift=counter.drift,
         distinct_error=error,
         batch_lookups=counts.lookups / max(samples, 1) * batch,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from distcache.data.samplers import (
     both,
 )
 from distcache.errors import ConfigError
+from distcache.popularity.curve import Curve, most_frequent, room_for
 from distcache.popularity.statistics import Statistics
 
 # -----------------------------------------------------------------------------
@@ -117,60 +117,26 @@ class HotSet:
         return hot
 
 
-@dataclass(frozen=True)
-class HotCurve:
-    """How many rows of a table were looked up how often. `counts` int64, distinct, descending;
-    `rows` int64: rows with each; `per_sample`: lookups of the table in a sample."""
-
-    counts: np.ndarray
-    rows: np.ndarray
-    per_sample: float
-
-    def below(self, hot: int) -> np.ndarray:
-        """Rows with each count beside the `hot` most frequent ones."""
-        return np.clip(np.cumsum(self.rows) - hot, 0, self.rows)
+def hottest(curves: Sequence[Curve], rows: int) -> list[int]:
+    """How many of the `rows` most frequent rows of all tables each has, earlier tables first."""
+    return [int(count) for count in most_frequent(curves, rows)]
 
 
-def curve_of(statistics: Statistics, table: int) -> HotCurve:
-    """The curve of one table; rows that were never looked up are left out."""
-    own = statistics.tables[table]
-    per_sample = own.lookups / max(statistics.samples, 1)
-    return HotCurve(*own.histogram(), per_sample)
-
-
-def greedy(curves: Sequence[HotCurve], rows: int) -> list[int]:
-    """How many rows of each table are among the `rows` most frequent of all of them; of equally
-    frequent ones those of earlier tables come first."""
-    counts = np.concatenate([curve.counts for curve in curves])
-    order = np.argsort(-counts, kind="stable")
-    ends = np.cumsum(np.concatenate([curve.rows for curve in curves])[order])
-    if rows <= 0 or not len(ends):
-        return [0] * len(curves)
-    least = counts[order[min(int(np.searchsorted(ends, rows)), len(ends) - 1)]]
-    chosen = [int(curve.rows[curve.counts > least].sum()) for curve in curves]
-    rest = rows - sum(chosen)
-    for place, curve in enumerate(curves):
-        equal = min(int(curve.rows[curve.counts == least].sum()), rest)
-        chosen[place] += equal
-        rest -= equal
-    return chosen
-
-
-def rows_that_fit(curves: Sequence[HotCurve], slots: int, batch: int) -> list[int]:
+def rows_that_fit(curves: Sequence[Curve], slots: int, batch: int) -> list[int]:
     """Hot rows of each of the tables that share `slots` slots, beside the rows of cold batches.
 
     `batch`: samples of a global batch. Taken greedily by frequency, as many as leave room for the
     cold rows that `COLD_STEPS` cold batches are expected to look up; none where none fits.
     """
-    margin = min(_MARGIN * math.sqrt(_HOMES * slots), _MOST_MARGIN * slots)
+    margin = min(room_for(0.0, _HOMES * slots, _MARGIN), _MOST_MARGIN * slots)
     room = int(slots - margin)
-    distinct = sum(int(curve.rows.sum()) for curve in curves)
+    distinct = int(sum(curve.distinct for curve in curves))
     if distinct <= room:
-        return greedy(curves, distinct)
+        return hottest(curves, distinct)
     for steps in COLD_STEPS:
 
         def fits(rows: int, steps: int = steps) -> bool:
-            cold = expected_cold(curves, greedy(curves, rows), batch)
+            cold = expected_cold(curves, hottest(curves, rows), batch)
             return rows + steps * cold <= room
 
         # More hot rows leave fewer cold ones: few may not fit where more do. So the most are found
@@ -182,11 +148,11 @@ def rows_that_fit(curves: Sequence[HotCurve], slots: int, batch: int) -> list[in
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         if low:
-            return greedy(curves, low)
+            return hottest(curves, low)
     return [0] * len(curves)
 
 
-def expected_cold(curves: Sequence[HotCurve], hot_rows: Sequence[int], batch: int) -> float:
+def expected_cold(curves: Sequence[Curve], hot_rows: Sequence[int], batch: int) -> float:
     """About how many distinct cold rows a cold batch of `batch` samples looks up.
 
     All lookups of a cold row come in cold samples. Of these there are as many as if the lookups of

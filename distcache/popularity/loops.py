@@ -1,13 +1,16 @@
-"""The loops that count lookups, as plain Python that Numba compiles.
+"""The loops that count lookups, compiled by Numba as those of the planner are.
 
-Their NumPy twins, of the same names, arguments and results, are in `arrays`; `bodies` chooses.
-Nothing is allocated here. All that a loop needs stands in this file, for compiled code is kept on
-disk until this file changes.
+Nothing is allocated here. All that a loop needs stands in this file, for its machine code is kept
+on disk until this file changes. Their slow NumPy twins are the tests' (`tests/counting_twins.py`).
 """
 
 from __future__ import annotations
 
 import numpy as np
+
+from distcache.planner.loops import array, compiled, i8, in8, out1, out8, types
+
+_out4 = array(types.uint32, True)
 
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _HALF, _SOME = np.uint64(32), np.uint64(29)
@@ -17,6 +20,7 @@ _DROPPED = np.uint64(11)
 """Lowest bits of a hash that `observe` leaves out: what remains is exact in float64 too."""
 
 
+@compiled(i8(in8, _out4), i8(in8, out8))
 def count_rows(ids: np.ndarray, counts: np.ndarray) -> int:
     """Add one to `counts` (uint32 or int64 `[V]`) for each of `ids` (int64 `[n]`).
 
@@ -31,6 +35,7 @@ def count_rows(ids: np.ndarray, counts: np.ndarray) -> int:
     return len(ids)
 
 
+@compiled(i8(_out4, _out4, out8, out8), i8(_out4, out8, out8, out8), i8(out8, out8, out8, out8))
 def take_counts(part: np.ndarray, whole: np.ndarray, ids: np.ndarray, counts: np.ndarray) -> int:
     """Move the counts of `part` to `whole` (uint32 or int64 `[V]` each).
 
@@ -49,6 +54,7 @@ def take_counts(part: np.ndarray, whole: np.ndarray, ids: np.ndarray, counts: np
     return found
 
 
+@compiled(types.UniTuple(i8, 2)(in8, in8, out8, out8, i8, i8))
 def offer(
     ids: np.ndarray,
     weights: np.ndarray,
@@ -81,6 +87,7 @@ def offer(
     return len(ids), active
 
 
+@compiled(i8(in8, out1))
 def mark(ids: np.ndarray, bits: np.ndarray) -> int:
     """Set the bit of each of `ids` (int64, within `bits`, uint8); returns how many were not set."""
     fresh = 0
@@ -93,6 +100,7 @@ def mark(ids: np.ndarray, bits: np.ndarray) -> int:
     return fresh
 
 
+@compiled(i8(in8, out1))
 def observe(ids: np.ndarray, registers: np.ndarray) -> int:
     """Show `ids` (int64 `[n]`) to the `registers` of a HyperLogLog, uint8, a power of two of them.
 

@@ -16,15 +16,7 @@ from distcache.comm.world import World
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables
 from distcache.planner.policy import Policy
-from distcache.popularity.curve import (
-    Curve,
-    GroupCurves,
-    hot_prefixes,
-    least_slots,
-    lookups_per_step,
-    pinned_prefixes,
-    row_curve_of,
-)
+from distcache.popularity.curve import StepCurves
 from distcache.popularity.statistics import Popularity, Statistics, TableCounts, fingerprint_of
 from distcache.store.memory import describe_bytes
 
@@ -168,42 +160,46 @@ SPLITS = (PROPORTIONAL, BY_CURVE)
 """By name; a mapping of tables to rows is the third."""
 
 
-def slots_by_curve(groups: Sequence[GroupCurves], budget: int, world_size: int) -> list[int]:
+def slots_by_curve(
+    groups: Sequence[StepCurves], row_bytes: Sequence[int], budget: int, world_size: int
+) -> list[int]:
     """Slots C of each group, multiples of W, for the fewest expected fetches per byte.
 
     A row that is needed with probability q by a step saves q fetches a step where it is cached,
-    for its bytes: rows are taken by q / bytes while the `budget` (bytes on one rank) lasts. Each
-    group gets at least `least_slots` first. Raises ConfigError where the budget is below that.
+    for its bytes (`row_bytes`: of a row and its state, by group): rows are taken by q / bytes while
+    the `budget` (bytes on one rank) lasts. Each group gets at least its `least_slots` first. Raises
+    ConfigError where the budget is below that.
     """
-    least = [least_slots(group, world_size) for group in groups]
-    needed = sum(slots * group.row_bytes for slots, group in zip(least, groups, strict=True))
+    least = [group.least_slots(world_size) for group in groups]
+    needed = sum(slots * size for slots, size in zip(least, row_bytes, strict=True))
     if budget < needed:
         raise ConfigError(
             f"cache.split={BY_CURVE}: a step is expected to need {_listed(least)} slots of "
-            f"{_listed([group.row_bytes for group in groups])} bytes each (by group), {needed} "
-            f"bytes together, but the budget is {budget} bytes: set cache.bytes={needed} or more, "
-            "or lower data.global_batch_size"
+            f"{_listed(row_bytes)} bytes each (by group), {needed} bytes together, but the budget "
+            f"is {budget} bytes: set cache.bytes={needed} or more, or lower data.global_batch_size"
         )
     slots, left = list(least), budget - needed
     full = [-(-group.rows // world_size) * world_size for group in groups]
-    for group, rows in _by_saving(groups, least):
-        size = groups[group].row_bytes
+    for group, rows in _by_saving(groups, row_bytes, least):
+        size = row_bytes[group]
         taken = min(rows, left // size, full[group] - slots[group])
         slots[group] += taken
         left -= taken * size
     return [count // world_size * world_size for count in slots]
 
 
-def _by_saving(groups: Sequence[GroupCurves], least: Sequence[int]) -> list[tuple[int, int]]:
+def _by_saving(
+    groups: Sequence[StepCurves], row_bytes: Sequence[int], least: Sequence[int]
+) -> list[tuple[int, int]]:
     """(group, rows) in the order of saving per byte, without each group's `least` likeliest."""
     saving, rows, owner = [], [], []
-    for index, (group, skipped) in enumerate(zip(groups, least, strict=True)):
-        use = np.concatenate([np.append(c.use, 0.0) for c in group.tables])
-        count = np.concatenate([np.append(c.rows, c.unseen) for c in group.tables])
+    for index, (group, size, skipped) in enumerate(zip(groups, row_bytes, least, strict=True)):
+        use = np.concatenate([np.append(q, 0.0) for q in group.use])
+        count = np.concatenate([np.append(c.rows, c.table_rows - c.distinct) for c in group.tables])
         order = np.argsort(-use, kind="stable")
         ends = np.cumsum(count[order])
-        saving.append(use[order] / group.row_bytes)
-        rows.append(np.minimum(np.maximum(ends - skipped, 0), count[order]))
+        saving.append(use[order] / size)
+        rows.append(np.minimum(np.maximum(ends - skipped, 0), count[order]).astype(np.int64))
         owner.append(np.full(len(order), index))
     order = np.argsort(-np.concatenate(saving), kind="stable")
     rows, owner = np.concatenate(rows)[order], np.concatenate(owner)[order]
@@ -340,13 +336,10 @@ def plan_slots(
             )
         return SlotPlan(tuple(slots), (0,) * len(tables))
     if split == BY_CURVE:
-        curves = [_curve(statistics, table, budget.batch) for table in statistics.tables]
-        grouped = [
-            GroupCurves(tuple(curves[table] for table in members), (dim + state) * item)
-            for members, (_, dim, state) in zip(groups, sizes, strict=True)
-        ]
+        steps = [StepCurves.of(statistics, members, budget.batch) for members in groups]
         allowed = budget.bytes or cache_bytes(slots, sizes, item)
-        slots = slots_by_curve(grouped, allowed, world)
+        row_bytes = [(dim + state) * item for _, dim, state in sizes]
+        slots = slots_by_curve(steps, row_bytes, allowed, world)
     return SlotPlan(tuple(slots), likeliest_rows(tables, slots, statistics, budget))
 
 
@@ -358,12 +351,7 @@ def _expected_rows(
     if statistics is None or budget.batch <= 1 or not budget.by_default:
         return ()
     samples = min(budget.batch * budget.steps, statistics.samples)
-    curves = [_curve(statistics, table, samples) for table in statistics.tables]
-    return tuple(sum(curves[table].expected_rows for table in members) for members in groups)
-
-
-def _curve(statistics: Statistics, table: TableCounts, batch: int) -> Curve:
-    return row_curve_of(table, lookups_per_step(statistics, table, batch))
+    return tuple(StepCurves.of(statistics, members, samples).expected for members in groups)
 
 
 def _as_given(
@@ -400,8 +388,8 @@ def likeliest_rows(
     there are as many as `slots` of the group."""
     hot = [0] * len(tables)
     for members, count in zip(group_tables(tables), slots, strict=True):
-        curves = [_curve(statistics, statistics.tables[table], budget.batch) for table in members]
-        for table, rows in zip(members, hot_prefixes(curves, count), strict=True):
+        step = StepCurves.of(statistics, members, budget.batch)
+        for table, rows in zip(members, step.likeliest(count), strict=True):
             hot[table] = rows
     return tuple(hot)
 
@@ -419,9 +407,9 @@ def pinned_rows(
     """
     pinned = [0] * len(tables)
     for members, count in zip(group_tables(tables), slots, strict=True):
-        curves = [_curve(statistics, statistics.tables[table], budget.batch) for table in members]
-        prefixes = pinned_prefixes(curves, count, steps, budget.world_size)
-        for table, rows in zip(members, prefixes, strict=True):
+        step = StepCurves.of(statistics, members, budget.batch)
+        found = step.pinned(count, steps, budget.world_size)
+        for table, rows in zip(members, found, strict=True):
             pinned[table] = rows
     return tuple(pinned)
 
@@ -431,8 +419,7 @@ def _check_room(
 ) -> None:
     """ConfigError for a group whose slots hold fewer rows than a step is expected to need."""
     for members, slots in zip(groups, plan.slots, strict=True):
-        curves = [_curve(statistics, statistics.tables[table], batch) for table in members]
-        needed = sum(curve.expected_rows for curve in curves)
+        needed = StepCurves.of(statistics, members, batch).expected
         if needed > slots:
             names = ", ".join(statistics.tables[table].feature for table in members[:10])
             raise ConfigError(
@@ -498,11 +485,10 @@ _SHOWN = 40
 
 @dataclass(frozen=True)
 class Use:
-    """What is made of statistics: `order`, `warm_start` (or `auto`) and `split` as the keys of
-    group `cache`; `policy`: of the planners; `prefetch`: P."""
+    """What is made of statistics: `warm_start` (or `auto`) and `split` as the keys of group
+    `cache`; `policy`: of the planners; `prefetch`: P."""
 
     policy: Policy
-    order: str = "ids"
     warm_start: float | str = AUTO
     split: str | Mapping[str, Any] = "proportional"
     prefetch: int = 1
@@ -554,7 +540,6 @@ def decide(
     return plan.slots, Popularity(
         statistics,
         plan.hot_rows,
-        order=use.order == "popularity",
         warm_start=by_itself if use.warm_start == AUTO else float(use.warm_start),
         classes=use.policy.needs_popularity,
         pinned_rows=pinned,

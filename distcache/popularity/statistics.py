@@ -276,68 +276,13 @@ def row_classes(
 
 
 # -----------------------------------------------------------------------------
-# Rows renumbered for planning, so that the most frequent of each table come first.
-#
-# Only the planner sees these numbers: stores, caches, checkpoints, digests and errors speak of
-# rows
-# as the layout numbers them. Another numbering gives rows other homes, and every row the same
-# sums.
-
-_MOST_INT32 = 2**31
-
-
-@dataclass(frozen=True)
-class RowOrder:
-    """A permutation of the rows of one group that keeps each table's rows together.
-
-    `position` `[V]`: the planner's number of every row; `row_of` `[V]`: its inverse. int32 where
-    V < 2^31, else int64; read-only once made, and shared by the ranks of a node.
-    """
-
-    position: np.ndarray
-    row_of: np.ndarray
-
-    def planned(self, rows: np.ndarray) -> np.ndarray:
-        """The planner's numbers of `rows` (int64 `[n]`), int64."""
-        return np.take(self.position, rows).astype(np.int64, copy=False)
-
-    def original(self, planned: np.ndarray) -> np.ndarray:
-        """The rows that the planner numbers `planned` (int64 `[n]`), int64."""
-        return np.take(self.row_of, planned).astype(np.int64, copy=False)
-
-
-def order_dtype(rows: int) -> type[np.signedinteger]:
-    """The dtype of the permutations of `rows` rows."""
-    return np.int32 if rows < _MOST_INT32 else np.int64
-
-
-def fill_order(order: RowOrder, layout: RowLayout, counts: Sequence[TableCounts]) -> None:
-    """Write the popularity order into the arrays of `order`.
-
-    In each table the most frequent ids come first, then by id; after them, in the order of ids,
-    those that were never looked up. `counts`: of the layout's tables, in order.
-    """
-    for place, table in enumerate(counts):
-        start, stop = (int(at) for at in layout.offsets[place : place + 2])
-        hot = table.order
-        others = np.ones(stop - start, dtype=np.bool_)
-        others[hot] = False
-        order.row_of[start : start + len(hot)] = hot
-        order.row_of[start + len(hot) : stop] = np.flatnonzero(others)
-        order.row_of[start:stop] += start
-        order.position[order.row_of[start:stop]] = np.arange(
-            start, stop, dtype=order.position.dtype
-        )
-
-
-# -----------------------------------------------------------------------------
 # What the ranks of a node share of the statistics: read by one of them, mapped by the others.
 
 log = logging.getLogger(__name__)
 
 
 _WAY_OUT = (
-    "use cache.order=ids, cache.warm_start=0 or a policy without statistics (cache.policy, "
+    "use cache.warm_start=0 or a policy without statistics (cache.policy, "
     "cache.tail), or more memory"
 )
 
@@ -346,15 +291,14 @@ _WAY_OUT = (
 class Popularity:
     """What a cache takes from `statistics`, whose tables are those of the model, in order.
 
-    `hot_rows`: for each table, how many of its most frequent rows lie in the cache first; `order`:
-    whether rows are renumbered; `warm_start`: share of the slots filled before step 0; `classes`:
-    whether planners rank rows by class; `pinned_rows`: for each table, how many of its most
-    frequent rows are `PINNED` (None: no row is).
+    `hot_rows`: for each table, how many of its most frequent rows lie in the cache first;
+    `warm_start`: share of the slots filled before step 0; `classes`: whether planners rank rows by
+    class; `pinned_rows`: for each table, how many of its most frequent rows are `PINNED` (None: no
+    row is).
     """
 
     statistics: Statistics
     hot_rows: tuple[int, ...]
-    order: bool = False
     warm_start: float = 0.0
     classes: bool = False
     pinned_rows: tuple[int, ...] | None = None
@@ -364,26 +308,22 @@ class Popularity:
 class GroupPopularity:
     """The popularity of one group's rows, in memory that the ranks of a node share.
 
-    `order`: the planner's numbering (None: the layout's); `classes` uint8 `[V]`: the class of each
-    row by the layout's numbering, or None; `hot` int64 `[K]`: the rows to lie in the cache first,
-    the likeliest first, by the layout's numbering, and -1 where there are fewer.
+    `classes` uint8 `[V]`: the class of each row, or None; `hot` int64 `[K]`: the rows to lie in the
+    cache first, the likeliest first, and -1 where there are fewer.
     """
 
-    order: RowOrder | None = None
     classes: np.ndarray | None = None
     hot: np.ndarray | None = None
 
     def classes_at(self, layout: RowLayout, home: int) -> np.ndarray | None:
         """The class of each of a home's rows by its local index, uint8 `[ceil(V / W)]`."""
-        if self.classes is None or (layout.world_size == 1 and self.order is None):
+        if self.classes is None or layout.world_size == 1:
             return self.classes
         found = np.zeros(layout.local_rows, dtype=np.uint8)
         for start in range(0, layout.local_rows, _BLOCK):
             stop = min(start + _BLOCK, layout.local_rows)
             rows = layout.row(home, np.arange(start, stop))
             there = rows < layout.rows  # the last index may be of no row
-            if self.order is not None:
-                rows[there] = self.order.original(rows[there])
             found[start:stop][there] = self.classes[rows[there]]
         return found
 
@@ -422,18 +362,16 @@ def _agree(world: World, popularity: Popularity) -> None:
             "cache.statistics (its lookups)": [table.lookups for table in statistics.tables],
             "the hot rows of each table": popularity.hot_rows,
             "the pinned rows of each table": popularity.pinned_rows,
-            "cache.order": popularity.order,
             "cache.warm_start": popularity.warm_start,
         },
     )
 
 
 def _check_nodes(world: World, group: GroupPopularity) -> None:
-    """ConfigError where nodes have other orders, classes or hot rows: homes would not agree."""
+    """ConfigError where nodes have other classes or hot rows: homes would not agree."""
     if world.local_size == world.size:
         return
-    order = () if group.order is None else (group.order.row_of,)
-    arrays = [a for a in (*order, group.classes, group.hot) if a is not None]
+    arrays = [a for a in (group.classes, group.hot) if a is not None]
     digests = together(world, lambda: None if world.local_rank else [zlib.crc32(a) for a in arrays])
     known = [(rank, digest) for rank, digest in enumerate(digests) if digest is not None]
     for rank, digest in known[1:]:
@@ -449,12 +387,9 @@ def _make(
     world: World, layout: RowLayout, tables: Sequence[int], popularity: Popularity
 ) -> tuple[GroupPopularity, Callable[[], None], int]:
     """The arrays of a group, zero yet; what fills them, on every rank; their bytes."""
-    rows, dtype = layout.rows, np.dtype(order_dtype(layout.rows))
     hot = sum(popularity.hot_rows[table] for table in tables) if popularity.warm_start else 0
-    ordered = rows if popularity.order else 0
-    sizes = [(hot, np.dtype(np.int64)), (ordered, dtype), (ordered, dtype)]
     classed = popularity.classes or popularity.pinned_rows is not None
-    sizes.append((rows if classed else 0, np.dtype(np.uint8)))
+    sizes = [(hot, np.dtype(np.int64)), (layout.rows if classed else 0, np.dtype(np.uint8))]
     size = sum(count * kind.itemsize for count, kind in sizes)
     if size == 0:
         return GroupPopularity(), _nothing, 0
@@ -465,16 +400,13 @@ def _make(
         parts.append(memory.tensor(offset, (count,), own).numpy() if count else None)
         offset += count * kind.itemsize
     memory.close()  # from here on the arrays hold the mapping
-    hottest, position, row_of, classes = parts
-    order = None if position is None or row_of is None else RowOrder(position, row_of)
-    group = GroupPopularity(order, classes, hottest)
+    hottest, classes = parts
+    group = GroupPopularity(classes, hottest)
 
     def fill() -> None:
         if world.local_rank:
             return
         statistics = popularity.statistics
-        if order is not None:
-            fill_order(order, layout, [statistics.tables[table] for table in tables])
         if classes is not None:
             pinned = popularity.pinned_rows
             own = None if pinned is None else [pinned[table] for table in tables]

@@ -112,46 +112,30 @@ def initial_rows(seed: int, table: int, table_rows: int, dim: int, start: int, s
 # Which rows of a group a node's store holds, and where: those at home on the node's ranks.
 
 
-class Numbering(Protocol):
-    """How the planner numbers the rows of a layout; homes are those of its numbers."""
-
-    def planned(self, rows: np.ndarray) -> np.ndarray:
-        """The planner's numbers of `rows`, int64 `[n]`."""
-        ...
-
-    def original(self, planned: np.ndarray) -> np.ndarray:
-        """The rows, by the layout's numbers, that the planner numbers `planned`, int64 `[n]`."""
-        ...
-
-
 class NodePart:
     """The rows of `layout` at home on the `count` ranks from `first` on, in a dense order.
 
-    Every block of W (planned) row numbers has one row of each home, so the row of home h in block
+    Every block of W row numbers has one row of each home, so the row of home h in block
     b lies at b * count + (h - first). The last block may be ragged: it has up to `count` places
     that no row takes. With all W ranks on one node a row lies at its own number.
     """
 
-    def __init__(
-        self, layout: RowLayout, first: int, count: int, numbering: Numbering | None = None
-    ) -> None:
-        """`numbering`: where it differs from the layout's."""
+    def __init__(self, layout: RowLayout, first: int, count: int) -> None:
         self.layout, self.first, self.count = layout, first, count
-        self._numbering = numbering
         self.is_whole = count == layout.world_size
         self.rows = layout.rows if self.is_whole else layout.local_rows * count
         """Places of the part, with the few of the last block that no row takes."""
 
     @classmethod
-    def of(cls, layout: RowLayout, world: World | None, numbering: Numbering | None) -> NodePart:
+    def of(cls, layout: RowLayout, world: World | None) -> NodePart:
         """The part of this rank's node; None as `world` is all rows."""
         if world is None or world.nodes.count == 1:
             return cls(layout, 0, layout.world_size)
-        return cls(layout, world.first_local, world.local_size, numbering)
+        return cls(layout, world.first_local, world.local_size)
 
     def homes(self, rows: np.ndarray) -> np.ndarray:
-        """Home rank of each row by the layout's numbers, int64 `[n]`."""
-        return self.layout.home(self._planned(rows))
+        """Home rank of each row, int64 `[n]`."""
+        return self.layout.home(rows)
 
     def holds(self, rows: np.ndarray) -> np.ndarray:
         """Whether each row is at home on this node, bool `[n]`."""
@@ -161,7 +145,7 @@ class NodePart:
         return (homes >= self.first) & (homes < self.first + self.count)
 
     def places(self, rows: np.ndarray) -> np.ndarray:
-        """Where rows (int64 `[n]`, the layout's numbers) lie in the part, int64 `[n]`.
+        """Where rows (int64 `[n]`) lie in the part, int64 `[n]`.
 
         Raises PlanError for a row outside [0, V), or at home on another node.
         """
@@ -170,8 +154,7 @@ class NodePart:
         if rows.min() < 0 or rows.max() >= self.layout.rows:
             bad = rows[(rows < 0) | (rows >= self.layout.rows)][0]
             raise PlanError(f"row {bad} is outside [0, {self.layout.rows})")
-        planned = self._planned(rows)
-        index = self.layout.home(planned) - self.first
+        index = self.layout.home(rows) - self.first
         foreign = (index < 0) | (index >= self.count)
         if foreign.any():
             at = int(np.flatnonzero(foreign)[0])
@@ -179,10 +162,7 @@ class NodePart:
                 f"row {rows[at]} is at home on rank {index[at] + self.first}, and this node's "
                 f"store holds those of ranks {self.first} to {self.first + self.count - 1}"
             )
-        return self.layout.local(planned) * self.count + index
-
-    def _planned(self, rows: np.ndarray) -> np.ndarray:
-        return rows if self._numbering is None else self._numbering.planned(rows)
+        return self.layout.local(rows) * self.count + index
 
 
 # -----------------------------------------------------------------------------
@@ -396,7 +376,7 @@ def store_bytes(
 
     `world`: whose nodes share the rows; None: one node has them all.
     """
-    parts = [NodePart.of(layout, world, None) for layout in layouts]
+    parts = [NodePart.of(layout, world) for layout in layouts]
     pairs = zip(parts, state_widths, strict=True)
     return sum(sum(_part_bytes(part, width, dtype)) for part, width in pairs)
 
@@ -406,15 +386,12 @@ def create_stores(
     state_widths: Sequence[int],
     dtype: torch.dtype,
     world: World,
-    numberings: Sequence[Numbering | None] | None = None,
 ) -> list[RowStore]:
     """The stores of all groups, checked as a whole before the first is made; called by all ranks.
 
-    `numberings`: the planner's, where they differ from the layouts'. Raises MemoryTooSmallError on
-    every rank when some node's memory does not hold its part.
+    Raises MemoryTooSmallError on every rank when some node's memory does not hold its part.
     """
     needed = store_bytes(layouts, state_widths, dtype, world)
-    numberings = numberings or [None] * len(layouts)
 
     def check() -> None:
         if not world.local_rank:
@@ -423,8 +400,8 @@ def create_stores(
     together(world, check)
     stores: list[RowStore] = []
     try:
-        for layout, width, order in zip(layouts, state_widths, numberings, strict=True):
-            stores.append(RowStore.create(layout, width, dtype, world, order))
+        for layout, width in zip(layouts, state_widths, strict=True):
+            stores.append(RowStore.create(layout, width, dtype, world))
     except DistcacheError:
         for store in stores:
             store.close()
@@ -446,14 +423,13 @@ class RowStore:
         state_width: int,
         dtype: torch.dtype,
         world: World,
-        numbering: Numbering | None = None,
     ) -> None:
         """Make and map the memory; called by all ranks. See `create`."""
         if dtype not in (torch.float32, torch.float64):
             raise ConfigError(f"rows of {dtype}: trainer.dtype must be float32 or float64")
         self.layout, self.state_width, self.dtype = layout, state_width, dtype
         self._world = world
-        self.part = NodePart.of(layout, world, numbering)
+        self.part = NodePart.of(layout, world)
         rows = self.part.rows
         first, second = _part_bytes(self.part, state_width, dtype)
         what = f"{rows} rows x ({layout.dim} + {state_width} of state), {dtype}"
@@ -474,14 +450,13 @@ class RowStore:
         state_width: int,
         dtype: torch.dtype,
         world: World,
-        numbering: Numbering | None = None,
     ) -> RowStore:
         """A store of zeros; called by all ranks, mapped by the local ranks of each node.
 
-        `state_width`: S; `dtype`: float32 or float64; `numbering`: the planner's, which says whose
-        home a row is. Raises MemoryTooSmallError on all ranks if some node cannot hold its part.
+        `state_width`: S; `dtype`: float32 or float64. Raises MemoryTooSmallError on all ranks if
+        some node cannot hold its part.
         """
-        return cls(layout, state_width, dtype, world, numbering)
+        return cls(layout, state_width, dtype, world)
 
     @property
     def weight(self) -> Tensor:

@@ -47,14 +47,20 @@ def compute_threads(config: Config, world: World) -> int:
     `auto`: $OMP_NUM_THREADS where it is set, unless to 1 for several local ranks, as torchrun does
     by itself; else the rank's share of the cores that the job may use. The planner and the movement
     of rows take one thread each beside these, and are at work for a small part of a step.
+    Raises ConfigError for more threads than cores, which only wait for one another.
     """
-    given = config.trainer.threads
+    given, cores = config.trainer.threads, len(os.sched_getaffinity(0))
     if given != "auto":
+        if int(given) > cores:
+            raise ConfigError(
+                f"trainer.threads={given} is more than the {cores} core(s) that this process may "
+                f"use: give at most {cores}, or auto"
+            )
         return int(given)
     outside = os.environ.get(_VARIABLE, "").split(",")[0]
     if outside.isdigit() and (int(outside) > 1 or world.local_size == 1):
         return int(outside)
-    return max(1, len(os.sched_getaffinity(0)) // world.local_size)
+    return max(1, cores // world.local_size)
 
 
 # -----------------------------------------------------------------------------
@@ -297,7 +303,7 @@ def cached_settings(
         slots=tuple(slots),
         lookahead=cache.lookahead,
         prefetch=cache.prefetch,
-        policy=Policy.of(cache.policy, cache.tail, cache.admission, cache.half_life),
+        policy=Policy.of(cache.policy, cache.tail, cache.half_life),
         reduction=cache.reduction,
         seed=config.trainer.seed,
         dtype=dtype_of(config),

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import (
 
 from distcache.comm.agreement import on_first, together
 from distcache.comm.world import World
-from distcache.errors import ConfigError, DistcacheError
+from distcache.errors import ConfigError, DataError, DistcacheError
 from distcache.layout import TableSpec
 from distcache.parallel.base import Parallel
 from distcache.trainer.schedule import Phase
@@ -280,6 +280,9 @@ FORMAT = 2
 SLOWEST_BYTES_PER_S = 20 << 20
 """A rank that reads or writes its files slower than this is taken for one that hangs."""
 
+CHECKSUMS = "checksums.json"
+"""Beside a checkpoint's files: the bytes and SHA-256 of each, by name."""
+
 TRAINER_KEY = "trainer"
 """Name, beside the mode's values, of the JSON text with `RunIdentity` and `TrainerState`."""
 
@@ -343,6 +346,7 @@ def save(
     """
     on_first(world, lambda: folder.parent.mkdir(parents=True, exist_ok=True))
     require_shared(world, folder.parent)
+    started = time.monotonic()
     values = mode.state_dict()
     values[TRAINER_KEY] = describe(identity, state)
     values.update(extra or {})
@@ -356,9 +360,44 @@ def save(
             )
         except CheckpointException as error:
             fail(f"the checkpoint {folder} could not be written", error)
+        found = file_digests(partial, files_of(partial), world, group)
+        on_first(world, lambda: (partial / CHECKSUMS).write_text(json.dumps(found, indent=1)))
     on_first(world, lambda: swap(folder, partial))
     if world.is_first:
-        logger.info("checkpoint at step %s: %s", f"{state.step:,}", folder)
+        took = time.monotonic() - started
+        logger.info("checkpoint at step %s: %s, in %.1f s", f"{state.step:,}", folder, took)
+
+
+def compare(
+    path: Path, identity: RunIdentity, world: World, same_data: bool = True
+) -> TrainerState:
+    """The state of training under `path` (a run folder, or its `model/`), every file verified and
+    its run compared with `identity`; all ranks call this, before they make tables.
+
+    `same_data`: whether the data must be those of the checkpoint; where they need not be, a warning
+    says what differs. Raises ConfigError where there is no checkpoint or it is one of another run,
+    naming both values, and DataError where a file of it is damaged.
+    """
+    folder = find(path)
+    header: dict[str, Any] = {TRAINER_KEY: ""}
+    with file_group(world, identity) as group:
+        verify_files(folder, world, group)
+        try:
+            reader = FileSystemReader(folder)
+            state_dict_loader.load(header, storage_reader=reader, process_group=group)
+        except CheckpointException as error:
+            fail(f"the checkpoint {folder} cannot be read", error)
+    state = check(folder, header[TRAINER_KEY], identity)
+    other = other_data(header[TRAINER_KEY], identity)
+    if other and same_data:
+        raise ConfigError(
+            f"{folder} is a checkpoint of training on other data: {other}. Give the data it was "
+            "made with; if other data are meant, set trainer.resume_data=any, which goes on at the "
+            "same step of these"
+        )
+    if other and world.is_first:
+        logger.warning("resuming on other data than those of %s: %s", folder, other)
+    return state
 
 
 def load(
@@ -366,35 +405,20 @@ def load(
     mode: Parallel,
     identity: RunIdentity,
     world: World,
+    state: TrainerState,
     extra: dict[str, bytes] | None = None,
-    same_data: bool = True,
-) -> TrainerState:
-    """Put the state under `path` (a run folder, or its `model/`) into `mode`; all ranks call this.
+) -> None:
+    """Put the checkpoint under `path`, of which `compare` has returned `state`, into `mode`; all
+    ranks call this.
 
-    `extra`: names of values of this rank alone, which are put there. `same_data`: whether the data
-    must be those of the checkpoint; where they need not be, a warning says what differs.
-
-    Raises ConfigError where there is no checkpoint or it is one of another run, naming both
-    values, before anything is changed.
+    `extra`: names of values of this rank alone, which are put there. Raises ConfigError for values
+    that one of checkpoint and run does not have, before anything is changed.
     """
     folder = find(path)
-    reader = FileSystemReader(folder)
-    header: dict[str, Any] = {TRAINER_KEY: ""}
     values = mode.blank_state() | (extra or {})
     with file_group(world, identity) as group:
         try:
-            state_dict_loader.load(header, storage_reader=reader, process_group=group)
-            state = check(folder, header[TRAINER_KEY], identity)
-            other = other_data(header[TRAINER_KEY], identity)
-            if other and same_data:
-                raise ConfigError(
-                    f"{folder} is a checkpoint of training on other data: {other}. Give the data "
-                    "it was made with; if other data are meant, set trainer.resume_data=any, which "
-                    "goes on at the same step of these"
-                )
-            if other and world.is_first:
-                logger.warning("resuming on other data than those of %s: %s", folder, other)
-            planner = CompleteLoadPlanner(other={TRAINER_KEY})
+            reader, planner = FileSystemReader(folder), CompleteLoadPlanner(other={TRAINER_KEY})
             state_dict_loader.load(
                 values, storage_reader=reader, planner=planner, process_group=group
             )
@@ -405,7 +429,62 @@ def load(
     mode.load_state_dict(values)
     if world.is_first:
         logger.info("resuming at step %s from %s", f"{state.step:,}", folder)
-    return state
+
+
+def files_of(folder: Path) -> list[str]:
+    """The names of a checkpoint's files, but for that of their checksums, sorted."""
+    return sorted(e.name for e in folder.iterdir() if e.is_file() and e.name != CHECKSUMS)
+
+
+def file_digests(
+    folder: Path, names: Sequence[str], world: World, group: dist.ProcessGroup
+) -> dict[str, tuple[int, str]]:
+    """(bytes, hexadecimal SHA-256) of the files `names` of `folder`; called by all ranks, which
+    share the reading. Raises DistcacheError on all of them for a file that cannot be read."""
+    mine: dict[str, tuple[int, str]] = {}
+    failure = ""
+    try:
+        for name in names[world.rank :: world.size]:
+            with open(folder / name, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                mine[name] = (file.tell(), digest)
+    except OSError as error:
+        failure = f"rank {world.rank} cannot read the checkpoint's file {name}: {error}"
+    parts: list[Any] = [None] * world.size
+    dist.all_gather_object(parts, (mine, failure), group=group)
+    if failures := [said for _, said in parts if said]:
+        raise DistcacheError(failures[0])
+    return {name: value for found, _ in parts for name, value in found.items()}
+
+
+def verify_files(folder: Path, world: World, group: dist.ProcessGroup) -> None:
+    """Raise DataError naming the files of a checkpoint that are not as they were written.
+
+    Called by all ranks, which share the reading. A checkpoint of an older version has no
+    checksums: one warning.
+    """
+    path = folder / CHECKSUMS
+    if not path.is_file():
+        if world.is_first:
+            logger.warning("%s has no %s: its files are taken as they are", folder, CHECKSUMS)
+        return
+    way_out = "resume from another checkpoint, or from a copy of this one"
+    try:
+        written = {name: (size, sha) for name, (size, sha) in json.loads(path.read_text()).items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise DataError(f"{path} is damaged ({error}): {way_out}") from error
+    missing = sorted(name for name in written if not (folder / name).is_file())
+    if missing:
+        raise DataError(
+            f"the checkpoint {folder} lacks {missing[0]}, which {CHECKSUMS} lists: {way_out}"
+        )
+    found = file_digests(folder, sorted(written), world, group)
+    wrong = [name for name in sorted(written) if tuple(found[name]) != written[name]]
+    if wrong:
+        raise DataError(
+            f"the checkpoint {folder} is damaged: {', '.join(wrong)} (of {len(written)} files) "
+            f"not as written, by size or checksum in {CHECKSUMS}: {way_out}"
+        )
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from distcache.trainer import checkpoint
 from distcache.trainer.checkpoint import RunIdentity, TrainerState
 from distcache.trainer.record import Progress
 from distcache.trainer.schedule import Schedule
-from distcache.trainer.trainer import Loop, Outcome, Run
+from distcache.trainer.trainer import Loop, Outcome, Run, identity_of
 
 _ARGUMENTS = {"parallel.mode": "parallel", "optim.name": "optimizer"}
 """Keys that `distcache.fit` takes as arguments, by these names."""
@@ -61,16 +61,14 @@ class OwnRun(Run):
     evaluate: Iterable[Any] | None = field(default=None, kw_only=True)
     eval_count: int = field(default=0, kw_only=True)
 
-    def resume(self) -> TrainerState:
+    def resume(self, start: TrainerState) -> None:
         """See `Run.resume`; the loader goes back to where it was after the last trained batch."""
-        state, path = TrainerState(), self.config.trainer.resume
+        path = self.config.trainer.resume
         if path is not None:
             own = {self._key(): b""}
-            same = self.config.trainer.resume_data == "same"
-            state = checkpoint.load(Path(path), self.mode, self.identity(), self.world, own, same)
+            checkpoint.load(Path(path), self.mode, self.identity(), self.world, start, own)
             together(self.world, lambda: self.train.resume(own[self._key()]))
         together(self.world, self.train.open)
-        return state
 
     def own_state(self, state: TrainerState) -> dict[str, bytes]:
         """The position of this rank's loader."""
@@ -152,7 +150,14 @@ class OwnRun(Run):
 
     def identity(self) -> RunIdentity:
         """See `Run.identity`; the batches are of any size."""
-        return replace(super().identity(), global_batch_size=0)
+        return own_identity(self.config, self.world, self.source, self.tables)
+
+
+def own_identity(
+    config: Config, world: World, source: OwnSource, tables: Sequence[TableSpec]
+) -> RunIdentity:
+    """See `trainer.identity_of`; the batches of a user's loader are of any size."""
+    return replace(identity_of(config, world, source, tables), global_batch_size=0)
 
 
 def length_of(items: Any) -> int | None:
@@ -218,9 +223,10 @@ def own_config(parallel: str, optimizer: str, settings: dict[str, Any], tables: 
     config.data.table_rows = [1] * tables
     config.model.dense_arch = config.model.over_arch = []
     config.parallel.mode, config.optim.name = parallel, optimizer
-    config.run.dir = "runs/own"
     check_settings(settings)
     given = flat_keys(settings)
+    config.run.dir = "runs/own"
+    config.run.overwrite = "run.dir" not in given  # the default folder is the latest run's
     _check_own_keys(given)
     tree = OmegaConf.structured(config)
     for key, value in settings.items():

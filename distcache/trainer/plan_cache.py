@@ -18,16 +18,16 @@ from torch import nn
 from distcache.comm.agreement import on_first, together
 from distcache.comm.world import World
 from distcache.config.tree import CacheConfig, Config
-from distcache.cost.choose import Choice, best_mixed, choose_placement
 from distcache.cost.cluster import Cluster, Link, check_world, read_cluster
 from distcache.cost.demand import Demand, GroupWindow, counted_sources, demand_at, demand_of_window
-from distcache.cost.predict import Settings
+from distcache.cost.predict import Choice, Settings, best_mixed, choose_placement
 from distcache.data.batch import BatchCheck, BatchSource
 from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
 from distcache.errors import ConfigError, MemoryTooSmallError
 from distcache.layout import RowLayout, TableSpec, group_tables
 from distcache.optim import row_update
 from distcache.planner.policy import Policy
+from distcache.popularity.curve import top_rows
 from distcache.popularity.hot_cold import HotSet
 from distcache.popularity.slots import (
     Budget,
@@ -182,7 +182,6 @@ def plan_cache(
         budget_of(config, itemsize, world.size, expected_rows(config, source, tables)),
         Use(
             Policy(cache.policy, cache.tail),
-            cache.order,
             cache.warm_start,
             cache.split,
             prefetch_of(config),
@@ -574,18 +573,13 @@ def replicated_counts(rows: Mapping[str, Any], tables: Sequence[TableSpec]) -> l
 def rows_of_share(share: float, known: Known) -> list[int]:
     """How many rows of each table are among the most frequent `share` of all rows."""
     wanted = max(1, round(share * sum(table.rows for table in known.tables)))
-    order = _hottest(known)
-    uses = [_uses(known, place, ids) for place, ids in enumerate(order)]
-    table = np.repeat(np.arange(len(order)), [len(ids) for ids in order])
-    first = np.argsort(-np.concatenate(uses), kind="stable")[:wanted]
-    return np.bincount(table[first], minlength=len(order)).tolist()
-
-
-def _uses(known: Known, place: int, ids: np.ndarray) -> np.ndarray:
-    """How often each of `ids` of a table was looked up."""
     if known.statistics is not None:
-        return known.statistics.tables[place].dense()[ids]
-    return known.window.uses[place] if known.window is not None else np.zeros(0, np.int64)
+        found = [table.histogram() for table in known.statistics.tables]
+    else:  # each row by itself
+        uses = () if known.window is None else known.window.uses
+        found = [(own, np.ones(len(own))) for own in uses]
+    counts, rows = zip(*found, strict=True)
+    return [int(count) for count in top_rows(counts, rows, wanted)]
 
 
 def _hottest(known: Known) -> list[np.ndarray]:

@@ -55,7 +55,6 @@ SUMMARY_KEYS = (
     "exchange_ms",
     "exchange_hidden",
     "hot_samples",
-    "early_steps",
     "phase_rate",
     "hot_steps",
     "cold_steps",

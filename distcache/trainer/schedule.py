@@ -14,14 +14,14 @@ from distcache.config.tree import Config
 from distcache.data.batch import Batch, BatchSource
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables
+from distcache.popularity.curve import Curve
 from distcache.popularity.hot_cold import (
     COLD,
     HOT,
     BatchPlace,
     HotColdSource,
     HotSet,
-    curve_of,
-    greedy,
+    hottest,
     rows_that_fit,
 )
 from distcache.popularity.slots import plan_slots
@@ -335,7 +335,7 @@ def choose(
     config: Config, world: World, statistics: Statistics, tables: Sequence[TableSpec]
 ) -> list[int]:
     """How many of the most frequent rows of each table are hot: `data.hot_rows`."""
-    curves = [curve_of(statistics, index) for index in range(len(tables))]
+    curves = [Curve.of(table, statistics.samples) for table in statistics.tables]
     groups, wanted = group_tables(tables), config.data.hot_rows
 
     def slots_of(ranks: int) -> tuple[int, ...]:
@@ -352,7 +352,7 @@ def choose(
                 found[index] = rows
         return found
     rows = sum(statistics.table_rows)
-    found = greedy(curves, round(wanted * rows) if isinstance(wanted, float) else wanted)
+    found = hottest(curves, round(wanted * rows) if isinstance(wanted, float) else wanted)
     if config.parallel.mode == "data":
         _check_room(tables, groups, found, slots_of(world.size))
     return found

@@ -259,16 +259,45 @@ def train(config: Config, world: World, run_dir: Path) -> TrainResult:
     tables = build.build_tables(config, source)
     model = build.build_dense(config, tables, source.dense_features)
     source = arrange(config, world, source, tables)
+    start = resumed_state(config, world, identity_of(config, world, source, tables))
     mode = build.build_parallel(config, world, tables, model, source)
     bad_lines = getattr(source, "bad_lines", None)
     if bad_lines is not None and bad_lines.skip:  # every rank has read, and skipped, the same
         on_first(world, lambda: write_json(run_dir / "bad_lines.json", bad_lines.summary()))
-    return Run(config, world, run_dir, source, tables, mode).go(build.build_rates(config))
+    run = Run(config, world, run_dir, source, tables, mode, start)
+    return run.go(build.build_rates(config))
+
+
+def identity_of(
+    config: Config, world: World, source: BatchSource, tables: Sequence[TableSpec]
+) -> RunIdentity:
+    """What a checkpoint of a run has in common with a run that resumes it."""
+    return RunIdentity(
+        mode=config.parallel.mode,
+        world_size=world.size,
+        dtype=config.trainer.dtype,
+        optimizer=config.optim.name,
+        seed=config.trainer.seed,
+        global_batch_size=config.data.global_batch_size,
+        steps_per_epoch=source.steps_per_epoch,
+        tables=tuple((table.name, table.rows, table.dim) for table in tables),
+        data=tuple(sorted(source.identity.items())),
+    )
+
+
+def resumed_state(config: Config, world: World, identity: RunIdentity) -> TrainerState:
+    """Where the run of `trainer.resume` stands, compared with this one before tables are made; the
+    beginning where that is null. Called by all ranks."""
+    path, same = config.trainer.resume, config.trainer.resume_data == "same"
+    if path is None:
+        return TrainerState()
+    return checkpoint.compare(Path(path), identity, world, same)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run's parts: settings, ranks, folder, data, tables, and the model in its mode."""
+    """One run's parts: settings, ranks, folder, data, tables, the model in its mode, and where
+    training starts, as `resumed_state` says (None: it is asked)."""
 
     config: Config
     world: World
@@ -276,6 +305,7 @@ class Run:
     source: BatchSource
     tables: Sequence[TableSpec]
     mode: Parallel
+    start: TrainerState | None = None
 
     def go(self, rates: Callable[[int], tuple[float, float]]) -> TrainResult:
         """Resume, train, save, digest, summarise; the mode is closed whatever happens.
@@ -284,11 +314,15 @@ class Run:
         """
         self.mode.scratch = self.run_dir
         try:
-            start = self.resume()
+            start = self.start
+            if start is None:
+                start = resumed_state(self.config, self.world, self.identity())
+            self.resume(start)
             schedule = self.schedule(start)
             with StopRequest() as stop, tf32(self.config.trainer.tf32), self.traced():
                 outcome = self.run_steps(start, schedule, rates, stop)
                 stopped_by = stop.agreed(self.world)
+                self.announce(outcome, stopped_by)
                 measured = self.mode.summary()
                 self.save(outcome, stopped_by)
                 digest = self.digest()
@@ -303,13 +337,11 @@ class Run:
             return nullcontext()
         return tracing(self.world, self.run_dir, self.mode)
 
-    def resume(self) -> TrainerState:
-        """The state under `trainer.resume`, put into the mode; the beginning where that is null."""
+    def resume(self, start: TrainerState) -> None:
+        """Put what is under `trainer.resume`, which stands at `start`, into the mode, if any is."""
         path = self.config.trainer.resume
-        if path is None:
-            return TrainerState()
-        same = self.config.trainer.resume_data == "same"
-        return checkpoint.load(Path(path), self.mode, self.identity(), self.world, same_data=same)
+        if path is not None:
+            checkpoint.load(Path(path), self.mode, self.identity(), self.world, start)
 
     def own_state(self, state: TrainerState) -> dict[str, bytes]:
         """Values of this rank alone that belong into a checkpoint at `state`, by unique names."""
@@ -401,6 +433,16 @@ class Run:
                 self.run_dir,
             )
 
+    def announce(self, outcome: Outcome, stopped_by: int | None) -> None:
+        """Say at once that a stop was heard: the checkpoint of large tables takes its time."""
+        if stopped_by is not None and self.world.is_first:
+            logger.warning(
+                "%s: stopping after step %s, with a checkpoint in %s",
+                signal.Signals(stopped_by).name,
+                f"{outcome.state.step:,}",
+                self.run_dir / "model",
+            )
+
     def refuse(self, outcome: Outcome) -> NoReturn:
         """Say which step and which ranks, and where the state is."""
         ranks = ", ".join(map(str, outcome.bad.bad_ranks)) if outcome.bad else ""
@@ -460,15 +502,4 @@ class Run:
 
     def identity(self) -> RunIdentity:
         """What a checkpoint of this run has in common with a run that resumes it."""
-        config = self.config
-        return RunIdentity(
-            mode=config.parallel.mode,
-            world_size=self.world.size,
-            dtype=config.trainer.dtype,
-            optimizer=config.optim.name,
-            seed=config.trainer.seed,
-            global_batch_size=config.data.global_batch_size,
-            steps_per_epoch=self.source.steps_per_epoch,
-            tables=tuple((table.name, table.rows, table.dim) for table in self.tables),
-            data=tuple(sorted(self.source.identity.items())),
-        )
+        return identity_of(self.config, self.world, self.source, self.tables)

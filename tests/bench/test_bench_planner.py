@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from bench_checks import check_spread, of, read_report
+from simulator import simulate
 
 from distcache.bench import plan_runs
 from distcache.bench.plan_ids import by_rank, compose_plan
@@ -19,8 +20,8 @@ from distcache.bench.planner import main
 from distcache.comm.rendezvous import Place
 from distcache.engine.groups import RegionSlots, make_groups
 from distcache.layout import TableSpec
-from distcache.planner.calls import NAMES, bodies
-from distcache.planner.simulator import PlannerSettings, simulate
+from distcache.planner import loops
+from distcache.replay import PlannerSettings
 from distcache.step_plan import check_plan_fully
 from distcache.trainer.plan_cache import window_steps
 
@@ -28,7 +29,7 @@ KINDS = ("replicated", "sharded", "mixed")
 ARGUMENTS = ["size=small", "batch=96", "steps=3", "repetitions=2", "share=0.01"]
 ARGUMENTS.append("placements=replicated,sharded,mixed")
 PARTS = {"request", "ingest", "plan", "assemble", "check"}
-BODIES = ("compiled", "numpy")
+BODIES = ("compiled",)
 RUNS = {
     (kind, world, body)
     for kind in KINDS
@@ -87,16 +88,13 @@ def test_parts_sum_to_the_turns(report):
             sum(parts["ms"].values()), 1e3 * sum(turns) / (2 * 3 * world), rtol=1e-9
         )
     for inside in of(records, "loops"):
-        used = set(NAMES) - {"find_rows", "find_sorted", "divide"}
-        used |= {"find_rows"} if inside["world_size"] > 1 else set()
-        used |= {"replicated": set(), "sharded": {"find_sorted", "divide"}}.get(
-            inside["placement"], {"find_sorted", "divide"}
-        )
-        assert set(inside["ms"]) == used
+        assert {"name_rows", "look_up", "fill", "order_ids"} <= set(inside["ms"])
+        assert ("find_rows" in inside["ms"]) == (inside["world_size"] > 1)
+        assert ("divide" in inside["ms"]) == (inside["placement"] != "replicated")
         assert all(ms > 0 for ms in inside["ms"].values())
 
 
-def test_the_exchange_is_timed_by_rank_and_both_bodies_send_the_same(report):
+def test_the_exchange_is_timed_by_rank(report):
     _, records = report
     exchanges = of(records, "exchange")
     assert [run_of(r) for r in exchanges] == [(kind, 2, body) for kind in KINDS for body in BODIES]
@@ -112,8 +110,6 @@ def test_the_exchange_is_timed_by_rank_and_both_bodies_send_the_same(report):
         assert sum(record["ms"].values()) * 3 * 2 <= 1e3 * sum(record["seconds"])
         assert record["planning_bytes"] == sum(record["planning_bytes_by_rank"]) / 2
     sent = {run_of(record): record["planning_bytes_by_rank"] for record in exchanges}
-    for kind in KINDS:
-        assert sent[kind, 2, "compiled"] == sent[kind, 2, "numpy"]
     # Of sharded rows a rank learns about its own alone.
     means = [np.mean(sent[kind, 2, "compiled"]) for kind in ("sharded", "mixed", "replicated")]
     assert 0 < means[0] < means[1] < means[2]
@@ -147,16 +143,15 @@ def placed(world: int, kind: str = "replicated") -> PlacedGroup:
     return PlacedGroup(replace(group, hot=hot), RegionSlots(own, 60))
 
 
-@pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize(
     ("kind", "world"),
     [("replicated", 1), ("replicated", 2), *((k, w) for k in ("sharded", "mixed") for w in (2, 3))],
 )
-def test_plans_are_those_of_the_simulator(kind, world, body):
+def test_plans_are_those_of_the_simulator(kind, world):
     of = placed(world, kind)
     random = np.random.default_rng(0)
     steps = [random.integers(0, 300, (1, 40)) for _ in range(12)]
-    run = PlanningRun(of, lookahead=2, prefetch=1, body=body)
+    run = PlanningRun(of, lookahead=2, prefetch=1)
     got = [plans for rows in steps for plans in [run.step(by_rank(rows, world))] if plans]
     hot, slots = of.group.hot, of.slots
     settings = PlannerSettings(slots.all, 2, 1, hot=hot, replicated=slots.replicated)
@@ -201,21 +196,19 @@ def test_hot_ids_are_the_most_frequent_of_the_first_steps():
 
 
 def test_timing_inside_changes_nothing_and_ends():
-    runs = [PlanningRun(placed(1), 1, 1, body) for body in BODIES]
-    before, original = bodies(), runs[1].bodies
+    runs = [PlanningRun(placed(1), 1, 1) for _ in range(2)]
+    before = dict(vars(loops))
     random = np.random.default_rng(1)
     for step in range(8):
         rows = by_rank(random.integers(0, 300, (1, 60)), 1)
         plain = runs[0].step(rows)
-        with timed_loops(runs[1]) as seconds:
+        with timed_loops() as seconds:
             watched = runs[1].step(rows)
-        first = {"name_rows", "group", "want"}
-        unused = {"find_rows", "live", "count_uses", "find_sorted", "divide"}
-        assert set(seconds) >= (set(NAMES) - unused if step else first)
+        assert set(seconds) >= ({"name_rows", "look_up"} if step else {"name_rows"})
         for one, other in zip(plain, watched, strict=True):
             assert torch.equal(one.slots, other.slots)
             assert torch.equal(one.evict_slots, other.evict_slots)
-    assert bodies() is before and runs[1].bodies is original
+    assert dict(vars(loops)) == before
 
 
 def test_all_contenders_find_the_same_number_of_rows():

@@ -133,7 +133,7 @@ def test_drift_deals_popularity_anew() -> None:
 
 def test_a_trace_without_data_is_left_out_and_said(capsys, tmp_path: Path) -> None:
     out = tmp_path / "policies.md"
-    arguments = ["traces=book,zipf_1.2", "policies=lru", "admission=false", *ARGUMENTS]
+    arguments = ["traces=book,zipf_1.2", "policies=lru", *ARGUMENTS]
     assert main([*arguments, f"out={out}", f"book={tmp_path / 'none.txt'}"]) == 0
     _, records = read_report(out, tables)
     (skipped,) = of(records, "skipped")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -223,7 +224,7 @@ def test_refusal_of_the_allocator_is_translated(monkeypatch: pytest.MonkeyPatch)
     assert "long story" not in str(caught.value)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_against_a_dictionary(data: st.DataObject) -> None:
     """Random fills, writes and evictions: the cache is a dictionary slot -> (row, version)."""

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+from types import SimpleNamespace
+
 import pytest
 import ranks
+from launching import Forked
+
+from distcache.cli import run
 
 
 @pytest.fixture
 def free_port() -> int:
     """A TCP port that nobody listens on now."""
     return ranks.free_port()
+
+
+@pytest.fixture
+def forked_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that a command starts are forked with all imports done."""
+    forking = SimpleNamespace(**vars(subprocess) | {"Popen": Forked})
+    monkeypatch.setattr(run, "subprocess", forking)

@@ -18,7 +18,7 @@ from distcache.analyze import main
 from distcache.cli.analyze_run import SizeSearch, rounded_up
 from distcache.planner.policy import Policy
 from distcache.popularity.counters import Drift
-from distcache.popularity.curve import TableProfile, ZipfFit, curve_of
+from distcache.popularity.curve import Curve, TableProfile, ZipfFit
 from distcache.popularity.statistics import TableCounts, read_statistics
 from distcache.replay import Case
 from distcache.trainer.prediction import Estimate, Sizes
@@ -138,7 +138,7 @@ class Served:
     """A `Prediction` of 40 rows, of which a cache of 30 serves less than one of 29."""
 
     def estimate(self, case: Case) -> Estimate:
-        """See `Prediction.estimate`."""
+        """See `RecordedRun.estimate`."""
         rate = 0.5 if case.slots[0] == 30 else case.slots[0] / 40
         return Estimate(case, 1, hit_rate=rate, hit_rate_lookups=rate)
 
@@ -149,7 +149,7 @@ def test_the_target_has_three_digits_where_few_sizes_differ(wanted: float) -> No
     sizes = Sizes(((40, 4, 0),), ((0,),), 4)
     counts = np.ones(40, np.int64)
     table = TableCounts("a", 40, 40, 40, counts)
-    profile = TableProfile(table, curve_of(table), ZipfFit(None, None, 0), Drift(40), 0.0, 4.0, 0)
+    profile = TableProfile(table, Curve.of(table), ZipfFit(None, None, 0), Drift(40), 0.0, 4.0, 0)
     search = SizeSearch(Served(), sizes, [profile], lambda slots: Case(Policy(), tuple(slots)), 1)
     target = search.target(wanted)
     assert target.point.rate >= wanted
@@ -182,7 +182,7 @@ def test_ctrl_c_reports_what_was_read(
 
     monkeypatch.setattr(SyntheticSource, "train_batch", press)
     run_to = ("trainer.steps=19", *SMALL[:3], "data.samples=15000", "cache.ratio=0.1")
-    assert main([*run_to, f"analyze.output={tmp_path}"]) == 130
+    assert main([*run_to, f"output={tmp_path}"]) == 130
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["read"]["stopped"] and report["read"]["steps"] == 21
     shown = capsys.readouterr()
@@ -201,7 +201,7 @@ def test_ctrl_c_ends_the_recording_too(
         return record(*arguments)
 
     monkeypatch.setattr(entry, "record_run", press)
-    assert main([*SMALL, f"analyze.output={tmp_path}"]) == 130
+    assert main([*SMALL, f"output={tmp_path}"]) == 130
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["read"]["steps"] == 60 and report["prediction"]["replayed_steps"] == 4
     assert "stopped: the first 4 steps of the run are replayed" in capsys.readouterr().err

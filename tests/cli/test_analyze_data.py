@@ -23,7 +23,7 @@ def test_counts_of_preprocessing_are_those_of_an_analysis(
     folder = tmp_path / "made"
     preprocessed(text, folder, mode=mode, multi_hot=multi_hot)
     words = ("data=criteo", f"data.path={folder}", "data.global_batch_size=64", "cache.ratio=0.5")
-    assert main([*words, f"analyze.output={tmp_path / 'out'}"]) == 0
+    assert main([*words, f"output={tmp_path / 'out'}"]) == 0
     counted, given = read_statistics(tmp_path / "out"), read_statistics(folder)
     assert counted.fingerprint == given.fingerprint
     assert counted.samples == given.samples == 600

@@ -26,7 +26,7 @@ SYNTHETIC = (
 def predict(overrides: tuple[str, ...], folder: Path, *more: str) -> dict:
     """`prediction` of the report of an analysis with these overrides."""
     out = folder / "analysis"
-    assert main([*TINY, *overrides, *more, f"analyze.output={out}"]) == 0
+    assert main([*TINY, *overrides, *more, f"output={out}"]) == 0
     return json.loads((out / "report.json").read_text())["prediction"]
 
 
@@ -99,7 +99,7 @@ def test_splits_of_the_cache(tmp_path: Path) -> None:
 
 def test_a_split_that_training_refuses(tmp_path: Path, capsys) -> None:
     wrong = [*TINY, *SYNTHETIC, "cache.ratio=null", "cache.split={t_cat_0:9,other:9}"]
-    assert main([*wrong, f"analyze.output={tmp_path / 'wrong'}"]) == 1
+    assert main([*wrong, f"output={tmp_path / 'wrong'}"]) == 1
     told = capsys.readouterr().err
     assert "other=9 names no table" in told and "count" not in told.splitlines()[0]
     predict(WIDE, tmp_path)

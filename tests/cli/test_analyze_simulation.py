@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from analyses import SMALL, refused, run
 
-from distcache.cli.analyze_run import cases_of, parse_request, policy_named
+from distcache.cli.analyze_run import (
+    DEFAULT_SIZES,
+    AnalyzeConfig,
+    cases_of,
+    parse_request,
+    policy_named,
+)
+from distcache.cli.compose import read_line
 from distcache.planner.policy import Policy
 
 
 def test_policies_and_cases() -> None:
-    assert policy_named("lookahead-frequency+admission") == Policy("lookahead", "frequency", True)
-    request = parse_request(
-        [
-            "simulate=true",
-            "analyze.policies=all",
-            "analyze.lookaheads=[2,8]",
-            "analyze.world_sizes=1,3",
-        ]
-    )
+    assert policy_named("lookahead-frequency") == Policy("lookahead", "frequency")
+    words = ["simulate=true", "analyze.policies=all", "analyze.lookaheads=[2,8]"]
+    line = read_line("analyze", AnalyzeConfig, [*words, "analyze.world_sizes=1,3"])
+    request = parse_request(line)
+    options = replace(request.options, sizes=DEFAULT_SIZES)
     assert len(request.policies) == 7
     cases = cases_of(
         request.policies,
-        request.options,
+        options,
         lambda size, world: (int(1000 * size),),
         lambda slots, world: int(slots[0] > 5),
     )
-    sizes = len(request.options.sizes)
+    sizes = len(DEFAULT_SIZES)
     assert len(cases) == 2 * sizes * (1 + 3 * 2 + 4)
     assert all(case.prefetch == (case.slots[0] > 5) for case in cases)
     assert {case.prefetch for case in cases} == {0, 1}
@@ -71,7 +75,7 @@ def test_simulation_of_a_file_of_ids(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert report["read"] == {"ids": 2000, "steps": 50, "rows": int(ids.max()) + 1}
     assert {case["label"] for case in report["simulated"]} == {"MIN", "lookahead 8, lfu", "lru"}
     assert "of MIN" in capsys.readouterr().out
-    said = refused(capsys, *words, "optim=adam", f"analyze.output={tmp_path}")
+    said = refused(capsys, *words, "optim=adam", f"output={tmp_path}")
     assert "optim=adam speaks of a data source" in said
 
 
@@ -82,5 +86,5 @@ def test_simulation_of_a_file_of_ids(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_bad_trace(tmp_path: Path, capsys: pytest.CaptureFixture, text: str, named: str) -> None:
     path = tmp_path / "ids.txt"
     path.write_text(text)
-    said = refused(capsys, "simulate=true", f"trace={path}", f"analyze.output={tmp_path / 'o'}")
+    said = refused(capsys, "simulate=true", f"trace={path}", f"output={tmp_path / 'o'}")
     assert "trace: " in said and named in said and "name another one" in said

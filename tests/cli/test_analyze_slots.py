@@ -8,7 +8,7 @@ import pytest
 from distcache.planner.policy import Policy
 from distcache.replay import Case, replay
 from distcache.trace import record_ids
-from distcache.trainer.prediction import Prediction
+from distcache.trainer.prediction import RecordedRun
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -18,7 +18,7 @@ def test_more_slots_than_rows(world: int, policy: Policy) -> None:
     steps = [(4000 * rng.random(50) ** 2).astype(np.int64) for _ in range(40)]
     trace = record_ids(steps, 4000, (world,))
     most = max(len(home.names) for home in trace.of_world(world))
-    prediction = Prediction([trace], 40)
+    prediction = RecordedRun([trace], 40)
     for slots in (3999, world * most, world * most - world, 300):
         case = Case(policy, (slots,), 4, 1, world)
         found = prediction.estimate(case)

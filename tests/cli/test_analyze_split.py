@@ -22,7 +22,7 @@ RUN = (
 
 def simulated(folder: Path, *words: str) -> dict[tuple[str, int], float]:
     """Rows fetched per step by policy and slots over all groups."""
-    given = [*RUN, "simulate=true", "analyze.policies=[lookahead]", f"analyze.output={folder}"]
+    given = [*RUN, "simulate=true", "analyze.policies=[lookahead]", f"output={folder}"]
     assert main([*given, *words]) == 0
     cases = json.loads((folder / "report.json").read_text())["simulated"]
     return {(case["label"], sum(case["slots"])): case["fetched"] for case in cases}

@@ -12,16 +12,22 @@ import pytest
 from launching import CHECKOUT, STUB, environment
 
 from distcache import compare as entry
-from distcache.compare import Request, parse, prepare
+from distcache.cli.compose import read_line
+from distcache.compare import CompareConfig, Request, prepare
 from distcache.errors import ConfigError
 
 
+def parse(words: list[str]) -> Request:
+    """The request of a command line."""
+    return entry.parse(read_line("compare", CompareConfig, words))
+
+
 def test_the_command_line():
-    request = parse(["optim=adam", "modes=data,host", "world_size=3", "repeats=2", "out=here"])
+    request = parse(["optim=adam", "modes=data,host", "world_size=3", "repeats=2", "output=here"])
     assert request == Request(("data", "host"), 3, 2, Path("here"), ("optim=adam",))
     assert parse(["modes=[data,hybrid]"]).modes == ("data", "hybrid")
     assert parse([]).modes == ("data", "hybrid")
-    assert parse([]).out.parent == Path("compare")
+    assert parse([]).output.parent == Path("compare")
 
 
 @pytest.mark.parametrize(
@@ -33,8 +39,8 @@ def test_the_command_line():
         ("world_size=0", "world_size=0"),
         ("repeats=two", "repeats=two"),
         ("parallel=data", "use modes="),
-        ("run.dir=x", "out="),
-        ("output=x", "did you mean out"),
+        ("run.dir=x", "output="),
+        ("out=x", r"did you mean output\?"),
         ("mode=sharded", "did you mean modes"),
         ("nproc=2", "did you mean world_size"),
         ("modes=data,sharded cache.placement=mixed", "cache.placement=mixed: modes=sharded sets"),
@@ -105,7 +111,9 @@ def test_a_mode_that_is_refused_does_not_stop_the_others():
 
 
 @pytest.mark.parametrize("repeats", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_runs_go_round_and_a_failing_mode_is_told(repeats, tmp_path, monkeypatch, capsys):
+def test_runs_go_round_and_a_failing_mode_is_told(
+    repeats, tmp_path, monkeypatch, capsys, forked_jobs
+):
     def command(ranks: int, arguments: list[str]) -> list[str]:
         assert ranks == 1
         return [sys.executable, STUB, *arguments]
@@ -113,7 +121,7 @@ def test_runs_go_round_and_a_failing_mode_is_told(repeats, tmp_path, monkeypatch
     monkeypatch.setattr(entry, "train_command", command)
     monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
     monkeypatch.chdir(tmp_path)
-    words = ["modes=data,host", "world_size=1", f"repeats={repeats}", "out=o", "trainer.seed=11"]
+    words = ["modes=data,host", "world_size=1", f"repeats={repeats}", "output=o", "trainer.seed=11"]
     monkeypatch.setattr(sys, "argv", ["compare", *words])
     assert entry.main() == 1
     said = capsys.readouterr()
@@ -162,7 +170,7 @@ def processes_of(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_process(tmp_path):
-    words = ["modes=data,host", f"out={tmp_path}/o", "trainer.seed=5"]
+    words = ["modes=data,host", f"output={tmp_path}/o", "trainer.seed=5"]
     command = [sys.executable, "-c", INTERRUPTED, *words]
     parent = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60

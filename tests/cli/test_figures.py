@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
-from launching import environment
+from launching import environment, run
 
 DRAW = """
 import os, sys
@@ -21,11 +20,10 @@ def test_a_backend_that_is_not_there_does_not_matter(tmp_path) -> None:
     """A notebook's kernel names its own backend to every command that it starts."""
     pytest.importorskip("matplotlib")
     name, path = "module://not_there.backend", tmp_path / "figure.png"
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-c", DRAW, str(path)],
         env=environment(MPLBACKEND=name),
         capture_output=True,
-        text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stderr

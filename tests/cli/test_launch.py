@@ -1,6 +1,6 @@
-"""Two ranks under torchrun, with a stand-in for the trainer: one configuration, one folder.
+"""Ranks of the main command, with a stand-in for the trainer: one configuration, one folder.
 
-Every launch costs seconds, so each checks several things.
+One test has torchrun itself start them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import STUB, environment, train
+from launching import STUB, Forked, environment, train
 from omegaconf import OmegaConf
 
 TRAIN = ("-m", "distcache.train")
@@ -64,7 +64,7 @@ def test_a_wrong_command_line_ends_all_ranks_quickly(tmp_path, arguments, named)
 
 
 def test_the_cause_is_told_before_its_consequences(tmp_path):
-    done = train(["trainer.seed=2", "run.dir=run"], tmp_path, ranks=2)
+    done = train(["trainer.seed=2", "run.dir=run"], tmp_path, ranks=2, fresh=True)
     assert done.returncode == 1
     assert messages(done.stderr) == [
         "rank 1: error: the cause",
@@ -96,7 +96,7 @@ def by_hand(folder, arguments, sizes, port):
         here = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
         here |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         ranks.append(
-            subprocess.Popen(
+            Forked(
                 [sys.executable, STUB, *own],
                 cwd=folder,
                 env=environment(**{name: str(value) for name, value in here.items()}),

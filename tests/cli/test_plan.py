@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import environment
+from launching import run as run_command
 from node_cases import open_nodes
 from ranks import run_ranks
 
 from distcache.analyze import main as analyze
 from distcache.cli import plan_report
-from distcache.cli.compose import checked_config, compose_overrides
-from distcache.cli.plan_run import default_parameters, make_plan, parse_request
+from distcache.cli.compose import checked_config, compose_overrides, read_line
+from distcache.cli.plan_run import Options, Request, default_parameters, make_plan
+from distcache.cli.plan_run import parse_request as parse_line
 from distcache.comm.rendezvous import Place
 from distcache.comm.world import World, close_world, open_world
-from distcache.cost.choose import Point
 from distcache.cost.cluster import PRESETS
+from distcache.cost.predict import Point
 from distcache.cost.traffic import CACHED, HYBRID
 from distcache.models import build_model
 from distcache.optim import row_update
@@ -34,6 +35,11 @@ def run(folder: Path, *arguments: str, code: int = 0) -> list[dict]:
     """The records of a plan that goes well; `code`: 1 where nothing fits."""
     assert main([*arguments, f"output={folder}"]) == code
     return [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+
+
+def parse_request(words: list[str]) -> Request:
+    """The request of a command line."""
+    return parse_line(read_line("plan", Options, words))
 
 
 def refused(capsys: pytest.CaptureFixture, *arguments: str) -> str:
@@ -85,12 +91,9 @@ def test_training_takes_the_overrides(tmp_path: Path) -> None:
     assert config.cache.placement == "sharded" and config.cache.ratio == 0.2
     small = "data.table_rows=[20000,3000,40] data.global_batch_size=64 trainer.steps=3"
     more = f"trainer.eval_steps=0 run.dir={tmp_path}/run run.save=false"
-    train = f"{sys.executable} -m distcache.train"
-    command = f"{train} $(cat {tmp_path}/overrides.txt) {small} {more}"
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        ["sh", "-c", command], env=env, capture_output=True, text=True, timeout=90
-    )
+    words = [*(tmp_path / "overrides.txt").read_text().split(), *small.split(), *more.split()]
+    train = [sys.executable, "-m", "distcache.train", *words]  # as $(cat overrides.txt) gives them
+    done = run_command(train, env=environment(), capture_output=True, timeout=90)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 3
 
@@ -116,7 +119,7 @@ def test_every_choice_is_a_configuration(placement: str) -> None:
 
 def test_statistics_are_as_good_as_the_law(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     data = ["data=synthetic", "data.table_rows=[20000,3000,40]", "data.global_batch_size=512"]
-    assert analyze([*data, "trainer.steps=100", f"analyze.output={tmp_path}/skew"]) == 0
+    assert analyze([*data, "trainer.steps=100", f"output={tmp_path}/skew"]) == 0
     by_law = asked(run(tmp_path / "a", *SMALL))
     rest = [word for word in SMALL if not word.startswith("table_rows")]
     known = f"statistics={tmp_path}/skew"
@@ -154,24 +157,24 @@ def test_statistics_are_as_good_as_the_law(tmp_path: Path, capsys: pytest.Captur
         ((*SMALL, "replicated_rows=many"), "replicated_rows=many: give the rows of each table"),
         ((*SMALL, "objective=money"), "objective=money: choose time or bytes"),
         ((*SMALL, "device=abacus"), "device=abacus is unknown: choose a100"),
-        ((*SMALL, "device_memory=infg"), "device_memory=infg: give bytes"),
-        ((*SMALL, "device_memory=lots"), "device_memory=lots: give bytes"),
+        ((*SMALL, "device_memory=infg"), "device_memory=infg: give a number of bytes"),
+        ((*SMALL, "device_memory=lots"), "device_memory=lots: give a number of bytes"),
         ((*SMALL, "device_memory=80"), "device_memory=80: give bytes, at least 1,000, such as 80g"),
         ((*SMALL, "measure=true", "inside=pcie4"), "inside=pcie4 and measure=true, which times"),
         ((*SMALL, "measure=true", "host=pcie4"), "host=pcie4 and measure=true, which times"),
-        ((*SMALL, "optim=sgdd"), "optim='sgdd' is not"),
+        ((*SMALL, "optim.name=sgdd"), "optim='sgdd' is not"),
         ((*SMALL, "width=[8,16]"), "width has 2 entries for 3 tables"),
         ((*SMALL, "bag_size=-1"), "bag_size=-1.0: give at least 0"),
         ((*SMALL, "table_rows=[5,0,1]"), "a table has at least 1 row"),
-        ((*SMALL, "batch=0"), "batch=0 must be at least 1"),
-        ((*SMALL, "cache.ratio=0.1"), "cache.ratio=0.1: no such key: did you mean cache_ratio"),
+        ((*SMALL, "batch=0"), "batch=0 is out of range"),
+        ((*SMALL, "cache.ratio=0.1"), "cache.ratio: no such key: did you mean cache_ratio"),
         ((*SMALL, "cache_ratio=2"), "cache.ratio=2.0 is not in (0, 1]"),
         ((*SMALL, "state=away"), "state=away is unknown: choose auto, replicated, home"),
         (
             (*SMALL, "cache_rows=4", "cache_ratio=0.1"),
             "cache_rows=4 and cache_ratio=0.1 contradict",
         ),
-        ((*SMALL, "cache.rows=4"), "cache.rows=4: no such key"),
+        ((*SMALL, "cache.rows=4"), "cache.rows: no such key"),
         ((*SMALL, "bacth=4"), "did you mean batch"),
     ],
 )
@@ -262,7 +265,7 @@ def test_nodes_measure_what_is_between_them(sizes: tuple[int, ...]) -> None:
         assert link.bandwidth > 1e5 and link.latency > 0 and link.name == "measured"
 
 
-def test_one_rank_measures_alone(tmp_path: Path) -> None:
+def test_one_rank_measures_alone(tmp_path: Path, forked_jobs: None) -> None:
     records = run(tmp_path, *TABLES, "measure=true", "measure_ranks=1", "world_size=1",
                   "most_ranks=2")  # fmt: skip
     assert asked(records)["sharded"]["seconds"]["total"] > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launching import STUB, environment, train
+from launching import STUB, Forked, environment, train
 
 from distcache import train as entry
 from distcache.cli.compose import compose_overrides, to_config
@@ -35,7 +34,7 @@ def test_an_orderly_stop_ends_like_its_signal(tmp_path):
 
 
 def test_ctrl_c_in_the_middle(tmp_path):
-    rank = subprocess.Popen(
+    rank = Forked(
         [sys.executable, STUB, "trainer.seed=5", "run.dir=run"],
         cwd=tmp_path,
         env=environment(),
@@ -64,19 +63,22 @@ def test_a_folder_that_cannot_be_made(world):
         opened(Path("/proc/none"), world)
 
 
-def test_overwriting_a_finished_run_is_said(tmp_path, world, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("distcache"), "propagate", True)
+def test_another_run_is_overwritten_only_where_that_is_meant(tmp_path, world):
     opened(tmp_path, world)
+    opened(tmp_path, world)  # a run that failed before its first step
     (tmp_path / "summary.json").write_text("{}")
-    assert "overwrites" not in caplog.text
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ConfigError, match=r"\(summary.json, model\).*run.overwrite=true"):
+        opened(tmp_path, world)
+    assert (tmp_path / "summary.json").exists()
     for resume in (tmp_path, tmp_path / "model"):
         (tmp_path / "summary.json").write_text("{}")
         opened(tmp_path, world, f"trainer.resume={resume}")
-        assert "overwrites" not in caplog.text
-    assert not (tmp_path / "summary.json").exists(), "until the new run has one of its own"
-    (tmp_path / "summary.json").write_text("{}")
-    opened(tmp_path, world)
-    assert f"run.dir={tmp_path} holds a finished run" in caplog.text
+        assert not (tmp_path / "summary.json").exists(), "until the new run has one of its own"
+        assert (tmp_path / "model").exists()
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    opened(tmp_path, world, "run.overwrite=true")
+    assert not (tmp_path / "model").exists() and not (tmp_path / "metrics.jsonl").exists()
     assert json.loads((tmp_path / "environment.json").read_text())["world_size"] == 1
 
 

@@ -264,6 +264,6 @@ def test_a_glob_of_files_is_found(tmp_path):
 
 def test_the_tree_and_the_planner_have_the_same_policies() -> None:
     cache = CacheConfig()
-    policy = Policy.of(cache.policy, cache.tail, cache.admission, cache.half_life)
+    policy = Policy.of(cache.policy, cache.tail, cache.half_life)
     assert policy == DEFAULT == Policy()
     assert CHOICES["cache.policy"] == POLICIES and CHOICES["cache.tail"] == TAILS

@@ -9,20 +9,21 @@ from dataclasses import replace
 import pytest
 from cost_cases import BATCH, DIM, ROWS, STATE, cluster, demand, settings
 
-from distcache.cost.choose import (
+from distcache.cost.cluster import Link
+from distcache.cost.predict import (
     Crossover,
+    Settings,
     best_mixed,
     candidate_prefixes,
     choose_placement,
     compare,
     crossovers,
     powers_of_two,
+    predict,
     ranks_per_node,
     sweep,
     winner,
 )
-from distcache.cost.cluster import Link
-from distcache.cost.predict import Settings, predict
 from distcache.cost.traffic import (
     CACHED,
     HYBRID,

@@ -71,7 +71,7 @@ def check(found: dict[str, Any], expected: Prediction, world: int, tolerance: fl
     assert host == pytest.approx(each["host_to_device_bytes"], rel=0.05)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_bytes_are_those_of_runs(world: int, tmp_path: Path) -> None:
     size = f"data.global_batch_size={BATCH * world}"
     runs = [(*RUN, size, *layout) for layout in LAYOUTS.values()]

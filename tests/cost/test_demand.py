@@ -10,14 +10,14 @@ import pytest
 from cost_cases import BAGS, BATCH, ROWS, demand, draw
 
 from distcache.cost.demand import (
-    Chances,
     TableSource,
     counted_sources,
     demand_at,
-    zipf_popularity,
+    zipf_curve,
     zipf_sources,
 )
 from distcache.errors import ConfigError
+from distcache.popularity.curve import Curve
 from distcache.popularity.statistics import Statistics, TableCounts
 
 STEPS = 400
@@ -49,17 +49,17 @@ def test_distinct_rows_are_those_of_drawn_ids() -> None:
 
 
 def test_chances_are_exact_where_they_are_tiny_or_certain() -> None:
-    chances = Chances(np.array([1.0, 0.5, 1e-12]), np.ones(3))
+    chances = Curve(np.array([1.0, 0.5, 1e-12]), np.ones(3), math.inf, 3)
     assert chances.touched(3).tolist() == [1.0, 0.875, pytest.approx(3e-12, rel=1e-9)]
     assert chances.touched(0).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_large_tables_take_few_buckets() -> None:
-    law = zipf_popularity(1_000_000_000, 1.05)
+    law = zipf_curve(1_000_000_000, 1.05)
     assert len(law.rows) < 6000
     assert law.rows.sum() == 1_000_000_000
-    assert law.chance @ law.rows == pytest.approx(1.0, rel=1e-9)
-    assert (np.diff(law.chance) <= 1e-12).all()
+    assert law.counts @ law.rows == pytest.approx(1.0, rel=1e-9)
+    assert (np.diff(law.counts) <= 1e-12).all()
 
 
 def test_more_ranks_touch_more_rows_each_as_many() -> None:
@@ -114,10 +114,10 @@ def test_tables_of_one_width_are_a_group() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    source = TableSource("t", 10, 4, 1.0, zipf_popularity(10, 1.0))
+    source = TableSource("t", 10, 4, 1.0, zipf_curve(10, 1.0))
     with pytest.raises(ConfigError, match=r"batch=0"):
         demand_at([source], [0], 0, 1)
     with pytest.raises(ConfigError, match=r"world_size=0"):
         demand_at([source], [0], 1, 0)
     with pytest.raises(ConfigError, match=r"a table of 0 rows"):
-        zipf_popularity(0, 1.0)
+        zipf_curve(0, 1.0)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from cost_cases import BAGS, BATCH, STATE, cluster, demand, draw, layout, settings
 
-from distcache.cost.choose import choose_placement
 from distcache.cost.demand import GroupWindow, demand_of_window
+from distcache.cost.predict import choose_placement
 from distcache.cost.traffic import expected_hits
 from distcache.errors import ConfigError
 

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distcache.data import samplers
@@ -20,7 +21,7 @@ def small_pools(monkeypatch):
 
 
 @given(st.integers(1, 900), st.integers(1, 40), st.integers(0, 3), st.integers(0, 3))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_every_sample_once_in_any_slices(samples, block, seed, epoch):
     samplers.POOL_BLOCKS = 4  # the fixture is not undone between examples, but hypothesis asks
     order = BlockOrder(samples, seed, block)

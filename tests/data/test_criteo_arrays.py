@@ -147,7 +147,7 @@ def test_a_label_that_is_none_is_named(tmp_path):
     labels[13] = 77
     labels.flush()
     source = CriteoArrays(folder, BatchSettings(16, shuffle=False))
-    with pytest.raises(DataError, match=r"sample 13 has the label 77, not 0 or 1.*--verify"):
+    with pytest.raises(DataError, match=r"sample 13 has the label 77, not 0 or 1.*verify=true"):
         source.train_batch(0, 0, 1).loaded()
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from criteo_files import ROWS, line, lines, source, write
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distcache.data import criteo
@@ -97,7 +98,7 @@ def test_a_malformed_line_is_named_or_skipped(tmp_path, caplog, bad, message):
     ),
     st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_blocks_equal_lines_on_damaged_text(changes, ends):
     text = [line(index=i).split("\t") for i in range(5)]
     for number, (field, value) in enumerate(changes):
@@ -107,7 +108,7 @@ def test_blocks_equal_lines_on_damaged_text(changes, ends):
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_blocks_equal_lines_on_any_bytes(text):
     if text:
         same_as_plain(text)

@@ -8,7 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distcache.data.criteo_text import MAX_LINE, TOO_LONG
@@ -27,7 +28,7 @@ def text_of(path: Path, start: int, stop: int, block: int) -> bytes:
     st.integers(1, 9),
     st.integers(1, 20),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_ranges_cover_every_line_once(tmp_path_factory, lines, end, block, size):
     text = b"\n".join(lines) + (b"\n" if end else b"")
     if not text:

@@ -22,14 +22,14 @@ from distcache.data.samplers import SlicedSource
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError
 from distcache.popularity import hot_cold
+from distcache.popularity.curve import Curve
 from distcache.popularity.hot_cold import (
     COLD,
     HOT,
     BatchPlace,
     HotColdSource,
     HotSet,
-    curve_of,
-    greedy,
+    hottest,
 )
 
 
@@ -70,8 +70,8 @@ def hot_set(of: SlicedSource, share: float | None = None) -> HotSet:
     if share is None:
         share = 0.85 if len(of.features) == 26 else 0.35
     known = count(of)
-    curves = [curve_of(known, index) for index in range(len(known.tables))]
-    return HotSet(known, greedy(curves, int(share * sum(t.distinct for t in known.tables))))
+    curves = [Curve.of(table, known.samples) for table in known.tables]
+    return HotSet(known, hottest(curves, int(share * sum(t.distinct for t in known.tables))))
 
 
 def samples_of(batch: Batch) -> list[tuple]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from criteo_lines import ROWS, make_lines
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distcache.data.criteo_text import FIELDS, dense_of, parse_block
@@ -106,7 +107,7 @@ ODD = b"0123456789abcdefABCDEFxg+-_ \t\n\r\x00\xff\"'"
         max_size=4,
     )
 )
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_fast_equals_exact_on_changed_fields(changes):
     lines = [line.split(b"\t") for line in make_lines(4)]
     for number, (field, value) in enumerate(changes):

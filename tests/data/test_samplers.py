@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distcache.data.samplers import BatchSpans, SampleOrder
@@ -21,7 +22,7 @@ def test_every_epoch_is_a_permutation(samples):
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**63), st.integers(0, 5), st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_any_slice_is_that_of_the_whole_epoch(samples, seed, epoch, data):
     start = data.draw(st.integers(0, samples))
     stop = data.draw(st.integers(start, samples))

@@ -85,6 +85,17 @@ def ran(both) -> tuple[Path, dict[int, str]]:
     return folder, mine.result()
 
 
+def test_the_first_blocks_run(tmp_path: Path) -> None:
+    """Up to the first training run and what Python reads of it; all of them are slow tests."""
+    opened = tutorial.new_session(tmp_path)
+    code = [part for part in PARTS if part.runs]
+    trained = next(at for at, part in enumerate(code) if "distcache.train" in part.body)
+    read = next(at for at in range(trained, len(code)) if code[at].kind == "python")
+    for part in code[: read + 1]:
+        assert bool(opened.run(smaller(part))) == (part.output is not None), part.body
+
+
+@pytest.mark.slow
 def test_all_blocks_run_and_say_something_where_the_text_shows_it(ran) -> None:
     _, said = ran
     assert len(said) >= 15
@@ -92,12 +103,14 @@ def test_all_blocks_run_and_say_something_where_the_text_shows_it(ran) -> None:
         assert bool(words) == (PARTS[place].output is not None), PARTS[place].body
 
 
+@pytest.mark.slow
 def test_the_small_run_is_small(ran) -> None:
     folder, _ = ran
     found = json.loads((folder / "runs/resident/summary.json").read_text())
     assert found["steps"] == 50 and found["table_rows"] == 158_110
 
 
+@pytest.mark.slow
 def test_the_files_that_the_text_names_are_there(ran) -> None:
     folder, _ = ran
     prose = "\n".join(part.body for part in PARTS if part.kind == "text")
@@ -111,6 +124,7 @@ def test_the_files_that_the_text_names_are_there(ran) -> None:
     assert not missing
 
 
+@pytest.mark.slow
 def test_what_the_text_claims_of_every_run_holds_for_a_small_one(ran) -> None:
     folder, _ = ran
     left = folder.glob("runs/*/summary.json")
@@ -125,6 +139,7 @@ def test_what_the_text_claims_of_every_run_holds_for_a_small_one(ran) -> None:
     assert table.count("same / same") == 2 and "differ / " not in table and "/ differ" not in table
 
 
+@pytest.mark.slow
 def test_the_lines_for_criteo_run(both) -> None:
     _, _, folder, theirs = both
     assert "AUC" in theirs.result()

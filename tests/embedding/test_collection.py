@@ -94,7 +94,7 @@ def test_cache_window_policy_and_inline_planning_have_the_same_bits(name) -> Non
         {"rows": 170, "lookahead": 0, "prefetch": 0},
         {"rows": 170, "lookahead": 8, "prefetch": 3},
         {"rows": 200, "lookahead": 2, "policy": "lru"},
-        {"rows": 200, "lookahead": 1, "tail": "lfu", "admission": True, "half_life": 9},
+        {"rows": 200, "lookahead": 1, "tail": "lfu", "half_life": 9},
         {"rows": 170, "read_ahead": False},
         {"rows": 468, "read_ahead": False},
     ):

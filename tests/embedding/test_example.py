@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launching import run as forked
 
 LEFT = """
 import sys
@@ -27,14 +28,12 @@ if len(sys.argv) > 1:
 """
 
 
-def run(checkout: Path, *command: str) -> subprocess.CompletedProcess:
+def run(checkout: Path, *command: str, start=subprocess.run) -> subprocess.CompletedProcess:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = f"{checkout}:{checkout / 'tests'}"
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         env.pop(name, None)
-    return subprocess.run(
-        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=200
-    )
+    return start([sys.executable, *command], env=env, capture_output=True, text=True, timeout=200)
 
 
 EXAMPLES = {  # rows of the state_dict that it prints, highest first loss
@@ -48,7 +47,7 @@ EXAMPLES = {  # rows of the state_dict that it prints, highest first loss
 def test_the_example_learns(checkout, ranks, name) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     example = (str(checkout / "examples" / name), "--steps", "100", "--batch-size", "64")
-    done = run(checkout, *(launch if ranks == 2 else ()), *example)
+    done = run(checkout, *(launch if ranks == 2 else ()), *example, start=forked)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 2 and losses[1] < losses[0] < EXAMPLES[name][1]

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launching import run as forked
 
 SMALL = (
     "data.table_rows=[4000,300,50,3]",
@@ -37,8 +38,16 @@ def environment(checkout: Path) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def run(checkout: Path, folder: Path, ranks: int, *overrides: str, code: int = 0) -> str:
-    done = subprocess.run(
+def run(
+    checkout: Path,
+    folder: Path,
+    ranks: int,
+    *overrides: str,
+    code: int = 0,
+    fresh: bool = False,
+) -> str:
+    start = subprocess.run if fresh else forked
+    done = start(
         command(folder, ranks, *overrides),
         env=environment(checkout),
         cwd=folder.parent,
@@ -131,7 +140,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on(checkout: Path, tmp_path: Path)
 
 
 def test_errors_name_the_way_out_on_two_ranks(checkout: Path, tmp_path: Path) -> None:
-    output = run(checkout, tmp_path / "tight", 2, "cache.rows=20", code=1)
+    output = run(checkout, tmp_path / "tight", 2, "cache.rows=20", code=1, fresh=True)
     assert output.index("set cache.rows=") < output.index("Traceback"), "torchrun's own comes last"
     output = run(checkout, tmp_path / "both", 2, "cache.ratio=0.5", code=1)
     assert "cache.rows" in output and "cache.ratio" in output

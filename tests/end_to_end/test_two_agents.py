@@ -1,4 +1,4 @@
-"""Two torchrun agents on this machine: two nodes, with the digests of one."""
+"""Two nodes with the digests of one: as two torchrun agents, and ranks that are told so."""
 
 from __future__ import annotations
 
@@ -33,7 +33,14 @@ def one_node(home: Path, name: str, ranks: int, *more: str) -> dict:
     return json.loads((home / name / "summary.json").read_text())
 
 
-def two_nodes(home: Path, name: str, ranks: tuple[int, int], *more: str, **how) -> dict:
+def two_nodes(home: Path, name: str, ranks: tuple[int, int], *more: str) -> dict:
+    words = [*SMALL, f"run.dir={name}", *more]
+    done = train(words, home, sum(ranks), PROGRAM, nodes=ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((home / name / "summary.json").read_text())
+
+
+def two_agents(home: Path, name: str, ranks: tuple[int, int], *more: str, **how) -> dict:
     ends = agents(home, ranks, [*SMALL, f"run.dir={name}", *more], **how)
     assert [code for code, _ in ends] == [0, 0], ends
     # The agents number the nodes as they come: one of them has rank 0.
@@ -57,7 +64,7 @@ def named(placements: list[tuple[str, ...]]) -> list[str]:
 
 
 @pytest.mark.parametrize("placement", [(), SHARDED], ids=named([(), SHARDED]))
-def test_two_agents_have_the_digests_of_one(tmp_path: Path, placement: tuple[str, ...]) -> None:
+def test_two_nodes_have_the_digests_of_one(tmp_path: Path, placement: tuple[str, ...]) -> None:
     saves = (*placement, "run.save=true")
     one = one_node(tmp_path, "one", 2, *saves, "trainer.steps=8")
     two = two_nodes(tmp_path, "two", (1, 1), *placement, "trainer.steps=4", *saves)
@@ -76,8 +83,14 @@ def test_two_agents_have_the_digests_of_one(tmp_path: Path, placement: tuple[str
 def test_agents_with_several_ranks(tmp_path: Path, ranks: tuple[int, int]) -> None:
     one = one_node(tmp_path, "one", 4, "trainer.steps=6")
     for number, placement in enumerate(((), SHARDED, MIXED, HOME, AUTO)):
-        two = two_nodes(tmp_path, f"two{number}", ranks, "trainer.steps=6", *placement)
+        two = two_agents(tmp_path, f"two{number}", ranks, "trainer.steps=6", *placement)
         assert digests(two) == digests(one), placement
+
+
+def test_two_agents_have_the_digests_of_one(tmp_path: Path) -> None:
+    one = one_node(tmp_path, "one", 2, "trainer.steps=4")
+    two = two_agents(tmp_path, "two", (1, 1), *SHARDED, "trainer.steps=4")
+    assert digests(two) == digests(one)
 
 
 def test_an_error_on_the_command_line_ends_both_agents(tmp_path: Path) -> None:
@@ -140,5 +153,5 @@ def test_agents_in_two_networks(tmp_path: Path, two_networks: None) -> None:
     ]
     one = one_node(tmp_path, "one", 2, "trainer.steps=4")
     how = {"prefixes": prefixes, "addresses": ADDRESSES}
-    two = two_nodes(tmp_path, "two", (1, 1), "trainer.steps=4", *SHARDED, **how)
+    two = two_agents(tmp_path, "two", (1, 1), "trainer.steps=4", *SHARDED, **how)
     assert digests(two) == digests(one)

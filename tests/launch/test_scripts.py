@@ -195,7 +195,7 @@ PYTHON_OF_PARTS = """#!/usr/bin/env bash
 case "$*" in
     *is_available*) exit "${NO_GPU:-0}" ;;
     *bench.access*) echo "no room"; exit 3 ;;
-    *bench.kernels*) exec sleep 30 ;;
+    *bench.kernels*) echo "up"; exec sleep 30 ;;
     *modes=data,resident,fused*model=embeddings*) kill -KILL $$ ;;
     *) echo "all is well" ;;
 esac
@@ -206,11 +206,11 @@ def test_a_part_of_the_gpu_run_that_fails_stops_no_other(tmp_path: Path) -> None
     python = tmp_path / "python"
     python.write_text(PYTHON_OF_PARTS)
     python.chmod(0o755)
-    given = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "PART_S": "1"}
+    given = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "PART_S": "3"}
     run = bash("gpu.sh", "kernels", "access", "embeddings_64", "step_64", **given)
     said = [re.sub(r"after \d+ s", "after", line) for line in run.stdout.splitlines()]
     assert said == [
-        "kernels: cut off after: ",
+        "kernels: cut off after: up",
         "access: failed with exit code 3 after: no room",
         "embeddings_64: failed with exit code 137 after: ",
         "step_64: done after: all is well",
@@ -233,10 +233,9 @@ def test_ctrl_c_ends_the_gpu_run_and_its_part(tmp_path: Path) -> None:
         command, env=os.environ | given, cwd=tmp_path, stdout=subprocess.PIPE, text=True,
         stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "out" / "kernels.log").exists() and time.monotonic() < deadline:
+    log, deadline = tmp_path / "out" / "kernels.log", time.monotonic() + 30
+    while not (log.exists() and "up" in log.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(0.3)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does
     said, error = run.communicate(timeout=20)
     assert run.returncode == 130 and said == ""

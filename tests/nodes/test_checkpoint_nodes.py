@@ -31,6 +31,13 @@ CASE = Scenario(TABLES, OPTIMIZERS["adam"][0], OPTIMIZERS["adam"][1], steps=12, 
 SETTINGS = CachedSettings("data", (236, 68), 6, 2)
 
 
+def resumed(path, mode, identity, world, same_data=True):
+    """Compare, then load, as a run does; the state of training."""
+    state = checkpoint.compare(path, identity, world, same_data)
+    checkpoint.load(path, mode, identity, world, state)
+    return state
+
+
 def identity(size: int) -> RunIdentity:
     tables = tuple((spec.name, spec.rows, spec.dim) for spec in TABLES)
     return RunIdentity("data", size, "float32", "adam", 0, CASE.global_batch, None, tables)
@@ -44,7 +51,7 @@ def part_of_run(
     mode = make_popular(world, CASE, SETTINGS, popularity)
     mode.scratch = target.parent
     if source is not None:
-        state = checkpoint.load(source, mode, identity(world.size), world)
+        state = resumed(source, mode, identity(world.size), world)
         assert state.step == steps.start
     batches = [CASE.batch(step, world.rank, world.size) for step in steps]
     losses = [mode.train_step(step).loss for step in mode.stream(batches)]

@@ -63,7 +63,12 @@ def run_jobs(
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(
-    "layouts", [[(2,), (1, 1)], [(4,), (2, 2), (1, 3)]], ids=["2 ranks", "4 ranks"]
+    "layouts",
+    [
+        pytest.param([(2,), (1, 1)], id="2 ranks", marks=pytest.mark.slow),
+        pytest.param([(3,), (1, 2), (1, 1, 1)], id="3 ranks"),
+        pytest.param([(4,), (2, 2), (1, 3)], id="4 ranks", marks=pytest.mark.slow),
+    ],
 )
 def test_nodes_have_the_bits_of_one(layouts: list[tuple[int, ...]], placement: Placement) -> None:
     by_rank = run_ranks(run_jobs, sum(layouts[0]), layouts, placement, timeout=200)

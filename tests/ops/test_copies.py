@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distcache.errors import PlanError
@@ -55,7 +56,7 @@ def test_a_row_outside_is_refused_before_anything_is_written(bad) -> None:
         take_rows(target, np.array([bad]), np.empty((1, 4), np.float32))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(0, 2**32), st.sampled_from([torch.float32, torch.float64]), st.booleans())
 def test_put_is_index_copy(seed: int, dtype: torch.dtype, strided: bool) -> None:
     """Also into a part of a larger table, and where values are not contiguous."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from jagged import bag_of, random_bags, segments_of
 
@@ -26,7 +27,7 @@ def loop_lookup(rows, positions, offsets, weights):
     return out
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     seed=st.integers(0, 1 << 30),
     bags=st.integers(0, 30),

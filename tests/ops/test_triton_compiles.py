@@ -15,7 +15,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="ptxas is only tried on x86-64")
-@pytest.mark.parametrize(("capability", "widths"), [(80, (128,)), (90, (4, 16, 33, 128))])
+@pytest.mark.parametrize(
+    ("capability", "widths"),
+    [(80, (128,)), pytest.param(90, (4, 16, 33, 128), marks=pytest.mark.slow)],
+)
 def test_every_launch_compiles_and_rounds_as_it_says(
     capability: int, widths: tuple[int, ...], checkout: Path, tmp_path: Path
 ) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from jagged import bag_of, random_bags, segments_of
 from triton_here import DIMS, gradients, here, kernels, lookup
@@ -25,7 +26,7 @@ def expected_lookup(rows, positions, offsets, weights):
     return reference.pooled_lookup(products, torch.arange(len(products)), offsets)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     seed=st.integers(0, 1 << 30),
     bags=st.integers(0, 40),
@@ -41,7 +42,7 @@ def test_lookup_equals_the_reference(seed, bags, rows, dim, weighted, longest):
     assert torch.equal(found, expected_lookup(*call))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     seed=st.integers(0, 1 << 30),
     bags=st.integers(1, 40),

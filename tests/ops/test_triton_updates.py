@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from triton_here import DEVICE, DIMS, gradients, here, kernels, lookup
 
@@ -137,7 +138,7 @@ def test_what_cannot_be_updated_is_refused():
         kernels.update_rows(RULES[0], across, None, here(slots), here(gradient))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     seed=st.integers(0, 2**16),
     dim=st.sampled_from(DIMS),

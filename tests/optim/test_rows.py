@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distcache.errors import ConfigError
@@ -63,7 +64,7 @@ def set_rate(optimizer, lr):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     name=st.sampled_from(NAMES),
     seed=st.integers(0, 1 << 30),

@@ -54,7 +54,7 @@ def slots_of(spare: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_cache_size_window_and_policy_has_the_bits_of_resident(world, optimizer) -> None:
-    case = scenario(optimizer, steps=40, weighted=True, last_batch=5)
+    case = scenario(optimizer, steps=20, weighted=True, last_batch=5)
     resident = run_mode(world, case, CachedSettings("resident", schedule="serial"))
     same_bits(run_mode(world, case, CachedSettings("resident")), resident)
     serial = CachedSettings("data", slots_of(0), 8, 3, schedule="serial", validate=True)
@@ -64,7 +64,7 @@ def test_every_cache_size_window_and_policy_has_the_bits_of_resident(world, opti
         (0, 8, 3, Policy()),
         (20, 2, 1, Policy("lru")),
         (178, 3, 1, Policy(tail="lfu")),
-        (40, 2, 1, Policy("lfu", admission=True)),
+        (40, 2, 1, Policy("lfu")),
     ):
         settings = CachedSettings(
             "data", slots_of(spare), lookahead, prefetch, policy, validate=True
@@ -121,11 +121,11 @@ def test_grid_of_caches_at_200_steps(world: World, optimizer, batch) -> None:
         (0, 0, Policy()),
         (16, 4, Policy()),
         (4, 2, Policy("lru")),
-        (4, 1, Policy(tail="lfu", admission=True)),
+        (4, 1, Policy(tail="lfu")),
         (0, 1, Policy("lfu", half_life=30)),
-        (0, 2, Policy("lru", admission=True)),
+        (0, 2, Policy("lru")),
         (8, 1, Policy(tail="frequency")),
-        (0, 1, Policy("frequency", admission=True)),
+        (0, 1, Policy("frequency")),
         (0, 1, Policy("static")),
     ):
         settings = CachedSettings("data", (need,), lookahead, prefetch, policy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from ends import Job
 from oracle import OPTIMIZERS
@@ -10,37 +9,38 @@ from popular_runs import make_popular, popularity_of
 from scenarios import Scenario, table
 
 from distcache.comm.world import close_world, open_world
-from distcache.data.batch import JaggedIds
+from distcache.engine.planning import RankPlans
 from distcache.parallel.cached import CachedSettings
 
 TABLES = (table("a", 300), table("b", 40, features=2))
 SLOTS = (240,)
 LATE = 5
-"""Steps that are split before one cannot be."""
+"""Steps whose plans are made before one cannot be."""
 
 
-class Failing:
-    """Splits no sample off, and fails at last."""
+def fail_late(plans: RankPlans) -> None:
+    """Let making a rank's plans of a step fail at last, once all homes have decided it."""
+    make, calls = plans.of, []
 
-    def __init__(self, fails: bool) -> None:
-        self.fails, self.calls = fails, 0
+    def of(*args):
+        calls.append(args)
+        if len(calls) > LATE:
+            raise ValueError("no room for a plan")
+        return make(*args)
 
-    def __call__(self, ids: JaggedIds) -> np.ndarray:
-        self.calls += 1
-        if self.fails and self.calls > LATE:
-            raise ValueError("no room for a part")
-        return np.zeros(ids.batch_size, dtype=bool)
+    plans.of = of
 
 
 def play(rank: int, size: int, what: str, schedule: str) -> str:
     world = open_world("cpu", "gloo", 60)
     spec, lr = OPTIMIZERS["sgd"]
     case = Scenario(TABLES, spec, lr, steps=40)
-    hot = Failing(rank == 1) if what == "split" else None
-    settings = CachedSettings("data", SLOTS, 2, 1, schedule=schedule, validate=True, hot=hot)
+    settings = CachedSettings("data", SLOTS, 2, 1, schedule=schedule, validate=True)
     popularity = popularity_of(case, SLOTS, warm_start=1.0) if what == "warm start" else None
     told = ""
     mode = make_popular(world, case, settings, popularity)
+    if rank == 1 and what == "plan":
+        fail_late(mode.tables.planner._plans)
     if rank == 1 and what == "warm start":
 
         def gather(plan, counts):
@@ -59,7 +59,7 @@ def play(rank: int, size: int, what: str, schedule: str) -> str:
 
 
 @pytest.mark.parametrize("schedule", ["overlapped", "serial"])
-@pytest.mark.parametrize("what", ["warm start", "split"])
+@pytest.mark.parametrize("what", ["warm start", "plan"])
 def test_the_others_hear_of_it_at_once(what: str, schedule: str) -> None:
     ends = Job(play, 2, what, schedule).ends(50)  # below the 60 s that ranks wait for each other
     assert ends[1].value.startswith("ValueError: no room for"), ends[1].value

@@ -42,7 +42,10 @@ def placements(case: Scenario, world: int) -> list[Job]:
     return jobs
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+FOUR = pytest.param(4, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("world", [2, 3, FOUR])
 def test_every_placement_has_the_bits_of_resident(world: int) -> None:
     optimizers = {2: ("adam", "sgd"), 3: ("rowwise_adagrad",), 4: ("adagrad",)}[world]
     groups = [placements(scenario(name, last_batch=3), world) for name in optimizers]
@@ -51,7 +54,10 @@ def test_every_placement_has_the_bits_of_resident(world: int) -> None:
         assert 0 < found.summary["hit_rate"] < 1
 
 
-@pytest.mark.parametrize(("world", "seeds"), [(2, range(3)), (3, range(3, 5)), (4, range(5, 6))])
+@pytest.mark.parametrize(
+    ("world", "seeds"),
+    [(2, range(2)), (3, range(3, 5)), pytest.param(4, range(5, 6), marks=pytest.mark.slow)],
+)
 def test_drawn_runs_have_the_bits_of_resident(world: int, seeds: range) -> None:
     groups = [draw_jobs(seed, world, runs=3, steps=8) for seed in seeds]
     check_groups(run_ranks(run_jobs, world, groups, timeout=200), groups)
@@ -104,6 +110,5 @@ def test_the_drawn_runs_are_of_all_kinds() -> None:
     assert {how.schedule for how in made} == {"overlapped", "serial"}
     assert {how.placement.early for how in made} == {True, False}
     assert len({how.policy for how in made}) > 4 and any(how.hot for how in made)
-    assert any(job.how and job.how["order"] for job in jobs)
     assert any(job.how and job.how["warm_start"] for job in jobs)
     assert np.mean([how.shake_ms > 0 for how in made]) > 0.2

@@ -16,7 +16,8 @@ from distcache.comm.agreement import together
 from distcache.comm.failure import cause_of
 from distcache.comm.world import World, close_world, open_world
 
-TIMEOUT_S = 4.0
+LONG_S, TIMEOUT_S = 60.0, 5.0
+"""Where the end of a rank is seen at once, and where nothing but the time limit tells of it."""
 
 
 def leave(world: World, error: Exception | None) -> tuple[int, str] | None:
@@ -69,19 +70,28 @@ def model_raises(rank: int, size: int, at_apply: bool) -> dict:
     return seen | {"steps": len(losses), "flushed": flushed, "applied": int(mode.applied)}
 
 
-def opened(dying: int) -> World:
+def opened(dying: int, timeout_s: float = LONG_S) -> World:
     """A world that every rank has joined before the rank `dying` has it."""
-    world = open_world("cpu", "gloo", TIMEOUT_S)
+    world = open_world("cpu", "gloo", timeout_s)
     if world.rank == dying:
-        world.store.wait([f"test/joined/{rank}" for rank in range(world.size) if rank != dying])
+        wait_for_others(world, "joined")
     else:
-        world.store.set(f"test/joined/{world.rank}", "")
+        tell(world, "joined")
     return world
+
+
+def tell(world: World, what: str) -> None:
+    world.store.set(f"test/{what}/{world.rank}", "")
+
+
+def wait_for_others(world: World, what: str) -> None:
+    """Until every other rank has told it."""
+    world.store.wait([f"test/{what}/{rank}" for rank in range(world.size) if rank != world.rank])
 
 
 def dies(rank: int, size: int, where: str, how: str) -> dict:
     """Rank 1 dies or hangs; the others wait in `where`."""
-    world = opened(dying=1)
+    world = opened(1, TIMEOUT_S if how == "hangs" else LONG_S)
     end = (lambda: os.kill(os.getpid(), signal.SIGKILL)) if how == "dies" else hang
 
     def go() -> None:
@@ -90,7 +100,7 @@ def dies(rank: int, size: int, where: str, how: str) -> dict:
             return
         mode = make(world, lookahead=1, prefetch=1)
         if where == "exchange":  # its next batch never comes, and the others' planners wait for it
-            rest = after(1.0, end) if rank == 1 else batches(world, range(2, 6))
+            rest = ends(world, end) if rank == 1 else told(world, batches(world, range(2, 6)))
             train(mode, chain(batches(world, range(2)), rest))
         else:
             train(mode, batches(world, range(6)), at_step=lambda s: s == 2 and rank == 1 and end())
@@ -98,10 +108,18 @@ def dies(rank: int, size: int, where: str, how: str) -> dict:
     return attempt(world, go)
 
 
-def after(seconds: float, action):
-    """An iterator that does `action` in its first step, once the others are waiting."""
-    time.sleep(seconds)
+def ends(world: World, action):
+    """An iterator that does `action` instead of a batch, once the others have theirs."""
+    wait_for_others(world, "drawn")
     yield action()
+
+
+def told(world: World, source):
+    """`source`, whose first batch the others hear of."""
+    for number, batch in enumerate(source):
+        if number == 0:
+            tell(world, "drawn")
+        yield batch
 
 
 def hang() -> None:
@@ -122,16 +140,15 @@ def host_dies_early(rank: int, size: int) -> str:
     def init(*args, **kwargs) -> None:
         if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(1.0)
         make_first(*args, **kwargs)
 
     dist.init_process_group = init
-    return caught(lambda: open_world("cpu", "gloo", TIMEOUT_S))
+    return caught(lambda: open_world("cpu", "gloo", LONG_S))
 
 
 def late(rank: int, size: int) -> dict:
     """A rank that is slow, but in time: nobody fails."""
-    world = open_world("cpu", "gloo", TIMEOUT_S)
+    world = open_world("cpu", "gloo", LONG_S)
 
     def go() -> None:
         mode = make(world)
@@ -233,7 +250,7 @@ def test_a_rank_that_hangs_is_named(all_ends, where: str) -> None:
             continue
         assert end.value["error"].startswith("PeerError: rank "), end
         missing = end.value["error"].partition(";")[2]
-        assert "rank 1 did not come within trainer.timeout_s=4" in missing
+        assert f"rank 1 did not come within trainer.timeout_s={TIMEOUT_S:g}" in missing
         assert "rank 2" not in missing and "rank 0" not in missing
         assert end.value["took"] > TIMEOUT_S - 1  # not before; run_ranks bounds how long after
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import run
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -17,11 +17,10 @@ def check(repetitions: int, *arguments: str, code: int = 0) -> None:
     """Two ranks' short runs: every exit code is `code`, and no file stays."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
     before = set(os.listdir("/dev/shm"))
-    done = subprocess.run(
+    done = run(
         [sys.executable, str(TESTS / "short_runs.py"), str(repetitions), *arguments],
         env=environment,
         capture_output=True,
-        text=True,
         timeout=30 + 20 * repetitions,
     )
     assert done.returncode == 0, done.stderr

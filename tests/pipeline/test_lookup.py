@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from jagged import segments_of
 
@@ -58,7 +59,7 @@ def expected(leaf: torch.Tensor, bags: GroupBags, positions: torch.Tensor) -> to
     return torch.stack(by_sample)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     seed=st.integers(0, 1 << 30),
     samples=st.integers(1, 6),

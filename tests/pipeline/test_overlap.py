@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings, strategies
+from drawing import examples
+from hypothesis import example, given, strategies
 from oracle import OPTIMIZERS
 from overlap_cases import SHAKE_MS, cached, case
 from ranks import run_ranks
@@ -34,7 +35,7 @@ def same(one: Outcome, other: Outcome) -> None:
         assert one.summary[key] == other.summary[key], key
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(
     lookahead=strategies.integers(0, 64),
     prefetch=strategies.integers(0, 8),

@@ -19,7 +19,7 @@ def spoken(rank: int, size: int, lookahead: int) -> list[str]:
     """What the planners' collectives of a short run were for."""
     world = open_world("cpu", "gloo", 60)
     mode = make(world, lookahead=lookahead)
-    link, said = mode.planner.link, []
+    link, said = mode.tables.planner.link, []
     start = link.start_all_to_all
 
     def counted(tensor, send, receive, category, what):
@@ -79,7 +79,7 @@ def talks(rank: int, size: int, case: str) -> tuple[str, bool, bool]:
     asking, deciding = SAID[case](rank)
     told, error = None, ""
     try:
-        told = mode.planner._exchange.exchange(asking, deciding)
+        told = mode.tables.planner._exchange.exchange(asking, deciding)
     except PeerError as caught:
         error = str(caught)
     mode.close()

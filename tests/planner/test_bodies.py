@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
-from planner_bodies import ALL, equal
+from planner_bodies import ALL, equal, using
 from policy_reference import counted
 
 from distcache.errors import PlanError
-from distcache.planner.calls import (
-    bodies,
-    distinct_rows,
-    divided,
-    grouped,
-    hashed_rows,
-    occurrences,
-    using,
-)
-from distcache.planner.policy import ByCount
+from distcache.planner import loops
+from distcache.planner.loops import distinct_rows, divided, grouped, hashed_rows, occurrences
 from distcache.planner.shard import HotRows, in_tail
+from distcache.planner.victims import ByCount
 
 
 def by_all(call, *arguments, written: int | None = None) -> object:
@@ -56,7 +50,7 @@ def as_rows(values: list[int], kind: str) -> np.ndarray:
     return rows if kind != "distinct" else np.arange(len(rows))[::-1].copy()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(ids, kinds, st.integers(1, 130), st.integers(0, 5))
 def test_distinct_rows(values: list[int], kind: str, size: int, step: int) -> None:
     rows = as_rows(values, kind)
@@ -74,7 +68,7 @@ def test_distinct_rows(values: list[int], kind: str, size: int, step: int) -> No
     assert (distinct[labels] == rows).all() and (previous == position[distinct]).all()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(ids, kinds, st.sampled_from([1, 3, 2**20, 2**33 + 1, 2**56]))
 def test_hashed_rows(values: list[int], kind: str, stride: int) -> None:
     rows = as_rows(values, kind) * stride
@@ -83,7 +77,7 @@ def test_hashed_rows(values: list[int], kind: str, stride: int) -> None:
     assert (distinct[labels] == rows).all()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(ids, kinds, st.integers(-1, 30), st.integers(1, 45))
 def test_grouped(values: list[int], kind: str, low: int, groups: int) -> None:
     keys = as_rows(values, kind).astype(np.int32)
@@ -99,7 +93,7 @@ def test_grouped(values: list[int], kind: str, low: int, groups: int) -> None:
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(ids, kinds, st.integers(0, 45), st.booleans())
 def test_occurrences(values: list[int], kind: str, total: int, looked_up: bool) -> None:
     canonical = as_rows(values, kind)
@@ -122,7 +116,7 @@ def test_occurrences(values: list[int], kind: str, total: int, looked_up: bool) 
     assert (result.starts == [(canonical < k).sum() for k in range(total + 1)]).all()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.sets(st.integers(0, 90), max_size=60),
     st.sampled_from([0, 1, 7, 2**31]),
@@ -143,7 +137,7 @@ def test_hot_rows(hot: set[int], first: int, stride: int, values: list[int]) -> 
         assert (found >= 0).any() and (found < 0).any()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.lists(st.integers(0, 9), max_size=6),
     st.integers(-3, 12),
@@ -168,7 +162,7 @@ def test_divided(lengths: list[int], bound: int, pool: int | None, seed: int) ->
     assert above.dtype == others.dtype == np.int64
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.lists(st.integers(0, 255), min_size=1, max_size=40),
     st.integers(0, 2**30),
@@ -178,17 +172,18 @@ def test_divided(lengths: list[int], bound: int, pool: int | None, seed: int) ->
 def test_counts(levels: list[int], step: int, rate: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = rng.permutation(len(levels)).astype(np.int32)
+    names = np.arange(1, len(levels) + 1, dtype=np.int32)[: seed % 2 * len(levels)]
     back = (step * rng.random(len(levels)) ** rng.choice([1, 9])).astype(np.int32)
     ranking = ByCount(len(levels), 1, 5.0)
 
     def count(counts: np.ndarray) -> np.ndarray:
         tables = ranking._values, ranking._factors
-        bodies().count_uses(rows, step - back - 1, step, rate, *tables, counts)
+        loops.count_uses(rows, names, step - back - 1, step, rate, *tables, counts)
         return counts
 
     counts = np.array(levels, np.uint8)
     result = by_all(count, counts, written=0)
-    expected = [counted(levels[r], int(r), step, min(int(b) + 1, 2**30) * rate)
+    expected = [counted(levels[r], int(r) + seed % 2, step, min(int(b) + 1, 2**30) * rate)
                 for r, b in zip(rows, back, strict=True)]  # fmt: skip
     assert result[rows].tolist() == expected
 

@@ -6,19 +6,21 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from plan_streams import BODIES, make_layout, sharded_streams, streams
-from planner_bodies import ALL, equal
+from drawing import examples
+from hypothesis import given
+from plan_streams import make_layout, sharded_streams, streams
+from planner_bodies import ALL, BODIES, equal, using
+from simulator import simulate
 
 from distcache.errors import PlanError
 from distcache.planner.assemble import make_request
-from distcache.planner.calls import occurrences, using
 from distcache.planner.home import HomePlanner
+from distcache.planner.loops import occurrences
 from distcache.planner.policy import POLICIES, Policy
-from distcache.planner.simulator import PlannerSettings, simulate
+from distcache.replay import PlannerSettings
 
 
-def plans_of(body: object, case: tuple) -> list:
+def plans_of(body: str, case: tuple) -> list:
     """All plans of a stream."""
     stream, layout, config = case
     with using(body), np.errstate(over="ignore"):
@@ -33,20 +35,20 @@ def check_equal_plans(case: tuple) -> None:
         assert all(map(equal, plans, expected))
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(120)
 @given(streams())
 def test_plans_of_random_streams(case: tuple) -> None:
     check_equal_plans(case)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(120)
 @given(sharded_streams())
 def test_plans_of_random_sharded_streams(case: tuple) -> None:
     check_equal_plans(case)
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(3000)
 @given(streams())
 def test_plans_of_random_streams_campaign(case: tuple) -> None:
     check_equal_plans(case)
@@ -61,7 +63,7 @@ def test_plans_of_a_long_stream_in_a_tight_cache(world: int, name: str) -> None:
     ]
     largest = max(len(np.unique(np.concatenate(step))) for step in stream)
     classes = rng.integers(0, 250, 4000).astype(np.uint8)
-    policy = Policy(name, "lfu" if name == "lookahead" else "lru", admission=world > 2)
+    policy = Policy(name, "lfu" if name == "lookahead" else "lru")
     config = PlannerSettings(world * largest, 5, 1, policy, classes)
     check_equal_plans((stream, make_layout(4000, world), config))
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
-from plan_streams import BODIES, make_layout, streams
+from plan_streams import make_layout, streams
+from planner_bodies import BODIES, using
+from planner_twins import by_hash, by_index, by_unique
+from simulator import simulate
 
 from distcache.errors import StepTooLargeError
 from distcache.layout import RowLayout
-from distcache.planner.calls import using
-from distcache.planner.distinct import by_hash, by_index, by_unique
 from distcache.planner.home import HomePlanner
 from distcache.planner.policy import POLICIES, Policy
-from distcache.planner.simulator import PlannerSettings, simulate
+from distcache.replay import PlannerSettings
 from distcache.step_plan import check_plan_fully
 
 
@@ -108,7 +110,7 @@ def check_step(plans: list, rows: list, layout: RowLayout, slots: int) -> None:
             start += count
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(400)
 @given(streams(), st.sampled_from(BODIES))
 def test_no_stale_read_and_no_lost_update(case: tuple, body: str) -> None:
     with using(body):
@@ -116,7 +118,7 @@ def test_no_stale_read_and_no_lost_update(case: tuple, body: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=6000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(6000)
 @given(streams(), st.sampled_from(BODIES))
 def test_no_stale_read_and_no_lost_update_campaign(case: tuple, body: str) -> None:
     with using(body):
@@ -146,7 +148,6 @@ def test_plans_are_a_pure_function_of_the_stream() -> None:
                 assert torch.equal(value, same) if torch.is_tensor(value) else value == same
 
 
-@pytest.mark.usefixtures("body")
 def test_a_cache_as_large_as_the_tables_keeps_no_growing_record() -> None:
     layout = make_layout(40, 1)
     stream = [[np.arange(40)] for _ in range(300)]
@@ -176,7 +177,7 @@ def test_restore_goes_on_from_what_the_device_holds(world: int) -> None:
     assert len(decision.evict_rows) == 1
 
 
-POLICIES_TO_RESTORE = [Policy(name, admission=a) for name in POLICIES for a in (False, True)]
+POLICIES_TO_RESTORE = [Policy(name) for name in POLICIES]
 POLICIES_TO_RESTORE += [Policy(tail=tail) for tail in ("lru", "frequency")]
 
 
@@ -223,7 +224,7 @@ def test_every_run_of_world_size_rows_visits_every_home_once(world: int) -> None
     assert np.bincount(strided, minlength=world).max() <= 1.2 * 1000 / world
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.integers(0, 2**40), max_size=200), st.integers(1, 50))
 def test_distinct_bodies_agree(values: list[int], modulus: int) -> None:
     for rows in (np.array(values, np.int64), np.array(values, np.int64) % modulus):

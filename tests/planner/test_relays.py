@@ -8,10 +8,12 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_streams import make_layout, sharded_streams
 from shard_model import brought_by, ranks_of
+from simulator import simulate
 
 from distcache.comm.world import Nodes
 from distcache.errors import PlanError
@@ -24,14 +26,14 @@ from distcache.planner.shard import (
     pack,
     unpack,
 )
-from distcache.planner.simulator import PlannerSettings, simulate
+from distcache.replay import PlannerSettings
 from distcache.step_plan import ShardPlan, StepPlan, Transfer, check_plan, check_plan_fully
 
 SHAPES = [(2, 2), (1, 3), (3, 1), (2, 1, 2), (1, 1), (4,), (2, 3, 1)]
 KINDS = ("early", "late")
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(80)
 @given(sharded_streams(shapes=SHAPES))
 def test_every_rank_gets_what_it_would_get_from_the_homes(case: tuple) -> None:
     stream, layout, config = case

@@ -39,7 +39,6 @@ RUNS = {
         "cache.policy=lfu",
         "cache.lookahead=2",
         "cache.prefetch=1",
-        "cache.admission=true",
         "trainer.eval_steps=0",
     ),
     "a tail": (
@@ -65,7 +64,7 @@ def predicted(config: Config, world: int) -> Outcome:
     want, cache = config.trainer, config.cache
     schedule = make_schedule(source, 0, want.steps, want.eval_every, want.eval_steps)
     traces = record_source(source, build.build_tables(config, source), (world,), schedule.order())
-    policy = Policy.of(cache.policy, cache.tail, cache.admission, cache.half_life)
+    policy = Policy.of(cache.policy, cache.tail, cache.half_life)
     case = Case(policy, (cache.rows,), config.cache.lookahead, config.cache.prefetch, world)
     return replay(traces, [case])[0]
 

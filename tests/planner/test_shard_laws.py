@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
-from plan_streams import BODIES, make_layout, sharded_streams
+from plan_streams import make_layout, sharded_streams
+from planner_bodies import BODIES, using
 from shard_model import replay
+from simulator import simulate
 
 from distcache.errors import StepTooLargeError
-from distcache.planner.calls import using
-from distcache.planner.simulator import PlannerSettings, simulate
+from distcache.replay import PlannerSettings
 
-SLOW = [HealthCheck.too_slow]
 LAGS = st.lists(st.sampled_from([0, 0, 0, 1, 3]), min_size=12, max_size=12)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
+@examples(200)
 @given(sharded_streams(), LAGS, st.sampled_from(BODIES))
 def test_every_row_comes_once_and_up_to_date(case: tuple, lag: list, body: str) -> None:
     with using(body):
@@ -26,7 +27,7 @@ def test_every_row_comes_once_and_up_to_date(case: tuple, lag: list, body: str) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # more than any other test takes
-@settings(max_examples=3000, deadline=None, suppress_health_check=SLOW)
+@examples(3000)
 @given(sharded_streams(), LAGS, st.sampled_from(BODIES))
 def test_every_row_comes_once_and_up_to_date_campaign(case: tuple, lag: list, body: str) -> None:
     with using(body):

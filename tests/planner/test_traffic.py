@@ -7,13 +7,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_streams import make_layout, streams
+from simulator import simulate
 
 from distcache.errors import ConfigError, StepTooLargeError
-from distcache.planner.simulator import PlannerSettings, simulate
-from distcache.replay import Load, RegionCounts, RowFormat, StepTraffic, count_traffic
+from distcache.replay import (
+    Load,
+    PlannerSettings,
+    RegionCounts,
+    RowFormat,
+    StepTraffic,
+    count_traffic,
+)
 from distcache.step_plan import StepPlan, check_plan_fully
 
 
@@ -57,7 +65,7 @@ def equal(found: RegionCounts | None, expected: RegionCounts | None, nothing: bo
 
 
 @given(streams(), st.sampled_from(["replicated", "sharded", "mixed"]), st.booleans(), st.data())
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(120)
 def test_counts_are_those_of_whole_plans(
     case: tuple, placement: str, early: bool, data: st.DataObject
 ) -> None:

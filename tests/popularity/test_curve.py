@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distcache.popularity.counters import Drift
-from distcache.popularity.curve import CountCurve, StaticSet, curve_of, fit_zipf, split_static
+from distcache.popularity.curve import Curve, StaticSet, StepCurves, fit_zipf, most_frequent
 from distcache.popularity.statistics import TableCounts
 
 COUNTS = np.array([5, 0, 100_000, 1, 1, 70_000, 5, 0, 2], dtype=np.uint32)
@@ -18,6 +18,10 @@ def table(counts: np.ndarray) -> TableCounts:
     return TableCounts("a", len(counts), int(counts.sum()), int((counts > 0).sum()), counts)
 
 
+def curve_of(counted: TableCounts) -> Curve:
+    return Curve.of(counted).with_others(counted.distinct)
+
+
 def test_a_curve_holds_the_counts() -> None:
     curve = curve_of(table(COUNTS))
     pairs = list(zip(curve.counts.tolist(), curve.rows.tolist(), strict=True))
@@ -25,7 +29,7 @@ def test_a_curve_holds_the_counts() -> None:
     assert curve.lookups == COUNTS.sum() and curve.distinct == 7
     for rows in range(10):
         best = np.sort(COUNTS)[::-1][:rows].sum() / COUNTS.sum()
-        assert curve.top_share(rows) == pytest.approx(best)
+        assert curve.top(rows) == pytest.approx(best)
 
 
 def test_rows_that_a_sketch_does_not_hold_share_the_rest() -> None:
@@ -34,8 +38,8 @@ def test_rows_that_a_sketch_does_not_hold_share_the_rest() -> None:
     assert curve.lookups == 100 and curve.distinct == 6
     assert curve.counts.tolist() == [50, 30, 5] and curve.rows.tolist() == [1, 1, 4]
     flat = TableCounts("a", 100, 10_000, 100, np.array([1]), np.array([4]), error=90)
-    assert curve_of(flat).spread(100) < 0.001 and not curve_of(flat).alike(100)
-    assert fit_zipf(curve_of(flat), 100).exponent is None
+    assert curve_of(flat).spread < 0.001 and not curve_of(flat).alike
+    assert fit_zipf(curve_of(flat)).exponent is None
 
 
 @pytest.mark.parametrize("lookups", [1, 3, 12, 40])
@@ -43,8 +47,8 @@ def test_distinct_rows_of_a_part_of_the_lookups(lookups: int) -> None:
     counts = np.array([20, 9, 5, 5, 1, 1, 1, 1, 0])
     total = int(counts.sum())
     exact = sum(1 - math.comb(total - int(c), lookups) / math.comb(total, lookups) for c in counts)
-    assert curve_of(table(counts)).expected_distinct(lookups) == pytest.approx(exact, rel=0.003)
-    assert curve_of(table(counts)).expected_distinct(10 * total) == pytest.approx(8)
+    assert curve_of(table(counts)).expected(lookups) == pytest.approx(exact, rel=0.003)
+    assert curve_of(table(counts)).expected(10 * total) == pytest.approx(8)
 
 
 def test_many_lookups_give_the_form_with_probabilities() -> None:
@@ -52,7 +56,7 @@ def test_many_lookups_give_the_form_with_probabilities() -> None:
     counts = rng.integers(1, 10_000, 3000)
     shares = counts / counts.sum()
     plain = float(np.sum(-np.expm1(2048 * np.log1p(-shares))))
-    assert curve_of(table(counts)).expected_distinct(2048) == pytest.approx(plain, rel=1e-3)
+    assert curve_of(table(counts)).expected(2048) == pytest.approx(plain, rel=1e-3)
 
 
 def test_an_endless_stream_is_estimated_without_bias() -> None:
@@ -62,7 +66,7 @@ def test_an_endless_stream_is_estimated_without_bias() -> None:
     rng, found, plugged = np.random.default_rng(5), [], []
     for _ in range(20):
         counts = np.bincount(rng.choice(50_000, 20_000, p=shares), minlength=50_000)
-        found.append(curve_of(table(counts)).expected_distinct(2000))
+        found.append(curve_of(table(counts)).expected(2000))
         seen = counts / counts.sum()
         plugged.append(float(np.sum(-np.expm1(2000 * np.log1p(-seen)))))
     error = np.std(found) / math.sqrt(len(found))
@@ -73,13 +77,13 @@ def test_an_endless_stream_is_estimated_without_bias() -> None:
 def test_rows_alike_and_not() -> None:
     rng = np.random.default_rng(1)
     even = curve_of(table(np.bincount(rng.integers(0, 1000, 100_000), minlength=1000)))
-    assert even.alike(1000) and even.spread(1000) < 0.005
+    assert even.alike and even.spread < 0.005
     few = curve_of(table(np.bincount(rng.integers(0, 10**6, 1000), minlength=10**6)))
-    assert not few.alike(10**6)  # too few lookups to say so
-    assert not curve_of(table(np.array([100, 0, 0, 0]))).alike(4)
-    assert not CountCurve(np.array([9.0]), np.array([1.0])).alike(1)
+    assert not few.alike  # too few lookups to say so
+    assert not curve_of(table(np.array([100, 0, 0, 0]))).alike
+    assert not Curve(np.array([9.0]), np.array([1.0]), 9.0, 1).alike
     uneven = rng.choice(1000, 100_000, p=np.arange(1, 1001) / 500_500)
-    found = curve_of(table(np.bincount(uneven, minlength=1000))).spread(1000)
+    found = curve_of(table(np.bincount(uneven, minlength=1000))).spread
     assert found == pytest.approx(1 / 3, rel=0.05)  # of a popularity that rises evenly
 
 
@@ -87,7 +91,7 @@ def test_the_best_fixed_set_of_several_tables() -> None:
     rng = np.random.default_rng(2)
     many = [rng.integers(0, 50, 40), rng.integers(0, 90, 30)]
     curves = [curve_of(table(counts)) for counts in many]
-    found = StaticSet.of(curves, [20, 40])
+    found = StaticSet.of(StepCurves(tuple(curves), (20, 40)))
     joint = np.concatenate(many)
     chances = np.concatenate(
         [
@@ -101,7 +105,7 @@ def test_the_best_fixed_set_of_several_tables() -> None:
         assert found.lookup_rate(rows) == pytest.approx(joint[best].sum() / joint.sum())
         expected = chances[best].sum() / chances.sum()
         assert found.hit_rate(rows) == pytest.approx(expected, rel=0.02)
-        parts = split_static(curves, rows)
+        parts = most_frequent(curves, rows, shared=True)
         assert sum(parts) == pytest.approx(min(rows, (joint > 0).sum()))
         least = joint[best].min()
         for counts, part in zip(many, parts, strict=True):

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from distcache.data.batch import JaggedIds
+from distcache.popularity.curve import Curve
 from distcache.popularity.hot_cold import (
-    HotCurve,
     HotSet,
-    curve_of,
     expected_cold,
-    greedy,
+    hottest,
     rows_that_fit,
 )
 from distcache.popularity.statistics import Statistics, TableCounts
@@ -28,9 +27,9 @@ def statistics(*counts, samples: int = 100) -> Statistics:
     return Statistics(tuple(tables), "ids", samples)
 
 
-def curves(known: Statistics) -> list[HotCurve]:
+def curves(known: Statistics) -> list[Curve]:
     """The curve of each table."""
-    return [curve_of(known, index) for index in range(len(known.tables))]
+    return [Curve.of(table, known.samples) for table in known.tables]
 
 
 def hot_by_loop(hot: list[set[int]], bags: list[list[list[int]]]) -> list[bool]:
@@ -98,7 +97,7 @@ def test_greedy_equals_a_sort(seed):
         expected = [0] * 4
         for _, table, _ in every[:rows]:
             expected[table] += 1
-        assert greedy(curves(known), rows) == expected
+        assert hottest(curves(known), rows) == expected
 
 
 def test_cold_batches_look_up_as_many_cold_rows_as_expected():
@@ -106,7 +105,7 @@ def test_cold_batches_look_up_as_many_cold_rows_as_expected():
     rng = np.random.default_rng(0)
     ids = np.minimum(rng.zipf(1.3, (20_000, 3)) - 1, 4999)
     known = statistics(*(np.bincount(ids[:, t], minlength=5000) for t in range(3)), samples=20_000)
-    hot = HotSet(known, greedy(curves(known), 600))
+    hot = HotSet(known, hottest(curves(known), 600))
     masks = np.stack([hot.has(t, ids[:, t]) for t in range(3)], axis=1)
     cold = np.flatnonzero(~masks.all(axis=1))
     batch, found = 256, []
@@ -126,7 +125,7 @@ def test_rows_that_fit_leave_room_and_use_it():
         room = slots - slots // 10  # the margin of caches as small as these
         rows = sum(rows_that_fit(known, slots, batch))
         needed = [
-            hot + steps * expected_cold(known, greedy(known, hot), batch)
+            hot + steps * expected_cold(known, hottest(known, hot), batch)
             for hot in (rows, rows + 1)
         ]
         assert 0 < rows < room

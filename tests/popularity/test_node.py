@@ -10,14 +10,11 @@ import pytest
 from distcache.comm.world import close_world, open_world
 from distcache.errors import MemoryTooSmallError
 from distcache.layout import RowLayout, TableSpec
-from distcache.popularity.curve import expected_misses, hot_prefixes, pinned_prefixes, row_curve_of
+from distcache.popularity.curve import Curve, StepCurves
 from distcache.popularity.statistics import (
     Popularity,
-    RowOrder,
     Statistics,
     TableCounts,
-    fill_order,
-    order_dtype,
     row_classes,
     share_popularity,
 )
@@ -41,24 +38,6 @@ def some(sparse: bool = False) -> Statistics:
     return Statistics(tables, "ids", 500)
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("world", [1, 3])
-def test_order_puts_frequent_ids_first_in_each_table(sparse: bool, world: int) -> None:
-    statistics, layout = some(sparse), RowLayout(TABLES, world)
-    dtype = order_dtype(layout.rows)
-    order = RowOrder(np.empty(layout.rows, dtype), np.empty(layout.rows, dtype))
-    fill_order(order, layout, statistics.tables)
-    assert order.row_of[:5].tolist() == [2, 4, 0, 1, 3], "by count, then id, then the unknown"
-    counts = statistics.tables[1].dense()
-    slow = sorted(range(601), key=lambda i: (-counts[i], i))
-    assert order.row_of[5:].tolist() == [5 + i for i in slow]
-    rows = np.arange(layout.rows)
-    assert np.array_equal(order.original(order.planned(rows)), rows)
-    assert order.planned(rows).dtype == order.original(rows).dtype == np.int64
-    assert order.position.dtype == np.int32 == order_dtype(2**31 - 1)
-    assert order_dtype(2**31) == np.int64
-
-
 @pytest.fixture(scope="module")
 def world():
     world = open_world("cpu", "gloo", 60)
@@ -66,24 +45,22 @@ def world():
     close_world(world)
 
 
-@pytest.mark.parametrize("order", [False, True])
 @pytest.mark.parametrize("homes", [1, 3, 4])
-def test_each_home_reads_the_classes_of_its_rows(world, order: bool, homes: int) -> None:
+def test_each_home_reads_the_classes_of_its_rows(world, homes: int) -> None:
     statistics, layout = some(), RowLayout(TABLES, homes)
-    popularity = Popularity(statistics, (2, 40), order, classes=True, pinned_rows=(1, 30))
+    popularity = Popularity(statistics, (2, 40), classes=True, pinned_rows=(1, 30))
     (shared,) = share_popularity(world, [layout], [(0, 1)], popularity)
     expected = row_classes(statistics, [0, 1], [1, 30])
     assert np.array_equal(shared.classes, expected)
-    assert shared.hot is None and (shared.order is not None) == order
+    assert shared.hot is None
     seen = 0
     for home in range(homes):
         found = shared.classes_at(layout, home)
         for local, klass in enumerate(found.tolist()):
-            planned = int(layout.row(home, np.array([local]))[0])
-            if planned >= layout.rows:
+            row = int(layout.row(home, np.array([local]))[0])
+            if row >= layout.rows:
                 assert klass == 0
                 continue
-            row = planned if shared.order is None else int(shared.order.row_of[planned])
             assert klass == expected[row]
             seen += 1
     assert seen == layout.rows
@@ -100,29 +77,26 @@ def test_hot_rows_are_the_likeliest_of_the_group(world) -> None:
     assert (np.diff(counts[known]) <= 0).all(), "per step and sample a count is a likelihood"
     assert (shared.hot[len(known) :] == -1).all()
     nothing = share_popularity(world, [layout], [(0, 1)], replace(popularity, warm_start=0.0))
-    assert nothing[0].hot is None and nothing[0].order is None and nothing[0].classes is None
+    assert nothing[0].hot is None and nothing[0].classes is None
 
 
-def test_a_node_without_memory_for_the_order_says_so(world, monkeypatch) -> None:
-    monkeypatch.setattr(available, "available_memory", lambda: 2 * 4 * 606 - 1)
-    with pytest.raises(MemoryTooSmallError, match=r"popularity of the rows.*cache\.order=ids"):
+def test_a_node_without_memory_for_the_classes_says_so(world, monkeypatch) -> None:
+    monkeypatch.setattr(available, "available_memory", lambda: 605)
+    with pytest.raises(MemoryTooSmallError, match=r"popularity of the rows.*cache\.warm_start=0"):
         share_popularity(
-            world, [RowLayout(TABLES, 1)], [(0, 1)], Popularity(some(), (0, 0), order=True)
+            world, [RowLayout(TABLES, 1)], [(0, 1)], Popularity(some(), (0, 0), classes=True)
         )
 
 
 @pytest.mark.parametrize("homes", [1, 4])
 def test_pinned_rows_leave_room_for_those_of_the_next_steps(homes: int) -> None:
     rng = np.random.default_rng(2)
-    curves = [
-        row_curve_of(counted("x", rng.zipf(1.3, 4000).clip(max=10**4)), 200) for _ in range(2)
-    ]
+    tables = [counted("x", rng.zipf(1.3, 4000).clip(max=10**4)) for _ in range(2)]
+    step = StepCurves(tuple(map(Curve.of, tables)), (200, 200))
     for slots in (900, 2000, 8000):
-        pinned = pinned_prefixes(curves, slots, 2, homes)
-        others = 2 * expected_misses(curves, pinned)
+        pinned = step.pinned(slots, 2, homes)
+        others = 2 * step.misses(pinned)
         assert sum(pinned) + others <= slots
         assert slots == 8000 or sum(pinned) + others > 0.5 * slots
-        assert pinned == hot_prefixes(curves, sum(pinned))
-    assert pinned_prefixes(curves, 10, 2, homes) == [0, 0], (
-        "a cache that holds no step pins nothing"
-    )
+        assert pinned == step.likeliest(sum(pinned))
+    assert step.pinned(10, 2, homes) == [0, 0], "a cache that holds no step pins nothing"

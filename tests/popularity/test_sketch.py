@@ -6,8 +6,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from planner_bodies import BODIES, using
 
-from distcache.planner import calls as planner
 from distcache.popularity.counters import Bitmap, FrequentItems, HyperLogLog
 
 
@@ -24,12 +24,12 @@ def check(sketch: FrequentItems, ids: np.ndarray, places: int) -> None:
     assert sketch.error <= 2.7 * len(ids) / places
 
 
-@pytest.mark.parametrize("body", ["compiled", "numpy"])
+@pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("power", [1, 3, 8])
 def test_counters_and_their_error(body: str, power: int) -> None:
     rng = np.random.default_rng(power)
     ids = (20_000 * rng.random(60_000) ** power).astype(np.int64)
-    with planner.using(body):
+    with using(body):
         sketch = FrequentItems(1024)
         for start in range(0, len(ids), 7001):
             sketch.add(ids[start : start + 7001])
@@ -40,8 +40,8 @@ def test_counters_and_their_error(body: str, power: int) -> None:
 def test_the_two_bodies_hold_the_same() -> None:
     ids = (9_000 * np.random.default_rng(3).random(30_000) ** 2).astype(np.int64)
     found = []
-    for body in ("compiled", "numpy"):
-        with planner.using(body):
+    for body in BODIES:
+        with using(body):
             sketch = FrequentItems(512)
             sketch.add(ids)
             found.append((sketch.error, *(part.tolist() for part in sketch.items())))

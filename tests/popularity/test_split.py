@@ -8,19 +8,12 @@ import math
 
 import numpy as np
 import pytest
+from simulator import simulate
 
 from distcache.errors import ConfigError
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner.policy import Policy
-from distcache.planner.simulator import PlannerSettings, simulate
-from distcache.popularity.curve import (
-    GroupCurves,
-    expected_misses,
-    hot_prefixes,
-    least_slots,
-    row_curve_of,
-    row_use,
-)
+from distcache.popularity.curve import Curve, StepCurves
 from distcache.popularity.slots import (
     Budget,
     SlotPlan,
@@ -30,11 +23,18 @@ from distcache.popularity.slots import (
     statistics_of,
 )
 from distcache.popularity.statistics import Statistics, TableCounts
+from distcache.replay import PlannerSettings
 
 
 def counted(feature: str, counts: np.ndarray) -> TableCounts:
     counts = np.asarray(counts, np.int64)
     return TableCounts(feature, len(counts), int(counts.sum()), int((counts > 0).sum()), counts)
+
+
+def step_of(*pairs: tuple[np.ndarray, float]) -> StepCurves:
+    """Tables with these counts, and how many lookups of each a step makes."""
+    curves = tuple(Curve.of(counted("x", counts)) for counts, _ in pairs)
+    return StepCurves(curves, tuple(lookups for _, lookups in pairs))
 
 
 def table(name: str, rows: int, dim: int = 4) -> TableSpec:
@@ -43,26 +43,27 @@ def table(name: str, rows: int, dim: int = 4) -> TableSpec:
 
 @pytest.mark.parametrize("n", [1, 7, 60])
 def test_use_is_the_chance_that_some_lookup_names_the_row(n: int) -> None:
-    counts = np.array([0, 1, 2, 9, 30, 100])
+    counts = np.array([100.0, 30, 9, 2, 1])
     exact = [1 - math.comb(100 - int(c), n) / math.comb(100, n) for c in counts]
-    use = row_use(counts, 100, n)
-    assert use[0] == 0 and use[1] == pytest.approx(n / 100) and use[-1] == 1
+    use = Curve(counts, np.ones(5), 100.0, 6).touched(n)
+    assert use[-1] == pytest.approx(n / 100) and use[0] == 1
     assert np.allclose(use, exact, atol=2e-3)
-    many = 10**9
-    assert np.allclose(row_use(counts * 10**7, many, n), 1 - (1 - counts / 100) ** n, rtol=1e-6)
+    many = Curve(counts * 1e7, np.ones(5), 1e9, 6)
+    assert np.allclose(many.touched(n), 1 - (1 - counts / 100) ** n, rtol=1e-6)
+    law = Curve(counts / 100, np.ones(5), math.inf, 6)
+    assert np.allclose(law.touched(n), many.touched(n), rtol=1e-6)
 
 
 def test_expected_rows_of_a_step_are_those_of_its_lookups() -> None:
     rng = np.random.default_rng(0)
     counts = rng.zipf(1.3, 400).clip(max=10**4)
-    curve = row_curve_of(counted("a", counts), 60)
+    step = step_of((counts, 60))
     lookups = np.repeat(np.arange(400), counts)
     drawn = [len(np.unique(rng.choice(lookups, 60, replace=False))) for _ in range(1000)]
     spread = np.std(drawn) / np.sqrt(len(drawn))
-    assert abs(np.mean(drawn) - curve.expected_rows) < 5 * spread
-    group = GroupCurves((curve,), 16)
-    assert max(drawn) <= least_slots(group, 1) <= 70
-    assert least_slots(group, 4) % 4 == 0
+    assert abs(np.mean(drawn) - step.expected) < 5 * spread
+    assert max(drawn) <= step.least_slots(1) <= 70
+    assert step.least_slots(4) % 4 == 0
 
 
 def test_a_sample_tells_the_rows_of_a_step_without_bias() -> None:
@@ -70,7 +71,7 @@ def test_a_sample_tells_the_rows_of_a_step_without_bias() -> None:
     share = 1.0 / np.arange(1, 20_001) ** 1.1
     share /= share.sum()
     sampled = np.bincount(rng.choice(20_000, 15_000, p=share), minlength=20_000)
-    expected = row_curve_of(counted("a", sampled), 4000).expected_rows
+    expected = Curve.of(counted("a", sampled)).expected(4000)
     true = float(-np.expm1(4000 * np.log1p(-share)).sum())
     assert abs(expected - true) < 0.01 * true
 
@@ -81,49 +82,44 @@ def test_greedy_is_the_best_of_all_splits_of_a_tiny_budget(seed: int, world: int
     """No split of the budget misses less, but for less than what one more block of W rows saves:
     greedy fills a knapsack but for its last item."""
     rng = np.random.default_rng(seed)
-    groups = []
-    for row_bytes in (16, 48):
-        curves = [row_curve_of(counted("x", rng.integers(0, 9, rng.integers(2, 7))), 0.4)]
-        curves.append(row_curve_of(counted("y", rng.integers(0, 40, 4)), 0.2))
-        groups.append(GroupCurves(tuple(curves), row_bytes))
-    least = [least_slots(group, world) for group in groups]
+    groups, row_bytes = [], (16, 48)
+    for _ in row_bytes:
+        few = (rng.integers(0, 9, rng.integers(2, 7)), 0.4)
+        groups.append(step_of(few, (rng.integers(0, 40, 4), 0.2)))
+    least = [group.least_slots(world) for group in groups]
     full = [-(-group.rows // world) * world for group in groups]
-    floor = sum(c * g.row_bytes for c, g in zip(least, groups, strict=True))
+    floor = sum(c * size for c, size in zip(least, row_bytes, strict=True))
     budget = floor + int(rng.integers(0, 300))
 
     def misses(slots: tuple[int, ...]) -> float:
-        return sum(
-            expected_misses(g.tables, hot_prefixes(g.tables, c))
-            for c, g in zip(slots, groups, strict=True)
-        )
+        return sum(g.misses(g.likeliest(c)) for c, g in zip(slots, groups, strict=True))
 
     def cost(slots: tuple[int, ...]) -> int:
-        return sum(c * g.row_bytes for c, g in zip(slots, groups, strict=True))
+        return sum(c * size for c, size in zip(slots, row_bytes, strict=True))
 
     ranges = [range(a, b + 1, world) for a, b in zip(least, full, strict=True)]
     possible = [slots for slots in itertools.product(*ranges) if cost(slots) <= budget]
-    found = tuple(slots_by_curve(groups, budget, world))
+    found = tuple(slots_by_curve(groups, row_bytes, budget, world))
     assert found in possible
     best = min(map(misses, possible))
-    largest = max(float(c.use.max(initial=0)) for g in groups for c in g.tables) * world
+    largest = max(float(q.max(initial=0)) for g in groups for q in g.use) * world
     assert misses(found) <= best + largest * len(groups)
     if world == 1:  # within what the unused bytes could still save, exactly
         left = budget - cost(found)
         rates = [
-            float(np.concatenate([c.use for c in g.tables]).max(initial=0)) / g.row_bytes
-            for g in groups
+            float(np.concatenate(g.use).max(initial=0)) / size
+            for g, size in zip(groups, row_bytes, strict=True)
         ]
         assert misses(found) <= best + left * max(rates) + 1e-12
 
 
 def test_equal_rows_are_split_exactly_as_well_as_can_be() -> None:
     rng = np.random.default_rng(3)
-    curves = [row_curve_of(counted(f, rng.integers(0, 50, 9)), 0.3) for f in "ab"]
-    groups = [GroupCurves((curve,), 16) for curve in curves]
-    least = [least_slots(group, 1) for group in groups]
+    groups = [step_of((rng.integers(0, 50, 9), 0.3)) for _ in "ab"]
+    least = [group.least_slots(1) for group in groups]
     for extra in range(12):
         budget = 16 * (sum(least) + extra)
-        slots = slots_by_curve(groups, budget, 1)
+        slots = slots_by_curve(groups, (16, 16), budget, 1)
         every = [
             (a, b)
             for a in range(least[0], 10)
@@ -131,10 +127,9 @@ def test_equal_rows_are_split_exactly_as_well_as_can_be() -> None:
             if a + b <= budget // 16
         ]
         misses = [
-            sum(expected_misses([c], [n]) for c, n in zip(curves, pair, strict=True))
-            for pair in every
+            sum(group.misses([n]) for group, n in zip(groups, pair, strict=True)) for pair in every
         ]
-        own = sum(expected_misses([c], [n]) for c, n in zip(curves, slots, strict=True))
+        own = sum(group.misses([n]) for group, n in zip(groups, slots, strict=True))
         assert own == pytest.approx(min(misses), abs=1e-12)
 
 
@@ -215,23 +210,13 @@ def test_hot_rows_are_the_likeliest_of_each_group() -> None:
     statistics = some_statistics()
     plan = plan_of("proportional", statistics, rows=36)
     assert plan.slots == (30, 6) and sum(plan.hot_rows[:2]) == 30 and plan.hot_rows[2] == 6
-    inside = [
-        t.dense()[t.hottest(h)] for t, h in zip(statistics.tables, plan.hot_rows, strict=True)
-    ]
-    shares = [i / t.lookups for i, t in zip(inside, statistics.tables, strict=True)]
-    outside = [
-        np.delete(t.dense(), t.hottest(h)).max() / 500
-        for t, h in zip(statistics.tables, plan.hot_rows, strict=True)
-    ]
-    assert min(s.min() for s in shares[:2]) > 0
-    use = [
-        row_use(i, t.lookups, t.lookups / 500 * 4).min()
-        for i, t in zip(inside[:2], statistics.tables, strict=False)
-    ]
-    rest = [
-        row_use(np.array([o * 500]), t.lookups, t.lookups / 500 * 4)[0]
-        for o, t in zip(outside[:2], statistics.tables, strict=False)
-    ]
+    use, rest = [], []
+    for counted_table, hot in list(zip(statistics.tables, plan.hot_rows, strict=True))[:2]:
+        curve = Curve.of(counted_table, 500)
+        chance = np.repeat(curve.touched(4 * curve.per_sample), curve.rows.astype(int))
+        use.append(chance[hot - 1])
+        rest.append(chance[hot])
+    assert min(use) > 0
     assert min(use) >= max(rest)
 
 

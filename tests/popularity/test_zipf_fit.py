@@ -7,7 +7,7 @@ import pytest
 
 from distcache.data.synthetic import ZipfTables
 from distcache.popularity.counters import DenseCounter
-from distcache.popularity.curve import curve_of, fit_zipf
+from distcache.popularity.curve import Curve, fit_zipf
 
 
 def curve(rows: int, lookups: int, exponent: float, seed: int):
@@ -17,14 +17,14 @@ def curve(rows: int, lookups: int, exponent: float, seed: int):
     counter = DenseCounter("a", rows)
     counter.add(ids)
     counter.close_part()
-    return curve_of(counter.result())
+    return Curve.of(counter.result())
 
 
 @pytest.mark.parametrize("rows", [300, 10_000, 300_000])
 @pytest.mark.parametrize("exponent", [0.3, 0.8, 1.05, 1.2, 1.6])
 def test_the_exponent_is_found_within_its_error(rows: int, exponent: float) -> None:
     for seed in (1, 2):
-        fit = fit_zipf(curve(rows, 1_000_000, exponent, seed), rows)
+        fit = fit_zipf(curve(rows, 1_000_000, exponent, seed))
         if fit.exponent is None:
             assert rows == 300_000 and exponent == 0.3  # 3 lookups a row: none has 30
             continue
@@ -33,13 +33,13 @@ def test_the_exponent_is_found_within_its_error(rows: int, exponent: float) -> N
 
 
 def test_uniform_ids_have_the_exponent_0() -> None:
-    fit = fit_zipf(curve(2_000, 200_000, 0.0, 3), 2_000)
+    fit = fit_zipf(curve(2_000, 200_000, 0.0, 3))
     assert fit.exponent == 0 and fit.rows == 2_000 and "chance" in fit.why
 
 
 def test_too_little_to_fit() -> None:
-    assert fit_zipf(curve(3, 1000, 1.0, 1), 3).why.startswith("fewer than 20 rows")
-    one = fit_zipf(curve_of(_all_equal()), 100)
+    assert fit_zipf(curve(3, 1000, 1.0, 1)).why.startswith("fewer than 20 rows")
+    one = fit_zipf(Curve.of(_all_equal()))
     assert one.exponent is None and one.error is None
 
 

@@ -17,7 +17,6 @@ from store.store_contract import NARROW, WIDE, StoreContract, expected_weight
 from distcache.comm.world import World, close_world, open_world
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
 from distcache.layout import RowLayout, TableSpec
-from distcache.popularity.statistics import RowOrder
 from distcache.store import memory as available
 from distcache.store.rows import RowStore, Store, create_stores, store_bytes
 
@@ -195,15 +194,14 @@ def test_ranks_share_one_store(size: int) -> None:
         assert result["left"] == 0
 
 
-def two_nodes(rank: int, size: int, sizes: tuple[int, ...], order: np.ndarray | None) -> dict:
+def two_nodes(rank: int, size: int, sizes: tuple[int, ...]) -> dict:
     """Nodes of `sizes` ranks: a store each, of the rows at home there."""
     world = open_nodes(rank, sizes)
     layout = RowLayout(NARROW, size)
-    numbering = None if order is None else RowOrder(order, np.argsort(order))
-    store = RowStore.create(layout, 1, torch.float32, world, numbering)
+    store = RowStore.create(layout, 1, torch.float32, world)
     store.initialise(7, [0, 1, 2], 0.5)
     rows = np.arange(60)
-    homes = layout.home(rows if order is None else order)
+    homes = layout.home(rows)
     first = world.first_local
     mine = torch.from_numpy(rows[(homes >= first) & (homes < first + world.local_size)])
     weight, state = store.gather(mine)
@@ -233,10 +231,8 @@ def two_nodes(rank: int, size: int, sizes: tuple[int, ...], order: np.ndarray | 
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 3)])
-@pytest.mark.parametrize("ordered", [False, True])
-def test_each_node_has_the_rows_at_home_there(sizes: tuple[int, int], ordered: bool) -> None:
-    order = np.random.default_rng(1).permutation(60) if ordered else None
-    results = run_ranks(two_nodes, 4, sizes, order)
+def test_each_node_has_the_rows_at_home_there(sizes: tuple[int, int]) -> None:
+    results = run_ranks(two_nodes, 4, sizes)
     for found, size in zip(results, (sizes[0],) * sizes[0] + (sizes[1],) * sizes[1], strict=True):
         assert found["same"] and found["state"] and found["scattered"] and found["bytes"]
         assert found["store rows"] == 15 * size  # a share of 60 rows, and not one more

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from toy_parallel import TABLES, ToyParallel
 
 from distcache.comm.world import close_world, open_world
-from distcache.errors import ConfigError, DistcacheError
+from distcache.errors import ConfigError, DataError, DistcacheError
 from distcache.trainer import checkpoint
 from distcache.trainer.checkpoint import BlockSavePlanner, RunIdentity, TrainerState
 
@@ -41,6 +43,13 @@ def world():
     world = open_world("cpu", timeout_s=60)
     yield world
     close_world(world)
+
+
+def resumed(path, mode, identity, world, same_data=True):
+    """Compare, then load, as a run does; the state of training."""
+    state = checkpoint.compare(path, identity, world, same_data)
+    checkpoint.load(path, mode, identity, world, state)
+    return state
 
 
 class Plain(ToyParallel):
@@ -67,7 +76,7 @@ def test_round_trip_without_a_warning(world, tmp_path, caplog):
         checkpoint.save(tmp_path / "model", Plain(world, values), IDENTITY, STATE, world)
         empty = {"t": torch.zeros(4, 3), "scalar": torch.tensor(0), "c": {"n": 0}}
         mode = Plain(world, empty)
-        assert checkpoint.load(tmp_path, mode, IDENTITY, world) == STATE
+        assert resumed(tmp_path, mode, IDENTITY, world) == STATE
     assert torch.equal(mode.values["t"], values["t"])
     assert mode.values["scalar"] == 3
     assert mode.values["c"] == {"n": 4}
@@ -84,7 +93,7 @@ def test_blocks_give_the_same_values(world, tmp_path, monkeypatch, block_bytes):
     checkpoint.save(tmp_path / "model", Plain(world, values), IDENTITY, STATE, world)
     empty = {name: torch.zeros_like(value) for name, value in values.items()}
     mode = Plain(world, empty)
-    checkpoint.load(tmp_path / "model", mode, IDENTITY, world)
+    resumed(tmp_path / "model", mode, IDENTITY, world)
     for name, value in values.items():
         assert torch.equal(mode.values[name], value), name
     stored = FileSystemReader(tmp_path / "model").read_metadata().state_dict_metadata["view"]
@@ -106,10 +115,10 @@ def test_other_data_are_refused_unless_they_are_meant(world, tmp_path, caplog, c
     with torch.no_grad():
         mode.bags[0].weight.fill_(5.0)
     with pytest.raises(ConfigError, match=f"other data: {message}.*set trainer.resume_data=any"):
-        checkpoint.load(tmp_path, mode, other, world)
+        resumed(tmp_path, mode, other, world)
     assert (mode.bags[0].weight == 5.0).all()
     with caplog.at_level(logging.WARNING, logger="distcache"):
-        assert checkpoint.load(tmp_path, mode, other, world, same_data=False) == STATE
+        assert resumed(tmp_path, mode, other, world, same_data=False) == STATE
     assert re.search(f"resuming on other data .*: {message}", caplog.text)
     assert not (mode.bags[0].weight == 5.0).all()
 
@@ -136,7 +145,7 @@ def test_another_run_is_refused_before_anything_changes(world, tmp_path, change,
     with torch.no_grad():
         mode.bags[0].weight.fill_(5.0)
     with pytest.raises(ConfigError, match=message):
-        checkpoint.load(tmp_path, mode, replace(IDENTITY, **change), world)
+        resumed(tmp_path, mode, replace(IDENTITY, **change), world)
     assert (mode.bags[0].weight == 5.0).all()
 
 
@@ -144,7 +153,7 @@ def test_another_run_is_refused_before_anything_changes(world, tmp_path, change,
 def test_modes_of_one_format_read_one_another(world, tmp_path, mode):
     checkpoint.save(tmp_path / "model", ToyParallel(world), IDENTITY, STATE, world)
     other = replace(IDENTITY, mode=mode)
-    assert checkpoint.load(tmp_path, ToyParallel(world), other, world) == STATE
+    assert resumed(tmp_path, ToyParallel(world), other, world) == STATE
 
 
 @pytest.mark.parametrize(
@@ -158,16 +167,16 @@ def test_modes_of_one_format_read_one_another(world, tmp_path, mode):
 def test_other_values_are_refused(world, tmp_path, saved, asked, message):
     checkpoint.save(tmp_path / "model", Plain(world, saved), IDENTITY, STATE, world)
     with pytest.raises(DistcacheError, match=message):
-        checkpoint.load(tmp_path, Plain(world, asked), IDENTITY, world)
+        resumed(tmp_path, Plain(world, asked), IDENTITY, world)
 
 
 def test_no_checkpoint_says_what_is_there(world, tmp_path):
     (tmp_path / "model.partial").mkdir()
     (tmp_path / "summary.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"found: model\.partial, summary\.json"):
-        checkpoint.load(tmp_path, ToyParallel(world), IDENTITY, world)
+        resumed(tmp_path, ToyParallel(world), IDENTITY, world)
     with pytest.raises(ConfigError, match="no such folder"):
-        checkpoint.load(tmp_path / "other", ToyParallel(world), IDENTITY, world)
+        resumed(tmp_path / "other", ToyParallel(world), IDENTITY, world)
 
 
 def test_a_failed_save_keeps_the_older_one(world, tmp_path):
@@ -177,21 +186,65 @@ def test_a_failed_save_keeps_the_older_one(world, tmp_path):
     with pytest.raises(DistcacheError, match="could not be written: rank 0"):
         checkpoint.save(folder, broken, IDENTITY, replace(STATE, step=9), world)
     mode = Plain(world, {"a": torch.zeros(2)})
-    assert checkpoint.load(tmp_path, mode, IDENTITY, world).step == 8
+    assert resumed(tmp_path, mode, IDENTITY, world).step == 8
     assert mode.values["a"].tolist() == [1, 1]
     checkpoint.save(folder, mode, IDENTITY, replace(STATE, step=9), world)
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
-    assert checkpoint.load(tmp_path, mode, IDENTITY, world).step == 9
+    assert resumed(tmp_path, mode, IDENTITY, world).step == 9
 
 
 def test_a_swap_cut_short_is_found_and_mended(world, tmp_path):
     folder, mode = tmp_path / "model", Plain(world, {"a": torch.ones(2)})
     checkpoint.save(folder, mode, IDENTITY, STATE, world)
     folder.rename(tmp_path / "model.old")
-    assert checkpoint.load(tmp_path, mode, IDENTITY, world) == STATE
-    assert checkpoint.load(folder, mode, IDENTITY, world) == STATE
+    assert resumed(tmp_path, mode, IDENTITY, world) == STATE
+    assert resumed(folder, mode, IDENTITY, world) == STATE
     checkpoint.make_room(folder, tmp_path / "model.partial")
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def _damages(path: Path) -> dict[str, Callable[[], object]]:
+    cut = path.read_bytes()[:-1]
+    return {
+        "flipped": lambda: _flip(path),
+        "cut": lambda: path.write_bytes(cut),
+        "missing": lambda: path.unlink(),
+    }
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
+def test_a_damaged_file_is_refused_by_name_before_anything_changes(world, tmp_path, damage):
+    folder, values = tmp_path / "model", {"t": torch.arange(500.0), "n": {"text": "abc"}}
+    checkpoint.save(folder, Plain(world, values), IDENTITY, STATE, world)
+    for name in checkpoint.files_of(folder):
+        copy = tmp_path / damage / name
+        shutil.copytree(folder, copy)
+        _damages(copy / name)[damage]()
+        mode = Plain(world, {"t": torch.zeros(500), "n": {"text": ""}})
+        kind = ConfigError if (name, damage) == (".metadata", "missing") else DataError
+        with pytest.raises(kind, match=re.escape(str(copy))) as caught:
+            resumed(copy, mode, IDENTITY, world)
+        assert kind is ConfigError or name in str(caught.value)
+        assert not mode.values["t"].any()
+
+
+def test_checksums_themselves_may_be_damaged_or_not_there(world, tmp_path, caplog):
+    folder = tmp_path / "model"
+    checkpoint.save(folder, ToyParallel(world), IDENTITY, STATE, world)
+    text = (folder / checkpoint.CHECKSUMS).read_text()
+    for damaged in ("", "{}x", "[1]", text[:-9], text.replace("a", "b"), '{".metadata": 3}'):
+        (folder / checkpoint.CHECKSUMS).write_text(damaged)
+        with pytest.raises(DataError, match=re.escape(checkpoint.CHECKSUMS)):
+            resumed(folder, ToyParallel(world), IDENTITY, world)
+    (folder / checkpoint.CHECKSUMS).unlink()
+    assert resumed(folder, ToyParallel(world), IDENTITY, world) == STATE
+    assert caplog.text.count("its files are taken as they are") == 1
 
 
 def save_and_load_apart(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -204,9 +257,16 @@ def save_and_load_apart(rank: int, world_size: int, folder: str) -> dict[str, An
     checkpoint.save(home / "model", mode, identity, STATE, world)
     asked = {"dense": torch.zeros(3)} | ({"table": torch.zeros(10_000, 4)} if rank == 0 else {})
     mode = Plain(world, asked)
-    checkpoint.load(home, mode, identity, world)
+    resumed(home, mode, identity, world)
     seen["dense"] = mode.values["dense"].tolist()
     seen["equal"] = "table" not in mode.values or torch.equal(mode.values["table"], table)
+    if rank == 0:
+        for file in (home / "model").glob("*.distcp"):
+            _flip(file)
+    try:
+        resumed(home, mode, identity, world)
+    except DataError as error:
+        seen["damaged"] = str(error)
     mode.values = {"dense": mine} | ({"broken": lambda: None} if rank == 1 else {})
     try:
         checkpoint.save(home / "model", mode, identity, STATE, world)
@@ -230,6 +290,7 @@ def test_two_ranks_share_the_writing_and_need_not_all_read(tmp_path):
     first, second = run_ranks(save_and_load_apart, 2, str(tmp_path))
     assert first["dense"] == second["dense"] == [1, 1, 1]
     assert first["equal"]
+    assert first["damaged"] == second["damaged"] and "__1_0.distcp (of 3 files)" in first["damaged"]
     sizes = [os.path.getsize(path) for path in (tmp_path / "model").glob("*.distcp")]
     assert len(sizes) == 2
     assert 160_000 < sum(sizes) < 260_000  # one copy of 160 kB and the headers of nine blocks

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 
 import pytest
 import torch
-from launching import TORCHRUN, environment
+from launching import TORCHRUN, environment, run
 from own_items import ROWS, SCENARIO, slices
 from scenarios import SmallNet
 
@@ -118,12 +117,11 @@ def test_the_example_runs(checkout, tmp_path, ranks):
     launcher = [sys.executable]
     if ranks > 1:
         launcher = [*TORCHRUN, "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
+    done = run(
         [*launcher, str(checkout / "examples" / "own_data.py")],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,
-        text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stderr

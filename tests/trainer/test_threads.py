@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from toy_parallel import toy_config
 
+from distcache.errors import ConfigError
 from distcache.trainer import build as threads
 
 
@@ -32,3 +33,9 @@ def test_threads(monkeypatch, given, outside, local_size, expected) -> None:
         monkeypatch.setenv("OMP_NUM_THREADS", outside)
     config = toy_config(trainer__threads=given)
     assert threads.compute_threads(config, SimpleNamespace(local_size=local_size)) == expected
+
+
+def test_more_threads_than_cores_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: set(range(8)))
+    with pytest.raises(ConfigError, match=r"trainer\.threads=9 .* 8 core\(s\)"):
+        threads.compute_threads(toy_config(trainer__threads=9), SimpleNamespace(local_size=1))

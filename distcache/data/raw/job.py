@@ -644,7 +644,7 @@ def preprocess(settings: PreprocessSettings, progress: Progress) -> Manifest:
     manifest = finished_work(work)
     if manifest is not None:
         logger.info(
-            "%s is complete already: nothing to do (--verify compares checksums too)",
+            "%s is complete already: nothing to do (verify=true compares checksums too)",
             settings.output,
         )
     else:

@@ -1,19 +1,19 @@
-"""All homes of a world in one process: the real planner without devices, groups or a clock."""
+"""All homes of a world in one process: whole plans, without devices, groups or a clock.
+
+The slow twin of `distcache.replay`, whose counts are the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from distcache.comm.world import Nodes
 from distcache.layout import RowLayout
 from distcache.planner.assemble import HomePart, Request, assemble, make_request, next_move_after
-from distcache.planner.home import HomeDecision, HomePlanner
-from distcache.planner.policy import DEFAULT, Policy, home_popularity
+from distcache.planner.home import HomeDecision
 from distcache.planner.shard import (
-    HotLayout,
     Routes,
     ShardParts,
     make_routes,
@@ -21,27 +21,8 @@ from distcache.planner.shard import (
     nothing,
     reply_to,
 )
+from distcache.replay import PlannerSettings, make_homes
 from distcache.step_plan import StepPlan
-
-
-@dataclass(frozen=True)
-class PlannerSettings:
-    """C per rank, L, P, and the policy; `popularity` uint8 `[V]`: a class for each row.
-
-    `hot`: the rows that are replicated where others are sharded, int64 `[K]`, ascending (None: all
-    are); `replicated`: how many of the slots are theirs, a multiple of W, 0 where there are none;
-    `early`: sharded rows may travel before their step; `nodes`: ranks of each node, () is one.
-    """
-
-    slots: int
-    lookahead: int
-    prefetch: int
-    policy: Policy = DEFAULT
-    popularity: np.ndarray | None = None
-    hot: np.ndarray | None = None
-    replicated: int = 0
-    early: bool = True
-    nodes: tuple[int, ...] = ()
 
 
 def simulate(
@@ -68,35 +49,10 @@ class SimulatedWorld:
     def __init__(self, layout: RowLayout, settings: PlannerSettings) -> None:
         self._layout, self._settings = layout, settings
         self._move_after = -1
-        self.replicated: list[HomePlanner] = []
-        self.sharded: list[HomePlanner] = []
-        hot, world = settings.hot, layout.world_size
+        world = layout.world_size
+        self.replicated, self.sharded = make_homes(layout, settings)
         nodes = Nodes(settings.nodes or (world,))
         self._routes = [make_routes(nodes, rank) for rank in range(world)]
-        if hot is None:
-            self.replicated = self._homes(-(-settings.slots // world))
-            return
-        if settings.replicated:
-            self.replicated = self._homes(settings.replicated // world, hot)
-        tail = settings.slots - settings.replicated
-        self.sharded = self._homes(tail, first_slot=settings.replicated)
-
-    def _homes(
-        self, slots: int, hot: np.ndarray | None = None, first_slot: int | None = None
-    ) -> list[HomePlanner]:
-        """A planner for each home, of `slots` slots; `hot`: for these rows alone."""
-        found, settings = [], self._settings
-        for home in range(self._layout.world_size):
-            classes = settings.popularity
-            if classes is not None:
-                classes = home_popularity(self._layout, home, classes)
-            layout = self._layout
-            if hot is not None:
-                layout = HotLayout(layout, home, hot)
-                classes = None if classes is None else layout.rated(self._layout, classes)
-            common = (settings.prefetch, settings.policy, classes, first_slot)
-            found.append(HomePlanner(layout, home, slots, *common))
-        return found
 
     def ingest(self, step: int, rows: Sequence[np.ndarray], kind: str = "train") -> list[Request]:
         """Bring the rows of a step, by rank, to their homes."""

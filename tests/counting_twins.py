@@ -1,7 +1,6 @@
-"""The NumPy twins of `loops`: same names, arguments and results.
+"""The slow NumPy twins of the compiled counting loops: same names, arguments and results.
 
-They run where Numba does not, and tests compare the two. `offer` may put keys in other places of
-its table, which no result depends on.
+`offer` may put keys in other places of its table, which no result depends on.
 """
 
 from __future__ import annotations
