@@ -12,7 +12,7 @@ from reference_trainer import RowWiseAdagrad
 from torch import Tensor, nn
 
 from distcache import lookahead
-from distcache.embedding.step import CachedTables
+from distcache.embedding.step import CollectionTables
 
 
 def loss_of(model: nn.Module, batch: Clicks) -> Tensor:
@@ -108,6 +108,6 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], atol: float =
         torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=atol, msg=name)
 
 
-def written_back(tables: CachedTables) -> int:
+def written_back(tables: CollectionTables) -> int:
     """Rows that have left the cache changed."""
     return sum(rows.counts.rows_written_back for rows in tables.rows)

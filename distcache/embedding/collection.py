@@ -35,8 +35,9 @@ from distcache.embedding.ids import (
     table_specs,
 )
 from distcache.embedding.joining import Membership
-from distcache.embedding.settings import check_names, library_words
-from distcache.embedding.step import CachedTables, CacheSettings, OpenStep, Part, WholeTables
+from distcache.embedding.settings import CacheSettings, check_names, library_words
+from distcache.embedding.step import CollectionTables, OpenStep
+from distcache.embedding.whole import Part, WholeTables
 from distcache.engine.lookup import to_device
 from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
 from distcache.layout import TableSpec, group_tables
@@ -58,6 +59,7 @@ class Recipe:
     settings: CacheSettings
     device: torch.device
     name: str
+    pooled: bool
 
     @cached_property
     def specs(self) -> list[TableSpec]:
@@ -88,10 +90,10 @@ class Recipe:
             for spec in self.specs
         ]
 
-    def make(self, world: World) -> CachedTables:
+    def make(self, world: World) -> CollectionTables:
         """The tables of a world; called by all its ranks."""
-        tables = CachedTables(
-            world, self.specs, self.lookups, self.update, self.settings, self.name
+        tables = CollectionTables(
+            world, self.specs, self.lookups, self.update, self.settings, self.name, self.pooled
         )
         whole, seed = WholeTables(tables), self.settings.seed
 
@@ -105,7 +107,6 @@ class Recipe:
                     whole.change_initial(index, seed, told)
 
         together(world, initialise)
-        tables.warm_up()
         return tables
 
 
@@ -137,7 +138,7 @@ class RowOptimizer(torch.optim.Optimizer):
             member.made.show_leaves = self._show
 
     @property
-    def _tables(self) -> CachedTables:
+    def _tables(self) -> CollectionTables:
         return self._member.tables
 
     def _show(self, leaves: list[Tensor]) -> None:
@@ -234,15 +235,27 @@ def clip_grad_norm_(
     """Clip dense gradients and the step's row gradients by their common norm, which is returned.
 
     As `torch.nn.utils.clip_grad_norm_` over `parameters` and all tables on the device: each row
-    of the global batch counts once, on every rank alike. Call it after the last backward pass
-    (and after `GradScaler.unscale_`), on all ranks.
+    of the global batch counts once, whoever has its gradient, and the norm of the rows is the same
+    number in every placement. Call it after the last backward pass (and after
+    `GradScaler.unscale_`), on all ranks.
     """
     ebc.reduce()
+    tables = ebc.tables
     dense = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    rows = list(ebc.optimizer.param_groups[0]["params"])
-    return torch.nn.utils.clip_grad_norm_(
-        [*dense, *rows], max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
-    )
+    dense = [parameter for parameter in dense if parameter.grad is not None]
+    norms = [tables.gradient_norm(norm_type)]
+    if dense:
+        grads = [parameter.grad for parameter in dense]
+        norms.append(torch.nn.utils.get_total_norm(grads, norm_type).to(norms[0]))
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be "
+            "clipped: set error_if_nonfinite=False to scale by it anyway"
+        )
+    rows = tables.current.params if tables.current is not None else []
+    torch.nn.utils.clip_grads_with_norm_([*dense, *rows], max_norm, total)
+    return total
 
 
 # -----------------------------------------------------------------------------
@@ -261,6 +274,9 @@ class CachedCollection(nn.Module):
 
     _config: ClassVar[type[BaseEmbeddingConfig]]
     """What a table is described by."""
+
+    _pooled: ClassVar[bool] = True
+    """Whether bags come out, rather than the row of every id."""
 
     _is_weighted: bool = False
     """Whether the weights of ids are read."""
@@ -286,7 +302,9 @@ class CachedCollection(nn.Module):
             raise ConfigError(f"timeout_s={timeout_s!r}: give seconds above 0")
         chosen = CacheSettings(**settings)
         configs = checked_configs(tables, self._config)
-        recipe = Recipe(configs, lookups_of(configs), optimizer, chosen, _concrete(device), name)
+        recipe = Recipe(
+            configs, lookups_of(configs), optimizer, chosen, _concrete(device), name, self._pooled
+        )
         recipe.check_sizes()
         self._recipe = recipe
         self.reader = IdReader(recipe.lookups, recipe.tables_of_lookups, self._is_weighted)
@@ -297,7 +315,7 @@ class CachedCollection(nn.Module):
         """Empty: its `requires_grad` says whether the tables train."""
 
     @property
-    def tables(self) -> CachedTables:
+    def tables(self) -> CollectionTables:
         """The tables; made now, by all ranks, if they are not there yet."""
         return self._member.tables
 
@@ -315,7 +333,9 @@ class CachedCollection(nn.Module):
             tables.failed(error)
             raise
 
-    def _locate(self, tables: CachedTables, features: KeyedJaggedTensor) -> tuple[OpenStep, int]:
+    def _locate(
+        self, tables: CollectionTables, features: KeyedJaggedTensor
+    ) -> tuple[OpenStep, int]:
         tables.require_open()
         if not isinstance(features, KeyedJaggedTensor):
             raise DataError(f"{type(features).__name__} is no KeyedJaggedTensor")
@@ -385,6 +405,15 @@ class CachedCollection(nn.Module):
         """The frozen tables by index: what a step is opened with."""
         frozen = set(self.frozen)
         return frozenset(at for at, spec in enumerate(self._recipe.specs) if spec.name in frozen)
+
+    def stage_ms(self) -> dict[str, float]:
+        """Milliseconds per step of each stage so far, and of the loop's `wait`; local."""
+        return self.tables.clock.mean_ms()
+
+    def summary(self) -> dict[str, Any]:
+        """Hit rates, rows and bytes moved, memory and stage times so far, named as in a run's
+        `summary.json`; called by all ranks."""
+        return self.tables.summary()
 
     def flush(self) -> None:
         """Bring every changed row to host memory; called by all ranks."""
@@ -582,7 +611,7 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
     TorchRec's, its tables may differ in width.
     """
 
-    _tables_key, _config = "embeddings", EmbeddingConfig
+    _tables_key, _config, _pooled = "embeddings", EmbeddingConfig, False
 
     def __init__(
         self,

@@ -388,4 +388,5 @@ def as_batch(reads: Sequence[ReadIds], index: int, kind: str = "train") -> Batch
     """The ids of one plan's micro-batches as the planner takes them; `index` comes back with it."""
     ids: JaggedIds = join_ids([read.ids for read in reads])
     none = torch.empty(0)
-    return Batch(none, ids, none, ids.batch_size, index, 0, 0, kind)
+    parts = tuple(read.ids.batch_size for read in reads)
+    return Batch(none, ids, none, ids.batch_size, index, 0, 0, kind, parts=parts)

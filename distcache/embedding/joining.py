@@ -21,7 +21,7 @@ from distcache.comm.world import World, current_world
 from distcache.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
-    from distcache.embedding.step import CachedTables
+    from distcache.embedding.step import CollectionTables
 
 _waiting: list[weakref.ref[Membership]] = []
 """Those that have no tables yet, in the order in which they were made."""
@@ -36,7 +36,7 @@ class Membership:
 
     def __init__(
         self,
-        make: Callable[[World], CachedTables],
+        make: Callable[[World], CollectionTables],
         device: torch.device,
         process_group: dist.ProcessGroup | None,
         timeout_s: float,
@@ -46,7 +46,7 @@ class Membership:
         so that one that nobody uses is gone at the same time on all ranks. `name`: of the
         collection, for messages."""
         self._make, self._device, self._timeout_s = make, device, timeout_s
-        self._made: CachedTables | None = None
+        self._made: CollectionTables | None = None
         self._alone, self._closed, self._error = False, False, ""
         self.name = name
         self.show_leaves: Callable[[], Callable[[list[Tensor]], None] | None] = lambda: None
@@ -57,12 +57,12 @@ class Membership:
             _waiting.append(weakref.ref(self))
 
     @property
-    def made(self) -> CachedTables | None:
+    def made(self) -> CollectionTables | None:
         """The tables, if they have been made."""
         return self._made
 
     @property
-    def tables(self) -> CachedTables:
+    def tables(self) -> CollectionTables:
         """The tables; makes them, and those of all collections that wait, if need be.
 
         Called by all ranks. Raises ConfigError where this is one of several ranks that have no

@@ -39,6 +39,11 @@ class CacheSettings:
     warm_start: float | str = "auto"
     split: Any = "proportional"
     batch_size: int | None = None
+    placement: str = "replicated"
+    state: str = "replicated"
+    replicated_rows: Any = None
+    replicated_share: float | None = None
+    cluster: Any = field(default=None, repr=False)
     schedule: str = "overlapped"
     store_access: str = STAGED
     reduction: str = "ordered"
@@ -46,6 +51,7 @@ class CacheSettings:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     on_bad_id: str = "error"
+    on_nonfinite: str = "off"
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -56,6 +62,9 @@ class CacheSettings:
             ("reduction", ("ordered", "native")),
             ("gradient_reduction", ("mean", "sum")),
             ("on_bad_id", ("error", "hash")),
+            ("on_nonfinite", ("off", "skip", "stop")),
+            ("placement", ("replicated", "sharded", "mixed", "auto")),
+            ("state", ("auto", "home", "replicated")),
             ("dtype", (torch.float32, torch.float64)),
         ):
             value = getattr(self, name)
@@ -69,6 +78,28 @@ class CacheSettings:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}")
         self._check_policy()
         self._check_popularity()
+        self._check_placement()
+
+    def _check_placement(self) -> None:
+        kind, rows, share = self.placement, self.replicated_rows, self.replicated_share
+        for name, value in (("replicated_rows", rows), ("replicated_share", share)):
+            if value is not None and kind != "mixed":
+                raise ConfigError(f"{name}={value!r} is for placement='mixed': leave it out")
+        if rows is not None and share is not None:
+            raise ConfigError("give replicated_rows or replicated_share, not both")
+        if rows is not None and not isinstance(rows, Mapping):
+            raise ConfigError(f"replicated_rows={rows!r} is no {{table: rows}}")
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError(f"replicated_share={share!r} is a share of the rows, above 0 to 1")
+        if kind in ("mixed", "auto"):
+            self._needs_statistics(f"placement={kind!r}", True)
+        if kind == "auto" or (kind == "mixed" and rows is None and share is None):
+            self._needs_batch_size(f"placement={kind!r}", True)
+        if self.state == "home" and self.reduction == "native":
+            raise ConfigError(
+                "state='home' keeps sums at home, and reduction='native' sums everywhere: leave "
+                "one of them out"
+            )
 
     def _check_policy(self) -> None:
         with library_words():

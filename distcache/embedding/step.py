@@ -1,276 +1,186 @@
-"""The cached tables behind a collection, and one optimizer step of them."""
+"""One optimizer step of a collection: autograd's hooks, and the step that is open.
+
+All that concerns rows is `distcache.engine.tables.CachedTables`. Here is when its exchanges happen:
+a step opens when the first of its batches comes through the model, its row gradients are summed at
+the end of the backward pass in which the last has taken part, and `RowOptimizer.step` applies them.
+"""
 
 from __future__ import annotations
 
-import atexit
-import itertools
 import logging
+import math
 import sys
-import threading
+import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distcache.comm.agreement import agree_on, agree_on_versions, together
+from distcache.comm.agreement import agree_on, agree_on_versions
 from distcache.comm.failure import record_failure
-from distcache.comm.link import PLANNING, CollectiveCounters, Link, host_link
+from distcache.comm.link import PLANNING, host_link
 from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids
-from distcache.embedding.ids import IdReader, Lookups, ReadIds, as_batch
+from distcache.embedding.ids import Lookups, ReadIds, as_batch
+from distcache.embedding.placing import decide_rows
 from distcache.embedding.settings import CacheSettings, library_words
-from distcache.engine.gradients import start_reduce_rows, to_all
-from distcache.engine.groups import GroupBags, RegionSlots, TableGroup, join_pooled
-from distcache.engine.lookup import DeviceBags, PooledLookup, RowLookup, bags_of_one, part_of
-from distcache.engine.movement import GroupRows, Mover
-from distcache.engine.planning import PlanningSettings, StreamPlanner
-from distcache.engine.queue import StepStream
-from distcache.engine.step import TRAINING_LANE, Flight
-from distcache.engine.tables import home_regions, make_caches, make_stores, popular_groups
-from distcache.engine.warm import WarmStart, warm_up
-from distcache.engine.whole import RowExchange, blocks, row_numbers, shares
-from distcache.errors import DataError, PeerError, PlanError
+from distcache.engine.groups import TableGroup
+from distcache.engine.movement import GroupRows
+from distcache.engine.step import TRAINING_LANE, Flight, Span, StageClock, record
+from distcache.engine.tables import CachedTables, RowChoice, RowSums, TableSettings
+from distcache.errors import DataError, NonFiniteLossError, PlanError
 from distcache.layout import TableSpec
 from distcache.optim import RowUpdate
-from distcache.popularity.slots import Budget, Use, decide, statistics_of
-from distcache.popularity.statistics import GroupPopularity, Statistics, read_statistics
-from distcache.step_plan import StepPlan
-from distcache.store.memory import SharedMemory, require_memory
-from distcache.store.rows import RowStore, initial_rows
-from distcache.streams import COMPUTE, Streams
+from distcache.parallel.statistics import RankLoad, StepStatistics
+from distcache.streams import COMPUTE, Mark
 
 if TYPE_CHECKING:
-    from distcache.embedding.stream import Epoch
+    from distcache.embedding.stream import Epoch, Runner
+
+log = logging.getLogger(__name__)
+
+STOP_S = 60.0
+"""Longest wait for the planner's last exchange with the other ranks, seconds."""
+
+LEAVING_S = 5.0
+"""Longest wait for threads whose steps are of no use, seconds: at the interpreter's end, where they
+may be waiting for other ranks, which look for this one's failure every second or after three; and
+for a look-ahead that nobody holds, which ranks that leave theirs at the same step do in turn."""
 
 
 # -----------------------------------------------------------------------------
-# What all ranks make a collection from alike, by name and value.
+# What the optimizer of the rows sees of a step.
+
+_NORMS = {
+    torch.linalg.vector_norm,
+    torch.linalg.norm,
+    torch.norm,
+    torch.Tensor.norm,
+    torch._foreach_norm,
+}
 
 
-def collection_values(
-    name: str,
-    tables: Sequence[TableSpec],
-    lookups: Lookups,
-    update: RowUpdate,
-    settings: CacheSettings,
-) -> dict[str, Any]:
-    """What to compare over the ranks of the collection `name`.
+class HomeGradient(Tensor):
+    """The gradient of rows whose sums lie at this rank's home alone: a norm of it would count other
+    rows on every rank, so torch's functions for that are refused."""
 
-    Without the statistics, which may lie elsewhere on each rank: what they say is compared later.
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise PlanError for a norm; all else is as of any tensor."""
+        if func in _NORMS:
+            raise PlanError(
+                "each rank has the gradients of other rows (placement='sharded' or 'mixed', or "
+                "state='home'), so their norm on one rank is not the gradient's: clip with "
+                "distcache.clip_grad_norm_(model.parameters(), ebc, max_norm)"
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@dataclass
+class RowPart:
+    """Rows of one group as the optimizer has them: `rows`, whose `.grad` is what is applied.
+
+    `at_home`: whether the sums lie at this rank's home alone, not on every rank; `sharded`: which
+    of the sums of `group` they are.
     """
-    values = {
-        "the collection": name,
-        "the order of tables": [table.name for table in tables],
-        "the features": lookups.features,
-        "optimizer": update,
-    }
-    values |= {f"table {table.name!r}": table for table in tables}
-    own = [f.name for f in fields(settings) if f.repr]
-    return values | {name: getattr(settings, name) for name in own}
 
-
-# -----------------------------------------------------------------------------
-# What the tables of a collection are made of: groups, slots, stores and planners.
-
-
-@dataclass(frozen=True)
-class RowParts:
-    """The rows of every group, and what they take from statistics."""
-
-    groups: list[TableGroup]
-    rows: list[GroupRows]
-    popular: list[GroupPopularity]
-    warm: WarmStart
-
-
-def make_row_parts(
-    link: Link,
-    tables: Sequence[TableSpec],
-    keys: Sequence[str],
-    update: RowUpdate,
-    settings: CacheSettings,
-    streams: Streams,
-) -> RowParts:
-    """Slots and stores of all groups; called by all ranks of `link`.
-
-    `tables` name lookups by place; `keys`: their features, as statistics and a split name them.
-    """
-    world, dtype = link.world, settings.dtype
-    budget = Budget(
-        settings.rows,
-        settings.ratio,
-        settings.bytes,
-        dtype.itemsize,
-        world.size,
-        settings.batch_size or 1,
-        settings.prefetch + 2,
-    )
-    use = Use(
-        settings.policy_settings,
-        settings.warm_start,
-        settings.split,
-        settings.prefetch,
-    )
-    widths = [update.state_width(table.dim) for table in tables]
-    named = [
-        replace(table, features=tuple(keys[int(f)] for f in table.features)) for table in tables
-    ]
-    slots, popularity = decide(
-        world, named, widths, budget, use, lambda: _statistics(settings, named)
-    )
-    features = [feature for table in tables for feature in table.features]
-    groups, popular = popular_groups(world, tables, features, popularity)
-    stores = make_stores(world, groups, update, dtype, settings.seed, settings.store_access)
-    caches = make_caches(world, groups, [RegionSlots(count) for count in slots], update, dtype)
-    rows = [
-        GroupRows(group, cache, store, update, link, streams, settings.prefetch)
-        for group, cache, store in zip(groups, caches, stores, strict=True)
-    ]
-    share = 0.0 if popularity is None else popularity.warm_start
-    return RowParts(groups, rows, popular, WarmStart([own.hot for own in popular], share))
-
-
-def _statistics(settings: CacheSettings, tables: Sequence[TableSpec]) -> Statistics | None:
-    """The statistics of `tables`, in order; ConfigError for those of other tables."""
-    given = settings.statistics
-    if given is None:
-        return None
-    if isinstance(given, Statistics):
-        return statistics_of(given, tables, "the given statistics")
-    return statistics_of(read_statistics(given, "statistics"), tables, f"statistics={given}")
-
-
-def make_stream_planner(
-    link: Link,
-    parts: RowParts,
-    settings: CacheSettings,
-    fingerprint: int,
-    prepare: Callable[[Batch], Batch],
-) -> StreamPlanner:
-    """The planner of this rank's homes, over the planning group of `link`."""
-    rank, policy = link.world.rank, settings.policy_settings
-    pairs = zip(parts.popular, parts.groups, strict=True)
-    classes = [own.classes_at(group.layout, rank) for own, group in pairs]
-    return StreamPlanner(
-        link,
-        parts.groups,
-        home_regions(parts.rows, rank, settings.prefetch, policy, classes),
-        [rows.cache.slots for rows in parts.rows],
-        PlanningSettings(
-            lookahead=settings.lookahead,
-            prefetch=settings.prefetch,
-            dtype=settings.dtype,
-            fingerprint=fingerprint,
-            prepare=prepare,
-        ),
-    )
-
-
-# -----------------------------------------------------------------------------
-# One optimizer step of a collection: its row leaves, their gradients and when they are summed.
-
-Reduce = Callable[["OpenStep", list["Tensor | None"]], list["Tensor | None"]]
-"""(step, local row gradients by group) -> the gradients that the step applies; None: of a group
-that is frozen."""
+    group: int
+    rows: Tensor
+    at_home: bool
+    sharded: bool
 
 
 class OpenStep:
     """A planned step whose rows are on the device, with its micro-batches `reads`.
 
-    Every forward looks up in the same leaves, one `[U, D]` for each group, so gradients gather
-    there. The end of the backward pass in which the last micro-batch has taken part sums them
-    over the ranks: from then on `leaf.grad` is what will be applied, the same on all ranks.
+    Every forward looks up in the same leaves, one `[U + N, D]` for each group, so gradients gather
+    there. The end of the backward pass in which the last micro-batch has taken part sums them over
+    the ranks: from then on the `.grad` of `params` is what will be applied.
     """
 
     def __init__(
         self,
-        planned: Flight,
+        tables: CollectionTables,
+        flight: Flight,
         reads: list[ReadIds],
-        groups: list[TableGroup],
-        read_rows: Callable[[Flight], list[Tensor]],
-        reduce: Reduce,
+        leaves: Sequence[Tensor],
         frozen: frozenset[int],
     ) -> None:
         """`frozen`: the tables, by index, that this step leaves as they are."""
-        self.planned, self.reads, self._groups = planned, reads, groups
-        self.frozen = frozen
-        self.trains = [not frozen.issuperset(group.tables) for group in groups]
+        self._tables, self.flight, self.reads, self.frozen = tables, flight, reads, frozen
+        self.trains = [not frozen.issuperset(group.tables) for group in tables.groups]
         """Whether any table of each group is updated."""
-        self._read_rows, self._reduce = read_rows, reduce
         self.leaves: list[Tensor] | None = None
+        self.parts: list[RowPart] = []
+        self.guard: Tensor | None = None
+        """One number, whose gradient is 0, or infinite where some home's sums are not finite: all
+        ranks' scalers see the same."""
+        self._began = time.perf_counter()
         self._forwarded: set[int] = set()
         self._backed: set[int] = set()
         self.reduced = False
-        self.classes: list[list[tuple[int, Tensor]] | None] = []
-        """By group, once reduced: the rows by their tables' step count, see `CachedTables`."""
+        self.finite: Tensor | None = None
+        """Bool `[1]` on the device, the same on all ranks: whether all sums were finite."""
+        self.choices: list[list[RowChoice]] | None = None
+        """By group, once reduced, where its rows are not all updated alike."""
         self._task = -1
-        self._backward_failed = False
+        self._take(leaves)
 
     @property
     def number(self) -> int:
         """Position in the stream of planned steps."""
-        return self.planned.step
+        return self.flight.step
+
+    @property
+    def params(self) -> list[Tensor]:
+        """What the optimizer of the rows has as parameters."""
+        found = [part.rows for part in self.parts]
+        return found if self.guard is None else [*found, self.guard]
 
     @property
     def pending(self) -> bool:
         """Whether gradients wait to be applied or dropped."""
-        return any(leaf.grad is not None for leaf in self.leaves or [])
+        return any(leaf.grad is not None for leaf in (self.leaves or [])) or any(
+            part.rows.grad is not None for part in self.parts
+        )
 
     # --- forward ----------------------------------------------------------------------------
 
     def pooled(self, micro: int) -> Tensor:
         """The bags of micro-batch `micro`, `[b, sum of widths]`, recorded if gradients are."""
-        leaves, bags = self._current_leaves(), self._bags(micro)
-        pooled = [
-            PooledLookup.apply(leaf, DeviceBags(*own, leaf.device))
-            for leaf, own in zip(leaves, bags, strict=True)
-        ]
-        self._watch(micro, pooled)
-        return join_pooled(self._groups, pooled)
+        pooled = self._tables.engine.pooled(self.flight, self._current_leaves(), micro)
+        self._watch(micro, [pooled])
+        return pooled
 
     def rows(self, micro: int) -> list[Tensor]:
         """The row of every id of micro-batch `micro`, by lookup: `[n_f, D_f]` each."""
-        ids = self.reads[micro].ids
-        counts = ids.offsets.diff().view(len(ids.features), ids.batch_size).sum(1).tolist()
-        out: dict[int, Tensor] = {}
-        for group, leaf, (bags, plan) in zip(
-            self._groups, self._current_leaves(), self._bags(micro), strict=True
-        ):
-            of = [counts[at] for at in group.features]
-            found = RowLookup.apply(leaf, DeviceBags(bags_of_one(bags), plan, leaf.device, of))
-            out |= zip(group.features, found, strict=True)
-        self._watch(micro, out.values())
-        return [out[at] for at in sorted(out)]
+        found = self._tables.engine.lookup(self.flight, self._current_leaves(), micro)
+        self._watch(micro, found)
+        return found
 
     def _current_leaves(self) -> list[Tensor]:
-        """The leaves; read again from the cache once a step has changed its rows."""
+        """The leaves; read again once a step has changed its rows, by all ranks."""
         if self.leaves is None:
-            with torch.inference_mode(False), torch.no_grad():
-                pairs = zip(self._read_rows(self.planned), self.trains, strict=True)
-                self.leaves = [leaf.requires_grad_(trains) for leaf, trains in pairs]
-            step = weakref.ref(self)
-            for leaf in self.leaves:
-                if leaf.requires_grad:
-                    leaf.register_post_accumulate_grad_hook(_AfterAccumulate(step))
-        return self.leaves
+            self._take(self._tables.engine.leaves(self.flight))
+        return self.leaves or []
 
-    def _bags(self, micro: int) -> list[tuple[GroupBags, StepPlan]]:
-        """What a lookup of one micro-batch reads, by group."""
-        planned = self.planned
-        pairs = list(zip(planned.bags, planned.plans, strict=True))
-        if len(self.reads) > 1:
-            sizes = [read.ids.batch_size for read in self.reads]
-            start = sum(sizes[:micro])
-            samples = slice(start, start + sizes[micro])
-            pairs = [part_of(bags, plan, samples, sum(sizes)) for bags, plan in pairs]
-        return pairs
+    def _take(self, leaves: Sequence[Tensor]) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            pairs = zip(leaves, self.trains, strict=True)
+            self.leaves = [leaf.requires_grad_(trains) for leaf, trains in pairs]
+            self.parts = self._tables.parts_of(self.flight, self.leaves)
+            homes = any(part.at_home for part in self.parts)
+            self.guard = self.leaves[0].new_zeros(1).requires_grad_() if homes else None
+        step = weakref.ref(self)
+        for leaf in self.leaves:
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(_AfterAccumulate(step))
+        self._tables.show_leaves(self.params)
 
     def _watch(self, micro: int, found: Iterable[Tensor]) -> None:
         """Learn when a backward pass goes through this lookup, if gradients are recorded."""
@@ -314,20 +224,40 @@ class OpenStep:
         """Sum the row gradients over the ranks, once; all ranks do it for the same step."""
         if self.reduced or self.leaves is None or not any(self.trains):
             return
+        now = time.perf_counter()
+        span = Span("forward_backward", TRAINING_LANE, self.number, self._began, now)
+        self.flight.spans.append(span)
         local = [
             (torch.zeros_like(at) if at.grad is None else at.grad) if trains else None
             for at, trains in zip(self.leaves, self.trains, strict=True)
         ]
-        for leaf, gradient in zip(self.leaves, self._reduce(self, local), strict=True):
-            leaf.grad = gradient
+        sums = self._tables.summed(self, local)
+        for leaf in self.leaves:
+            leaf.grad = None
+        for part in self.parts:
+            found = (sums.sharded if part.sharded else sums.replicated)[part.group]
+            if found is not None and part.at_home:
+                found = found.as_subclass(HomeGradient)
+            part.rows.grad = found
+        if self.guard is not None and self.finite is not None:
+            self.guard.grad = torch.where(self.finite, 0.0, math.inf).to(self.guard)
         self.reduced = True
 
     # --- step -------------------------------------------------------------------------------
 
+    def sums(self) -> RowSums:
+        """The gradients to apply, as the optimizer's users have left them."""
+        found = RowSums([None] * len(self.trains), [None] * len(self.trains))
+        for part in self.parts:
+            if part.rows.grad is not None:
+                of = found.sharded if part.sharded else found.replicated
+                of[part.group] = part.rows.grad.as_subclass(Tensor)
+        return found
+
     def drop(self) -> None:
         """Forget the gradients so far (`zero_grad`)."""
-        for leaf in self.leaves or []:
-            leaf.grad = None
+        for tensor in (*(self.leaves or []), *self.params):
+            tensor.grad = None
         self.reduced = False
 
     def ready(self, without_backward: bool = False) -> bool:
@@ -358,10 +288,10 @@ class OpenStep:
 
     def close(self) -> None:
         """The rows have changed or left: leaves are stale, late backward passes are errors."""
-        self.leaves = None
+        self.drop()
+        self.leaves, self.parts, self.guard = None, [], None
         self._forwarded.clear()
         self._backed.clear()
-        self.reduced = False
 
 
 class _AfterAccumulate:
@@ -386,222 +316,35 @@ def _too_late() -> PlanError:
 
 
 # -----------------------------------------------------------------------------
-# Behind a look-ahead: the batches that its planner has read, and the threads ahead.
-#
-# Both are known to the thread, so neither knows the look-ahead: dropping that ends the thread.
-
-T = TypeVar("T")
-
-log = logging.getLogger(__name__)
-
-STOP_S = 60.0
-"""Longest wait for the planner's last exchange with the other ranks, seconds."""
-
-LEAVING_S = 5.0
-"""Longest wait for threads whose steps are of no use, seconds: at the interpreter's end, where they
-may be waiting for other ranks, which look for this one's failure every second or after three; and
-for a look-ahead that nobody holds, which ranks that leave theirs at the same step do in turn."""
+# The tables of a collection over the engine, and the one step that is open.
 
 
-class Ahead(Generic[T]):
-    """The batches of one plan, kept until the step after it is open."""
+def collection_values(
+    name: str,
+    tables: Sequence[TableSpec],
+    lookups: Lookups,
+    update: RowUpdate,
+    settings: CacheSettings,
+) -> dict[str, Any]:
+    """What to compare over the ranks of the collection `name`.
 
-    def __init__(self, position: int, batches: list[T], reads: list[ReadIds]) -> None:
-        self.position, self.batches, self.reads = position, batches, reads
-
-
-class Source(Generic[T]):
-    """The user's batches as the planner reads them, from its thread; can go back to kept ones."""
-
-    def __init__(
-        self,
-        batches: Iterable[T],
-        reader: IdReader,
-        find: Callable[[T], KeyedJaggedTensor],
-        accumulate: int,
-    ) -> None:
-        self._batches, self._iterator = batches, None
-        self._reader, self._find, self._accumulate = reader, find, accumulate
-        self._next = 0
-        self.kept: dict[int, Ahead[T]] = {}
-        self.ended = False
-        """Whether the last of the batches has been read."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        ahead = self.kept.get(self._next)
-        if ahead is None:
-            if self._iterator is None:
-                self._iterator = iter(self._batches)
-            batches = list(itertools.islice(self._iterator, self._accumulate))
-            if not batches:
-                self.ended = True
-                raise StopIteration
-            reads = [self._reader.read(self._find(batch)) for batch in batches]
-            ahead = self.kept[self._next] = Ahead(self._next, batches, reads)
-        self._next += 1
-        return as_batch(ahead.reads, ahead.position)
-
-    def go_back(self, position: int) -> None:
-        """Give the batches from plan `position` on once more; only while no thread reads."""
-        self._next = position
-
-
-class Runner:
-    """The pipeline's threads, which may be halted and started again; knows no Lookahead."""
-
-    def __init__(
-        self,
-        planner: StreamPlanner,
-        depth: int,
-        timeout_s: float,
-        streams: Streams,
-        mover: Mover | None,
-    ) -> None:
-        """`mover`: moves rows ahead of the loop; none: the loop moves them."""
-        self._planner, self._depth, self.timeout_s = planner, depth, timeout_s
-        self._streams, self._mover = streams, mover
-        self._pipeline: StepStream | None = None
-        self._closed = threading.Event()
-        self._left: StepStream | None = None
-
-    @property
-    def running(self) -> bool:
-        return self._pipeline is not None
-
-    @property
-    def halting(self) -> bool:
-        """Whether threads that were told to end did not in time."""
-        return self._pipeline is not None and self._pipeline.stopping
-
-    def start(self, source: Source) -> None:
-        self._pipeline = StepStream(self._planner, source, self._depth, self._streams, self._mover)
-        _pipelines[self._pipeline] = self._planner.link.world
-
-    def take(self) -> Flight | None:
-        """The next planned step, or None at the end."""
-        return None if self._pipeline is None else next(self._pipeline, None)
-
-    def arrive(self, flight: Flight, done: int) -> None:
-        """Wait for the rows of a step; what may follow step `done` moves on."""
-        if self._pipeline is not None:
-            self._pipeline.release(done, self._streams.mark(COMPUTE))
-            self._pipeline.arrive(flight)
-
-    def settle(self) -> None:
-        """Wait for the moves that come before the ranks' next exchange."""
-        if self._pipeline is not None and self._planner.link.world.size > 1:
-            self._pipeline.settle()
-
-    def quiet(self) -> None:
-        """Let no row move until the next step arrives."""
-        if self._pipeline is not None:
-            self._pipeline.quiet()
-
-    def stop(self, limit_s: float | None = None) -> bool:
-        """End the threads, with a last word to the other ranks; False if they did not in time.
-
-        After the same step on all ranks, with what was released moved before; threads that did
-        not end then still run, for they hold the batches and the planner.
-        """
-        pipeline = self._pipeline
-        if pipeline is None:
-            return True
-        limit_s = self.timeout_s if limit_s is None else min(limit_s, self.timeout_s)
-        ended = pipeline.stop(limit_s)
-        if ended:
-            self._pipeline = None
-        else:
-            log.warning("the planner's thread did not end within %g s", limit_s)
-        return ended
-
-    def close(self, limit_s: float | None = None) -> None:
-        """End the threads for good, in order if the other ranks allow it within `limit_s`.
-
-        Ranks that leave a look-ahead after the same step hold the same rows, and may go on.
-        """
-        try:
-            self.stop(limit_s)
-        except Exception as error:
-            log.warning("moving rows failed: %s", error)
-        finally:
-            pipeline, self._pipeline = self._pipeline, None
-            if pipeline is not None:
-                pipeline.tell()
-            self._closed.set()
-
-    def leave(self, leaving: list[Runner]) -> None:
-        """Close as nobody holds the look-ahead; ranks that left it at the same step end here.
-
-        One that left it with an error, which a finalizer cannot see, has nobody to end with: after
-        a short wait the closing goes on on a thread, so that the error shows. `leaving` holds
-        this runner until it is known to have ended.
-        """
-        self._left = pipeline = self._pipeline
-        if pipeline is None or pipeline.ended:
-            self.close()
-            return
-        leaving.append(self)
-        closing = threading.Thread(target=self.close, name="distcache-closing", daemon=True)
-        closing.start()
-        if not pipeline.runs_here():  # the garbage collector runs in any thread
-            closing.join(LEAVING_S)
-
-    def ended(self, limit_s: float) -> bool:
-        """Wait for the end that `leave` has begun; whether it has come, in order."""
-        return self._closed.wait(limit_s) and (self._left is None or self._left.ended)
-
-
-def end_left(leaving: list[Runner]) -> None:
-    """Wait for the look-aheads that were left; PeerError for one that does not end."""
-    while leaving:
-        runner = leaving[-1]
-        if not runner.ended(runner.timeout_s + LEAVING_S):
-            raise not_halted(runner.timeout_s)
-        leaving.remove(runner)
-
-
-def not_halted(limit_s: float) -> PeerError:
-    """The error for a planner that did not end in time."""
-    return PeerError(
-        f"the planner did not halt within {limit_s:g} s: another rank goes on without this one, or "
-        "the batches that lookahead reads are slower than that"
-    )
-
-
-_pipelines: weakref.WeakKeyDictionary[StepStream, World] = weakref.WeakKeyDictionary()
-"""Those that a look-ahead holds, or their own threads, and their ranks."""
-
-
-def _at_exit() -> None:
-    """End the threads that still run; after an error say so, for the others wait in vain.
-
-    A thread that computes while the interpreter goes away may take the process with it.
+    Without the statistics, which may lie elsewhere on each rank: what they say is compared later.
     """
-    error, open_ones = getattr(sys, "last_value", None), list(_pipelines.items())
-    if error is not None:
-        for _, world in open_ones:
-            record_failure(world.store, world.rank, error)
-    for pipeline, world in open_ones:
-        limit = min(world.timeout_s, STOP_S) if error is None else LEAVING_S
-        if not pipeline.stop(limit, orderly=False):
-            log.warning("a look-ahead's threads did not end within %g s", limit)
+    values = {
+        "the collection": name,
+        "the order of tables": [table.name for table in tables],
+        "the features": lookups.features,
+        "optimizer": update,
+    }
+    values |= {f"table {table.name!r}": table for table in tables}
+    own = [f.name for f in fields(settings) if f.repr]
+    return values | {name: getattr(settings, name) for name in own}
 
 
-atexit.register(_at_exit)
+class CollectionTables:
+    """The engine's tables behind one collection, and `current`, the step that was opened last.
 
-
-# -----------------------------------------------------------------------------
-# The cached tables behind a collection: stores, caches, planner, and the one step that is open.
-
-
-class CachedTables:
-    """Tables of one collection as rows in slots over the node's store.
-
-    Called by all ranks of `world` in the same order, but for what says otherwise. One step at a
-    time is open: `current`, the last whose rows were moved.
+    Called by all ranks of `world` in the same order, but for what says otherwise.
     """
 
     def __init__(
@@ -612,39 +355,69 @@ class CachedTables:
         update: RowUpdate,
         settings: CacheSettings,
         name: str,
+        pooled: bool,
     ) -> None:
-        """`name`: what the tables are behind, for messages."""
+        """`name`: what the tables are behind, for messages; `pooled`: bags come out."""
         self.world, self.tables, self.update, self.name = world, list(tables), update, name
         self.settings, self._lookups = settings, [self.tables[table] for table in lookups.tables]
         own = collection_values(name, self.tables, lookups, update, settings)
-        self.fingerprint = zlib.crc32(repr(own).encode())
         agree_on_versions(world)
         agree_on(world, own | {"device": world.device.type})
-        self.counters = CollectiveCounters(world.nodes, world.rank)
-        self.link = Link(world, world.device_group, self.counters, "the device group")
-        self.streams_of_device = streams = Streams(world.device)
+        named = [
+            replace(table, features=tuple(lookups.features[int(f)] for f in table.features))
+            for table in self.tables
+        ]
+        features = [feature for table in tables for feature in table.features]
         with library_words():
-            parts = make_row_parts(
-                self.link, self.tables, lookups.features, update, settings, streams
+            placed = decide_rows(world, named, update, settings)
+            engine = TableSettings(
+                slots=placed.slots,
+                lookahead=settings.lookahead,
+                prefetch=settings.prefetch,
+                policy=settings.policy_settings,
+                reduction=settings.reduction,
+                seed=settings.seed,
+                dtype=settings.dtype,
+                fingerprint=zlib.crc32(repr(own).encode()),
+                schedule=settings.schedule,
+                placement=placed.placement,
+                access=settings.store_access,
+                pooled=pooled,
             )
-            link = Link(world, world.planning_group, self.counters, "the planning group")
-            self.planner = make_stream_planner(
-                link, parts, settings, self.fingerprint, self._checked
-            )
-        self.groups, self.rows, self._warm = parts.groups, parts.rows, parts.warm
-        self._movement = Mover(self.rows, self.link, streams, settings.dtype)
+            parts = (world, self.tables, features, update, engine)
+            self.engine = CachedTables(*parts, placed.popularity, self._checked)
         self.current: OpenStep | None = None
         self.counts = [0] * len(self.tables)
         """Optimizer steps applied to each table so far: one that is frozen does not count."""
+        self.skipped = 0
+        """Steps that were left out because their gradients were not finite."""
         self._agreed: Callable[[], Tensor] | None = None
+        self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
+        self._judged: list[tuple[int, tuple[int, ...], Tensor, Mark]] = []
         self.closed = False
-        self._moved = -1
-        self._ahead = False
         self._streams: list[weakref.ref[Epoch]] = []
         self.leaving: list[Runner] = []
         """Behind look-aheads that nobody holds any more; may still be ending."""
         self.show_leaves: Callable[[list[Tensor]], None] = lambda leaves: None
-        """Called with the leaves of the current step, or [] when it has none any more."""
+        """Called with the parameters of the current step, or [] when it has none any more."""
+        self.clock, self.load = StageClock(), RankLoad()
+        self.statistics = StepStatistics(settings.prefetch)
+        self._unrecorded: Flight | None = None
+
+    @property
+    def groups(self) -> list[TableGroup]:
+        """The tables by width."""
+        return self.engine.groups
+
+    @property
+    def rows(self) -> list[GroupRows]:
+        """Slots and stores of every group."""
+        return self.engine.rows
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps applied so far, to the table that had most."""
+        return max(self.counts)
 
     def _checked(self, batch: Batch) -> Batch:
         """`batch` with every id inside its table; DataError names the one that is not."""
@@ -655,11 +428,6 @@ class CachedTables:
             text = str(error).replace("of the global batch", "of this rank's batch")
             raise DataError(text) from error
         return replace(batch, ids=ids)
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps applied so far, to the table that had most."""
-        return max(self.counts)
 
     # --- plans ------------------------------------------------------------------------------
 
@@ -676,46 +444,31 @@ class CachedTables:
         self._streams = [weakref.ref(other) for other in (*reversed(self.streams),)]
         if stream not in self.streams:
             self._streams.append(weakref.ref(stream))
-        self._settle()
-        self._ahead = True
 
     def plan_inline(self, read: ReadIds, kind: str) -> Flight:
         """Plan one batch now (L = 0), with running look-aheads halted before; to be opened next."""
         self.halt()
-        self._settle()
-        try:
-            with library_words():
-                batch = as_batch([read], 0, kind)
-                return next(self.planner.planned([batch], lambda: False, ahead=False))
-        except BaseException:
-            self._ahead = True
-            raise
+        with library_words():
+            return self.engine.now(as_batch([read], 0, kind))
 
     def halt(self) -> None:
         """Stop every look-ahead's planner; its plans that have not moved are made again later."""
-        end_left(self.leaving)
+        self._end_left()
         for stream in self.streams:
             stream.halt()
 
     def quiet(self) -> None:
         """Between two steps: let no row move until the next batch; called by all ranks."""
-        end_left(self.leaving)
-        for stream in self.streams:
-            stream.quiet()
+        self._end_left()
+        self.engine.quiet()
 
-    def _settle(self) -> None:
-        """Planning goes on from what the device holds, without plans that did not move; local."""
-        if self._ahead:
-            rows = self.rows
-            self.planner.restore(self._moved, lambda group, slots: rows[group].held_rows(slots))
-        self._ahead = False
+    def _end_left(self) -> None:
+        """Wait for the look-aheads that were left; PeerError for one that does not end."""
+        while self.leaving:
+            self.leaving[-1].require_end()
+            self.leaving.pop()
 
     # --- steps ------------------------------------------------------------------------------
-
-    @property
-    def moves_ahead(self) -> Mover | None:
-        """What a look-ahead's own thread runs; none where the loop does it."""
-        return self._movement if self.settings.schedule == "overlapped" else None
 
     def open(
         self, flight: Flight, reads: list[ReadIds], frozen: frozenset[int] = frozenset()
@@ -726,18 +479,54 @@ class CachedTables:
         where they are not.
         """
         self.end_current()
-        if not flight.moved:
-            flight.after = self.streams_of_device.mark(COMPUTE)
-            self._movement.move(flight, TRAINING_LANE)
-            flight.moved = True
-        # The compute stream goes on after the rows are there.
-        self.streams_of_device.after(COMPUTE, (flight.after,))
-        for rows, counts in zip(self.rows, flight.counts, strict=True):
-            rows.counts.add(counts)
-        self._moved = flight.step
-        self.current = OpenStep(flight, reads, self.groups, self._leaves, self._reduced, frozen)
+        leaves = self.engine.open(flight)
+        self.engine.count(flight)
+        self.current = OpenStep(self, flight, reads, leaves, frozen)
         self._say_frozen(flight.step, frozen)
         return self.current
+
+    def opened(self) -> OpenStep:
+        """The current step."""
+        if self.current is None:
+            raise PlanError("no step is open")
+        return self.current
+
+    def end_current(self) -> None:
+        """The current step ends; PlanError if its gradients were neither applied nor dropped."""
+        self._check_frozen()  # a step without any gradient has not asked
+        step = self.current
+        if step is None:
+            return
+        if step.pending:
+            raise PlanError(
+                f"step {step.number} has row gradients that were neither applied nor dropped: "
+                "call ebc.step() (or ebc.optimizer.zero_grad()) before the next batch; to add up "
+                "the gradients of k batches read them with lookahead(batches, ebc, accumulate=k)"
+            )
+        step.close()
+        self.show_leaves([])
+        self.current = None
+
+    def parts_of(self, flight: Flight, leaves: Sequence[Tensor]) -> list[RowPart]:
+        """The rows of a step as its optimizer has them: the replicated ones, then those at home."""
+        engine, found = self.engine, []
+        for place, (rows, plan, leaf) in enumerate(
+            zip(self.rows, flight.plans, leaves, strict=True)
+        ):
+            mine = slice(0, plan.distinct)
+            if engine.home_state:
+                mine = plan.home_slice(self.world.rank)
+            if not rows.slots.replicated:
+                continue
+            whole = plan.shard is None and not engine.home_state
+            own = leaf if whole else leaf.detach()[mine].requires_grad_()
+            found.append(RowPart(place, own, engine.home_state, sharded=False))
+        for place, (rows, plan) in enumerate(zip(self.rows, flight.plans, strict=True)):
+            there = flight.where[place].shard
+            if plan.shard is not None and there is not None:
+                own = rows.cache.gather(plan.shard.slots, there.slots).requires_grad_()
+                found.append(RowPart(place, own, at_home=True, sharded=True))
+        return found
 
     # --- frozen tables ----------------------------------------------------------------------
 
@@ -746,7 +535,6 @@ class CachedTables:
 
         Over the host group, beside the step's work: nobody waits for it.
         """
-        self._check_frozen()
         if self.world.size > 1:
             own = torch.zeros(len(self.tables), dtype=torch.uint8)
             own[list(frozen)] = 1
@@ -761,7 +549,7 @@ class CachedTables:
         said, self._agreed = self._agreed, None
         if said is None:
             return
-        by_rank = said().bool()
+        by_rank = said().view(self.world.size, -1).bool()
         differ = (by_rank != by_rank[0]).any(0).nonzero().flatten().tolist()
         if differ:
             ranks = by_rank[:, differ[0]].nonzero().flatten().tolist()
@@ -771,113 +559,175 @@ class CachedTables:
                 "requires_grad_(False) are called by all ranks before the same step"
             )
 
-    def _classes(self, group: int, step: OpenStep) -> list[tuple[int, Tensor]] | None:
-        """The places of a step's rows by their tables' step count, int64 on the CPU; under -1 those
-        of frozen tables. None where all rows of the group are alike.
-
-        A home knows the rows in its slots by number; the others hear of them, where they differ.
-        """
-        rows = self.rows[group]
-        counts = [-1 if table in step.frozen else self.counts[table] for table in rows.group.tables]
+    def _choices(self, group: int, step: OpenStep, sums: RowSums) -> list[RowChoice]:
+        """What of a group's rows is updated, and as which step of their tables; the gradients of
+        frozen rows become zero, so that nothing that looks at gradients counts them."""
+        members = self.groups[group].tables
+        counts = [0 if table in step.frozen else self.counts[table] + 1 for table in members]
         if len(set(counts)) == 1:
-            return None
-        kinds = sorted(set(counts))
-        of_table = np.array([kinds.index(count) for count in counts], dtype=np.uint8)
-        plan, world, layout = step.planned.plans[group], self.world, rows.group.layout
-        mine = plan.home_slice(world.rank)
-        named = rows.cache.slot_row[plan.slots[mine].numpy()]
-        tables = np.searchsorted(layout.offsets, named, side="right") - 1
-        own = torch.from_numpy(of_table[tables]).unsqueeze(1)
-        if world.size > 1:
-            what = f"tables of rows {plan.step}"
-            own = to_all(self.link, plan, own.to(world.device), what).cpu()
-        found = own.flatten()
-        return [(kind, (found == at).nonzero().flatten()) for at, kind in enumerate(kinds)]
-
-    def opened(self) -> OpenStep:
-        """The current step."""
-        if self.current is None:
-            raise PlanError("no step is open")
-        return self.current
-
-    def end_current(self) -> None:
-        """The current step ends; PlanError if its gradients were neither applied nor dropped."""
-        step = self.current
-        if step is None:
-            return
-        if step.pending:
-            raise PlanError(
-                f"step {step.number} has row gradients that were neither applied nor dropped: "
-                "call ebc.step() (or ebc.optimizer.zero_grad()) before the next batch; to add up "
-                "the gradients of k batches read them with lookahead(batches, ebc, accumulate=k)"
+            return [RowChoice(counts[0])]
+        tables = self.engine.tables_of_sums(step.flight, group)
+        kinds = [None if at is None else torch.tensor(counts)[at.long()] for at in tables]
+        for kind, found in zip(kinds, (sums.replicated[group], sums.sharded[group]), strict=True):
+            if kind is not None and found is not None:
+                frozen = (kind == 0).nonzero().flatten()
+                found.index_fill_(0, frozen.to(found.device), 0.0)
+        return [
+            RowChoice(
+                count, *(None if k is None else (k == count).nonzero().flatten() for k in kinds)
             )
-        step.close()
-        self.show_leaves([])
-        self.current = None
+            for count in sorted(set(counts) - {0})
+        ]
 
-    def _leaves(self, planned: Flight) -> list[Tensor]:
-        leaves = [rows.leaf(plan) for rows, plan in zip(self.rows, planned.plans, strict=True)]
-        self.show_leaves(leaves)
-        return leaves
+    # --- gradients --------------------------------------------------------------------------
 
-    def _reduced(self, step: OpenStep, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Row gradients summed over the ranks, then multiplied once by 1 / W if it is a mean; zero
-        for the rows of frozen tables, so that nothing that looks at gradients counts them."""
-        native, size = self.settings.reduction == "native", self.world.size
+    def summed(self, step: OpenStep, gradients: Sequence[Tensor | None]) -> RowSums:
+        """Row gradients summed over the ranks, then multiplied once by 1 / W if it is a mean."""
+        engine, flight, size = self.engine, step.flight, self.world.size
         self._check_frozen()
-        end_left(self.leaving)
-        for stream in self.streams:
-            stream.settle()
-        sums: list[Tensor | None] = []
-        step.classes = []
-        for group, (plan, gradient) in enumerate(zip(step.planned.plans, gradients, strict=True)):
-            classes = None
-            if gradient is not None:
-                gradient = start_reduce_rows(self.link, plan, gradient, native)()
-                if size > 1 and self.settings.gradient_reduction == "mean":
+        self._end_left()
+        flight.after = engine.streams.mark(COMPUTE)
+        with engine.syncing(flight):
+            sums = engine.start_sum(flight, gradients)()
+            if size > 1 and self.settings.gradient_reduction == "mean":
+                for gradient in sums.tensors():
                     gradient.mul_(1.0 / size)
-                classes = self._classes(group, step)
-                for count, places in classes or []:
-                    if count < 0:
-                        gradient.index_fill_(0, places.to(gradient.device), 0.0)
-            sums.append(gradient)
-            step.classes.append(classes)
+            groups = range(len(self.groups))
+            step.choices = [
+                self._choices(group, step, sums) if step.trains[group] else [] for group in groups
+            ]
+            if step.guard is not None or self.settings.on_nonfinite != "off":
+                step.finite = self._finite(step, sums)
+        engine.streams.after(COMPUTE, (flight.after,))
         return sums
 
+    def _finite(self, step: OpenStep, sums: RowSums) -> Tensor:
+        """Whether all sums, also those that other homes have, are finite: bool `[1]`."""
+        own = [torch.isfinite(found).all() for found in sums.tensors()]
+        device = self.world.device
+        finite = torch.stack(own).all() if own else torch.ones((), dtype=torch.bool, device=device)
+        finite = finite.reshape(1)
+        if step.guard is None or self.world.size == 1:
+            return finite
+        what = f"finite sums of step {step.number}"
+        said = self.engine.link.all_gather(finite.to(torch.int64), PLANNING, what)
+        return said.flatten().min().reshape(1).bool()
+
+    @torch.no_grad()
+    def gradient_norm(self, norm_type: float) -> Tensor:
+        """The `norm_type`-norm of the step's row gradients, each row once; float64 on the device.
+
+        Every row's part in float64, scaled to whole numbers and added up as such: the same number
+        whatever the order of the rows and whoever has them.
+        """
+        step, device = self.current, self.world.device
+        parts = [] if step is None else [p for p in step.parts if p.rows.grad is not None]
+        powers: dict[bool, list[Tensor]] = {False: [], True: []}
+        for part in parts:
+            rows = part.rows.grad.as_subclass(Tensor).double().abs()
+            if math.isinf(norm_type):
+                powers[part.at_home].append(rows.amax(1) if len(rows) else rows.new_zeros(0))
+            else:
+                powers[part.at_home].append(rows.pow(norm_type).sum(1))
+        none = torch.zeros(0, dtype=torch.float64, device=device)
+        shared, own = (torch.cat([none, *powers[home]]) for home in (False, True))
+        homes = step is not None and step.guard is not None and self.world.size > 1
+        most = _most(torch.cat((shared, own)))
+        if homes:
+            most = self._of_all(most.reshape(1), "the largest row gradient").max()
+        if math.isinf(norm_type) or step is None:
+            return most
+        count = max(1, sum(plan.all_distinct for plan in step.flight.plans))
+        exponent = torch.frexp(most).exponent.clamp(min=-900)
+        shift = 61 - math.ceil(math.log2(count)) - exponent
+        whole = [
+            torch.ldexp(values, shift).round().to(torch.int64).sum() for values in (shared, own)
+        ]
+        if homes:
+            whole[1] = self._of_all(whole[1].reshape(1), "sums of squares").sum()
+        total = torch.ldexp((whole[0] + whole[1]).double(), -shift)
+        return torch.where(torch.isfinite(most), total, most).pow(1 / norm_type)
+
+    def _of_all(self, value: Tensor, what: str) -> Tensor:
+        """One number of every rank."""
+        return self.engine.link.all_gather(value, PLANNING, what).flatten()
+
     def apply(self, lr: float) -> None:
-        """One optimizer step on the rows of the current step, if it has gradients."""
+        """One optimizer step on the rows of the current step, if it has gradients.
+
+        Raises NonFiniteLossError with `on_nonfinite="stop"`, once it is known that the gradients of
+        a step were not finite; nothing was applied since.
+        """
+        self._judge(0)
+        self._check_frozen()
         step = self.current
         if step is None or not step.ready() or step.leaves is None:
             return
-        parts = (self.rows, step.planned.plans, step.leaves, step.classes)
-        for rows, plan, leaf, classes in zip(*parts, strict=True):
-            if leaf.grad is None:
-                continue
-            if classes is None:
-                rows.apply(plan, leaf.grad, (lr, self.counts[rows.group.tables[0]] + 1))
-            for count, places in classes or []:
-                if count >= 0 and len(places):
-                    rows.apply(plan, leaf.grad, (lr, count + 1), only=places)
-        for table in range(len(self.counts)):
-            self.counts[table] += table not in step.frozen
-        for leaf in step.leaves:
-            leaf.grad = None
+        on, enabled = self.settings.on_nonfinite, None
+        if on == "skip" and step.finite is not None and not bool(step.finite):
+            self.skipped += 1
+            log.warning("step %d was left out: its row gradients are not finite", step.number)
+            self._leave(step)
+            return
+        counted = tuple(at for at in range(len(self.counts)) if at not in step.frozen)
+        if on == "stop" and step.finite is not None:
+            enabled = self._enabled = self._enabled & step.finite
+            self._note(step.number, counted, enabled)
+        engine, flight = self.engine, step.flight
+        flight.after = engine.streams.mark(COMPUTE)
+        with engine.whole():
+            with engine.applying(flight):
+                engine.apply(flight, step.sums(), lr, step.choices or [], enabled)
+            engine.streams.after(COMPUTE, (flight.after,))
+        for table in counted:
+            self.counts[table] += 1
+        self.statistics.add(flight, self.rows)
+        self.load.add(flight.plans, self.world.rank)
+        record(self.clock, flight, engine.streams)
+        self._leave(step)
+        self._judge(int(engine.streams.asynchronous))
+
+    def _leave(self, step: OpenStep) -> None:
+        """The step's gradients are done with."""
         step.close()
         self.show_leaves([])
 
-    def forget_cached(self) -> None:
-        """The store has changed under the cache: all rows are read anew; local."""
-        for rows in self.rows:
-            rows.cache.forget()
-        self._ahead = True
+    def _note(self, step: int, counted: tuple[int, ...], enabled: Tensor) -> None:
+        """Bring `enabled` of a step to the host, for which nobody waits; see `_judge`."""
+        streams = self.engine.streams
+        there = torch.empty(1, dtype=torch.bool, pin_memory=streams.asynchronous)
+        there.copy_(enabled, non_blocking=True)
+        self._judged.append((step, counted, there, streams.mark(COMPUTE)))
 
-    def warm_up(self) -> None:
-        """Fill an empty cache with the most frequent rows, as far as statistics tell them."""
-        warm_up(self._warm, self.rows, self.planner, self.link, self.streams_of_device, self._moved)
+    def _judge(self, keep: int) -> None:
+        """Look whether steps were applied, but for the last `keep` of them."""
+        while len(self._judged) > keep:
+            step, _, there, mark = self._judged[0]
+            self.engine.link.settle("the step's end", mark)
+            if not bool(there):
+                for _, counted, *_ in self._judged:  # they counted, before anybody knew
+                    for table in counted:
+                        self.counts[table] -= 1
+                self._judged = [(step, (), there, mark)]
+                raise NonFiniteLossError(
+                    f"step {step}: row gradients are not finite, and nothing was applied from "
+                    "there on (on_nonfinite='stop'): the tables are those before it; save them, or "
+                    "go on from a checkpoint"
+                )
+            self._judged.pop(0)
 
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks why this one will not come."""
         record_failure(self.world.store, self.world.rank, error)
+
+    def summary(self) -> dict[str, Any]:
+        """What was counted so far; called by all ranks."""
+        self.require_open()
+        values = self.statistics.summary(self.world, self.rows, self.engine.counters, 0)
+        took, hidden = self.clock.mean_ms(), self.clock.hidden_ms()
+        values |= {"steps": self.steps, "stage_ms": took, "stage_hidden_ms": hidden}
+        values |= self.load.summary(self.world, self.engine.placement, took, hidden)
+        return values | {"warm_start_rows": max(self.engine.warmed, 0)}
 
     # --- the end ----------------------------------------------------------------------------
 
@@ -901,146 +751,12 @@ class CachedTables:
         if self.current is not None:
             self.current.close()
             self.current = None
-        for rows in self.rows:
-            if rows.store is not None:
-                rows.store.close()
+        self.engine.close()
 
 
-# -----------------------------------------------------------------------------
-# Whole tables of a collection in original ids: to read after a flush, or to load.
-
-Part = tuple[int, slice, Tensor]
-"""Index of a table, columns, their new values `[rows, columns]`."""
-
-_WAY_OUT = (
-    "each node holds a copy of the whole tables while they are read this way: use nodes with more "
-    "memory, or `distcache.fit`, whose checkpoints are written from each node's part"
-)
-
-
-class WholeTables:
-    """The tables behind `tables`; every method is called by all ranks, but for what says
-    otherwise."""
-
-    def __init__(self, tables: CachedTables) -> None:
-        tables.require_open()
-        self._tables, self._world = tables, tables.world
-
-    def views(
-        self, states: bool = False
-    ) -> Iterator[tuple[TableSpec, tuple[Tensor | None, Tensor | None]]]:
-        """Flush; then each table with its weights `[rows, D]` and state `[rows, S]`.
-
-        Views of the store on one node. On several nodes no store has a whole table: copies as of
-        now, one on each node, that its ranks share; and of weights and `states` only what was
-        asked for, the other is None. Raises MemoryTooSmallError where a node does not hold them.
-        """
-        self.flush()
-        for index, table in enumerate(self._tables.tables):
-            store, place = self._place(index)
-            if store.part.is_whole:
-                yield table, store.table(place)
-            else:
-                copy = self._copy(store, place, states)
-                yield table, (None, copy) if states else (copy, None)
-
-    def change_initial(self, table: int, seed: int, change: Callable[[Tensor], None]) -> None:
-        """Let `change` have its way with a table's initial weights, `[rows, D]`; local, for the
-        first rank of each node, before anything was trained.
-
-        On several nodes with a whole table drawn anew, of which the node keeps its rows.
-        """
-        store, place = self._place(table)
-        if store.part.is_whole:
-            change(store.table(place)[0])
-            return
-        spec = self._tables.tables[table]
-        require_memory(
-            spec.rows * spec.dim * store.dtype.itemsize,
-            f"the initial rows of table {spec.name!r}",
-            "initialise it as its config does by itself, or use nodes with more memory",
-        )
-        drawn = initial_rows(seed, table, spec.rows, spec.dim, 0, spec.rows).to(store.dtype)
-        change(drawn)
-        _write(store, place, slice(None), drawn, False)
-
-    def flush(self) -> None:
-        """Bring every changed row to the store of its home's node."""
-        self._tables.quiet()
-        for rows in self._tables.rows:
-            rows.flush()
-        together(self._world, lambda: None)
-
-    def load_weights(self, weights: Mapping[int, Tensor]) -> None:
-        """Replace the weights of whole tables, by index; the cache starts empty again."""
-        self._load([(index, slice(None), value) for index, value in weights.items()], False)
-
-    def load_state(self, parts: Sequence[Part]) -> None:
-        """Replace columns of the optimizer state of whole tables."""
-        self._load(parts, True)
-
-    def _load(self, parts: Sequence[Part], is_state: bool) -> None:
-        tables = self._tables
-        if tables.current is not None and tables.current.pending:
-            raise PlanError("row gradients wait: call ebc.step() or zero_grad() before loading")
-        tables.end_current()
-        tables.halt()
-        self.flush()
-
-        def write() -> None:
-            if self._world.local_rank:
-                return
-            for index, columns, value in parts:
-                store, place = self._place(index)
-                if not store.part.is_whole:
-                    _write(store, place, columns, value, is_state)
-                    continue
-                target = store.table(place)[is_state]
-                if target is not None and target.data_ptr() != value.data_ptr():
-                    target[:, columns].copy_(value)
-
-        with torch.no_grad():
-            together(self._world, write)
-        tables.forget_cached()
-        tables.warm_up()
-
-    def _place(self, table: int) -> tuple[RowStore, int]:
-        """A table's store and its index there."""
-        for rows in self._tables.rows:
-            if table in rows.group.tables and rows.store is not None:
-                return rows.store, rows.group.tables.index(table)
-        raise PlanError(f"table {table} has no store")
-
-    def _copy(self, store: RowStore, place: int, states: bool) -> Tensor | None:
-        """A whole table's weights, or its state, in memory that this node's ranks share."""
-        world, spec = self._world, store.layout.tables[place]
-        width = store.state_width if states else spec.dim
-        if not width:
-            return None
-        size = spec.rows * width * store.dtype.itemsize
-        memory = SharedMemory.create(size, world, f"a copy of table {spec.name!r}", _WAY_OUT)
-        copy = memory.tensor(0, (spec.rows, width), store.dtype)
-        memory.close()  # from here on the tensor holds the mapping
-        exchange = RowExchange(world, store)
-        # The ranks of each node bring a part of the table each: every row to every node.
-        ranges = [part for count in world.nodes.sizes for part in shares(spec.rows, count)]
-        for ids in blocks(ranges, (spec.dim + store.state_width) * store.dtype.itemsize):
-            own = ids[world.rank]
-            found = exchange.bring(row_numbers(store, place, ids))[states]
-            if found is not None:
-                copy[own.start : own.stop] = found
-        together(world, lambda: None)
-        return copy
-
-
-def _write(store: RowStore, table: int, columns: slice, values: Tensor, is_state: bool) -> None:
-    """Columns of a whole table's `values` `[rows, columns]` to the rows that this node has."""
-    target = store.state if is_state else store.weight
-    rows = len(values)
-    for (ids,) in blocks([range(rows)], store.layout.dim * store.dtype.itemsize):
-        (numbers,) = row_numbers(store, table, [ids])
-        own = store.part.holds(numbers)
-        places = torch.from_numpy(store.part.places(numbers[own]))
-        if target is not None:
-            new = values[ids.start : ids.stop][torch.from_numpy(own)]
-            target[places, columns] = new.to(target)
+def _most(values: Tensor) -> Tensor:
+    """The largest of non-negative float64 values `[n]`, 0 of none; infinite where one is NaN."""
+    if not len(values):
+        return values.new_zeros(())
+    most = values.max()
+    return torch.where(torch.isnan(most), torch.full_like(most, math.inf), most)

@@ -8,7 +8,11 @@ of a look-ahead starts an epoch; which batches were read, given out and recognis
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import logging
+import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,12 +20,17 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distcache.embedding.ids import IdReader, ReadIds, find_ids
+from distcache.comm.failure import record_failure
+from distcache.comm.world import World
+from distcache.data.batch import Batch
+from distcache.embedding.ids import IdReader, ReadIds, as_batch, find_ids
 from distcache.embedding.joining import Membership
 from distcache.embedding.settings import library_words
-from distcache.embedding.step import STOP_S, CachedTables, Runner, Source, not_halted
+from distcache.embedding.step import LEAVING_S, STOP_S, CollectionTables
+from distcache.engine.queue import StepStream
 from distcache.engine.step import Flight
-from distcache.errors import ConfigError, PlanError
+from distcache.engine.tables import CachedTables
+from distcache.errors import ConfigError, PeerError, PlanError
 
 if TYPE_CHECKING:
     from distcache.embedding.collection import CachedCollection
@@ -65,6 +74,176 @@ def lookahead(
     wanted = ebc.reader.lookups.features
     find = ids if ids is not None else lambda batch: find_ids(batch, wanted)
     return Lookahead(batches, member, ebc.reader, find, accumulate)
+
+
+# -----------------------------------------------------------------------------
+# The batches that a planner has read, and its threads. Both are known to the threads, so neither
+# knows the epoch: dropping that ends them.
+
+
+class Ahead(Generic[T]):
+    """The batches of one plan, kept until the step after it is open."""
+
+    def __init__(self, position: int, batches: list[T], reads: list[ReadIds]) -> None:
+        self.position, self.batches, self.reads = position, batches, reads
+
+
+class Source(Generic[T]):
+    """The user's batches as the planner reads them, from its thread; can go back to kept ones."""
+
+    def __init__(
+        self,
+        batches: Iterable[T],
+        reader: IdReader,
+        find: Callable[[T], KeyedJaggedTensor],
+        accumulate: int,
+    ) -> None:
+        self._batches, self._iterator = batches, None
+        self._reader, self._find, self._accumulate = reader, find, accumulate
+        self._next = 0
+        self.kept: dict[int, Ahead[T]] = {}
+        self.ended = False
+        """Whether the last of the batches has been read."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        ahead = self.kept.get(self._next)
+        if ahead is None:
+            if self._iterator is None:
+                self._iterator = iter(self._batches)
+            batches = list(itertools.islice(self._iterator, self._accumulate))
+            if not batches:
+                self.ended = True
+                raise StopIteration
+            reads = [self._reader.read(self._find(batch)) for batch in batches]
+            ahead = self.kept[self._next] = Ahead(self._next, batches, reads)
+        self._next += 1
+        return as_batch(ahead.reads, ahead.position)
+
+    def go_back(self, position: int) -> None:
+        """Give the batches from plan `position` on once more; only while no thread reads."""
+        self._next = position
+
+
+class Runner:
+    """The pipeline's threads, which may be halted and started again; knows no Lookahead."""
+
+    def __init__(self, engine: CachedTables, timeout_s: float) -> None:
+        self._engine, self.timeout_s = engine, timeout_s
+        self.stream: StepStream | None = None
+        self._closed = threading.Event()
+        self._left: StepStream | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.stream is not None
+
+    @property
+    def halting(self) -> bool:
+        """Whether threads that were told to end did not in time."""
+        return self.stream is not None and self.stream.stopping
+
+    def start(self, source: Source) -> None:
+        self.stream = self._engine.ahead(source)
+        _running[self.stream] = self._engine.world
+
+    def take(self) -> Flight | None:
+        """The next planned step, or None at the end."""
+        return None if self.stream is None else next(self.stream, None)
+
+    def stop(self, limit_s: float | None = None) -> bool:
+        """End the threads, with a last word to the other ranks; False if they did not in time.
+
+        After the same step on all ranks, with what was released moved before; threads that did
+        not end then still run, for they hold the batches and the planner.
+        """
+        stream = self.stream
+        if stream is None:
+            return True
+        limit_s = self.timeout_s if limit_s is None else min(limit_s, self.timeout_s)
+        ended = stream.stop(limit_s)
+        if ended:
+            self.stream = None
+        else:
+            log.warning("the planner's thread did not end within %g s", limit_s)
+        return ended
+
+    def close(self, limit_s: float | None = None) -> None:
+        """End the threads for good, in order if the other ranks allow it within `limit_s`.
+
+        Ranks that leave a look-ahead after the same step hold the same rows, and may go on.
+        """
+        try:
+            self.stop(limit_s)
+        except Exception as error:
+            log.warning("moving rows failed: %s", error)
+        finally:
+            stream, self.stream = self.stream, None
+            if stream is not None:
+                stream.tell()
+            self._closed.set()
+
+    def leave(self, leaving: list[Runner]) -> None:
+        """Close as nobody holds the look-ahead; ranks that left it at the same step end here.
+
+        One that left it with an error, which a finalizer cannot see, has nobody to end with: after
+        a short wait the closing goes on on a thread, so that the error shows. `leaving` holds
+        this runner until it is known to have ended.
+        """
+        self._left = stream = self.stream
+        if stream is None or stream.ended:
+            self.close()
+            return
+        leaving.append(self)
+        closing = threading.Thread(target=self.close, name="distcache-closing", daemon=True)
+        closing.start()
+        if not stream.runs_here():  # the garbage collector runs in any thread
+            closing.join(LEAVING_S)
+
+    def require_end(self) -> None:
+        """Wait for the end that `leave` has begun; PeerError where it does not come."""
+        if not self.ended(self.timeout_s + LEAVING_S):
+            raise not_halted(self.timeout_s)
+
+    def ended(self, limit_s: float) -> bool:
+        """Wait for the end that `leave` has begun; whether it has come, in order."""
+        return self._closed.wait(limit_s) and (self._left is None or self._left.ended)
+
+
+def not_halted(limit_s: float) -> PeerError:
+    """The error for a planner that did not end in time."""
+    return PeerError(
+        f"the planner did not halt within {limit_s:g} s: another rank goes on without this one, or "
+        "the batches that lookahead reads are slower than that"
+    )
+
+
+_running: weakref.WeakKeyDictionary[StepStream, World] = weakref.WeakKeyDictionary()
+"""Those that an epoch holds, or their own threads, and their ranks."""
+
+
+def _at_exit() -> None:
+    """End the threads that still run; after an error say so, for the others wait in vain.
+
+    A thread that computes while the interpreter goes away may take the process with it.
+    """
+    error, open_ones = getattr(sys, "last_value", None), list(_running.items())
+    if error is not None:
+        for _, world in open_ones:
+            record_failure(world.store, world.rank, error)
+    for stream, world in open_ones:
+        limit = min(world.timeout_s, STOP_S) if error is None else LEAVING_S
+        if not stream.stop(limit, orderly=False):
+            log.warning("a look-ahead's threads did not end within %g s", limit)
+
+
+atexit.register(_at_exit)
+
+
+# -----------------------------------------------------------------------------
+# What the loop has: a look-ahead, and the epoch that it is in.
 
 
 class Lookahead(Generic[T]):
@@ -129,16 +308,12 @@ class Epoch(Generic[T]):
     """An iterator over the batches of one epoch of a look-ahead."""
 
     def __init__(
-        self, source: Source[T], tables: CachedTables, reader: IdReader, follows: bool
+        self, source: Source[T], tables: CollectionTables, reader: IdReader, follows: bool
     ) -> None:
         """`follows`: an epoch that had batches, so that one without any is an error."""
         self._tables, self._reader, self._source = tables, reader, source
         self._follows, self._replaced = follows, False
-        timeout_s = min(tables.world.timeout_s, STOP_S)
-        depth = tables.settings.prefetch + 1
-        self._runner = Runner(
-            tables.planner, depth, timeout_s, tables.streams_of_device, tables.moves_ahead
-        )
+        self._runner = Runner(tables.engine, min(tables.world.timeout_s, STOP_S))
         weakref.finalize(self, self._runner.leave, tables.leaving).atexit = False
         self._plans: dict[int, Flight] = {}
         self._opened = -1
@@ -255,9 +430,7 @@ class Epoch(Generic[T]):
             if not self._plan(position):
                 raise PlanError("the planner ended before a batch that it had planned")
             tables, ahead = self._tables, self._source.kept[position]
-            tables.end_current()
             flight = self._plans[position]  # kept until open: an interrupted wait may be repeated
-            self._runner.arrive(flight, flight.step - 1)
             tables.open(flight, ahead.reads, frozen)
             del self._plans[position]
             self._source.kept.pop(self._opened, None)
@@ -306,14 +479,6 @@ class Epoch(Generic[T]):
             self.close()
             raise
         return True
-
-    def settle(self) -> None:
-        """Wait for the moves that come before the ranks' next exchange."""
-        self._runner.settle()
-
-    def quiet(self) -> None:
-        """Let no row move until the next batch comes through the model."""
-        self._runner.quiet()
 
     def halt(self) -> None:
         """Stop planning; plans that have not moved are made again when they are asked for."""

@@ -282,26 +282,23 @@ class GroupRows:
 
         `gradient`: `[U, D]`, or that of this home's rows `[U_h, D]` where homes keep the state;
         `update`: rate and number of the step; `where`: the plan's slots on the device already;
-        `enabled`: as in `apply_rows`; `only`: of rows that are on every rank with their state, the
-        places of those to update, int64 `[k]` on the CPU (None: all).
+        `enabled`: as in `apply_rows`; `only`: which rows of `gradient`, int64 `[k]` on the CPU
+        (None: all).
         """
         cache = self.cache
-        if only is not None:
-            chosen = plan.slots[only]
-            rows = gradient.index_select(0, only.to(gradient.device))
-            parts, slots = (cache.weight, cache.state), chosen.to(cache.device)
-            apply_rows(self.update, *parts, slots, rows, *update, enabled)
-            cache.mark_dirty(chosen)
-            return
         slots = plan.slots.to(cache.device) if where is None else where
-        if cache.state_slots is None:
-            parts = (cache.weight, cache.state)
-        else:
+        parts, changed = (cache.weight, cache.state), plan.slots
+        if cache.state_slots is not None:
             world = self.link.world
-            own = self.slots.own_replicated(world.rank, world.size)
-            parts, slots = cache.part(own), slots[plan.home_slice(world.rank)] - own.start
+            own, mine = self.slots.own_replicated(world.rank, world.size), plan.home_slice
+            parts, slots = cache.part(own), slots[mine(world.rank)] - own.start
+            changed = changed if only is None else changed[mine(world.rank)]
+        if only is not None:
+            there = only.to(cache.device)
+            slots, gradient = slots.index_select(0, there), gradient.index_select(0, there)
+            changed = changed[only]
         apply_rows(self.update, *parts, slots, gradient, *update, enabled)
-        cache.mark_dirty(plan.slots)
+        cache.mark_dirty(changed)
 
     def apply_sharded(
         self,
@@ -310,15 +307,20 @@ class GroupRows:
         update: tuple[float, int],
         where: Tensor,
         enabled: Tensor | None = None,
+        only: Tensor | None = None,
     ) -> None:
         """Update this home's sharded rows of a step with their summed gradients `[H, D]`.
 
-        `where`: the plan's slots on the device.
+        `where`: the plan's slots on the device; `only`: as in `apply`.
         """
-        own = self.slots.own_sharded
+        own, changed = self.slots.own_sharded, shard.slots
         slots = where - own.start
+        if only is not None:
+            there = only.to(where.device)
+            slots, gradient = slots.index_select(0, there), gradient.index_select(0, there)
+            changed = changed[only]
         apply_rows(self.update, *self.cache.part(own), slots, gradient, *update, enabled)
-        self.cache.mark_dirty(shard.slots)
+        self.cache.mark_dirty(changed)
 
     def return_rows(self, plan: StepPlan, link: Link, where: Tensor) -> None:
         """Send this home's updated replicated rows to all ranks, and take theirs.

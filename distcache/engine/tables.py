@@ -20,7 +20,12 @@ from distcache.comm.failure import record_failure
 from distcache.comm.link import PLANNING, ROWS, CollectiveCounters, Link
 from distcache.comm.world import World
 from distcache.data.batch import Batch
-from distcache.engine.gradients import start_reduce_rows, start_to_homes, start_to_sharded_homes
+from distcache.engine.gradients import (
+    start_reduce_rows,
+    start_to_homes,
+    start_to_sharded_homes,
+    to_all,
+)
 from distcache.engine.groups import (
     REPLICATED,
     Placement,
@@ -351,6 +356,16 @@ class RowSums:
         return [sums for sums in (*self.replicated, *self.sharded) if sums is not None]
 
 
+@dataclass(frozen=True)
+class RowChoice:
+    """Rows of a group that are updated as step `count` of their tables: places in the `replicated`
+    and `sharded` sums of the step, int64 on the CPU (None: all)."""
+
+    count: int
+    replicated: Tensor | None = None
+    sharded: Tensor | None = None
+
+
 class CachedTables:
     """Embedding tables as rows in slots; every method is called by all ranks in the same order.
 
@@ -393,8 +408,8 @@ class CachedTables:
         """Rows that a warm start brought; -1 before it."""
         self.shares = any(group.hot is not None for group in self.groups)
         """Whether a step begins with an exchange of rows."""
-        self._home_state = self.placement.state == "home"
-        self._returns = self._home_state and any(rows.slots.replicated for rows in self.rows)
+        self.home_state = self.placement.state == "home"
+        self._returns = self.home_state and any(rows.slots.replicated for rows in self.rows)
         self._shake: Shaker | None = shaker(settings.shake_ms, world.rank)
         self._mover = Mover(
             self.rows,
@@ -589,9 +604,12 @@ class CachedTables:
             yield
 
     @torch.no_grad()
-    def start_sum(self, flight: Flight, gradients: Sequence[Tensor]) -> Callable[[], RowSums]:
+    def start_sum(
+        self, flight: Flight, gradients: Sequence[Tensor | None]
+    ) -> Callable[[], RowSums]:
         """Send this rank's leaf gradients `[U + N, D]`, by group, to the rows' homes; call it for
-        the sums. Inside `syncing`. Contributions of a row are added in rank order."""
+        the sums. Inside `syncing`. Contributions of a row are added in rank order. None, on all
+        ranks: a group whose rows are left as they are."""
         native = self.settings.reduction == "native"
         replicated: list[Callable[[], Tensor] | None] = []
         sharded: list[Callable[[], Tensor] | None] = []
@@ -599,9 +617,13 @@ class CachedTables:
             self.rows, flight.plans, flight.where, gradients, strict=True
         ):
             sums, own, named = None, None, (where.replicated, where.source_rows)
+            if gradient is None:
+                replicated.append(None)
+                sharded.append(None)
+                continue
             if rows.slots.replicated:
                 summed = gradient[: plan.distinct]
-                if self._home_state:
+                if self.home_state:
                     sums = start_to_homes(self.link, plan, summed, named)
                 else:
                     sums = start_reduce_rows(self.link, plan, summed, native, named)
@@ -625,20 +647,46 @@ class CachedTables:
         flight: Flight,
         sums: RowSums,
         lr: float,
-        count: int,
+        count: int | Sequence[Sequence[RowChoice]],
         enabled: Tensor | None = None,
     ) -> None:
         """Update the step's rows and state in place, inside stage `apply`; see `applying`.
 
-        `count`: number of the optimizer step, from 1; `enabled`: as in `optim.apply_rows`.
+        `count`: number of the optimizer step, from 1, of all rows, or the choices of each group,
+        whose other rows are left as they are; `enabled`: as in `optim.apply_rows`.
         """
         parts = (self.rows, flight.plans, flight.where, sums.replicated, sums.sharded)
-        for rows, plan, where, gradient, own in zip(*parts, strict=True):
-            if gradient is not None:
-                rows.apply(plan, gradient, (lr, count), where.slots, enabled)
-            if plan.shard is not None and own is not None and where.shard is not None:
-                rows.apply_sharded(plan.shard, own, (lr, count), where.shard.slots, enabled)
+        for place, (rows, plan, where, gradient, own) in enumerate(zip(*parts, strict=True)):
+            shard, there = plan.shard, where.shard
+            for one in (RowChoice(count),) if isinstance(count, int) else count[place]:
+                update = (lr, one.count)
+                if gradient is not None:
+                    rows.apply(plan, gradient, update, where.slots, enabled, one.replicated)
+                if shard is not None and own is not None and there is not None:
+                    rows.apply_sharded(shard, own, update, there.slots, enabled, one.sharded)
         flight.applied = True
+
+    def tables_of_sums(self, flight: Flight, group: int) -> tuple[Tensor | None, Tensor | None]:
+        """The table of every row of a group's sums, by its place in the group, int32 on the CPU:
+        of the replicated ones and of the sharded ones; inside `syncing`.
+
+        A home knows its rows by number; of rows whose sums are everywhere it tells the others.
+        """
+        rows, plan, world = self.rows[group], flight.plans[group], self.world
+        offsets, held = rows.group.layout.offsets, rows.cache.slot_row
+
+        def named(slots: Tensor) -> Tensor:
+            places = np.searchsorted(offsets, held[slots.numpy()], side="right") - 1
+            return torch.from_numpy(places.astype(np.int32))
+
+        replicated = None
+        if rows.slots.replicated:
+            replicated = named(plan.slots[plan.home_slice(world.rank)])
+            if world.size > 1 and not self.home_state:
+                own = replicated.unsqueeze(1).to(world.device)
+                found = to_all(self.link, plan, own, f"tables of rows {plan.step}")
+                replicated = found.cpu().flatten()
+        return replicated, None if plan.shard is None else named(plan.shard.slots)
 
     @contextmanager
     def applying(self, flight: Flight) -> Iterator[None]:

@@ -168,13 +168,15 @@ class StepStatistics:
             ],
             dtype=torch.int64,
         )
-        dist.all_reduce(totals, group=world.host_group)
+        if world.size > 1:
+            dist.all_reduce(totals, group=world.host_group)
         lookups, hits, *moved, row_bytes, dense, planning = totals[:-4].tolist()
         embedding = sum(group.cache.device_bytes for group in rows) + self.row_buffer_bytes
         peak = torch.tensor([embedding, embedding + dense_bytes], dtype=torch.int64)
         if world.device.type == "cuda":
             peak[1] = torch.cuda.max_memory_allocated(world.device)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=world.host_group)
+        if world.size > 1:
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=world.host_group)
         names = (
             "rows_fetched",
             "rows_written_back",

@@ -521,7 +521,7 @@ def resolve_placement(
             window = read_window(source, tables, window_steps(cache), world.size, bad)
         facts = Known(tables, slots, statistics, window)
         kind, counts = _kind_and_counts(config, world, facts, cluster, model)
-        return _placed(cache, kind, counts, facts)
+        return placed(cache.state, kind, counts, facts)
 
     decided = together(world, on_first)[0]
     if decided is None:
@@ -547,7 +547,7 @@ def _kind_and_counts(
         return choice.placement, [choice.replicated_rows.get(table.name, 0) for table in tables]
     if cache.replicated_rows is not None:
         return MIXED, replicated_counts(cache.replicated_rows, tables)
-    return MIXED, _by_share(cache.replicated_share or 0.0, known)
+    return MIXED, rows_of_share(cache.replicated_share or 0.0, known)
 
 
 def replicated_counts(rows: Mapping[str, Any], tables: Sequence[TableSpec]) -> list[int]:
@@ -570,7 +570,7 @@ def replicated_counts(rows: Mapping[str, Any], tables: Sequence[TableSpec]) -> l
     return [int(rows.get(table.name, 0)) for table in tables]
 
 
-def _by_share(share: float, known: Known) -> list[int]:
+def rows_of_share(share: float, known: Known) -> list[int]:
     """How many rows of each table are among the most frequent `share` of all rows."""
     wanted = max(1, round(share * sum(table.rows for table in known.tables)))
     if known.statistics is not None:
@@ -589,10 +589,10 @@ def _hottest(known: Known) -> list[np.ndarray]:
     return [] if known.window is None else list(known.window.hottest)
 
 
-def _placed(cache: CacheConfig, kind: str, counts: Sequence[int], known: Known) -> Placement:
+def placed(state: str, kind: str, counts: Sequence[int], known: Known) -> Placement:
     """The placement with its hot rows: the most frequent `counts` of each table, then any."""
     if kind != MIXED:
-        return Placement(kind, cache.state)
+        return Placement(kind, state)
     hot = tuple(
         np.sort(_filled(ids, count, table.rows))
         for ids, count, table in zip(_hottest(known), counts, known.tables, strict=True)
@@ -600,7 +600,7 @@ def _placed(cache: CacheConfig, kind: str, counts: Sequence[int], known: Known) 
     digest = hashlib.sha256(b"".join(ids.tobytes() for ids in hot)).hexdigest()[:16]
     total = sum(table.rows for table in known.tables)
     log.info("replicated rows: %d of %d", sum(map(len, hot)), total)
-    return Placement(MIXED, cache.state, hot, digest)
+    return Placement(MIXED, state, hot, digest)
 
 
 def _filled(ids: np.ndarray, count: int, rows: int) -> np.ndarray:

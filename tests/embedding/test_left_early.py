@@ -13,7 +13,7 @@ from ebc_models import cached, dlrm
 from ebc_training import assert_same, loss_of, weights_of
 
 from distcache import lookahead
-from distcache.embedding import step as ahead
+from distcache.embedding import stream as ahead
 from distcache.errors import PeerError, PlanError
 
 pytestmark = pytest.mark.usefixtures("kind")
@@ -28,14 +28,14 @@ def test_threads_end_when_a_halt_finds_that_moving_failed(monkeypatch) -> None:
     loss_of(model, next(stream)).backward()
     ebc.step()
     # Two ranks settle before they stop; here one does, and finds a movement that has failed.
-    pipeline = stream._runner._pipeline
-    monkeypatch.setattr(pipeline._planner.link, "world", type("", (), {"size": 2})())
-    pipeline.queue.broke(ValueError("no memory to pin"))
+    pipeline = stream._runner.stream
+    monkeypatch.setattr(pipeline, "_world", type("", (), {"size": 2})())
+    pipeline._broke(ValueError("no memory to pin"))
     with pytest.raises(ValueError, match="no memory to pin"):
         stream.halt()
     assert not pipeline.stop(10), "what other ranks have moved is not known"
     monkeypatch.undo()
-    for thread in (pipeline._plans, pipeline._moves):
+    for thread in (pipeline._plans, pipeline._movement):
         thread.join(10)
         assert not thread.is_alive()
     stream.close()
@@ -117,13 +117,13 @@ def test_nothing_follows_a_look_ahead_that_was_left_with_rows_that_did_not_move(
     model, stream = dlrm(ebc), iter(lookahead(batches(50), ebc))
     loss_of(model, next(stream)).backward()
     ebc.step()
-    pipeline = stream._runner._pipeline
-    monkeypatch.setattr(pipeline._planner.link, "world", type("", (), {"size": 2})())
-    pipeline.queue.broke(ValueError("no memory to pin"))
+    pipeline = stream._runner.stream
+    monkeypatch.setattr(pipeline, "_world", type("", (), {"size": 2})())
+    pipeline._broke(ValueError("no memory to pin"))
     del stream
     gc.collect()
     monkeypatch.undo()
-    for thread in (pipeline._plans, pipeline._moves):
+    for thread in (pipeline._plans, pipeline._movement):
         thread.join(10)
     with pytest.raises(PeerError, match="did not halt"):
         next(lookahead(batches(), ebc))
@@ -135,12 +135,12 @@ def test_no_thread_computes_while_the_interpreter_goes_away(monkeypatch, error) 
     ebc = cached("sgd", **ROOMY)
     stream = iter(lookahead(batches(50), ebc))
     loss_of(dlrm(ebc), next(stream)).backward()
-    pipeline = stream._runner._pipeline
-    monkeypatch.setattr(ahead, "_pipelines", {pipeline: ebc.tables.world})
+    pipeline = stream._runner.stream
+    monkeypatch.setattr(ahead, "_running", {pipeline: ebc.tables.world})
     monkeypatch.setattr(sys, "last_value", error, raising=False)
-    assert pipeline._plans.is_alive() and pipeline._moves.is_alive()
+    assert pipeline._plans.is_alive() and pipeline._movement.is_alive()
     ahead._at_exit()
-    assert not pipeline._plans.is_alive() and not pipeline._moves.is_alive()
+    assert not pipeline._plans.is_alive() and not pipeline._movement.is_alive()
     stream.close()
     ebc.close()
 
@@ -149,10 +149,10 @@ def test_a_step_of_a_stopped_queue_is_not_waited_for() -> None:
     ebc = cached("sgd", **ROOMY)
     stream = iter(lookahead(batches(), ebc))
     next(stream)
-    queue = stream._runner._pipeline.queue
+    queue = stream._runner.stream
     flight = stream._plans[0]
     flight.moved = False
-    queue.stop()
+    queue.tell()
     with pytest.raises(PlanError, match="stopped before step 0"):
         queue.arrive(flight)
     stream.close()

@@ -127,7 +127,7 @@ def test_copies_and_batches_built_anew_are_recognised() -> None:
         ebc, model = made()
         train(model, ebc, change(lookahead(batches(), ebc)))
         assert_same(weights_of(model), expected())
-        assert ebc.tables.planner.ingested == len(batches())  # none was planned twice
+        assert ebc.tables.engine.planner.ingested == len(batches())  # none was planned twice
 
 
 def test_the_same_batch_again_and_again() -> None:
@@ -154,7 +154,7 @@ def test_batches_of_many_forms() -> None:
     for batch, form in zip(lookahead(forms, ebc), forms, strict=True):
         assert batch is form
         train(model, ebc, [one])
-    assert ebc.tables.planner.ingested == len(forms)
+    assert ebc.tables.engine.planner.ingested == len(forms)
     with pytest.raises(ConfigError, match=r"no KeyedJaggedTensor.*ids=lambda batch"):
         next(lookahead([one.labels], ebc))
     two = (one.sparse_features, draw(4).sparse_features)

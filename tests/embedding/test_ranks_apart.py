@@ -15,7 +15,7 @@ from ebc_training import assert_close, assert_same, loss_of, weights_of
 from ranks import run_ranks
 
 from distcache import lookahead
-from distcache.embedding import step as ahead
+from distcache.embedding import stream as ahead
 from distcache.engine.queue import StepStream
 from distcache.errors import PeerError
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from functools import partial
 from itertools import islice
 
 import pytest
@@ -15,8 +14,7 @@ from ebc_training import assert_same, dense_optimizer, loss_of, weights_of
 from ranks import run_ranks
 
 from distcache import lookahead
-from distcache.embedding import step as ahead
-from distcache.engine.queue import StepStream
+from distcache.engine import tables as engine
 from distcache.engine.step import Shaker
 
 pytestmark = pytest.mark.usefixtures("kind")
@@ -72,7 +70,7 @@ def outcome(schedule, lookahead_steps, prefetch, name="adagrad", rank=0, size=1,
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_overlapped_has_the_bits_of_serial(monkeypatch, depth, how) -> None:
     serial = outcome("serial", *depth, **how)
-    monkeypatch.setattr(ahead, "StepStream", partial(StepStream, shake=Shaker(2.0)))
+    monkeypatch.setattr(engine, "shaker", lambda most_ms, seed: Shaker(2.0))
     access = " zero_copy" if how in HOW[1::2] else ""
     overlapped = outcome(f"overlapped{access}", *depth, **how)
     assert overlapped[0] == serial[0]
@@ -86,7 +84,7 @@ def on_ranks(rank: int, size: int) -> list[tuple]:
     found = []
     for how in ({}, {"save": 3, "evaluate": 4}, {"drawn": 3}):
         for schedule in ("serial", "overlapped"):
-            ahead.StepStream = partial(StepStream, shake=Shaker(2.0, rank))
+            engine.shaker = lambda most_ms, seed: Shaker(2.0, seed)
             losses, weights = outcome(schedule, 2, 3, rank=rank, size=size, **how)
             found.append((losses, {name: value.numpy() for name, value in weights.items()}))
     dist.barrier()

@@ -117,7 +117,7 @@ def test_loading_in_the_middle_of_a_look_ahead() -> None:
     ebc = cached(rows=200)
     model = dlrm(ebc)
     start = weights_of(model)
-    stream = lookahead(batches(), ebc)
+    stream = iter(lookahead(batches(), ebc))
     dense = dense_optimizer(model)
     for _ in range(7):
         train(model, ebc, [next(stream)], dense)

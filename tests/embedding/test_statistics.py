@@ -4,39 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ebc_cases import batches, configs, kind_here, of_kind, part
+from ebc_cases import batches, kind_here, of_kind, part
+from ebc_counts import counted, two_widths
 from ebc_models import Pooled, cached
 from ebc_training import assert_same, train, weights_of
 from ranks import run_ranks
 
 from distcache import lookahead
 from distcache.errors import ConfigError
-from distcache.popularity.statistics import Statistics, TableCounts, write_statistics
-
-
-def two_widths():
-    """Tables of two widths; `t1` is read by `f1` and `g`."""
-    tables = configs()
-    tables[2] = replace(tables[2], embedding_dim=4, num_embeddings=400)
-    return tables
-
-
-def counted(steps: int = 6) -> Statistics:
-    """Lookups of the first batches, by feature, in another order than the tables'."""
-    rows = {f: t.num_embeddings for t in two_widths() for f in t.feature_names}
-    counts = {feature: np.zeros(n, np.int64) for feature, n in rows.items()}
-    for batch in batches(steps, tables=two_widths()):
-        for feature, ids in batch.sparse_features.to_dict().items():
-            counts[feature] += np.bincount(ids.values().numpy(), minlength=rows[feature])
-    tables = [
-        TableCounts(f, len(c), int(c.sum()), int((c > 0).sum()), c)
-        for f, c in sorted(counts.items(), reverse=True)
-    ]
-    return Statistics(tuple(tables), "ids", steps * 24)
+from distcache.popularity.statistics import write_statistics
 
 
 def run(rank: int, size: int, name: str = "adagrad", restart: int = 0, **settings):
@@ -53,7 +32,7 @@ def run(rank: int, size: int, name: str = "adagrad", restart: int = 0, **setting
     losses += train(model, ebc, lookahead(data[restart:], ebc))
     weights = {name: value for name, value in weights_of(model).items() if name.startswith("ebc")}
     fetched = sum(rows.counts.rows_fetched for rows in ebc.tables.rows)
-    hot = sum(len(own) for own in ebc.tables._warm.hot if own is not None)
+    hot = sum(len(own) for own in ebc.tables.engine._warm.hot if own is not None)
     slots = [rows.cache.slots for rows in ebc.tables.rows]
     ebc.close()
     return losses, weights, fetched, hot, slots
