@@ -44,7 +44,7 @@ CUT = """
 import os, sys
 from pathlib import Path
 import numpy as np
-from distcache.data import mapped
+from distcache.data import files as mapped
 from distcache.data.files import InputFile
 from distcache.errors import DataError
 

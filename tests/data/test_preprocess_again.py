@@ -46,7 +46,7 @@ def test_workers_of_a_killed_run_are_waited_for(text, tmp_path, monkeypatch):
     holder = f"""
 import sys
 from pathlib import Path
-from distcache.data.raw import pool
+from distcache.data.raw import job as pool
 import os
 pool._start_worker(os.getppid(), Path({str(out / "work/workers")!r}))
 print("held", flush=True)

@@ -58,7 +58,10 @@ def compare(rank: int, size: int, optimizer: str) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize(("world", "optimizer"), [(1, "adam"), (2, "sgd"), (3, "adagrad")])
+@pytest.mark.parametrize(
+    ("world", "optimizer"),
+    [(1, "adam"), (2, "sgd"), pytest.param(3, "adagrad", marks=pytest.mark.slow)],
+)
 def test_every_cache_has_the_bits_of_resident(world: int, optimizer: str) -> None:
     for found in run_ranks(compare, world, optimizer, timeout=300):
         assert len(set(found["same"])) == 1

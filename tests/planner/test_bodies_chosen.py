@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from distcache.errors import ConfigError
-from distcache.planner import loops as region_loops
 from distcache.planner.calls import NAMES, NUMPY, SETTING, make
 
 
@@ -76,8 +75,7 @@ def test_machine_code_is_kept_where_numba_is_told(tmp_path) -> None:
     done = run_python("import sys" + PLAN, NUMBA_CACHE_DIR=str(tmp_path))
     assert done.stdout == "compiled", done.stderr
     kept = sorted(file.name.split("-")[0] for file in tmp_path.rglob("*.nbc"))
-    files = {name: "region_loops" if name in vars(region_loops) else "loops" for name in NAMES}
-    assert kept == sorted(f"{file}.{name}" for name, file in files.items())
+    assert kept == sorted(f"loops.{name}" for name in NAMES)
 
 
 def test_an_unknown_body_is_refused() -> None:
