@@ -27,7 +27,7 @@ HOW = (
     {"accumulate": 2},
     {"drawn": 5, "evaluate": 5},
 )
-DEPTHS = ((8, 1), (0, 0), (2, 4), (16, 8))
+DEPTHS = ((8, 1), (0, 0), (2, 4), pytest.param((16, 8), marks=pytest.mark.slow))
 
 
 def steps(model, ebc, data, dense, *, save=None, evaluate=None, drawn=1, accumulate=1):

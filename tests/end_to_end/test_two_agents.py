@@ -63,7 +63,9 @@ def named(placements: list[tuple[str, ...]]) -> list[str]:
     return ["+".join(key.rpartition("=")[2] for key in keys) or "default" for keys in placements]
 
 
-@pytest.mark.parametrize("placement", [(), SHARDED], ids=named([(), SHARDED]))
+@pytest.mark.parametrize(
+    "placement", [pytest.param((), marks=pytest.mark.slow), SHARDED], ids=named([(), SHARDED])
+)
 def test_two_nodes_have_the_digests_of_one(tmp_path: Path, placement: tuple[str, ...]) -> None:
     saves = (*placement, "run.save=true")
     one = one_node(tmp_path, "one", 2, *saves, "trainer.steps=8")
@@ -145,6 +147,7 @@ def two_networks() -> Iterator[None]:
             ip("netns", "delete", name)
 
 
+@pytest.mark.slow
 def test_agents_in_two_networks(tmp_path: Path, two_networks: None) -> None:
     """Nothing but the cable joins the two nodes; each has a loopback of its own."""
     prefixes = [

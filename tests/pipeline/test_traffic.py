@@ -88,6 +88,7 @@ def test_without_a_window(tmp_path: Path) -> None:
     check([replace(synthetic(), lookahead=0, steps=6)], 2)
 
 
+@pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
     cases = [synthetic(), criteo(tmp_path)]
     check([replace(run, steps=8) for case in cases for run in placements(case)[2:4]], 4)
