@@ -18,7 +18,7 @@ if [[ "${1:-}" == --dry-run ]]; then
     shift
 fi
 
-step=(-m distcache.bench.step device=cuda repetitions=7)
+step=(-m benchmarks.step device=cuda repetitions=7)
 all=data,resident,fused
 parts=(tests kernels access step_64 step_128 zero_copy_64 embeddings_64 small_batch_64 fbgemm_64
     fbgemm_adam_64 terabyte_64)
@@ -27,8 +27,8 @@ parts=(tests kernels access step_64 step_128 zero_copy_64 embeddings_64 small_ba
 arguments_of() {
     case "$1" in
         tests) command=(-m pytest -m gpu -q -p no:cacheprovider tests) ;;
-        kernels) command=(-m distcache.bench.kernels device=cuda) ;;
-        access) command=(-m distcache.bench.access device=cuda) ;;
+        kernels) command=(-m benchmarks.kernels device=cuda) ;;
+        access) command=(-m benchmarks.rows parts=device device=cuda) ;;
         step_64) command=("${step[@]}" batch=16384 width=64 "modes=$all,serial") ;;
         step_128) command=("${step[@]}" batch=16384 width=128 "modes=$all") ;;
         zero_copy_64) command=("${step[@]}" batch=16384 width=64 modes=data,resident store.access=zero_copy) ;;

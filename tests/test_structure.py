@@ -42,7 +42,7 @@ def doors() -> dict[str, set[str]]:
         for name in imports_of(tree):
             top, there = (*name.split("."), "__init__")[:2]
             if top == "distcache":
-                found[room] |= {there} - {room, "__init__", "bench"}
+                found[room] |= {there} - {room, "__init__"}
             else:
                 assert top in sys.stdlib_module_names | THIRD_PARTY, f"{name} is not in the lock"
     found.pop("__init__")  # the public names, imported when asked for

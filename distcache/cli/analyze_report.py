@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from distcache.bench.report import Table, markdown_table
 from distcache.cli.analyze_plots import plot_access, plot_drift, plot_misses
 from distcache.cli.analyze_run import (
     CLOSE,
@@ -22,6 +21,7 @@ from distcache.cli.analyze_run import (
     fitting_sizes,
 )
 from distcache.cli.run import describe_environment
+from distcache.cli.tables import Table, markdown_table
 from distcache.errors import DataError
 from distcache.popularity.curve import TOP_SHARES, TableProfile, most_frequent
 from distcache.replay import Case, Outcome, popularity_of, replay

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distcache.bench.report import Table, markdown_table
 from distcache.cli.analyze_report import aligned, human_bytes, machine_text, section
 from distcache.cli.plan_run import Plan
 from distcache.cli.run import describe_environment, new_figure
+from distcache.cli.tables import Table, markdown_table
 from distcache.cost.cluster import PRESETS, SOURCES, Cluster, write_cluster
 from distcache.cost.predict import Crossover, Point, Prediction
 from distcache.cost.traffic import (

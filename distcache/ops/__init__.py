@@ -2,7 +2,7 @@
 
 The reference bodies (`reference.py`, plain PyTorch) say what each operation means; `triton.py` has
 kernels for float32 rows on a GPU. `docs/kernels.md` compares them, and
-`python -m distcache.bench.kernels` measures them.
+`python -m benchmarks.kernels` measures them, from a checkout.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from traffic_runs import Run, counted
-
-from distcache.bench.traffic_prediction import (
+from traffic_prediction import (
+    CLOSE,
     OPTIMIZER,
     DataCase,
     Known,
@@ -16,7 +15,8 @@ from distcache.bench.traffic_prediction import (
     prediction_records,
     synthetic_case,
 )
-from distcache.bench.traffic_tables import CLOSE
+from traffic_runs import Run, counted
+
 from distcache.engine.groups import Placement
 
 

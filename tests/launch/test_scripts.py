@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from distcache.bench.access import AccessOptions
-from distcache.bench.kernels import KernelOptions
-from distcache.bench.options import parse, split_arguments
-from distcache.bench.step import StepOptions, compose
+from benchmarks.kernels import KernelOptions
+from benchmarks.options import parse, split_arguments
+from benchmarks.rows import RowsOptions
+from benchmarks.step import StepOptions, compose
 from distcache.comm.rendezvous import Place
 from launch import pick
 
@@ -175,10 +175,10 @@ def test_the_parts_of_the_gpu_run_are_commands_that_parse(tmp_path: Path) -> Non
     assert run.returncode == 0, run.stderr
     parts = dict(line.split(": py ") for line in run.stdout.splitlines())
     assert parts.pop("tests").startswith("-m pytest -m gpu ")
-    options = {"kernels": KernelOptions, "access": AccessOptions, "step": StepOptions}
+    options = {"kernels": KernelOptions, "rows": RowsOptions, "step": StepOptions}
     for part, command in parts.items():
         _, module, *arguments = command.split()
-        name = module.removeprefix("distcache.bench.")
+        name = module.removeprefix("benchmarks.")
         line = split_arguments(arguments)
         given = parse(options[name], line.given)
         assert given.device == "cuda" and given.out == f"{tmp_path}/{part}.md"
@@ -194,8 +194,8 @@ def test_the_parts_of_the_gpu_run_are_commands_that_parse(tmp_path: Path) -> Non
 PYTHON_OF_PARTS = """#!/usr/bin/env bash
 case "$*" in
     *is_available*) exit "${NO_GPU:-0}" ;;
-    *bench.access*) echo "no room"; exit 3 ;;
-    *bench.kernels*) echo "up"; exec sleep 30 ;;
+    *benchmarks.rows*) echo "no room"; exit 3 ;;
+    *benchmarks.kernels*) echo "up"; exec sleep 30 ;;
     *modes=data,resident,fused*model=embeddings*) kill -KILL $$ ;;
     *) echo "all is well" ;;
 esac

@@ -1,0 +1,1 @@
+"""What the package costs, measured: run from a checkout, `python -m benchmarks.step` and others."""

@@ -1,1 +1,0 @@
-"""Measurements: `python -m distcache.bench.<name> [key=value ...]`; `--help` shows the keys."""

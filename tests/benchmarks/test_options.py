@@ -1,0 +1,72 @@
+"""Command lines of plain options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from benchmarks.options import option, parse, split_arguments, usage
+from distcache.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Sample:
+    count: int = option(3, "how many")
+    share: float = option(0.5, "a share")
+    fast: bool = option(False, "in a hurry")
+    names: tuple[str, ...] = option(("a", "b"), "names")
+    sizes: tuple[int, ...] = option((1, 2), "sizes")
+
+
+@dataclass(frozen=True)
+class Ruled:
+    counts: tuple[int, ...] = option((1,), "numbers", least=1)
+    kind: str = option("a", "a kind", among=("a", "b"))
+    kinds: tuple[str, ...] = option(("a",), "kinds", among=("a", "b"))
+
+
+def test_values_take_the_type_of_their_default():
+    line = split_arguments(["count=4", "share=0.25", "fast=True", "names=x, y", "sizes=7", "a.b=1"])
+    assert line.overrides == ("a.b=1",)
+    assert parse(Sample, line.given) == Sample(4, 0.25, True, ("x", "y"), (7,))
+    assert parse(Sample, {}) == Sample()
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("cuont=4", "did you mean count"),
+        ("count=many", "count=many"),
+        ("fast=perhaps", "not true or false"),
+        ("sizes=1,x", "sizes=x"),
+        ("names=,", "at least one"),
+        ("count", "not key=value"),
+    ],
+)
+def test_what_does_not_fit_is_named(argument, says):
+    with pytest.raises(ConfigError, match=says):
+        parse(Sample, split_arguments([argument]).given)
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("counts=0,3", "counts=0 must be at least 1"),
+        ("kind=c", "kind=c: choose from a, b"),
+        ("kinds=a,d", "kinds=a,d: choose from a, b"),
+        ("kinds=a,a", "kinds=a,a names one twice"),
+    ],
+)
+def test_rules_hold_for_what_is_given(argument, says):
+    with pytest.raises(ConfigError, match=says):
+        parse(Ruled, split_arguments([argument]).given)
+    assert parse(Ruled, {"counts": "2", "kind": "b", "kinds": "b,a"}).kinds == ("b", "a")
+
+
+def test_help_shows_every_key_with_its_default_and_choices():
+    text = usage(Sample, "a.module", "What it is for.")
+    assert "python -m a.module" in text and "  names=a,b" in text
+    for name in Sample.__dataclass_fields__:
+        assert f"\n  {name}=" in text
+    assert "(of a, b)" in usage(Ruled, "a.module", "") and "(of" not in text

@@ -1,0 +1,225 @@
+"""The step's bench at a small size: it trains what training trains, and its numbers agree."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from benchmark_checks import check_spread, of, read_report
+from ranks import run_ranks
+
+from benchmarks import step, yardsticks
+from benchmarks.setting import compose_setting
+from benchmarks.step import main
+from benchmarks.stream import BatchBank
+from distcache.comm.rendezvous import Place
+from distcache.errors import ConfigError
+from distcache.trainer.build import build_source
+from distcache.versions import fbgemm_here
+
+ARGUMENTS = ["size=small", "batch=64", "ratio=0.05", "steps=3", "lead=1", "repetitions=2"]
+STAGES = {"ingest", "load", "plan", "plan_exchange", "write_back", "gather", "fill"}
+STAGES |= {"forward_backward", "sync", "apply"}
+
+
+def bench(out, *arguments):
+    """The header and records of a run."""
+    assert main([*ARGUMENTS, *arguments, f"out={out}"]) == 0
+    return read_report(out, step.BENCH)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """One run of everyone who needs no TorchRec."""
+    out = tmp_path_factory.mktemp("bench") / "step.md"
+    return bench(out, "modes=data,resident,host,bag")
+
+
+def test_every_mode_takes_every_turn(report):
+    _, records = report
+    turns = of(records, "turn")
+    assert [(turn["repetition"], turn["mode"]) for turn in turns] == [
+        *((0, mode) for mode in ("data", "resident", "host", "bag")),
+        *((1, mode) for mode in ("resident", "host", "bag", "data")),
+    ]
+    for turn in turns:
+        assert len(turn["step_ms"]) == 3
+        assert min(turn["step_ms"]) > 0
+        stages = set() if turn["mode"] == "bag" else STAGES | {"wait"}
+        assert set(turn.get("stage_ms", {})) == stages
+
+
+def test_medians_and_ratios_are_of_the_turns(report):
+    _, records = report
+    medians = {}
+    for mode in of(records, "mode"):
+        turns = [turn for turn in of(records, "turn") if turn["mode"] == mode["mode"]]
+        turns.sort(key=lambda turn: turn["repetition"])
+        check_spread(mode["step_ms"], [ms for turn in turns for ms in turn["step_ms"]])
+        medians[mode["mode"]] = [float(np.median(turn["step_ms"])) for turn in turns]
+        assert mode["turn_medians_ms"] == medians[mode["mode"]]
+    pairs = of(records, "ratio")
+    assert [(p["numerator"], p["denominator"]) for p in pairs] == list(combinations(medians, 2))
+    for pair in pairs:
+        above, below = medians[pair["numerator"]], medians[pair["denominator"]]
+        values = [a / b for a, b in zip(above, below, strict=True)]
+        assert pair["repetitions"] == values
+        check_spread(pair["ratio"], values)
+
+
+def test_all_train_the_same_steps_in_steady_eviction(report):
+    _, records = report
+    modes = {mode["mode"]: mode for mode in of(records, "mode")}
+    loss = modes["resident"]["loss"]
+    assert modes["data"]["loss"] == modes["host"]["loss"] == loss
+    assert modes["bag"]["loss"] == pytest.approx(loss, rel=1e-5)
+    rows = modes["data"]["rows_per_step"]
+    assert modes["data"]["steady_eviction"] is True
+    assert rows["distinct"] > rows["misses"] == rows["evictions"] > 0
+    assert modes["data"]["warmup_steps"] >= 20
+    for mode in ("data", "resident", "host"):
+        assert 0 < modes[mode]["embedding_device_bytes"] <= modes[mode]["embedding_bytes_bound"]
+        parts = modes[mode]["device_parts"]
+        assert set(parts) == {"slots", "dense", "ids", "rows", "moving"}
+        for name, part in parts.items():
+            assert 0 <= part["measured"] <= part["expected"], (mode, name)
+        for name in ("slots", "dense", "ids", "rows"):
+            assert parts[name]["measured"] >= 0.6 * parts[name]["expected"], (mode, name)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["sgd", *(pytest.param(n, marks=SLOW) for n in ("rowwise_adagrad", "adagrad"))]
+)
+def test_fbgemms_tables_train_the_same(tmp_path, monkeypatch, optimizer):
+    """Without a GPU its cache's tables lie in host memory, and nothing is cached."""
+    pytest.importorskip("fbgemm_gpu")
+    monkeypatch.setattr(step, "who_stands_in", lambda mode, config, world: mode)
+    rates = ("optim.embedding_lr=0.05", "optim.dense_lr=0.05", f"optimizer={optimizer}")
+    arguments = ("modes=resident,fused,uvm,uvm_prefetch", "warmup=4", *rates)
+    _, records = bench(tmp_path / "fused.md", *arguments)
+    resident, *others = (mode["loss"] for mode in of(records, "mode"))
+    assert others == pytest.approx([resident] * 3, rel=1e-3)
+    assert resident != pytest.approx(0.6931, abs=1e-4)  # all have learnt something
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_fbgemms_cache_trains_the_same_on_a_gpu(tmp_path, optimizer):
+    if "fbgemm-gpu" not in fbgemm_here():
+        pytest.skip("the fbgemm here is the CPU build")
+    arguments = ("modes=resident,fused,uvm,uvm_prefetch", "device=cuda", "warmup=20")
+    rates = ("optim.embedding_lr=0.02", "optim.dense_lr=0.02", f"optimizer={optimizer}")
+    _, records = bench(tmp_path / "uvm.md", *arguments, *rates)
+    resident, *others = (mode["loss"] for mode in of(records, "mode"))
+    assert others == pytest.approx([resident] * 3, rel=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_torch_tables_train_the_same(tmp_path, optimizer):
+    arguments = ("modes=resident,bag", f"optimizer={optimizer}", "warmup=4")
+    _, records = bench(tmp_path / "bag.md", *arguments)
+    resident, bag = (mode["loss"] for mode in of(records, "mode"))
+    assert bag == pytest.approx(resident, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["modes=bag", "optimizer=rowwise_adagrad"], "rowwise_adagrad"),
+        (["modes=fused", "optimizer=adam"], "adam"),
+        (["modes=fused", "optimizer=adagrad", "optim.initial_accumulator=0.1"], "accumulator"),
+        (["modes=bag", "trainer.dtype=float64"], "float32"),
+        (["modes=data,uvm"], "modes=uvm is FBGEMM's cache on a GPU: set device=cuda"),
+        (["modes=data", "ratio=0.001"], "cache.rows="),
+        (["modes=data,resident", "width=40000000"], "modes=data,resident"),
+        (["modes=data,dta"], "modes=data,dta: choose from"),
+        (["modes=data,data"], "names one twice"),
+        (["warmup=50", "warmup_most=10"], "warmup_most=10"),
+        (["against=/nowhere", "modes=data"], "against=/nowhere has no package distcache"),
+        (["against=.", "modes=mixed,fused"], "modes=mixed,fused: against= takes data"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(capsys, arguments, says):
+    assert main(["size=small", "batch=64", *arguments]) == 1
+    assert says in capsys.readouterr().err
+    assert not torch.distributed.is_initialized()
+
+
+def two_ranks(rank, world_size, modes, out):
+    """Both ranks run the bench; the exit code."""
+    arguments = (f"modes={modes}", "parallel.sharding=table_wise", "warmup=5", f"out={out}")
+    return main([*ARGUMENTS, *arguments])
+
+
+@pytest.mark.parametrize(
+    "modes", ["data,resident", pytest.param("data,hybrid,resident,host", marks=pytest.mark.slow)]
+)
+def test_two_ranks(tmp_path, modes):
+    out = tmp_path / "two.md"
+    if "hybrid" in modes:
+        pytest.importorskip("torchrec")
+    assert run_ranks(two_ranks, 2, modes, str(out)) == [0, 0]
+    head, records = read_report(out, step.BENCH)
+    assert head["command"][:4] == ["torchrun", "--standalone", "--nproc-per-node", "2"]
+    found = {mode["mode"]: mode for mode in of(records, "mode")}
+    assert list(found) == modes.split(",")
+    data = found["data"]
+    assert data["world_size"] == 2
+    assert data["rows_per_step"]["evictions"] > 0
+    for name, mode in found.items():
+        close = 1e-5 if name == "hybrid" else 0.0
+        assert mode["loss"] == pytest.approx(data["loss"], rel=close, abs=0.0)
+
+
+def test_one_rank_yardsticks_are_refused_on_two():
+    class Two:
+        size, device = 2, torch.device("cpu")
+
+    config = compose_setting("small", (), Place())
+    with pytest.raises(ConfigError, match="one rank"):
+        yardsticks.who_stands_in("fused", config, Two())
+
+
+def test_on_a_gpu_without_fbgemms_kernels_bags_stand_in(monkeypatch):
+    class Gpu:
+        size, device = 1, torch.device("cuda", 0)
+
+    config = compose_setting("small", (), Place())
+    monkeypatch.setattr(yardsticks, "no_cuda_kernels", lambda: "there are none")
+    assert yardsticks.who_stands_in("fused", config, Gpu()) == "bag"
+    with pytest.raises(ConfigError, match="modes=uvm is FBGEMM's cache on a GPU: there are none"):
+        yardsticks.who_stands_in("uvm", config, Gpu())
+
+
+def test_a_bank_hands_every_feed_the_same_batches_and_drops_what_all_have_read():
+    source = build_source(compose_setting("small", ("data.global_batch_size=8",), Place()))
+    bank = BatchBank(source, 0, 1)
+    first, second = bank.feed(), bank.feed()
+    bank.fill(3)
+    batches = [next(first) for _ in range(3)]
+    assert [batch.index for batch in batches] == [0, 1, 2]
+    assert next(second) is batches[0] and next(second) is batches[1]
+    bank.fill(4)
+    assert sorted(bank._batches) == [1, 2, 3]
+    beyond = [next(first) for _ in range(3)]  # where it comes to none it draws one
+    assert [batch.index for batch in beyond] == [3, 4, 5]
+    assert [next(second).index for _ in range(4)] == [2, 3, 4, 5]
+
+
+def test_steps_without_a_dense_part_train_too(tmp_path):
+    _, records = bench(tmp_path / "rows.md", "modes=data,resident,bag", "model=embeddings")
+    losses = [mode["loss"] for mode in of(records, "mode")]
+    assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-4)
+    assert 0 < losses[0] < 0.7
+
+
+def test_a_model_that_diverges_is_refused(tmp_path, capfd):
+    given = ["size=small", "modes=resident", "optim.embedding_lr=1e30", "repetitions=1"]
+    assert main([*given, f"out={tmp_path / 'x.md'}", "steps=3", "warmup=4"]) == 1
+    assert "modes=resident: the loss is" in capfd.readouterr().err
+    assert not (tmp_path / "x.md").exists()

@@ -1,0 +1,259 @@
+"""A CUDA device that is not there: `cuda:0` in the memory of the host, for the CPU build of torch.
+
+A tensor of the device is a wrapper over a CPU tensor. An operation finds its shapes on `meta` and
+is queued on the calling thread's current stream; a `Scheduler` says when what is queued is done.
+So whatever the host or another stream reads without waiting for it is read too early:
+
+* new memory is NaN (integers: 0), and stays that until the operation that writes it is done;
+* memory that was let go of is spoilt as soon as the streams that may use it are through (the one
+  that it was made on, and those of `record_stream`): work of another stream finds NaN there;
+* a host buffer is read when a copy is done, not when it is called, if the buffer is pinned.
+
+Not there: the random numbers of a device, capture, other devices, what changes a tensor's shape in
+place, and setting `.data`. Several processes may have one such device each, and gloo between them.
+
+To be used in a process of its own (`process.py`): nothing here can be undone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+GUARD: Any = None
+"""The library made of guard.cpp."""
+
+
+def load(guard: Path) -> None:
+    """Load the library made of guard.cpp; before `import torch`, or right after."""
+    global GUARD
+    GUARD = ctypes.PyDLL(str(guard), ctypes.RTLD_GLOBAL)
+    GUARD.fake_stream.restype = ctypes.c_int64
+    GUARD.fake_set_stream.argtypes = [ctypes.c_int64]
+
+
+def install(scheduler: Scheduler | None = None) -> None:
+    """Put the device into torch, for good; `load` comes first."""
+    from fake_device import fake_torch
+
+    DEVICE.scheduler = scheduler or DEVICE.scheduler
+    fake_torch.install()
+
+
+# --- streams and events -----------------------------------------------------------------------
+
+
+class Scheduler:
+    """`lazy`: what is queued is done when somebody waits for it, and nothing before that.
+
+    Others do more of it earlier, from these two calls, with `Device.reach`. The device is locked.
+    """
+
+    def queued(self, device: Device, stream: Stream) -> None:
+        """Something was queued on `stream`."""
+
+    def polled(self, device: Device, event: Event) -> None:
+        """The host has looked at an event that is not reached; a host that looks again sees it."""
+        event.looks += 1
+        if event.looks > 1:
+            device.reach(event.stream, event.place)
+
+
+class Dropped:
+    """Memory that nobody holds any more: garbage once what `readers` were given by then is done."""
+
+    def __init__(self, memory: Any, readers: Iterable[Stream]) -> None:
+        self.memory = memory
+        self.readers = [(reader, reader.queued) for reader in readers]
+
+    def due(self) -> bool:
+        return all(stream.done >= place for stream, place in self.readers)
+
+
+class Device:
+    """The streams, and what was counted: operations by kind and name of the thread."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.scheduler = Scheduler()
+        self.streams: list[Stream] = []
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self._dropped: list[Dropped] = []
+        self._events: dict[int, Event] = {}
+
+    def count(self, what: str) -> None:
+        """Count one `what`, such as `launch` or `host wait`, of this thread."""
+        self.counts[what, threading.current_thread().name] += 1
+
+    def current(self) -> Stream:
+        """The stream that this thread's work goes to."""
+        return self.streams[GUARD.fake_stream()]
+
+    def allocate(self, stream: Stream) -> None:
+        """Memory is asked for on `stream`: what was dropped there goes to what it is given next."""
+        with self.lock:
+            while stream.dropped:
+                stream.used_again.append(stream.dropped.popleft())
+
+    def queue(self, work: Work, stream: Stream | None = None, launch: bool = False) -> None:
+        """Append `work` to the current stream (or `stream`): a call (`launch`: which may write to
+        memory), or an event to wait for."""
+        with self.lock:
+            stream = stream or self.current()
+            while launch and stream.used_again:
+                self._append(stream.used_again.popleft(), stream)
+            self._append(work, stream)
+            self.scheduler.queued(self, stream)
+
+    def _append(self, work: Work, stream: Stream) -> None:
+        stream.work.append(work)
+        stream.queued += 1
+        self._spoil(stream)
+
+    def reach(self, stream: Stream, place: int) -> None:
+        """Do the work of `stream` up to `place`, and what that waits for, and nothing else."""
+        with self.lock:
+            path = [(stream, place)]
+            while path:
+                stream, place = path[-1]
+                if stream.done >= place:
+                    path.pop()
+                    continue
+                work = stream.work[0]
+                if isinstance(work, Event) and work.stream.done < work.place:
+                    path.append((work.stream, work.place))
+                    continue
+                stream.work.popleft()
+                stream.done += 1
+                if not isinstance(work, Event):
+                    work()
+                self._spoil(stream)
+
+    def wait(self, stream: Stream, place: int) -> None:
+        """Let the host wait for `stream` to be at `place`."""
+        if stream.done < place:
+            self.count("host wait")
+            self.reach(stream, place)
+
+    def _spoil(self, stream: Stream) -> None:
+        """Memory is written to as early as that may be: as soon as the work before is done."""
+        while stream.work and isinstance(stream.work[0], Dropped):
+            self._dropped.append(stream.work.popleft())
+            stream.done += 1
+        waiting, self._dropped = self._dropped, []
+        for dropped in waiting:
+            if dropped.due():
+                fill_with_garbage(dropped.memory)
+            else:
+                self._dropped.append(dropped)
+
+    # --- for guard.cpp, whose caller is autograd's thread --------------------------------------
+
+    def _record(self, number: int, stream: int) -> int:
+        event = self._events.get(number) or Event()
+        self._events[id(event)] = event
+        event.record(self.streams[stream])
+        return id(event)
+
+    def _block(self, number: int, stream: int) -> None:
+        self.streams[stream].wait_event(self._events[number])
+
+    def callbacks(self) -> None:
+        """Tell guard.cpp what events are."""
+        number = ctypes.c_int64
+        self._called = (
+            ctypes.CFUNCTYPE(number, number, number)(self._record),
+            ctypes.CFUNCTYPE(None, number, number)(self._block),
+            ctypes.CFUNCTYPE(number, number)(lambda event: self._events[event].query()),
+        )
+        GUARD.fake_callbacks(*self._called)
+
+
+DEVICE = Device()
+
+
+def fill_with_garbage(memory: Any) -> None:
+    """NaN, or 0 where there is none: in range for an index, but wrong."""
+    memory.fill_(float("nan") if memory.dtype.is_floating_point else 0)
+
+
+class Stream:
+    """torch.cuda.Stream."""
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.work: deque[Work] = deque()
+        self.dropped: deque[Dropped] = deque()
+        self.used_again: deque[Dropped] = deque()
+        self.queued = self.done = 0
+        with DEVICE.lock:
+            self.cuda_stream = self.stream_id = len(DEVICE.streams)
+            DEVICE.streams.append(self)
+
+    def wait_event(self, event: Event) -> None:
+        """What is queued from now on comes after what `event` has recorded so far."""
+        if event.stream is not None:
+            DEVICE.queue(event.copy(), self)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return self.record_event().query()
+
+    def synchronize(self) -> None:
+        DEVICE.wait(self, self.queued)
+
+
+class Event:
+    """torch.cuda.Event."""
+
+    def __init__(self, enable_timing: bool = False, **kwargs: bool) -> None:
+        self.stream: Any = None
+        self.place = self.looks = 0
+        self.time: list[float] = []
+
+    def copy(self) -> Event:
+        """What is recorded now, whatever this event records later."""
+        event = Event()
+        event.stream, event.place = self.stream, self.place
+        return event
+
+    def record(self, stream: Stream | None = None) -> None:
+        with DEVICE.lock:
+            self.stream, self.time, self.looks = stream or DEVICE.current(), [], 0
+            reached = self.time.append
+            DEVICE.queue(lambda: reached(time.perf_counter()), self.stream)
+            self.place = self.stream.queued
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or DEVICE.current()).wait_event(self)
+
+    def query(self) -> bool:
+        with DEVICE.lock:
+            if self.stream is not None and self.stream.done < self.place:
+                DEVICE.scheduler.polled(DEVICE, self)
+            return self.stream is None or self.stream.done >= self.place
+
+    def synchronize(self) -> None:
+        if self.stream is not None:
+            DEVICE.wait(self.stream, self.place)
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds to `end`; RuntimeError where one of them is not reached."""
+        if not (self.time and end.time):
+            raise RuntimeError("CUDA error: device not ready")
+        return (end.time[0] - self.time[0]) * 1e3
+
+
+Work = Callable[[], None] | Event | Dropped
+"""What a stream is given: a call, an event to wait for, memory that is used again."""
