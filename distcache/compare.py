@@ -22,8 +22,8 @@ from distcache.cli.compare_report import ModeRun, markdown, read_run, write_file
 from distcache.cli.compose import Line, checked_config, compose_overrides, override, read_line
 from distcache.cli.run import run_job, set_up_logging, take_over_ctrl_c, train_command
 from distcache.comm.rendezvous import Place
+from distcache.config import option
 from distcache.config.checks import CHOICES, at_least, one_of
-from distcache.config.keys import option
 from distcache.config.tree import Config, RunConfig
 from distcache.errors import ConfigError, DistcacheError
 

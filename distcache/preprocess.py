@@ -16,10 +16,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from distcache.cli.compose import read_line
 from distcache.cli.run import set_up_logging, take_over_ctrl_c
-from distcache.config.checks import auto_or_count, byte_count
-from distcache.config.keys import option
+from distcache.config import option
 from distcache.data.raw.settings import MLPERF_BAGS, PRESETS, Manifest, PreprocessSettings, verify
 from distcache.errors import ConfigError, DataError, DistcacheError
 
@@ -55,6 +53,8 @@ class PreprocessConfig:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; its exit code."""
+    from distcache.cli.compose import read_line  # not in the workers, which import this file
+
     take_over_ctrl_c()
     set_up_logging()
     try:
@@ -115,6 +115,8 @@ def run(settings: PreprocessSettings) -> Manifest:
 
 def make_settings(given: PreprocessConfig) -> PreprocessSettings:
     """The checked settings. Raises ConfigError that names the key."""
+    from distcache.config.checks import auto_or_count, byte_count
+
     if not given.input:
         raise ConfigError("input is not set: give input=<text files or a quoted glob>")
     rows = PRESETS.get(given.rows) if isinstance(given.rows, str) else given.rows

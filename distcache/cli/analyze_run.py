@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from distcache.cli.compose import Line
+from distcache.config import option
 from distcache.config.checks import at_least, byte_count
-from distcache.config.keys import option
 from distcache.config.tree import Config
 from distcache.errors import ConfigError
 from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy

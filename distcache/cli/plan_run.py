@@ -12,8 +12,8 @@ import torch
 
 from distcache.cli.compose import Line
 from distcache.cli.plan_measure import DENSE_FEATURES, dense_layers
+from distcache.config import option
 from distcache.config.checks import at_least, byte_count
-from distcache.config.keys import option
 from distcache.config.tree import OptimConfig
 from distcache.cost.cluster import DEVICES, Cluster, Compute, Link, device_compute, parse_link
 from distcache.cost.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources

@@ -8,7 +8,7 @@ import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -69,13 +69,6 @@ MOVED = {
     "analyze.trace": "trace",
 }
 """Keys that have another name now."""
-
-
-def option(default: Any, help: str) -> Any:
-    """A field of a command's own keys with a sentence for `--help`."""
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help})
-    return field(default=default, metadata={"help": help})
 
 
 def unknown_keys(tree: DictConfig) -> list[str]:
