@@ -27,7 +27,7 @@ ISSUE_KEYS = (
     "dense_collective_bytes planning_bytes inter_node_bytes peak_device_bytes "
     "embedding_device_bytes cache_rows "
     "placement cache_state home_rows_mean home_rows_max early_rows exchange_ms exchange_hidden "
-    "hot_samples early_steps phase_rate hot_steps cold_steps hot_rows_fetched "
+    "hot_samples phase_rate hot_steps cold_steps hot_rows_fetched "
     "cold_rows_fetched hot_host_bytes cold_host_bytes table_rows loss_digest state_digest"
 )
 """As the run folder's description lists them."""
