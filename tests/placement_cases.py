@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from low_ids import low_ids
 from oracle import OPTIMIZERS
 from popular_runs import popularity_of
 from scenarios import Outcome, Scenario, run_mode, table
@@ -28,7 +27,7 @@ POLICIES = (
     Policy(),
     Policy(tail="lru"),
     Policy("lru"),
-    Policy("lfu"),
+    Policy("lfu", "lru"),
     Policy(tail="frequency"),
     Policy("static"),
 )
@@ -94,13 +93,13 @@ def _fitting(group: TableGroup, batches: list, dtype: torch.dtype) -> int:
         slots += 1
 
 
-def draw_case(seed: int, world: int, steps: int) -> tuple[Scenario, bool]:
-    """A scenario, and whether its steps are split into a hot and a cold part."""
+def draw_case(seed: int, world: int, steps: int) -> Scenario:
+    """A scenario."""
     rng = np.random.default_rng([seed, world])
     name = str(rng.choice(list(OPTIMIZERS)))
     spec, lr = OPTIMIZERS[name]
     tables = TABLES if rng.random() < 0.6 else MEANS
-    case = Scenario(
+    return Scenario(
         tables,
         spec,
         lr,
@@ -113,14 +112,12 @@ def draw_case(seed: int, world: int, steps: int) -> tuple[Scenario, bool]:
         dtype=torch.float64 if rng.random() < 0.3 else torch.float32,
         seed=seed,
     )
-    return case, bool(rng.random() < 0.35)
 
 
 def draw_jobs(seed: int, world: int, runs: int, steps: int) -> list[Job]:
     """A scenario's reference and so many runs of it, whose placements and caches are drawn."""
-    case, split = draw_case(seed, world, steps)
-    hot = low_ids(case) if split else None
-    common = {"dtype": case.dtype, "hot": hot, "validate": True}
+    case = draw_case(seed, world, steps)
+    common = {"dtype": case.dtype, "validate": True}
     jobs = [Job(case, CachedSettings("resident", schedule="serial", **common))]
     rng = np.random.default_rng([seed, world, 1])
     for number in range(runs):
