@@ -34,7 +34,8 @@ from distcache.embedding.ids import (
     lookups_of,
     table_specs,
 )
-from distcache.embedding.joining import Membership
+from distcache.embedding.joining import Membership, has_group
+from distcache.embedding.placing import given_statistics
 from distcache.embedding.settings import CacheSettings, check_names, library_words
 from distcache.embedding.step import CollectionTables, OpenStep
 from distcache.embedding.whole import Part, WholeTables
@@ -72,8 +73,8 @@ class Recipe:
         return tuple(self.specs[table].name for table in self.lookups.tables)
 
     def check_sizes(self) -> None:
-        """Raise ConfigError for sizes that no rank could have; others need the ranks, or the
-        statistics."""
+        """Raise ConfigError for sizes that no rank could have, and for statistics that are not
+        there or of other tables; other errors need the ranks."""
         given, split = self.settings, self.settings.split
         sizes = (given.rows, given.ratio, given.bytes)
         widths = [self.update.state_width(spec.dim) for spec in self.specs]
@@ -81,6 +82,9 @@ class Recipe:
             with library_words():
                 budget = Budget(*sizes, itemsize=given.dtype.itemsize, world_size=1)
                 plan_slots(self.named_specs(), widths, budget, split, None)
+        if not has_group():  # else rank 0 reads them, for all
+            with library_words():
+                given_statistics(given, self.named_specs())
 
     def named_specs(self) -> list[TableSpec]:
         """The tables with the keys that they read as features."""

@@ -51,7 +51,7 @@ class Membership:
         self.name = name
         self.show_leaves: Callable[[], Callable[[list[Tensor]], None] | None] = lambda: None
         """A weak reference to what is called with the leaves of each step."""
-        if process_group is not None or _has_group():
+        if process_group is not None or has_group():
             self._join(process_group)
         else:
             _waiting.append(weakref.ref(self))
@@ -72,7 +72,7 @@ class Membership:
         if self._made is None:
             self._require_open()
             _join_waiting()
-        elif self._alone and _has_group() and dist.get_world_size() > 1:
+        elif self._alone and has_group() and dist.get_world_size() > 1:
             raise ConfigError(
                 f"this {self.name} was used before init_process_group and trains alone, but now "
                 f"there are {dist.get_world_size()} ranks, whose tables would drift apart: call "
@@ -100,7 +100,7 @@ class Membership:
 
     def _join(self, process_group: dist.ProcessGroup | None) -> None:
         """Make the tables; by all ranks of the group."""
-        self._alone = not _has_group()
+        self._alone = not has_group()
         try:
             self._made = self._make(current_world(self._device, process_group, self._timeout_s))
         except Exception as error:
@@ -111,14 +111,15 @@ class Membership:
             self._made.show_leaves = show
 
 
-def _has_group() -> bool:
+def has_group() -> bool:
+    """Whether torch.distributed is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 
 def _join_waiting() -> None:
     """Make the tables of all collections that wait; ConfigError where their ranks cannot meet."""
     size = whole_number("WORLD_SIZE", 1)
-    if size > 1 and not _has_group():
+    if size > 1 and not has_group():
         raise ConfigError(
             f"WORLD_SIZE={size}, but torch.distributed is not initialised, so the ranks' tables "
             "would drift apart: call torch.distributed.init_process_group before the first use of "

@@ -71,7 +71,7 @@ def decide_rows(
     )
     widths = [-(-update.state_width(table.dim) // homes) for table in tables]
     slots, popularity = decide(
-        world, tables, widths, budget, use, lambda: _statistics(settings, tables)
+        world, tables, widths, budget, use, lambda: given_statistics(settings, tables)
     )
     found = _placement(world, tables, update, replace(settings, state=state), slots, popularity)
     if found.kind != REPLICATED:
@@ -79,7 +79,7 @@ def decide_rows(
     return PlacedRows(slots, found, popularity)
 
 
-def _statistics(settings: CacheSettings, tables: Sequence[TableSpec]) -> Statistics | None:
+def given_statistics(settings: CacheSettings, tables: Sequence[TableSpec]) -> Statistics | None:
     """The statistics of `tables`, in order; ConfigError for those of other tables."""
     given = settings.statistics
     if given is None:

@@ -131,7 +131,7 @@ def in_pipeline(rank: int, size: int) -> dict:
             with pytest.raises(StopIteration):
                 pipeline.progress(batches)
         found[how] = whole(dmp)
-        found[f"{how} planned"] = bags.tables.planner.ingested
+        found[f"{how} planned"] = bags.tables.engine.planner.ingested
         close(bags, rows)
     return found
 

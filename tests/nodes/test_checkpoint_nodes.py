@@ -47,7 +47,7 @@ def part_of_run(
     world: World, steps: range, source: Path | None, target: Path, popular: bool
 ) -> Outcome:
     """Some steps of the scenario, from the checkpoint `source` on; ends with one in `target`."""
-    popularity = popularity_of(CASE, SETTINGS.slots, order=True) if popular else None
+    popularity = popularity_of(CASE, SETTINGS.slots) if popular else None
     mode = make_popular(world, CASE, SETTINGS, popularity)
     mode.scratch = target.parent
     if source is not None:

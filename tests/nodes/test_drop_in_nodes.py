@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagConfig
 
 from distcache import lookahead
-from distcache.embedding import step as whole
+from distcache.embedding import whole
 from distcache.errors import MemoryTooSmallError
 from distcache.store import memory as available
 

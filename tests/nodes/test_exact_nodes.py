@@ -55,7 +55,7 @@ def run_jobs(
         world = open_nodes(rank, sizes)
         found.append([])
         for case, settings, popular in jobs(placement):
-            popularity = popularity_of(case, SLOTS, order=True, warm_start=0.5) if popular else None
+            popularity = popularity_of(case, SLOTS, warm_start=0.5) if popular else None
             found[-1].append(run_mode(world, case, settings, 5, popularity))
         close_world(world)
     return found

@@ -155,7 +155,7 @@ def test_device_memory_is_what_the_parts_add_up_to(world: World) -> None:
 def test_a_warm_cache_in_popularity_order_has_the_bits_of_resident(world: World) -> None:
     spec = case("adam")
     resident = run_mode(world, spec, CachedSettings("resident"))
-    how = popularity_of(spec, (2000,), order=True, warm_start=1.0)
+    how = popularity_of(spec, (2000,), warm_start=1.0)
     found = run_popular(world, spec, CachedSettings("data", (2000,), 8, 1, shake_ms=2.0), how)
     assert found.losses == resident.losses and found.state_digest == resident.state_digest
     assert found.summary["warm_start_rows"] > 1000
