@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distcache.engine.step import WAIT, Span, Stage, StageClock
+from distcache.engine.step import WAIT, Span, StageClock
 from distcache.parallel.statistics import stage_values
-
-STAGES = tuple(
-    Stage(name, stream)
-    for name, stream in (("gather", "host"), ("forward_backward", "forward_backward"), ("sync", "communication"))
-)
 
 
 def step(clock: StageClock, number: int, gather_lane: str, waited: float, kind="train") -> None:
