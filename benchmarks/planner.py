@@ -437,9 +437,9 @@ SECTIONS = (
         (
             "Inside: the loops",
             "Mean milliseconds per step of the planner's loops, from steps of their own. "
-            "`find_rows` and `group` of homes are in request, `name_rows` and `group` of previous "
-            "uses in ingest, `refer` in ingest and plan, `find_sorted` (hot rows) in request and "
-            "ingest, `order_ids` and `divide` (sharded rows) in assemble, the others in plan.",
+            "`find_rows` and `group` (several ranks) are in request, `name_rows` and `refer` in "
+            "ingest, `find_sorted` (hot rows) in request and ingest, `order_ids` and `divide` "
+            "(sharded rows) in assemble, the others in plan.",
         ),
         "loops",
         lambda record: record["ms"],

@@ -56,7 +56,9 @@ def test_parts_lie_within_the_steps(report):
             assert 0 < sum(turn["stage_ms"].values()) <= np.mean(turn["step_ms"])
             assert turn["cpu_ms"]["own"] > 0 and turn["stage_ms"][EXCHANGE] > 0
     (inside,) = of(records, "loops")
-    assert set(inside["ms"]) == set(LOOPS) - {"find_rows", "find_sorted", "divide"}
+    of_several = {"find_rows", "group", "find_sorted", "divide"}
+    # Another policy's victims, and lists that have run out of room.
+    assert set(inside["ms"]) == set(LOOPS) - of_several - {"leave_farthest", "tidy"}
     assert all(ms > 0 for ms in inside["ms"].values())
 
 
