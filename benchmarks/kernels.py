@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from distcache.planner.distinct import by_hash
 from torch import Tensor
 
 from benchmarks.options import option
@@ -37,6 +36,7 @@ from distcache.errors import ConfigError
 from distcache.ops import ON_GPU, reference
 from distcache.ops.reference import SegmentChunks, segment_chunks
 from distcache.optim import row_update
+from distcache.planner.loops import hashed_rows
 from distcache.versions import require_hybrid
 
 log = logging.getLogger("distcache.benchmarks.kernels")
@@ -116,17 +116,17 @@ def make_work(options: KernelOptions, step: int, device: torch.device) -> Work:
     source = ZipfTables([options.rows] * options.tables, options.zipf, seed)
     ids = source.draw_ids(rng.random(bags * options.pooling), per_table)
     rows = ids + np.repeat(np.arange(options.tables) * options.rows, per_table)
-    first, inverse = by_hash(rows)
-    positions = torch.from_numpy(inverse.astype(np.int64))
-    segments = torch.zeros(len(first) + 1, dtype=torch.int64)
-    torch.cumsum(torch.bincount(positions, minlength=len(first)), 0, out=segments[1:])
+    distinct, labels = hashed_rows(rows)
+    positions = torch.from_numpy(labels.astype(np.int64))
+    segments = torch.zeros(len(distinct) + 1, dtype=torch.int64)
+    torch.cumsum(torch.bincount(positions, minlength=len(distinct)), 0, out=segments[1:])
     generator = torch.Generator().manual_seed(seed + 1 + step)
     upstream = torch.randn(bags, options.width, generator=generator).mul_(0.01)
     by_sample = upstream.view(options.tables, options.batch, -1).transpose(0, 1).flatten(1)
     return Work(
         ids=torch.from_numpy(ids).to(device),
         offsets=(torch.arange(bags + 1) * options.pooling).to(device),
-        slots=slots_of(options)[torch.from_numpy(rows[first])].to(device),
+        slots=slots_of(options)[torch.from_numpy(distinct)].to(device),
         positions=positions.to(device),
         order=positions.argsort(stable=True).to(device),
         segments=segments.to(device),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.stream import Contender, Feed
 from distcache.comm.world import World
 from distcache.config.tree import Config
-from distcache.engine.step import InFlight, PlannedStep
+from distcache.engine.step import Flight
 from distcache.parallel.base import Parallel, Step
 from distcache.parallel.cached import CachedParallel
 from distcache.parallel.hybrid import HybridParallel
@@ -49,10 +49,9 @@ class ModeContender(Contender):
     def step(self) -> Callable[[], float]:
         """See `Contender.step`."""
         step: Step = next(self._stream)
-        if isinstance(step.plans, PlannedStep):
-            self._rows.add(step.plans.plans)
         result = self.mode.train_step(step)
         if self._parts is not None:
+            self._rows.add(step.flight.plans)
             self._parts.add(step.flight)
         return lambda: result.loss
 
@@ -143,13 +142,13 @@ class DeviceParts:
         self._mode = mode
         self._most: dict[str, dict[str, int]] = {}
 
-    def add(self, flight: InFlight) -> None:
+    def add(self, flight: Flight) -> None:
         """Take in one training step that was run."""
-        mode, planned = self._mode, flight.planned
+        mode, batch = self._mode, flight.batch
         ahead = mode.settings.prefetch + 1 if mode.settings.schedule == "overlapped" else 1
-        item, batch = mode.settings.dtype.itemsize, planned.batch
-        floats, index, rows, moving = len(batch.labels) * (batch.dense.shape[1] + 1), 0, 0, 0
-        for plan, bags, of in zip(planned.plans, planned.bags, mode.rows, strict=True):
+        item, index, rows, moving = mode.settings.dtype.itemsize, 0, 0, 0
+        floats = len(batch.labels) * (batch.dense.shape[1] + 1)
+        for plan, bags, of in zip(flight.plans, flight.bags, mode.rows, strict=True):
             shard, size = plan.shard, of.cache.dim * item
             index += 3 * len(plan.positions) + len(bags.offsets) + 4 * plan.distinct + 1
             floats += sum(len(part) for part in (bags.weights, bags.scale) if part is not None)
@@ -159,9 +158,10 @@ class DeviceParts:
                 index += 2 * shard.rows
                 rows += (2 * shard.rows + len(shard.slots)) * size
                 moving += (len(shard.fetch_slots) + len(shard.evict_slots)) * of.row_bytes
-        ids = [tensor for bags in flight.bags for tensor in bags.tensors()]
+        of_plans = [*flight.where, *(bags for part in flight.lookups for bags in part)]
+        ids = [tensor for part in of_plans for tensor in part.tensors()]
         grads = [leaf.grad for leaf in flight.leaves]
-        held = nbytes([*flight.leaves, *grads, *flight.sums, *flight.sharded_sums])
+        held = nbytes([*flight.leaves, *grads, *flight.result.sums.tensors()])
         on_device = ahead * nbytes([*ids, flight.dense, flight.labels])
         moved = sum(c.host_to_device_bytes + c.device_to_host_bytes for c in flight.counts)
         self._keep("ids", ahead * (_INDEX_BYTES * index + item * floats), on_device)
@@ -183,7 +183,7 @@ class DeviceParts:
         state = [value for value in of_state if isinstance(value, Tensor)]
         dense = list(mode.model.parameters())
         expected = 2 * nbytes(dense) + nbytes(state)
-        self._keep("dense", expected, nbytes([*dense, mode.step.dense.flat, *state]))
+        self._keep("dense", expected, nbytes([*dense, mode.dense.flat, *state]))
         if mode.world.device.type == "cuda":
             total = sum(part["expected"] for part in self._most.values())
             peak = torch.cuda.max_memory_allocated(mode.world.device)

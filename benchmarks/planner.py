@@ -27,7 +27,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from distcache.planner.calls import NAMES, Bodies, bodies, distinct_rows, hashed_rows, using
 from torch import nn
 
 from benchmarks import against, step
@@ -43,7 +42,6 @@ from distcache.comm.rendezvous import find_place
 from distcache.comm.world import World
 from distcache.config.tree import Config
 from distcache.engine import planning
-from distcache.engine import planning as rank_plans
 from distcache.engine.exchange import PlanExchange
 from distcache.engine.groups import (
     MIXED,
@@ -54,10 +52,11 @@ from distcache.engine.groups import (
     make_groups,
     region_slots,
 )
-from distcache.engine.step import PlanningSettings
 from distcache.engine.tables import home_regions
 from distcache.errors import ConfigError, DistcacheError
+from distcache.planner import loops
 from distcache.planner.home import HomePlanner
+from distcache.planner.loops import distinct_rows, hashed_rows
 from distcache.planner.policy import DEFAULT
 from distcache.popularity.slots import cache_slots
 from distcache.trainer import build
@@ -74,10 +73,17 @@ PARTS = (
     (PlanExchange, "exchange", EXCHANGE),
     (HomePlanner, "ingest", "ingest"),
     (HomePlanner, "plan", "plan"),
-    (rank_plans, "assemble", "assemble"),
-    (rank_plans, "check_plan", "check"),
+    (planning, "assemble", "assemble"),
+    (planning, "check_plan", "check"),
 )
 """The functions that a plan is made of: where they are called from, and what the report says."""
+
+LOOPS = (
+    *("name_rows", "find_rows", "group", "look_up", "fill", "refer", "look_ahead"),
+    *("leave_farthest", "file_slots", "leave", "tidy", "count_uses", "order_ids"),
+    *("find_sorted", "divide"),
+)
+"""The planner's compiled loops, as it calls them."""
 
 Seconds = dict[str, list[float]]
 """By name: seconds of the clock, and on a thread's core."""
@@ -179,9 +185,10 @@ def measure_here(options: PlannerOptions, config: Config, world: World) -> list[
 def _loop_record(turns: Turns, name: str, steps: int) -> Record:
     """Milliseconds per step of every one of the planner's loops."""
     seconds = no_seconds()
-    plain = bodies()
-    loops = {loop: watched(seconds, loop, getattr(plain, loop)) for loop in NAMES}
-    with using(Bodies(plain.body, **loops)):
+    with ExitStack() as stack:
+        for loop in LOOPS:
+            call = watched(seconds, loop, getattr(loops, loop))
+            stack.enter_context(mock.patch.object(loops, loop, call))
         turns.go(name, steps)
     ms = {loop: 1e3 * wall / steps for loop, (wall, _) in seconds.items()}
     return {"kind": "loops", "mode": name, "world_size": turns.world.size, "ms": ms}
@@ -227,7 +234,7 @@ class Planning(Timed):
             [placed.group],
             self._regions,
             [placed.slots.all],
-            PlanningSettings(*ahead, torch.float32, early=ahead[1] > 0),
+            planning.PlanningSettings(*ahead, torch.float32, early=ahead[1] > 0),
         )
         self._plans = planner.planned(feed, lambda: False)
         self._parts = no_seconds()
@@ -327,8 +334,7 @@ import sys, time
 times = [time.perf_counter()]
 import numba
 times.append(time.perf_counter())
-from distcache.planner.calls import make
-make("compiled")
+import distcache.planner.loops
 sys.stdout.write(f"{times[1] - times[0]} {time.perf_counter() - times[1]}")
 """
 
@@ -431,9 +437,9 @@ SECTIONS = (
         (
             "Inside: the loops",
             "Mean milliseconds per step of the planner's loops, from steps of their own. "
-            "`find_rows` and `group` of homes are in request, `name_rows` and `group` of previous "
-            "uses in ingest, `want` in ingest and plan, `find_sorted` (hot rows) in request and "
-            "ingest, `order_ids` and `divide` (sharded rows) in assemble, the others in plan.",
+            "`find_rows` and `group` (several ranks) are in request, `name_rows` and `refer` in "
+            "ingest, `find_sorted` (hot rows) in request and ingest, `order_ids` and `divide` "
+            "(sharded rows) in assemble, the others in plan.",
         ),
         "loops",
         lambda record: record["ms"],

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from traffic_runs import Run, replayed
 
 from benchmarks.preprocess import write_lines
 from distcache.cli.compose import compose_overrides, override, to_config
@@ -23,7 +24,7 @@ from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
 from distcache.layout import TableSpec
 from distcache.optim import row_update
 from distcache.popularity.statistics import Statistics, TableCounts
-from distcache.replay import StepTraffic, TrafficSettings, replay_traffic
+from distcache.replay import StepTraffic
 from distcache.trainer import build
 
 OPTIMIZER = "adagrad"
@@ -56,6 +57,12 @@ class DataCase:
         """C of a rank, a multiple of W."""
         share = self.slots if kind == REPLICATED else -(-self.slots // world)
         return -(-share // world) * world
+
+    def run(self, placement: Placement, world: int) -> Run:
+        """The run of the case's steps in a placement."""
+        slots = (self.slots_of(placement.kind, world),)
+        ahead = (self.lookahead, self.prefetch)
+        return Run(self.data, slots, placement, OPTIMIZER, *ahead, self.steps)
 
 
 def synthetic_case(steps: int = 100) -> DataCase:
@@ -124,18 +131,7 @@ class Known:
 
     def counted(self, placement: Placement, world: int) -> list[StepTraffic]:
         """The replay."""
-        case, (source, tables) = self.case, self.case.source()
-        state = row_update(OPTIMIZER, 0.0).state_width(tables[0].dim)
-        settings = TrafficSettings(
-            world,
-            (case.slots_of(placement.kind, world),),
-            placement,
-            (state,),
-            case.lookahead,
-            case.prefetch,
-        )
-        order = (("train", step) for step in range(case.steps))
-        return list(replay_traffic(source, tables, settings, order))
+        return replayed(self.case.run(placement, world), world)
 
     def demand(self, world: int, law: bool) -> Demand:
         """From the law of the ids, or from the counts."""

@@ -8,29 +8,18 @@ import numpy as np
 import pytest
 from traffic_prediction import (
     CLOSE,
-    OPTIMIZER,
-    DataCase,
     Known,
     data_cases,
     prediction_records,
     synthetic_case,
 )
-from traffic_runs import Run, counted
-
-from distcache.engine.groups import Placement
-
-
-def run_of(case: DataCase, placement: Placement, world: int) -> Run:
-    """The real run of a case."""
-    slots = (case.slots_of(placement.kind, world),)
-    ahead = (case.lookahead, case.prefetch)
-    return Run(case.data, slots, placement, OPTIMIZER, *ahead, case.steps)
+from traffic_runs import counted
 
 
 def check(known: Known, world: int, timeout: float = 120) -> None:
     """Predictions of all placements beside runs: by the law or by counts, and with the rows fetched
     that a replay tells."""
-    runs = [run_of(known.case, placement, world) for placement, _ in known.placements]
+    runs = [known.case.run(placement, world) for placement, _ in known.placements]
     steps = known.case.steps
     found = counted(runs, world, timeout)
     for record, ranks in zip(prediction_records(known, [world]), found, strict=True):
