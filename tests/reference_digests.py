@@ -234,7 +234,7 @@ class Model(nn.Module):
 
 def collection(case: Case, rank: int, folder: Path, kind: str = "bags") -> str:
     """A user's loop: `bags` and the dense gradients summed over ranks, or their means with `ddp`;
-    `sequences` with two batches a step and clipping."""
+    `sequences` with two batches a step."""
     losses, state = [], []
     for first, last in case.runs():
         net, tables = Net(case), make_tables(case, rank, folder, kind)
@@ -306,8 +306,6 @@ def train(case: Case, rank: int, kind: str, parts: tuple, steps: range) -> list[
             sums = flat.split([gradient.numel() for gradient in gradients])
             for gradient, own in zip(gradients, sums, strict=True):
                 gradient.copy_(own.view_as(gradient))
-        if kind == "sequences":
-            distcache.clip_grad_norm_(net.parameters(), tables, 0.2)
         tables.step()
         dense.step()
         dense.zero_grad()
