@@ -109,6 +109,6 @@ def test_the_drawn_runs_are_of_all_kinds() -> None:
     assert {how.prefetch for how in made} == {0, 1, 2, 3}
     assert {how.schedule for how in made} == {"overlapped", "serial"}
     assert {how.placement.early for how in made} == {True, False}
-    assert len({how.policy for how in made}) > 4 and any(how.hot for how in made)
+    assert len({how.policy for how in made}) > 4
     assert any(job.how and job.how["warm_start"] for job in jobs)
     assert np.mean([how.shake_ms > 0 for how in made]) > 0.2
