@@ -25,8 +25,12 @@ TWO = [
 REST = [
     (rows, prefetch, access, placement)
     for access in ("staged", "zero_copy")
-    for prefetch, rows in ((0, 170), (1, 260), (3, 440))
-    for placement in ("replicated", "sharded", "mixed")
+    for placement, sizes in (
+        ("replicated", (170, 260, 440)),
+        ("sharded", (110, 170, 300)),
+        ("mixed", (140, 200, 330)),
+    )
+    for prefetch, rows in zip((0, 1, 3), sizes, strict=True)
 ]
 
 
@@ -52,7 +56,7 @@ def check(found: list[list[dict[str, Any]]]) -> None:
         for summary in by_rank:
             for name in ("loss_digest", "state_digest"):
                 assert summary[name] == first[name]
-    assert all(by_rank[0]["rows_written_back"] > 50 for by_rank in found[1:])
+    assert min(by_rank[0]["rows_written_back"] for by_rank in found[1:]) > 50
 
 
 def test_one_rank_has_the_bits_of_resident(guard: Path, tmp_path: Path) -> None:
