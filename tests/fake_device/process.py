@@ -60,7 +60,9 @@ def main(guard: str, name: str, ranks: str, calls: str) -> None:
 
     kernels.install()
     torch.set_num_threads(1)
-    print(json.dumps(on_ranks(work, json.loads(calls), int(ranks))))
+    print(json.dumps(on_ranks(work, json.loads(calls), int(ranks))), flush=True)
+    # Autograd's thread may still be in a callback of guard.cpp: an orderly end would abort there.
+    os._exit(0)
 
 
 def on_ranks(work: Callable[[Any], Any], calls: Sequence[Any], size: int) -> list[list[Any]]:
@@ -82,7 +84,7 @@ def on_ranks(work: Callable[[Any], Any], calls: Sequence[Any], size: int) -> lis
                 for call, port in zip(calls, ports, strict=True):
                     os.environ["MASTER_PORT"] = str(port)
                     pipe.write(json.dumps(work(call)) + "\n")
-            sys.exit(0)
+            os._exit(0)
         os.close(writer)
         pipes.append(reader)
         children.append(child)
