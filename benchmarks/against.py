@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from benchmarks.ranks import End, started, tails
+from benchmarks.ranks import End, failed, started
 from benchmarks.report import Column, Record, Section
 from benchmarks.turns import ratios, shown, shown_range, spread, take_turns
 from distcache.cli.run import commit
@@ -94,13 +95,13 @@ class Job:
         pipe = self._pipes[rank]
         try:
             while not pipe.poll(_POLL_S):
-                bad = [r for r, child in enumerate(self._children) if child.poll()]
-                if bad:
+                if any(child.poll() for child in self._children):
                     raise EOFError
             return pipe.recv()
         except (EOFError, ConnectionError):
-            bad = [r for r, child in enumerate(self._children) if child.wait()] or [rank]
-            raise ConfigError(f"rank {bad[0]} failed:\n{tails(self._folder, bad)}") from None
+            time.sleep(_POLL_S)  # the exit code comes after the end of the pipe
+            bad = [r for r, child in enumerate(self._children) if child.poll()]
+            raise failed(self._folder, bad or [rank]) from None
 
 
 def measure(options: Any, config: Config, overrides: Sequence[str]) -> list[Record]:
@@ -121,9 +122,7 @@ def measure(options: Any, config: Config, overrides: Sequence[str]) -> list[Reco
     if left:
         log.warning("modes=%s left out: against= takes %s", left, ", ".join(DOORS))
     paths = {THIS: Path(__file__).resolve().parents[1], OTHER: other}
-    records: list[Record] = [
-        {"kind": "checkout", "side": side, "commit": commit(path)} for side, path in paths.items()
-    ]
+    records: list[Record] = []
     for mode in modes:
         records += compare(mode, paths, options, spec_of(mode, options, config, overrides))
     return records
@@ -188,6 +187,7 @@ def compare(mode: str, paths: Mapping[str, Path], options: Any, spec: Record) ->
     medians = {side: [float(np.median(b["step_ms"])) for b in found[side]] for side in SIDES}
     step = {"step_ms": {side: spread(values) for side, values in every.items()}}
     step |= {"ratio": _ratio(medians), "losses": losses, "same": losses[THIS] == losses[OTHER]}
+    step["commits"] = {side: commit(path) for side, path in paths.items()}
     calls = {side: count_calls(path, options, spec) for side, path in paths.items()}
     records = [*blocks, {"kind": "against", **about, **step}]
     for thread in dict.fromkeys(name for block in blocks for name in block["cpu_ms"]):
@@ -224,6 +224,10 @@ def _ratio(values: Mapping[str, Sequence[float]]) -> Record:
     return spread(ratios(values[THIS], values[OTHER]))
 
 
+def _commit(found: Record) -> str:
+    return found["commit"][:12] + (" with changes" if found["dirty"] else "")
+
+
 def _sides(title: str, key: str, show: Any) -> list[Column]:
     """A column for each side."""
     return [
@@ -243,20 +247,11 @@ def _calls(title: str, key: str) -> list[Column]:
 
 SECTIONS = (
     Section(
-        "Checkouts",
-        "What takes turns.",
-        "checkout",
-        (
-            Column("side", "side"),
-            Column("commit", lambda row: row["commit"] and row["commit"]["commit"]),
-            Column("with changes", lambda row: row["commit"] and row["commit"]["dirty"], str),
-        ),
-    ),
-    Section(
         "Steps of both checkouts",
         "Milliseconds from the beginning of one step's forward to that of the next: median "
         "[quartiles] over all timed steps. The ratio is of the median steps of two turns over the "
-        "same batches. The last loss is the same number wherever the training is the same.",
+        "same batches. The last loss is the same number wherever the training is the same. The "
+        "other checkout is at the commit in the last column.",
         "against",
         (
             Column("mode", "mode"),
@@ -265,6 +260,7 @@ SECTIONS = (
             Column(f"{THIS} / {OTHER}", "ratio", shown(3)),
             Column("range", "ratio", shown_range(3)),
             Column("same last loss", "same", str),
+            Column("other commit", lambda row: row["commits"][OTHER], _commit),
         ),
     ),
     Section(

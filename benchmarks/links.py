@@ -33,8 +33,8 @@ _RATE = re.compile(r"([1-9]\d*)(mbit|gbit)")
 _ADDRESSES, _CARDS = ("10.213.8.1", "10.213.8.2"), ("dc-a", "dc-b")
 """Inside the namespaces, where nothing else has them."""
 
-_BURST_S, _LEAST_BURST = 1e-3, 1 << 17
-"""Bytes that may leave at once: what the rate carries in 1 ms; at least two large packets."""
+_LEAST_BURST = 1 << 17
+"""Bytes that may leave at once: what the rate carries in 1 ms, but at least two large packets."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,14 +77,6 @@ def measure(rate: str, words: Sequence[str]) -> str:
         return (folder / "rank0.log").read_text()
 
 
-def bits_per_second(rate: str) -> float:
-    """`10gbit` as a number; ConfigError for what is no rate."""
-    found = _RATE.fullmatch(rate)
-    if found is None:
-        raise ConfigError(f"rate={rate}: give none, or a rate such as 10gbit or 500mbit")
-    return int(found[1]) * {"mbit": 1e6, "gbit": 1e9}[found[2]]
-
-
 @contextmanager
 def cable(rate: str) -> Iterator[tuple[End, ...]]:
     """The two ends of a cable, `rate` in each direction (`none`: loopback), gone afterwards.
@@ -94,7 +86,10 @@ def cable(rate: str) -> Iterator[tuple[End, ...]]:
     if rate == NONE:
         yield (End(), End())
         return
-    burst = max(int(bits_per_second(rate) / 8 * _BURST_S), _LEAST_BURST)
+    found = _RATE.fullmatch(rate)
+    if found is None:
+        raise ConfigError(f"rate={rate}: give none, or a rate such as 10gbit or 500mbit")
+    burst = max(int(found[1]) * {"mbit": 125, "gbit": 125_000}[found[2]], _LEAST_BURST)
     for word in ("ip", "tc"):
         if shutil.which(word) is None:
             raise ConfigError(f"rate={rate} needs the command {word} (iproute2), which is missing")

@@ -78,12 +78,8 @@ PARTS = (
 )
 """The functions that a plan is made of: where they are called from, and what the report says."""
 
-LOOPS = (
-    *("name_rows", "find_rows", "group", "look_up", "fill", "refer", "look_ahead"),
-    *("leave_farthest", "file_slots", "leave", "tidy", "count_uses", "order_ids"),
-    *("find_sorted", "divide"),
-)
-"""The planner's compiled loops, as it calls them."""
+LOOPS = {name for name, loop in vars(loops).items() if hasattr(loop, "py_func")} - {"open_lists"}
+"""The planner's compiled loops, but for the one that others of them call."""
 
 Seconds = dict[str, list[float]]
 """By name: seconds of the clock, and on a thread's core."""
@@ -131,21 +127,14 @@ def measure(options: PlannerOptions, overrides: tuple[str, ...]) -> list[Record]
     if not 0 < options.share < 1:
         raise ConfigError(f"share={options.share}: a share of the rows lies in (0, 1)")
     cores = sorted(os.sched_getaffinity(0), reverse=True)
-    pin = options.pin and len(cores) >= place.local_size
-    with one_core(cores[place.local_rank] if pin else None), opened_world("cpu") as world:
-        records = measure_here(options, config, world)
-    return records + (measure_start() if place.rank == 0 else [])
-
-
-@contextmanager
-def one_core(core: int | None) -> Iterator[None]:
-    """This process on one core, where it is given, while open."""
-    cores = os.sched_getaffinity(0)
     try:
-        os.sched_setaffinity(0, cores if core is None else {core})
-        yield
+        if options.pin and len(cores) >= place.local_size:
+            os.sched_setaffinity(0, {cores[place.local_rank]})
+        with opened_world("cpu") as world:
+            records = measure_here(options, config, world)
     finally:
         os.sched_setaffinity(0, cores)
+    return records + (measure_start() if place.rank == 0 else [])
 
 
 def measure_here(options: PlannerOptions, config: Config, world: World) -> list[Record]:
@@ -169,11 +158,7 @@ def measure_here(options: PlannerOptions, config: Config, world: World) -> list[
         contenders.append(Planning(kind, held, config, world, bank.feed()))
     ways = distinct_ways(group.layout.rows).items()
     contenders += [Finding(name, way, group, bank.feed()) for name, way in ways]
-    with ExitStack() as stack:
-        for owner, attribute, name in PARTS:
-            part = watched(SPENT, name, getattr(owner, attribute))
-            stack.enter_context(mock.patch.object(owner, attribute, part))
-        turns = stack.enter_context(closing(Turns(contenders, world, bank)))
+    with watching(PARTS, SPENT), closing(Turns(contenders, world, bank)) as turns:
         turns.warm_up(1, options.warmup)
         records = turns.take(options.repetitions, 0, options.steps)
         for contender in contenders:
@@ -185,10 +170,7 @@ def measure_here(options: PlannerOptions, config: Config, world: World) -> list[
 def _loop_record(turns: Turns, name: str, steps: int) -> Record:
     """Milliseconds per step of every one of the planner's loops."""
     seconds = no_seconds()
-    with ExitStack() as stack:
-        for loop in LOOPS:
-            call = watched(seconds, loop, getattr(loops, loop))
-            stack.enter_context(mock.patch.object(loops, loop, call))
+    with watching([(loops, loop, loop) for loop in LOOPS], seconds):
         turns.go(name, steps)
     ms = {loop: 1e3 * wall / steps for loop, (wall, _) in seconds.items()}
     return {"kind": "loops", "mode": name, "world_size": turns.world.size, "ms": ms}
@@ -314,19 +296,29 @@ def distinct_ways(rows: int) -> dict[str, Callable[[np.ndarray], Any]]:
     }
 
 
-def watched(found: Seconds, name: str, function: Callable) -> Callable:
-    """`function`, which adds what it takes to `found`."""
+@contextmanager
+def watching(targets: Sequence[tuple[Any, str, str]], found: Seconds) -> Iterator[None]:
+    """Add to `found` what functions take while open.
 
-    def call(*arguments: Any, **more: Any) -> Any:
-        wall, cpu = time.perf_counter(), time.thread_time()
-        try:
-            return function(*arguments, **more)
-        finally:
-            sums = found[name]
-            sums[0] += time.perf_counter() - wall
-            sums[1] += time.thread_time() - cpu
+    `targets`: where a function is looked up, under which name, and what it is called here.
+    """
 
-    return call
+    def watched(name: str, function: Callable) -> Callable:
+        def call(*arguments: Any, **more: Any) -> Any:
+            wall, cpu = time.perf_counter(), time.thread_time()
+            try:
+                return function(*arguments, **more)
+            finally:
+                found[name][0] += time.perf_counter() - wall
+                found[name][1] += time.thread_time() - cpu
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, attribute, name in targets:
+            function = watched(name, getattr(owner, attribute))
+            stack.enter_context(mock.patch.object(owner, attribute, function))
+        yield
 
 
 _START = """
@@ -358,18 +350,9 @@ def measure_against(options: PlannerOptions, overrides: tuple[str, ...]) -> list
     """Training with next to no dense part, of both checkouts in turns."""
     if MIXED in options.placements:
         raise ConfigError(f"placements={MIXED}: against= takes {REPLICATED} and {SHARDED}")
-    of_step = step.StepOptions(
-        size=options.size,
-        modes=options.placements,
-        model="embeddings",
-        batch=options.batch,
-        steps=options.steps,
-        repetitions=options.repetitions,
-        warmup=options.warmup,
-        warmup_most=options.warmup,
-        against=options.against,
-        ranks=options.ranks,
-    )
+    same = ("size", "batch", "steps", "repetitions", "warmup", "against", "ranks")
+    given = {key: getattr(options, key) for key in same} | {"warmup_most": options.warmup}
+    of_step = step.StepOptions(modes=options.placements, model="embeddings", **given)
     return step.measure(of_step, overrides)
 
 
@@ -395,10 +378,6 @@ def rates(records: Sequence[Record]) -> list[Record]:
         }
         for name, found in turns.items()
     ]
-
-
-def _planned(records: Sequence[Record]) -> list[Record]:
-    return [record for record in of_kind(records, "mode") if "index_bytes" in record]
 
 
 def run_name(record: Record) -> str:
@@ -461,7 +440,7 @@ SECTIONS = (
         "The index is that of a node, all its homes together; rows are means per step. Bytes are "
         "of integers (headers, requests, decisions) that a rank sends for a step over gloo: the "
         "mean of all ranks, and of one rank.",
-        _planned,
+        lambda records: [r for r in of_kind(records, "mode") if "index_bytes" in r],
         (
             Column("run", run_name),
             Column("B per row", "bytes_per_row", ".2f"),

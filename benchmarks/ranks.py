@@ -104,12 +104,13 @@ def run_ranks(words: Sequence[str], ends: Sequence[End], logs: Path) -> None:
             codes = [child.poll() for child in children]
     bad = [rank for rank, code in enumerate(codes) if code]
     if bad:
-        raise ConfigError(f"{' '.join(words[:2])}: rank {bad[0]} failed:\n{tails(logs, bad)}")
+        raise failed(logs, bad)
 
 
-def tails(logs: Path, ranks: Sequence[int]) -> str:
-    """The ends of these ranks' logs."""
-    return "\n".join(log_tail(logs / f"rank{rank}.log") for rank in ranks)
+def failed(logs: Path, ranks: Sequence[int]) -> ConfigError:
+    """The error that says which ranks failed, with the ends of their logs."""
+    tails = "\n".join(log_tail(logs / f"rank{rank}.log") for rank in ranks)
+    return ConfigError(f"rank {ranks[0]} failed:\n{tails}")
 
 
 def _free_port() -> int:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.options import parse, show, split_arguments, usage
+from benchmarks.options import parse, show, usage
 from distcache.cli.run import describe_environment, set_up_logging
 from distcache.cli.tables import Table, markdown_table
 from distcache.comm.rendezvous import find_place
@@ -132,18 +132,19 @@ def run_bench(bench: Bench, arguments: Sequence[str] | None = None) -> int:
         return 0
     threads = torch.get_num_threads()
     try:
-        line = split_arguments(given)
-        if line.overrides and not bench.overrides:
-            raise ConfigError(f"{line.overrides[0]}: no such key, --help shows them")
-        options: Any = parse(bench.options, line.given)
-        out = check_out(options.out)
+        options: Any
+        options, overrides = parse(bench.options, given)
+        if overrides and not bench.overrides:
+            raise ConfigError(f"{overrides[0]}: no such key, --help shows them")
+        if options.out and not options.out.endswith(".md"):
+            raise ConfigError(f"out={options.out} must end in .md: the JSON lines go beside it")
         head = header(module, given, asdict(options), place.world_size)
         torch.set_num_threads(getattr(options, "threads", 0) or threads)
-        records = bench.measure(options, line.overrides)
+        records = bench.measure(options, overrides)
         if place.rank == 0:
             sys.stdout.write(to_markdown(bench, head, records))
-            if out is not None:
-                write_report(bench, head, records, out)
+            if options.out:
+                write_report(bench, head, records, Path(options.out))
     except DistcacheError as error:
         log.error("%s", error)
         return 1
@@ -187,14 +188,15 @@ def to_markdown(bench: Bench, head: Record, records: Sequence[Record]) -> str:
 def machine_table(head: Record) -> Table:
     """Hardware, versions, commit and command."""
     hardware, commit = head["hardware"], head["commit"]
-    gpus = [f"{gpu['name']}, {_gib(gpu['memory_bytes'])}" for gpu in hardware["gpus"]]
+    gpus = [f"{gpu['name']}, {gpu['memory_bytes'] / 2**30:.1f} GiB" for gpu in hardware["gpus"]]
+    memory = hardware["memory_bytes"]
     versions = [f"{name} {v}" for name, v in head["versions"].items() if v is not None]
     state = "unknown"
     if commit is not None:
         state = commit["commit"] + (" with changes" if commit["dirty"] else "")
     rows = [
         ("CPU", f"{hardware['cpu']}, {hardware['cores']} cores, {head['threads']} torch threads"),
-        ("memory", _gib(hardware["memory_bytes"])),
+        ("memory", "unknown" if memory is None else f"{memory / 2**30:.1f} GiB"),
         ("GPU", "; ".join(gpus) or "none"),
         ("system", head["system"]),
         ("versions", ", ".join(versions)),
@@ -216,16 +218,3 @@ def write_report(bench: Bench, head: Record, records: Sequence[Record], out: Pat
         out.write_text(to_markdown(bench, head, records))
     except OSError as error:
         raise ConfigError(f"out={out} cannot be written ({error.strerror})") from error
-
-
-def check_out(out: str) -> Path | None:
-    """The path of `out=`, or None for an empty one; ConfigError unless it ends in `.md`."""
-    if not out:
-        return None
-    if not out.endswith(".md"):
-        raise ConfigError(f"out={out} must end in .md: the JSON lines go beside it")
-    return Path(out)
-
-
-def _gib(count: int | None) -> str:
-    return "unknown" if count is None else f"{count / 2**30:.1f} GiB"

@@ -15,24 +15,24 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks import against
 from benchmarks.modes import CACHED, MODES, mode_contender
-from benchmarks.options import at_least, option
+from benchmarks.options import option
 from benchmarks.ranks import opened_world
 from benchmarks.report import Bench, Column, Record, Section, of_kind, pivoted, run_bench
 from benchmarks.setting import SIZES, compose_setting
-from benchmarks.stream import RATIOS, BatchBank, Contender, Turns
-from benchmarks.turns import (
-    shown,
-)
-from benchmarks.yardsticks import UVM, YARDSTICKS, make_yardstick, who_stands_in
+from benchmarks.stream import BatchBank, Contender, Turns
+from benchmarks.turns import RATIOS, shown
+from benchmarks.yardsticks import UVM, YARDSTICKS, FbgemmTables, TorchTables, who_stands_in
 from distcache.comm.rendezvous import Place, find_place
 from distcache.comm.world import World
 from distcache.config.tree import Config
+from distcache.errors import ConfigError
 from distcache.optim import row_update
 from distcache.store.memory import require_memory
 from distcache.trainer import build
@@ -94,7 +94,8 @@ def compose(options: StepOptions, overrides: Sequence[str], place: Place) -> Con
 
 def measure(options: StepOptions, overrides: tuple[str, ...]) -> list[Record]:
     """Build, warm up and take turns; called by every rank."""
-    at_least(options.warmup, warmup_most=options.warmup_most)
+    if options.warmup_most < options.warmup:
+        raise ConfigError(f"warmup_most={options.warmup_most} is less than warmup={options.warmup}")
     config = compose(options, overrides, find_place())
     if options.against:
         return against.measure(options, config, overrides)
@@ -140,7 +141,9 @@ def build_contenders(
             model: nn.Module = PooledMean()
         else:
             model = build.build_dense(config, tables, source.dense_features)
-        make = make_yardstick if mode in YARDSTICKS else mode_contender
+        make: Any = mode_contender
+        if mode in YARDSTICKS:
+            make = TorchTables if mode == "bag" else FbgemmTables
         contenders.append(make(mode, config, world, (source, tables, model), feed))
         log.info("%s is there, after %.1f s", mode, time.perf_counter() - began)
     return contenders, bank

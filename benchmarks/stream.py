@@ -16,16 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.report import Column, Record, Section
-from benchmarks.turns import (
-    means,
-    medians,
-    ratio_record,
-    shown,
-    shown_range,
-    spread,
-    take_turns,
-)
+from benchmarks.report import Record
+from benchmarks.turns import medians, ratio_record, spread, take_turns
 from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchSource
 from distcache.errors import ConfigError
@@ -225,8 +217,11 @@ class Turns:
             dist.barrier(group=self.world.host_group)
 
     def _mode_record(self, contender: Contender, turns: Sequence[Record]) -> Record:
-        def of_turns(combine: Callable[[list[Any]], dict[str, float]], key: str) -> Record:
-            return combine([turn.get(key, {}) for turn in turns])
+        def of_turns(key: str, mean: bool = False) -> dict[str, float]:
+            found = [turn.get(key, {}) for turn in turns]
+            if not mean:
+                return medians(found)
+            return {name: sum(of[name] for of in found) / len(found) for name in found[0]}
 
         return {
             "kind": "mode",
@@ -235,26 +230,12 @@ class Turns:
             "nodes": self.world.nodes.count,
             "step_ms": spread([value for turn in turns for value in turn["step_ms"]]),
             "turn_medians_ms": [float(np.median(turn["step_ms"])) for turn in turns],
-            "stage_ms": of_turns(medians, "stage_ms"),
-            "stage_hidden_ms": of_turns(medians, "stage_hidden_ms"),
+            "stage_ms": of_turns("stage_ms"),
+            "stage_hidden_ms": of_turns("stage_hidden_ms"),
             "loss": turns[-1]["loss"],
             "warmup_steps": self._warmed,
-            "rows_per_step": of_turns(means, "rows_per_step"),
-            "sent_per_step": of_turns(means, "sent_per_step"),
+            "rows_per_step": of_turns("rows_per_step", mean=True),
+            "sent_per_step": of_turns("sent_per_step", mean=True),
             "steady_eviction": contender.steady(),
             **contender.summary(),
         }
-
-
-RATIOS = Section(
-    "Ratios",
-    "Of the median steps of two turns over the same batches: median [quartiles] over the "
-    "repetitions, and the range.",
-    "ratio",
-    (
-        Column("pair", lambda record: f"{record['numerator']} / {record['denominator']}"),
-        Column("ratio", "ratio", shown(3)),
-        Column("range", "ratio", shown_range(3)),
-    ),
-)
-"""The table of `Turns`' ratios."""

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from benchmarks.report import Column, Section
+
 Name = TypeVar("Name")
 Result = TypeVar("Result")
 Spread = dict[str, float | int | None]
@@ -61,11 +63,6 @@ def medians(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(np.median([v[name] for v in values if name in v])) for name in names}
 
 
-def means(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each key."""
-    return {key: sum(value[key] for value in values) / len(values) for key in values[0]}
-
-
 def shown(digits: int = 2, scale: float = 1.0) -> Callable[[Spread], str]:
     """How a `spread` is shown: `median [q1, q3]`, each times `scale`."""
 
@@ -82,3 +79,17 @@ def shown(digits: int = 2, scale: float = 1.0) -> Callable[[Spread], str]:
 def shown_range(digits: int = 2) -> Callable[[Spread], str]:
     """How the range of a `spread` is shown: `least to largest`."""
     return lambda values: f"{values['min']:,.{digits}f} to {values['max']:,.{digits}f}"
+
+
+RATIOS = Section(
+    "Ratios",
+    "Of the median steps of two turns over the same batches: median [quartiles] over the "
+    "repetitions, and the range.",
+    "ratio",
+    (
+        Column("pair", lambda record: f"{record['numerator']} / {record['denominator']}"),
+        Column("ratio", "ratio", shown(3)),
+        Column("range", "ratio", shown_range(3)),
+    ),
+)
+"""The table of `ratio_record`s."""

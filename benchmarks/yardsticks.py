@@ -62,7 +62,7 @@ def who_stands_in(mode: str, config: Config, world: World) -> str:
         raise ConfigError(f"modes={mode} trains in float32: set trainer.dtype=float32")
     if mode in UVM and not cuda:
         raise ConfigError(f"modes={mode} is FBGEMM's cache on a GPU: set device=cuda")
-    reason = no_cuda_kernels() if mode != "bag" and cuda else ""
+    reason = why_no_fbgemm(world.device) if mode != "bag" and cuda else ""
     if reason and mode in UVM:
         raise ConfigError(f"modes={mode} is FBGEMM's cache on a GPU: {reason}")
     if reason:
@@ -75,31 +75,18 @@ def who_stands_in(mode: str, config: Config, world: World) -> str:
     if optim.name == "adam" and not cuda:
         raise ConfigError("modes=fused has no optimizer=adam on the CPU: take modes=bag")
     if optim.initial_accumulator and optim.name in ("adagrad", "rowwise_adagrad"):
-        why = "starts Adagrad's sums at 0: set optim.initial_accumulator=0"
-        raise ConfigError(f"modes={mode} {why}")
+        raise ConfigError(f"modes={mode} starts sums at 0: set optim.initial_accumulator=0")
     return mode
 
 
-def no_cuda_kernels() -> str:
-    """Why FBGEMM's tables cannot run on a GPU here; empty where they can."""
+def why_no_fbgemm(device: torch.device) -> str:
+    """Why FBGEMM's tables cannot run on a device here; empty where they can."""
     try:
         require_hybrid()
     except ConfigError as error:
         return str(error)
-    return "" if "fbgemm-gpu" in fbgemm_here() else "the fbgemm here is the CPU build"
-
-
-def make_yardstick(
-    mode: str,
-    config: Config,
-    world: World,
-    parts: tuple[Any, Any, nn.Module],
-    feed: Feed,
-) -> Contender:
-    """The contender called `mode`; `parts`: source, tables (of one width, one feature each), dense
-    model."""
-    make = TorchTables if mode == "bag" else FbgemmTables
-    return make(mode, config, world.device, parts[1:], feed)
+    kernels = device.type == "cpu" or "fbgemm-gpu" in fbgemm_here()
+    return "" if kernels else "the fbgemm here is the CPU build"
 
 
 class Yardstick(ABC, Contender):
@@ -109,13 +96,13 @@ class Yardstick(ABC, Contender):
         self,
         name: str,
         config: Config,
-        device: torch.device,
-        parts: tuple[Sequence[TableSpec], nn.Module],
+        world: World,
+        parts: tuple[Any, Sequence[TableSpec], nn.Module],
         feed: Feed,
     ) -> None:
-        """`parts`: tables and dense model."""
-        self.name, self.device, self.seed = name, device, config.trainer.seed
-        self.tables, self.dense = parts[0], parts[1].to(device)
+        """`parts`: source, tables (of one width, one feature each), and dense model."""
+        self.name, self.device, self.seed = name, world.device, config.trainer.seed
+        self.tables, self.dense = parts[1], parts[2].to(world.device)
         self._feed = feed
         self._ready: deque[tuple[int, list[Tensor]]] = deque()
         self._issued: deque[torch.cuda.Event] = deque()
@@ -271,22 +258,18 @@ class FbgemmTables(Yardstick):
     def pooled(self, ids: Sequence[Tensor]) -> Tensor:
         """See `Yardstick.pooled`."""
         found, self._next = self._next, None
-        if self._stream is not None:
-            here = torch.cuda.current_stream(self.device)
-            here.wait_stream(self._stream)
-            for tensor in found or ():
-                tensor.record_stream(here)
-        pooled = self.bags(*(found or self._arrive(ids)))
-        if self._stream is not None and self._ready:
-            self._bring(self._ready[0][1][2:], self._stream)
-        return pooled
-
-    def _bring(self, ids: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
-        """Bring the rows of the next batch into the cache."""
+        if self._stream is None:
+            return self.bags(*self._arrive(ids))
         here = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(stream):
-            self._next = self._arrive(ids)
-            self.bags.prefetch(*self._next, forward_stream=here)
+        here.wait_stream(self._stream)
+        for tensor in found or ():
+            tensor.record_stream(here)
+        pooled = self.bags(*(found or self._arrive(ids)))
+        if self._ready:  # the rows of the next batch come into the cache
+            with torch.cuda.stream(self._stream):
+                self._next = self._arrive(self._ready[0][1][2:])
+                self.bags.prefetch(*self._next, forward_stream=here)
+        return pooled
 
     def _arrive(self, ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         values, offsets = (tensor.to(self.device, non_blocking=True) for tensor in ids)

@@ -112,12 +112,14 @@ def test_a_checkout_against_itself(tmp_path, ranks):
     assert step.main([*words, "optim.embedding_lr=0.1", f"out={out}"]) == 0
     head, records = read_report(out, step.BENCH)
     assert str(CHECKOUT) not in out.read_text() and "against" not in head["settings"]
-    assert [record["side"] for record in of(records, "checkout")] == list(SIDES)
     blocks = of(records, "block")
     turns = [(block["repetition"], block["side"]) for block in blocks]
     assert turns == [(0, "this"), (0, "other"), (1, "other"), (1, "this")]
     (found,) = of(records, "against")
     assert found["mode"] == "data" and found["world_size"] == ranks and found["same"] is True
+    assert (
+        tuple(found["commits"]) == SIDES and found["commits"]["this"] == found["commits"]["other"]
+    )
     for side in SIDES:
         own = [ms for block in blocks if block["side"] == side for ms in block["step_ms"]]
         check_spread(found["step_ms"][side], own)

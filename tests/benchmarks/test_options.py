@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmarks.options import option, parse, split_arguments, usage
+from benchmarks.options import option, parse, usage
 from distcache.errors import ConfigError
 
 
@@ -27,10 +27,9 @@ class Ruled:
 
 
 def test_values_take_the_type_of_their_default():
-    line = split_arguments(["count=4", "share=0.25", "fast=True", "names=x, y", "sizes=7", "a.b=1"])
-    assert line.overrides == ("a.b=1",)
-    assert parse(Sample, line.given) == Sample(4, 0.25, True, ("x", "y"), (7,))
-    assert parse(Sample, {}) == Sample()
+    given = ["count=4", "share=0.25", "fast=True", "names=x, y", "sizes=7", "a.b=1"]
+    assert parse(Sample, given) == (Sample(4, 0.25, True, ("x", "y"), (7,)), ("a.b=1",))
+    assert parse(Sample, []) == (Sample(), ())
 
 
 @pytest.mark.parametrize(
@@ -46,7 +45,7 @@ def test_values_take_the_type_of_their_default():
 )
 def test_what_does_not_fit_is_named(argument, says):
     with pytest.raises(ConfigError, match=says):
-        parse(Sample, split_arguments([argument]).given)
+        parse(Sample, [argument])
 
 
 @pytest.mark.parametrize(
@@ -60,8 +59,8 @@ def test_what_does_not_fit_is_named(argument, says):
 )
 def test_rules_hold_for_what_is_given(argument, says):
     with pytest.raises(ConfigError, match=says):
-        parse(Ruled, split_arguments([argument]).given)
-    assert parse(Ruled, {"counts": "2", "kind": "b", "kinds": "b,a"}).kinds == ("b", "a")
+        parse(Ruled, [argument])
+    assert parse(Ruled, ["counts=2", "kind=b", "kinds=b,a"])[0].kinds == ("b", "a")
 
 
 def test_help_shows_every_key_with_its_default_and_choices():

@@ -190,7 +190,7 @@ def test_on_a_gpu_without_fbgemms_kernels_bags_stand_in(monkeypatch):
         size, device = 1, torch.device("cuda", 0)
 
     config = compose_setting("small", (), Place())
-    monkeypatch.setattr(yardsticks, "no_cuda_kernels", lambda: "there are none")
+    monkeypatch.setattr(yardsticks, "why_no_fbgemm", lambda device: "there are none")
     assert yardsticks.who_stands_in("fused", config, Gpu()) == "bag"
     with pytest.raises(ConfigError, match="modes=uvm is FBGEMM's cache on a GPU: there are none"):
         yardsticks.who_stands_in("uvm", config, Gpu())

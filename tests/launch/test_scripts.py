@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.kernels import KernelOptions
-from benchmarks.options import parse, split_arguments
+from benchmarks.options import parse
 from benchmarks.rows import RowsOptions
 from benchmarks.step import StepOptions, compose
 from distcache.comm.rendezvous import Place
@@ -179,11 +179,10 @@ def test_the_parts_of_the_gpu_run_are_commands_that_parse(tmp_path: Path) -> Non
     for part, command in parts.items():
         _, module, *arguments = command.split()
         name = module.removeprefix("benchmarks.")
-        line = split_arguments(arguments)
-        given = parse(options[name], line.given)
+        given, more = parse(options[name], arguments)
         assert given.device == "cuda" and given.out == f"{tmp_path}/{part}.md"
         if name == "step":
-            overrides = ["trainer.device=cpu", *line.overrides]
+            overrides = ["trainer.device=cpu", *more]
             config = compose(given, overrides, Place(0, 1, 0, 1))
             assert config.data.global_batch_size == given.batch
     assert len(parts) > 5
