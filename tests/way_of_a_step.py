@@ -22,7 +22,7 @@ FIRST, LAST = 20, 24
 SMALL = [
     "data.table_rows=[20000,5000,300]", "data.global_batch_size=256", "model.embedding_dim=8",
     "cache.rows=2500", "trainer.steps=30", "trainer.eval_steps=0", "run.save=false",
-    "run.overwrite=true", "run.dir=/tmp/way_of_a_step", "trainer.device=cpu", "optim=adagrad",
+    "run.overwrite=true", "run.dir=runs/way_of_a_step", "trainer.device=cpu", "optim=adagrad",
 ]  # fmt: skip
 
 calls: Counter[str] = Counter()
