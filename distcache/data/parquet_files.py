@@ -9,7 +9,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -17,19 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from distcache.data.batch import BagColumn
 from distcache.data.files import InputFile
 from distcache.errors import DataError
-
-# -----------------------------------------------------------------------------
-# Strings as ids: a stable hash, or the value of a hexadecimal number.
-#
-# `hash`: the 8-byte BLAKE2b digest (RFC 7693, no key, digest size 8) of the string's UTF-8 bytes,
-# read as a little-endian unsigned number, modulo the table's rows. In Python:
-# `int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % rows`.
-#
-# `hex`: the hexadecimal value modulo the table's rows, an empty string row 0: the rule of Criteo's
-# tab-separated files.
 
 STRING_IDS = ("hash", "hex")
 """Ways to make an id of a string."""
@@ -37,24 +25,49 @@ _HEX = re.compile(rb"[0-9a-fA-F]*")
 
 
 def hashed(texts: Sequence[bytes], rows: int) -> np.ndarray:
-    """Ids int64 `[n]` in [0, rows) of strings by their BLAKE2b-64 digest."""
-    digests = b"".join([blake2b(text, digest_size=8).digest() for text in texts])
+    """Ids int64 `[n]` in [0, rows) of strings: the 8-byte BLAKE2b digest (RFC 7693, no key) of the
+    UTF-8 bytes, read as a little-endian unsigned number, modulo the rows."""
+    digests = b"".join([hashlib.blake2b(text, digest_size=8).digest() for text in texts])
     return (np.frombuffer(digests, dtype="<u8") % np.uint64(rows)).astype(np.int64)
 
 
 def hexadecimal(texts: Sequence[bytes], rows: int) -> np.ndarray:
-    """Ids int64 `[n]` in [0, rows) of hexadecimal strings; -1 where a string is none."""
+    """Ids int64 `[n]` in [0, rows): the hexadecimal value modulo the rows, an empty string row 0,
+    as in Criteo's tab-separated files; -1 where a string is none."""
     matches = _HEX.fullmatch
     return np.array(
         [int(text or b"0", 16) % rows if matches(text) else -1 for text in texts], dtype=np.int64
     )
 
 
-# -----------------------------------------------------------------------------
-# Columns of a Parquet row group as arrays: labels, dense features, bags of ids with weights.
-
 NULLS = ("error", "zero", "empty")
 """What to do with nulls; see `ColumnRules`."""
+
+
+@dataclass(frozen=True)
+class BagColumn:
+    """The bags of one feature for n samples.
+
+    `values`: int32 or int64 `[m]`; `offsets`: int64 `[n + 1]`, or None where every bag has one id
+    (m = n); `weights`: float64 `[m]` or None.
+    """
+
+    values: np.ndarray
+    offsets: np.ndarray | None = None
+    weights: np.ndarray | None = None
+
+    def take(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Ids int64 `[k]`, bag lengths int64 `[b]` and weights `[k]` of some samples, in order."""
+        if self.offsets is None:
+            at, lengths = samples, np.ones(len(samples), dtype=np.int64)
+        else:
+            starts = self.offsets[samples]
+            lengths = self.offsets[samples + 1] - starts
+            ends = np.cumsum(lengths)
+            at = np.arange(ends[-1] if len(ends) else 0)
+            at += np.repeat(starts - (ends - lengths), lengths)
+        weights = None if self.weights is None else self.weights[at]
+        return self.values[at].astype(np.int64, copy=False), lengths, weights
 
 
 @dataclass(frozen=True)
@@ -291,9 +304,6 @@ def _string_ids(
         )
     return ids, missing
 
-
-# -----------------------------------------------------------------------------
-# Parquet files: what they hold, checked before training, and their row groups, read one by one.
 
 _OPEN_FILES = 16
 """Files that are kept open at a time."""

@@ -15,7 +15,7 @@ from distcache.comm.agreement import agree_on
 from distcache.comm.world import World
 from distcache.config.tree import Config
 from distcache.data.batch import BatchSource
-from distcache.data.criteo import BatchSettings, CriteoArrays, CriteoSource, CriteoSpec
+from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.raw.settings import KAGGLE_ROWS
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.engine.groups import SHARDED, Placement
@@ -170,17 +170,18 @@ def build_source(config: Config) -> BatchSource:
         raise ConfigError(f"data={data.name!r} is not {known}")
     if data.path is None:
         raise ConfigError("data=criteo reads files: give data.path=<a file or a glob of files>")
-    settings = BatchSettings(
+    folder = Path(data.path).is_dir()
+    spec = CriteoSpec(
+        data.path,
+        data.table_rows or (() if folder else KAGGLE_ROWS),
         data.global_batch_size,
         config.trainer.seed,
+        data.on_bad_line,
         dtype_of(config),
         data.shuffle,
         data.shuffle_block,
     )
-    if Path(data.path).is_dir():
-        return CriteoArrays(data.path, settings, data.table_rows or None)
-    rows = data.table_rows or KAGGLE_ROWS
-    return CriteoSource(CriteoSpec.of(data.path, rows, data.on_bad_line, settings))
+    return CriteoArrays(spec) if folder else CriteoSource(spec)
 
 
 def build_tables(config: Config, source: BatchSource) -> list[TableSpec]:

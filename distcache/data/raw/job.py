@@ -1,8 +1,16 @@
-"""One preprocessing job, from text to arrays; read `preprocess` as a table of contents."""
+"""One preprocessing job, from text to a folder of arrays, in bounded memory, restartable.
+
+Read `preprocess` as a table of contents: parts of the text are parsed, the samples split, tables
+counted and numbered, parts written to their place, and everything described in a manifest.
+Everything unfinished lies in `work/` of the output folder and is found again by the same command:
+`plan.json` says what the work is of, parts and tables are complete when they have their name.
+Nothing here imports torch: the work is done in many small processes.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import logging
 import multiprocessing
@@ -23,176 +31,45 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
-from distcache.data.criteo_text import IDS, INTEGERS, id_dtype
-from distcache.data.files import InputFile, find_files
+from distcache.data.files import InputFile, Spool, find_files
 from distcache.data.raw.parts import (
     SHOWN,
     PartReport,
     PartTask,
+    id_dtype,
     parse_part,
-    read_pieces,
     read_report,
     write_runs,
 )
 from distcache.data.raw.settings import (
     HASHED_BYTES,
-    MISSING,
+    IDS,
     NAME,
-    OUT_OF_VOCABULARY,
     WORKER_BYTES,
     Manifest,
     PreprocessSettings,
     describe_array,
     find_damage,
+    hash_block,
     hash_blocks,
-    hash_tasks,
     read_manifest,
     write_manifest,
 )
 from distcache.data.raw.tables import (
     ENTRY_BYTES,
+    AssembleTask,
     Run,
     TableReport,
     TableTask,
+    assemble_part,
     build_table,
+    is_assembled,
+    make_arrays,
     read_table_report,
 )
-from distcache.data.raw.text import Spool
 from distcache.errors import ConfigError, DataError, MemoryTooSmallError
 
-# -----------------------------------------------------------------------------
-# Tasks on many processes: bounded, in order of submission, the earliest failure first.
-
 logger = logging.getLogger(__name__)
-
-_held: IO[str] | None = None
-"""A worker's lock, held until it ends."""
-
-
-class Pool:
-    """`workers` processes, started at the first task; with one worker, this process alone.
-
-    They hold `lock` shared for as long as they live, so that who has it alone knows that none of
-    them is left.
-    """
-
-    def __init__(self, workers: int, lock: Path | None = None) -> None:
-        self.workers, self._lock = workers, lock
-        self._executor: ProcessPoolExecutor | None = None
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
-
-    def run(
-        self,
-        function: Callable[[Any], Any],
-        tasks: Iterable[Any],
-        at_once: int | None = None,
-        on_end: Callable[[Any], None] = lambda task: None,
-    ) -> Iterator[tuple[Any, Any]]:
-        """(task, result) of each task as they finish.
-
-        At most `at_once` tasks are in work or waiting, by default two a worker. After a failure
-        no task is started, and of the failures that come to light the one of the earliest task is
-        raised. `on_end` hears of a task at once when it is over, maybe in another thread.
-        """
-        if self.workers == 1:
-            for task in tasks:
-                try:
-                    result = function(task)
-                finally:
-                    on_end(task)
-                yield task, result
-            return
-        yield from self._spread(function, tasks, at_once or 2 * self.workers, on_end)
-
-    def _spread(
-        self,
-        function: Callable[[Any], Any],
-        tasks: Iterable[Any],
-        at_once: int,
-        on_end: Callable[[Any], None],
-    ) -> Iterator[tuple[Any, Any]]:
-        waiting: dict[Future, tuple[int, Any]] = {}
-        failures: list[tuple[int, BaseException]] = []
-        drawn, more = enumerate(tasks), True
-        try:
-            while more or waiting:
-                while more and len(waiting) < at_once:
-                    number, task = next(drawn, (-1, None))
-                    more = number >= 0
-                    if more:
-                        future = self._submit(function, task)
-                        future.add_done_callback(lambda _, task=task: on_end(task))
-                        waiting[future] = number, task
-                if not waiting:
-                    break
-                for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-                    number, task = waiting.pop(future)
-                    error = future.exception()
-                    if error is not None:
-                        failures.append((number, error))
-                        more = False
-                    elif not failures:
-                        yield task, future.result()
-            if failures:
-                raise _explained(min(failures, key=lambda failure: failure[0])[1])
-        finally:
-            for future in waiting:
-                future.cancel()
-
-    def _submit(self, function: Callable[[Any], Any], task: Any) -> Future:
-        """A task's future; one that has failed already where a worker died since the last task."""
-        try:
-            return self._start().submit(function, task)
-        except BrokenProcessPool as error:
-            failed: Future = Future()
-            failed.set_exception(error)
-            return failed
-
-    def _start(self) -> ProcessPoolExecutor:
-        if self._executor is None:
-            context = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(
-                self.workers, context, _start_worker, (os.getpid(), self._lock)
-            )
-        return self._executor
-
-
-def _explained(error: BaseException) -> BaseException:
-    """`error`, or what the death of a worker probably means."""
-    if isinstance(error, BrokenProcessPool):
-        return MemoryTooSmallError(
-            "a worker process was killed, most likely for want of memory: give fewer workers "
-            "(workers=...), and run the same command again to go on"
-        )
-    return error
-
-
-def _start_worker(parent: int, lock: Path | None) -> None:
-    """A worker leaves Ctrl-C to its parent, and ends when the parent is gone."""
-    global _held
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if lock is not None:
-        _held = lock.open("a")
-        fcntl.flock(_held, fcntl.LOCK_SH)
-    if os.getppid() != parent:
-        os._exit(1)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-# -----------------------------------------------------------------------------
-# The state of one preprocessing job: what it is of, and what has been parsed.
 
 
 class Bar(Protocol):
@@ -231,28 +108,19 @@ class Work:
         """Where a part lies when it is complete."""
         return self.folder / "parts" / part_name(key)
 
+    def bad_lines(self) -> list[str]:
+        """`file:line: reason` of the malformed lines that the parts quote, in order."""
+        found, before = [], {}
+        for key, part in sorted(self.parts.items()):
+            first, name = before.get(key[0], 1), self.files[key[0]].path
+            found += [f"{name}:{first + line}: {reason}" for line, reason in part.bad]
+            before[key[0]] = first + part.lines
+        return found
 
-def bad_line(work: Work, key: tuple[int, int], report: PartReport) -> DataError:
-    """The error of the first malformed line of a part, after all parts before it."""
-    line, reason = report.bad[0]
-    first = 1 + sum(part.lines for at, part in work.parts.items() if at[0] == key[0] and at < key)
-    return DataError(
-        f"{work.files[key[0]].path}:{first + line}: {reason}; correct the line, or leave such "
-        "lines out with on_bad_line=skip"
-    )
-
-
-def skipped_lines(work: Work) -> dict[str, Any]:
-    """How many malformed lines were left out, and the first ten: `file:line: reason`."""
-    first, total, before = [], 0, {}
-    for key in sorted(work.parts):
-        report = work.parts[key]
-        lines = before.get(key[0], 1)
-        name = work.files[key[0]].path
-        first += [f"{name}:{lines + line}: {reason}" for line, reason in report.bad]
-        before[key[0]] = lines + report.lines
-        total += report.bad_lines
-    return {"count": total, "first": first[:SHOWN]}
+    def skipped(self) -> dict[str, Any]:
+        """How many malformed lines were left out, and the first ten."""
+        count = sum(part.bad_lines for part in self.parts.values())
+        return {"count": count, "first": self.bad_lines()[:SHOWN]}
 
 
 def part_name(key: tuple[int, int]) -> str:
@@ -260,370 +128,10 @@ def part_name(key: tuple[int, int]) -> str:
     return f"{key[0]:04d}-{key[1]:07d}"
 
 
-# -----------------------------------------------------------------------------
-# One process at a time on one output folder, and none on a folder that holds something else.
-
-_POLL_S = 0.05
-_STARTING_S = 1.0
-"""A process that was killed while it started another one holds its lock for a moment."""
-_LEAVING_S = 10.0
-"""How long workers of a killed run may take to end; they look for their parent twice a second."""
-
-
-@contextmanager
-def alone(work: Work) -> Iterator[None]:
-    """Keep other processes from the same work. Raises ConfigError while one is at it, and for an
-    output folder that holds something else."""
-    with _lock_file(work) as lock, (work.folder / "workers").open("a") as workers:
-        if not _locked(lock, _STARTING_S):
-            raise ConfigError(
-                f"output={work.output}: another process is working on it: wait for it, or name "
-                "another folder"
-            )
-        if not _locked(workers, _LEAVING_S):
-            raise ConfigError(
-                f"output={work.output}: workers of a run that was killed are still there after "
-                f"{_LEAVING_S:g} s: end these processes, then start again"
-            )
-        fcntl.flock(workers, fcntl.LOCK_UN)  # for the workers of this run
-        yield
-
-
-def _lock_file(work: Work) -> IO[str]:
-    """The opened lock in the work folder, which is made where it may be. Raises ConfigError."""
-    ours = (work.folder / "plan.json", work.output / NAME)  # a manifest: of a damaged result
-    try:
-        used = work.output.is_dir() and any(entry.name != "work" for entry in work.output.iterdir())
-        if used and not any(path.exists() for path in ours):
-            raise ConfigError(f"output={work.output} is not empty: name a new folder")
-        work.folder.mkdir(parents=True, exist_ok=True)
-        return (work.folder / "lock").open("w")
-    except OSError as error:
-        raise ConfigError(
-            f"output={work.output} cannot be made a folder, or written ({error.strerror}: "
-            f"{error.filename}): name a new folder in a place that you may write to"
-        ) from error
-
-
-def _locked(file: IO[str], seconds: float) -> bool:
-    """Whether this process got the file's lock for itself within some seconds."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError:
-            if time.monotonic() > deadline:
-                return False
-        time.sleep(_POLL_S)
-
-
-# -----------------------------------------------------------------------------
-# Parts into arrays: every part writes its samples to their final place.
-
-
-@dataclass(frozen=True)
-class AssembleTask:
-    """Write one part's samples from place `first` of the arrays in `arrays` on.
-
-    `folder`: of the part; `tables`: work folders of the vocabularies with their reports, or empty
-    where the part's ids are rows already.
-    """
-
-    folder: str
-    report: PartReport
-    first: int
-    arrays: str
-    tables: Sequence[tuple[str, TableReport]]
-
-
-def make_arrays(folder: Path, samples: int, id_dtype: np.dtype) -> None:
-    """Files of the final shape for labels uint8, dense float32 and ids, without their values."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shapes: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
-        "labels": (np.dtype(np.uint8), (samples,)),
-        "dense": (np.dtype(np.float32), (samples, INTEGERS)),
-        "ids": (id_dtype, (samples, IDS)),
-    }
-    for name, (dtype, shape) in shapes.items():
-        partial = folder / f"{name}.npy.partial"
-        np.lib.format.open_memmap(partial, "w+", dtype, shape)
-        partial.rename(folder / f"{name}.npy")
-
-
-def assemble_part(task: AssembleTask) -> None:
-    """Write one part's samples, and remove what they were made from."""
-    folder, arrays, report = Path(task.folder), Path(task.arrays), task.report
-    # Killed after this part was marked but before its files were gone: nothing is left to do.
-    if not is_assembled(folder):
-        for piece in read_pieces(folder, report.samples, np.dtype(report.id_dtype)):
-            ids = piece.ids
-            if piece.missing is not None:
-                ids = _rows_of(ids, piece.missing, task.tables)
-            for name, values in (("labels", piece.labels), ("dense", piece.dense), ("ids", ids)):
-                _write_at(arrays / f"{name}.npy", task.first + piece.first, values)
-        (folder / "assembled").touch()
-    for name in ("ids", "missing", "labels", "dense", "values", "counts"):
-        (folder / f"{name}.bin").unlink(missing_ok=True)
-
-
-def is_assembled(folder: Path) -> bool:
-    """Whether the part in `folder` is in the arrays."""
-    return (folder / "assembled").exists()
-
-
-def _rows_of(
-    values: np.ndarray, missing: np.ndarray, tables: Sequence[tuple[str, TableReport]]
-) -> np.ndarray:
-    """Rows `[n, 26]` of id values by the vocabularies."""
-    dtype = max((np.dtype(report.row_dtype) for _, report in tables), key=lambda d: d.itemsize)
-    rows = np.empty(values.shape, dtype=dtype)
-    for table, (folder, report) in enumerate(tables):
-        column = np.ascontiguousarray(values[:, table])
-        found = look_up(column, Path(folder), report)
-        found[(missing >> np.uint32(table)) & np.uint32(1) == 1] = MISSING
-        rows[:, table] = found
-    return rows
-
-
-def look_up(values: np.ndarray, folder: Path, report: TableReport) -> np.ndarray:
-    """Rows of `values` `[n]` by the sorted vocabulary of a table; OUT_OF_VOCABULARY for others."""
-    if report.entries == 0 or len(values) == 0:
-        return np.full(len(values), OUT_OF_VOCABULARY, dtype=report.row_dtype)
-    known = np.memmap(folder / "values.bin", np.dtype(report.value_dtype), "r")
-    rows = np.memmap(folder / "rows.bin", np.dtype(report.row_dtype), "r")
-    distinct, inverse = distinct_of(values)
-    places = np.minimum(np.searchsorted(known, distinct.astype(known.dtype)), len(known) - 1)
-    found = np.where(known[places] == distinct, rows[places], OUT_OF_VOCABULARY)
-    return found[inverse].astype(rows.dtype)
-
-
-def distinct_of(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct unsigned `values`, rising, and the place of each value among them.
-
-    32-bit values are sorted together with their places, in one word each.
-    """
-    if values.dtype.itemsize > 4 or len(values) == 0:
-        return np.unique(values, return_inverse=True)
-    words = values.astype(np.uint64) << np.uint64(32)
-    words |= np.arange(len(values), dtype=np.uint64)
-    words.sort()
-    ordered = (words >> np.uint64(32)).astype(np.uint32)
-    new = np.concatenate(([True], ordered[1:] != ordered[:-1]))
-    inverse = np.empty(len(values), dtype=np.int32)
-    inverse[(words & np.uint64(0xFFFFFFFF)).astype(np.int64)] = np.cumsum(new) - 1
-    return ordered[new], inverse
-
-
-def _write_at(path: Path, first: int, values: np.ndarray) -> None:
-    """Write rows of an array file from row `first` on."""
-    with path.open("r+b") as file:
-        version = np.lib.format.read_magic(file)
-        if version != (1, 0):
-            raise ValueError(f"{path}: array file of version {version}")
-        np.lib.format.read_array_header_1_0(file)
-        file.seek(file.tell() + first * values[:1].nbytes)
-        values.tofile(file)
-
-
-def settle(path: Path, target: Path) -> None:
-    """Move a finished file to its place, once it is on the disk; nothing if it is there."""
-    if not path.exists() and target.exists():
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    shutil.move(path, target)
-
-
-# -----------------------------------------------------------------------------
-# From parsed parts to the finished arrays: the split, counts and vocabularies, assembly.
-
-
-@dataclass(frozen=True)
-class SamplePlan:
-    """Where each part's samples go: parts in order of time, and the place of its first sample."""
-
-    keys: list[tuple[int, int]]
-    firsts: list[int]
-    samples: int
-    train_samples: int
-
-
-def split_samples(work: Work) -> SamplePlan:
-    """The order of all samples and how many of them train. Raises DataError for too few."""
-    keys, firsts, samples, before_last = sorted(work.parts), [], 0, 0
-    for key in keys:
-        if key[0] == len(work.files) - 1 and not before_last:
-            before_last = samples
-        firsts.append(samples)
-        samples += work.parts[key].samples
-    train = {"seventh": samples * 6 // 7, "last_file": before_last, "none": samples}
-    count = train[work.settings.split]
-    if count == 0:
-        skipped = skipped_lines(work)
-        first = f", the first {skipped['first'][0]}" if skipped["count"] else ""
-        raise DataError(
-            f"input: {samples} good lines in {len(work.files)} file(s), none of them before the "
-            f"held-out ones of split={work.settings.split} ({skipped['count']} malformed lines"
-            f"{first}): give more data, or split=none"
-        )
-    logger.info("%s samples, of which %s train", f"{samples:,}", f"{count:,}")
-    return SamplePlan(keys, firsts, samples, count)
-
-
-def count_tables(work: Work, plan: SamplePlan) -> list[TableReport]:
-    """Counts of every table over the training samples, and the vocabularies."""
-    runs, missing = _training_runs(work, plan)
-    settings = work.settings
-    arrays = work.folder / "arrays"
-    for name in ("counts", "vocabulary"):
-        (arrays / name).mkdir(parents=True, exist_ok=True)
-    rows = settings.table_rows or [None] * IDS
-    most = max(1 << 16, WORKER_BYTES // 2 // ENTRY_BYTES)
-    tasks = []
-    for table in range(IDS):
-        tasks.append(
-            TableTask(
-                table=table,
-                runs=runs[table],
-                missing=missing[table],
-                most=most,
-                rows=rows[table],
-                min_count=settings.min_count,
-                bag=settings.multi_hot[table] if settings.multi_hot else 1,
-                folder=str(table_folder(work, table)),
-                counts_path=str(arrays / f"counts/cat_{table}.npy"),
-                vocabulary_path=str(arrays / f"vocabulary/cat_{table}.npy"),
-            )
-        )
-    todo = [task for task in tasks if read_table_report(Path(task.folder)) is None]
-    # Counting bags takes a table's counts twice, in memory.
-    largest = max((task.rows or 0 for task in todo if task.bag > 1), default=0)
-    at_once = settings.workers_for(WORKER_BYTES + 16 * largest) if largest else None
-    with work.progress("count", IDS, "table", IDS - len(todo)) as bar:
-        for _ in work.pool.run(build_table, todo, at_once):
-            bar.update(1)
-    found = [read_table_report(Path(task.folder)) for task in tasks]
-    return [report for report in found if report is not None]
-
-
-def table_folder(work: Work, table: int) -> Path:
-    """Work files of one table."""
-    return work.folder / "tables" / f"{table:02d}"
-
-
-def _training_runs(work: Work, plan: SamplePlan) -> tuple[list[list[Run]], list[int]]:
-    """Runs of each table over the training samples, and how many of them lack an id."""
-    runs: list[list[Run]] = [[] for _ in range(IDS)]
-    missing = np.zeros(IDS, dtype=np.int64)
-    for key, first in zip(plan.keys, plan.firsts, strict=True):
-        report, folder = work.parts[key], work.part_folder(key)
-        lengths, absent = report.lengths, report.missing
-        left = plan.train_samples - first
-        if left <= 0:
-            break
-        if left < report.samples and not is_assembled(folder):
-            target = work.folder / "boundary"  # the part in which the held-out samples begin
-            target.mkdir(exist_ok=True)
-            lengths, absent = write_runs(folder, target, left, np.dtype(report.id_dtype))
-            folder = target
-        ends = np.cumsum(lengths)
-        for table, (end, length) in enumerate(zip(ends.tolist(), lengths, strict=True)):
-            runs[table].append(Run(str(folder), report.id_dtype, end - length, length))
-        missing += absent
-    return runs, missing.tolist()
-
-
-def assemble(work: Work, plan: SamplePlan, tables: Sequence[TableReport]) -> None:
-    """Write every part's samples to their place in the arrays."""
-    arrays = work.folder / "arrays"
-    hashed = work.settings.table_rows is not None
-    dtype = id_dtype([report.rows for report in tables])
-    if not (work.folder / "arrays-made").exists():
-        make_arrays(arrays, plan.samples, dtype)
-        (work.folder / "arrays-made").touch()
-    vocabularies = [] if hashed else [(str(table_folder(work, r.table)), r) for r in tables]
-    tasks = [
-        AssembleTask(str(work.part_folder(key)), work.parts[key], first, str(arrays), vocabularies)
-        for key, first in zip(plan.keys, plan.firsts, strict=True)
-    ]
-    done = {task.folder: task.report.samples for task in tasks if is_assembled(Path(task.folder))}
-    with work.progress("write", plan.samples, "sample", sum(done.values())) as bar:
-        for task, _ in work.pool.run(assemble_part, tasks):
-            bar.update(0 if task.folder in done else task.report.samples)
-
-
-def settle_arrays(work: Work, plan: SamplePlan, tables: Sequence[TableReport]) -> Manifest:
-    """Hash the arrays, move them to their places, and describe everything."""
-    names = ["labels.npy", "dense.npy", "ids.npy"]
-    names += [f"counts/cat_{table}.npy" for table in range(IDS)]
-    if work.settings.mode == "vocabulary":
-        names += [f"vocabulary/cat_{table}.npy" for table in range(IDS)]
-    for name in names:
-        settle(work.folder / "arrays" / name, work.output / name)
-    tasks = [task for name in names for task in hash_tasks(work.output / name)]
-    hashes: dict[tuple[str, int], bytes] = {}
-    total = sum((work.output / name).stat().st_size for name in names)
-    with work.progress("check", total, "B", 0) as bar:
-        for task, digests in work.pool.run(hash_blocks, tasks):
-            hashes[task.path, task.start] = digests
-            bar.update(min(task.blocks * HASHED_BYTES, Path(task.path).stat().st_size - task.start))
-    arrays = {
-        name: describe_array(
-            work.output / name,
-            [hashes[task.path, task.start] for task in hash_tasks(work.output / name)],
-        )
-        for name in names
-    }
-    skipped = skipped_lines(work)
-    if skipped["count"]:
-        logger.warning("left out %s malformed lines; the first:", skipped["count"])
-        for line in skipped["first"]:
-            logger.warning("  %s", line)
-    settings = work.settings
-    return Manifest(
-        samples=plan.samples,
-        train_samples=plan.train_samples,
-        table_rows=tuple(report.rows for report in tables),
-        mode=settings.mode,
-        multi_hot=None if settings.multi_hot is None else tuple(settings.multi_hot),
-        arrays=arrays,
-        inputs=_inputs(work),
-        skipped=skipped,
-        settings=settings.identity(),
-        versions=_versions(),
-    ).with_fingerprint()
-
-
-def _inputs(work: Work) -> list[dict[str, object]]:
-    """Name, bytes, lines and samples of each file."""
-    lines, samples = [0] * len(work.files), [0] * len(work.files)
-    for key, report in work.parts.items():
-        lines[key[0]] += report.lines
-        samples[key[0]] += report.samples
-    return [
-        {"name": file.path.name, "bytes": file.bytes, "lines": n, "samples": good}
-        for file, n, good in zip(work.files, lines, samples, strict=True)
-    ]
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("distcache", "numpy", "pyarrow"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "unknown"
-    return found
-
-
-# -----------------------------------------------------------------------------
-# One preprocessing job, from text to a folder of arrays; read `preprocess` as a table of contents.
-#
-# Everything unfinished lies in `work/` of the output folder and is found again by the same
-# command:
-# `plan.json` says what the work is of, parts and tables are complete when they have their name.
+def part_key(name: str) -> tuple[int, int]:
+    """The (file, part) of a folder name."""
+    file, part = map(int, name.split("-"))
+    return file, part
 
 
 def preprocess(settings: PreprocessSettings, progress: Progress) -> Manifest:
@@ -735,18 +243,15 @@ def parse(work: Work) -> None:
     """Parse every part that is not complete; `work.parts` has the reports of all then."""
     settings = work.settings
     spool = Spool(work.folder / "spool", settings.part, 2 * work.pool.workers)
-    known = {key: report for key in _known_parts(work) if (report := _report(work, key))}
-    work.parts = dict(known)
-    if known:
-        logger.info("going on: %d parts are parsed already", len(known))
+    work.parts = _known_parts(work)
+    if work.parts:
+        logger.info("going on: %d parts are parsed already", len(work.parts))
     failed: list[tuple[tuple[int, int], PartReport]] = []
-    keys: dict[str, tuple[int, int]] = {}
 
     def tasks() -> Iterator[PartTask]:
         for key, file, start, stop, read in _ranges(work, spool):
             if failed:
                 return
-            keys[part_name(key)] = key
             parts = str(work.folder / "parts")
             skip = settings.on_bad_line == "skip"
             rows = settings.table_rows
@@ -759,7 +264,7 @@ def parse(work: Work) -> None:
     total = sum(file.bytes for file in work.files)
     with work.progress("parse", total, "B", _parsed_bytes(work, spool)) as bar:
         for task, report in work.pool.run(parse_part, tasks(), on_end=ended):
-            key = keys[task.name]
+            key = part_key(task.name)
             if report.complete:
                 work.parts[key] = report
                 work.text_bytes += report.text_bytes
@@ -767,7 +272,23 @@ def parse(work: Work) -> None:
                 failed.append((key, report))
             bar.update(task.read_bytes)
     if failed:
-        raise bad_line(work, *min(failed, key=lambda entry: entry[0]))
+        # Its number in the file counts the lines of the parts before it.
+        key, report = min(failed, key=lambda entry: entry[0])
+        work.parts = {at: part for at, part in work.parts.items() if at < key} | {key: report}
+        raise DataError(
+            f"{work.bad_lines()[-len(report.bad)]}; correct the line, or leave such lines out with "
+            "on_bad_line=skip"
+        )
+
+
+def _known_parts(work: Work) -> dict[tuple[int, int], PartReport]:
+    """The parts whose folders are complete."""
+    found = {}
+    for entry in (work.folder / "parts").iterdir():
+        report = None if ".partial" in entry.name else read_report(entry)
+        if report is not None:
+            found[part_key(entry.name)] = report
+    return found
 
 
 def _parsed_bytes(work: Work, spool: Spool) -> int:
@@ -782,17 +303,6 @@ def _parsed_bytes(work: Work, spool: Spool) -> int:
             starts = (at * size for key, at in work.parts if key == number)
             done += sum(min(size, file.bytes - start) for start in starts)
     return done
-
-
-def _known_parts(work: Work) -> list[tuple[int, int]]:
-    """Keys of the parts whose folders are there."""
-    names = [entry.name for entry in (work.folder / "parts").iterdir()]
-    keys = [tuple(map(int, name.split("-"))) for name in names if ".partial" not in name]
-    return sorted((key[0], key[1]) for key in keys)
-
-
-def _report(work: Work, key: tuple[int, int]) -> PartReport | None:
-    return read_report(work.part_folder(key))
 
 
 def _ranges(work: Work, spool: Spool) -> Iterator[tuple[tuple[int, int], InputFile, int, int, int]]:
@@ -843,3 +353,366 @@ def amount(count: float) -> str:
             value = count / size
             return f"{value:,.{max(0, 3 - len(str(int(value))))}f} {unit}"
     return f"{count:.0f} B"
+
+
+@dataclass(frozen=True)
+class SamplePlan:
+    """Where each part's samples go: parts in order of time, and the place of its first sample."""
+
+    keys: list[tuple[int, int]]
+    firsts: list[int]
+    samples: int
+    train_samples: int
+
+
+def split_samples(work: Work) -> SamplePlan:
+    """The order of all samples and how many of them train. Raises DataError for too few."""
+    keys, firsts, samples, before_last = sorted(work.parts), [], 0, 0
+    for key in keys:
+        if key[0] == len(work.files) - 1 and not before_last:
+            before_last = samples
+        firsts.append(samples)
+        samples += work.parts[key].samples
+    train = {"seventh": samples * 6 // 7, "last_file": before_last, "none": samples}
+    count = train[work.settings.split]
+    if count == 0:
+        skipped = work.skipped()
+        first = f", the first {skipped['first'][0]}" if skipped["count"] else ""
+        raise DataError(
+            f"input: {samples} good lines in {len(work.files)} file(s), none of them before the "
+            f"held-out ones of split={work.settings.split} ({skipped['count']} malformed lines"
+            f"{first}): give more data, or split=none"
+        )
+    logger.info("%s samples, of which %s train", f"{samples:,}", f"{count:,}")
+    return SamplePlan(keys, firsts, samples, count)
+
+
+def count_tables(work: Work, plan: SamplePlan) -> list[TableReport]:
+    """Counts of every table over the training samples, and the vocabularies."""
+    runs, missing = _training_runs(work, plan)
+    settings = work.settings
+    arrays = work.folder / "arrays"
+    for name in ("counts", "vocabulary"):
+        (arrays / name).mkdir(parents=True, exist_ok=True)
+    rows = settings.table_rows or [None] * IDS
+    most = max(1 << 16, WORKER_BYTES // 2 // ENTRY_BYTES)
+    tasks = []
+    for table in range(IDS):
+        tasks.append(
+            TableTask(
+                table=table,
+                runs=runs[table],
+                missing=missing[table],
+                most=most,
+                rows=rows[table],
+                min_count=settings.min_count,
+                bag=settings.multi_hot[table] if settings.multi_hot else 1,
+                folder=str(table_folder(work, table)),
+                counts_path=str(arrays / f"counts/cat_{table}.npy"),
+                vocabulary_path=str(arrays / f"vocabulary/cat_{table}.npy"),
+            )
+        )
+    todo = [task for task in tasks if read_table_report(Path(task.folder)) is None]
+    # Counting bags takes a table's counts twice, in memory.
+    largest = max((task.rows or 0 for task in todo if task.bag > 1), default=0)
+    at_once = settings.workers_for(WORKER_BYTES + 16 * largest) if largest else None
+    with work.progress("count", IDS, "table", IDS - len(todo)) as bar:
+        for _ in work.pool.run(build_table, todo, at_once):
+            bar.update(1)
+    found = [read_table_report(Path(task.folder)) for task in tasks]
+    return [report for report in found if report is not None]
+
+
+def table_folder(work: Work, table: int) -> Path:
+    """Work files of one table."""
+    return work.folder / "tables" / f"{table:02d}"
+
+
+def _training_runs(work: Work, plan: SamplePlan) -> tuple[list[list[Run]], list[int]]:
+    """Runs of each table over the training samples, and how many of them lack an id."""
+    runs: list[list[Run]] = [[] for _ in range(IDS)]
+    missing = np.zeros(IDS, dtype=np.int64)
+    for key, first in zip(plan.keys, plan.firsts, strict=True):
+        report, folder = work.parts[key], work.part_folder(key)
+        lengths, absent = report.lengths, report.missing
+        left = plan.train_samples - first
+        if left <= 0:
+            break
+        if left < report.samples and not is_assembled(folder):
+            target = work.folder / "boundary"  # the part in which the held-out samples begin
+            target.mkdir(exist_ok=True)
+            lengths, absent = write_runs(folder, target, left, np.dtype(report.id_dtype))
+            folder = target
+        ends = np.cumsum(lengths)
+        for table, (end, length) in enumerate(zip(ends.tolist(), lengths, strict=True)):
+            runs[table].append(Run(str(folder), report.id_dtype, end - length, length))
+        missing += absent
+    return runs, missing.tolist()
+
+
+def assemble(work: Work, plan: SamplePlan, tables: Sequence[TableReport]) -> None:
+    """Write every part's samples to their place in the arrays."""
+    arrays = work.folder / "arrays"
+    hashed = work.settings.table_rows is not None
+    dtype = id_dtype([report.rows for report in tables])
+    if not (work.folder / "arrays-made").exists():
+        make_arrays(arrays, plan.samples, dtype)
+        (work.folder / "arrays-made").touch()
+    vocabularies = [] if hashed else [(str(table_folder(work, r.table)), r) for r in tables]
+    tasks = [
+        AssembleTask(str(work.part_folder(key)), work.parts[key], first, str(arrays), vocabularies)
+        for key, first in zip(plan.keys, plan.firsts, strict=True)
+    ]
+    done = {task.folder: task.report.samples for task in tasks if is_assembled(Path(task.folder))}
+    with work.progress("write", plan.samples, "sample", sum(done.values())) as bar:
+        for task, _ in work.pool.run(assemble_part, tasks):
+            bar.update(0 if task.folder in done else task.report.samples)
+
+
+def settle_arrays(work: Work, plan: SamplePlan, tables: Sequence[TableReport]) -> Manifest:
+    """Hash the arrays, move them to their places, and describe everything."""
+    names = ["labels.npy", "dense.npy", "ids.npy"]
+    names += [f"counts/cat_{table}.npy" for table in range(IDS)]
+    if work.settings.mode == "vocabulary":
+        names += [f"vocabulary/cat_{table}.npy" for table in range(IDS)]
+    for name in names:
+        settle(work.folder / "arrays" / name, work.output / name)
+    blocks = {name: hash_blocks(work.output / name) for name in names}
+    hashes: dict[tuple[str, int], bytes] = {}
+    total = sum((work.output / name).stat().st_size for name in names)
+    with work.progress("check", total, "B", 0) as bar:
+        for block, digest in work.pool.run(hash_block, itertools.chain(*blocks.values())):
+            hashes[block] = digest
+            bar.update(min(HASHED_BYTES, Path(block[0]).stat().st_size - block[1]))
+    arrays = {
+        name: describe_array(work.output / name, [hashes[block] for block in blocks[name]])
+        for name in names
+    }
+    skipped = work.skipped()
+    if skipped["count"]:
+        logger.warning("left out %s malformed lines; the first:", skipped["count"])
+        for line in skipped["first"]:
+            logger.warning("  %s", line)
+    settings = work.settings
+    return Manifest(
+        samples=plan.samples,
+        train_samples=plan.train_samples,
+        table_rows=tuple(report.rows for report in tables),
+        mode=settings.mode,
+        multi_hot=None if settings.multi_hot is None else tuple(settings.multi_hot),
+        arrays=arrays,
+        inputs=_inputs(work),
+        skipped=skipped,
+        settings=settings.identity(),
+        versions=_versions(),
+    ).with_fingerprint()
+
+
+def _inputs(work: Work) -> list[dict[str, object]]:
+    """Name, bytes, lines and samples of each file."""
+    lines, samples = [0] * len(work.files), [0] * len(work.files)
+    for key, report in work.parts.items():
+        lines[key[0]] += report.lines
+        samples[key[0]] += report.samples
+    return [
+        {"name": file.path.name, "bytes": file.bytes, "lines": n, "samples": good}
+        for file, n, good in zip(work.files, lines, samples, strict=True)
+    ]
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("distcache", "numpy", "pyarrow"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def settle(path: Path, target: Path) -> None:
+    """Move a finished file to its place, once it is on the disk; nothing if it is there."""
+    if not path.exists() and target.exists():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    shutil.move(path, target)
+
+
+_POLL_S = 0.05
+_STARTING_S = 1.0
+"""A process that was killed while it started another one holds its lock for a moment."""
+_LEAVING_S = 10.0
+"""How long workers of a killed run may take to end; they look for their parent twice a second."""
+
+
+@contextmanager
+def alone(work: Work) -> Iterator[None]:
+    """Keep other processes from the same work. Raises ConfigError while one is at it, and for an
+    output folder that holds something else."""
+    with _lock_file(work) as lock, (work.folder / "workers").open("a") as workers:
+        if not _locked(lock, _STARTING_S):
+            raise ConfigError(
+                f"output={work.output}: another process is working on it: wait for it, or name "
+                "another folder"
+            )
+        if not _locked(workers, _LEAVING_S):
+            raise ConfigError(
+                f"output={work.output}: workers of a run that was killed are still there after "
+                f"{_LEAVING_S:g} s: end these processes, then start again"
+            )
+        fcntl.flock(workers, fcntl.LOCK_UN)  # for the workers of this run
+        yield
+
+
+def _lock_file(work: Work) -> IO[str]:
+    """The opened lock in the work folder, which is made where it may be. Raises ConfigError."""
+    ours = (work.folder / "plan.json", work.output / NAME)  # a manifest: of a damaged result
+    try:
+        used = work.output.is_dir() and any(entry.name != "work" for entry in work.output.iterdir())
+        if used and not any(path.exists() for path in ours):
+            raise ConfigError(f"output={work.output} is not empty: name a new folder")
+        work.folder.mkdir(parents=True, exist_ok=True)
+        return (work.folder / "lock").open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"output={work.output} cannot be made a folder, or written ({error.strerror}: "
+            f"{error.filename}): name a new folder in a place that you may write to"
+        ) from error
+
+
+def _locked(file: IO[str], seconds: float) -> bool:
+    """Whether this process got the file's lock for itself within some seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if time.monotonic() > deadline:
+                return False
+        time.sleep(_POLL_S)
+
+
+_held: IO[str] | None = None
+"""A worker's lock, held until it ends."""
+
+
+class Pool:
+    """`workers` processes, started at the first task; with one worker, this process alone.
+
+    They hold `lock` shared for as long as they live, so that who has it alone knows that none of
+    them is left.
+    """
+
+    def __init__(self, workers: int, lock: Path | None = None) -> None:
+        self.workers, self._lock = workers, lock
+        self._executor: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def run(
+        self,
+        function: Callable[[Any], Any],
+        tasks: Iterable[Any],
+        at_once: int | None = None,
+        on_end: Callable[[Any], None] = lambda task: None,
+    ) -> Iterator[tuple[Any, Any]]:
+        """(task, result) of each task as they finish.
+
+        At most `at_once` tasks are in work or waiting, by default two a worker. After a failure
+        no task is started, and of the failures that come to light the one of the earliest task is
+        raised. `on_end` hears of a task at once when it is over, maybe in another thread.
+        """
+        if self.workers == 1:
+            for task in tasks:
+                try:
+                    result = function(task)
+                finally:
+                    on_end(task)
+                yield task, result
+            return
+        yield from self._spread(function, tasks, at_once or 2 * self.workers, on_end)
+
+    def _spread(
+        self,
+        function: Callable[[Any], Any],
+        tasks: Iterable[Any],
+        at_once: int,
+        on_end: Callable[[Any], None],
+    ) -> Iterator[tuple[Any, Any]]:
+        waiting: dict[Future, tuple[int, Any]] = {}
+        failures: list[tuple[int, BaseException]] = []
+        drawn, more = enumerate(tasks), True
+        try:
+            while more or waiting:
+                while more and len(waiting) < at_once:
+                    number, task = next(drawn, (-1, None))
+                    more = number >= 0
+                    if more:
+                        future = self._submit(function, task)
+                        future.add_done_callback(lambda _, task=task: on_end(task))
+                        waiting[future] = number, task
+                if not waiting:
+                    break
+                for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                    number, task = waiting.pop(future)
+                    error = future.exception()
+                    if error is not None:
+                        failures.append((number, error))
+                        more = False
+                    elif not failures:
+                        yield task, future.result()
+            if failures:
+                raise _explained(min(failures, key=lambda failure: failure[0])[1])
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def _submit(self, function: Callable[[Any], Any], task: Any) -> Future:
+        """A task's future; one that has failed already where a worker died since the last task."""
+        if self._executor is None:
+            context = multiprocessing.get_context("spawn")
+            self._executor = ProcessPoolExecutor(
+                self.workers, context, _start_worker, (os.getpid(), self._lock)
+            )
+        try:
+            return self._executor.submit(function, task)
+        except BrokenProcessPool as error:
+            failed: Future = Future()
+            failed.set_exception(error)
+            return failed
+
+
+def _explained(error: BaseException) -> BaseException:
+    """`error`, or what the death of a worker probably means."""
+    if isinstance(error, BrokenProcessPool):
+        return MemoryTooSmallError(
+            "a worker process was killed, most likely for want of memory: give fewer workers "
+            "(workers=...), and run the same command again to go on"
+        )
+    return error
+
+
+def _start_worker(parent: int, lock: Path | None) -> None:
+    """A worker leaves Ctrl-C to its parent, and ends when the parent is gone."""
+    global _held
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if lock is not None:
+        _held = lock.open("a")
+        fcntl.flock(_held, fcntl.LOCK_SH)
+    if os.getppid() != parent:
+        os._exit(1)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
