@@ -25,7 +25,8 @@ def make_source(name: str, folder: Path, **changes: Any) -> SlicedSource:
     """A small source of each kind, in batches of 16; its files are made once."""
     changes = {"global_batch_size": 16} | changes
     if name == "synthetic":
-        return SyntheticSource(SyntheticSpec(**SYNTHETIC | {"weighted": True, "eval_samples": 50} | changes))
+        spec = SYNTHETIC | {"weighted": True, "eval_samples": 50} | changes
+        return SyntheticSource(SyntheticSpec(**spec))
     if name == "interactions":
         rng, path = np.random.default_rng(0), folder / "users.txt"
         users = [[user, *np.unique(rng.zipf(1.4, 12) % 60)] for user in range(40)]

@@ -46,9 +46,7 @@ def test_the_same_vocabulary_and_others(tmp_path: Path) -> None:
     preprocessed(days[0], tmp_path / "bags", multi_hot=[2] * 26)
     for number, day in enumerate([*days, days[0]]):
         preprocessed(day, tmp_path / f"v{number}", mode="vocabulary")
-    made = [
-        CriteoArrays(CriteoSpec(tmp_path / name)) for name in ("bags", "v0", "v1", "v2")
-    ]
+    made = [CriteoArrays(CriteoSpec(tmp_path / name)) for name in ("bags", "v0", "v1", "v2")]
     names = [vocabulary_of(source) for source in (text, *made)]
     assert names[2] == names[4] and len(set(names)) == 4
 
