@@ -186,15 +186,6 @@ class BatchSlice:
         )
 
 
-class SourceSpec(Protocol):
-    """What the settings of every source have: B, and the dtype of dense features and labels."""
-
-    @property
-    def global_batch_size(self) -> int: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
 class SlicedSource(ABC):
     """A `BatchSource` of training and held-out samples, each in batches of `batch_size`.
 
@@ -213,13 +204,11 @@ class SlicedSource(ABC):
     identity: Mapping[str, str]
 
     def __init__(
-        self, spec: SourceSpec, train_samples: int | None, eval_samples: int | None
+        self, train_samples: int | None, eval_samples: int | None, batch_size: int
     ) -> None:
-        if spec.dtype not in (torch.float32, torch.float64):
-            raise ConfigError(f"data comes in float32 or float64, not {spec.dtype}")
-        self.batch_size, self.samples_per_epoch = spec.global_batch_size, train_samples
-        self._train_spans = BatchSpans(train_samples, self.batch_size)
-        self._eval_spans = BatchSpans(eval_samples, self.batch_size)
+        self.batch_size, self.samples_per_epoch = batch_size, train_samples
+        self._train_spans = BatchSpans(train_samples, batch_size)
+        self._eval_spans = BatchSpans(eval_samples, batch_size)
 
     @property
     def steps_per_epoch(self) -> int | None:

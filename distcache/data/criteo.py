@@ -35,7 +35,7 @@ _BLOCK_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class CriteoSpec:
-    """Which files to read, and how. Raises ConfigError that names the key.
+    """Which files to read, and how.
 
     `paths`: a preprocessed folder; or text: a file (plain or gzip), a glob of files, or a sequence
     of either, in order of time (the matches of a glob are sorted, numbers by value); `table_rows`:
@@ -53,14 +53,6 @@ class CriteoSpec:
     dtype: torch.dtype = torch.float32
     shuffle: bool = True
     shuffle_block: int = SHUFFLE_BLOCK
-
-    def __post_init__(self) -> None:
-        rows = self.table_rows
-        if len(rows) and (len(rows) != IDS or min(rows) < 1):
-            raise ConfigError(
-                f"data.table_rows={list(rows)}: Criteo data has {IDS} tables of at least 1 row, "
-                f"got {len(rows)}"
-            )
 
 
 class CriteoBatches(SlicedSource):
@@ -90,7 +82,7 @@ class CriteoBatches(SlicedSource):
         self.dense_features = INTEGERS
         self.samples, self.train_samples = samples, train_samples
         self.first_held_out, self._bag_sizes = train_samples, bag_sizes
-        super().__init__(spec, train_samples, samples - train_samples)
+        super().__init__(train_samples, samples - train_samples, spec.global_batch_size)
         self.order = self._ordered(train_samples, key_of(spec.seed, 0))
         self.identity = {"data.path": fingerprint, "data.shuffle": str(spec.shuffle)}
         if spec.shuffle:
@@ -257,8 +249,6 @@ class CriteoSource(CriteoBatches):
     """
 
     def __init__(self, spec: CriteoSpec) -> None:
-        if not len(spec.table_rows):
-            raise ConfigError(f"data.table_rows=[]: text needs the rows of {IDS} tables")
         self.bad_lines = BadLines(spec.on_bad_line)
         files = find_files("data.path", spec.paths, "a file of Criteo lines")
         self._labels, self._dense, self._ids = self._read(files, spec.table_rows)

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from distcache.errors import ConfigError, DataError
+from distcache.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -226,8 +226,6 @@ class BadLines:
     """What becomes of malformed lines: an error, or a count with the first ten in the log."""
 
     def __init__(self, on_bad_line: str) -> None:
-        if on_bad_line not in ("error", "skip"):
-            raise ConfigError(f"data.on_bad_line={on_bad_line!r} is not 'error' or 'skip'")
         self.skip = on_bad_line == "skip"
         self.count = 0
         self.first: list[str] = []

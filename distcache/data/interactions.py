@@ -20,7 +20,7 @@ import torch
 from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource
 from distcache.data.files import BadLines, InputFile, digest_of, find_files, read_text, show
 from distcache.data.samplers import SampleOrder, Subset, hash_counters, key_of
-from distcache.errors import ConfigError, DataError
+from distcache.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -208,9 +208,6 @@ def _fast_block(block: bytes, separator: bytes, fields: int) -> np.ndarray | Non
     return numbers if good else None
 
 
-FORMATS = ("auto", "lines", "csv")
-SAMPLINGS = ("uniform", "popularity")
-HELD_OUT_BY = ("last", "time")
 FEATURES = ("user", "item")
 _DRAWS = 16
 """Draws for one negative; the last one stays even if the user has that item."""
@@ -218,7 +215,7 @@ _DRAWS = 16
 
 @dataclass(frozen=True)
 class InteractionsSpec:
-    """Which files to read, and how. Raises ConfigError that names the key.
+    """Which files to read, and how.
 
     `paths`: a file, a glob, or a sequence of either; `format`: `lines` (user item item ...), `csv`
     (user, item, and maybe rating and time, separated by `delimiter`), or `auto`: csv for names
@@ -242,27 +239,6 @@ class InteractionsSpec:
     global_batch_size: int = 2048
     seed: int = 0
     dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        for key, value, allowed in (
-            ("format", self.format, FORMATS),
-            ("negative_sampling", self.sampling, SAMPLINGS),
-            ("held_out_by", self.held_out_by, HELD_OUT_BY),
-            ("on_bad_id", self.on_bad_id, ("error", "hash")),
-        ):
-            if value not in allowed:
-                raise ConfigError(f"data.{key}={value!r} is not {' or '.join(allowed)}")
-        if self.negatives < 1:
-            raise ConfigError(f"data.negatives={self.negatives}: it must be at least 1")
-        if not 0 <= self.held_out < 1:
-            raise ConfigError(f"data.held_out={self.held_out}: give a share from 0 to below 1")
-        if not self.delimiter:
-            raise ConfigError("data.delimiter is empty: give what separates the fields of the CSV")
-        if self.table_rows and (len(self.table_rows) != 2 or min(self.table_rows) < 1):
-            raise ConfigError(
-                f"data.table_rows={list(self.table_rows)}: give the rows of users and items, or "
-                "leave it empty for the largest ids of the data"
-            )
 
 
 class InteractionsSource(SlicedSource):
@@ -308,7 +284,7 @@ class InteractionsSource(SlicedSource):
         self.vocabulary = "ids"  # the data's own numbers
         each = 1 + spec.negatives
         self.order = SampleOrder(len(train.users) * each, key_of(spec.seed, 0))
-        super().__init__(spec, len(train.users) * each, len(rest.users) * each)
+        super().__init__(len(train.users) * each, len(rest.users) * each, spec.global_batch_size)
         logger.info(
             "%d interactions of %d users with %d items: %d train, %d are held out, %d negatives "
             "each; tables of %d and %d rows",

@@ -19,9 +19,7 @@ from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource, unl
 from distcache.data.files import find_files
 from distcache.data.parquet_files import (
     IDS,
-    NULLS,
     NUMBERS,
-    STRING_IDS,
     BagColumn,
     ColumnRules,
     ParquetFiles,
@@ -184,31 +182,10 @@ class ParquetSpec:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        ids, rows = list(self.id_columns), list(self.table_rows)
-        if not ids or len(ids) != len(rows) or any(count < 1 for count in rows):
-            raise ConfigError(
-                f"data.id_columns has {len(ids)} columns, data.table_rows {len(rows)} sizes "
-                f"({rows[:8]}): name at least one column, and give each its table's rows"
-            )
+        ids = list(self.id_columns)
         twice = sorted(name for name in set(ids) if ids.count(name) > 1)
         if twice:
             raise ConfigError(f"data.id_columns names {twice[0]!r} twice: leave one out")
-        strangers = sorted(set(self.weight_columns) - set(ids))
-        if strangers:
-            raise ConfigError(
-                f"data.weight_columns gives weights to {strangers[0]!r}, which data.id_columns "
-                "does not name: its keys are id columns"
-            )
-        if not 0 <= self.held_out < 1:
-            raise ConfigError(f"data.held_out={self.held_out}: give a share from 0 to below 1")
-        if self.shuffle_rows < 0:
-            raise ConfigError(f"data.shuffle_rows={self.shuffle_rows}: it must not be negative")
-        if self.rules.nulls not in NULLS:
-            raise ConfigError(f"data.nulls={self.rules.nulls!r} is not {' or '.join(NULLS)}")
-        if self.rules.string_ids not in STRING_IDS:
-            raise ConfigError(
-                f"data.string_ids={self.rules.string_ids!r} is not {' or '.join(STRING_IDS)}"
-            )
 
     def wanted(self) -> list[WantedColumn]:
         """The columns to read, and what they may be."""
@@ -299,7 +276,7 @@ class ParquetSource(SlicedSource):
         if len(held_out):
             held_out[0] -= self._eval_skip
         self._eval_order = RowGroupOrder(held_out.tolist(), self.spec.seed, 0)
-        super().__init__(self.spec, self.order.samples, self._eval_order.samples)
+        super().__init__(self.order.samples, self._eval_order.samples, self.spec.global_batch_size)
 
     def in_file_order(self) -> ParquetSource:
         """The same samples, not shuffled."""

@@ -19,8 +19,6 @@ import pyarrow.parquet as pq
 from distcache.data.files import InputFile
 from distcache.errors import DataError
 
-STRING_IDS = ("hash", "hex")
-"""Ways to make an id of a string."""
 _HEX = re.compile(rb"[0-9a-fA-F]*")
 
 
@@ -38,10 +36,6 @@ def hexadecimal(texts: Sequence[bytes], rows: int) -> np.ndarray:
     return np.array(
         [int(text or b"0", 16) % rows if matches(text) else -1 for text in texts], dtype=np.int64
     )
-
-
-NULLS = ("error", "zero", "empty")
-"""What to do with nulls; see `ColumnRules`."""
 
 
 @dataclass(frozen=True)

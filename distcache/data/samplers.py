@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from distcache.errors import ConfigError, DataError
+from distcache.errors import DataError
 
 GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -84,12 +84,7 @@ class BatchSpans:
     """
 
     def __init__(self, samples: int | None, batch_size: int) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"data.global_batch_size={batch_size}: it must be at least 1")
-        if samples is not None and samples < 0:
-            raise ConfigError(f"{samples} samples: the number must not be negative")
-        self.samples = samples
-        self.batch_size = batch_size
+        self.samples, self.batch_size = samples, batch_size
 
     @property
     def per_epoch(self) -> int | None:
@@ -161,8 +156,6 @@ class BlockOrder:
     """
 
     def __init__(self, samples: int, seed: int, block: int) -> None:
-        if block < 1:
-            raise ConfigError(f"data.shuffle_block={block}: give a number of samples of at least 1")
         self.samples, self.seed, self.block = samples, seed, block
         self._pool = block * POOL_BLOCKS
         self._all = SampleOrder(samples, seed) if samples <= self._pool else None

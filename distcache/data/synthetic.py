@@ -254,7 +254,7 @@ _SAMPLE, _BAG, _LENGTH, _VALUE, _WEIGHT, _DENSE, _LABEL, _ZIPF, _TEACHER, _ORDER
 
 @dataclass(frozen=True)
 class SyntheticSpec:
-    """What the stream looks like. Raises ConfigError that names the key.
+    """What the stream looks like.
 
     `table_rows`: rows of each table, read by one feature each; `bag_size`: ids per bag, an int is
     fixed, a float the mean of Poisson lengths, a sequence gives one per table; `zipf`: exponent
@@ -273,33 +273,6 @@ class SyntheticSpec:
     global_batch_size: int = 2048
     seed: int = 0
     dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        if not self.table_rows or any(rows < 1 for rows in self.table_rows):
-            raise ConfigError(
-                f"data.table_rows={list(self.table_rows)}: give the rows of each table, "
-                "at least one table of at least 1 row"
-            )
-        for key in ("samples", "eval_samples"):
-            number = getattr(self, key)
-            if number is not None and number < 1:
-                raise ConfigError(
-                    f"data.{key}={number}: give at least 1, or null for an unlimited stream"
-                )
-        if self.dense_features < 0:
-            raise ConfigError(f"data.dense_features={self.dense_features} is negative")
-        if len(self.bag_sizes) != len(self.table_rows):
-            raise ConfigError(
-                f"data.bag_size has {len(self.bag_sizes)} entries for {len(self.table_rows)} "
-                "tables: give one number for all, or one per table"
-            )
-        for size in self.bag_sizes:
-            number = isinstance(size, int | float) and not isinstance(size, bool)
-            if not number or not math.isfinite(size) or size < 0:
-                raise ConfigError(
-                    f"data.bag_size: {size!r} is not a number >= 0 (an int is fixed, a float "
-                    "is a mean)"
-                )
 
     @property
     def bag_sizes(self) -> tuple[float, ...]:
@@ -325,7 +298,7 @@ class SyntheticSource(SlicedSource):
         keys = ("bag_size", "zipf", "weighted", "samples", "dense_features")
         self.identity = {f"data.{key}": str(getattr(spec, key)) for key in keys}
         self.vocabulary = f"synthetic, zipf {spec.zipf}, seed {spec.seed}"  # fix which ids are hot
-        super().__init__(spec, spec.samples, spec.eval_samples)
+        super().__init__(spec.samples, spec.eval_samples, spec.global_batch_size)
         self.order = SampleOrder(spec.samples, key_of(spec.seed, _ORDER))
         self._tables = ZipfTables(self.table_rows, spec.zipf, key_of(spec.seed, _ZIPF))
         sizes = spec.bag_sizes

@@ -10,7 +10,7 @@ import torch
 from batch_sources import NAMES, make_source, samples_of
 
 from distcache.data.batch import Batch, SlicedSource
-from distcache.errors import ConfigError, DataError
+from distcache.errors import DataError
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +117,3 @@ def test_held_out_samples_are_the_same_each_time_and_end(source):
     assert list(map(samples_of, held_out)) == list(map(samples_of, again))
     with pytest.raises(DataError, match=f"batch {source.eval_batches} of {source.eval_batches}"):
         source.eval_batch(source.eval_batches, 0, 1)
-
-
-def test_settings_are_checked(name, folder):
-    with pytest.raises(ConfigError, match=r"data\.global_batch_size=0"):
-        make_source(name, folder, global_batch_size=0)
-    with pytest.raises(ConfigError, match="float16"):
-        make_source(name, folder, dtype=torch.float16)

@@ -21,7 +21,7 @@ from distcache.data.interactions import (
     read_csv,
     read_user_lines,
 )
-from distcache.errors import ConfigError, DataError
+from distcache.errors import DataError
 
 LINES = ["0 1 2 3", "1 2", "2 0 1\t4 5", "4 5 5 1", "0 7"]
 CSV = ["3,1,4.0,50", "3,2,2.5,10", "0,1,5.0,40", "0,3,3.0,40", "1,4,1.0,20", "3,0,4.5,30"]
@@ -124,22 +124,6 @@ def test_ids_and_tables(tmp_path):
     with pytest.raises(DataError, match=r"too far for tables of a row per id.*on_bad_id=hash"):
         source(far)
     assert source(far, table_rows=(100, 100), on_bad_id="hash").table_rows == (100, 100)
-
-
-def test_settings_are_checked(tmp_path):
-    path = write(tmp_path / "a.txt", LINES)
-    for changes, message in (
-        ({"format": "tsv"}, "data.format='tsv'"),
-        ({"sampling": "hard"}, "data.negative_sampling='hard'"),
-        ({"held_out_by": "user"}, "data.held_out_by='user'"),
-        ({"negatives": 0}, "data.negatives=0"),
-        ({"held_out": 1.5}, "data.held_out=1.5"),
-        ({"delimiter": ""}, "data.delimiter is empty"),
-        ({"table_rows": (3,)}, r"data.table_rows=\[3\]"),
-        ({"on_bad_line": "no"}, "data.on_bad_line='no'"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            source(path, **changes)
 
 
 def test_the_fast_way_is_the_definition():
