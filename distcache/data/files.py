@@ -263,6 +263,24 @@ def show(text: bytes) -> str:
     return repr(shown if len(shown) <= 40 else shown[:40] + "...")
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Write a file, so that it is either whole or not there."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+
+
+def read_json(path: Path) -> Any:
+    """What `write_json` wrote; None where there is no such file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
 def digest_of(*arrays: np.ndarray) -> str:
     """A digest of arrays in memory (C order): their dtypes, shapes and values."""
     digest = hashlib.blake2b(digest_size=32)
@@ -295,10 +313,7 @@ class Spool:
 
     def known_pieces(self, number: int) -> int | None:
         """How many pieces a file has; None where it was not read to its end yet."""
-        try:
-            return json.loads((self.folder / f"pieces-{number}.json").read_text())
-        except FileNotFoundError:
-            return None
+        return read_json(self.folder / f"pieces-{number}.json")
 
     def pieces(
         self,
@@ -361,9 +376,7 @@ class Spool:
             begun, index = not ends, index + ends
             if self._stop.is_set():
                 return
-        marker = self.folder / f"pieces-{number}.json"
-        marker.with_suffix(".partial").write_text(json.dumps(index))
-        marker.with_suffix(".partial").rename(marker)
+        write_json(self.folder / f"pieces-{number}.json", index)
 
 
 def _cut(chunks: Iterable[bytes], part_bytes: int) -> Iterator[tuple[bytes, bool]]:

@@ -14,16 +14,15 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from distcache.data import parquet_files as parquet_columns
 from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource, unloaded
 from distcache.data.files import find_files
 from distcache.data.parquet_files import (
     IDS,
     NUMBERS,
     BagColumn,
+    ColumnReader,
     ColumnRules,
     ParquetFiles,
-    Place,
     RowGroup,
     WantedColumn,
 )
@@ -366,12 +365,8 @@ class ParquetSource(SlicedSource):
             for name, rows in zip(spec.id_columns, self.table_rows, strict=True):
                 weight = None
                 if name in weights:
-                    weight = columns[weights[name]], self._place(group, weights[name])
-                decoded.append(
-                    parquet_columns.bags(
-                        columns[name], weight, rows, spec.rules, self._place(group, name)
-                    )
-                )
+                    weight = self._reader(group, weights[name]), columns[weights[name]]
+                decoded.append(self._reader(group, name).bags(columns[name], rows, weight))
             return decoded
 
         return self._ids.get(index, group.rows, decode)
@@ -385,15 +380,15 @@ class ParquetSource(SlicedSource):
             columns = self.files.read(group, list(names))
             dense = np.empty((group.rows, len(spec.dense_columns)), dtype=np.float32)
             for at, name in enumerate(spec.dense_columns):
-                place = self._place(group, name)
-                dense[:, at] = parquet_columns.dense(columns[name], spec.rules, place)
+                dense[:, at] = self._reader(group, name).dense(columns[name])
             label = spec.label_column
-            return dense, parquet_columns.labels(columns[label], self._place(group, label))
+            return dense, self._reader(group, label).labels(columns[label])
 
         return self._rest.get(index, group.rows, decode)
 
-    def _place(self, group: RowGroup, column: str) -> Place:
-        return Place(self.files.files[group.file].path, column, group.first_row)
+    def _reader(self, group: RowGroup, column: str) -> ColumnReader:
+        path = self.files.files[group.file].path
+        return ColumnReader(path, column, group.first_row, self.spec.rules)
 
 
 def _gather(

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from batch_sources import samples_of
 from criteo_lines import ROWS, counted_lines, make_lines, preprocessed, write_lines
 
 from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
-from distcache.data.files import MappedRows
+from distcache.data.files import MappedRows, write_json
 from distcache.data.raw.settings import (
     IDS,
     INTEGERS,
@@ -27,7 +28,6 @@ from distcache.data.raw.settings import (
     ArrayFile,
     Manifest,
     bags,
-    write_manifest,
 )
 from distcache.errors import ConfigError, DataError
 
@@ -288,7 +288,7 @@ def sparse(tmp_path_factory) -> Path:
         arrays[f"{name}.npy"] = ArrayFile(dtype, shape, size, "not taken")
     skipped = {"count": 0, "first": []}
     about = (SAMPLES, SAMPLES * 6 // 7, TERABYTE_ROWS, "hash", None, arrays, [], skipped, {}, {})
-    write_manifest(folder, Manifest(*about).with_fingerprint())
+    write_json(folder / "manifest.json", asdict(Manifest(*about).with_fingerprint()))
     return folder
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import itertools
-import json
 import logging
 import multiprocessing
 import os
@@ -24,14 +23,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
 
-from distcache.data.files import InputFile, Spool, find_files
+from distcache.data.files import InputFile, Spool, find_files, read_json, write_json
 from distcache.data.raw.parts import (
     SHOWN,
     PartReport,
@@ -53,7 +52,6 @@ from distcache.data.raw.settings import (
     hash_block,
     hash_blocks,
     read_manifest,
-    write_manifest,
 )
 from distcache.data.raw.tables import (
     ENTRY_BYTES,
@@ -175,7 +173,7 @@ def finish_work(work: Work) -> Manifest:
     tables = count_tables(work, plan)
     assemble(work, plan, tables)
     manifest = settle_arrays(work, plan, tables)
-    write_manifest(work.output, manifest)
+    write_json(work.output / NAME, asdict(manifest))
     return manifest
 
 
@@ -224,8 +222,9 @@ def open_work(work: Work) -> None:
         "inputs": [[str(f.path), f.bytes, f.mtime_ns] for f in work.files],
     }
     path = work.folder / "plan.json"
-    if path.exists():
-        if json.loads(path.read_text()) != plan:
+    known = read_json(path)
+    if known is not None:
+        if known != plan:
             raise ConfigError(
                 f"output={work.output} holds the unfinished work of another job, or the input has "
                 f"changed since: name another folder, or remove {work.folder}"
@@ -234,9 +233,7 @@ def open_work(work: Work) -> None:
             shutil.rmtree(partial, ignore_errors=True)
         return
     (work.folder / "parts").mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(plan))
-    partial.rename(path)
+    write_json(path, plan)
 
 
 def parse(work: Work) -> None:

@@ -11,7 +11,6 @@ a vocabulary, which knows missing ids from the id 0.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -24,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from distcache.data.files import InputFile, read_range, show, whole_lines
+from distcache.data.files import InputFile, read_json, read_range, show, whole_lines, write_json
 from distcache.data.raw.settings import IDS, INTEGERS
 from distcache.errors import DataError
 
@@ -494,14 +493,12 @@ def parse_part(task: PartTask) -> PartReport:
         return replace(report, complete=False)
     lengths, missing = write_runs(partial, partial, part.samples, part.dtype)
     report = replace(report, lengths=lengths, missing=missing)
-    (partial / "report.json").write_text(json.dumps(asdict(report)))
+    write_json(partial / "report.json", asdict(report))
     partial.rename(Path(task.folder, task.name))
     return report
 
 
 def read_report(folder: Path) -> PartReport | None:
     """The report of a complete part; None where there is none."""
-    try:
-        return PartReport(**json.loads((folder / "report.json").read_text()))
-    except FileNotFoundError:
-        return None
+    found = read_json(folder / "report.json")
+    return found and PartReport(**found)

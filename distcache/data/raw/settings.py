@@ -6,12 +6,13 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from distcache.data.files import read_json
 from distcache.data.samplers import hash_counters, key_of
 from distcache.errors import ConfigError, DataError
 
@@ -205,30 +206,19 @@ class Manifest:
         return replace(self, fingerprint=hashlib.sha256(text.encode()).hexdigest())
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write it, so that it is either whole or not there."""
-    partial = folder / f"{NAME}.partial"
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(asdict(manifest), file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(folder / NAME)
-
-
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder. Raises DataError where there is none or it cannot be understood."""
     path = folder / NAME
     try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        values = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.path: {path} cannot be read ({error})") from error
+    if values is None:
         raise DataError(
             f"data.path={folder} has no {NAME}: it is no result of python -m distcache.preprocess, "
             "or an unfinished one (run the same command again to go on); for text files give a "
             f"glob such as '{folder}/*.txt'"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"data.path: {path} cannot be read ({error})") from error
+        )
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise DataError(f"data.path: {path} is not a manifest of format {FORMAT}")
     try:

@@ -8,7 +8,6 @@ that occur often enough in training samples, by falling count, equal counts by r
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from distcache.data.files import read_json, write_json
 from distcache.data.raw.parts import PartReport, read_pieces
 from distcache.data.raw.settings import (
     FIRST,
@@ -187,18 +187,14 @@ def build_table(task: TableTask) -> TableReport:
     shutil.rmtree(folder / "runs", ignore_errors=True)
     if task.bag > 1:
         _count_bags(Path(task.counts_path), task.table, task.bag)
-    partial = folder / "report.json.partial"
-    partial.write_text(json.dumps(asdict(report)))
-    partial.rename(folder / "report.json")
+    write_json(folder / "report.json", asdict(report))
     return report
 
 
 def read_table_report(folder: Path) -> TableReport | None:
     """The report of a finished table; None where there is none."""
-    try:
-        return TableReport(**json.loads((folder / "report.json").read_text()))
-    except FileNotFoundError:
-        return None
+    found = read_json(folder / "report.json")
+    return found and TableReport(**found)
 
 
 def _hashed(task: TableTask) -> TableReport:
