@@ -187,7 +187,7 @@ def look_up(
         slot = slot_of[local[k]]
         slots[k] = slot
         if slot >= 0:
-            last_use[slot] = step
+            last_use[slot] = step  # held: not a victim of its own step
             next_use[slot] = NEVER
         else:
             fetch[misses] = k
