@@ -16,8 +16,8 @@ from distcache.layout import RowLayout, TableSpec
 from distcache.planner.assemble import Request, make_request, next_move_after
 from distcache.planner.home import HomeDecision, HomePlanner
 from distcache.planner.loops import array, compiled, i8, in4, in8, out1, out4, types
-from distcache.planner.policy import DEFAULT, PINNED, Policy
 from distcache.planner.shard import HotLayout, HotRows
+from distcache.planner.victims import DEFAULT, PINNED, Policy
 from distcache.popularity.statistics import Statistics, TableCounts, row_classes
 from distcache.trace import HomeTrace, Trace
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from distcache.layout import RowLayout, TableSpec
-from distcache.planner.policy import PINNED, POLICIES, TAILS, Policy
+from distcache.planner.victims import PINNED, POLICIES, TAILS, Policy
 from distcache.replay import PlannerSettings
 
 

@@ -5,6 +5,7 @@ The slow twin of `distcache.replay`, whose counts are the same.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -14,12 +15,12 @@ from distcache.layout import RowLayout
 from distcache.planner.assemble import HomePart, Request, assemble, make_request, next_move_after
 from distcache.planner.home import HomeDecision
 from distcache.planner.shard import (
-    Routes,
+    HotRows,
     ShardParts,
     make_routes,
     masks_for_all,
     nothing,
-    reply_to,
+    replies_to_all,
 )
 from distcache.replay import PlannerSettings, make_homes
 from distcache.step_plan import StepPlan
@@ -32,74 +33,64 @@ def simulate(
 
     Yields, for each step, the plan of every rank. Raises StepTooLargeError as training would.
     """
-    world = SimulatedWorld(layout, settings)
-    waiting: list[list[Request]] = []
-    for step, rows in enumerate(steps):
-        waiting.append(world.ingest(step, rows))
-        if len(waiting) > settings.lookahead:
-            yield world.plan(waiting.pop(0))
-    while waiting:
-        yield world.plan(waiting.pop(0))
+    near, far = make_homes(layout, settings)
+    hot = None if settings.hot is None else HotRows(settings.hot)
+    waiting: deque[list[Request]] = deque()
+    move_after = -1
 
-
-class SimulatedWorld:
-    """The planners of all homes: `replicated` and `sharded`, each by home, empty where there are
-    no such rows."""
-
-    def __init__(self, layout: RowLayout, settings: PlannerSettings) -> None:
-        self._layout, self._settings = layout, settings
-        self._move_after = -1
-        world = layout.world_size
-        self.replicated, self.sharded = make_homes(layout, settings)
-        nodes = Nodes(settings.nodes or (world,))
-        self._routes = [make_routes(nodes, rank) for rank in range(world)]
-
-    def ingest(self, step: int, rows: Sequence[np.ndarray], kind: str = "train") -> list[Request]:
-        """Bring the rows of a step, by rank, to their homes."""
-        hot = self._settings.hot
-        requests = [make_request(self._layout, np.asarray(r, dtype=np.int64), hot) for r in rows]
-        for home, planner in enumerate(self.replicated):
-            planner.ingest(step, kind, [request.rows[home] for request in requests])
-        for home, planner in enumerate(self.sharded):
-            planner.ingest(step, kind, [request.sharded[home] for request in requests])
-        return requests
-
-    def plan(self, requests: list[Request]) -> list[StepPlan]:
-        """Decide the oldest ingested step, of which all ranks' requests are given."""
-        shared = [home.plan() for home in self.replicated]
-        own = [home.plan() for home in self.sharded]
-        step, uses = (shared or own)[0].step, [d.latest_use for d in (*shared, *own)]
-        after = next_move_after(step, self._settings.prefetch, uses, self._move_after)
-        self._move_after = after
-        shared = shared or [nothing((step, "train"), len(requests))] * len(requests)
-        masks = [self._masks(home, decision) for home, decision in enumerate(own)]
-        plans = []
-        for rank, request in enumerate(requests):
-            parts = [HomePart(d.slots, d.fetch, d.replies[rank]) for d in shared]
-            tail = self._told(own, masks, rank) if own else None
-            plans.append(assemble(request, parts, shared[rank], after, tail))
+    def decided() -> list[StepPlan]:
+        nonlocal move_after
+        plans = plans_of(layout, settings, [home.plan() for home in near],
+                         [home.plan() for home in far], waiting.popleft(), move_after)  # fmt: skip
+        move_after = plans[0].move_after
         return plans
 
-    def _masks(self, home: int, decision: HomeDecision) -> list[np.ndarray | None]:
-        """What a home tells each rank of who named its rows."""
-        routes: Routes | None = self._routes[home]
-        if routes is None:
-            return [None] * len(decision.replies)
-        return masks_for_all(decision.replies, len(decision.slots), routes)
+    for step, rows in enumerate(steps):
+        requests = [make_request(layout, np.asarray(part, np.int64), hot) for part in rows]
+        for home, planner in enumerate(near):
+            planner.ingest(step, "train", [request.rows[home] for request in requests])
+        for home, planner in enumerate(far):
+            planner.ingest(step, "train", [request.sharded[home] for request in requests])
+        waiting.append(requests)
+        if len(waiting) > settings.lookahead:
+            yield decided()
+    while waiting:
+        yield decided()
 
-    def _told(
-        self,
-        decisions: Sequence[HomeDecision],
-        masks: Sequence[Sequence[np.ndarray | None]],
-        rank: int,
-    ) -> ShardParts:
-        """What a rank learns of the decisions on sharded rows; `masks`: by home, then rank."""
-        return ShardParts(
-            decisions[rank],
-            tuple(reply_to(decision, rank) for decision in decisions),
-            sum(len(decision.slots) for decision in decisions),
-            sum(len(decision.fetch) for decision in decisions),
-            self._settings.early,
-            self._routes[rank],
-            tuple(of_home[rank] for of_home in masks),
-        )
+
+def plans_of(
+    layout: RowLayout,
+    settings: PlannerSettings,
+    near: list[HomeDecision],
+    far: list[HomeDecision],
+    requests: list[Request],
+    before: int,
+) -> list[StepPlan]:
+    """Every rank's plan of a step, of which all homes have decided the replicated and the sharded
+    rows, and which moves no earlier than the step `before` it."""
+    ranks, uses = range(len(requests)), [decision.latest_use for decision in (*near, *far)]
+    step = (near or far)[0].step
+    after = next_move_after(step, settings.prefetch, uses, before)
+    near = near or [nothing((step, "train"), len(requests))] * len(requests)
+    nodes = Nodes(settings.nodes or (layout.world_size,))
+    routes = [make_routes(nodes, rank) for rank in ranks]
+    told = [replies_to_all(decision) for decision in far]
+    masks = [
+        [None] * len(ranks) if way is None else masks_for_all(d.replies, len(d.slots), way)
+        for d, way in zip(far, routes, strict=False)
+    ]
+    plans = []
+    for rank, request in enumerate(requests):
+        parts, tail = [HomePart(d.slots, d.fetch, d.replies[rank]) for d in near], None
+        if far:
+            tail = ShardParts(
+                far[rank],
+                tuple(of_home[rank] for of_home in told),
+                sum(len(decision.slots) for decision in far),
+                sum(len(decision.fetch) for decision in far),
+                settings.early,
+                routes[rank],
+                tuple(of_home[rank] for of_home in masks),
+            )
+        plans.append(assemble(request, parts, near[rank], after, tail))
+    return plans

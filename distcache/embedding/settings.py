@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from distcache.errors import ConfigError, DistcacheError
-from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
+from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy
 from distcache.popularity.statistics import Statistics
 from distcache.store.rows import ACCESS, STAGED
 

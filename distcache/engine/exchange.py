@@ -223,7 +223,7 @@ class PlanExchange:
     `fingerprint`: a number that must agree on all ranks (configuration). Each header carries it
     mixed with a digest of all decisions so far. `sharded`: groups whose homes keep their slots to
     themselves; of these a rank learns about its own rows alone (`replies_to_all`), and on a node
-    that hands rows on which of its ranks named them, `relays.masks_for_all`.
+    that hands rows on which of its ranks named them, `masks_for_all`.
     """
 
     def __init__(

@@ -62,8 +62,8 @@ from distcache.layout import TableSpec
 from distcache.ops.copies import put
 from distcache.optim import RowUpdate
 from distcache.planner.home import HomePlanner, PassThroughPlanner, ResidentPlanner
-from distcache.planner.policy import DEFAULT, Policy
 from distcache.planner.shard import HotLayout
+from distcache.planner.victims import DEFAULT, Policy
 from distcache.popularity.statistics import GroupPopularity, Popularity, share_popularity
 from distcache.store.memory import require_memory
 from distcache.store.rows import (

@@ -22,7 +22,6 @@ from distcache.comm.link import CollectiveCounters, Link
 from distcache.engine.groups import TableGroup
 from distcache.engine.movement import GroupRows, MoveCounts
 from distcache.engine.planning import StreamPlanner
-from distcache.planner.shard import in_tail
 from distcache.step_plan import ShardPlan, StepPlan, Transfer
 from distcache.store.memory import describe_bytes
 from distcache.streams import COMPUTE, COPY_IN, Streams
@@ -103,7 +102,7 @@ def _fill(rows: GroupRows, hot: np.ndarray, share: float, link: Link, counts: Mo
     group, rank, slots = rows.group, link.world.rank, rows.slots
     tail = hot[:0]
     if group.hot is not None:
-        is_tail = in_tail(hot, group.hot)
+        is_tail = ~np.isin(hot, group.hot)
         hot, tail = hot[~is_tail], hot[is_tail]
     plans = [warm_plans(group, hot, slots.replicated, share, rank)]
     if group.hot is not None:

@@ -27,7 +27,7 @@ from distcache.models import build_model, initialise
 from distcache.optim import LearningRate
 from distcache.parallel.base import OptimizerSpec, Parallel
 from distcache.parallel.cached import CachedParallel, CachedSettings
-from distcache.planner.policy import Policy
+from distcache.planner.victims import Policy
 from distcache.trainer.plan_cache import (
     of_all_homes,
     plan_cache,
