@@ -14,7 +14,7 @@ from typing import Any
 from distcache.config import rules_of
 from distcache.config.tree import CacheConfig, Config, DataConfig, ModelConfig, OptimConfig
 from distcache.errors import ConfigError
-from distcache.planner.policy import Policy
+from distcache.planner.victims import Policy
 from distcache.versions import require_hybrid
 
 # -----------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from distcache.embedding.placing import given_statistics
 from distcache.embedding.settings import CacheSettings, check_names, library_words
 from distcache.embedding.step import CollectionTables, OpenStep
 from distcache.embedding.whole import Part, WholeTables
-from distcache.engine.lookup import to_device
+from distcache.engine.gradients import to_device
 from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
 from distcache.layout import TableSpec, group_tables
 from distcache.optim import RowUpdate

@@ -14,7 +14,7 @@ from distcache.config.checks import check
 from distcache.config.keys import without_use
 from distcache.config.tree import CacheConfig
 from distcache.errors import ConfigError
-from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy
+from distcache.planner.victims import DEFAULT, Policy
 
 REFUSED = {
     "cache.rows=5 cache.ratio=0.1": ("cache.rows=5 and cache.ratio=0.1", "one of them"),
