@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from simulator import simulate
+from simulator import PlannerSettings, simulate
 
 from distcache.layout import RowLayout
-from distcache.replay import PlannerSettings
 from distcache.step_plan import StepPlan, Transfer, check_plan_fully
 
 FREE = -1

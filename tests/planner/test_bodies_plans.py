@@ -10,14 +10,13 @@ from drawing import examples
 from hypothesis import given
 from plan_streams import make_layout, sharded_streams, streams
 from planner_bodies import ALL, BODIES, equal, using
-from simulator import simulate
+from simulator import PlannerSettings, simulate
 
 from distcache.errors import PlanError
 from distcache.planner.assemble import make_request
 from distcache.planner.home import HomePlanner
 from distcache.planner.loops import occurrences
 from distcache.planner.policy import POLICIES, Policy
-from distcache.replay import PlannerSettings
 
 
 def plans_of(body: str, case: tuple) -> list:

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from plan_streams import make_layout, streams
 from planner_bodies import BODIES, using
 from planner_twins import by_hash, by_index, by_unique
-from simulator import simulate
+from simulator import PlannerSettings, simulate
 
 from distcache.errors import StepTooLargeError
 from distcache.layout import RowLayout
 from distcache.planner.home import HomePlanner
 from distcache.planner.policy import POLICIES, Policy
-from distcache.replay import PlannerSettings
 from distcache.step_plan import check_plan_fully
 
 
