@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import counting_twins
 import numpy as np
 import planner_twins
 import pytest
 import torch
 
 from distcache.planner import loops, victims
-from distcache.popularity import loops as counting_loops
 
 COMPILED, NUMPY, PYTHON = "compiled", "numpy", "python"
 """Machine code, the NumPy twins, and the loops as Python runs them: there NumPy checks indices."""
@@ -20,7 +18,7 @@ COMPILED, NUMPY, PYTHON = "compiled", "numpy", "python"
 BODIES = (COMPILED, NUMPY)
 ALL = (NUMPY, COMPILED, PYTHON)
 
-TWINS = {loops: planner_twins, counting_loops: counting_twins}
+TWINS = {loops: planner_twins}
 NAMES = {
     module: [name for name, value in vars(module).items() if hasattr(value, "py_func")]
     for module in TWINS
