@@ -19,6 +19,7 @@ from distcache.embedding.settings import CacheSettings
 from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
 from distcache.layout import TableSpec
 from distcache.optim import RowUpdate
+from distcache.planner.policy import WINDOWS
 from distcache.popularity.slots import (
     Budget,
     Use,
@@ -139,7 +140,7 @@ def _cheapest(
     wanted = Settings(
         tuple(known.slots),
         settings.state,
-        settings.lookahead,
+        WINDOWS[0] if settings.lookahead == "auto" else settings.lookahead,
         settings.prefetch,
         itemsize=settings.dtype.itemsize,
     )

@@ -30,7 +30,7 @@ class CacheSettings:
     rows: int | None = None
     ratio: float | None = None
     bytes: int | None = None
-    lookahead: int = 8
+    lookahead: int | str = "auto"
     prefetch: int = 1
     policy: str = DEFAULT.name
     tail: str = DEFAULT.tail
@@ -73,6 +73,8 @@ class CacheSettings:
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is None and name in ("rows", "bytes", "batch_size"):
+                continue
+            if value == "auto" and name == "lookahead":
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}")
