@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distcache.comm.agreement import agree_on, agree_on_versions, on_first
+from distcache.comm.agreement import agree_on, agree_on_versions, on_first, together
 from distcache.comm.world import World, close_world, current_world, leave_world, open_world
 from distcache.config.checks import check_own
 from distcache.config.keys import flat_keys
@@ -32,7 +32,7 @@ from distcache.trainer.own import (
     share_weights,
     table_specs,
 )
-from distcache.trainer.plan_cache import most_ahead
+from distcache.trainer.plan_cache import most_ahead, opens_window
 from distcache.trainer.trainer import TrainResult, resumed_state
 
 _OWN = ("cache.statistics", "trainer.resume", "trainer.log_level")
@@ -96,6 +96,9 @@ def fit(
         source: Any = OwnSource(tuple(features), tuple(spec.rows for spec in specs))
         identity = own_identity(config, own_world, source, specs)
         start = resumed_state(config, own_world, identity)
+        if opens_window(config):
+            ids = max(together(own_world, train.first_ids))
+            source = replace(source, ids_per_step=ids)
         mode = build.build_parallel(config, own_world, specs, model, source)
         run = OwnRun(
             config, own_world, run_dir, source, specs, mode, start,

@@ -125,7 +125,8 @@ class CacheConfig:
     bytes: int | None = None
     """Device bytes per rank for rows and their optimizer state."""
     lookahead: Any = "auto"
-    """L: steps known beyond the step being decided; `auto`: 8, or as many as memory holds."""
+    """L: steps known beyond the step being decided; `auto`: the largest of 8, 16, 32 and 64 whose
+    ids (8 bytes each, of L + P + 1 steps of a rank) take at most 64 MiB, or what memory holds."""
     prefetch: Any = "auto"
     """P: steps that movement may run ahead of training; `auto`: 1, or 0 where the slots are too
     few for the rows of two steps."""

@@ -392,6 +392,7 @@ class CachedParallel(Parallel):
         values |= {"stage_ms": took, "stage_hidden_ms": hidden}
         values |= self.load.summary(self.world, tables.placement, took, hidden)
         values["table_rows"] = sum(table.rows for table in specs)
+        values |= {"lookahead": self.settings.lookahead, "prefetch": self.settings.prefetch}
         values["inter_node_bytes"] = inter_node_bytes(self.world, self.counters)
         if self._hot_rows is not None:
             values["warm_start_rows"] = max(tables.warmed, 0)

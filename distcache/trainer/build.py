@@ -32,6 +32,7 @@ from distcache.trainer.plan_cache import (
     plan_cache,
     resolve_ahead,
     resolve_placement,
+    resolve_prefetch,
     with_state,
 )
 
@@ -266,7 +267,7 @@ def build_parallel(
             amp=config.trainer.amp,
         )
         return HybridParallel(world, spec, model)
-    config = with_state(config)
+    config = resolve_ahead(with_state(config), world, source, tables)
     seen = zlib.crc32(repr(sorted(source.identity.items())).encode())
     slots, popularity = (), None
     if config.parallel.mode == "data":
@@ -297,12 +298,12 @@ def cached_settings(
     """
     homes = world.size if placement.kind == SHARDED else 1
     held = [count * homes for count in slots]  # rows that the devices hold together
-    cache = resolve_ahead(config, world, source, tables, held).cache
+    cache = config.cache
     return CachedSettings(
         mode=config.parallel.mode,
         slots=tuple(slots),
         lookahead=cache.lookahead,
-        prefetch=cache.prefetch,
+        prefetch=resolve_prefetch(config, source, tables, held),
         policy=Policy.of(cache.policy, cache.tail, cache.half_life),
         reduction=cache.reduction,
         seed=config.trainer.seed,

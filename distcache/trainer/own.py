@@ -41,10 +41,12 @@ class OwnSource:
     """What the parts of a run ask of a source, for data that are drawn in order.
 
     Nothing is known of the data: whether a loader is the one of the checkpoint is its own affair.
+    `ids_per_step`: of the first batch of the rank that looks up most; None where nobody asked.
     """
 
     features: tuple[str, ...]
     table_rows: tuple[int, ...]
+    ids_per_step: int | None = None
     steps_per_epoch: None = None
     identity: Mapping[str, str] = field(default_factory=dict)
 

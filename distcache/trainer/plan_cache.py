@@ -26,7 +26,7 @@ from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
 from distcache.errors import ConfigError, MemoryTooSmallError
 from distcache.layout import RowLayout, TableSpec, group_tables
 from distcache.optim import row_update
-from distcache.planner.policy import Policy
+from distcache.planner.policy import WINDOWS, Policy, auto_lookahead
 from distcache.popularity.curve import top_rows
 from distcache.popularity.hot_cold import HotSet
 from distcache.popularity.slots import (
@@ -45,10 +45,12 @@ from distcache.trainer.measure import DensePart, measure
 # -----------------------------------------------------------------------------
 # How far to look and to move ahead: `cache.lookahead` and `cache.prefetch`, and their `auto`.
 
+log = logging.getLogger(__name__)
+
 AUTO = "auto"
-LOOKAHEAD, PREFETCH = 8, 1
-"""What `auto` takes where memory and slots allow it; deeper windows and moves changed little in
-`docs/results/planner.md` and `docs/results/step.md`."""
+PREFETCH = 1
+"""P that `auto` takes where memory and slots allow it; moving earlier changed little in
+`docs/results/step.md`."""
 
 _BETWEEN = 5
 """Steps beside those of L and P: one trains, two have plans and have not moved, one waits for its
@@ -64,44 +66,65 @@ _SHARE = 0.5
 
 def most_ahead(cache: CacheConfig) -> int:
     """No more batches than this are read before their step is run."""
-    lookahead = LOOKAHEAD if cache.lookahead == AUTO else cache.lookahead
+    lookahead = WINDOWS[-1] if cache.lookahead == AUTO else cache.lookahead
     prefetch = PREFETCH if cache.prefetch == AUTO else cache.prefetch
     return lookahead + 2 * prefetch + 16
 
 
-def step_bytes(source: Any, tables: Sequence[TableSpec], batch: int, world: World) -> int:
-    """About how many bytes one step of this rank takes while it is planned ahead.
+def opens_window(config: Config) -> bool:
+    """Whether `auto` asks how many ids a step has: elsewhere no window decides which rows leave."""
+    chosen = config.cache.lookahead == AUTO and config.parallel.mode == "data"
+    return chosen and config.cache.policy == "lookahead"
 
-    Bags whose sizes the source does not tell count as one id each.
+
+def ids_per_step(source: Any, tables: Sequence[TableSpec], batch: int, world_size: int) -> float:
+    """About how many ids a rank looks up in one step of `batch` samples over all ranks.
+
+    `source` tells them itself (`ids_per_step`, of a user's loader), or the mean size of its bags;
+    bags of unknown size count as one id each.
     """
+    if getattr(source, "ids_per_step", None):
+        return source.ids_per_step
     known = hasattr(source, "lookups_per_sample")
     ids = sum(
         source.lookups_per_sample(index) if known else len(table.features)
         for index, table in enumerate(tables)
     )
-    local = math.ceil(batch / world.size)
-    return round(local * (ids * _ID_BYTES + 4 * (getattr(source, "dense_features", 1) + 1)))
+    return math.ceil(batch / world_size) * ids
 
 
-def resolve_ahead(
-    config: Config, world: World, source: Any, tables: Sequence[TableSpec], slots: Sequence[int]
-) -> Config:
-    """`config` with numbers for `cache.lookahead` and `cache.prefetch`; called by all ranks.
+def step_bytes(source: Any, tables: Sequence[TableSpec], batch: int, world: World) -> int:
+    """About how many bytes one step of this rank takes while it is planned ahead."""
+    ids, local = ids_per_step(source, tables, batch, world.size), math.ceil(batch / world.size)
+    return round(ids * _ID_BYTES + local * 4 * (getattr(source, "dense_features", 1) + 1))
 
-    `slots`: C of each group (empty where none is limited). `auto` is lowered to what memory and
-    slots hold; raises MemoryTooSmallError, with the number that fits, where a given one does not.
+
+def resolve_ahead(config: Config, world: World, source: Any, tables: Sequence[TableSpec]) -> Config:
+    """`config` with a number for `cache.lookahead`; called by all ranks, which get the same.
+
+    `auto` is the largest window whose ids stay small, see `auto_lookahead`, or what memory holds;
+    then `cache.prefetch=auto` is 0 where memory holds no step more. Raises MemoryTooSmallError,
+    with the number that fits, where a given one does not.
     """
-    cache = config.cache
-    each = max(1, step_bytes(source, tables, config.data.global_batch_size, world))
-    room = min(together(world, lambda: _room(each, world)))
-    prefetch = cache.prefetch
-    if prefetch == AUTO:
-        fits = prefetch_that_slots_hold(source, tables, config, slots)
-        prefetch = max(0, min(PREFETCH, fits, room))
-    lookahead = cache.lookahead
+    cache, batch = config.cache, config.data.global_batch_size
+    each = max(1, step_bytes(source, tables, batch, world))
+    ids = ids_per_step(source, tables, batch, world.size)
+    seen = together(world, lambda: (_room(each, world), ids))
+    room, ids = min(found for found, _ in seen), max(found for _, found in seen)
+    lookahead, prefetch = cache.lookahead, cache.prefetch
+    if prefetch == AUTO and room < PREFETCH:
+        prefetch = 0
+    ahead = PREFETCH if prefetch == AUTO else prefetch
     if lookahead == AUTO:
-        lookahead = max(0, min(LOOKAHEAD, room - prefetch))
-    _check(cache, lookahead, prefetch, room, each)
+        wanted = auto_lookahead(ids, ahead) if opens_window(config) else WINDOWS[0]
+        left = max(0, room - ahead)
+        lookahead = max((w for w in WINDOWS if w <= min(wanted, left)), default=left)
+        if world.is_first:
+            log.info(
+                "cache.lookahead=auto is %d: a rank looks up about %s ids a step", lookahead,
+                f"{ids:,.0f}",
+            )  # fmt: skip
+    _check(cache, lookahead, ahead, room, each)
     return replace(config, cache=replace(cache, lookahead=lookahead, prefetch=prefetch))
 
 
@@ -135,11 +158,16 @@ def _check(cache: CacheConfig, lookahead: int, prefetch: int, room: int, each: i
     )
 
 
-def prefetch_that_slots_hold(
-    source: Any, tables: Sequence[TableSpec], config: Config, slots: Sequence[int]
+def resolve_prefetch(
+    config: Config, source: Any, tables: Sequence[TableSpec], slots: Sequence[int]
 ) -> int:
-    """The largest P whose P + 1 steps find all their distinct rows in slots at once, as expected
-    before training; more would move nothing earlier."""
+    """P; `auto` is at most the largest whose P + 1 steps find all their distinct rows in slots at
+    once, as expected before training: more would move nothing earlier.
+
+    `slots`: C of each group over all homes (empty where none is limited).
+    """
+    if config.cache.prefetch != AUTO:
+        return config.cache.prefetch
     if not slots or not hasattr(source, "expected_distinct"):
         return PREFETCH
     batch, most = config.data.global_batch_size, math.inf
@@ -149,7 +177,7 @@ def prefetch_that_slots_hold(
             for table in members
         )
         most = min(most, count / max(rows, 1.0))
-    return max(0, int(min(most, 64)) - 1)
+    return max(0, min(PREFETCH, int(most) - 1))
 
 
 # -----------------------------------------------------------------------------
@@ -302,8 +330,7 @@ class Window:
 
 def window_steps(cache: CacheConfig) -> int:
     """L + P + 1: the steps that are known when the first one is planned."""
-    window = LOOKAHEAD if cache.lookahead == AUTO else cache.lookahead
-    return 1 + window + (PREFETCH if cache.prefetch == AUTO else cache.prefetch)
+    return 1 + cache.lookahead + (PREFETCH if cache.prefetch == AUTO else cache.prefetch)
 
 
 def read_window(
@@ -362,8 +389,6 @@ def _by_use(
 
 # -----------------------------------------------------------------------------
 # Which placement is predicted to be the best for this run, on these ranks.
-
-log = logging.getLogger(__name__)
 
 _UNMEASURED = Link(1e10, 1e-5, "any")
 """Bytes do not depend on it."""
@@ -458,8 +483,8 @@ def choose(
     settings = Settings(
         tuple(known.slots),
         cache.state,
-        LOOKAHEAD if cache.lookahead == AUTO else cache.lookahead,
-        PREFETCH if cache.prefetch == AUTO else cache.prefetch,
+        cache.lookahead,
+        prefetch_of(config),
         itemsize=8 if config.trainer.dtype == "float64" else 4,
         dense_parameters=sum(math.prod(p.shape) for p in model.parameters()),
     )
