@@ -38,8 +38,12 @@ from distcache.embedding.ids import (
     table_specs,
 )
 from distcache.embedding.joining import Membership, has_group
-from distcache.embedding.placing import given_statistics
-from distcache.embedding.settings import CacheSettings, check_names, library_words
+from distcache.embedding.settings import (
+    CacheSettings,
+    check_names,
+    given_statistics,
+    library_words,
+)
 from distcache.embedding.step import CollectionTables, OpenStep
 from distcache.embedding.whole import Part, WholeTables
 from distcache.engine.lookup import to_device

@@ -28,8 +28,7 @@ from distcache.comm.link import PLANNING, host_link
 from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids
 from distcache.embedding.ids import Lookups, ReadIds, as_batch
-from distcache.embedding.placing import decide_rows
-from distcache.embedding.settings import CacheSettings, library_words
+from distcache.embedding.settings import CacheSettings, decide_rows, library_words
 from distcache.engine.groups import TableGroup
 from distcache.engine.movement import GroupRows
 from distcache.engine.step import (
@@ -400,7 +399,7 @@ class CollectionTables:
             placed = decide_rows(world, named, update, settings)
             engine = TableSettings(
                 slots=placed.slots,
-                lookahead=WINDOWS[0] if settings.lookahead == "auto" else settings.lookahead,
+                lookahead=settings.window,
                 prefetch=settings.prefetch,
                 policy=settings.policy_settings,
                 reduction=settings.reduction,
@@ -483,7 +482,9 @@ class CollectionTables:
         first = source.first()
         own = (0, 0) if first is None else first.sizes
         ids, kept = (max(sizes) for sizes in zip(*together(self.world, lambda: own), strict=True))
-        most = auto_lookahead(ids, prefetch)
+        # Where no window decides which rows leave, a deep one only keeps batches waiting.
+        by_window = self.settings.policy_settings.uses_window
+        most = auto_lookahead(ids, prefetch) if by_window else WINDOWS[0]
         held = [w for w in WINDOWS if w <= most and kept * (w + prefetch + 1) <= KEPT_BYTES]
         steps = max(held, default=WINDOWS[0])
         self.engine.look_ahead(steps)

@@ -193,8 +193,9 @@ def test_wrong_settings() -> None:
     for wrong, words in (
         ({"placement": "spread"}, "placement='spread'"),
         ({"placement": "mixed"}, "needs to know how often rows are looked up"),
-        ({"replicated_share": 0.5}, "is for placement='mixed'"),
-        ({"state": "home", "reduction": "native"}, "keeps sums at home"),
+        ({"replicated_share": 0.5}, "which rows placement=mixed replicates"),
+        ({"placement": "sharded", "reduction": "native"}, "placement=sharded sums them at"),
+        ({"state": "home", "reduction": "native"}, "state=home sums them at their homes"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore'"),
     ):
         with pytest.raises(ConfigError, match=words):
