@@ -46,7 +46,7 @@ from distcache.embedding.settings import (
 )
 from distcache.embedding.step import CollectionTables, OpenStep
 from distcache.embedding.whole import Part, WholeTables
-from distcache.engine.lookup import to_device
+from distcache.engine.gradients import to_device
 from distcache.engine.tracing import tracing
 from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
 from distcache.layout import TableSpec, group_tables

@@ -18,8 +18,7 @@ from distcache.data.batch import BatchSource
 from distcache.data.criteo import BatchSettings, CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.raw.settings import KAGGLE_ROWS
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
-from distcache.engine.groups import SHARDED, Placement
-from distcache.engine.room import warn_if_too_small
+from distcache.engine.groups import SHARDED, Placement, warn_if_too_small
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
 from distcache.models import build_model, initialise
