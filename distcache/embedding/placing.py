@@ -104,7 +104,7 @@ def _placement(
         return Placement()
     if settings.placement in (REPLICATED, SHARDED) or popularity is None:
         return Placement(settings.placement, settings.state)
-    known = Known(tables, slots, popularity.statistics, None)
+    known = Known(tables, slots, popularity.statistics)
 
     def choose() -> Placement:
         if settings.replicated_rows is not None:
@@ -129,8 +129,6 @@ def _cheapest(
     if settings.cluster is not None:
         cluster, objective = read_cluster(settings.cluster), "time"
         check_world(cluster, world.nodes.sizes)
-    if known.statistics is None:
-        raise RuntimeError("the settings ask for statistics")
     sources = counted_sources(known.statistics, [table.dim for table in tables])
     named = [replace(own, name=of.name) for own, of in zip(sources, tables, strict=True)]
     widths = [update.state_width(table.dim) for table in tables]

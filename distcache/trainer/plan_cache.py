@@ -37,7 +37,13 @@ from distcache.popularity.slots import (
     pinned_rows,
     statistics_of,
 )
-from distcache.popularity.statistics import Popularity, Statistics, check_fits, read_statistics
+from distcache.popularity.statistics import (
+    Popularity,
+    Statistics,
+    TableCounts,
+    check_fits,
+    read_statistics,
+)
 from distcache.store.memory import available_memory, describe_bytes
 from distcache.trace import rows_by_rank, source_groups
 from distcache.trainer.measure import DensePart, measure
@@ -316,16 +322,8 @@ def read_checked(
 # -----------------------------------------------------------------------------
 # The first batches of a run, read before it starts: which rows are hot, and what a step needs.
 
-
-@dataclass(frozen=True)
-class Window:
-    """Ids of a few global batches. `hottest`: for each table its ids that were seen, the most
-    frequent first, int64, and `uses`: how often each occurs; `rows`: for each group and step the
-    rows that each rank names, int64."""
-
-    hottest: tuple[np.ndarray, ...]
-    uses: tuple[np.ndarray, ...]
-    rows: tuple[list[list[np.ndarray]], ...]
+Rows = list[list[np.ndarray]]
+"""The rows of a group that each rank names in each step, int64."""
 
 
 def window_steps(cache: CacheConfig) -> int:
@@ -339,8 +337,9 @@ def read_window(
     steps: int,
     world_size: int,
     on_bad_id: str = "error",
-) -> Window:
-    """Read the first `steps` global training batches of `source`; on one rank alone.
+) -> tuple[Statistics, list[Rows]]:
+    """The first `steps` global training batches of `source`, counted by table, and the rows of each
+    group; on one rank alone.
 
     `on_bad_id`: what becomes of ids outside their tables, as in training. Raises ConfigError for a
     source that cannot be read before training; DataError for ids that training would refuse.
@@ -354,41 +353,34 @@ def read_window(
     if source.steps_per_epoch is not None:
         steps = min(steps, source.steps_per_epoch)
     groups, check = source_groups(source, tables), BatchCheck(tables, source.features, on_bad_id)
-    rows: list[list[list[np.ndarray]]] = [[] for _ in groups]
+    rows: list[Rows] = [[] for _ in groups]
+    samples = 0
     for step in range(steps):
         ids = check(source.train_batch(step, 0, 1)).ids
+        samples += ids.batch_size
         values, offsets = ids.values.numpy(), ids.offsets.numpy()
         for place, group in enumerate(groups):
             parts = rows_by_rank(group, values, offsets, ids.batch_size, world_size)
             rows[place].append(parts)
-    hottest: dict[int, np.ndarray] = {}
-    uses: dict[int, np.ndarray] = {}
+    counts: dict[int, TableCounts] = {}
     for members, of_group in zip(group_tables(tables), rows, strict=True):
-        layout = RowLayout([tables[table] for table in members], world_size)
-        found, counts = _by_use(of_group, layout)
-        hottest |= dict(zip(members, found, strict=True))
-        uses |= dict(zip(members, counts, strict=True))
-    places = range(len(tables))
-    ids, times = (tuple(of[place] for place in places) for of in (hottest, uses))
-    return Window(ids, times, tuple(rows))
-
-
-def _by_use(
-    rows: list[list[np.ndarray]], layout: RowLayout
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """For each table of a group the ids that occur, the most frequent first, and how often."""
-    flat = np.concatenate([part for parts in rows for part in parts])
-    seen, counts = np.unique(flat, return_counts=True)
-    hottest, uses = [], []
-    for place, (low, high) in enumerate(pairwise(np.searchsorted(seen, layout.offsets))):
-        order = np.argsort(-counts[low:high], kind="stable")
-        hottest.append(seen[low:high][order] - layout.offsets[place])
-        uses.append(counts[low:high][order])
-    return hottest, uses
+        flat = np.concatenate([part for parts in of_group for part in parts])
+        seen, times = np.unique(flat, return_counts=True)
+        offsets = RowLayout([tables[table] for table in members], world_size).offsets
+        cuts = pairwise(np.searchsorted(seen, offsets))
+        for table, first, (low, high) in zip(members, offsets, cuts, strict=False):
+            own, spec = times[low:high], tables[table]
+            counts[table] = TableCounts(
+                spec.name, spec.rows, int(own.sum()), len(own), own, seen[low:high] - first
+            )
+    found = tuple(counts[place] for place in range(len(tables)))
+    return Statistics(found, "", samples), rows
 
 
 # -----------------------------------------------------------------------------
-# Which placement is predicted to be the best for this run, on these ranks.
+# From the config to how cached rows lie over the ranks: `cache.placement` and its `auto`.
+
+AUTO_PLACEMENT = "auto"
 
 _UNMEASURED = Link(1e10, 1e-5, "any")
 """Bytes do not depend on it."""
@@ -397,117 +389,13 @@ _UNMEASURED = Link(1e10, 1e-5, "any")
 @dataclass(frozen=True)
 class Known:
     """What is known before training: the `tables`, their C slots by group, and the use of rows, by
-    `statistics` of the tables, in order, or else by the first batches."""
+    `statistics` of the tables, in order. `window`: the rows of the first batches by group, where
+    these are what was counted."""
 
     tables: Sequence[TableSpec]
     slots: Sequence[int]
-    statistics: Statistics | None
-    window: Window | None
-
-
-def measured_cluster(
-    config: Config,
-    world: World,
-    tables: Sequence[TableSpec],
-    model: nn.Module,
-    features: int | None,
-) -> Cluster:
-    """The links and the speed of these ranks, timed where `cache.objective` is `time`; all call it.
-
-    `features`: dense ones, None where that is not known. The model and the state of random numbers
-    are left as they are. With `cache.cluster` nothing is timed; raises ConfigError where that
-    describes other ranks, and where the model would be timed and `features` is None.
-    """
-    if config.cache.cluster is not None:
-        return _described(config.cache.cluster, world)
-    if config.cache.objective != "time":
-        return Cluster(world.size, _UNMEASURED, _UNMEASURED)
-    if features is None:
-        raise ConfigError(
-            f"cache.placement={config.cache.placement} with cache.objective=time runs the dense "
-            "model to time it, and how many dense features it takes is not known of batches that "
-            "are read once: give cache.cluster=<cluster.json of distcache.plan>, "
-            "cache.objective=bytes, or a placement with its replicated rows"
-        )
-    update = row_update(config.optim.name, 0.0)
-    widest = max(table.dim for table in tables)
-    width = sum(table.dim * len(table.features) for table in tables)
-    batch = max(1, config.data.global_batch_size // world.size)
-    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
-        own = copy.deepcopy(model).to(world.device, torch.float32)
-        return measure(world, widest, update, DensePart(own, features, width, batch)).cluster(world)
-
-
-def _described(path: str, world: World) -> Cluster:
-    """The cluster of a file as rank 0 reads it; raises ConfigError on all ranks."""
-
-    def read() -> Cluster | None:
-        if not world.is_first:
-            return None
-        found = read_cluster(path)
-        try:
-            check_world(found, world.nodes.sizes)
-        except ConfigError as error:
-            raise ConfigError(f"cache.cluster={path}: {error}") from error
-        return found
-
-    found = together(world, read)[0]
-    if found is None:
-        raise RuntimeError("rank 0 reads the cluster")
-    return found
-
-
-def demand_of(config: Config, world: World, known: Known, local_ranks: int) -> Demand:
-    """What a step needs, from the statistics, or from the window; `local_ranks` on each node."""
-    tables, update = known.tables, row_update(config.optim.name, 0.0)
-    batch = config.data.global_batch_size / world.size
-    if known.statistics is not None:
-        sources = counted_sources(known.statistics, [table.dim for table in tables])
-        named = [replace(own, name=of.name) for own, of in zip(sources, tables, strict=True)]
-        widths = [update.state_width(table.dim) for table in tables]
-        return demand_at(named, widths, batch, world.size, local_ranks)
-    if known.window is None:
-        raise RuntimeError("neither statistics nor a window")
-    windows = []
-    for members, rows in zip(group_tables(tables), known.window.rows, strict=True):
-        layout = RowLayout([tables[table] for table in members], world.size)
-        windows.append(GroupWindow(layout, rows, update.state_width(layout.dim)))
-    return demand_of_window(windows, batch, local_ranks)
-
-
-def choose(
-    config: Config, world: World, known: Known, cluster: Cluster, model: nn.Module
-) -> Choice:
-    """The placement that `cache.objective` makes best; of `cache.placement=mixed`, the best K."""
-    cache = config.cache
-    settings = Settings(
-        tuple(known.slots),
-        cache.state,
-        cache.lookahead,
-        prefetch_of(config),
-        itemsize=8 if config.trainer.dtype == "float64" else 4,
-        dense_parameters=sum(math.prod(p.shape) for p in model.parameters()),
-    )
-    demand = demand_of(config, world, known, cluster.local_ranks)
-    if cache.placement != "mixed":
-        return choose_placement(demand, cluster, settings, cache.objective)
-    best = best_mixed(demand, cluster, settings, cache.objective)
-    if best is None:
-        return choose_placement(demand, cluster, settings, cache.objective)
-    if best.refused is not None:
-        log.warning(
-            "cache.placement=mixed: even with the best rows to replicate, %s; a step that does not "
-            "fit is refused. cache.placement=sharded has all slots for its rows",
-            best.refused,
-        )
-    why = f"the best rows to replicate, by {cache.objective}"
-    return Choice("mixed", best.replicated_rows, cache.state, (best,), why)
-
-
-# -----------------------------------------------------------------------------
-# From the config to how cached rows lie over the ranks: `cache.placement` and its `auto`.
-
-AUTO_PLACEMENT = "auto"
+    statistics: Statistics
+    window: list[Rows] | None = None
 
 
 def resolve_placement(
@@ -532,47 +420,132 @@ def resolve_placement(
     if cache.placement in (REPLICATED, SHARDED):
         return Placement(cache.placement, cache.state)
     tables, slots, statistics = known
+    given = cache.replicated_rows is not None or cache.replicated_share is not None
     cluster = None
-    if _is_open(cache):
+    if cache.placement == AUTO_PLACEMENT or not given:  # a prediction decides something
         features = getattr(source, "dense_features", None)  # which `distcache.fit` is not told
         cluster = measured_cluster(config, world, tables, model, features)
 
-    def on_first() -> Placement | None:
+    def decide() -> Placement | None:
         if not world.is_first:
             return None
-        window = None
-        if statistics is None:
-            bad = config.data.on_bad_id
-            window = read_window(source, tables, window_steps(cache), world.size, bad)
-        facts = Known(tables, slots, statistics, window)
-        kind, counts = _kind_and_counts(config, world, facts, cluster, model)
-        return placed(cache.state, kind, counts, facts)
+        if statistics is not None:
+            facts = Known(tables, slots, statistics)
+        else:
+            bad, steps = config.data.on_bad_id, window_steps(cache)
+            facts = Known(tables, slots, *read_window(source, tables, steps, world.size, bad))
+        return _decided(config, world, facts, cluster, model)
 
-    decided = together(world, on_first)[0]
+    decided = together(world, decide)[0]
     if decided is None:
         raise RuntimeError("rank 0 decides the placement")
     return decided
 
 
-def _is_open(cache: CacheConfig) -> bool:
-    """Whether a prediction decides something."""
-    given = cache.replicated_rows is not None or cache.replicated_share is not None
-    return cache.placement == AUTO_PLACEMENT or not given
-
-
-def _kind_and_counts(
-    config: Config, world: World, known: Known, cluster: Cluster | None, model: nn.Module
-) -> tuple[str, list[int]]:
-    """The placement, and how many rows of each table it replicates."""
-    cache, tables = config.cache, known.tables
+def _decided(
+    config: Config, world: World, facts: Known, cluster: Cluster | None, model: nn.Module
+) -> Placement:
+    """The placement and its replicated rows, by prediction where there is a `cluster`."""
+    cache, tables = config.cache, facts.tables
     if cluster is not None:
-        choice = choose(config, world, known, cluster, model)
+        choice = choose(config, world, facts, cluster, model)
         chosen = "" if cache.placement == choice.placement else f" is {choice.placement}"
         log.info("cache.placement=%s%s: %s", cache.placement, chosen, choice.why)
-        return choice.placement, [choice.replicated_rows.get(table.name, 0) for table in tables]
+        counts = [choice.replicated_rows.get(table.name, 0) for table in tables]
+        return placed(cache.state, choice.placement, counts, facts)
     if cache.replicated_rows is not None:
-        return MIXED, replicated_counts(cache.replicated_rows, tables)
-    return MIXED, rows_of_share(cache.replicated_share or 0.0, known)
+        counts = replicated_counts(cache.replicated_rows, tables)
+    else:
+        counts = rows_of_share(cache.replicated_share or 0.0, facts)
+    return placed(cache.state, MIXED, counts, facts)
+
+
+def measured_cluster(
+    config: Config,
+    world: World,
+    tables: Sequence[TableSpec],
+    model: nn.Module,
+    features: int | None,
+) -> Cluster:
+    """The links and the speed of these ranks, timed where `cache.objective` is `time`; all call it.
+
+    `features`: dense ones, None where that is not known. The model and the state of random numbers
+    are left as they are. With `cache.cluster` nothing is timed; raises ConfigError where that
+    describes other ranks, and where the model would be timed and `features` is None.
+    """
+    path = config.cache.cluster
+    if path is not None:
+
+        def described() -> Cluster:
+            found = read_cluster(path)
+            try:
+                check_world(found, world.nodes.sizes)
+            except ConfigError as error:
+                raise ConfigError(f"cache.cluster={path}: {error}") from error
+            return found
+
+        return on_first(world, described)
+    if config.cache.objective != "time":
+        return Cluster(world.size, _UNMEASURED, _UNMEASURED)
+    if features is None:
+        raise ConfigError(
+            f"cache.placement={config.cache.placement} with cache.objective=time runs the dense "
+            "model to time it, and how many dense features it takes is not known of batches that "
+            "are read once: give cache.cluster=<cluster.json of distcache.plan>, "
+            "cache.objective=bytes, or a placement with its replicated rows"
+        )
+    update = row_update(config.optim.name, 0.0)
+    widest = max(table.dim for table in tables)
+    width = sum(table.dim * len(table.features) for table in tables)
+    batch = max(1, config.data.global_batch_size // world.size)
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+        own = copy.deepcopy(model).to(world.device, torch.float32)
+        return measure(world, widest, update, DensePart(own, features, width, batch)).cluster(world)
+
+
+def demand_of(config: Config, world: World, known: Known, local_ranks: int) -> Demand:
+    """What a step needs, from the statistics, or from the window; `local_ranks` on each node."""
+    tables, update = known.tables, row_update(config.optim.name, 0.0)
+    batch = config.data.global_batch_size / world.size
+    if known.window is None:
+        sources = counted_sources(known.statistics, [table.dim for table in tables])
+        named = [replace(own, name=of.name) for own, of in zip(sources, tables, strict=True)]
+        widths = [update.state_width(table.dim) for table in tables]
+        return demand_at(named, widths, batch, world.size, local_ranks)
+    windows = []
+    for members, rows in zip(group_tables(tables), known.window, strict=True):
+        layout = RowLayout([tables[table] for table in members], world.size)
+        windows.append(GroupWindow(layout, rows, update.state_width(layout.dim)))
+    return demand_of_window(windows, batch, local_ranks)
+
+
+def choose(
+    config: Config, world: World, known: Known, cluster: Cluster, model: nn.Module
+) -> Choice:
+    """The placement that `cache.objective` makes best; of `cache.placement=mixed`, the best K."""
+    cache = config.cache
+    settings = Settings(
+        tuple(known.slots),
+        cache.state,
+        cache.lookahead,
+        prefetch_of(config),
+        itemsize=8 if config.trainer.dtype == "float64" else 4,
+        dense_parameters=sum(math.prod(p.shape) for p in model.parameters()),
+    )
+    demand = demand_of(config, world, known, cluster.local_ranks)
+    best = None
+    if cache.placement == MIXED:
+        best = best_mixed(demand, cluster, settings, cache.objective)
+    if best is None:
+        return choose_placement(demand, cluster, settings, cache.objective)
+    if best.refused is not None:
+        log.warning(
+            "cache.placement=mixed: even with the best rows to replicate, %s; a step that does not "
+            "fit is refused. cache.placement=sharded has all slots for its rows",
+            best.refused,
+        )
+    why = f"the best rows to replicate, by {cache.objective}"
+    return Choice("mixed", best.replicated_rows, cache.state, (best,), why)
 
 
 def replicated_counts(rows: Mapping[str, Any], tables: Sequence[TableSpec]) -> list[int]:
@@ -598,40 +571,22 @@ def replicated_counts(rows: Mapping[str, Any], tables: Sequence[TableSpec]) -> l
 def rows_of_share(share: float, known: Known) -> list[int]:
     """How many rows of each table are among the most frequent `share` of all rows."""
     wanted = max(1, round(share * sum(table.rows for table in known.tables)))
-    if known.statistics is not None:
-        found = [table.histogram() for table in known.statistics.tables]
-    else:  # each row by itself
-        uses = () if known.window is None else known.window.uses
-        found = [(own, np.ones(len(own))) for own in uses]
-    counts, rows = zip(*found, strict=True)
+    counts, rows = zip(*(table.histogram() for table in known.statistics.tables), strict=True)
     return [int(count) for count in top_rows(counts, rows, wanted)]
-
-
-def _hottest(known: Known) -> list[np.ndarray]:
-    """The ids of each table that were looked up, the most frequent first."""
-    if known.statistics is not None:
-        return [table.order for table in known.statistics.tables]
-    return [] if known.window is None else list(known.window.hottest)
 
 
 def placed(state: str, kind: str, counts: Sequence[int], known: Known) -> Placement:
     """The placement with its hot rows: the most frequent `counts` of each table, then any."""
     if kind != MIXED:
         return Placement(kind, state)
-    hot = tuple(
-        np.sort(_filled(ids, count, table.rows))
-        for ids, count, table in zip(_hottest(known), counts, known.tables, strict=True)
-    )
+    hot = []
+    for table, count in zip(known.statistics.tables, counts, strict=True):
+        ids = table.hottest(count).astype(np.int64)
+        if len(ids) < count:  # fewer were looked up: then others, from 0 on
+            others = np.setdiff1d(np.arange(min(table.rows, count + len(ids))), ids)
+            ids = np.concatenate((ids, others[: count - len(ids)]))
+        hot.append(np.sort(ids))
     digest = hashlib.sha256(b"".join(ids.tobytes() for ids in hot)).hexdigest()[:16]
     total = sum(table.rows for table in known.tables)
     log.info("replicated rows: %d of %d", sum(map(len, hot)), total)
-    return Placement(MIXED, state, hot, digest)
-
-
-def _filled(ids: np.ndarray, count: int, rows: int) -> np.ndarray:
-    """The first `count` of `ids`; where there are fewer, then others from 0 on, below `rows`."""
-    chosen = ids[:count].astype(np.int64)
-    if len(chosen) == count:
-        return chosen
-    others = np.setdiff1d(np.arange(min(rows, count + len(ids))), ids, assume_unique=False)
-    return np.concatenate((chosen, others[: count - len(chosen)]))
+    return Placement(MIXED, state, tuple(hot), digest)
