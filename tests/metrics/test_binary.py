@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from distcache.trainer.evaluate import auc, log_loss, normalized_entropy
+from distcache.trainer.record import auc, log_loss, normalized_entropy
 
 
 def auc_by_pairs(scores, labels):

@@ -8,7 +8,7 @@ import torch
 from ranks import run_ranks
 
 from distcache.comm.world import close_world, open_world
-from distcache.trainer.evaluate import Evaluation, measure
+from distcache.trainer.record import Evaluation, measure
 
 LENGTHS = [[3, 0, 7], [0, 0, 0], [11, 1, 0]]
 """Samples of each batch by rank; rank 1 of three has none at all."""

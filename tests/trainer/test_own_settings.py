@@ -14,7 +14,7 @@ from scenarios import SmallNet
 import distcache
 from distcache.config.keys import flat_settings
 from distcache.errors import ConfigError, StepTooLargeError
-from distcache.trainer.own import own_config
+from distcache.fitting import own_config
 
 
 def test_wrong_settings_are_named(tmp_path):
@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_named(tmp_path):
 def test_torchrec_configs_are_tables():
     from torchrec import EmbeddingBagConfig, PoolingType
 
-    from distcache.trainer.own import table_specs
+    from distcache.fitting import table_specs
 
     config = EmbeddingBagConfig(
         name="t", embedding_dim=8, num_embeddings=50, feature_names=["a"], pooling=PoolingType.MEAN

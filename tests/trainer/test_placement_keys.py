@@ -20,9 +20,9 @@ from distcache.config.checks import check
 from distcache.cost.cluster import Cluster, Compute, Link, read_cluster, write_cluster
 from distcache.engine.groups import Placement
 from distcache.errors import ConfigError, DataError
+from distcache.fitting import OwnSource
 from distcache.layout import TableSpec
 from distcache.trainer.build import build_source, build_tables
-from distcache.trainer.own import OwnSource
 from distcache.trainer.plan_cache import (
     Known,
     choose,
