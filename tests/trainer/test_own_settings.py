@@ -46,6 +46,10 @@ def test_wrong_settings_are_named(tmp_path):
         ({"settings": {"cache.split": "by_curve"}}, r"cache.split=by_curve .* give settings"),
         ({"settings": {"cache.policy": "static"}}, r"cache.policy=static .* give settings"),
         ({"settings": {"trainer.eval_every": 3}}, "there is no eval_loader"),
+        (
+            {"settings": {"data.batching": "hot_cold", "cache.statistics": "x"}},
+            "batches of your own loader",
+        ),
         ({"settings": {"trainer.resume": str(tmp_path / "no")}}, "is no folder"),
         ({"epochs": 0}, "epochs=0"),
     ):
