@@ -14,7 +14,7 @@ from typing import Any
 from distcache.config import rules_of
 from distcache.config.tree import CacheConfig, Config, DataConfig, ModelConfig, OptimConfig
 from distcache.errors import ConfigError
-from distcache.planner.policy import Policy
+from distcache.planner.victims import Policy
 from distcache.versions import require_hybrid
 
 # -----------------------------------------------------------------------------
@@ -331,7 +331,7 @@ def _check_batching(config: Config) -> None:
 _HOW = "give cache.statistics=<folder of python -m distcache.analyze or preprocess>"
 
 
-def _check_cache(cache: CacheConfig) -> None:
+def check_cache(cache: CacheConfig) -> None:
     sizes = {"rows": cache.rows, "ratio": cache.ratio, "bytes": cache.bytes}
     given = [f"cache.{name}={value}" for name, value in sizes.items() if value is not None]
     if len(given) > 1:
@@ -462,7 +462,7 @@ def check_own(config: Config, local_size: int) -> None:
 def _check_parts(config: Config, local_size: int) -> str:
     """What does not depend on whose the data and the model are; the device type, see below."""
     _check_batching(config)
-    _check_cache(config.cache)
+    check_cache(config.cache)
     _check_optim(config.optim)
     trainer = config.trainer
     refuse(

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from distcache.config import choice, counted, least, only_of
-from distcache.planner.policy import POLICIES, TAILS
+from distcache.planner.victims import POLICIES, TAILS
 
 
 @dataclass

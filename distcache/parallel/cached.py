@@ -119,7 +119,7 @@ class CachedParallel(Parallel):
         update = row_update(optimizer.name, 0.0, *spec)
         self.tables = CachedTables(world, tables, features, update, settings, popularity, check)
         self.dense_optimizer = dense_optimizer(self.model.parameters(), optimizer.name, 0.0, *spec)
-        self.dense = DenseGradients(self.model.parameters(), self.link)
+        self.dense = DenseGradients(self.model, link=self.link)
         delay = settings.result_delay
         self.result_delay = _DELAY * self.streams.asynchronous if delay is None else delay
         self._control = ControlRing(self.link, self.streams, self.result_delay)

@@ -19,15 +19,14 @@ from distcache.data.batch import BatchSource
 from distcache.data.criteo import BatchSettings, CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.raw.settings import KAGGLE_ROWS
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
-from distcache.engine.groups import SHARDED
-from distcache.engine.room import warn_if_too_small
+from distcache.engine.groups import SHARDED, warn_if_too_small
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
 from distcache.models import build_model, initialise
 from distcache.optim import LearningRate
 from distcache.parallel.base import OptimizerSpec, Parallel
 from distcache.parallel.cached import CachedParallel, CachedSettings
-from distcache.planner.policy import Policy
+from distcache.planner.victims import Policy
 from distcache.trainer.plan_cache import (
     of_all_homes,
     plan_cache,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,22 +18,29 @@ from distcache.comm.agreement import on_first, together
 from distcache.comm.world import World
 from distcache.config.tree import CacheConfig, Config
 from distcache.cost.cluster import Cluster, Link, check_world, read_cluster
-from distcache.cost.demand import Demand, GroupWindow, counted_sources, demand_at, demand_of_window
-from distcache.cost.predict import Choice, Settings, best_mixed, choose_placement
+from distcache.cost.demand import Demand, GroupWindow, demand_of_window
+from distcache.cost.predict import Choice, Settings
 from distcache.data.batch import BatchCheck, BatchSource
+from distcache.engine import placing
 from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
+from distcache.engine.placing import (
+    Known,
+    Rows,
+    cheapest,
+    counted_demand,
+    placed,
+    replicated_counts,
+    rows_of_share,
+)
 from distcache.errors import ConfigError, MemoryTooSmallError
 from distcache.layout import RowLayout, TableSpec, group_tables
 from distcache.optim import row_update
-from distcache.planner.policy import WINDOWS, Policy, auto_lookahead
-from distcache.popularity.curve import top_rows
+from distcache.planner.victims import WINDOWS, Policy, auto_lookahead
 from distcache.popularity.hot_cold import HotSet
 from distcache.popularity.slots import (
     Budget,
     Use,
     decide,
-    likeliest_rows,
-    pinned_rows,
     statistics_of,
 )
 from distcache.popularity.statistics import (
@@ -246,16 +252,7 @@ def of_all_homes(
     given = not isinstance(config.cache.split, str) or getattr(source, "hot", None) is not None
     if popularity is None or given or world.size == 1:
         return popularity
-    known, pinned = popularity.statistics, popularity.pinned_rows
-    budget, held = budget_of(config, 0, world.size), [count * world.size for count in slots]
-    steps = prefetch_of(config) + 1
-
-    def rows() -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        hot = likeliest_rows(tables, held, known, budget)
-        return hot, None if pinned is None else pinned_rows(tables, held, known, budget, steps)
-
-    hot, pinned = on_first(world, rows)
-    return replace(popularity, hot_rows=hot, pinned_rows=pinned)
+    return placing.of_all_homes(world, tables, budget_of(config, 0, world.size), slots, popularity)
 
 
 def prefetch_of(config: Config) -> int:
@@ -322,9 +319,6 @@ def read_checked(
 # -----------------------------------------------------------------------------
 # The first batches of a run, read before it starts: which rows are hot, and what a step needs.
 
-Rows = list[list[np.ndarray]]
-"""The rows of a group that each rank names in each step, int64."""
-
 
 def window_steps(cache: CacheConfig) -> int:
     """L + P + 1: the steps that are known when the first one is planned."""
@@ -384,18 +378,6 @@ AUTO_PLACEMENT = "auto"
 
 _UNMEASURED = Link(1e10, 1e-5, "any")
 """Bytes do not depend on it."""
-
-
-@dataclass(frozen=True)
-class Known:
-    """What is known before training: the `tables`, their C slots by group, and the use of rows, by
-    `statistics` of the tables, in order. `window`: the rows of the first batches by group, where
-    these are what was counted."""
-
-    tables: Sequence[TableSpec]
-    slots: Sequence[int]
-    statistics: Statistics
-    window: list[Rows] | None = None
 
 
 def resolve_placement(
@@ -508,10 +490,7 @@ def demand_of(config: Config, world: World, known: Known, local_ranks: int) -> D
     tables, update = known.tables, row_update(config.optim.name, 0.0)
     batch = config.data.global_batch_size / world.size
     if known.window is None:
-        sources = counted_sources(known.statistics, [table.dim for table in tables])
-        named = [replace(own, name=of.name) for own, of in zip(sources, tables, strict=True)]
-        widths = [update.state_width(table.dim) for table in tables]
-        return demand_at(named, widths, batch, world.size, local_ranks)
+        return counted_demand(known, update, batch, world.size, local_ranks)
     windows = []
     for members, rows in zip(group_tables(tables), known.window, strict=True):
         layout = RowLayout([tables[table] for table in members], world.size)
@@ -533,60 +512,4 @@ def choose(
         dense_parameters=sum(math.prod(p.shape) for p in model.parameters()),
     )
     demand = demand_of(config, world, known, cluster.local_ranks)
-    best = None
-    if cache.placement == MIXED:
-        best = best_mixed(demand, cluster, settings, cache.objective)
-    if best is None:
-        return choose_placement(demand, cluster, settings, cache.objective)
-    if best.refused is not None:
-        log.warning(
-            "cache.placement=mixed: even with the best rows to replicate, %s; a step that does not "
-            "fit is refused. cache.placement=sharded has all slots for its rows",
-            best.refused,
-        )
-    why = f"the best rows to replicate, by {cache.objective}"
-    return Choice("mixed", best.replicated_rows, cache.state, (best,), why)
-
-
-def replicated_counts(rows: Mapping[str, Any], tables: Sequence[TableSpec]) -> list[int]:
-    """K of each table, from `cache.replicated_rows`; 0 for those that it does not name.
-
-    Raises ConfigError for a table that there is not, or more rows than a table has.
-    """
-    sizes = {table.name: table.rows for table in tables}
-    for name, count in rows.items():
-        if name not in sizes:
-            shown = ", ".join(list(sizes)[:20]) + (", ..." if len(sizes) > 20 else "")
-            raise ConfigError(
-                f"cache.replicated_rows: {name}={count} names no table: choose from {shown}"
-            )
-        if count > sizes[name]:
-            raise ConfigError(
-                f"cache.replicated_rows: {name}={count}, but the table has {sizes[name]} rows: "
-                f"give at most {sizes[name]}"
-            )
-    return [int(rows.get(table.name, 0)) for table in tables]
-
-
-def rows_of_share(share: float, known: Known) -> list[int]:
-    """How many rows of each table are among the most frequent `share` of all rows."""
-    wanted = max(1, round(share * sum(table.rows for table in known.tables)))
-    counts, rows = zip(*(table.histogram() for table in known.statistics.tables), strict=True)
-    return [int(count) for count in top_rows(counts, rows, wanted)]
-
-
-def placed(state: str, kind: str, counts: Sequence[int], known: Known) -> Placement:
-    """The placement with its hot rows: the most frequent `counts` of each table, then any."""
-    if kind != MIXED:
-        return Placement(kind, state)
-    hot = []
-    for table, count in zip(known.statistics.tables, counts, strict=True):
-        ids = table.hottest(count).astype(np.int64)
-        if len(ids) < count:  # fewer were looked up: then others, from 0 on
-            others = np.setdiff1d(np.arange(min(table.rows, count + len(ids))), ids)
-            ids = np.concatenate((ids, others[: count - len(ids)]))
-        hot.append(np.sort(ids))
-    digest = hashlib.sha256(b"".join(ids.tobytes() for ids in hot)).hexdigest()[:16]
-    total = sum(table.rows for table in known.tables)
-    log.info("replicated rows: %d of %d", sum(map(len, hot)), total)
-    return Placement(MIXED, state, tuple(hot), digest)
+    return cheapest(cache.placement, demand, cluster, settings, cache.objective)

@@ -18,7 +18,7 @@ from distcache.config.checks import check, check_values
 from distcache.config.keys import without_use
 from distcache.config.tree import CacheConfig, Config
 from distcache.errors import ConfigError
-from distcache.planner.policy import DEFAULT, Policy
+from distcache.planner.victims import DEFAULT, Policy
 
 PARQUET = "data=parquet data.id_columns=[a,b] data.table_rows=[5,6] "
 
