@@ -260,17 +260,12 @@ def prefetch_of(config: Config) -> int:
     return PREFETCH if config.cache.prefetch == AUTO else config.cache.prefetch
 
 
-def state_widths(config: Config, tables: Sequence[TableSpec]) -> list[int]:
-    """S of each table's rows."""
-    update = row_update(config.optim.name, 0.0)
-    return [update.state_width(table.dim) for table in tables]
-
-
 def slot_state(config: Config, tables: Sequence[TableSpec], world_size: int) -> list[int]:
     """Floats of state that a slot of each table takes on one of so many ranks: S, or a share of it
     where rows are on every rank and their homes keep the state."""
     homes = world_size if shares_state(config) else 1
-    return [-(-width // homes) for width in state_widths(config, tables)]
+    update = row_update(config.optim.name, 0.0)
+    return [-(-update.state_width(table.dim) // homes) for table in tables]
 
 
 def shares_state(config: Config) -> bool:

@@ -163,55 +163,17 @@ def measure(logits: np.ndarray, labels: np.ndarray) -> EvalResult:
 # What a run writes about itself: `metrics.jsonl`, a line at a time, and `summary.json`.
 
 SUMMARY_KEYS = (
-    "mode",
-    "world_size",
-    "first_step",
-    "steps",
-    "global_batch_size",
-    "final_loss",
-    "eval_auc",
-    "eval_logloss",
-    "eval_ne",
-    "samples_per_second",
-    "step_ms",
-    "stage_ms",
-    "stage_hidden_ms",
-    "hit_rate",
-    "hit_rate_lookups",
-    "rows_fetched",
-    "rows_written_back",
-    "warm_start_rows",
-    "hot_rows_by_table",
-    "host_to_device_bytes",
-    "device_to_host_bytes",
-    "collective_bytes",
-    "dense_collective_bytes",
-    "planning_bytes",
-    "inter_node_bytes",
-    "peak_device_bytes",
-    "embedding_device_bytes",
-    "cache_rows",
-    "lookahead",
-    "prefetch",
-    "placement",
-    "cache_state",
-    "home_rows_mean",
-    "home_rows_max",
-    "early_rows",
-    "exchange_ms",
-    "exchange_hidden",
-    "hot_samples",
-    "phase_rate",
-    "hot_steps",
-    "cold_steps",
-    "hot_rows_fetched",
-    "cold_rows_fetched",
-    "hot_host_bytes",
-    "cold_host_bytes",
-    "table_rows",
-    "loss_digest",
+    "mode", "world_size", "first_step", "steps", "global_batch_size", "final_loss", "eval_auc",
+    "eval_logloss", "eval_ne", "samples_per_second", "step_ms", "stage_ms", "stage_hidden_ms",
+    "hit_rate", "hit_rate_lookups", "rows_fetched", "rows_written_back", "warm_start_rows",
+    "hot_rows_by_table", "host_to_device_bytes", "device_to_host_bytes", "collective_bytes",
+    "dense_collective_bytes", "planning_bytes", "inter_node_bytes", "peak_device_bytes",
+    "embedding_device_bytes", "cache_rows", "lookahead", "prefetch", "placement", "cache_state",
+    "home_rows_mean", "home_rows_max", "early_rows", "exchange_ms", "exchange_hidden",
+    "hot_samples", "phase_rate", "hot_steps", "cold_steps", "hot_rows_fetched",
+    "cold_rows_fetched", "hot_host_bytes", "cold_host_bytes", "table_rows", "loss_digest",
     "state_digest",
-)
+)  # fmt: skip
 """The keys of `summary.json`, in order, in every mode."""
 
 
@@ -237,23 +199,6 @@ def write_json(path: Path, value: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
-
-
-class MetricsFile:
-    """`metrics.jsonl`: one JSON object per line, on disk as soon as it is written."""
-
-    def __init__(self, path: Path, append: bool) -> None:
-        """Open `path`; `append` keeps the lines of the run that is resumed in its own folder."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a" if append else "w", encoding="utf-8", buffering=1)
-
-    def write(self, **values: Any) -> None:
-        """Add one line."""
-        self._file.write(json.dumps(plain(values), allow_nan=False) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 # -----------------------------------------------------------------------------
@@ -314,7 +259,11 @@ class Progress:
 
         The file is begun anew, unless steps that another process did are in it.
         """
-        self._file = MetricsFile(path, append=schedule.first_step > 0) if path else None
+        self._file = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            mode = "a" if schedule.first_step > 0 else "w"
+            self._file = path.open(mode, encoding="utf-8", buffering=1)  # a line at a time
         self._steps, self._log_every = schedule.steps, max(log_every, 1)
 
     def __enter__(self) -> Progress:
@@ -342,7 +291,7 @@ class Progress:
             return
         interval_s, rate = times.lap()
         live = mode.progress()
-        self._file.write(
+        self._write(
             step=done,
             epoch=epoch,
             loss=result.loss,
@@ -364,6 +313,10 @@ class Progress:
         if live.get("stage_ms"):
             logger.info("%s", stages(live["stage_ms"], live["stage_hidden_ms"]))
 
+    def _write(self, **values: Any) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(plain(values), allow_nan=False) + "\n")
+
     def _done(self, done: int) -> str:
         """`done` of how many steps, where that is known."""
         return f"{done:,}" if self._steps is None else f"{done:,}/{self._steps:,}"
@@ -379,7 +332,7 @@ class Progress:
             return
         values = {"eval_auc": result.auc, "eval_logloss": result.logloss, "eval_ne": result.ne}
         rate = {} if phase is None else {"phase_rate": phase.rate}
-        self._file.write(step=done, **values, **rate)
+        self._write(step=done, **values, **rate)
         shown = ("none" if value is None else f"{value:.6f}" for value in values.values())
         logger.info(
             "step %s  AUC %s  log loss %s  NE %s  on %s held-out samples",

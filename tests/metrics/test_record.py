@@ -16,8 +16,8 @@ from ranks import run_ranks
 from distcache.comm.world import close_world, open_world
 from distcache.parallel.base import StepResult
 from distcache.trainer.record import (
+    EvalResult,
     Evaluation,
-    MetricsFile,
     Progress,
     StepTimes,
     auc,
@@ -129,14 +129,14 @@ def test_json_is_strict_and_whole(tmp_path):
     assert plain({1: (np.float32("nan"), np.int64(3))}) == {"1": [None, 3]}
 
 
-def test_metrics_file_appends_or_begins_anew(tmp_path):
-    path = tmp_path / "run" / "metrics.jsonl"
-    for append, expected in ((False, [1]), (True, [1, 2]), (False, [3])):
-        file = MetricsFile(path, append)
-        file.write(step=expected[-1])
-        lines = path.read_text().splitlines()  # readable before it is closed
-        file.close()
-        assert [json.loads(line)["step"] for line in lines] == expected
+def test_metrics_of_a_resumed_run_are_added(tmp_path):
+    path, result = tmp_path / "run" / "metrics.jsonl", EvalResult(0.5, math.nan, None, 3)
+    for first, expected in ((0, [1]), (1, [1, 2]), (0, [3])):
+        with Progress(path, Schedule(first, 9, None, 1), 1) as report:
+            report.evaluation(expected[-1], result)
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [line["step"] for line in lines] == expected  # readable before it is closed
+        assert lines[0]["eval_logloss"] is None
 
 
 def test_times_leave_out_the_first_ten_steps():
