@@ -121,13 +121,6 @@ def test_a_rank_that_fails_leaves_the_steps_before_it_of_all_ranks(tmp_path) -> 
         assert list(by_step(spans[f"rank {rank}", "training"])) == [0, 1, 2]
 
 
-@pytest.fixture
-def world():
-    world = open_world("cpu", "gloo", 60)
-    yield world
-    close_world(world)
-
-
 def test_an_interrupted_run_has_its_trace(world, tmp_path) -> None:
     mode = make(world)
     with pytest.raises(KeyboardInterrupt), tracing(world, tmp_path, mode.watch):

@@ -212,37 +212,25 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED.values(), ids=REFUSED)
-def test_refused(tmp_path, counts, overrides, message):
+def test_refused(world, tmp_path, counts, overrides, message):
     given = [*QUIET, *RUN, f"cache.statistics={counts}", *overrides]
-    world = open_world("cpu", timeout_s=60)
-    try:
-        with pytest.raises(ConfigError, match=message):
-            train(to_config(compose_overrides(given)), world, tmp_path)
-    finally:
-        close_world(world)
+    with pytest.raises(ConfigError, match=message):
+        train(to_config(compose_overrides(given)), world, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("overrides", "share"),
     [(["data.hot_rows=0"], 0.0), (["cache.ratio=1", "cache.rows=null"], 1.0)],
 )
-def test_all_of_one_kind(tmp_path, counts, overrides, share):
-    world = open_world("cpu", timeout_s=60)
-    try:
-        found = run(world, tmp_path, f"cache.statistics={counts}", "trainer.steps=null", *overrides)
-    finally:
-        close_world(world)
+def test_all_of_one_kind(world, tmp_path, counts, overrides, share):
+    found = run(world, tmp_path, f"cache.statistics={counts}", "trainer.steps=null", *overrides)
     assert (found["hot_samples"], found["steps"]) == (share, 44)
     assert found["hot_steps"] == (44 if share else 0)
 
 
-def test_statistics_of_a_sample_do(tmp_path):
+def test_statistics_of_a_sample_do(world, tmp_path):
     """Rows that were not counted are cold."""
     source = SyntheticSource(SyntheticSpec(**SYNTHETIC | {"samples": 100}))
     write_statistics(tmp_path / "some", count(source))
-    world = open_world("cpu", timeout_s=60)
-    try:
-        found = run(world, tmp_path / "run", f"cache.statistics={tmp_path / 'some'}")
-    finally:
-        close_world(world)
+    found = run(world, tmp_path / "run", f"cache.statistics={tmp_path / 'some'}")
     assert 0 < found["hot_samples"] < 1

@@ -153,14 +153,6 @@ def test_a_loss_that_is_not_finite_saves_the_state_before_it(seen):
     assert ranks[0]["repaired"] == ranks[0]["whole"]
 
 
-@pytest.fixture
-def world():
-    """A world of this process alone."""
-    world = open_world("cpu", timeout_s=60)
-    yield world
-    close_world(world)
-
-
 class FixedLoss(ToyParallel):
     """Reports a given loss for every step."""
 
