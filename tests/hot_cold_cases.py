@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from distcache.data.samplers import SlicedSource
+from distcache.data.batch import SlicedSource
 from distcache.popularity.statistics import (
     Statistics,
     TableCounts,

@@ -235,9 +235,9 @@ def _read_table(folder: Path, index: int, about: dict[str, Any]) -> TableCounts:
 
 
 def _read_preprocessed(folder: Path) -> Statistics:
-    from distcache.data.criteo import BatchSettings, CriteoArrays
+    from distcache.data.criteo import CriteoArrays, CriteoSpec
 
-    source = CriteoArrays(folder, BatchSettings())
+    source = CriteoArrays(CriteoSpec(folder))
     tables = []
     for index, rows in enumerate(read_manifest(folder).table_rows):
         counts = source.counts(index)

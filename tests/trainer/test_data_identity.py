@@ -17,7 +17,7 @@ from ranks import run_ranks
 
 from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
-from distcache.data.criteo import BatchSettings, CriteoArrays, CriteoSource, CriteoSpec
+from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.interactions import InteractionsSource, InteractionsSpec
 from distcache.data.parquet_files import ColumnRules
 from distcache.errors import ConfigError
@@ -111,9 +111,9 @@ def test_what_a_source_depends_on(tmp_path):
     """Content, what is made of it and its order; not names, nor what no batch can show."""
     text = write_lines(tmp_path / "a.txt", make_lines(70))
     preprocessed(text, tmp_path / "one")
-    plain = CriteoArrays(tmp_path / "one", BatchSettings(16)).identity
+    plain = CriteoArrays(CriteoSpec(tmp_path / "one", (), 16)).identity
     assert set(plain) == {"data.path", "data.shuffle", "data.shuffle_block"}
-    in_order = CriteoArrays(tmp_path / "one", BatchSettings(16, shuffle=False)).identity
+    in_order = CriteoArrays(CriteoSpec(tmp_path / "one", (), 16, shuffle=False)).identity
     assert in_order == {"data.path": plain["data.path"], "data.shuffle": "False"}
     lines = CriteoSource(CriteoSpec(text, ROWS)).identity
     shutil.copy(text, tmp_path / "c.txt")
