@@ -203,9 +203,6 @@ def _numbered(steps: list[tuple[np.ndarray, np.ndarray]]) -> HomeTrace:
 Progress = Callable[[int], None]
 """Told the number of ids of every step that was read."""
 
-_BLOCK = 1 << 22
-"""Bytes of text, or ids of an array, read at a time."""
-
 
 @dataclass(frozen=True)
 class SourceGroup:
@@ -331,35 +328,35 @@ def read_steps(path: str | Path, ids_per_step: int | None = None) -> Iterator[np
     file = Path(path)
     if not file.is_file():
         raise DataError(f"{file}: there is no such file of ids")
-    blocks = _array_blocks(file, ids_per_step) if file.suffix == ".npy" else _text_blocks(file)
-    if ids_per_step is not None:
-        blocks = _cut(blocks, ids_per_step)
+    if file.suffix == ".npy":
+        steps = _array_steps(file, ids_per_step)
+    else:
+        steps = _text_steps(file) if ids_per_step is None else _cut(_text_steps(file), ids_per_step)
     empty = True
-    for ids in blocks:
+    for ids in steps:
         empty = empty and not len(ids)
         yield ids
     if empty:
         raise DataError(f"{file} has no ids: there is nothing to replay")
 
 
-def _cut(blocks: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
+def _cut(lines: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
     """The same ids in steps of `size`."""
     kept: list[np.ndarray] = []
     count = 0
-    for block in blocks:
-        kept.append(block)
-        count += len(block)
-        if count < size:
-            continue
-        joined = np.concatenate(kept)
-        whole = count // size * size
-        yield from joined[:whole].reshape(-1, size)
-        kept, count = [joined[whole:]], count - whole
+    for line in lines:
+        kept.append(line)
+        count += len(line)
+        if count >= size:
+            joined = np.concatenate(kept)
+            whole = len(joined) // size * size
+            yield from joined[:whole].reshape(-1, size)
+            kept, count = [joined[whole:]], count - whole
     if count:
         yield np.concatenate(kept)
 
 
-def _array_blocks(file: Path, ids_per_step: int | None) -> Iterator[np.ndarray]:
+def _array_steps(file: Path, ids_per_step: int | None) -> Iterator[np.ndarray]:
     try:
         ids = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError) as error:
@@ -372,24 +369,21 @@ def _array_blocks(file: Path, ids_per_step: int | None) -> Iterator[np.ndarray]:
             f"{file} has shape {list(ids.shape)}: give [steps, ids], or [ids] and how many ids "
             "make a step"
         )
-    rows = ids if ids_per_step is None else ids.reshape(-1)
-    size = 1 if ids_per_step is None else _BLOCK
-    for start in range(0, len(rows), size):
-        block = np.asarray(rows[start : start + size]).reshape(-1)
-        if block.dtype == np.uint64 and len(block) and block.max() > np.iinfo(np.int64).max:
-            raise DataError(f"{file} holds {block.max()}: ids are int64")
-        block = block.astype(np.int64)
-        if len(block) and block.min() < 0:
-            place = start * (1 if ids.ndim == 1 or ids_per_step else ids.shape[1])
-            place += int((block < 0).argmax())
-            raise DataError(f"{file}: id {place} is {block.min()}: ids are not negative")
-        yield block
+    flat, size = ids.reshape(-1), ids_per_step or max(ids.shape[1], 1)
+    for start in range(0, len(flat), size):
+        step = np.asarray(flat[start : start + size])
+        if step.max() > np.iinfo(np.int64).max:
+            raise DataError(f"{file} holds {step.max()}: ids are int64")
+        if step.min() < 0:
+            place = start + int((step < 0).argmax())
+            raise DataError(f"{file}: id {place} is {step.min()}: ids are not negative")
+        yield step.astype(np.int64)
 
 
 _IDS = re.compile(rb"[0-9\s]*")
 
 
-def _text_blocks(file: Path) -> Iterator[np.ndarray]:
+def _text_steps(file: Path) -> Iterator[np.ndarray]:
     """The ids of each line; an empty line is a step without ids."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
