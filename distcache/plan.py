@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from distcache.cli.compose import read_line
 from distcache.cli.plan_measure import Options as MeasureOptions
 from distcache.cli.plan_measure import measured_here, to_measured
 from distcache.cli.plan_report import REPORT, write_plan
 from distcache.cli.plan_run import Options, Plan, Request, make_plan, parse_request
-from distcache.cli.run import drop_if_empty, open_folder, set_up_logging, take_over_ctrl_c
+from distcache.cli.run import open_folder, set_up_logging, take_over_ctrl_c
 from distcache.errors import DistcacheError
 from distcache.trainer.measure import Measured
 
@@ -59,7 +60,8 @@ def _plan(request: Request, given: Sequence[str]) -> tuple[Plan, str]:
         return plan, write_plan(plan, ["python", "-m", "distcache.plan", *given])
     finally:
         if new:
-            drop_if_empty(request.output)
+            with suppress(OSError):  # nothing was written to it
+                request.output.rmdir()
 
 
 def measure_here(request: Request) -> tuple[Measured, str]:
