@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distcache.errors import MemoryTooSmallError, PlanError
-from distcache.ops.copies import put_rows, take_rows
+from distcache.ops.reference import put_rows, take_rows
 from distcache.store.memory import describe_bytes, require_memory
 from distcache.streams import Mark, Streams
 

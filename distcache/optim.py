@@ -169,7 +169,7 @@ def dense_optimizer(
 # on its own weight, state and gradient alone: not on its place in the buffer, its neighbours or
 # the
 # layout of memory. What is here are the settings and their meaning; the formulas are in `ops`
-# (`ops/rule.py`), one body per kind of device, made of operations that are rounded once each.
+# (`ops/reference.py`), one body per kind of device, made of operations that are rounded once each.
 
 
 class RowUpdate(ABC):

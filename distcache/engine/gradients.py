@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from distcache.comm.link import DENSE, PLANNING, ROWS, Link, spread
-from distcache.ops.copies import put
+from distcache.ops.reference import put
 from distcache.step_plan import ShardPlan, StepPlan
 from distcache.streams import COMMUNICATION, Mark, Streams
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distcache import ops
 from distcache.engine.groups import GroupBags
-from distcache.ops.copies import put
+from distcache.ops.reference import put
 from distcache.step_plan import ShardPlan, StepPlan, Transfer
 
 

@@ -59,7 +59,7 @@ from distcache.engine.warm import WarmStart, warm_up
 from distcache.engine.whole import load_tables, read_block, whole_tables
 from distcache.errors import PeerError, PlanError
 from distcache.layout import TableSpec
-from distcache.ops.copies import put
+from distcache.ops.reference import put
 from distcache.optim import RowUpdate
 from distcache.planner.home import HomePlanner, PassThroughPlanner, ResidentPlanner
 from distcache.planner.shard import HotLayout

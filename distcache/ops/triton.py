@@ -2,8 +2,8 @@
 
 Bits: `pooled_lookup` adds a bag's rows first to last, `update_rows` rounds as its `Rule` says: both
 equal to the reference (but for weights, where CPU bodies of `embedding_bag` may fuse product and
-sum). `row_gradients` adds as `segments.py` says: equal to `reference.chunked_row_gradients`, and
-to `reference.row_gradients` for rows of at most `segments.CHUNK` occurrences.
+sum). `row_gradients` adds as `reference.segment_chunks` says: equal to
+`reference.row_gradients` for rows of at most `reference.CHUNK` occurrences.
 
 Nothing here waits for the device, except `row_gradients` without `chunks`.
 """

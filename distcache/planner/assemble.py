@@ -140,8 +140,8 @@ def assemble(
 
 
 def occurrences(labels: np.ndarray, lookup: np.ndarray, total: int) -> tuple[np.ndarray, ...]:
-    """`positions`, `order`, `touched` and `segments` of a `StepPlan`, int64, and how many ids have a
-    smaller canonical index than each, int32 `[total + 1]`.
+    """`positions`, `order`, `touched` and `segments` of a `StepPlan`, int64, and how many ids have
+    a smaller canonical index than each, int32 `[total + 1]`.
 
     `labels` int32 `[n]`: the ids' canonical indices, below `total`, or indices into `lookup` unless
     that is empty. Raises PlanError for one outside.

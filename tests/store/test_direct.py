@@ -37,7 +37,7 @@ def world():
 @pytest.mark.parametrize("width", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_read_and_written_in_place_are_those_of_the_store(world, device, width, dtype) -> None:
-    store = RowStore.create(LAYOUT, width, dtype, world)
+    store = RowStore(LAYOUT, width, dtype, world)
     store.initialise(3, (0, 1), 0.5)
     store.open_to(torch.device(device))
     rows_here = store.direct
@@ -64,7 +64,7 @@ def test_rows_read_and_written_in_place_are_those_of_the_store(world, device, wi
 
 
 def test_wrong_use_is_refused(world: World) -> None:
-    store = RowStore.create(LAYOUT, 2, torch.float32, world)
+    store = RowStore(LAYOUT, 2, torch.float32, world)
     assert store.direct is None
     store.open_to(torch.device("cpu"))
     rows_here = store.direct
