@@ -507,9 +507,8 @@ def host_link(world: World) -> Link:
 # One rank's rows to all ranks, each sent once to every other node and spread inside it.
 #
 # Over a network that several ranks of a node share, a copy for each of them would cross it as
-# often;
-# inside a node there is shared memory or NVLink. (The two levels of hierarchical all-gathers, as
-# NCCL's and HSDP's.) What arrives, and its order, is that of one all-to-all among all ranks.
+# often; inside a node there is shared memory or NVLink. (The two levels of hierarchical
+# all-gathers, as NCCL's and HSDP's.) What arrives, and its order, is that of one all-to-all.
 
 
 def spread(link: Link, rows: Tensor, counts: Sequence[int], category: str, what: str) -> Tensor:

@@ -169,9 +169,6 @@ def nodes_of_names(names: Sequence[str]) -> Nodes:
     return Nodes(tuple(sizes.values()))
 
 
-# -----------------------------------------------------------------------------
-# The ranks of one job and the process groups that they share.
-
 _WATCHDOG_S = timedelta(seconds=30)
 """How much longer than the ranks themselves NCCL's watchdog waits."""
 

@@ -50,9 +50,8 @@ class Rule:
 # Long segments in chunks: who sums what, so that a hot row does not keep one program busy.
 #
 # `row_gradients` on a GPU gives a row of at most `CHUNK` occurrences to one program, which adds
-# them
-# in their order. A longer one is summed in chunks of `CHUNK` occurrences from its start, each in
-# order; the chunks' sums again in chunks of `CHUNK`; and so on until one is left. Chunk boundaries
+# them in their order. A longer one is summed in chunks of `CHUNK` occurrences from its start, each
+# in order; the chunks' sums again in chunks of `CHUNK`; and so on until one is left. Boundaries
 # depend on the place within the segment alone, so a row's bits depend on its own contributions and
 # their order, and on nothing else. A row with 10^5 occurrences takes four passes of at most 32
 # additions in a row.
@@ -130,8 +129,7 @@ def segment_chunks(segments: Tensor, chunk: int = CHUNK) -> SegmentChunks:
 # Letters: U distinct rows of a step, n ids, K bags, R rows that get a gradient, D width, C slots,
 # S floats of state per row. All tensors of a call lie on one device; index tensors are int64. None
 # of these is recorded by autograd, and each result depends on the values that enter it and their
-# order alone, never on their labels (positions, row numbers, slots): `embedding_bag`'s forward
-# sums
+# order alone, never on their labels (positions, row numbers, slots): `embedding_bag`'s forward sums
 # every bag by itself, from first to last. Its backward does not have that property, hence
 # `row_gradients`.
 

@@ -71,21 +71,11 @@ def test_bad_rates_are_refused(capsys, arguments, says):
     assert says in capsys.readouterr().err
 
 
-def test_help(capsys):
-    assert links.main(["--help"]) == 0
-    assert "rate=10gbit" in capsys.readouterr().out
-
-
-def test_without_iproute2_there_is_no_cable(monkeypatch):
-    monkeypatch.setattr(links.shutil, "which", lambda word: None)
-    with pytest.raises(ConfigError, match="iproute2"), cable("1gbit"):
-        pass
-
-
-def test_without_root_there_is_no_cable(monkeypatch):
-    monkeypatch.setattr(links.shutil, "which", lambda word: word)
-    monkeypatch.setattr(links.os, "geteuid", lambda: 1000)
-    with pytest.raises(ConfigError, match="root"), cable("1gbit"):
+@pytest.mark.parametrize(("tool", "user", "says"), [(None, 0, "iproute2"), ("ip", 1000, "root")])
+def test_without_iproute2_or_root_there_is_no_cable(monkeypatch, tool, user, says):
+    monkeypatch.setattr(links.shutil, "which", lambda word: tool)
+    monkeypatch.setattr(links.os, "geteuid", lambda: user)
+    with pytest.raises(ConfigError, match=says), cable("1gbit"):
         pass
 
 
