@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -135,24 +134,6 @@ def test_groups_are_summed_and_refused_by_name() -> None:
     assert both.tight_steps <= alone[0].tight_steps + alone[1].tight_steps
     (refused,) = replay(traces, [Case(Policy(), (12, 1))])
     assert refused.refused is not None and "of group 1" in refused.refused
-
-
-def miss_curve(trace: Trace, sizes: Sequence[int], case: Case) -> list[float | None]:
-    """Rows fetched / distinct rows for each size; None where training would refuse it."""
-    outcomes = replay(trace, [replace(case, slots=(size,)) for size in sizes])
-    return [None if found.refused else found.fetched / found.distinct for found in outcomes]
-
-
-def test_a_miss_curve_falls_with_the_size_under_the_optimum() -> None:
-    rng = np.random.default_rng(1)
-    trace = record_ids([(rng.random(30) ** 3 * 200).astype(int) for _ in range(40)], 200)
-    sizes = (5, 40, 80, 200)
-    least = miss_curve(trace, sizes, Case(None, (1,)))
-    lru = miss_curve(trace, sizes, Case(Policy("lru"), (1,), prefetch=0))
-    assert least[0] is None and lru[0] is None
-    assert least[1:] == sorted(least[1:], reverse=True)
-    assert all(a <= b for a, b in zip(least[1:], lru[1:], strict=True))
-    assert least[-1] == lru[-1]  # all rows fit: only first uses miss
 
 
 def test_outcomes_are_told_one_by_one() -> None:

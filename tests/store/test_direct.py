@@ -223,11 +223,3 @@ def test_a_host_table_and_a_gpu_take_a_kernel(monkeypatch) -> None:
     monkeypatch.setattr(ops, "choice", lambda: "reference")
     with pytest.raises(ConfigError, match=r"ruled out by DISTCACHE_OPS: set store\.access=staged"):
         ops.copy_kernel()
-
-
-def test_the_numbers_are_those_of_numpy(world: World) -> None:
-    rng = np.random.default_rng(0)
-    table = torch.from_numpy(rng.random((40, 5)))
-    one = DirectRows(table, None, same, torch.device("cpu"))
-    places = rng.permutation(40)[:11]
-    assert np.array_equal(one.read(torch.from_numpy(places))[0].numpy(), table.numpy()[places])
