@@ -132,29 +132,6 @@ def test_short_rows_have_the_bits_of_the_reference():
     assert not torch.equal(found[4:], plain[4:])
 
 
-def test_bits_of_sums_do_not_depend_on_labels_or_company():
-    rows, bags, dim = 20, 120, 12
-    table, positions, offsets, weights = random_bags(7, bags, rows, dim, torch.float32, True, 8)
-    positions[::3] = 5  # one row is long
-    generator = torch.Generator().manual_seed(1)
-    label = torch.randperm(3 * rows, generator=generator)[:rows]
-    larger = torch.randn(3 * rows, dim, generator=generator)
-    larger[label] = table
-    pooled = lookup(table, positions, offsets, weights)
-    assert torch.equal(pooled, lookup(larger, label[positions], offsets, weights))
-
-    upstream = torch.randn(bags, dim, generator=generator)
-    bag = bag_of(offsets)
-    gradient = gradients(upstream, bag, *segments_of(positions, rows), weights)
-    relabelled = gradients(upstream, bag, *segments_of(label[positions], 3 * rows), weights)
-    assert torch.equal(gradient, relabelled[label])
-    alone = (positions == 5).nonzero().squeeze(1)
-    assert len(alone) > CHUNK
-    segments = torch.tensor([0, len(alone)])
-    one = gradients(upstream, bag, alone, segments, weights)
-    assert torch.equal(one[0], gradient[5])
-
-
 def test_strides_and_autograd():
     table, positions, offsets, _ = random_bags(9, 20, 15, 12, torch.float32, False)
     column_major = table.t().contiguous().t().requires_grad_()
