@@ -9,23 +9,18 @@ import numpy as np
 import pytest
 
 from distcache.planner import loops
-from distcache.popularity import loops as counting_loops
 
 COMPILED, PYTHON = BODIES = ("compiled", "python")
 
-NAMES = {
-    module: [name for name, value in vars(module).items() if hasattr(value, "py_func")]
-    for module in (loops, counting_loops)
-}
-"""The names of the loops that each module of them has."""
+NAMES = [name for name, value in vars(loops).items() if hasattr(value, "py_func")]
+"""The names of the loops."""
 
 
 @contextlib.contextmanager
 def using(body: str) -> Iterator[None]:
     """The loops by one body while open."""
     with pytest.MonkeyPatch.context() as patch, np.errstate(over="ignore"):
-        for module, names in NAMES.items():
-            for name in names if body == PYTHON else ():
-                loop = getattr(module, name)
-                patch.setattr(module, name, getattr(loop, "py_func", loop))
+        for name in NAMES if body == PYTHON else ():
+            loop = getattr(loops, name)
+            patch.setattr(loops, name, getattr(loop, "py_func", loop))
         yield

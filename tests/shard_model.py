@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from simulator import simulate
+from simulator import PlannerSettings, simulate
 
 from distcache.layout import RowLayout
-from distcache.replay import PlannerSettings
 from distcache.step_plan import StepPlan, Transfer, check_plan_fully
 
 FREE = -1

@@ -5,25 +5,49 @@ The slow twin of `distcache.replay`, whose counts are the same.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from distcache.comm.world import Nodes
 from distcache.layout import RowLayout
 from distcache.planner.assemble import HomePart, Request, assemble, make_request, next_move_after
-from distcache.planner.home import HomeDecision
+from distcache.planner.home import HomeDecision, HomePlanner
 from distcache.planner.shard import (
+    HotLayout,
     HotRows,
+    Routes,
     ShardParts,
     make_routes,
     masks_for_all,
     nothing,
     replies_to_all,
 )
-from distcache.replay import PlannerSettings, make_homes
+from distcache.planner.victims import DEFAULT, Policy
+from distcache.popularity.statistics import GroupPopularity
+from distcache.replay import HomeRun
 from distcache.step_plan import StepPlan
+
+
+@dataclass(frozen=True)
+class PlannerSettings:
+    """C per rank, L, P, and the policy; `popularity` uint8 `[V]`: a class for each row.
+
+    `hot`: the rows that are replicated where others are sharded, int64 `[K]`, ascending (None: all
+    are); `replicated`: how many of the slots are theirs, a multiple of W, 0 where there are none;
+    `early`: sharded rows may travel before their step; `nodes`: ranks of each node, () is one.
+    """
+
+    slots: int
+    lookahead: int
+    prefetch: int
+    policy: Policy = DEFAULT
+    popularity: np.ndarray | None = None
+    hot: np.ndarray | None = None
+    replicated: int = 0
+    early: bool = True
+    nodes: tuple[int, ...] = ()
 
 
 def simulate(
@@ -33,64 +57,101 @@ def simulate(
 
     Yields, for each step, the plan of every rank. Raises StepTooLargeError as training would.
     """
-    near, far = make_homes(layout, settings)
-    hot = None if settings.hot is None else HotRows(settings.hot)
-    waiting: deque[list[Request]] = deque()
-    move_after = -1
+    world = SimulatedWorld(layout, settings)
+    for rows in steps:
+        yield from world.add(rows)
+    yield from world.finish()
 
-    def decided() -> list[StepPlan]:
-        nonlocal move_after
-        plans = plans_of(layout, settings, [home.plan() for home in near],
-                         [home.plan() for home in far], waiting.popleft(), move_after)  # fmt: skip
-        move_after = plans[0].move_after
+
+class SimulatedWorld:
+    """The planners of all homes, for `replicated` and for `sharded` rows, each by home; empty where
+    there are no such rows. `written`: rows written back for the last step, of both, by home."""
+
+    def __init__(self, layout: RowLayout, settings: PlannerSettings) -> None:
+        self._layout, self._settings = layout, settings
+        self._step, self._move_after, self._waiting = 0, -1, list[list[Request]]()
+        world, hot = layout.world_size, settings.hot
+        self.replicated, self.sharded = list[HomeRun](), list[HomeRun]()
+        if hot is None:
+            self.replicated = self._homes(-(-settings.slots // world))
+        else:
+            tail = settings.slots - settings.replicated
+            self.sharded = self._homes(tail, first_slot=settings.replicated)
+            if settings.replicated:
+                self.replicated = self._homes(settings.replicated // world, hot)
+        self.written: list[np.ndarray] = []
+        nodes = Nodes(settings.nodes or (world,))
+        self._routes = [make_routes(nodes, rank) for rank in range(world)]
+
+    def _homes(
+        self, slots: int, hot: np.ndarray | None = None, first_slot: int | None = None
+    ) -> list[HomeRun]:
+        """A planner for each home, of `slots` slots; `hot`: for these rows alone."""
+        layout, settings, found = self._layout, self._settings, []
+        for home in range(layout.world_size):
+            own = layout if hot is None else HotLayout(layout, home, hot)
+            classes = GroupPopularity(settings.popularity).classes_at(layout, home)
+            if classes is not None and isinstance(own, HotLayout):
+                classes = own.rated(layout, classes)
+            common = (settings.prefetch, settings.policy, classes, first_slot)
+            found.append(HomeRun(HomePlanner(own, home, slots, *common)))
+        return found
+
+    def add(self, rows: Sequence[np.ndarray], kind: str = "train") -> list[list[StepPlan]]:
+        """Bring the rows of the next step, by rank, to their homes; the step that this decides."""
+        hot = None if self._settings.hot is None else HotRows(self._settings.hot)
+        requests = [make_request(self._layout, np.asarray(r, dtype=np.int64), hot) for r in rows]
+        for home, run in enumerate(self.replicated):
+            run.planner.ingest(self._step, kind, [request.rows[home] for request in requests])
+        for home, run in enumerate(self.sharded):
+            run.planner.ingest(self._step, kind, [request.sharded[home] for request in requests])
+        self._waiting.append(requests)
+        self._step += 1
+        due = len(self._waiting) > self._settings.lookahead
+        return [self._plan(self._waiting.pop(0))] if due else []
+
+    def finish(self) -> Iterator[list[StepPlan]]:
+        """The steps that were left at the end of the stream."""
+        while self._waiting:
+            yield self._plan(self._waiting.pop(0))
+
+    def _plan(self, requests: list[Request]) -> list[StepPlan]:
+        """Decide the oldest ingested step, of which all ranks' requests are given."""
+        both = [[run.decide() for run in runs] for runs in (self.replicated, self.sharded)]
+        shared, own = ([decision for decision, _ in found] for found in both)
+        self.written = [np.array([written for _, written in found]) for found in both]
+        step, uses = (shared or own)[0].step, [d.latest_use for d in (*shared, *own)]
+        after = next_move_after(step, self._settings.prefetch, uses, self._move_after)
+        self._move_after = after
+        shared = shared or [nothing((step, "train"), len(requests))] * len(requests)
+        masks = [self._masks(home, decision) for home, decision in enumerate(own)]
+        plans = []
+        for rank, request in enumerate(requests):
+            parts = [HomePart(d.slots, d.fetch, d.replies[rank]) for d in shared]
+            tail = self._told(own, masks, rank) if own else None
+            plans.append(assemble(request, parts, shared[rank], after, tail))
         return plans
 
-    for step, rows in enumerate(steps):
-        requests = [make_request(layout, np.asarray(part, np.int64), hot) for part in rows]
-        for home, planner in enumerate(near):
-            planner.ingest(step, "train", [request.rows[home] for request in requests])
-        for home, planner in enumerate(far):
-            planner.ingest(step, "train", [request.sharded[home] for request in requests])
-        waiting.append(requests)
-        if len(waiting) > settings.lookahead:
-            yield decided()
-    while waiting:
-        yield decided()
+    def _masks(self, home: int, decision: HomeDecision) -> list[np.ndarray | None]:
+        """What a home tells each rank of who named its rows."""
+        routes: Routes | None = self._routes[home]
+        if routes is None:
+            return [None] * len(decision.replies)
+        return masks_for_all(decision.replies, len(decision.slots), routes)
 
-
-def plans_of(
-    layout: RowLayout,
-    settings: PlannerSettings,
-    near: list[HomeDecision],
-    far: list[HomeDecision],
-    requests: list[Request],
-    before: int,
-) -> list[StepPlan]:
-    """Every rank's plan of a step, of which all homes have decided the replicated and the sharded
-    rows, and which moves no earlier than the step `before` it."""
-    ranks, uses = range(len(requests)), [decision.latest_use for decision in (*near, *far)]
-    step = (near or far)[0].step
-    after = next_move_after(step, settings.prefetch, uses, before)
-    near = near or [nothing((step, "train"), len(requests))] * len(requests)
-    nodes = Nodes(settings.nodes or (layout.world_size,))
-    routes = [make_routes(nodes, rank) for rank in ranks]
-    told = [replies_to_all(decision) for decision in far]
-    masks = [
-        [None] * len(ranks) if way is None else masks_for_all(d.replies, len(d.slots), way)
-        for d, way in zip(far, routes, strict=False)
-    ]
-    plans = []
-    for rank, request in enumerate(requests):
-        parts, tail = [HomePart(d.slots, d.fetch, d.replies[rank]) for d in near], None
-        if far:
-            tail = ShardParts(
-                far[rank],
-                tuple(of_home[rank] for of_home in told),
-                sum(len(decision.slots) for decision in far),
-                sum(len(decision.fetch) for decision in far),
-                settings.early,
-                routes[rank],
-                tuple(of_home[rank] for of_home in masks),
-            )
-        plans.append(assemble(request, parts, near[rank], after, tail))
-    return plans
+    def _told(
+        self,
+        decisions: Sequence[HomeDecision],
+        masks: Sequence[Sequence[np.ndarray | None]],
+        rank: int,
+    ) -> ShardParts:
+        """What a rank learns of the decisions on sharded rows; `masks`: by home, then rank."""
+        return ShardParts(
+            decisions[rank],
+            tuple(replies_to_all(decision)[rank] for decision in decisions),
+            sum(len(decision.slots) for decision in decisions),
+            sum(len(decision.fetch) for decision in decisions),
+            self._settings.early,
+            self._routes[rank],
+            tuple(of_home[rank] for of_home in masks),
+        )

@@ -71,6 +71,21 @@ class Policy:
 DEFAULT = Policy()
 """What is used where nothing is said."""
 
+WINDOWS = (8, 16, 32, 64)
+"""What `auto` chooses L from. On traces of users and items with half of the rows cached, a window
+of 8 fetched 1.3 times what Belady's MIN does, one of 16 and more 1.05 (docs/results/policies.md);
+beyond 64 little is left."""
+
+WINDOW_BYTES = 64 << 20
+"""Most bytes of ids that a window of `auto` keeps on a rank."""
+
+
+def auto_lookahead(ids_per_step: float, prefetch: int) -> int:
+    """L for `auto`: the largest of `WINDOWS` whose L + P + 1 steps of `ids_per_step` ids of a rank,
+    8 bytes each, stay within `WINDOW_BYTES`; the smallest where none does. `prefetch`: P."""
+    fits = (w for w in WINDOWS if 8 * ids_per_step * (w + prefetch + 1) <= WINDOW_BYTES)
+    return max(fits, default=WINDOWS[0])
+
 
 # -----------------------------------------------------------------------------
 # What a row's score is: the key of the list that it waits in, and among equals its last use.

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from plan_streams import make_layout, sharded_streams, streams
 from planner_bodies import BODIES, using
 from shard_model import replay
-from simulator import simulate
+from simulator import PlannerSettings, simulate
 
 from distcache.errors import PlanError, StepTooLargeError
 from distcache.planner.home import HomePlanner
 from distcache.planner.victims import POLICIES, Policy
-from distcache.replay import PlannerSettings
 
 LAGS = st.lists(st.sampled_from([0, 0, 0, 1, 3]), min_size=14, max_size=14)
 

@@ -17,12 +17,12 @@ from plan_streams import make_layout, streams
 from planner_bodies import BODIES, using
 from protocol_cases import CASE, SLOTS, make, train
 from ranks import run_ranks
-from simulator import simulate
+from simulator import PlannerSettings, simulate
 
 from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.planner.victims import PINNED, POLICIES, TAILS, Policy
-from distcache.replay import Case, GroupCounts, Outcome, PlannerSettings, replay
+from distcache.replay import Case, GroupCounts, Outcome, replay
 from distcache.trace import Recorder, Trace, record_ids, record_source
 
 

@@ -18,7 +18,7 @@ from distcache.errors import ConfigError
 from distcache.planner import loops
 from distcache.planner.home import HomePlanner
 from distcache.planner.victims import PINNED, POLICIES, TAILS, ByCount, Policy
-from distcache.replay import home_popularity
+from distcache.popularity.statistics import GroupPopularity
 
 ALL = [Policy(name) for name in POLICIES] + [Policy(tail=tail) for tail in TAILS if tail != "lfu"]
 
@@ -31,7 +31,7 @@ def check_home(case: tuple, home: int, restore_after: int) -> None:
     sets = [set(layout.local(rows).tolist()) for rows in named]
     classes = config.popularity
     if classes is not None:
-        classes = home_popularity(layout, home, classes)
+        classes = GroupPopularity(classes).classes_at(layout, home)
     slots = -(-config.slots // layout.world_size)
     planner = HomePlanner(layout, home, slots, config.prefetch, config.policy, classes)
     twin = Reference(config.policy, slots, config.lookahead, config.prefetch, classes)
@@ -197,6 +197,6 @@ def test_each_home_reads_its_part_of_the_popularity() -> None:
     layout = make_layout(11, 3)
     classes = np.arange(11, dtype=np.uint8) + 1
     for home in range(3):
-        mine = home_popularity(layout, home, classes)
+        mine = GroupPopularity(classes).classes_at(layout, home)
         rows = layout.row(home, np.arange(layout.local_rows))
         assert mine.tolist() == [row + 1 if row < 11 else 0 for row in rows.tolist()]
