@@ -85,29 +85,6 @@ def write(cache: DeviceCache, slots, weight, state) -> None:
     cache.mark_dirty(slots)
 
 
-def test_fill_write_evict(cache: DeviceCache) -> None:
-    slots, rows = ints(7, 2, 9), ints(100, 5, 33)
-    fill(cache, slots, rows)
-    assert_rows(cache, slots, rows, 0)
-    assert cache.slot_row[[7, 2, 9]].tolist() == [100, 5, 33]
-    assert not cache.dirty.any()
-
-    write(cache, ints(9, 7), *rows_of(ints(33, 100), 1, cache.state_width))
-    assert_rows(cache, ints(7, 9), ints(100, 33), 1)
-    assert_rows(cache, ints(2), ints(5), 0)
-    assert cache.dirty_slots().tolist() == [7, 9]
-
-    out_slots, out_rows = cache.evict(ints(2, 9), ints(5, 33))
-    assert (out_slots.tolist(), out_rows.tolist()) == ([9], [33])
-    assert torch.equal(cache.read(out_slots)[0].cpu(), rows_of(ints(33), 1, 0)[0])
-    assert cache.slot_row[[2, 9]].tolist() == [FREE, FREE]
-    assert cache.dirty_slots().tolist() == [7]
-
-    fill(cache, ints(9), ints(6))
-    assert torch.equal(cache.gather(ints(9)).cpu(), rows_of(ints(6), 0, 0)[0])
-    assert cache.dirty_slots().tolist() == [7], "a filled slot is clean"
-
-
 def test_numpy_indices_and_nothing_to_do(cache: DeviceCache) -> None:
     empty = np.empty(0, dtype=np.int64)
     cache.fill(empty, empty, *rows_of(torch.from_numpy(empty), 0, cache.state_width))
