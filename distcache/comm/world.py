@@ -19,10 +19,12 @@ import torch.distributed as dist
 from distcache.comm.failure import first_line
 from distcache.comm.rendezvous import (
     LEAST_TIMEOUT_S,
+    Place,
     announce_process,
     compare_command_lines,
     compare_versions,
     exchange,
+    find_place,
     is_launched,
     whole_number,
 )
@@ -263,19 +265,16 @@ def open_world(
     for ranks whose places do not make nodes, on every rank; PeerError naming ranks that do not
     come, or where the store or a rank goes away while the groups are made.
     """
-    launched = is_launched()
-    rank, size = whole_number("RANK", 0), whole_number("WORLD_SIZE", 1)
-    local_rank = whole_number("LOCAL_RANK", rank)
-    local_size = whole_number("LOCAL_WORLD_SIZE", size)
+    place = find_place()
+    rank, size = place.rank, place.world_size
     timeout, number = timedelta(seconds=timeout_s), next(_number)
-    where, claim = _claim(local_rank, device, backend, local_size)
-    claim = replace(claim, size=size)
+    where, claim = _claim(place, device, backend)
     own: dist.Store = dist.HashStore()
     if store is not None:  # before torch's rendezvous, which waits for the ranks it was told of
         claim = replace(claim, arguments=list(arguments), versions=versions_here())
         limit_s = max(timeout_s, LEAST_TIMEOUT_S)  # a rank may still be importing
         nodes = _meet(store, number, rank, claim, (limit_s, hybrid))
-    if launched:
+    if is_launched():
         # The store outlives a world, with the addresses of its groups: the next one needs its own.
         shared, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
         shared.set_timeout(timeout)
@@ -312,8 +311,8 @@ def open_world(
     return World(
         rank=rank,
         size=size,
-        local_rank=local_rank,
-        local_size=local_size,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
         device=where,
         backend=name,
         timeout_s=timeout_s,
@@ -323,18 +322,17 @@ def open_world(
     )
 
 
-def _claim(
-    local_rank: int, device: str, backend: str, local_size: int
-) -> tuple[torch.device, Claim]:
+def _claim(place: Place, device: str, backend: str) -> tuple[torch.device, Claim]:
     """This rank's device, and what it says of itself; why, where it has no such device."""
     where, name, refused = torch.device("cpu"), "gloo", None
     try:
-        where = pick_device(device, local_rank)
-        name = pick_backend(backend, where, local_size)
+        where = pick_device(device, place.local_rank)
+        name = pick_backend(backend, where, place.local_size)
     except ConfigError as error:
         refused = str(error)
-    host, group = socket.gethostname(), os.environ.get("GROUP_RANK")
-    return where, Claim(local_rank, local_size, host, group, where.type, name, refused)
+    agent = (socket.gethostname(), os.environ.get("GROUP_RANK"))
+    own = (where.type, name, refused, place.world_size)
+    return where, Claim(place.local_rank, place.local_size, *agent, *own)
 
 
 def _meet(
