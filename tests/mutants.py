@@ -114,7 +114,7 @@ sharded-updates-lost: a row that a step has changed is written back when it leav
 evaluation-dirties: a step of evaluation changes no row, so it has none written back
   - return self.cache.gather(plan.slots, where)
   + return self.cache.mark_dirty(plan.slots) or self.cache.gather(plan.slots, where)
-  tests/planner/test_replay_training.py
+  tests/planner/test_replay.py -k left
 
 # --- bits and balance -----------------------------------------------------------------------------
 homes-by-remainder: strided ids do not pile up at one home
