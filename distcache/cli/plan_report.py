@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distcache.cli.analyze_report import aligned, human_bytes, machine_text, section
 from distcache.cli.plan_run import Plan
+from distcache.cli.report import Table, human_bytes, machine_text, markdown_table
 from distcache.cli.run import describe_environment, new_figure
-from distcache.cli.tables import Table, markdown_table
 from distcache.cost.cluster import PRESETS, SOURCES, Cluster, write_cluster
 from distcache.cost.predict import Crossover, Point, Prediction
 from distcache.cost.traffic import (
@@ -407,10 +406,10 @@ def markdown(plan: Plan, environment: dict[str, Any], command: Sequence[str], dr
     parts += ["```\n" + "\n".join([*overrides_of(plan), f"# {paste}"]) + "\n```"]
     parts += [f"Note: {warning}." for warning in plan.warnings]
     tables = [traffic_table(plan.here), time_table(plan.here), sweep_table(plan.points, objective)]
-    parts += [section(table) for table in tables]
+    parts += [table.section for table in tables]
     parts.append(crossover_text(plan.crossovers, plan.points))
     parts += ["![bytes and step time by ranks](plan.png)"] if drawn else []
-    parts += [section(cluster_table(plan.here.cluster)), sources_text(plan)]
+    parts += [cluster_table(plan.here.cluster).section, sources_text(plan)]
     parts.append(f"Dense part: {plan.dense_parameters:,} parameters.")
     return "\n\n".join([*parts, machine_text(environment)]) + "\n"
 
@@ -432,7 +431,7 @@ def terminal(plan: Plan) -> str:
     tables = [traffic_table(plan.here), time_table(plan.here), sweep_table(plan.points, objective)]
     for table in tables:
         about = textwrap.fill(table.note, _WIDTH)
-        parts.append(f"{table.title}\n{about}\n\n{aligned(table.columns, table.rows)}")
+        parts.append(f"{table.title}\n{about}\n\n{table.aligned}")
     parts.append(crossover_text(plan.crossovers, plan.points))
     parts += [f"note: {warning}" for warning in plan.warnings]
     return "\n\n".join([*parts, advice(plan)]) + "\n"

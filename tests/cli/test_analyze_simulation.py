@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from distcache.cli.analyze_run import (
     DEFAULT_SIZES,
     AnalyzeConfig,
     cases_of,
-    parse_request,
     policy_named,
 )
 from distcache.cli.compose import read_line
@@ -24,12 +22,11 @@ def test_policies_and_cases() -> None:
     assert policy_named("lookahead-frequency") == Policy("lookahead", "frequency")
     words = ["simulate=true", "analyze.policies=all", "analyze.lookaheads=[2,8]"]
     line = read_line("analyze", AnalyzeConfig, [*words, "analyze.world_sizes=1,3"])
-    request = parse_request(line)
-    options = replace(request.options, sizes=DEFAULT_SIZES)
-    assert len(request.policies) == 7
+    options = line.values.analyze
+    assert len(options.chosen_policies) == 7
     cases = cases_of(
-        request.policies,
         options,
+        DEFAULT_SIZES,
         lambda size, world: (int(1000 * size),),
         lambda slots, world: int(slots[0] > 5),
     )

@@ -102,9 +102,8 @@ def test_the_best_fixed_set_of_several_tables() -> None:
     order = np.argsort(-joint, kind="stable")
     for rows in (1, 7, 30, 65):
         best = order[:rows]
-        assert found.lookup_rate(rows) == pytest.approx(joint[best].sum() / joint.sum())
-        expected = chances[best].sum() / chances.sum()
-        assert found.hit_rate(rows) == pytest.approx(expected, rel=0.02)
+        assert found.held("lookups", rows) == pytest.approx(joint[best].sum())
+        assert found.held("touched", rows) == pytest.approx(chances[best].sum(), rel=0.02)
         parts = most_frequent(curves, rows, shared=True)
         assert sum(parts) == pytest.approx(min(rows, (joint > 0).sum()))
         least = joint[best].min()
