@@ -60,7 +60,7 @@ def _run(line: Line[AnalyzeConfig], output: Path, command: Sequence[str]) -> tup
     wanted, overrides = line.values, line.overrides
     if wanted.trace:
         found = simulate_trace(wanted.trace, wanted.analyze)
-        return write_simulation(*found, output, command), None
+        return write_simulation(found, output, command), None
     if not any(word.startswith("cache.statistics=") for word in overrides):
         # Where statistics are not given, they are those that are counted now.
         overrides = (*overrides, override("cache.statistics", output))

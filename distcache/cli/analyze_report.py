@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from distcache.cli.analyze_run import CLOSE, GRID, Analysis, SizePoint, Target
+from distcache.cli.analyze_run import CLOSE, GRID, Analysis, BindingHold, SizePoint, Target, optima
 from distcache.cli.report import Table, human_bytes, machine_text, percent, tidy
 from distcache.cli.run import describe_environment, new_figure
 from distcache.popularity.curve import TOP_SHARES, TableProfile, most_frequent
@@ -162,7 +162,7 @@ def simulation_table(outcomes: Sequence[Outcome], row_bytes: Sequence[int]) -> T
     least = optima(outcomes)
 
     def of_min(outcome: Outcome) -> str:
-        optimum = least.get(_size(outcome))
+        optimum = least.get((outcome.case.slots, outcome.case.world_size))
         return f"{outcome.fetched / optimum:.3f}" if optimum else "-"
 
     def each(bytes: int, outcome: Outcome) -> str:
@@ -190,13 +190,15 @@ def simulation_table(outcomes: Sequence[Outcome], row_bytes: Sequence[int]) -> T
     return _refused(table, outcomes, 3)
 
 
-def _size(outcome: Outcome) -> tuple[tuple[int, ...], int]:
-    return outcome.case.slots, outcome.case.world_size
-
-
-def optima(outcomes: Sequence[Outcome]) -> dict[tuple[tuple[int, ...], int], int]:
-    """Rows that Belady's MIN fetches, by slots and ranks."""
-    return {_size(o): o.fetched for o in outcomes if o.case.policy is None and o.refused is None}
+def hold_text(hold: BindingHold) -> str:
+    """Why no window helps where few slots hold the steps on their way, and what does."""
+    slots = sum(hold.case.slots)
+    return (
+        f"With {slots:,} slots a step's {hold.rows:,.0f} rows are {hold.rows / slots:.0%} of them, "
+        f"and the holds of moving ahead bind: with cache.prefetch={hold.case.prefetch} a window of "
+        f"{hold.case.lookahead} fetches {hold.fetched:.2f} times Belady's MIN, with "
+        f"cache.prefetch=0 {hold.without:.2f} times. No deeper window helps there; more slots do."
+    )
 
 
 # -----------------------------------------------------------------------------
@@ -244,7 +246,7 @@ def advise(analysis: Analysis) -> Advice:
     )
     if named:
         parts.append(f"Most of the cache goes to {named} (`cache rows` in the table).")
-    parts += _alike(profiles)
+    parts += [*_alike(profiles), *map(hold_text, analysis.holds)]
     paste = [f"cache.ratio={point.ratio:.12g}"]
     if len(sizes.groups) == 1:
         paste.append(f"cache.bytes={point.bytes}")
@@ -690,9 +692,12 @@ _ROW_BYTES = 4
 
 
 def write_simulation(
-    trace: Trace, outcomes: Sequence[Outcome], out: Path, command: Sequence[str]
+    found: tuple[Trace, Sequence[Outcome], Sequence[BindingHold]],
+    out: Path,
+    command: Sequence[str],
 ) -> str:
     """The report of a file of ids in the folder `out`; what to print."""
+    trace, outcomes, holds = found
     table = simulation_table(outcomes, [_ROW_BYTES])
     read = (
         f"{trace.ids:,} ids in {trace.steps:,} steps, of {trace.rows:,} rows; bytes are those of "
@@ -700,13 +705,14 @@ def write_simulation(
     )
     environment = describe_environment(1) | {"command": [*command]}
     drawn = plot_misses(out / "misses.png", [], trace.rows, outcomes)
-    found = {
+    record = {
         "environment": environment,
         "read": {"ids": trace.ids, "steps": trace.steps, "rows": trace.rows},
         "simulated": outcome_values(outcomes, [_ROW_BYTES]),
     }
-    write_json(out / "report.json", found)
-    parts = ["# A simulated trace", f"`{' '.join(command)}`", read, table.section]
+    write_json(out / "report.json", record)
+    said = list(map(hold_text, holds))
+    parts = ["# A simulated trace", f"`{' '.join(command)}`", read, table.section, *said]
     parts += ["![misses](misses.png)"] if drawn else []
     (out / "report.md").write_text("\n\n".join([*parts, machine_text(environment)]) + "\n")
-    return f"{read}\n\n{table.aligned}\n"
+    return "\n\n".join([read, table.aligned, *said]) + "\n"
