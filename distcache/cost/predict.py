@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -600,20 +600,23 @@ class Crossover:
     new: str
 
 
-def compare(demand: Demand, cluster: Cluster, settings: Settings, objective: str) -> Point:
-    """Every placement of cached rows (mixed at its best K) and every hybrid layout."""
+def compare(
+    demand: Demand,
+    cluster: Cluster,
+    settings: Settings,
+    objective: str,
+    replicated_rows: Mapping[str, int] | None = None,
+) -> Point:
+    """Every placement of cached rows (mixed with `replicated_rows`, None: at its best K) and every
+    hybrid layout."""
     found = [predict(name, demand, cluster, settings) for name in (SHARDED, REPLICATED)]
-    mixed = best_mixed(demand, cluster, settings, objective)
-    found += [] if mixed is None else [mixed]
+    if replicated_rows is not None:
+        found.append(predict(MIXED, demand, cluster, settings, replicated_rows))
+    else:
+        mixed = best_mixed(demand, cluster, settings, objective)
+        found += [] if mixed is None else [mixed]
     found += [predict(name, demand, cluster, settings) for name in HYBRID]
     return Point(cluster, demand, tuple(found), winner(found, objective))
-
-
-def sweep(
-    worlds: Sequence[int], at: Callable[[int], tuple[Demand, Cluster, Settings]], objective: str
-) -> list[Point]:
-    """`compare` at each number of ranks; `at` gives demand, cluster and settings of one."""
-    return [compare(*at(world), objective) for world in worlds]
 
 
 def crossovers(points: Sequence[Point], objective: str) -> list[Crossover]:
