@@ -584,7 +584,7 @@ def read_text(analysis: Analysis) -> str:
     if not guessed:
         return f"{text}Distinct rows are exact."
     return (
-        f"{text}Distinct rows of {len(guessed)} table(s) are estimates (HyperLogLog, standard "
+        f"{text}Distinct rows of {len(guessed)} table(s) are estimates (linear counting, standard "
         f"error {guessed[0].distinct_error:.2%})."
     )
 
