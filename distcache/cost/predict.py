@@ -164,7 +164,7 @@ class Settings:
     `replicated` (on every rank) or `home`; `window` L, `prefetch` P; `steps`: of the run, from an
     empty cache, None: a warm cache; `itemsize`: bytes of an element; `dense_parameters`: of the
     dense part; `fetched`: rows fetched per step over all homes, by placement, where they are known
-    (from `planner.replay`) instead of estimated.
+    (from a replay) instead of estimated.
     """
 
     slots: tuple[int, ...]
@@ -253,17 +253,10 @@ def predict(
             f"slots for {len(settings.slots)} groups, but tables of {len(demand.groups)} widths: "
             "give as many"
         )
-    prefixes = _prefixes(placement, demand, replicated_rows or {})
-    return _cached(placement, demand, cluster, settings, prefixes)
-
-
-def _prefixes(
-    placement: str, demand: Demand, replicated_rows: Mapping[str, int]
-) -> list[list[float]]:
+    prefixes = demand.prefixes(dict(replicated_rows or {}) if placement == MIXED else {})
     if placement == REPLICATED:
-        return [[float(table.rows) for table in group.tables] for group in demand.groups]
-    rows = replicated_rows if placement == MIXED else {}
-    return demand.prefixes(dict(rows))
+        prefixes = [[float(table.rows) for table in group.tables] for group in demand.groups]
+    return _cached(placement, demand, cluster, settings, prefixes)
 
 
 def _cached(
@@ -283,9 +276,8 @@ def _cached(
     ahead = (settings.window, settings.prefetch, settings.steps)
     parts = [(g, slots, True) for g, (slots, _) in zip(hot, regions, strict=True)]
     parts += [(g, world * slots, False) for g, (_, slots) in zip(cold, regions, strict=True)]
-    found = [expected_hits([group], [slots], *ahead) for group, slots, _ in parts]
-    hits = Hits(*(sum(values) for values in zip(*map(_values, found), strict=True)))
-    hits, scale = _known(hits, settings.fetched.get(placement))
+    found = [expected_hits(group, slots, *ahead) for group, slots, _ in parts]
+    hits, scale = _known(sum(found, Hits(0.0, 0.0, 0.0)), settings.fetched.get(placement))
     exchanges: list[Exchange] = []
     host_in = host_out = 0.0
     for (group, _, copied), own in zip(parts, found, strict=True):
@@ -301,7 +293,7 @@ def _cached(
     exchanges.append(dense_exchange(settings.dense_parameters, world, item))
     traffic = Traffic(tuple(exchanges), host_in, host_out)
     work = _work(hot, cold, demand, settings.state)
-    memory = cache_memory(hot, cold, regions, settings, world)
+    memory = cache_memory(hot, cold, regions, (item, settings.state), world)
     names = [[table.name for table in group.tables] for group in demand.groups]
     replicated = {}
     if placement == MIXED:
@@ -321,10 +313,6 @@ def _cached(
         memory,
         refused,
     )
-
-
-def _values(hits: Hits) -> tuple[float, float, float]:
-    return hits.touched, hits.fetched, hits.written_back
 
 
 def _known(hits: Hits, fetched: float | None) -> tuple[Hits, float]:
@@ -368,7 +356,7 @@ def _hybrid(layout: str, demand: Demand, cluster: Cluster, settings: Settings) -
     updates = demand.world_rows / world
     work = Work(busiest * lookups, busiest * updates, copies, demand.batch, ddp=True)
     largest = hybrid_rows(demand, layout)
-    memory = hybrid_memory(demand, layout, settings, exchanges)
+    memory = hybrid_memory(demand, layout, item, exchanges)
     refused = _too_large(memory, cluster)
     odd = [group.dim for group in demand.groups if group.dim % _KERNEL_WIDTH]
     if odd and layout not in YARDSTICKS:
