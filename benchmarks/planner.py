@@ -47,17 +47,18 @@ from distcache.engine.groups import (
     MIXED,
     REPLICATED,
     SHARDED,
+    Placement,
     TableGroup,
+    TableSettings,
     group_bags,
     make_groups,
     region_slots,
 )
-from distcache.engine.tables import home_regions
 from distcache.errors import ConfigError, DistcacheError
 from distcache.planner import loops
-from distcache.planner.home import HomePlanner
-from distcache.planner.loops import distinct_rows, hashed_rows
-from distcache.planner.policy import DEFAULT
+from distcache.planner.assemble import hashed_rows
+from distcache.planner.home import HomePlanner, distinct_rows
+from distcache.planner.victims import DEFAULT
 from distcache.popularity.slots import cache_slots
 from distcache.trainer import build
 from distcache.trainer.plan_cache import resolve_placement, window_steps
@@ -210,13 +211,14 @@ class Planning(Timed):
         self._rows, self._world = RowCounts(), world
         self._table_rows = placed.group.layout.rows
         self._counters = CollectiveCounters()
-        self._regions = home_regions([placed], world.rank, ahead[1], DEFAULT, [None])
+        pairs = [(placed.group, placed.slots)]
+        self._regions = planning.home_regions(pairs, world.rank, ahead[1], DEFAULT, [None])
         planner = planning.StreamPlanner(
             Link(world, world.planning_group, self._counters, "the planning group"),
             [placed.group],
             self._regions,
             [placed.slots.all],
-            planning.PlanningSettings(*ahead, torch.float32, early=ahead[1] > 0),
+            TableSettings(lookahead=ahead[0], prefetch=ahead[1], placement=Placement(kind)),
         )
         self._plans = planner.planned(feed, lambda: False)
         self._parts = no_seconds()

@@ -12,7 +12,7 @@ from distcache.errors import ConfigError
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner.home import HomeDecision, HomePlanner
 from distcache.planner.loops import array, compiled, i8, in4, in8, out1, out4, types
-from distcache.planner.policy import DEFAULT, PINNED, Policy
+from distcache.planner.victims import DEFAULT, PINNED, Policy
 from distcache.popularity.statistics import Statistics, TableCounts, row_classes
 from distcache.trace import HomeTrace, Trace
 

@@ -31,7 +31,8 @@ class Mark:
     event: torch.cuda.Event | None = None
 
 
-_LONG_OVER = Mark()
+LONG_OVER = Mark()
+"""A mark that nobody waits for."""
 
 _NOWHERE = nullcontext()
 
@@ -67,7 +68,10 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._beside: dict[str, torch.cuda.Stream] = {}
-        if device.type != "cuda":
+        self.ordered = self.asynchronous = device.type == "cuda"
+        """`ordered`: whether marks tell anything; `asynchronous`: whether work runs on after the
+        call that issues it."""
+        if not self.ordered:
             return
         self._beside = {name: torch.cuda.Stream(device) for name in NAMES if name != COMPUTE}
         # Device times are told on the host's clock, from one moment that both know.
@@ -82,11 +86,6 @@ class Streams:
             return torch.cuda.current_stream(self.device)
         return self._beside.get(name)
 
-    @property
-    def asynchronous(self) -> bool:
-        """Whether work runs on after the call that issues it."""
-        return bool(self._beside)
-
     def on(self, name: str) -> Context[object]:
         """Issue what is done inside on a stream."""
         if not self._beside:
@@ -98,7 +97,7 @@ class Streams:
         """What has been issued on a stream so far."""
         stream = self._stream(name) if self._beside else None
         if stream is None:
-            return _LONG_OVER
+            return LONG_OVER
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return Mark(event)

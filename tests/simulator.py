@@ -14,16 +14,17 @@ from distcache.comm.world import Nodes
 from distcache.layout import RowLayout
 from distcache.planner.assemble import HomePart, Request, assemble, make_request, next_move_after
 from distcache.planner.home import HomeDecision, HomePlanner
-from distcache.planner.policy import DEFAULT, Policy
 from distcache.planner.shard import (
     HotLayout,
+    HotRows,
     Routes,
     ShardParts,
     make_routes,
     masks_for_all,
     nothing,
-    reply_to,
+    replies_to_all,
 )
+from distcache.planner.victims import DEFAULT, Policy
 from distcache.popularity.statistics import GroupPopularity
 from distcache.replay import HomeRun
 from distcache.step_plan import StepPlan
@@ -98,7 +99,7 @@ class SimulatedWorld:
 
     def add(self, rows: Sequence[np.ndarray], kind: str = "train") -> list[list[StepPlan]]:
         """Bring the rows of the next step, by rank, to their homes; the step that this decides."""
-        hot = self._settings.hot
+        hot = None if self._settings.hot is None else HotRows(self._settings.hot)
         requests = [make_request(self._layout, np.asarray(r, dtype=np.int64), hot) for r in rows]
         for home, run in enumerate(self.replicated):
             run.planner.ingest(self._step, kind, [request.rows[home] for request in requests])
@@ -147,7 +148,7 @@ class SimulatedWorld:
         """What a rank learns of the decisions on sharded rows; `masks`: by home, then rank."""
         return ShardParts(
             decisions[rank],
-            tuple(reply_to(decision, rank) for decision in decisions),
+            tuple(replies_to_all(decision)[rank] for decision in decisions),
             sum(len(decision.slots) for decision in decisions),
             sum(len(decision.fetch) for decision in decisions),
             self._settings.early,

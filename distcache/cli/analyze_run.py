@@ -18,7 +18,7 @@ from distcache.config import option
 from distcache.config.checks import at_least, byte_count
 from distcache.config.tree import Config
 from distcache.errors import ConfigError, DataError
-from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
+from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy
 from distcache.popularity.curve import StaticSet, StepCurves, TableProfile
 from distcache.popularity.slots import BY_CURVE
 from distcache.replay import Case, Outcome, Popularity, popularity_of, replay

@@ -1,43 +1,288 @@
-"""What crosses ranks in a step, in program order: fills, row gradients, dense gradients, control.
+"""A step at the tables: bags from row leaves, their gradients, and what crosses ranks.
 
-Every rank issues [fill], [late rows], [fills and early rows of the steps ahead], [row gradients to
-their homes], [dense chunks by index], [loss and control], [sums to all], with zero lengths where it
-has nothing; who is ready early waits for its turn. The three that follow backward are under way at
-once, so that homes add up while the dense part is exchanged.
+A leaf's gradient is in canonical order, summed in the ids' order by the same code in every mode.
+Every rank then issues [fill], [late rows], [fills and early rows of the steps ahead], [row
+gradients to their homes], [dense chunks by index], [loss and control], [sums to all], in this order
+and with zero lengths where it has nothing; who is ready early waits for its turn. The three that
+follow backward are under way at once, so that homes add up while the dense part is exchanged.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from distcache.comm.link import DENSE, PLANNING, ROWS, Link, spread
+from distcache import ops
+from distcache.comm.agreement import agree_on
+from distcache.comm.link import DENSE, PLANNING, ROWS, CollectiveCounters, Link, spread
+from distcache.comm.world import current_world, require_group
+from distcache.engine.groups import GroupBags, TableGroup
+from distcache.errors import ConfigError
 from distcache.ops.copies import put
-from distcache.step_plan import ShardPlan, StepPlan
+from distcache.step_plan import ShardPlan, StepPlan, Transfer
 from distcache.streams import COMMUNICATION, Mark, Streams
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements of one all-reduce of the flat dense gradient."""
 
+# -----------------------------------------------------------------------------
+# A step's index tensors on the device: once for all that reads them, ahead.
 
-def share_rows(link: Link, plan: StepPlan, rows: Tensor) -> Tensor:
-    """Cooperative fill: each home's fetched rows `[M_h, D + S]` -> all fetched rows `[M, D + S]`.
 
-    Host memory was read once, by the home; the copies travel over the device group.
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy of a CPU tensor on `device`, for which nobody waits; itself where it lies there."""
+    if device.type != "cuda" or tensor.device == device:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def on_device(plan: StepPlan, device: torch.device) -> StepPlan:
+    """`plan` with the tensors on `device` that its step reads there, for which nobody waits:
+    `slots`, `source_rows`, `touched`, and of `shard` all but what is fetched and evicted."""
+    if device.type != "cuda":
+        return plan
+
+    def moved(of: Any, *names: str) -> Any:
+        return replace(of, **{name: to_device(getattr(of, name), device) for name in names})
+
+    def transferred(transfer: Transfer) -> Transfer:
+        relay = transfer.relay and moved(transfer.relay, "passed", "order")
+        return replace(moved(transfer, "slots", "places"), relay=relay)
+
+    shard = plan.shard
+    if shard is not None:
+        early = shard.early and transferred(shard.early)
+        shard = moved(shard, "slots", "source_rows")
+        shard = replace(shard, late=transferred(shard.late), early=early)
+    return replace(moved(plan, "slots", "source_rows", "touched"), shard=shard)
+
+
+def tensors_on_device(where: StepPlan) -> list[Tensor]:
+    """What `on_device` has moved."""
+    found, shard = [where.slots, where.source_rows, where.touched], where.shard
+    if shard is not None:
+        found += [shard.slots, shard.source_rows]
+        found += [tensor for transfer in shard.transfers for tensor in transfer.tensors()]
+    return found
+
+
+class DeviceBags:
+    """The index tensors of lookups in one group's leaf, on the device: of one (micro-)batch.
+
+    Ids and `offsets` are feature-major, bags come out sample by sample: `bag_of` and `scale` speak
+    of those. `shape`: samples and features. `single`: every bag is one id without a weight, and
+    `positions` is in the order of the bags that come out, so that nothing is rearranged after.
+    `counts`: ids of each feature, where every id is a bag of its own (`bags_of_one`).
     """
-    return spread(link, rows, plan.fetch_counts, ROWS, f"fill {plan.step}")
+
+    def __init__(
+        self,
+        bags: GroupBags,
+        plan: StepPlan,
+        device: torch.device,
+        counts: Sequence[int] = (),
+    ) -> None:
+        count = bags.offsets.shape[0] - 1
+        samples, features = self.shape = (count // max(bags.features, 1), bags.features)
+        self.single, self.counts = bags.single, counts
+        positions, scale = plan.positions, None if self.single else bags.scale
+        place = _places(features, samples)
+        if self.single:
+            bag_of, positions = place, _by_sample(positions, samples, features)
+        else:
+            bag_of = torch.from_numpy(place.numpy()[bags.bag_of])
+            scale = None if scale is None else _by_sample(scale, samples, features)
+        self.offsets, self.bag_of, self.scale = bags.offsets, bag_of, scale
+        self.weights, self.positions, self.order = bags.weights, positions, plan.order
+        self.touched, self.segments = plan.touched, plan.segments
+        if device.type == "cuda":
+            for name, value in vars(self).items():
+                if isinstance(value, Tensor):
+                    setattr(self, name, to_device(value, device))
+        self.chunks = ops.chunks_for(plan.segments, device)
+        self.leaf_rows = plan.leaf_rows
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        own = [value for value in vars(self).values() if isinstance(value, Tensor)]
+        return own if self.chunks is None else [*own, self.chunks.table]
+
+
+def lookups_of(
+    bags: GroupBags,
+    plan: StepPlan,
+    sizes: Sequence[int],
+    pooled: bool,
+    device: torch.device,
+) -> list[DeviceBags]:
+    """What looks up each micro-batch of a step in one group's leaf.
+
+    `sizes`: samples of each micro-batch; `pooled`: bags come out, else the row of every id.
+    """
+    found, start, total = [], 0, sum(sizes)
+    for size in sizes:
+        own, seen = bags, plan
+        if len(sizes) > 1:
+            own, seen = part_of(bags, plan, slice(start, start + size), total)
+        counts: tuple[int, ...] = ()
+        if not pooled:
+            ends = own.offsets.numpy()[:: max(size, 1)][: own.features + 1]
+            counts = tuple(np.diff(ends).tolist()) if size else (0,) * own.features
+            own = bags_of_one(own)
+        found.append(DeviceBags(own, seen, device, counts))
+        start += size
+    return found
+
+
+def part_of(
+    bags: GroupBags, plan: StepPlan, samples: slice, total: int
+) -> tuple[GroupBags, StepPlan]:
+    """The bags of `samples` out of `total` joined ones, and the plan as their lookup reads it.
+
+    Of the plan only what a lookup needs is the part's own: positions, order, touched, segments.
+    NumPy: it runs beside training.
+    """
+    first = np.arange(bags.features if total else 0) * total + samples.start
+    count = samples.stop - samples.start
+    chosen = (first[:, None] + np.arange(count)).reshape(-1)
+    offsets = bags.offsets.numpy()
+    spans = [np.arange(offsets[at], offsets[at + count]) for at in first]
+    ids = np.concatenate(spans) if spans else np.empty(0, np.int64)
+    own = GroupBags(
+        features=bags.features,
+        rows=bags.rows[ids],
+        offsets=_ends(np.diff(offsets)[chosen]),
+        weights=None if bags.weights is None else torch.from_numpy(bags.weights.numpy()[ids]),
+        scale=None if bags.scale is None else torch.from_numpy(bags.scale.numpy()[chosen]),
+    )
+    positions = plan.positions.numpy()[ids]
+    touched, counts = np.unique(positions, return_counts=True)
+    seen = replace(
+        plan,
+        positions=torch.from_numpy(positions),
+        order=torch.from_numpy(positions.argsort(kind="stable")),
+        touched=torch.from_numpy(touched),
+        segments=_ends(counts),
+    )
+    return own, seen
+
+
+def _ends(lengths: np.ndarray) -> Tensor:
+    """Where pieces of `lengths` `[m]` begin and end, int64 `[m + 1]`."""
+    ends = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=ends[1:])
+    return torch.from_numpy(ends)
+
+
+@lru_cache(maxsize=2)
+def _places(features: int, samples: int) -> Tensor:
+    """Where each bag comes out, sample by sample, int64 `[F * b]`; nobody writes to it."""
+    return _by_sample(torch.from_numpy(np.arange(features * samples)), features, samples)
+
+
+def _by_sample(values: Tensor, samples: int, features: int) -> Tensor:
+    """`values` of all bags, `[F * b, ...]` feature by feature, sample by sample.
+
+    NumPy: a torch operation would start a pool of threads beside that of training.
+    """
+    by_feature = values.numpy().reshape(features, samples, *values.shape[1:])
+    return torch.from_numpy(by_feature.swapaxes(0, 1).reshape(values.shape))
+
+
+class PooledLookup(torch.autograd.Function):
+    """`(leaf [U + N, D], bags) -> pooled [b, F * D]`; backward sums occurrences in their order.
+
+    The row gradient is the same code in every mode and depends on nothing but the ids and the
+    bag gradients (`embedding_bag`'s own backward changes its bits with the labels).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, bags: DeviceBags) -> Tensor:
+        """Sum (or average) every bag's rows."""
+        ctx.bags, ctx.dim = bags, leaf.shape[1]
+        (samples, features), dim = bags.shape, ctx.dim
+        pooled = ops.pooled_lookup(leaf, bags.positions, bags.offsets, bags.weights)
+        if not bags.single:
+            pooled = pooled.view(features, samples, dim).transpose(0, 1).reshape(-1, dim)
+        pooled = pooled if bags.scale is None else pooled.mul_(bags.scale)
+        return pooled.view(samples, features * dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Local gradients of all leaf rows, zero for those that only other ranks named."""
+        bags, (samples, features) = ctx.bags, ctx.bags.shape
+        gradient = gradient.reshape(samples * features, ctx.dim)
+        gradient = gradient if bags.scale is None else gradient * bags.scale
+        return _row_gradient(bags, gradient), None
+
+
+def bags_of_one(bags: GroupBags) -> GroupBags:
+    """The same ids, each a bag of its own, without weights: n bags."""
+    ones = torch.arange(len(bags.rows) + 1)
+    return replace(bags, features=1, offsets=ones, weights=None, scale=None)
+
+
+class RowLookup(torch.autograd.Function):
+    """`(leaf [U + N, D], bags of one id) -> the rows of each feature's ids, [n_f, D] each`.
+
+    n_f: the `counts` of the bags. Backward is that of `PooledLookup` over bags of one id, so its
+    bits depend on nothing but the ids and the rows' gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, bags: DeviceBags) -> tuple:
+        """Copy every id's row."""
+        ctx.bags = bags
+        # One tensor for each feature, not views of one: users may change them in place.
+        return tuple(leaf.index_select(0, at) for at in bags.positions.split(list(bags.counts)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Local gradients of all leaf rows, zero for those that only other ranks named."""
+        return _row_gradient(ctx.bags, torch.cat(gradients)), None
+
+
+def _row_gradient(bags: DeviceBags, gradient: Tensor) -> Tensor:
+    """Gradients of bags `[K, D]` summed by leaf row, `[U + N, D]`."""
+    touched = ops.row_gradients(
+        gradient, bags.bag_of, bags.order, bags.segments, bags.weights, bags.chunks
+    )
+    if bags.touched.shape[0] == bags.leaf_rows:
+        return touched
+    out = gradient.new_zeros((bags.leaf_rows, gradient.shape[1]))
+    return put(out, bags.touched, touched)
+
+
+def join_pooled(groups: Sequence[TableGroup], pooled: Sequence[Tensor]) -> Tensor:
+    """Pooled bags `[b, F_g * D_g]` of every group -> `[b, sum of widths]` in feature order."""
+    if len(groups) == 1:
+        return pooled[0]
+    columns: dict[int, Tensor] = {}
+    for group, bags in zip(groups, pooled, strict=True):
+        for place, feature in enumerate(group.features):
+            columns[feature] = bags[:, place * group.dim : (place + 1) * group.dim]
+    return torch.cat([columns[feature] for feature in sorted(columns)], dim=1)
+
+
+# -----------------------------------------------------------------------------
+# Row gradients over the ranks, in rank order.
 
 
 def start_reduce_rows(
     link: Link,
     plan: StepPlan,
     gradient: Tensor,
+    where: tuple[Tensor, Tensor],
     native: bool = False,
-    where: tuple[Tensor, Tensor] | None = None,
 ) -> Callable[[], Tensor]:
     """Sum the local row gradients `[U, D]` (canonical order) over all ranks; call it for the sums.
 
@@ -45,7 +290,7 @@ def start_reduce_rows(
     pass per source, and send the sums `[U_h, D]` to all: the bytes of a ring all-reduce at most,
     and a result that depends on nothing but the contributions. `native` leaves the sum to the
     library's all-reduce, whose bits depend on a row's place in the buffer. `where`: the plan's
-    `touched` and `source_rows` on the device already.
+    `touched_rows` and `source_rows` on the device.
     """
     if native:
         wait = link.start_all_reduce(gradient, ROWS, f"row gradients {plan.step}")
@@ -60,7 +305,7 @@ def start_reduce_rows(
 
 
 def start_to_homes(
-    link: Link, plan: StepPlan, gradient: Tensor, where: tuple[Tensor, Tensor] | None = None
+    link: Link, plan: StepPlan, gradient: Tensor, where: tuple[Tensor, Tensor]
 ) -> Callable[[], Tensor]:
     """The sums over all ranks of the gradients `[U, D]` of this home's rows, `[U_h, D]`, when it
     is called.
@@ -69,10 +314,7 @@ def start_to_homes(
     """
     if link.world.size == 1:
         return lambda: gradient
-    touched, sources = where or (
-        plan.touched_rows.to(gradient.device),
-        plan.source_rows.to(gradient.device),
-    )
+    touched, sources = where
     receive = link.start_all_to_all(
         gradient.index_select(0, touched),
         plan.touched_counts,
@@ -113,29 +355,115 @@ def _sum_by_rank(received: Tensor, sources: Tensor, counts: Sequence[int], rows:
     return sums
 
 
-class DenseGradients:
-    """The gradients of the dense part as views of one flat buffer, summed in chunks by index."""
+# -----------------------------------------------------------------------------
+# The dense part's gradients, and what the ranks agree on at a step's end.
 
-    def __init__(self, parameters: Iterable[nn.Parameter], link: Link) -> None:
-        self._link = link
-        self.parameters = [p for p in parameters if p.requires_grad]
-        total = sum(p.numel() for p in self.parameters)
+
+class DenseGradients:
+    """Gradients of dense parameters as views of one flat buffer, summed over the ranks in chunks.
+
+    For loops without DDP: what `distcache.train` sums its dense gradients with, so that a loop over
+    the same model and batches has its bits. The ranks begin with the same weights (the same seed),
+    which the first `sum` checks::
+
+        ebc = distcache.CachedEmbeddingBagCollection(
+            tables, rows=100_000, optimizer=distcache.optim.Adagrad(lr=0.01),
+            gradient_reduction="sum",
+        )
+        model = DLRM(ebc, ...)
+        dense = distcache.DenseGradients(model, gradient_reduction="sum")
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
+        for batch in distcache.lookahead(batches, ebc):
+            optimizer.zero_grad()
+            logits = model(batch.dense_features, batch.sparse_features).squeeze(1)
+            loss = binary_cross_entropy_with_logits(logits, batch.labels, reduction="sum")
+            (loss / global_batch_size).backward()
+            dense.sum()
+            ebc.step()
+            optimizer.step()
+
+    `flat`: the buffer, one element for each of the `parameters` that train.
+    """
+
+    def __init__(
+        self,
+        parameters: nn.Module | Iterable[nn.Parameter],
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        gradient_reduction: str = "mean",
+        timeout_s: float = 300.0,
+        link: Link | None = None,
+    ) -> None:
+        """`parameters`, or the module that has them: those that require a gradient and are not
+        empty, all of one dtype and device. `process_group`: whose ranks sum (None: all), joined by
+        all of them at the first `sum`; `timeout_s`: longest wait for another rank, seconds;
+        `gradient_reduction`: `mean` or `sum`, as of the collection; `link`: what the engine sums
+        by. Raises ConfigError.
+        """
+        if gradient_reduction not in ("mean", "sum"):
+            raise ConfigError(f"gradient_reduction={gradient_reduction!r} is not 'mean' or 'sum'")
+        own = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+        self.parameters = [p for p in own if p.requires_grad and p.numel()]
+        kinds = {(p.dtype, p.device) for p in self.parameters}
+        if len(kinds) > 1:
+            shown = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+            raise ConfigError(f"parameters are {shown}: make one DenseGradients for each kind")
+        self._link, self._group, self._timeout_s = link, process_group, timeout_s
+        self._is_mean = gradient_reduction == "mean"
         first = self.parameters[0] if self.parameters else torch.empty(0)
+        total = sum(p.numel() for p in self.parameters)
         self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
-        start = 0
-        for parameter in self.parameters:
-            view = self.flat[start : start + parameter.numel()]
-            parameter.grad = view.view_as(parameter)
-            start += parameter.numel()
+        parts = self.flat.split([p.numel() for p in self.parameters])
+        self._views = [
+            part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)
+        ]
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.grad = view
 
     def zero(self) -> None:
-        """Forget the last step's gradients."""
+        """Forget the last step's gradients; `zero_grad` of an optimizer does it too."""
         self.flat.zero_()
+
+    @torch.no_grad()
+    def sum(self) -> None:
+        """Sum the parameters' gradients over the ranks, in place (then times 1/W for `mean`).
+
+        Called by all ranks after the last backward pass of a step; parameters without a gradient
+        count as zeros. Raises ConfigError at first where the ranks' weights differ.
+        """
+        if self._link is None:
+            self._link = self._joined()
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:  # zero_grad() lets go of it, backward makes another
+                view.copy_(parameter.grad)
+            parameter.grad = view
+        self.start_sum()()
+        size = self._link.world.size
+        if self._is_mean and size > 1:
+            self.flat.mul_(1.0 / size)
+
+    def _joined(self) -> Link:
+        """A link of groups of its own; the ranks compare what they are about to train."""
+        require_group("DenseGradients.sum")
+        world = current_world(self.flat.device, self._group, self._timeout_s)
+        bits = [p.detach().cpu().reshape(-1).view(torch.uint8).numpy() for p in self.parameters]
+        said = {
+            "the shapes of dense parameters": [tuple(p.shape) for p in self.parameters],
+            "the checksums of their weights": [zlib.crc32(own.tobytes()) for own in bits],
+            "gradient_reduction is mean": self._is_mean,
+        }
+        agree_on(world, said)
+        return Link(world, world.device_group, CollectiveCounters(), "the dense gradients' group")
 
     def start_sum(self) -> Callable[[], None]:
         """Sum over the ranks, in place; they are there when it has been called."""
+        link = self._link
+        if link is None:
+            raise RuntimeError("sum() joins the ranks first")
         waits = [
-            self._link.start_all_reduce(chunk, DENSE, "dense gradients")
+            link.start_all_reduce(chunk, DENSE, "dense gradients")
             for chunk in self.flat.split(CHUNK_ELEMENTS)
         ]
 

@@ -1,10 +1,15 @@
-"""Tables of one model by group, their placement, and a batch's ids as rows and bags."""
+"""Tables of one model by group: a batch's ids as rows and bags, how rows lie over the ranks, and
+whether the cache has room for a step."""
 
 from __future__ import annotations
 
+import logging
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -13,11 +18,16 @@ from torch import Tensor
 from distcache.cache import StateSlots
 from distcache.comm.world import World
 from distcache.data.batch import JaggedIds
-from distcache.errors import ConfigError, DataError
+from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import RowLayout, TableSpec, group_tables
+from distcache.planner.victims import DEFAULT, Policy
+from distcache.popularity.curve import LIKELY, room_for
+from distcache.store.rows import STAGED
 
-# -----------------------------------------------------------------------------
-# Tables of one model by group, and a batch's ids as rows and bags of each group.
+if TYPE_CHECKING:
+    from distcache.engine.planning import Region
+
+log = logging.getLogger(__name__)
 
 _FLOATS = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -174,17 +184,6 @@ def _joined(values: Tensor | None, spans: list[slice]) -> Tensor | None:
     return torch.cat([values[span] for span in spans]) if spans else values[:0]
 
 
-def join_pooled(groups: Sequence[TableGroup], pooled: Sequence[Tensor]) -> Tensor:
-    """Pooled bags `[b, F_g * D_g]` of every group -> `[b, sum of widths]` in feature order."""
-    if len(groups) == 1:
-        return pooled[0]
-    columns: dict[int, Tensor] = {}
-    for group, bags in zip(groups, pooled, strict=True):
-        for place, feature in enumerate(group.features):
-            columns[feature] = bags[:, place * group.dim : (place + 1) * group.dim]
-    return torch.cat([columns[feature] for feature in sorted(columns)], dim=1)
-
-
 # -----------------------------------------------------------------------------
 # How cached rows lie over the ranks: the regions of each group, and their slots.
 
@@ -220,6 +219,45 @@ class Placement:
             offsets = group.layout.offsets
             parts += [self.hot[t] + offsets[place] for place, t in enumerate(group.tables)]
         return np.sort(np.concatenate(parts))
+
+
+@dataclass(frozen=True)
+class TableSettings:
+    """How rows are cached, planned and summed; the same on all ranks.
+
+    `mode`: `data` caches C rows per rank over the node's store, `resident` has every row on every
+    device, `host` keeps none; `slots`: C of each group (only mode `data` reads it); `lookahead`: L;
+    `prefetch`: P; `reduction`: `ordered` or `native`; `dtype` of rows; `validate`: check every law
+    of every plan; `fingerprint`: a number that must agree over the ranks; `schedule`: `overlapped`
+    or `serial`; `shake_ms`: longest random delay at hand-overs between threads; `placement`: of
+    cached rows in mode `data`; `access`: `staged` or `zero_copy`; `pooled`: lookups give bags, else
+    the row of every id.
+    """
+
+    mode: str = "data"
+    slots: Sequence[int] = ()
+    lookahead: int = 8
+    prefetch: int = 1
+    policy: Policy = DEFAULT
+    reduction: str = "ordered"
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    validate: bool = False
+    fingerprint: int = 0
+    schedule: str = "overlapped"
+    shake_ms: float = 0.0
+    placement: Placement = field(default_factory=Placement)
+    access: str = STAGED
+    pooled: bool = True
+
+    def placed(self, world: World) -> Placement:
+        """How rows lie; the modes without a cache have them on every rank."""
+        return self.placement.on(world) if self.mode == "data" else Placement()
+
+    def shares_early(self, world: World) -> bool:
+        """Whether sharded rows may travel before the step that reads them."""
+        placed = self.placed(world)
+        return placed.kind != REPLICATED and placed.early and self.prefetch > 0
 
 
 @dataclass(frozen=True)
@@ -269,3 +307,189 @@ def state_slots(slots: RegionSlots, world: World, placement: Placement) -> State
         return None
     own = slots.own_replicated(world.rank, world.size)
     return StateSlots(own.start, own.stop - own.start, slots.replicated)
+
+
+# -----------------------------------------------------------------------------
+# Whether the cache has room for a step: expected before training, refused while it runs.
+
+_LATER = "later ones may need more"
+
+
+class Expecting(Protocol):
+    """What a batch source knows about its ids before any is drawn."""
+
+    def lookups_per_sample(self, table: int) -> float:
+        """Mean ids that a sample looks up in `table`."""
+        ...
+
+    def expected_distinct(self, table: int, lookups: int) -> float:
+        """Expected distinct rows of `table` among `lookups` ids of it."""
+        ...
+
+
+def smallest_cache_rows(groups: Sequence[TableGroup], slots: Sequence[int]) -> int:
+    """The smallest `cache.rows` that gives each group at least `slots` on a device.
+
+    `cache.rows` is split over the groups by their rows, and rounded up there to a multiple of W.
+    """
+    total, found = sum(group.layout.rows for group in groups), 1
+    for count, group in zip(slots, groups, strict=True):
+        world = group.layout.world_size
+        found = max(found, (-(-count // world) - 1) * world * total // group.layout.rows + 1)
+    return found
+
+
+def enough_slots(group: TableGroup, replicated: int, sharded: int) -> int:
+    """Slots of a device, C, from which on every home holds that many `replicated` and `sharded`
+    rows.
+
+    Of mixed rows, at most half of C is for the replicated ones, and no more than they are.
+    """
+    world, hot = group.layout.world_size, group.hot
+    if hot is None:
+        return replicated * world
+    if not len(hot):
+        return sharded
+    fullest = int(np.bincount(group.layout.home(hot), minlength=world).max())
+    return max(2 * world * max(replicated, 1), min(2 * sharded, sharded + world * fullest))
+
+
+def too_large(
+    step: int,
+    kind: str,
+    groups: Sequence[TableGroup],
+    rows: np.ndarray,
+    regions: Sequence[Region],
+) -> StepTooLargeError:
+    """Why `step` is refused and how to avoid it.
+
+    `kind`: of its batch; `rows`: its distinct rows int64 `[W, regions]`.
+    """
+    slots = [region.planner.slots for region in regions]
+    home, place = np.unravel_index(np.argmax(rows / np.asarray(slots)), rows.shape)
+    needs, has, region = int(rows[home, place]), slots[place], regions[place]
+    group = groups[region.group]
+    what = "" if kind == "train" else " (evaluation)"
+    lie = "" if group.hot is None else ("sharded " if region.sharded else "replicated ")
+    on_device = has * (1 if region.sharded else len(rows))
+    way_out = _way_out(groups, _enough_rows(groups, rows, regions))
+    return StepTooLargeError(
+        f"step {step}{what} needs {needs} distinct {lie}rows of home rank {home}, which has {has} "
+        f"slots of {on_device} on each device (tables of width {group.dim}): set {way_out}, or "
+        f"lower data.global_batch_size{_other_split(groups)}",
+        rows=needs,
+        slots=has,
+    )
+
+
+def _way_out(groups: Sequence[TableGroup], enough: int | None) -> str:
+    """What to set; `enough`: of `_enough_rows`."""
+    keys = "cache.replicated_rows, cache.replicated_share"
+    if not any(group.hot is not None and len(group.hot) for group in groups):
+        return f"cache.rows={enough} or more (the smallest that holds this step; {_LATER})"
+    if enough is None:
+        return f"other rows to replicate ({keys}; no cache.rows holds this step with these)"
+    return (
+        f"cache.rows={enough} or more (which holds this step with these replicated rows; "
+        f"{_LATER}), or other rows to replicate ({keys})"
+    )
+
+
+def _enough_rows(
+    groups: Sequence[TableGroup], rows: np.ndarray, regions: Sequence[Region]
+) -> int | None:
+    """`cache.rows` from which on a step of `rows`, int64 `[W, regions]`, finds room; None where no
+    slots are enough, for a group gets no more than it has rows."""
+    needs = np.zeros((len(groups), 2), dtype=np.int64)
+    for column, region in enumerate(regions):
+        needs[region.group, int(region.sharded)] = rows[:, column].max()
+    slots = [enough_slots(g, *need) for g, need in zip(groups, needs.tolist(), strict=True)]
+    most = [group.layout.world_size * group.layout.local_rows for group in groups]
+    if any(count > limit for count, limit in zip(slots, most, strict=True)):
+        return None
+    return smallest_cache_rows(groups, slots)
+
+
+def _other_split(groups: Sequence[TableGroup]) -> str:
+    """A way out that tables of several widths have."""
+    return "" if len(groups) == 1 else "; cache.split=by_curve shares slots out by need"
+
+
+def warn_if_too_small(
+    source: object, groups: Sequence[TableGroup], slots: Sequence[int], batch: int
+) -> bool:
+    """Warn before training if the slots will hardly hold a step; whether they will not.
+
+    `source`: a batch source, which knows its expected rows if it is `Expecting`, with one feature
+    for each table of the model, in their order; `slots`: C by group; `batch`: global batch size B.
+    """
+    if not all(hasattr(source, name) for name in ("lookups_per_sample", "expected_distinct")):
+        return False
+    means = [_expected_rows(source, group, batch) for group in groups]  # type: ignore[arg-type]
+    rooms = [_rooms(*of_group) for of_group in zip(groups, slots, means, strict=True)]
+    short = [(room, g) for g, found in enumerate(rooms) for room in found if room.needs > room.has]
+    if short:
+        worst, place = max(short, key=lambda pair: pair[0].needs / pair[0].has)
+        enough = [_enough_for(group, mean) for group, mean in zip(groups, means, strict=True)]
+        log.warning(
+            "the cache is likely too small: a batch of %d samples is expected to name about %d "
+            "%s of one home (tables of width %d), which has %d slots; a step that "
+            "does not fit is refused. Set cache.rows=%d or more, or lower data.global_batch_size",
+            batch,
+            worst.needs,
+            worst.what,
+            groups[place].dim,
+            worst.has,
+            smallest_cache_rows(groups, enough),
+        )
+    return bool(short)
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Rows that a home is expected to need at once, and its slots for them."""
+
+    what: str
+    needs: int
+    has: int
+
+
+def _rooms(group: TableGroup, slots: int, mean: float) -> list[_Room]:
+    """What a home needs and has, of C `slots` on a device, for `mean` distinct rows in a batch.
+
+    Of mixed rows all together, and the sharded ones that are left where a batch names all that are
+    replicated.
+    """
+    world, most = group.layout.world_size, group.layout.local_rows
+
+    def fullest(rows: float) -> int:
+        return min(most, max(1, math.ceil(room_for(rows, rows, LIKELY))))
+
+    if group.hot is None:
+        return [_Room("distinct rows", fullest(mean), slots // world)]
+    found, hot = region_slots(group, slots), len(group.hot)
+    left = fullest(max(0.0, mean - hot / world))
+    rooms = [_Room("distinct rows", fullest(mean), found.replicated // world + found.sharded)]
+    return [*rooms, _Room("sharded rows or more", left, found.sharded)] if hot else rooms
+
+
+def _enough_for(group: TableGroup, mean: float) -> int:
+    """Slots of a device, C, in whole homes, that give every home the room it needs; or all."""
+    world, most = group.layout.world_size, group.layout.world_size * group.layout.local_rows
+
+    def holds(slots: int) -> bool:
+        return all(room.needs <= room.has for room in _rooms(group, slots, mean))
+
+    found = -(-bisect_left(range(1, most), True, key=holds) // world) * world
+    while found < most and not holds(found):  # K is in whole homes too
+        found += world
+    return found
+
+
+def _expected_rows(source: Expecting, group: TableGroup, batch: int) -> float:
+    """About how many distinct rows of a group one global batch has, per home."""
+    total = sum(
+        source.expected_distinct(table, round(batch * source.lookups_per_sample(table)))
+        for table in group.tables
+    )
+    return total / group.layout.world_size

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from distcache.cache import FOREIGN, DeviceCache, StagingRing
-from distcache.comm.link import ROWS, CollectiveCounters, Link
-from distcache.engine.gradients import share_rows, to_all
+from distcache.comm.link import ROWS, CollectiveCounters, Link, spread
+from distcache.engine.gradients import (
+    lookups_of,
+    on_device,
+    tensors_on_device,
+    to_all,
+    to_device,
+)
 from distcache.engine.groups import RegionSlots, TableGroup
-from distcache.engine.lookup import DevicePlan, lookups_of, to_device
 from distcache.engine.step import (
     FILL,
     GATHER,
@@ -28,9 +32,9 @@ from distcache.engine.step import (
 )
 from distcache.ops.copies import put
 from distcache.optim import RowUpdate, apply_rows
-from distcache.step_plan import ShardPlan, StepPlan, Transfer
+from distcache.step_plan import StepPlan, Transfer
 from distcache.store.rows import DirectRows, Rows, RowStore
-from distcache.streams import COPY_IN, Mark, Streams
+from distcache.streams import COPY_IN, LONG_OVER, Mark, Streams
 
 # -----------------------------------------------------------------------------
 # Ways of rows between a store and its device: through staging buffers, or read in place.
@@ -46,22 +50,6 @@ class Gathered:
 
     read: Callable[[], Rows]
     release: Callable[[], None]
-
-
-class Access(Protocol):
-    """How rows of one group get to the device and back; one thread at a time uses it."""
-
-    def gather(self, rows: Tensor) -> Gathered:
-        """What the host does before `rows` (int64 `[m]`, on the CPU) can go to the device."""
-        ...
-
-    def put(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
-        """Bring `rows`, with values on the device, to the store, in order of calls."""
-        ...
-
-    def settle(self) -> None:
-        """Let the host wait until what was put is in the store."""
-        ...
 
 
 class Staged:
@@ -100,7 +88,7 @@ class Staged:
                 host_state.copy_(state, non_blocking=True)
             torch.cuda.current_stream(self._device).synchronize()
             weight, state = host_weight, host_state
-            self._leaving.release(number, Mark())
+            self._leaving.release(number, LONG_OVER)
         self._store.scatter(rows, weight, state)
 
     def settle(self) -> None:
@@ -131,6 +119,10 @@ class InPlace:
             self._wait(mark)
 
 
+Access = Staged | InPlace
+"""How rows of one group get to the device and back; one thread at a time uses it."""
+
+
 # -----------------------------------------------------------------------------
 # One group's rows on their way: store -> cache -> step -> cache -> store, as the plan says.
 
@@ -152,6 +144,16 @@ class MoveCounts:
         self.device_to_host_bytes += other.device_to_host_bytes
 
 
+@dataclass(frozen=True)
+class RowChoice:
+    """Rows of a group that are updated as step `count` of their tables: places in the `replicated`
+    and `sharded` sums of the step, int64 on the CPU (None: all)."""
+
+    count: int
+    replicated: Tensor | None = None
+    sharded: Tensor | None = None
+
+
 class GroupRows:
     """The rows of one group on one rank: device slots over the node's store.
 
@@ -167,12 +169,11 @@ class GroupRows:
         link: Link,
         streams: Streams,
         prefetch: int,
-        slots: RegionSlots | None = None,
+        slots: RegionSlots,
     ) -> None:
         """`prefetch`: P, which bounds the steps whose rows lie in staging buffers; `slots`: of the
-        cache, by region; None: all replicated."""
-        self.group, self.cache, self.store = group, cache, store
-        self.slots = slots or RegionSlots(cache.slots)
+        cache, by region."""
+        self.group, self.cache, self.store, self.slots = group, cache, store, slots
         self.update, self.link, self.streams = update, link, streams
         self.counts = MoveCounts()
         """Of the training steps that were run, and of `flush`."""
@@ -198,11 +199,15 @@ class GroupRows:
 
     def gather(self, plan: StepPlan, counts: MoveCounts) -> Gathered | None:
         """What the host does for this home's fetched rows; None without a store."""
-        if self._access is None:
-            return None
         rows = plan.fetch_rows
         if plan.shard is not None:
             rows = torch.cat((rows, plan.shard.fetch_rows))
+        return self.gather_rows(rows, counts)
+
+    def gather_rows(self, rows: Tensor, counts: MoveCounts) -> Gathered | None:
+        """The same for any `rows` of this home, int64 `[m]` on the CPU."""
+        if self._access is None:
+            return None
         counts.rows_fetched += rows.shape[0]
         counts.host_to_device_bytes += rows.shape[0] * self.row_bytes
         return self._access.gather(rows)
@@ -210,49 +215,70 @@ class GroupRows:
     def fill(self, plan: StepPlan, gathered: Gathered | None, link: Link) -> None:
         """Put the fetched rows into their slots, the replicated ones, shared over `link`, on all
         ranks."""
+        replicated = sharded = None
+        if self.slots.replicated or self.group.hot is None:
+            replicated = (plan.fetch_slots, plan.fetch_counts, plan.fetch_rows)
+        if plan.shard is not None:
+            sharded = (plan.shard.fetch_slots, plan.shard.fetch_rows)
+        self.fill_slots(gathered, replicated, sharded, link, f"fill {plan.step}")
+
+    def fill_slots(
+        self,
+        gathered: Gathered | None,
+        replicated: tuple[Tensor, Sequence[int], Tensor] | None,
+        sharded: tuple[Tensor, Tensor] | None,
+        link: Link,
+        what: str,
+    ) -> None:
+        """Put gathered rows of this home, first the replicated ones, into their slots.
+
+        `replicated`: slots of the rows of all homes, by home, how many each has, and this home's;
+        all ranks fill them, or none; `sharded`: slots and rows of this home alone.
+        """
         if gathered is None:
             return
-        own, (weight, state) = plan.fetch_rows.shape[0], gathered.read()
-        if self.slots.replicated or self.group.hot is None:
-            self._fill_replicated(plan, (_first(weight, own), _first(state, own)), link)
-        if plan.shard is not None and len(weight) > own:
-            rows = weight[own:], None if state is None else state[own:]
-            self.cache.fill(plan.shard.fetch_slots, plan.shard.fetch_rows, *rows)
+        weight, state = gathered.read()
+        own = 0 if replicated is None else replicated[2].shape[0]
+        if replicated is not None:
+            first = weight[:own], None if state is None else state[:own]
+            self._fill_replicated(*replicated, first, link, what)
+        if sharded is not None and weight.shape[0] > own:
+            self.cache.fill(*sharded, weight[own:], None if state is None else state[own:])
         gathered.release()
 
     def _fill_replicated(
-        self, plan: StepPlan, rows: tuple[Tensor | None, Tensor | None], link: Link
+        self,
+        slots: Tensor,
+        counts: Sequence[int],
+        own: Tensor,
+        values: tuple[Tensor, Tensor | None],
+        link: Link,
+        what: str,
     ) -> None:
-        """Share the fetched rows with all ranks; their state too, unless homes keep it."""
-        rank, size = link.world.rank, link.world.size
-        weight, state = rows
+        """Share the fetched rows with all ranks; their state too, unless homes keep it. Host memory
+        was read once, by the home; the copies travel over the device group."""
+        rank, size, (weight, state) = link.world.rank, link.world.size, values
         if size > 1:
             device, width = self.cache.device, self.cache.dim
-            own = [t.to(device, non_blocking=True) for t in rows if t is not None]
-            if self.cache.state_slots is not None:
-                weight = share_rows(link, plan, own[0])
-            else:
-                both = share_rows(link, plan, own[0] if state is None else torch.cat(own, dim=1))
-                weight, state = both[:, :width], None if state is None else both[:, width:]
-        if plan.misses and weight is not None:
-            names = np.full(plan.misses, FOREIGN, dtype=np.int64)
-            start = sum(plan.fetch_counts[:rank])
-            names[start : start + plan.fetch_counts[rank]] = plan.fetch_rows.numpy()
-            slots = plan.fetch_slots
-            self._ensure(int(slots.max()) + 1)
+            rows = weight.to(device, non_blocking=True)
+            if state is not None:
+                state = state.to(device, non_blocking=True)
+            both = state is not None and self.cache.state_slots is None
+            rows = torch.cat((rows, state), dim=1) if both else rows
+            rows = spread(link, rows, counts, ROWS, what)
+            weight, state = rows[:, :width], rows[:, width:] if both else state
+        if slots.shape[0]:
+            names = np.full(slots.shape[0], FOREIGN, dtype=np.int64)
+            start = sum(counts[:rank])
+            names[start : start + counts[rank]] = own.numpy()
+            before = self.cache.slots
+            self.cache.ensure(int(slots.max()) + 1)  # in memory of the current stream, if it grows
+            self.grown |= self.cache.slots > before
             self.cache.fill(slots, names, weight, state)
 
-    def _ensure(self, slots: int) -> None:
-        """Room for `slots` slots; a cache that grew lies in memory of the current stream."""
-        before = self.cache.slots
-        self.cache.ensure(slots)
-        self.grown |= self.cache.slots > before
-
-    def leaf(self, plan: StepPlan, where: Tensor | None = None) -> Tensor:
-        """A copy of the step's rows in canonical order, `[U, D]`, on the device.
-
-        `where`: the plan's slots on the device already.
-        """
+    def leaf(self, plan: StepPlan, where: Tensor) -> Tensor:
+        """A copy of the step's replicated rows in canonical order, `[U, D]`, on the device;
+        `where`: their slots there."""
         return self.cache.gather(plan.slots, where)
 
     def send_rows(self, transfer: Transfer, there: Transfer, link: Link, what: str) -> Tensor:
@@ -272,54 +298,50 @@ class GroupRows:
     def apply(
         self,
         plan: StepPlan,
-        gradient: Tensor,
-        update: tuple[float, int],
-        where: Tensor | None = None,
-        enabled: Tensor | None = None,
-        only: Tensor | None = None,
+        where: StepPlan,
+        sums: tuple[Tensor | None, Tensor | None],
+        lr: float,
+        choice: RowChoice,
+        enabled: Tensor | None,
     ) -> None:
-        """Update the step's replicated rows and state in place with the summed gradient.
+        """Update the step's rows and state in place with their summed gradients.
 
-        `gradient`: `[U, D]`, or that of this home's rows `[U_h, D]` where homes keep the state;
-        `update`: rate and number of the step; `where`: the plan's slots on the device already;
-        `enabled`: as in `apply_rows`; `only`: which rows of `gradient`, int64 `[k]` on the CPU
-        (None: all).
+        `where`: the plan on the device; `sums`: of the replicated rows, `[U, D]`, or, where homes
+        keep the state, of this home's `[U_h, D]`, and of its sharded rows, `[H, D]`; None: left as
+        they are. `enabled`: as in `apply_rows`.
         """
-        cache = self.cache
-        slots = plan.slots.to(cache.device) if where is None else where
-        parts, changed = (cache.weight, cache.state), plan.slots
-        if cache.state_slots is not None:
-            world = self.link.world
-            own, mine = self.slots.own_replicated(world.rank, world.size), plan.home_slice
-            parts, slots = cache.part(own), slots[mine(world.rank)] - own.start
-            changed = changed if only is None else changed[mine(world.rank)]
-        if only is not None:
-            there = only.to(cache.device)
-            slots, gradient = slots.index_select(0, there), gradient.index_select(0, there)
-            changed = changed[only]
-        apply_rows(self.update, *parts, slots, gradient, *update, enabled)
-        cache.mark_dirty(changed)
+        cache, (replicated, own) = self.cache, sums
+        if replicated is not None:
+            slots, changed, parts = where.slots, plan.slots, (cache.weight, cache.state)
+            if cache.state_slots is not None:
+                world, mine = self.link.world, plan.home_slice(self.link.world.rank)
+                home = self.slots.own_replicated(world.rank, world.size)
+                parts, slots = cache.part(home), slots[mine] - home.start
+                changed = changed if choice.replicated is None else changed[mine]
+            to = (slots, changed, choice.replicated)
+            self._update(parts, to, replicated, (lr, choice.count), enabled)
+        shard, there = plan.shard, where.shard
+        if own is not None and shard is not None and there is not None:
+            home = self.slots.own_sharded
+            to = (there.slots - home.start, shard.slots, choice.sharded)
+            self._update(cache.part(home), to, own, (lr, choice.count), enabled)
 
-    def apply_sharded(
+    def _update(
         self,
-        shard: ShardPlan,
+        parts: tuple[Tensor, Tensor | None],
+        to: tuple[Tensor, Tensor, Tensor | None],
         gradient: Tensor,
         update: tuple[float, int],
-        where: Tensor,
-        enabled: Tensor | None = None,
-        only: Tensor | None = None,
+        enabled: Tensor | None,
     ) -> None:
-        """Update this home's sharded rows of a step with their summed gradients `[H, D]`.
-
-        `where`: the plan's slots on the device; `only`: as in `apply`.
-        """
-        own, changed = self.slots.own_sharded, shard.slots
-        slots = where - own.start
+        """Update rows of `parts`, weights and state. `to`: their places there, the slots that are
+        dirty then, on the CPU, and which of both (None: all); `update`: rate and step."""
+        places, changed, only = to
         if only is not None:
-            there = only.to(where.device)
-            slots, gradient = slots.index_select(0, there), gradient.index_select(0, there)
+            there = only.to(places.device)
+            places, gradient = places.index_select(0, there), gradient.index_select(0, there)
             changed = changed[only]
-        apply_rows(self.update, *self.cache.part(own), slots, gradient, *update, enabled)
+        apply_rows(self.update, *parts, places, gradient, *update, enabled)
         self.cache.mark_dirty(changed)
 
     def return_rows(self, plan: StepPlan, link: Link, where: Tensor) -> None:
@@ -357,10 +379,6 @@ class GroupRows:
         counts.device_to_host_bytes += slots.shape[0] * self.row_bytes
 
 
-def _first(rows: Tensor | None, count: int) -> Tensor | None:
-    return None if rows is None else rows[:count]
-
-
 # -----------------------------------------------------------------------------
 # The stages that bring a step's rows to the device, for all groups of a model.
 
@@ -396,10 +414,11 @@ class Mover:
         if early:
             self.stages += ((SHARE_EARLY, self._share_early),)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def move(self, flight: Flight, lane: str, shake: Shaker | None = None) -> None:
-        """Take a step through the stages; its rows, indices and batch are then on the device."""
+        """Take a step through the stages; its rows, indices and batch are then on the device.
+
+        Where autograd records nothing (`torch.no_grad`, no inference mode).
+        """
         for stage, run in self.stages:
             with running(stage, flight, lane, self._streams, shake):
                 run(flight)
@@ -449,7 +468,7 @@ class Mover:
         """The step's index tensors, once for all that reads them, and the batch's own."""
         batch, device = flight.batch, self._link.world.device
         sizes = batch.parts or (batch.ids.batch_size,)
-        flight.where = [DevicePlan(plan, device) for plan in flight.plans]
+        flight.where = [on_device(plan, device) for plan in flight.plans]
         by_group = [
             lookups_of(bags, plan, sizes, self._pooled, device)
             for bags, plan in zip(flight.bags, flight.plans, strict=True)
@@ -458,6 +477,6 @@ class Mover:
         flight.dense = to_device(batch.dense.to(self._dtype), device)
         flight.labels = to_device(batch.labels.to(self._dtype), device)
         if self._streams.asynchronous:
-            sent = [*flight.where, *(bags for part in flight.lookups for bags in part)]
-            flight.made += [tensor for one in sent for tensor in one.tensors()]
+            flight.made += [t for where in flight.where for t in tensors_on_device(where)]
+            flight.made += [t for part in flight.lookups for bags in part for t in bags.tensors()]
             flight.made += [flight.dense, flight.labels]

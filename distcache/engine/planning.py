@@ -1,4 +1,9 @@
-"""The look-ahead planner at work: batches in, planned steps out, on a thread of its own."""
+"""The look-ahead planner at work: batches in, planned steps out, on a thread of its own.
+
+All ranks run the same loop over the planning group. A step is decided exactly when the ids through
+step + L are known or the stream has ended, never from what happens to have arrived; the homes tell
+their decisions in the exchange that brings the rows of the step after those.
+"""
 
 from __future__ import annotations
 
@@ -6,103 +11,22 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from distcache.comm.failure import failure_of_others, record_failure
 from distcache.comm.link import Link
 from distcache.data.batch import UNKNOWN, Batch
-from distcache.engine.exchange import Asking, Decided, Deciding, PlanExchange, Status, Told, Verdict
-from distcache.engine.groups import TableGroup, group_bags
-from distcache.engine.room import Region, requests_of, sharded_part, too_large
-from distcache.engine.step import Flight, Span, spanned
+from distcache.engine.exchange import Part, PlanExchange, Status, Told, Verdict
+from distcache.engine.groups import RegionSlots, TableGroup, TableSettings, group_bags, too_large
+from distcache.engine.step import Flight
 from distcache.errors import ConfigError, PeerError
 from distcache.planner.assemble import HomePart, assemble, make_request, next_move_after
-from distcache.planner.home import HomeDecision
-from distcache.planner.shard import HotRows, nothing
+from distcache.planner.home import HomePlanner, Planner
+from distcache.planner.shard import HotLayout, HotRows, ShardParts, nothing
+from distcache.planner.victims import Policy
 from distcache.step_plan import StepPlan, check_plan, check_plan_fully
-
-
-@dataclass(frozen=True)
-class PlanningSettings:
-    """L, P, the dtype of weights, whether to check every law, and a number that must agree on all
-    ranks; `prepare` checks a batch (raising DataError) before anything is sent; `early`: sharded
-    rows may travel before their step."""
-
-    lookahead: int
-    prefetch: int
-    dtype: torch.dtype
-    validate: bool = False
-    fingerprint: int = 0
-    prepare: Callable[[Batch], Batch] = field(default=lambda batch: batch)
-    early: bool = False
-
-
-# -----------------------------------------------------------------------------
-# From what the homes decided about a step to one rank's plans of it, group by group.
-
-
-class RankPlans:
-    """One rank's plans, step after step. `regions`: of all groups; `slots`: C per group, or None
-    where the buffer grows; `size`: W."""
-
-    def __init__(
-        self,
-        groups: Sequence[TableGroup],
-        regions: Sequence[Region],
-        slots: Sequence[int | None],
-        settings: PlanningSettings,
-        size: int,
-    ) -> None:
-        self._regions, self._slots = list(regions), list(slots)
-        self._settings, self._size = settings, size
-        self._move_after = [-1] * len(groups)
-
-    def restore(self, step: int) -> None:
-        """Go on after `step`: nothing moves before it has been applied."""
-        self._move_after = [step] * len(self._move_after)
-
-    def of(self, entry: Flight, decided: Decided, own: Sequence[HomeDecision]) -> list[StepPlan]:
-        """The checked plans of a step on which all homes decided, by group. `own`: the decisions of
-        this rank's home, by region."""
-        plans = []
-        for group, slots in enumerate(self._slots):
-            plan = self._plan(group, entry, decided, own)
-            if self._settings.validate:
-                check_plan_fully(plan, slots)
-            else:
-                check_plan(plan)
-            plans.append(plan)
-        return plans
-
-    def _plan(
-        self, group: int, entry: Flight, decided: Decided, own: Sequence[HomeDecision]
-    ) -> StepPlan:
-        """The plan of one group from the decisions on its regions."""
-        places = [place for place, region in enumerate(self._regions) if region.group == group]
-        latest, before = [decided.latest_use[p] for p in places], self._move_after[group]
-        move_after = next_move_after(entry.step, self._settings.prefetch, latest, before)
-        self._move_after[group] = move_after
-        mine, sharded = nothing((entry.step, entry.batch.kind), self._size), None
-        parts = [HomePart(mine.slots, mine.fetch, mine.slots)] * self._size
-        for place in places:
-            if self._regions[place].sharded:
-                sharded = sharded_part(place, decided, own[place], self._settings.early)
-            else:
-                parts, mine = decided.parts[place], own[place]
-        return assemble(entry.requests[group], parts, mine, move_after, sharded)
-
-
-# -----------------------------------------------------------------------------
-# The look-ahead planner at work: batches in, planned steps out, on a thread of its own.
-#
-# All ranks run the same loop over the planning group. A step is decided exactly when the ids
-# through
-# step + L are known or the stream has ended, never from what happens to have arrived; the homes
-# tell
-# their decisions in the exchange that brings the rows of the step after those.
 
 log = logging.getLogger(__name__)
 
@@ -119,11 +43,55 @@ _LEAVING_S = 2.0
 """How long a rank that another one leaves behind waits for a reason, seconds."""
 
 
+@dataclass(frozen=True)
+class Region:
+    """What is planned by itself: rows of one group that lie the same way over the ranks, and the
+    planner of this rank's home.
+
+    `group`: index; `sharded`: whether homes alone cache the rows.
+    """
+
+    group: int
+    planner: Planner
+    sharded: bool = False
+
+
+def home_regions(
+    placed: Sequence[tuple[TableGroup, RegionSlots]],
+    rank: int,
+    prefetch: int,
+    policy: Policy,
+    popularity: Sequence[np.ndarray | None],
+) -> list[Region]:
+    """The regions of all groups, with the planners of this rank's homes.
+
+    `popularity`: for each group, the class of each row of this rank's home (uint8), or None.
+    """
+    regions: list[Region] = []
+    for place, ((group, slots), classes) in enumerate(zip(placed, popularity, strict=True)):
+        layout, hot = group.layout, group.hot
+        own, tail = slots.own_replicated(rank, layout.world_size), slots.own_sharded
+        shared = own.stop - own.start
+        if hot is None:
+            planner = HomePlanner(layout, rank, shared, prefetch, policy, classes)
+            regions.append(Region(place, planner))
+            continue
+        if len(hot):
+            narrow = HotLayout(layout, rank, hot)
+            rated = None if classes is None else narrow.rated(layout, classes)
+            planner = HomePlanner(narrow, rank, shared, prefetch, policy, rated, own.start)
+            regions.append(Region(place, planner))
+        count = tail.stop - tail.start
+        planner = HomePlanner(layout, rank, count, prefetch, policy, classes, tail.start)
+        regions.append(Region(place, planner, sharded=True))
+    return regions
+
+
 class StreamPlanner:
     """Plans streams of batches for the groups of one model; one home per rank and region.
 
     `regions`: of all groups, in their order; `slots`: C per group, or None where the buffer grows
-    (mode `host`).
+    (mode `host`); `prepare` checks a batch (raising DataError) before anything is sent.
     """
 
     def __init__(
@@ -132,7 +100,8 @@ class StreamPlanner:
         groups: Sequence[TableGroup],
         regions: Sequence[Region],
         slots: Sequence[int | None],
-        settings: PlanningSettings,
+        settings: TableSettings,
+        prepare: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
         for group, count in zip(groups, slots, strict=True):
             if max(group.layout.local_rows, count or 0) > _MOST:
@@ -141,13 +110,14 @@ class StreamPlanner:
                     f"slots, and the rows of one home, up to {_MOST}; use more ranks or fewer slots"
                 )
         self.link, self.groups, self.regions = link, list(groups), list(regions)
-        self.slots, self.settings = list(slots), settings
+        self.slots, self.settings, self._prepare = list(slots), settings, prepare
         self.ingested = 0
         """Steps whose ids are known to all homes; the last of them may be undecided."""
         self.alone = False  # whether planning failed where other ranks go on
         sharded = [place for place, region in enumerate(self.regions) if region.sharded]
         self._exchange = PlanExchange(link, len(self.regions), settings.fingerprint, sharded)
-        self._plans = RankPlans(groups, regions, slots, settings, link.world.size)
+        self._move_after = [-1] * len(self.groups)
+        self._early = settings.shares_early(link.world)
         self._hot = [None if group.hot is None else HotRows(group.hot) for group in self.groups]
 
     def planned(
@@ -165,19 +135,19 @@ class StreamPlanner:
         while True:
             # Without a window nothing is read beyond the step that is decided.
             due = waiting.popleft() if len(waiting) > window > 0 else None
-            asking, entry = self._ask(iterator, stop())
-            verdict, planned = self._exchanged(asking, entry, due)
+            asking = Part(self.ingested, Status.STOP) if stop() else self._ask(iterator)
+            verdict, planned = self._exchanged(asking, due)
             if verdict.status is Status.STOP:
                 self._after_stop(verdict, stop)
                 return
             if planned is not None:
                 yield planned
-            if entry is None or verdict.status is not Status.OK:
+            if asking.flight is None or verdict.status is not Status.OK:
                 failure = self._why_ended(asking, verdict)
                 if due is not None and planned is None:  # one rank failed, and one stops
                     waiting.clear()
                 break
-            waiting.append(entry)
+            waiting.append(asking.flight)
             if window == 0:
                 yield self._decide(waiting.popleft())
         while waiting:
@@ -191,59 +161,75 @@ class StreamPlanner:
         `held(group, slots)`: the rows in these slots of a group, int64, -1 for none.
         """
         self.ingested = step + 1
-        self._plans.restore(step)
+        self._move_after = [step] * len(self.groups)  # nothing moves before it has been applied
         for region in self.regions:
             region.planner.restore(held(region.group, region.planner.own_slots), step)
 
-    def _ask(self, iterator: Iterator[Batch], stop: bool) -> tuple[Asking, Flight | None]:
-        """This rank's part of the next step: the rows of its batch, or why there is none."""
-        started = time.perf_counter()
-        status, error, entry = (Status.STOP, None, None) if stop else self._next(iterator)
-        if entry is None:
-            return Asking(self.ingested, status, error=error), None
-        batch, requests = entry.batch, requests_of(self.regions, entry.requests)
-        entry.spans.append(Span("ingest", LANE, entry.step, started, time.perf_counter()))
-        about = (batch.kind, batch.index, batch.ids.batch_size)
-        return Asking(entry.step, status, *about, requests), entry
+    # --- a step is asked for -----------------------------------------------------------------
 
-    def _exchanged(
-        self, asking: Asking, entry: Flight | None, due: Flight | None
-    ) -> tuple[Verdict, Flight | None]:
-        """Bring the rows of `entry`, if all ranks have some, to their homes, and decide `due`: what
-        all ranks say of the first, and the plan of the second unless one of them stops."""
+    def _ask(self, iterator: Iterator[Batch]) -> Part:
+        """This rank's part of the next step: the rows of its batch, or why there is none."""
+        began, step = time.perf_counter(), self.ingested
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return Part(step, Status.END)
+        except Exception as error:
+            return Part(step, Status.ERROR, error=error)
+        try:
+            batch = self._prepare(batch)
+            bags = [group_bags(group, batch.ids, self.settings.dtype) for group in self.groups]
+            requests = [
+                make_request(group.layout, bag.rows, hot)
+                for group, bag, hot in zip(self.groups, bags, self._hot, strict=True)
+            ]
+        except Exception as error:
+            return Part(step, Status.ERROR, error=error)
+        flight = Flight(step, batch, bags, requests)
+        for region in self.regions:
+            request = requests[region.group]
+            flight.asked.append(request.sharded if region.sharded else request.rows)
+        flight.note("ingest", LANE, began)
+        return Part(step, flight=flight)
+
+    def _exchanged(self, asking: Part, due: Flight | None) -> tuple[Verdict, Flight | None]:
+        """Bring the rows of what is asked for, if all ranks have some, to their homes, and decide
+        `due`: what all ranks say of the first, and the second planned unless one of them stops."""
         deciding = None
         if due is not None and asking.status is Status.STOP:
-            deciding = Deciding(due.step, Status.STOP)
+            deciding = Part(due.step, Status.STOP)
         elif due is not None:
             deciding = self._deciding(due)
-        told = self._talk(asking, deciding, due or entry)
-        verdict = told.asked
-        if verdict is None:
+        told = self._talk(asking, deciding, due or asking.flight)
+        if told.asked is None:
             raise RuntimeError("an exchange told nothing of what it asked")
-        if verdict.status is Status.OK and entry is not None:
-            entry.planning_bytes = told.sent
-            self._ingest(entry, told)
-        planned = None
-        if due is not None and deciding is not None and told.decided is not None:
-            planned = self._planned(due, deciding, told.decided)
-        return verdict, planned
+        flight = asking.flight
+        if told.asked.status is Status.OK and flight is not None:
+            flight.planning_bytes = told.sent
+            self._ingest(flight, told)
+        if due is None or deciding is None or told.decided is None:
+            return told.asked, None
+        return told.asked, self._planned(due, deciding, told, told.decided)
 
-    def _talk(self, asking: Asking | None, deciding: Deciding | None, about: Flight | None) -> Told:
+    def _talk(self, asking: Part | None, deciding: Part | None, about: Flight | None) -> Told:
         """One exchange, whose time is told with step `about`."""
-        spans, step = ([], -1) if about is None else (about.spans, about.step)
-        with spanned(spans, "plan_exchange", LANE, step):
-            return self._exchange.exchange(asking, deciding)
+        began = time.perf_counter()
+        told = self._exchange.exchange(asking, deciding)
+        if about is not None:
+            about.note("plan_exchange", LANE, began)
+        return told
 
-    def _ingest(self, entry: Flight, told: Told) -> None:
+    def _ingest(self, flight: Flight, told: Told) -> None:
         """Take in what all ranks name of this home's rows."""
-        with spanned(entry.spans, "ingest", LANE, entry.step):
-            for region, by_rank in zip(self.regions, told.named, strict=True):
-                region.planner.ingest(entry.step, entry.batch.kind, by_rank)
-            if entry.batch.global_size == UNKNOWN:
-                entry.batch = entry.batch.among(told.samples, self.link.world.rank)
+        began = time.perf_counter()
+        for region, by_rank in zip(self.regions, told.named, strict=True):
+            region.planner.ingest(flight.step, flight.batch.kind, by_rank)
+        if flight.batch.global_size == UNKNOWN:
+            flight.batch = flight.batch.among(told.samples, self.link.world.rank)
+        flight.note("ingest", LANE, began)
         self.ingested += 1
 
-    def _why_ended(self, asking: Asking, verdict: Verdict) -> BaseException | None:
+    def _why_ended(self, asking: Part, verdict: Verdict) -> BaseException | None:
         """What to raise once the steps before the end are planned."""
         if verdict.status is Status.ERROR:
             return asking.error or _peer_error(verdict)
@@ -254,27 +240,6 @@ class StreamPlanner:
                 asking.step,
             )
         return None
-
-    def _next(
-        self, iterator: Iterator[Batch]
-    ) -> tuple[Status, BaseException | None, Flight | None]:
-        """The next local batch as rows, or END, or what went wrong with it."""
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            return Status.END, None, None
-        except Exception as error:
-            return Status.ERROR, error, None
-        try:
-            batch = self.settings.prepare(batch)
-            bags = [group_bags(group, batch.ids, self.settings.dtype) for group in self.groups]
-            requests = [
-                make_request(group.layout, bag.rows, hot)
-                for group, bag, hot in zip(self.groups, bags, self._hot, strict=True)
-            ]
-        except Exception as error:
-            return Status.ERROR, error, None
-        return Status.OK, None, Flight(self.ingested, batch, bags, requests)
 
     def _after_stop(self, verdict: Verdict, stop: Callable[[], bool]) -> None:
         """Return once this rank stops as well; PeerError if it does not, as another one failed
@@ -291,66 +256,92 @@ class StreamPlanner:
                 f"batches, but rank {world.rank} goes on: stop all ranks after the same step"
             )
 
-    def _decide(self, entry: Flight) -> Flight:
+    # --- a step is decided -------------------------------------------------------------------
+
+    def _decide(self, flight: Flight) -> Flight:
         """Decide one step with all other homes, and nothing else."""
-        deciding = self._deciding(entry)
-        told = self._talk(None, deciding, entry)
-        entry.planning_bytes += told.sent
+        deciding = self._deciding(flight)
+        told = self._talk(None, deciding, flight)
+        flight.planning_bytes += told.sent
         if told.decided is None:
-            raise RuntimeError(f"an exchange told nothing of step {entry.step}")
-        return self._planned(entry, deciding, told.decided)
+            raise RuntimeError(f"an exchange told nothing of step {flight.step}")
+        return self._planned(flight, deciding, told, told.decided)
 
-    def _deciding(self, entry: Flight) -> Deciding:
-        """This home's part of the decisions on a step."""
-        with spanned(entry.spans, "load", LANE, entry.step):
-            load_error = self._load(entry)
-        with spanned(entry.spans, "plan", LANE, entry.step):
-            rows = [region.planner.due_rows for region in self.regions]
-            own, status, error = self._decide_home(rows, load_error)
-        requests = requests_of(self.regions, entry.requests)
-        return Deciding(entry.step, status, rows, own, requests, error)
-
-    def _planned(self, entry: Flight, deciding: Deciding, decided: Decided) -> Flight:
-        """The plan of a step; raises on every rank if one of the homes could not decide it."""
-        if decided.verdict.status is Status.TOO_LARGE:
-            kind = entry.batch.kind
-            raise too_large(entry.step, kind, self.groups, decided.rows, self.regions)
-        if decided.verdict.status is not Status.OK:
-            raise deciding.error or _peer_error(decided.verdict)
+    def _deciding(self, flight: Flight) -> Part:
+        """This home's part of the decisions on a step, whose batch is read before: none, and why,
+        if it has too few slots, fails, or the batch could not be read."""
+        began, error = time.perf_counter(), None
         try:
-            with spanned(entry.spans, "plan", LANE, entry.step):
-                entry.plans = self._plans.of(entry, decided, deciding.decisions)
-                entry.move_after = max(plan.move_after for plan in entry.plans)
+            flight.batch = flight.batch.loaded()
+        except Exception as caught:
+            error = caught
+        flight.note("load", LANE, began)
+        began, decisions, status = time.perf_counter(), [], Status.OK
+        planners = [region.planner for region in self.regions]
+        rows = [planner.due_rows for planner in planners]
+        if any([count > of.slots for count, of in zip(rows, planners, strict=True)]):
+            status, error = Status.TOO_LARGE, None
+        elif error is None:
+            try:
+                decisions = [planner.plan() for planner in planners]
+            except Exception as caught:
+                error = caught
+        if error is not None:
+            status, decisions = Status.ERROR, []
+        flight.note("plan", LANE, began)
+        return Part(flight.step, status, flight, error, rows, decisions)
+
+    def _planned(self, flight: Flight, deciding: Part, told: Told, verdict: Verdict) -> Flight:
+        """A step with its plans; raises on every rank if one of the homes could not decide it."""
+        if verdict.status is Status.TOO_LARGE:
+            raise too_large(flight.step, flight.batch.kind, self.groups, told.rows, self.regions)
+        if verdict.status is not Status.OK:
+            raise deciding.error or _peer_error(verdict)
+        try:
+            began = time.perf_counter()
+            for group, slots in enumerate(self.slots):
+                plan = self._plan(group, flight, deciding, told)
+                if self.settings.validate:
+                    check_plan_fully(plan, slots)
+                else:
+                    check_plan(plan)
+                flight.plans.append(plan)
+                flight.move_after = max(flight.move_after, plan.move_after)
+            flight.note("plan", LANE, began)
         except BaseException as error:  # after all have agreed to go on
             self.alone = True
             record_failure(self.link.world.store, self.link.world.rank, error)
             raise
-        entry.planning_bytes += decided.sent
-        entry.requests = []
-        return entry
+        flight.planning_bytes += told.decision_bytes
+        flight.requests, flight.asked = [], []
+        return flight
 
-    def _load(self, entry: Flight) -> Exception | None:
-        """Read the batch's dense features and labels; what went wrong with that."""
-        try:
-            entry.batch = entry.batch.loaded()
-        except Exception as error:
-            return error
-        return None
-
-    def _decide_home(
-        self, rows: Sequence[int], error: Exception | None
-    ) -> tuple[list[HomeDecision], Status, BaseException | None]:
-        """This home's decisions; none, and why, if it has too few slots for `rows` or fails, or
-        where its batch could not be loaded (`error`)."""
-        if any(count > of.planner.slots for count, of in zip(rows, self.regions, strict=True)):
-            return [], Status.TOO_LARGE, None
-        if error is not None:
-            return [], Status.ERROR, error
-        try:
-            decided = [region.planner.plan() for region in self.regions]
-            return decided, Status.OK, None
-        except Exception as failure:
-            return [], Status.ERROR, failure
+    def _plan(self, group: int, flight: Flight, deciding: Part, told: Told) -> StepPlan:
+        """The plan of one group from the decisions on its regions."""
+        size, prefetch, sharded = self.link.world.size, self.settings.prefetch, None
+        places = [place for place, region in enumerate(self.regions) if region.group == group]
+        latest = [told.latest_use[place] for place in places]
+        move_after = next_move_after(flight.step, prefetch, latest, self._move_after[group])
+        self._move_after[group] = move_after
+        mine, parts = None, []
+        for place in places:
+            own, by_home = deciding.decisions[place], told.parts[place]
+            if not self.regions[place].sharded:
+                mine, parts = own, by_home
+                continue
+            sharded = ShardParts(
+                own,
+                tuple([part.reply for part in by_home]),
+                int(told.rows[:, place].sum()),
+                int(told.fetched[:, place].sum()),
+                self._early,
+                self._exchange.routes,
+                tuple([part.masks for part in by_home]),
+            )
+        if mine is None:  # all rows are sharded
+            mine = nothing((flight.step, flight.batch.kind), size)
+            parts = [HomePart(mine.slots, mine.fetch, mine.slots)] * size
+        return assemble(flight.requests[group], parts, mine, move_after, sharded)
 
 
 def _peer_error(verdict: Verdict) -> PeerError:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+
+import torch
 
 from distcache.comm.failure import failure_of_others
 from distcache.data.batch import Batch
 from distcache.engine.movement import Mover
 from distcache.engine.planning import StreamPlanner
-from distcache.engine.step import MOVEMENT_LANE, TRAINING_LANE, WAIT, Flight, Shaker, Span
+from distcache.engine.step import MOVEMENT_LANE, Flight, Shaker
 from distcache.errors import DistcacheError, PeerError, PlanError
-from distcache.streams import Mark, Streams
+from distcache.streams import LONG_OVER, Mark, Streams
 
 _POLL_S = 0.1
 """How often a waiting thread looks whether the others are alive."""
@@ -30,8 +32,6 @@ _ALL = 2**62
 
 _HELD = -(2**62)
 """`_released` while nothing may start to move."""
-
-_NO_MARK = Mark()
 
 DEPTH = 2
 """Planned steps that wait for their movement: slack between the threads."""
@@ -71,7 +71,8 @@ class StepStream:
         self._moving, self._wanted = False, False
         self._coming = _HELD
         """The step that the planner hands in next, once it has handed in one."""
-        self._ended, self._error = False, None
+        self._ended = False
+        self._error: BaseException | None = None
         self._broken: BaseException | None = None
         self.stopping = False
         """Whether the threads were told to end."""
@@ -113,10 +114,29 @@ class StepStream:
 
     # --- the planner's thread ---------------------------------------------------------------
 
+    def _plan(self) -> None:
+        try:
+            for flight in self._planner.planned(self._batches, lambda: self.stopping):
+                self._pause()
+                flight.stream = self
+                self._put(flight)
+        except BaseException as error:  # which follows the last step
+            self._error = error
+            if not isinstance(error, DistcacheError):
+                error.add_note(f"on the planner's thread, {self._planner.ingested} steps read")
+        with self._change:  # no more steps come
+            self._ended = True
+            if self._planner.alone:
+                # Others move the rows of the next step before they exchange those of the last one,
+                # so this rank may not exchange them at all.
+                self._broken = self._error
+            self._change.notify_all()
+
     def _put(self, flight: Flight) -> None:
         """Hand in a planned step; waits for room, and drops it once stopping."""
         with self._change:
-            self._until(lambda: self._has_room() or self.stopping)
+            while not (self.stopping or self._has_room()):
+                self._wait(time.monotonic())
             if not self.stopping:
                 self._known.append(flight)
                 self._unmoved.append(flight)
@@ -128,55 +148,46 @@ class StepStream:
             return len(self._unmoved) < self._depth or (self._wanted and not self._known)
         return len(self._known) < self._depth
 
-    def _end(self, error: BaseException | None, alone: bool = False) -> None:
-        """No more steps come: the stream has ended, or `error` is what follows the last one.
-
-        `alone`: on this rank. Others move the rows of the next step before they exchange those of
-        the last one, so this rank may not exchange them at all.
-        """
-        with self._change:
-            self._ended, self._error = True, error
-            self._broken = error if alone else self._broken
-            self._change.notify_all()
-
     # --- the movement's thread --------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _move(self) -> None:
+        try:
+            self._streams.bind()
+            while self._mover is not None and (flight := self._next_unmoved()) is not None:
+                self._mover.move(flight, MOVEMENT_LANE, self._shake)
+                self._pause()
+                with self._change:  # its rows are on the device
+                    self._unmoved.popleft()
+                    flight.moved, self._moving = True, False
+                    self._change.notify_all()
+        except BaseException as error:
+            with self._change:  # on this rank alone: nothing moves any more
+                self._moving, self._broken = False, error
+                self._change.notify_all()
 
     def _next_unmoved(self) -> Flight | None:
         """Wait for the next step that may move; None when none will."""
-
-        def over() -> bool:
-            return self.stopping or (self._ended and not self._unmoved)
-
         with self._change:
-            self._until(lambda: over() or self._may_move())
-            if over():
-                return None
+            while True:
+                if self.stopping or (self._ended and not self._unmoved):
+                    return None
+                if self._may_move():
+                    break
+                self._wait(time.monotonic())
             self._moving = True
             flight = self._unmoved[0]
-            flight.after = self._mark_of(flight.move_after)
+            for done, mark in self._applied:  # of the steps from move_after on, the first known
+                if done >= flight.move_after:
+                    flight.after = mark
+                    break
             return flight
-
-    def _mark_of(self, step: int) -> Mark:
-        """Where on the device the first step from `step` on that is known was applied."""
-        return next((mark for done, mark in self._applied if done >= step), Mark())
 
     def _may_move(self) -> bool:
         if not self._unmoved or self._unmoved[0].step > self._last:
             return False
         return self._unmoved[0].move_after <= self._released
-
-    def _moved(self, flight: Flight) -> None:
-        """The rows of the step that `next_unmoved` gave are on the device."""
-        with self._change:
-            self._unmoved.popleft()
-            flight.moved, self._moving = True, False
-            self._change.notify_all()
-
-    def _broke(self, error: BaseException) -> None:
-        """The movement has failed, on this rank alone: nothing moves any more."""
-        with self._change:
-            self._moving, self._broken = False, error
-            self._change.notify_all()
 
     # --- the training loop ------------------------------------------------------------------
 
@@ -189,7 +200,9 @@ class StepStream:
         with self._change:
             self._wanted = True
             self._change.notify_all()
-            self._until(lambda: self._known or self._ended or self._broken)
+            began = time.monotonic()
+            while not (self._known or self._ended or self._broken):
+                self._wait(began)
             self._wanted = False
             if not self._known:
                 self._raise_if_broken()
@@ -198,10 +211,10 @@ class StepStream:
                 raise StopIteration
             flight = self._known.popleft()
             self._change.notify_all()
-        self._waited(flight, started)
+        flight.waited(started)
         return flight
 
-    def release(self, done: int, mark: Mark = _NO_MARK, last: int | None = None) -> None:
+    def release(self, done: int, mark: Mark = LONG_OVER, last: int | None = None) -> None:
         """Let move what may now; `done`: the last step that was applied, and `mark`: where on the
         device it was; `last`: of the steps that may move before `release_rest` is called (None:
         all). Nothing to do where the loop moves rows itself."""
@@ -224,14 +237,13 @@ class StepStream:
             return
         started = time.perf_counter()
         with self._change:
-            self._until(lambda: flight.moved or self._broken or self._is_stopped())
+            began = time.monotonic()
+            while not (flight.moved or self._broken or (self.stopping and not self._moving)):
+                self._wait(began)
             self._raise_if_broken()
             if not flight.moved:
                 raise PlanError(f"the look-ahead was stopped before step {flight.step}")
-        self._waited(flight, started)
-
-    def _is_stopped(self) -> bool:
-        return self.stopping and not self._moving
+        flight.waited(started)
 
     def settle(self, deadline: float | None = None) -> Flight | None:
         """Wait until all that was released has moved; the step that was waited for, if any.
@@ -273,7 +285,9 @@ class StepStream:
         self.settle()
         with self._change:
             self._released = _HELD
-            self._until(lambda: not self._moving)
+            began = time.monotonic()
+            while self._moving:
+                self._wait(began)
             self._raise_if_broken()
 
     def tell(self) -> None:
@@ -283,11 +297,6 @@ class StepStream:
             self._change.notify_all()
 
     # --- waits ------------------------------------------------------------------------------
-
-    def _until(self, reached: Callable[[], object]) -> None:
-        began = time.monotonic()
-        while not reached():
-            self._wait(began)
 
     def _wait(self, began: float) -> None:
         """Wait for a change, in a wait that `began` then.
@@ -301,20 +310,17 @@ class StepStream:
             raise PlanError("a thread of the look-ahead pipeline has ended without a word")
         here = threading.current_thread() is self._loop
         if here and not self.stopping and time.monotonic() - began > _PATIENCE_S:
-            try:
-                self._raise_for_others()
-            except BaseException:
+            world = self._world
+            failure = failure_of_others(world.store, world.rank) if world.size > 1 else None
+            if failure is not None:
                 self._left_alone = True
-                raise
+                raise PeerError(failure.message)
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise self._broken
 
-    def _waited(self, flight: Flight, started: float) -> None:
-        flight.waits.append(Span(WAIT, TRAINING_LANE, flight.step, started, time.perf_counter()))
-
-    # --- the threads ------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------
 
     def stop(self, timeout_s: float, orderly: bool = True) -> bool:
         """End both threads, with one final exchange of the planners; whether they ended in time.
@@ -339,34 +345,6 @@ class StepStream:
         for thread in (self._movement, self._plans) if self._moves else (self._plans,):
             thread.join(max(0.0, deadline - time.monotonic()))
         return self.ended
-
-    def _plan(self) -> None:
-        try:
-            for flight in self._planner.planned(self._batches, lambda: self.stopping):
-                self._pause()
-                flight.stream = self
-                self._put(flight)
-            self._end(None)
-        except BaseException as error:
-            if not isinstance(error, DistcacheError):
-                error.add_note(f"on the planner's thread, {self._planner.ingested} steps read")
-            self._end(error, self._planner.alone)
-
-    def _move(self) -> None:
-        try:
-            self._streams.bind()
-            while self._mover is not None and (flight := self._next_unmoved()) is not None:
-                self._mover.move(flight, MOVEMENT_LANE, self._shake)
-                self._pause()
-                self._moved(flight)
-        except BaseException as error:
-            self._broke(error)
-
-    def _raise_for_others(self) -> None:
-        world = self._world
-        failure = failure_of_others(world.store, world.rank) if world.size > 1 else None
-        if failure is not None:
-            raise PeerError(failure.message)
 
     def _pause(self) -> None:
         if self._shake is not None:

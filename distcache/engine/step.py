@@ -35,25 +35,23 @@ import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from distcache.data.batch import Batch
+from distcache.planner.assemble import Request
 from distcache.step_plan import StepPlan
-from distcache.streams import COMMUNICATION, COMPUTE, COPY_IN, COPY_OUT, Mark, Streams
+from distcache.streams import COMMUNICATION, COMPUTE, COPY_IN, COPY_OUT, LONG_OVER, Mark, Streams
 
 if TYPE_CHECKING:
+    from distcache.engine.gradients import DeviceBags
     from distcache.engine.groups import GroupBags
-    from distcache.engine.lookup import DeviceBags, DevicePlan
     from distcache.engine.movement import Gathered, MoveCounts
     from distcache.engine.queue import StepStream
-    from distcache.planner.assemble import Request
-
-# -----------------------------------------------------------------------------
-# The stages that run on the device's streams, by name.
 
 HOST = "host"
 """The stream of a stage without device work."""
@@ -69,11 +67,8 @@ class Stage:
     stream: str
 
 
-WRITE_BACK, GATHER, FILL = (
-    Stage("write_back", COPY_OUT),
-    Stage("gather", HOST),
-    Stage("fill", COPY_IN),
-)
+WRITE_BACK, GATHER = Stage("write_back", COPY_OUT), Stage("gather", HOST)
+FILL = Stage("fill", COPY_IN)
 SHARE_EARLY, SHARE_LATE = Stage("share_early", COPY_IN), Stage("share_late", COMMUNICATION)
 FORWARD_BACKWARD, FORWARD = Stage("forward_backward", COMPUTE), Stage("forward", COMPUTE)
 SYNC, APPLY = Stage("sync", COMMUNICATION), Stage("apply", COMPUTE)
@@ -82,8 +77,35 @@ RETURN_ROWS = Stage("return_rows", COMMUNICATION)
 TRAINING = (SHARE_LATE, FORWARD_BACKWARD, FORWARD, SYNC, APPLY, RETURN_ROWS)
 """Stages of the training thread, whatever the schedule."""
 
-# -----------------------------------------------------------------------------
-# What travels: everything that is known of one step, from its ids to its applied gradients.
+WAIT = "wait"
+"""Time that the training loop stood still for a step's plan or rows: the stall."""
+
+
+class Span(NamedTuple):
+    """One stage of one step: when it ran, in seconds of `time.perf_counter`, and on which lane.
+
+    Lanes: `planner` and `movement` are threads beside training, `training` is the loop's own.
+    """
+
+    name: str
+    lane: str
+    step: int
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+
+class DeviceSpan(NamedTuple):
+    """Where the device work of a stage began and ended, on its stream."""
+
+    name: str
+    lane: str
+    start: Mark
+    end: Mark
 
 
 @dataclass
@@ -101,6 +123,8 @@ class Flight:
     """The local batch's ids by group, on the CPU."""
     requests: list[Request] = field(default_factory=list)
     """By group, until the step is planned."""
+    asked: list[tuple[np.ndarray, ...]] = field(default_factory=list)
+    """The rows of `requests` by region, for each home, until then."""
     plans: list[StepPlan] = field(default_factory=list)
     """By group."""
     move_after: int = -1
@@ -113,8 +137,8 @@ class Flight:
     moved: bool = False
     """Whether its rows are on the device."""
     gathered: list[Gathered | None] = field(default_factory=list)
-    where: list[DevicePlan] = field(default_factory=list)
-    """The index tensors of each group's plan."""
+    where: list[StepPlan] = field(default_factory=list)
+    """The plans with their index tensors on the device (`gradients.on_device`)."""
     lookups: list[list[DeviceBags]] = field(default_factory=list)
     """The index tensors of the lookups of each micro-batch, by group."""
     dense: Tensor | None = None
@@ -137,23 +161,21 @@ class Flight:
     """What the door makes of the step."""
 
     # --- where on the device it is, and what took how long -----------------------------------
-    after: Mark = field(default_factory=Mark)
+    after: Mark = LONG_OVER
     """What the next stage's device work comes after."""
-    free: Mark = field(default_factory=Mark)
+    free: Mark = LONG_OVER
     """Where on the device the step before it ended."""
     marks: list[DeviceSpan] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     waits: list[Span] = field(default_factory=list)
 
+    def note(self, name: str, lane: str, began: float) -> None:
+        """A stage that began then, on the host alone, is over."""
+        self.spans.append(Span(name, lane, self.step, began, time.perf_counter()))
 
-@dataclass(frozen=True)
-class DeviceSpan:
-    """Where the device work of a stage began and ended, on its stream."""
-
-    name: str
-    lane: str
-    start: Mark
-    end: Mark
+    def waited(self, began: float) -> None:
+        """Training has stood still for this step since `began`."""
+        self.waits.append(Span(WAIT, TRAINING_LANE, self.step, began, time.perf_counter()))
 
 
 class running:  # noqa: N801 - reads as `with running(stage, flight, ...):`
@@ -171,67 +193,32 @@ class running:  # noqa: N801 - reads as `with running(stage, flight, ...):`
             shake()
 
     def __enter__(self) -> None:
-        stream, streams = self._stage.stream, self._streams
-        streams.after(stream, (self._flight.after,))
+        streams, stream = self._streams, self._stage.stream
         self._began = time.perf_counter()
-        self._on = streams.on(stream)
-        self._on.__enter__()
-        self._start = streams.mark(stream)
+        if streams.ordered:  # else work is done in program order: there is nothing to mark
+            streams.after(stream, (self._flight.after,))
+            self._on = streams.on(stream)
+            self._on.__enter__()
+            self._start = streams.mark(stream)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        stage, flight = self._stage, self._flight
-        end = None if error is not None else self._streams.mark(stage.stream)
-        self._on.__exit__(kind, error, trace)
-        if end is None:
+        name, flight, streams = self._stage.name, self._flight, self._streams
+        end = LONG_OVER
+        if streams.ordered:
+            end = LONG_OVER if error is not None else streams.mark(self._stage.stream)
+            self._on.__exit__(kind, error, trace)
+        if error is not None:
             if isinstance(error, Exception):
-                error.add_note(f"in stage {stage.name} of step {flight.step}")
+                error.add_note(f"in stage {name} of step {flight.step}")
             return
-        now = time.perf_counter()
-        flight.spans.append(Span(stage.name, self._lane, flight.step, self._began, now))
+        flight.note(name, self._lane, self._began)
         if end.event is not None:
             flight.after = end
-            flight.marks.append(DeviceSpan(stage.name, self._lane, self._start, end))
+            flight.marks.append(DeviceSpan(name, self._lane, self._start, end))
 
 
 # -----------------------------------------------------------------------------
 # What stages took, and how much of that training did not wait for.
-
-WAIT = "wait"
-"""Time that the training loop stood still for a step's plan or rows: the stall."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """One stage of one step: when it ran, in seconds of `time.perf_counter`, and on which lane.
-
-    Lanes: `planner` and `movement` are threads beside training, `training` is the loop's own.
-    """
-
-    name: str
-    lane: str
-    step: int
-    start: float
-    end: float
-
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return self.end - self.start
-
-
-class spanned:  # noqa: N801 - reads as `with spanned(spans, name, lane, step):`
-    """Append the span of what runs inside to `spans`, if it ends well."""
-
-    def __init__(self, spans: list[Span], name: str, lane: str, step: int) -> None:
-        self._spans, self._about = spans, (name, lane, step)
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            self._spans.append(Span(*self._about, self._began, time.perf_counter()))
-
 
 Watcher = Callable[[int, str, Sequence[Span]], None]
 """Takes a step's number in its stream, its kind, and its spans, waits included."""
@@ -258,23 +245,23 @@ class StageClock:
         if kind != "train":
             return
         self.steps += 1
-        for span in spans:
-            took = hidden = span.end - span.start
-            self.seconds[span.name] += took
-            if span.lane != TRAINING_LANE:
+        for name, lane, _, start, end in spans:
+            self.seconds[name] += end - start
+            if lane != TRAINING_LANE:
+                hidden = end - start
                 for wait in waits:  # which do not overlap one another
-                    hidden -= max(0.0, min(span.end, wait.end) - max(span.start, wait.start))
-                self.hidden[span.name] += hidden
+                    hidden -= max(0.0, min(end, wait.end) - max(start, wait.start))
+                self.hidden[name] += hidden
         for wait in waits:
             self.seconds[WAIT] += wait.end - wait.start
 
     def mean_ms(self) -> dict[str, float]:
         """Milliseconds per step of each stage, and of the loop's `wait`."""
-        return self._per_step(self.seconds)
+        return _mean_ms(self.seconds, self.steps, {})
 
     def hidden_ms(self) -> dict[str, float]:
         """Milliseconds per step of each stage beside training that nothing waited for."""
-        return self._per_step(self.hidden)
+        return _mean_ms(self.hidden, self.steps, {})
 
     def lap(self) -> tuple[dict[str, float], dict[str, float]]:
         """`mean_ms` and `hidden_ms` of the steps since the last lap, or since the beginning."""
@@ -283,11 +270,10 @@ class StageClock:
         count = self.steps - steps
         return _mean_ms(self.seconds, count, seconds), _mean_ms(self.hidden, count, hidden)
 
-    def _per_step(self, seconds: dict[str, float]) -> dict[str, float]:
-        return _mean_ms(seconds, self.steps, {})
 
-
-def _mean_ms(seconds: dict[str, float], steps: int, before: dict[str, float]) -> dict[str, float]:
+def _mean_ms(
+    seconds: Mapping[str, float], steps: int, before: Mapping[str, float]
+) -> dict[str, float]:
     """Milliseconds per step of what was added to `before` in `steps` steps."""
     return {
         name: 1e3 * (total - before.get(name, 0.0)) / max(1, steps)
@@ -314,12 +300,9 @@ def record(clock: StageClock, flight: Flight, streams: Streams) -> None:
     clock.add(flight.step, flight.batch.kind, spans, waits)
 
 
-# -----------------------------------------------------------------------------
-# Random delays at every hand-over between threads: a debugging mode that shakes out races.
-
-
 class Shaker:
-    """Called before every stage and hand-over, in every thread: sleeps up to `most_ms`, or not.
+    """Called before every stage and hand-over, in every thread: sleeps up to `most_ms`, or not; a
+    debugging mode that shakes out races.
 
     Two calls in three return at once, so that threads run in bursts as well as one by one. The
     delays of a thread depend on `seed` and the thread's name; results must depend on none.
@@ -332,9 +315,8 @@ class Shaker:
     def __call__(self) -> None:
         draw = getattr(self._local, "draw", None)
         if draw is None:
-            draw = self._local.draw = random.Random(
-                f"{self._seed} {threading.current_thread().name}"
-            )
+            name = f"{self._seed} {threading.current_thread().name}"
+            draw = self._local.draw = random.Random(name)
         if draw.random() < 1 / 3:
             time.sleep(draw.random() * self._most_s)
 

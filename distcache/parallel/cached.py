@@ -119,7 +119,7 @@ class CachedParallel(Parallel):
         update = row_update(optimizer.name, 0.0, *spec)
         self.tables = CachedTables(world, tables, features, update, settings, popularity, check)
         self.dense_optimizer = dense_optimizer(self.model.parameters(), optimizer.name, 0.0, *spec)
-        self.dense = DenseGradients(self.model.parameters(), self.link)
+        self.dense = DenseGradients(self.model, link=self.link)
         delay = settings.result_delay
         self.result_delay = _DELAY * self.streams.asynchronous if delay is None else delay
         self._control = ControlRing(self.link, self.streams, self.result_delay)
@@ -392,6 +392,7 @@ class CachedParallel(Parallel):
         values |= {"stage_ms": took, "stage_hidden_ms": hidden}
         values |= self.load.summary(self.world, tables.placement, took, hidden)
         values["table_rows"] = sum(table.rows for table in specs)
+        values |= {"lookahead": self.settings.lookahead, "prefetch": self.settings.prefetch}
         values["inter_node_bytes"] = inter_node_bytes(self.world, self.counters)
         if self._hot_rows is not None:
             values["warm_start_rows"] = max(tables.warmed, 0)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +26,6 @@ from distcache.comm.agreement import together
 from distcache.comm.link import PLANNING, CollectiveCounters, Link, count_collectives, summing_hook
 from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchCheck, JaggedIds, Prefetch
-from distcache.engine.exchange import agreed_batches
 from distcache.engine.gradients import agreement, words
 from distcache.engine.step import WAIT, Span, Watcher
 from distcache.errors import ConfigError, DataError
@@ -37,6 +37,8 @@ from distcache.store.memory import require_memory
 
 # -----------------------------------------------------------------------------
 # What `hybrid` is built from, what it refuses, and the only door to TorchRec and FBGEMM.
+
+log = logging.getLogger(__name__)
 
 SHARDINGS = ("auto", "table_wise", "row_wise", "column_wise")
 
@@ -300,6 +302,38 @@ def nbytes_by_part(
             dense += 2 * parameter.nbytes
             dense += sum(value.nbytes for value in state if isinstance(value, torch.Tensor))
     return embedding, dense
+
+
+# -----------------------------------------------------------------------------
+# Global batches whose slices the ranks bring themselves: sizes are agreed step by step.
+
+
+def agreed_batches(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
+    """The batches with their places among the slices of all ranks, until the first rank's end.
+
+    From the main thread: one small exchange per batch. An error of one rank ends all.
+    """
+    iterator, number = iter(batches), 0
+    drawn: list[Batch] = []
+
+    def draw() -> int | None:
+        """Take the next batch; its samples, None at the end."""
+        drawn[:] = islice(iterator, 1)
+        return drawn[0].ids.batch_size if drawn else None
+
+    while True:
+        sizes = together(world, draw)
+        ended = [rank for rank, size in enumerate(sizes) if size is None]
+        if ended:
+            if drawn:
+                log.warning(
+                    "the data of rank %s ended at batch %d; this rank had more, left unread",
+                    ended,
+                    number,
+                )
+            return
+        yield drawn[0].among([size for size in sizes if size is not None], world.rank)
+        number += 1
 
 
 # -----------------------------------------------------------------------------

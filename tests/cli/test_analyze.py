@@ -18,7 +18,7 @@ from distcache.cli import analyze_run
 from distcache.cli.analyze_run import SizeSearch, rounded_up
 from distcache.cli.compose import checked_config, compose_overrides
 from distcache.comm.rendezvous import Place
-from distcache.planner.policy import Policy
+from distcache.planner.victims import Policy
 from distcache.popularity.counters import Drift
 from distcache.popularity.curve import Curve, TableProfile, ZipfFit
 from distcache.popularity.statistics import TableCounts, read_statistics

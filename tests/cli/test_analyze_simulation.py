@@ -16,7 +16,7 @@ from distcache.cli.analyze_run import (
     policy_named,
 )
 from distcache.cli.compose import read_line
-from distcache.planner.policy import Policy
+from distcache.planner.victims import Policy
 from distcache.replay import Case, replay
 from distcache.trace import Trace, record_ids
 

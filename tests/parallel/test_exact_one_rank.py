@@ -13,7 +13,7 @@ from scenarios import Outcome, Scenario, run_mode, table
 from distcache.comm.world import World, close_world, open_world
 from distcache.errors import DataError, StepTooLargeError
 from distcache.parallel.cached import CachedSettings
-from distcache.planner.policy import Policy
+from distcache.planner.victims import Policy
 from distcache.popularity.statistics import Popularity, Statistics, TableCounts
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))

@@ -9,7 +9,7 @@ from popular_runs import make_popular, popularity_of
 from scenarios import Scenario, table
 
 from distcache.comm.world import close_world, open_world
-from distcache.engine.planning import RankPlans
+from distcache.engine.planning import StreamPlanner
 from distcache.parallel.cached import CachedSettings
 
 TABLES = (table("a", 300), table("b", 40, features=2))
@@ -18,9 +18,9 @@ LATE = 5
 """Steps whose plans are made before one cannot be."""
 
 
-def fail_late(plans: RankPlans) -> None:
+def fail_late(planner: StreamPlanner) -> None:
     """Let making a rank's plans of a step fail at last, once all homes have decided it."""
-    make, calls = plans.of, []
+    make, calls = planner._plan, []
 
     def of(*args):
         calls.append(args)
@@ -28,7 +28,7 @@ def fail_late(plans: RankPlans) -> None:
             raise ValueError("no room for a plan")
         return make(*args)
 
-    plans.of = of
+    planner._plan = of
 
 
 def play(rank: int, size: int, what: str, schedule: str) -> str:
@@ -40,13 +40,13 @@ def play(rank: int, size: int, what: str, schedule: str) -> str:
     told = ""
     mode = make_popular(world, case, settings, popularity)
     if rank == 1 and what == "plan":
-        fail_late(mode.tables.planner._plans)
+        fail_late(mode.tables.planner)
     if rank == 1 and what == "warm start":
 
-        def gather(plan, counts):
+        def gather(rows, counts):
             raise ValueError("no room for rows")
 
-        mode.rows[0].gather = gather
+        mode.rows[0].gather_rows = gather
     try:
         slices = (case.batch(step, rank, size) for step in range(case.steps))
         for step in mode.stream(slices):

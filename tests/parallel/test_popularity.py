@@ -15,7 +15,7 @@ from ranks import run_ranks
 from scenarios import Outcome, Scenario, run_mode, table
 
 from distcache.comm.world import World, close_world, open_world
-from distcache.engine.warm import warm_plans
+from distcache.engine.whole import warm_blocks
 from distcache.errors import ConfigError, PlanError
 from distcache.parallel.cached import CachedSettings
 
@@ -144,10 +144,10 @@ def test_each_home_fills_its_own_slots_with_its_likeliest_rows() -> None:
     hot = np.random.default_rng(0).permutation(1000)[:90].astype(np.int64)
     found: dict[int, int] = {}
     for rank in range(3):
-        (plan,) = warm_plans(group, hot, 60, 0.5, rank)
-        start = sum(plan.fetch_counts[:rank])
-        own = plan.slots[start : start + plan.fetch_counts[rank]].tolist()
-        rows = plan.fetch_rows.tolist()
+        ((slots, parts),) = warm_blocks(group, hot, 60, 0.5)
+        start = sum(len(part) for part in parts[:rank])
+        rows = parts[rank].tolist()
+        own = slots[start : start + len(rows)].tolist()
         mine = [row for row in hot.tolist() if group.layout.home(np.array([row]))[0] == rank]
         assert rows == mine[:10], "half of 20 slots, the likeliest first"
         assert own == list(range(rank * 20 + 19, rank * 20 + 9, -1)), "and those leave last"

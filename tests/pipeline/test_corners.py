@@ -13,8 +13,8 @@ from scenarios import Scenario, run_mode, table
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.data.batch import Batch, JaggedIds
-from distcache.engine.groups import make_groups
-from distcache.engine.planning import PlanningSettings, StreamPlanner
+from distcache.engine.groups import TableSettings, make_groups
+from distcache.engine.planning import StreamPlanner
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
 from distcache.parallel.base import OptimizerSpec
@@ -145,6 +145,5 @@ def test_a_checkpoint_is_loaded_before_the_first_step(by_world, size: int) -> No
 
 def test_more_slots_than_plans_can_number_are_refused() -> None:
     groups = make_groups([TableSpec("a", 2**33, 1, ("f",))], ["f"], 4)
-    settings = PlanningSettings(0, 0, torch.float32)
     with pytest.raises(ConfigError, match="up to 2147483647"):
-        StreamPlanner(None, groups, [None], [2**31], settings)
+        StreamPlanner(None, groups, [None], [2**31], TableSettings())

@@ -12,8 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jagged import segments_of
 
-from distcache.engine.groups import GroupBags, join_pooled
-from distcache.engine.lookup import DeviceBags, PooledLookup, RowLookup, bags_of_one
+from distcache.engine.gradients import (
+    DeviceBags,
+    PooledLookup,
+    RowLookup,
+    bags_of_one,
+    join_pooled,
+)
+from distcache.engine.groups import GroupBags
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from protocol_cases import batches, make, train
 from ranks import run_ranks
 
 from distcache.comm.world import World, close_world, open_world
-from distcache.engine.exchange import Asking, Deciding, Status
+from distcache.engine.exchange import Part, Status
 from distcache.errors import PeerError
 
 STEPS = 6
@@ -89,19 +89,19 @@ def talks(rank: int, size: int, case: str) -> tuple[str, bool, bool]:
     return f"{told.asked.status.name}: {told.asked.message}", bool(told.named), bool(told.decided)
 
 
-def failed(rank: int, step: int = 3) -> Asking:
+def failed(rank: int, step: int = 3) -> Part:
     """Rank 0 has no batch; rank 1 has none either, but stops."""
     if rank == 0:
-        return Asking(step, Status.ERROR, error=OSError("no batch"))
-    return Asking(step, Status.STOP)
+        return Part(step, Status.ERROR, error=OSError("no batch"))
+    return Part(step, Status.STOP)
 
 
 SAID = {
     "one fails, one stops": lambda rank: (
         failed(rank),
-        Deciding(0, Status.STOP if rank else Status.OK),
+        Part(0, Status.STOP if rank else Status.OK),
     ),
-    "all stop": lambda rank: (Asking(3, Status.STOP), Deciding(0, Status.STOP)),
+    "all stop": lambda rank: (Part(3, Status.STOP), Part(0, Status.STOP)),
     "at different steps": lambda rank: (failed(0, 3 + rank), None),
 }
 

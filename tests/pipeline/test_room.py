@@ -16,14 +16,16 @@ from protocol_cases import CASE, TABLES, batches, caught, make, state, warnings
 
 from distcache.comm.world import close_world, open_world
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
-from distcache.engine.groups import Placement, make_groups, region_slots
-from distcache.engine.room import (
-    Region,
+from distcache.engine.groups import (
+    Placement,
     enough_slots,
+    make_groups,
+    region_slots,
     smallest_cache_rows,
     too_large,
     warn_if_too_small,
 )
+from distcache.engine.planning import Region
 from distcache.errors import StepTooLargeError
 from distcache.layout import TableSpec
 from distcache.popularity.slots import cache_slots

@@ -16,7 +16,7 @@ from planner_bodies import BODIES, using
 from simulator import PlannerSettings, simulate
 
 from distcache.errors import ConfigError, DataError, StepTooLargeError
-from distcache.planner.policy import PINNED, POLICIES, TAILS, Policy
+from distcache.planner.victims import PINNED, POLICIES, TAILS, Policy
 from distcache.replay import Case, GroupCounts, Outcome, replay
 from distcache.trace import Recorder, Trace, record_ids
 

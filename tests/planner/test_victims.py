@@ -17,8 +17,7 @@ from policy_reference import Reference
 from distcache.errors import ConfigError
 from distcache.planner import loops
 from distcache.planner.home import HomePlanner
-from distcache.planner.policy import PINNED, POLICIES, TAILS, Policy
-from distcache.planner.victims import ByCount
+from distcache.planner.victims import PINNED, POLICIES, TAILS, ByCount, Policy
 from distcache.popularity.statistics import GroupPopularity
 
 ALL = [Policy(name) for name in POLICIES] + [Policy(tail=tail) for tail in TAILS if tail != "lfu"]
@@ -54,25 +53,14 @@ def check_home(case: tuple, home: int, restore_after: int) -> None:
             ingested = now + 1
 
 
-def check_case(case: tuple, body: str, restore_after: int) -> None:
-    with using(body):
-        for home in range(case[1].world_size):
-            check_home(case, home, restore_after)
-
-
-@examples(300)
+@examples(6000)
 @given(streams(80), st.sampled_from(BODIES), st.integers(-40, 40))
 def test_every_victim_is_the_one_that_the_slow_twin_picks(
     case: tuple, body: str, restore_after: int
 ) -> None:
-    check_case(case, body, restore_after)
-
-
-@pytest.mark.slow
-@examples(6000)
-@given(streams(80), st.sampled_from(BODIES), st.integers(-40, 40))
-def test_every_victim_campaign(case: tuple, body: str, restore_after: int) -> None:
-    check_case(case, body, restore_after)
+    with using(body):
+        for home in range(case[1].world_size):
+            check_home(case, home, restore_after)
 
 
 def skewed(rows: int, count: int, steps: int, seed: int = 0) -> list[np.ndarray]:

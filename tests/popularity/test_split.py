@@ -12,7 +12,7 @@ from simulator import PlannerSettings, simulate
 
 from distcache.errors import ConfigError
 from distcache.layout import RowLayout, TableSpec
-from distcache.planner.policy import Policy
+from distcache.planner.victims import Policy
 from distcache.popularity.curve import Curve, StepCurves
 from distcache.popularity.slots import (
     Budget,

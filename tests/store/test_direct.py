@@ -15,7 +15,7 @@ from ranks import run_ranks
 from distcache import ops
 from distcache.comm.world import World, close_world, open_world
 from distcache.engine.groups import make_groups
-from distcache.engine.tables import make_stores
+from distcache.engine.whole import make_stores
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
 from distcache.layout import RowLayout, TableSpec
 from distcache.optim import row_update
