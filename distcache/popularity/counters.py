@@ -252,8 +252,7 @@ class DenseCounter(TableCounter):
 
     def result(self) -> TableCounts:
         """See `TableCounter.result`."""
-        distinct = int(np.count_nonzero(self._whole))
-        return TableCounts(self.feature, self.rows, self.lookups, distinct, self._whole)
+        return TableCounts.of(self.feature, self._whole)
 
 
 class SketchCounter(TableCounter):

@@ -440,14 +440,8 @@ def statistics_of(statistics: Statistics, tables: Sequence[TableSpec], given: st
 
 def _added(table: TableSpec, parts: Sequence[TableCounts]) -> TableCounts:
     counts = np.sum([part.dense() for part in parts], axis=0)
-    return TableCounts(
-        feature=table.name,
-        rows=table.rows,
-        lookups=sum(part.lookups for part in parts),
-        distinct=int(np.count_nonzero(counts)),
-        counts=counts,
-        error=sum(part.error for part in parts),
-    )
+    found = TableCounts.of(table.name, counts, sum(part.error for part in parts))
+    return replace(found, lookups=sum(part.lookups for part in parts))  # of sketches there are more
 
 
 # -----------------------------------------------------------------------------

@@ -19,7 +19,6 @@ import torch
 from distcache.comm.agreement import agree_on, together
 from distcache.comm.world import World
 from distcache.data.raw.settings import NAME as MANIFEST
-from distcache.data.raw.settings import read_manifest
 from distcache.errors import ConfigError, DataError
 from distcache.layout import RowLayout
 from distcache.planner.victims import PINNED
@@ -56,6 +55,12 @@ class TableCounts:
     counts: np.ndarray
     ids: np.ndarray | None = None
     error: int = 0
+
+    @classmethod
+    def of(cls, feature: str, counts: np.ndarray, error: int = 0) -> TableCounts:
+        """Of a table whose every row has its count, unsigned or int64 `[rows]`."""
+        total, distinct = int(counts.sum(dtype=np.int64)), int(np.count_nonzero(counts))
+        return cls(feature, len(counts), total, distinct, counts, error=error)
 
     def dense(self) -> np.ndarray:
         """Counts of every row, int64 `[rows]`; 0 for rows that are not in `ids`."""
@@ -238,12 +243,9 @@ def _read_preprocessed(folder: Path) -> Statistics:
     from distcache.data.criteo import BatchSettings, CriteoArrays
 
     source = CriteoArrays(folder, BatchSettings())
-    tables = []
-    for index, rows in enumerate(read_manifest(folder).table_rows):
-        counts = source.counts(index)
-        lookups, distinct = int(counts.sum()), int(np.count_nonzero(counts))
-        tables.append(TableCounts(source.features[index], rows, lookups, distinct, counts))
-    return Statistics(tuple(tables), vocabulary_of(source), source.train_samples)
+    counted = enumerate(source.features)
+    tables = tuple(TableCounts.of(feature, source.counts(index)) for index, feature in counted)
+    return Statistics(tables, vocabulary_of(source), source.train_samples)
 
 
 # -----------------------------------------------------------------------------
