@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from distcache.cli.analyze_run import CLOSE, GRID, Analysis, BindingHold, SizePoint, Target, optima
-from distcache.cli.report import Table, human_bytes, machine_text, percent, tidy
+from distcache.cli.report import Table, human_bytes, machine_text, percent, plain_numbers, tidy
 from distcache.cli.run import describe_environment, new_figure
 from distcache.popularity.curve import TOP_SHARES, TableProfile, most_frequent
 from distcache.replay import Case, Outcome
@@ -190,17 +190,6 @@ def simulation_table(outcomes: Sequence[Outcome], row_bytes: Sequence[int]) -> T
     return _refused(table, outcomes, 3)
 
 
-def hold_text(hold: BindingHold) -> str:
-    """Why no window helps where few slots hold the steps on their way, and what does."""
-    slots = sum(hold.case.slots)
-    return (
-        f"With {slots:,} slots a step's {hold.rows:,.0f} rows are {hold.rows / slots:.0%} of them, "
-        f"and the holds of moving ahead bind: with cache.prefetch={hold.case.prefetch} a window of "
-        f"{hold.case.lookahead} fetches {hold.fetched:.2f} times Belady's MIN, with "
-        f"cache.prefetch=0 {hold.without:.2f} times. No deeper window helps there; more slots do."
-    )
-
-
 # -----------------------------------------------------------------------------
 # One paragraph of advice from what was counted and replayed.
 
@@ -246,7 +235,7 @@ def advise(analysis: Analysis) -> Advice:
     )
     if named:
         parts.append(f"Most of the cache goes to {named} (`cache rows` in the table).")
-    parts += [*_alike(profiles), *map(hold_text, analysis.holds)]
+    parts += [*_alike(profiles), *map(str, analysis.holds)]
     paste = [f"cache.ratio={point.ratio:.12g}"]
     if len(sizes.groups) == 1:
         paste.append(f"cache.bytes={point.bytes}")
@@ -462,7 +451,7 @@ def plot_misses(
     panel.set_yscale("log")
     lowest, highest = min(seen, default=100.0), max(seen, default=0.0)
     panel.set_ylim(max(lowest / 1.3, 1e-3), min(max(1.3 * highest, 1e-2), 130))
-    _plain_numbers(panel)
+    plain_numbers(panel)
     panel.set(
         title="Lookups that miss, by cache size",
         xlabel="cached rows per rank, % of all rows (logarithmic)",
@@ -473,16 +462,6 @@ def plot_misses(
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=9)
     figure.savefig(path, dpi=110)
     return True
-
-
-def _plain_numbers(panel: Any) -> None:
-    """Numbers such as 0.5 and 20 on logarithmic axes, not powers of ten."""
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
-    for axis in (panel.xaxis, panel.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_minor_formatter(FuncFormatter(lambda *_: ""))
 
 
 def plot_drift(path: Path, profiles: Sequence[TableProfile]) -> bool:
@@ -711,7 +690,7 @@ def write_simulation(
         "simulated": outcome_values(outcomes, [_ROW_BYTES]),
     }
     write_json(out / "report.json", record)
-    said = list(map(hold_text, holds))
+    said = list(map(str, holds))
     parts = ["# A simulated trace", f"`{' '.join(command)}`", read, table.section, *said]
     parts += ["![misses](misses.png)"] if drawn else []
     (out / "report.md").write_text("\n\n".join([*parts, machine_text(environment)]) + "\n")

@@ -258,6 +258,15 @@ class BindingHold:
     fetched: float
     without: float
 
+    def __str__(self) -> str:
+        case, slots = self.case, sum(self.case.slots)
+        return (
+            f"With {slots:,} slots a step's {self.rows:,.0f} rows are {self.rows / slots:.0%} of "
+            f"them, and the holds of moving ahead bind: with cache.prefetch={case.prefetch} a "
+            f"window of {case.lookahead} fetches {self.fetched:.2f} times Belady's MIN, with "
+            f"cache.prefetch=0 {self.without:.2f} times. No deeper window helps there; more slots do."
+        )
+
 
 def binding_holds(
     traces: Sequence[Trace], outcomes: Sequence[Outcome], popularity: Popularity

@@ -82,3 +82,13 @@ def tidy(panel: Any) -> None:
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(alpha=0.3)
     panel.set_axisbelow(True)
+
+
+def plain_numbers(panel: Any) -> None:
+    """Numbers such as 0.5 and 20 on logarithmic axes, not powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(FuncFormatter(lambda *_: ""))

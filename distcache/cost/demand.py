@@ -77,9 +77,8 @@ def counted_sources(statistics: Statistics, dims: Sequence[int]) -> list[TableSo
 # Which rows a step needs, on one rank and on any: what every placement's traffic follows from.
 #
 # Letters: W ranks, b samples per rank, n = b x (ids per sample) lookups of a table per rank and
-# step,
-# q the probability that a rank touches a row in a step, Q that any rank does, and G ranks of a
-# node.
+# step, q the probability that a rank touches a row in a step, Q that any rank does, and G ranks of
+# a node.
 
 
 def check_nodes(world_size: int, local_ranks: int) -> None:
@@ -329,9 +328,8 @@ class Demand:
 # How popular the rows behind small counts are: those seen a few times, and those not seen yet.
 #
 # A row that was counted c times is not one that is used c times as a rule: of rows counted once
-# most
-# are used less often, and some of those not counted will be used. What all counts say together is
-# the mixture of rates that makes them likeliest (Kiefer and Wolfowitz 1956; found by EM, Laird
+# most are used less often, and some of those not counted will be used. What all counts say together
+# is the mixture of rates that makes them likeliest (Kiefer and Wolfowitz 1956; found by EM, Laird
 # 1978).
 
 FEW = 32

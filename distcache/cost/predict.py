@@ -47,8 +47,7 @@ from distcache.errors import ConfigError
 # Seconds of a step: exposed latencies + bytes / bandwidth per link - what hides behind compute.
 #
 # A step lasts as long as the longest of three: its critical path (compute and the exchanges that
-# compute waits for), all that its network sends, and all that its host link moves. What hides is
-# on
+# compute waits for), all that its network sends, and all that its host link moves. What hides is on
 # the last two only: fills and rows that travel early, and all movement over the host link.
 
 HIDDEN_STAGES = ("fill", "early_rows")

@@ -20,8 +20,7 @@ from distcache.replay import HomeRun
 # -----------------------------------------------------------------------------
 # Bytes per rank and step of each placement, as `comm.counters` counts them.
 #
-# Letters: s bytes of a row (D elements), k = (W-1)/W, q and Q distinct rows of a rank and of all,
-# b
+# Letters: s bytes of a row (D elements), k = (W-1)/W, q and Q distinct rows of a rank and of all, b
 # samples per rank, M rows fetched by all homes. Rows have homes like independent uniform draws.
 #
 # | placement | stage | bytes that leave a rank |
@@ -37,8 +36,7 @@ from distcache.replay import HomeRun
 # | row_wise_dedup | a row, and a gradient, per distinct row | ksq each |
 #
 # Between N nodes of G ranks, of which a node has q_G distinct rows, goes a part of them: rows that
-# several ranks of another node get cross once and are handed on inside it (sharded ones on nodes
-# of
+# several ranks of another node get cross once and are handed on inside it (sharded ones on nodes of
 # up to `relays.MOST_RANKS` ranks; on larger ones EACH).
 #
 # | stage | pattern | bytes between nodes |
@@ -360,13 +358,10 @@ def _group_rows(group: GroupDemand, layout: str, world_size: int) -> float:
 # -----------------------------------------------------------------------------
 # How many rows of a step a cache holds already, from popularity alone.
 #
-# Rows are touched independently from step to step (the independent reference model). The planner
-# of
+# Rows are touched independently from step to step (the independent reference model). The planner of
 # policy `lookahead` with tail `lfu` keeps the rows that are used again within its window, and
-# beside
-# them those used most often: once popularity is learnt, the most popular rows stay for good, and
-# the
-# others pass through. Of the steps before that, `miniature` tells. Where ids are at hand,
+# beside them those used most often: once popularity is learnt, the most popular rows stay for good,
+# and the others pass through. Of the steps before that, `miniature` tells. Where ids are at hand,
 # `replay` counts what this estimates.
 
 
