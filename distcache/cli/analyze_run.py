@@ -264,7 +264,8 @@ class BindingHold:
             f"With {slots:,} slots a step's {self.rows:,.0f} rows are {self.rows / slots:.0%} of "
             f"them, and the holds of moving ahead bind: with cache.prefetch={case.prefetch} a "
             f"window of {case.lookahead} fetches {self.fetched:.2f} times Belady's MIN, with "
-            f"cache.prefetch=0 {self.without:.2f} times. No deeper window helps there; more slots do."
+            f"cache.prefetch=0 {self.without:.2f} times. No deeper window helps there; more slots "
+            "do."
         )
 
 
