@@ -28,7 +28,7 @@ from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchCheck, JaggedIds, Prefetch
 from distcache.engine.gradients import agreement, words
 from distcache.engine.step import WAIT, Span, Watcher
-from distcache.errors import ConfigError, DataError
+from distcache.errors import ConfigError, DataError, DistcacheError, PeerError
 from distcache.layout import TableSpec
 from distcache.optim import dense_optimizer, row_update, state_tensors
 from distcache.parallel.base import Durations, OptimizerSpec, Parallel, Step, StepResult
@@ -322,7 +322,13 @@ def agreed_batches(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
         return drawn[0].ids.batch_size if drawn else None
 
     while True:
-        sizes = together(world, draw)
+        try:
+            sizes = together(world, draw)
+        except DistcacheError as error:
+            if (rank := error.from_rank) is None:
+                raise
+            told = str(error).removeprefix(f"rank {rank}: ")
+            raise PeerError(f"stopped because rank {rank} failed: {told}") from error
         ended = [rank for rank, size in enumerate(sizes) if size is None]
         if ended:
             if drawn:
