@@ -19,12 +19,14 @@ if TYPE_CHECKING:
         clip_grad_norm_,
         lookahead,
     )
+    from distcache.engine.gradients import DenseGradients
     from distcache.fitting import fit
     from distcache.layout import TableSpec
 
 __all__ = [
     "CachedEmbeddingBagCollection",
     "CachedEmbeddingCollection",
+    "DenseGradients",
     "RowOptimizer",
     "TableSpec",
     "clip_grad_norm_",
@@ -33,7 +35,11 @@ __all__ = [
     "optim",
 ]
 
-_PLAIN = {"TableSpec": "distcache.layout", "fit": "distcache.fitting"}
+_PLAIN = {
+    "DenseGradients": "distcache.engine.gradients",
+    "TableSpec": "distcache.layout",
+    "fit": "distcache.fitting",
+}
 """Names that need no TorchRec, and where they are."""
 
 

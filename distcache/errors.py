@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class DistcacheError(Exception):
     """Base of every error that this package raises on purpose. `from_rank`: the rank that failed,
     where this one only tells of it."""
 
     from_rank: int | None = None
+
+    def reword(self, names: Mapping[str, str]) -> None:
+        """Name what a user of another door than the command line gives: `names` by dotted key."""
+        text = str(self)
+        for key, name in names.items():
+            text = text.replace(key, name)
+        self.args = (text,)
 
 
 class ConfigError(DistcacheError, ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distcache.comm.agreement import agree_on, agree_on_versions, on_first
+from distcache.comm.agreement import agree_on, agree_on_versions, on_first, together
 from distcache.comm.world import World, close_world, current_world, leave_world, open_world
 from distcache.config.checks import check_own
-from distcache.config.keys import flat_keys
+from distcache.config.keys import flat_settings
 from distcache.config.tree import Config
 from distcache.data.own import OwnBatches
 from distcache.errors import ConfigError
@@ -32,7 +32,7 @@ from distcache.trainer.own import (
     share_weights,
     table_specs,
 )
-from distcache.trainer.plan_cache import most_ahead
+from distcache.trainer.plan_cache import most_ahead, opens_window
 from distcache.trainer.trainer import TrainResult, resumed_state
 
 _OWN = ("cache.statistics", "trainer.resume", "trainer.log_level")
@@ -75,7 +75,7 @@ def fit(
     specs = table_specs(tables)
     if settings is not None and not isinstance(settings, Mapping):
         raise ConfigError(f"settings={settings!r} is no mapping of keys to values")
-    given = dict(settings or {})
+    given = flat_settings(settings or {})
     config = own_config(parallel, optimizer, given, len(specs))
     local_size = world.local_size if world else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     check_own(config, local_size)
@@ -90,12 +90,15 @@ def fit(
         agree_on(own_world, _compared(config, specs))
         count = count_evaluation(own_world, eval_loader, config.trainer.eval_steps or None)
         run_dir = Path(config.run.dir)
-        on_first(own_world, lambda: open_run_folder(run_dir, config, own_world, flat_keys(given)))
+        on_first(own_world, lambda: open_run_folder(run_dir, config, own_world, given))
         check_run_folder(own_world, run_dir, needs_shared_folder(config))
         share_weights(model, own_world)
         source: Any = OwnSource(tuple(features), tuple(spec.rows for spec in specs))
         identity = own_identity(config, own_world, source, specs)
         start = resumed_state(config, own_world, identity)
+        if opens_window(config):
+            ids = max(together(own_world, train.first_ids))
+            source = replace(source, ids_per_step=ids)
         mode = build.build_parallel(config, own_world, specs, model, source)
         run = OwnRun(
             config, own_world, run_dir, source, specs, mode, start,

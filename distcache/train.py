@@ -43,8 +43,8 @@ from distcache.comm.rendezvous import (
 from distcache.comm.world import World, close_world, open_world
 from distcache.config.keys import without_use
 from distcache.config.tree import Config
+from distcache.engine.tracing import remove_trace
 from distcache.errors import ConfigError, DistcacheError
-from distcache.trainer.tracing import remove_trace
 
 log = logging.getLogger("distcache.train")
 

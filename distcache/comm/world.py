@@ -412,6 +412,17 @@ def close_world(world: World, orderly: bool = True) -> None:
 """Worlds that this process has made so far: keeps their keys in the store apart."""
 
 
+def require_group(use: str) -> None:
+    """Raise ConfigError where this is one of several ranks without an initialised process group."""
+    size = whole_number("WORLD_SIZE", 1)
+    if size > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            f"WORLD_SIZE={size}, but torch.distributed is not initialised, so the ranks' weights "
+            f"would drift apart: call torch.distributed.init_process_group before {use}, or unset "
+            "WORLD_SIZE to train alone"
+        )
+
+
 def current_world(
     device: torch.device,
     process_group: dist.ProcessGroup | None = None,

@@ -37,6 +37,7 @@ class OwnBatches:
         self._positions: OrderedDict[int, bytes] = OrderedDict()
         self._keep = keep
         self._items: Iterator[Any] | None = None
+        self._looked_at: list[Any] = []  # the first item, or its error, until it is drawn
         self.dense_features: int | None = None
 
     def __len__(self) -> int:
@@ -52,13 +53,28 @@ class OwnBatches:
                 f"the checkpoint is of a loader {was} state_dict, this one is {now}: resume with "
                 "the loader it was made with"
             )
+        if self._start["loader"] is not None or self._start["epoch"]:
+            self.close()  # what was looked at is of another place
         if self._start["loader"] is not None:
             self._loader.load_state_dict(self._start["loader"])  # type: ignore[attr-defined]
 
     def open(self) -> None:
         """Begin the first pass, with its workers where it has some; from the main thread."""
-        self._set_epoch(self._start["epoch"])
-        self._items = iter(self._loader)
+        if self._items is None:
+            self._set_epoch(self._start["epoch"])
+            self._items = iter(self._loader)
+
+    def first_ids(self) -> int:
+        """Ids of the first item, which is still the first that `batches` gives; from the main
+        thread. 0 where there is none, or it is no batch, which `batches` will tell."""
+        self.open()
+        try:
+            item = self._draw(0)
+            self._looked_at = [item]
+            return 0 if item is _END else len(as_batch(item, self.features, 0, 0).ids.values)
+        except DataError as error:
+            self._looked_at = self._looked_at or [error]
+            return 0
 
     def position(self, step: int) -> bytes:
         """Where the iterable stood after the batch of training step `step - 1`.
@@ -82,10 +98,7 @@ class OwnBatches:
         self._positions[step] = pickle.dumps(self._start)
         for epoch in range(self._start["epoch"], self._epochs):
             done = self._begin_pass(epoch)
-            while self._items is not None:
-                item = _draw(self._items, "train", step)
-                if item is _END:
-                    break
+            while (item := self._draw(step)) is not _END:
                 done += 1
                 self._remember(step + 1, epoch, done)
                 batch = as_batch(item, self.features, step, epoch)
@@ -97,6 +110,7 @@ class OwnBatches:
     def close(self) -> None:
         """Let go of the iterator and its workers, also where `batches` has not ended."""
         items, self._items = self._items, None
+        self._looked_at.clear()
         # Dropped alone, a DataLoader's workers live as long as the traceback of an error of theirs.
         shut_down = getattr(items, "_shutdown_workers", None)
         if shut_down is not None and not getattr(self._loader, "persistent_workers", False):
@@ -123,9 +137,18 @@ class OwnBatches:
             return 0
         done = self._start["items"]
         for number in range(0 if self._stateful else done):
-            if self._items is not None and _draw(self._items, "train", number) is _END:
+            if self._draw(number) is _END:
                 break
         return done
+
+    def _draw(self, number: int) -> Any:
+        """The next item of the pass, or `_END`, also after `close`."""
+        if not self._looked_at:
+            return _END if self._items is None else _draw(self._items, "train", number)
+        item = self._looked_at.pop()
+        if isinstance(item, DataError):
+            raise item
+        return item
 
     def _set_epoch(self, epoch: int) -> None:
         """Tell a distributed sampler its epoch, as it wants."""

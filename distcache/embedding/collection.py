@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from os import PathLike
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -35,11 +38,16 @@ from distcache.embedding.ids import (
     table_specs,
 )
 from distcache.embedding.joining import Membership, has_group
-from distcache.embedding.placing import given_statistics
-from distcache.embedding.settings import CacheSettings, check_names, library_words
+from distcache.embedding.settings import (
+    CacheSettings,
+    check_names,
+    given_statistics,
+    library_words,
+)
 from distcache.embedding.step import CollectionTables, OpenStep
 from distcache.embedding.whole import Part, WholeTables
 from distcache.engine.gradients import to_device
+from distcache.engine.tracing import tracing
 from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
 from distcache.layout import TableSpec, group_tables
 from distcache.optim import RowUpdate
@@ -412,7 +420,24 @@ class CachedCollection(nn.Module):
 
     def stage_ms(self) -> dict[str, float]:
         """Milliseconds per step of each stage so far, and of the loop's `wait`; local."""
-        return self.tables.clock.mean_ms()
+        return self.tables.record_all().mean_ms()
+
+    @contextmanager
+    def trace(self, folder: str | PathLike[str]) -> Iterator[None]:
+        """Write the stages of all ranks meanwhile to `folder`/trace.json, for ui.perfetto.dev.
+
+        `with ebc.trace("runs/mine"):` around a loop, entered and left by all ranks; also what an
+        error or a Ctrl-C ends is there. `trace.json.gz` beyond 64 MiB. Raises ConfigError where the
+        folder cannot be written.
+        """
+        tables, asked = self.tables, (f"trace({str(folder)!r})", "folder")
+        watchers = tables.record_all().watchers
+        with tracing(tables.world, Path(folder), watchers.append, asked):
+            try:
+                yield
+            finally:
+                tables.record_all()
+                watchers.pop()
 
     def summary(self) -> dict[str, Any]:
         """Hit rates, rows and bytes moved, memory and stage times so far, named as in a run's
@@ -552,8 +577,9 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         longest wait for another rank, seconds.
 
         Settings by keyword: at most one of `rows` (slots per rank over all tables), `ratio` (of
-        each width's rows) and `bytes` (default: 1.5 % of them, at least 32 MiB); `lookahead=8` and
-        `prefetch=1`, optimizer steps that ids are known, and rows may move, ahead;
+        each width's rows) and `bytes` (default: 1.5 % of them, at least 32 MiB); `lookahead="auto"`
+        (8 to 64, by the first batch) and `prefetch=1`, optimizer steps that ids are known, and rows
+        may move, ahead;
         `policy="lookahead"|"lfu"|"lru"|"frequency"|"static"`, with
         `tail="lfu"|"lru"|"frequency"` and `half_life="auto"|steps`;
         `statistics`, a folder of distcache.analyze or distcache.preprocess or a `Statistics`, with

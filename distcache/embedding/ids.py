@@ -335,20 +335,37 @@ def find_ids(batch: Any, wanted: tuple[str, ...]) -> KeyedJaggedTensor:
     )
 
 
+def bytes_of(batch: Any, depth: int = _DEPTH) -> int:
+    """About how many bytes the tensors and arrays of a batch take, wherever they lie."""
+    if isinstance(batch, KeyedJaggedTensor):
+        parts = (batch.values(), batch.weights_or_none(), batch.lengths_or_none())
+        return sum(part.nbytes for part in parts if part is not None)
+    size = getattr(batch, "nbytes", None)
+    if isinstance(size, int):
+        return size
+    parts = list(_parts(batch))
+    if not parts and hasattr(batch, "__dict__"):
+        parts = list(vars(batch).values())
+    return sum(bytes_of(part, depth - 1) for part in parts) if depth else 0
+
+
 def _search(value: Any, depth: int) -> Iterator[KeyedJaggedTensor]:
     if isinstance(value, KeyedJaggedTensor):
         yield value
-        return
-    parts: list[Any] = []
-    if isinstance(value, Mapping):
-        parts = list(value.values())
-    elif isinstance(value, tuple | list):
-        parts = list(value)
-    elif is_dataclass(value) and not isinstance(value, type):
-        parts = [getattr(value, field.name) for field in fields(value)]
-    if depth:
-        for part in parts:
+    elif depth:
+        for part in _parts(value):
             yield from _search(part, depth - 1)
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    """What a mapping, tuple, list or dataclass holds."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, tuple | list):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in fields(value)]
+    return ()
 
 
 # -----------------------------------------------------------------------------

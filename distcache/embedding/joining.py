@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distcache.comm.rendezvous import whole_number
-from distcache.comm.world import World, current_world
+from distcache.comm.world import World, current_world, require_group
 from distcache.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
@@ -118,14 +117,10 @@ def has_group() -> bool:
 
 def _join_waiting() -> None:
     """Make the tables of all collections that wait; ConfigError where their ranks cannot meet."""
-    size = whole_number("WORLD_SIZE", 1)
-    if size > 1 and not has_group():
-        raise ConfigError(
-            f"WORLD_SIZE={size}, but torch.distributed is not initialised, so the ranks' tables "
-            "would drift apart: call torch.distributed.init_process_group before the first use of "
-            "a cached collection (a forward, a look-ahead, state_dict, load_state_dict), or unset "
-            "WORLD_SIZE to train alone"
-        )
+    require_group(
+        "the first use of a cached collection (a forward, a look-ahead, state_dict, "
+        "load_state_dict)"
+    )
     while _waiting:
         member = _waiting.pop(0)()
         if member is not None and member.waits:

@@ -1,10 +1,10 @@
-"""The settings of a collection by keyword, and errors in the words of the library."""
+"""What a collection is told by keyword, its errors in these words, and where its rows lie then."""
 
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from os import PathLike
@@ -12,12 +12,47 @@ from typing import Any
 
 import torch
 
+from distcache.comm.agreement import on_first
+from distcache.comm.world import World
+from distcache.config.checks import check_cache
+from distcache.config.tree import CacheConfig
+from distcache.cost.cluster import Cluster, Link, check_world, read_cluster
+from distcache.cost.predict import Settings
+from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
+from distcache.engine.placing import (
+    Known,
+    cheapest,
+    counted_demand,
+    of_all_homes,
+    placed,
+    replicated_counts,
+    rows_of_share,
+)
 from distcache.errors import ConfigError, DistcacheError
-from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
-from distcache.popularity.statistics import Statistics
+from distcache.layout import TableSpec
+from distcache.optim import RowUpdate
+from distcache.planner.victims import DEFAULT, POLICIES, TAILS, WINDOWS, Policy
+from distcache.popularity.slots import Budget, Use, decide, statistics_of
+from distcache.popularity.statistics import Popularity, Statistics, read_statistics
 from distcache.store.rows import ACCESS, STAGED
 
+log = logging.getLogger(__name__)
+
 _LEAST = {"rows": 1, "bytes": 1, "lookahead": 0, "prefetch": 0, "batch_size": 1, "seed": 0}
+_MAY_BE = {"rows": None, "bytes": None, "batch_size": None, "lookahead": "auto"}
+_CHOICES = {
+    "policy": POLICIES,
+    "tail": TAILS,
+    "schedule": ("overlapped", "serial"),
+    "store_access": ACCESS,
+    "reduction": ("ordered", "native"),
+    "gradient_reduction": ("mean", "sum"),
+    "on_bad_id": ("error", "hash"),
+    "on_nonfinite": ("off", "skip", "stop"),
+    "placement": ("replicated", "sharded", "mixed", "auto"),
+    "state": ("auto", "home", "replicated"),
+    "dtype": (torch.float32, torch.float64),
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +65,7 @@ class CacheSettings:
     rows: int | None = None
     ratio: float | None = None
     bytes: int | None = None
-    lookahead: int = 8
+    lookahead: int | str = "auto"
     prefetch: int = 1
     policy: str = DEFAULT.name
     tail: str = DEFAULT.tail
@@ -54,106 +89,57 @@ class CacheSettings:
     on_nonfinite: str = "off"
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("policy", POLICIES),
-            ("tail", TAILS),
-            ("schedule", ("overlapped", "serial")),
-            ("store_access", ACCESS),
-            ("reduction", ("ordered", "native")),
-            ("gradient_reduction", ("mean", "sum")),
-            ("on_bad_id", ("error", "hash")),
-            ("on_nonfinite", ("off", "skip", "stop")),
-            ("placement", ("replicated", "sharded", "mixed", "auto")),
-            ("state", ("auto", "home", "replicated")),
-            ("dtype", (torch.float32, torch.float64)),
-        ):
+        for name, known in _CHOICES.items():
             value = getattr(self, name)
             if value not in known:
                 raise ConfigError(f"{name}={value!r} is not {' or '.join(map(repr, known))}")
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is None and name in ("rows", "bytes", "batch_size"):
+            if name in _MAY_BE and value == _MAY_BE[name]:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}")
-        self._check_policy()
-        self._check_popularity()
-        self._check_placement()
-
-    def _check_placement(self) -> None:
-        kind, rows, share = self.placement, self.replicated_rows, self.replicated_share
-        for name, value in (("replicated_rows", rows), ("replicated_share", share)):
-            if value is not None and kind != "mixed":
-                raise ConfigError(f"{name}={value!r} is for placement='mixed': leave it out")
-        if rows is not None and share is not None:
-            raise ConfigError("give replicated_rows or replicated_share, not both")
-        if rows is not None and not isinstance(rows, Mapping):
-            raise ConfigError(f"replicated_rows={rows!r} is no {{table: rows}}")
-        if share is not None and not 0 < share <= 1:
-            raise ConfigError(f"replicated_share={share!r} is a share of the rows, above 0 to 1")
-        if kind in ("mixed", "auto"):
-            self._needs_statistics(f"placement={kind!r}", True)
-        if kind == "auto" or (kind == "mixed" and rows is None and share is None):
-            self._needs_batch_size(f"placement={kind!r}", True)
-        if self.state == "home" and self.reduction == "native":
-            raise ConfigError(
-                "state='home' keeps sums at home, and reduction='native' sums everywhere: leave "
-                "one of them out"
-            )
-
-    def _check_policy(self) -> None:
-        with library_words():
-            policy = self.policy_settings
-        if self.tail != DEFAULT.tail and not policy.uses_window:
-            raise ConfigError(f"tail={self.tail!r} is for policy='lookahead': leave it out")
-        name = "tail" if policy.uses_window else "policy"
-        if self.half_life != "auto" and policy.ranking != "lfu":
-            raise ConfigError(
-                f"half_life={self.half_life!r} is for policy='lfu' or tail='lfu', not "
-                f"{name}={policy.ranking!r}: leave it out"
-            )
-        self._needs_statistics(f"{name}={policy.ranking!r}", policy.needs_popularity)
-        self._needs_batch_size(f"{name}={policy.ranking!r}", policy.ranking == "static")
-
-    def _check_popularity(self) -> None:
-        warm, by_curve = self.warm_start, self.split == "by_curve"
-        number = isinstance(warm, int | float) and not isinstance(warm, bool)
-        if warm != "auto" and not (number and 0 <= float(warm) <= 1):
-            raise ConfigError(
-                f"warm_start={warm!r} is a share of the slots, from 0 to 1, or 'auto'"
-            )
-        if not (isinstance(self.split, Mapping) or self.split in ("proportional", "by_curve")):
-            raise ConfigError(
-                f"split={self.split!r} is not 'proportional', 'by_curve' or {{table: rows}}"
-            )
-        self._needs_statistics(f"warm_start={warm!r}", warm not in ("auto", 0))
-        self._needs_statistics(f"split={self.split!r}", by_curve)
-        self._needs_batch_size(f"split={self.split!r}", by_curve)
-
         given = self.statistics
         if not (given is None or isinstance(given, str | PathLike | Statistics)):
             raise ConfigError(
                 f"statistics={given!r} is neither a folder nor a distcache Statistics"
             )
+        if sum(size is not None for size in (self.rows, self.ratio, self.bytes)) > 1:
+            raise ConfigError("give at most one of rows, ratio, bytes")
+        shared = [f.name for f in fields(CacheConfig) if f.name in self.__dataclass_fields__]
+        with library_words():
+            check_cache(CacheConfig(**{name: getattr(self, name) for name in shared}))
+        self._check_known()
 
-    def _needs_statistics(self, what: str, needed: bool) -> None:
-        if needed and self.statistics is None:
+    def _check_known(self) -> None:
+        """What only a source of batches could tell must be given."""
+        kind, open_rows = self.placement, (self.replicated_rows, self.replicated_share)
+        if kind in ("mixed", "auto") and self.statistics is None:
             raise ConfigError(
-                f"{what} needs to know how often rows are looked up: give statistics=<folder of "
-                "python -m distcache.analyze or preprocess, or a Statistics>"
+                f"placement={kind!r} needs to know how often rows are looked up: give "
+                "statistics=<folder of python -m distcache.analyze or preprocess, or a Statistics>"
             )
-
-    def _needs_batch_size(self, what: str, needed: bool) -> None:
-        if needed and self.batch_size is None:
-            raise ConfigError(
-                f"{what} needs to know how many rows a step looks up: give batch_size=<samples of "
-                "an optimizer step over all ranks>"
-            )
+        chosen = kind == "auto" or (kind == "mixed" and open_rows == (None, None))
+        for needs, what in (
+            (chosen, f"placement={kind!r}"),
+            (self.policy_settings.ranking == "static", "policy='static'"),
+            (self.split == "by_curve", "split='by_curve'"),
+        ):
+            if needs and self.batch_size is None:
+                raise ConfigError(
+                    f"{what} needs to know how many rows a step looks up: give batch_size=<samples "
+                    "of an optimizer step over all ranks>"
+                )
 
     @property
     def policy_settings(self) -> Policy:
         """Which rows leave first."""
         return Policy.of(self.policy, self.tail, self.half_life)
+
+    @property
+    def window(self) -> int:
+        """L, the least of them while `auto` is open."""
+        return WINDOWS[0] if isinstance(self.lookahead, str) else self.lookahead
 
 
 _WENT = {
@@ -178,28 +164,115 @@ def check_names(settings: Mapping[str, Any], collection: str) -> None:
             raise ConfigError(f"{collection}: {name}={value!r}: no such setting: {hint}")
 
 
-_WORDS = (
-    ("data.on_bad_id=hash", "on_bad_id='hash'"),
-    ("data.table_rows, model.embedding_dim", "num_embeddings, embedding_dim"),
-    ("data.global_batch_size", "the batch size"),
-    ("store.access=staged", "store_access='staged'"),
-    ("store.access=zero_copy", "store_access='zero_copy'"),
-    ("cache.", ""),
-    ("trainer.", ""),
-    ("data.", ""),
-)
+_NAMES = {f"cache.{f.name}": f.name for f in fields(CacheSettings)} | {
+    "data.global_batch_size": "the batch size",
+    "data.on_bad_id": "on_bad_id",
+    "data.table_rows": "num_embeddings",
+    "model.embedding_dim": "embedding_dim",
+    "store.access": "store_access",
+    "trainer.dtype": "dtype",
+    "trainer.timeout_s": "timeout_s",
+}
 """The keys of the command line, and what a user of the library gives instead."""
 
 
 @contextmanager
 def library_words() -> Iterator[None]:
-    """Errors of the parts below name the arguments of the library, not command-line keys."""
+    """Errors of the parts below name the arguments of the library."""
     try:
         yield
     except DistcacheError as error:
-        text = str(error)
-        for key, word in _WORDS:
-            # Not inside a longer word, such as distcache.analyze.
-            text = re.sub(rf"(?<![a-z]){re.escape(key)}", lambda found, word=word: word, text)
-        error.args = (text,)
+        error.reword(_NAMES)
         raise
+
+
+# -----------------------------------------------------------------------------
+# Which rows lie where: slots, placement and popularity, by the trainer's rules.
+
+
+@dataclass(frozen=True)
+class PlacedRows:
+    """`slots`: C of each group; `placement` of rows over the ranks; `popularity` where there are
+    statistics."""
+
+    slots: tuple[int, ...]
+    placement: Placement
+    popularity: Popularity | None
+
+
+def decide_rows(
+    world: World, tables: Sequence[TableSpec], update: RowUpdate, settings: CacheSettings
+) -> PlacedRows:
+    """Slots, placement and popularity; called by all ranks, decided by rank 0.
+
+    `tables`: with the keys that they read as features. Raises ConfigError on all ranks.
+    """
+    state = settings.state
+    if state == "auto":
+        state = REPLICATED if settings.reduction == "native" else update.state_place
+    homes = world.size if state == "home" and settings.placement == REPLICATED else 1
+    widths = [-(-update.state_width(table.dim) // homes) for table in tables]
+    budget = Budget(
+        settings.rows,
+        settings.ratio,
+        settings.bytes,
+        settings.dtype.itemsize,
+        world.size,
+        settings.batch_size or 1,
+        settings.prefetch + 2,
+    )
+    use = Use(settings.policy_settings, settings.warm_start, settings.split, settings.prefetch)
+
+    def read() -> Statistics | None:
+        return given_statistics(settings, tables)
+
+    slots, popularity = decide(world, tables, widths, budget, use, read)
+    if settings.replicated_rows is not None:  # tables that are not there, on one rank too
+        replicated_counts(settings.replicated_rows, tables)
+    if world.size == 1:
+        return PlacedRows(slots, Placement(), popularity)
+    if settings.placement in (REPLICATED, SHARDED) or popularity is None:
+        found = Placement(settings.placement, state)
+    else:
+        known = Known(tables, slots, popularity.statistics, None)
+
+        def choose() -> Placement:
+            kind, counts = _kind_and_counts(world, known, update, settings, state)
+            return placed(state, kind, counts, known)
+
+        found = on_first(world, choose)
+    if found.kind != REPLICATED and popularity is not None and isinstance(settings.split, str):
+        popularity = of_all_homes(world, tables, budget, slots, popularity)
+    return PlacedRows(slots, found, popularity)
+
+
+def given_statistics(settings: CacheSettings, tables: Sequence[TableSpec]) -> Statistics | None:
+    """The statistics of `tables`, in order; ConfigError for those of other tables."""
+    given = settings.statistics
+    if given is None or isinstance(given, Statistics):
+        return given and statistics_of(given, tables, "the given statistics")
+    return statistics_of(read_statistics(given, "statistics"), tables, f"statistics={given}")
+
+
+def _kind_and_counts(
+    world: World, known: Known, update: RowUpdate, settings: CacheSettings, state: str
+) -> tuple[str, list[int]]:
+    """The placement, and how many rows of each table it replicates: as given, or the cheapest by
+    time where the links are known (`cluster`), else by the bytes that leave a rank."""
+    if settings.replicated_rows is not None:
+        return MIXED, replicated_counts(settings.replicated_rows, known.tables)
+    if settings.replicated_share is not None:
+        return MIXED, rows_of_share(settings.replicated_share, known)
+    link = Link(1e10, 1e-5, "any")
+    cluster, objective = Cluster(world.size, link, link), "bytes"
+    if settings.cluster is not None:
+        cluster, objective = read_cluster(settings.cluster, "cluster"), "time"
+        check_world(cluster, world.nodes.sizes)
+    batch = (settings.batch_size or 1) / world.size
+    demand = counted_demand(known, update, batch, world.size, world.local_size)
+    size = settings.dtype.itemsize
+    how = Settings(tuple(known.slots), state, settings.window, settings.prefetch, itemsize=size)
+    choice = cheapest(settings.placement, demand, cluster, how, objective)
+    log.info("placement=%r is %s: %s", settings.placement, choice.placement, choice.why)
+    counts = choice.replicated_rows
+    return choice.placement, [counts.get(table.name, 0) for table in known.tables]

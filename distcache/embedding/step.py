@@ -13,6 +13,7 @@ import sys
 import time
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -21,28 +22,44 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from distcache.comm.agreement import agree_on, agree_on_versions
+from distcache.comm.agreement import agree_on, agree_on_versions, together
 from distcache.comm.failure import record_failure
 from distcache.comm.link import PLANNING, host_link
 from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids
 from distcache.embedding.ids import Lookups, ReadIds, as_batch
-from distcache.embedding.placing import decide_rows
-from distcache.embedding.settings import CacheSettings, library_words
+from distcache.embedding.settings import CacheSettings, decide_rows, library_words
 from distcache.engine.groups import TableGroup
 from distcache.engine.movement import GroupRows
-from distcache.engine.step import TRAINING_LANE, Flight, Span, StageClock, record
+from distcache.engine.step import (
+    FORWARD,
+    FORWARD_BACKWARD,
+    TRAINING_LANE,
+    Flight,
+    Span,
+    Stage,
+    StageClock,
+    record,
+)
 from distcache.engine.tables import CachedTables, RowChoice, RowSums, TableSettings
 from distcache.errors import DataError, NonFiniteLossError, PlanError
 from distcache.layout import TableSpec
 from distcache.optim import RowUpdate
 from distcache.parallel.base import StepStatistics
+from distcache.planner.victims import WINDOWS, auto_lookahead
+from distcache.store.memory import describe_bytes
 from distcache.streams import COMPUTE, Mark
 
 if TYPE_CHECKING:
-    from distcache.embedding.stream import Epoch, Runner
+    from distcache.embedding.stream import Epoch, Runner, Source
 
 log = logging.getLogger(__name__)
+
+KEPT_BYTES = 256 << 20
+"""Most bytes of whole batches that a look-ahead keeps on a rank for a window beyond the least."""
+
+_RECORD_DELAY = 2
+"""Steps after which stages are timed where the device works on: earlier the host would wait."""
 
 STOP_S = 60.0
 """Longest wait for the planner's last exchange with the other ranks, seconds."""
@@ -120,7 +137,7 @@ class OpenStep:
         self.guard: Tensor | None = None
         """One number, whose gradient is 0, or infinite where some home's sums are not finite: all
         ranks' scalers see the same."""
-        self._began = time.perf_counter()
+        self._began = self._looked_up = 0.0
         self._forwarded: set[int] = set()
         self._backed: set[int] = set()
         self.reduced = False
@@ -170,6 +187,7 @@ class OpenStep:
         return self.leaves or []
 
     def _take(self, leaves: Sequence[Tensor]) -> None:
+        self._began = self._looked_up = time.perf_counter()
         with torch.inference_mode(False), torch.no_grad():
             pairs = zip(leaves, self.trains, strict=True)
             self.leaves = [leaf.requires_grad_(trains) for leaf, trains in pairs]
@@ -184,6 +202,7 @@ class OpenStep:
 
     def _watch(self, micro: int, found: Iterable[Tensor]) -> None:
         """Learn when a backward pass goes through this lookup, if gradients are recorded."""
+        self._looked_up = time.perf_counter()
         if not torch.is_grad_enabled():
             return
         self._forwarded.add(micro)
@@ -224,9 +243,7 @@ class OpenStep:
         """Sum the row gradients over the ranks, once; all ranks do it for the same step."""
         if self.reduced or self.leaves is None or not any(self.trains):
             return
-        now = time.perf_counter()
-        span = Span("forward_backward", TRAINING_LANE, self.number, self._began, now)
-        self.flight.spans.append(span)
+        self._span(FORWARD_BACKWARD, time.perf_counter())
         local = [
             (torch.zeros_like(at) if at.grad is None else at.grad) if trains else None
             for at, trains in zip(self.leaves, self.trains, strict=True)
@@ -285,6 +302,16 @@ class OpenStep:
             )
         self.reduce()
         return True
+
+    def _span(self, stage: Stage, end: float) -> None:
+        span = Span(stage.name, TRAINING_LANE, self.number, self._began, end)
+        self.flight.spans.append(span)
+
+    def leave(self) -> None:
+        """The step ends without having been applied: to the stages' times it was an evaluation."""
+        if self.flight.spans:  # else all is told
+            self._span(FORWARD, self._looked_up)
+            self.flight.batch = replace(self.flight.batch, kind="eval")
 
     def close(self) -> None:
         """The rows have changed or left: leaves are stale, late backward passes are errors."""
@@ -372,7 +399,7 @@ class CollectionTables:
             placed = decide_rows(world, named, update, settings)
             engine = TableSettings(
                 slots=placed.slots,
-                lookahead=settings.lookahead,
+                lookahead=settings.window,
                 prefetch=settings.prefetch,
                 policy=settings.policy_settings,
                 reduction=settings.reduction,
@@ -401,7 +428,8 @@ class CollectionTables:
         self.show_leaves: Callable[[list[Tensor]], None] = lambda leaves: None
         """Called with the parameters of the current step, or [] when it has none any more."""
         self.clock, self.statistics = StageClock(), StepStatistics(world.rank, settings.prefetch)
-        self._unrecorded: Flight | None = None
+        self._unrecorded: deque[Flight] = deque()
+        self._window_is_open = settings.lookahead == "auto"
 
     @property
     def groups(self) -> list[TableGroup]:
@@ -443,6 +471,28 @@ class CollectionTables:
         self._streams = [weakref.ref(other) for other in (*reversed(self.streams),)]
         if stream not in self.streams:
             self._streams.append(weakref.ref(stream))
+
+    def choose_window(self, source: Source) -> None:
+        """Fix L, where it is `auto`, by the first plan's batches on all ranks; called by all of
+        them before the first look-ahead is planned."""
+        if not self._window_is_open:
+            return
+        self._window_is_open, prefetch = False, self.settings.prefetch
+        first = source.first()
+        own = (0, 0) if first is None else first.sizes
+        ids, kept = (max(sizes) for sizes in zip(*together(self.world, lambda: own), strict=True))
+        # Where no window decides which rows leave, a deep one only keeps batches waiting.
+        by_window = self.settings.policy_settings.uses_window
+        most = auto_lookahead(ids, prefetch) if by_window else WINDOWS[0]
+        held = [w for w in WINDOWS if w <= most and kept * (w + prefetch + 1) <= KEPT_BYTES]
+        steps = max(held, default=WINDOWS[0])
+        self.engine.look_ahead(steps)
+        log.info(
+            "lookahead='auto' is %d: a step has up to %d ids on a rank, in batches of %s",
+            steps,
+            ids,
+            describe_bytes(kept),
+        )
 
     def plan_inline(self, read: ReadIds, kind: str) -> Flight:
         """Plan one batch now (L = 0), with running look-aheads halted before; to be opened next."""
@@ -502,6 +552,8 @@ class CollectionTables:
                 "call ebc.step() (or ebc.optimizer.zero_grad()) before the next batch; to add up "
                 "the gradients of k batches read them with lookahead(batches, ebc, accumulate=k)"
             )
+        step.leave()
+        self._record(step.flight)
         step.close()
         self.show_leaves([])
         self.current = None
@@ -682,9 +734,25 @@ class CollectionTables:
         for table in counted:
             self.counts[table] += 1
         self.statistics.add(flight, self.rows)
-        record(self.clock, flight, engine.streams)
+        self._record(flight)
         self._leave(step)
         self._judge(int(engine.streams.asynchronous))
+
+    def _record(self, flight: Flight) -> None:
+        """Tell the clock what the stages of a step took since it was told last."""
+        if flight.spans:
+            times = {"spans": flight.spans, "waits": flight.waits, "marks": flight.marks}
+            self._unrecorded.append(
+                Flight(flight.step, flight.batch, [], free=flight.free, **times)
+            )
+            flight.spans, flight.waits, flight.marks = [], [], []
+        self.record_all(_RECORD_DELAY * self.engine.streams.asynchronous)
+
+    def record_all(self, keep: int = 0) -> StageClock:
+        """The clock, told of all steps but the last `keep`."""
+        while len(self._unrecorded) > keep:
+            record(self.clock, self._unrecorded.popleft(), self.engine.streams)
+        return self.clock
 
     def _leave(self, step: OpenStep) -> None:
         """The step's gradients are done with."""
@@ -722,7 +790,8 @@ class CollectionTables:
     def summary(self) -> dict[str, Any]:
         """What was counted so far; called by all ranks."""
         self.require_open()
-        parts = (self.world, self.rows, self.engine.counters, self.clock, self.engine.placement)
+        clock = self.record_all()
+        parts = (self.world, self.rows, self.engine.counters, clock, self.engine.placement)
         values = self.statistics.summary(*parts) | {"steps": self.steps}
         return values | {"warm_start_rows": max(self.engine.warmed, 0)}
 

@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distcache.comm.failure import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch
-from distcache.embedding.ids import IdReader, ReadIds, as_batch, find_ids
+from distcache.embedding.ids import IdReader, ReadIds, as_batch, bytes_of, find_ids
 from distcache.embedding.joining import Membership
 from distcache.embedding.settings import library_words
 from distcache.embedding.step import LEAVING_S, STOP_S, CollectionTables
@@ -87,6 +87,12 @@ class Ahead(Generic[T]):
     def __init__(self, position: int, batches: list[T], reads: list[ReadIds]) -> None:
         self.position, self.batches, self.reads = position, batches, reads
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Ids that are looked up, and bytes that are kept."""
+        ids = sum(len(read.ids.values) for read in self.reads)
+        return ids, sum(bytes_of(batch) for batch in self.batches)
+
 
 class Source(Generic[T]):
     """The user's batches as the planner reads them, from its thread; can go back to kept ones."""
@@ -104,6 +110,7 @@ class Source(Generic[T]):
         self.kept: dict[int, Ahead[T]] = {}
         self.ended = False
         """Whether the last of the batches has been read."""
+        self._error: Exception | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -111,6 +118,9 @@ class Source(Generic[T]):
     def __next__(self) -> Batch:
         ahead = self.kept.get(self._next)
         if ahead is None:
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
             if self._iterator is None:
                 self._iterator = iter(self._batches)
             batches = list(itertools.islice(self._iterator, self._accumulate))
@@ -121,6 +131,19 @@ class Source(Generic[T]):
             ahead = self.kept[self._next] = Ahead(self._next, batches, reads)
         self._next += 1
         return as_batch(ahead.reads, ahead.position)
+
+    def first(self) -> Ahead[T] | None:
+        """The first plan's batches, before a thread reads; None where there are none, or an error
+        comes in their place: at their turn, on all ranks."""
+        try:
+            next(self)
+        except StopIteration:
+            return None
+        except Exception as error:
+            self._error = error
+            return None
+        self.go_back(0)
+        return self.kept[0]
 
     def go_back(self, position: int) -> None:
         """Give the batches from plan `position` on once more; only while no thread reads."""
@@ -467,6 +490,7 @@ class Epoch(Generic[T]):
             return True
         if not self._runner.running:
             self._tables.start_stream(self)
+            self._tables.choose_window(self._source)
             self._runner.start(self._source)
         try:
             with library_words():

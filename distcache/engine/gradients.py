@@ -10,6 +10,7 @@ follow backward are under way at once, so that homes add up while the dense part
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,11 +18,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distcache import ops
-from distcache.comm.link import DENSE, PLANNING, ROWS, Link, spread
+from distcache.comm.agreement import agree_on
+from distcache.comm.link import DENSE, PLANNING, ROWS, CollectiveCounters, Link, spread
+from distcache.comm.world import current_world, require_group
 from distcache.engine.groups import GroupBags, TableGroup
+from distcache.errors import ConfigError
 from distcache.ops.copies import put
 from distcache.step_plan import ShardPlan, StepPlan, Transfer
 from distcache.streams import COMMUNICATION, Mark, Streams
@@ -355,28 +360,110 @@ def _sum_by_rank(received: Tensor, sources: Tensor, counts: Sequence[int], rows:
 
 
 class DenseGradients:
-    """The gradients of the dense part as views of one flat buffer, summed in chunks by index."""
+    """Gradients of dense parameters as views of one flat buffer, summed over the ranks in chunks.
 
-    def __init__(self, parameters: Iterable[nn.Parameter], link: Link) -> None:
-        self._link = link
-        self.parameters = [p for p in parameters if p.requires_grad]
-        total = sum(p.numel() for p in self.parameters)
+    For loops without DDP: what `distcache.train` sums its dense gradients with, so that a loop over
+    the same model and batches has its bits. The ranks begin with the same weights (the same seed),
+    which the first `sum` checks::
+
+        ebc = distcache.CachedEmbeddingBagCollection(
+            tables, rows=100_000, optimizer=distcache.optim.Adagrad(lr=0.01),
+            gradient_reduction="sum",
+        )
+        model = DLRM(ebc, ...)
+        dense = distcache.DenseGradients(model, gradient_reduction="sum")
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
+        for batch in distcache.lookahead(batches, ebc):
+            optimizer.zero_grad()
+            logits = model(batch.dense_features, batch.sparse_features).squeeze(1)
+            loss = binary_cross_entropy_with_logits(logits, batch.labels, reduction="sum")
+            (loss / global_batch_size).backward()
+            dense.sum()
+            ebc.step()
+            optimizer.step()
+
+    `flat`: the buffer, one element for each of the `parameters` that train.
+    """
+
+    def __init__(
+        self,
+        parameters: nn.Module | Iterable[nn.Parameter],
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        gradient_reduction: str = "mean",
+        timeout_s: float = 300.0,
+        link: Link | None = None,
+    ) -> None:
+        """`parameters`, or the module that has them: those that require a gradient and are not
+        empty, all of one dtype and device. `process_group`: whose ranks sum (None: all), joined by
+        all of them at the first `sum`; `timeout_s`: longest wait for another rank, seconds;
+        `gradient_reduction`: `mean` or `sum`, as of the collection; `link`: what the engine sums
+        by. Raises ConfigError.
+        """
+        if gradient_reduction not in ("mean", "sum"):
+            raise ConfigError(f"gradient_reduction={gradient_reduction!r} is not 'mean' or 'sum'")
+        own = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+        self.parameters = [p for p in own if p.requires_grad and p.numel()]
+        kinds = {(p.dtype, p.device) for p in self.parameters}
+        if len(kinds) > 1:
+            shown = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+            raise ConfigError(f"parameters are {shown}: make one DenseGradients for each kind")
+        self._link, self._group, self._timeout_s = link, process_group, timeout_s
+        self._is_mean = gradient_reduction == "mean"
         first = self.parameters[0] if self.parameters else torch.empty(0)
+        total = sum(p.numel() for p in self.parameters)
         self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
-        start = 0
-        for parameter in self.parameters:
-            view = self.flat[start : start + parameter.numel()]
-            parameter.grad = view.view_as(parameter)
-            start += parameter.numel()
+        parts = self.flat.split([p.numel() for p in self.parameters])
+        self._views = [
+            part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)
+        ]
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.grad = view
 
     def zero(self) -> None:
-        """Forget the last step's gradients."""
+        """Forget the last step's gradients; `zero_grad` of an optimizer does it too."""
         self.flat.zero_()
+
+    @torch.no_grad()
+    def sum(self) -> None:
+        """Sum the parameters' gradients over the ranks, in place (then times 1/W for `mean`).
+
+        Called by all ranks after the last backward pass of a step; parameters without a gradient
+        count as zeros. Raises ConfigError at first where the ranks' weights differ.
+        """
+        if self._link is None:
+            self._link = self._joined()
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:  # zero_grad() lets go of it, backward makes another
+                view.copy_(parameter.grad)
+            parameter.grad = view
+        self.start_sum()()
+        size = self._link.world.size
+        if self._is_mean and size > 1:
+            self.flat.mul_(1.0 / size)
+
+    def _joined(self) -> Link:
+        """A link of groups of its own; the ranks compare what they are about to train."""
+        require_group("DenseGradients.sum")
+        world = current_world(self.flat.device, self._group, self._timeout_s)
+        bits = [p.detach().cpu().reshape(-1).view(torch.uint8).numpy() for p in self.parameters]
+        said = {
+            "the shapes of dense parameters": [tuple(p.shape) for p in self.parameters],
+            "the checksums of their weights": [zlib.crc32(own.tobytes()) for own in bits],
+            "gradient_reduction is mean": self._is_mean,
+        }
+        agree_on(world, said)
+        return Link(world, world.device_group, CollectiveCounters(), "the dense gradients' group")
 
     def start_sum(self) -> Callable[[], None]:
         """Sum over the ranks, in place; they are there when it has been called."""
+        link = self._link
+        if link is None:
+            raise RuntimeError("sum() joins the ranks first")
         waits = [
-            self._link.start_all_reduce(chunk, DENSE, "dense gradients")
+            link.start_all_reduce(chunk, DENSE, "dense gradients")
             for chunk in self.flat.split(CHUNK_ELEMENTS)
         ]
 

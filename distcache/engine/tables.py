@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager as Context
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,10 @@ class CachedTables:
         stream does it where nobody has."""
         parts = (self.rows, self.planner, self.streams, self.last_step)
         self.warmed = warm_up(*self._warm, *parts)
+
+    def look_ahead(self, steps: int) -> None:
+        """Let L be `steps` from the next stream on; by all ranks, while none is open."""
+        self.planner.settings = replace(self.planner.settings, lookahead=steps)
 
     def quiet(self) -> None:
         """Between two steps: let no row move until the next step is opened."""

@@ -126,7 +126,7 @@ class CachedParallel(Parallel):
         self.groups, self.rows, self.link = self.tables.groups, self.tables.rows, self.tables.link
         self.streams, self.counters = self.tables.streams, self.tables.counters
         self.dense_optimizer = dense_optimizer(self.model.parameters(), optimizer.name, 0.0, *spec)
-        self.dense = DenseGradients(self.model.parameters(), self.link)
+        self.dense = DenseGradients(self.model, link=self.link)
         delay = settings.result_delay
         self.result_delay = _DELAY * self.streams.asynchronous if delay is None else delay
         self._control = ControlRing(self.link, self.streams, self.result_delay)
@@ -383,6 +383,7 @@ class CachedParallel(Parallel):
         parts = (self.world, self.rows, self.counters, self.clock, tables.placement)
         values = self.statistics.summary(*parts, dense)
         values["table_rows"] = sum(table.rows for table in specs)
+        values |= {"lookahead": self.settings.lookahead, "prefetch": self.settings.prefetch}
         values["inter_node_bytes"] = inter_node_bytes(self.world, self.counters)
         if self._hot_rows is not None:
             values["warm_start_rows"] = max(tables.warmed, 0)

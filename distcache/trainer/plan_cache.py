@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,26 +14,33 @@ import numpy as np
 import torch
 from torch import nn
 
-from distcache.comm.agreement import on_first, together
+from distcache.comm.agreement import together
 from distcache.comm.world import World
 from distcache.config.tree import CacheConfig, Config
 from distcache.cost.cluster import Cluster, Link, check_world, read_cluster
-from distcache.cost.demand import Demand, GroupWindow, counted_sources, demand_at, demand_of_window
-from distcache.cost.predict import Choice, Settings, best_mixed, choose_placement
+from distcache.cost.demand import Demand, GroupWindow, demand_of_window
+from distcache.cost.predict import Choice, Settings
 from distcache.data.batch import BatchCheck, BatchSource
+from distcache.engine import placing
 from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
+from distcache.engine.placing import (
+    Known,
+    Window,
+    cheapest,
+    counted_demand,
+    placed,
+    replicated_counts,
+    rows_of_share,
+)
 from distcache.errors import ConfigError, MemoryTooSmallError
 from distcache.layout import RowLayout, TableSpec, group_tables
 from distcache.optim import row_update
-from distcache.planner.policy import Policy
-from distcache.popularity.curve import top_rows
+from distcache.planner.victims import WINDOWS, Policy, auto_lookahead
 from distcache.popularity.hot_cold import HotSet
 from distcache.popularity.slots import (
     Budget,
     Use,
     decide,
-    likeliest_rows,
-    pinned_rows,
     statistics_of,
 )
 from distcache.popularity.statistics import Popularity, Statistics, check_fits, read_statistics
@@ -45,10 +51,12 @@ from distcache.trainer.measure import DensePart, measure
 # -----------------------------------------------------------------------------
 # How far to look and to move ahead: `cache.lookahead` and `cache.prefetch`, and their `auto`.
 
+log = logging.getLogger(__name__)
+
 AUTO = "auto"
-LOOKAHEAD, PREFETCH = 8, 1
-"""What `auto` takes where memory and slots allow it; deeper windows and moves changed little in
-`docs/results/planner.md` and `docs/results/step.md`."""
+PREFETCH = 1
+"""P that `auto` takes where memory and slots allow it; moving earlier changed little in
+`docs/results/step.md`."""
 
 _BETWEEN = 5
 """Steps beside those of L and P: one trains, two have plans and have not moved, one waits for its
@@ -64,44 +72,65 @@ _SHARE = 0.5
 
 def most_ahead(cache: CacheConfig) -> int:
     """No more batches than this are read before their step is run."""
-    lookahead = LOOKAHEAD if cache.lookahead == AUTO else cache.lookahead
+    lookahead = WINDOWS[-1] if cache.lookahead == AUTO else cache.lookahead
     prefetch = PREFETCH if cache.prefetch == AUTO else cache.prefetch
     return lookahead + 2 * prefetch + 16
 
 
-def step_bytes(source: Any, tables: Sequence[TableSpec], batch: int, world: World) -> int:
-    """About how many bytes one step of this rank takes while it is planned ahead.
+def opens_window(config: Config) -> bool:
+    """Whether `auto` asks how many ids a step has: elsewhere no window decides which rows leave."""
+    chosen = config.cache.lookahead == AUTO and config.parallel.mode == "data"
+    return chosen and config.cache.policy == "lookahead"
 
-    Bags whose sizes the source does not tell count as one id each.
+
+def ids_per_step(source: Any, tables: Sequence[TableSpec], batch: int, world_size: int) -> float:
+    """About how many ids a rank looks up in one step of `batch` samples over all ranks.
+
+    `source` tells them itself (`ids_per_step`, of a user's loader), or the mean size of its bags;
+    bags of unknown size count as one id each.
     """
+    if getattr(source, "ids_per_step", None):
+        return source.ids_per_step
     known = hasattr(source, "lookups_per_sample")
     ids = sum(
         source.lookups_per_sample(index) if known else len(table.features)
         for index, table in enumerate(tables)
     )
-    local = math.ceil(batch / world.size)
-    return round(local * (ids * _ID_BYTES + 4 * (getattr(source, "dense_features", 1) + 1)))
+    return math.ceil(batch / world_size) * ids
 
 
-def resolve_ahead(
-    config: Config, world: World, source: Any, tables: Sequence[TableSpec], slots: Sequence[int]
-) -> Config:
-    """`config` with numbers for `cache.lookahead` and `cache.prefetch`; called by all ranks.
+def step_bytes(source: Any, tables: Sequence[TableSpec], batch: int, world: World) -> int:
+    """About how many bytes one step of this rank takes while it is planned ahead."""
+    ids, local = ids_per_step(source, tables, batch, world.size), math.ceil(batch / world.size)
+    return round(ids * _ID_BYTES + local * 4 * (getattr(source, "dense_features", 1) + 1))
 
-    `slots`: C of each group (empty where none is limited). `auto` is lowered to what memory and
-    slots hold; raises MemoryTooSmallError, with the number that fits, where a given one does not.
+
+def resolve_ahead(config: Config, world: World, source: Any, tables: Sequence[TableSpec]) -> Config:
+    """`config` with a number for `cache.lookahead`; called by all ranks, which get the same.
+
+    `auto` is the largest window whose ids stay small, see `auto_lookahead`, or what memory holds;
+    then `cache.prefetch=auto` is 0 where memory holds no step more. Raises MemoryTooSmallError,
+    with the number that fits, where a given one does not.
     """
-    cache = config.cache
-    each = max(1, step_bytes(source, tables, config.data.global_batch_size, world))
-    room = min(together(world, lambda: _room(each, world)))
-    prefetch = cache.prefetch
-    if prefetch == AUTO:
-        fits = prefetch_that_slots_hold(source, tables, config, slots)
-        prefetch = max(0, min(PREFETCH, fits, room))
-    lookahead = cache.lookahead
+    cache, batch = config.cache, config.data.global_batch_size
+    each = max(1, step_bytes(source, tables, batch, world))
+    ids = ids_per_step(source, tables, batch, world.size)
+    seen = together(world, lambda: (_room(each, world), ids))
+    room, ids = min(found for found, _ in seen), max(found for _, found in seen)
+    lookahead, prefetch = cache.lookahead, cache.prefetch
+    if prefetch == AUTO and room < PREFETCH:
+        prefetch = 0
+    ahead = PREFETCH if prefetch == AUTO else prefetch
     if lookahead == AUTO:
-        lookahead = max(0, min(LOOKAHEAD, room - prefetch))
-    _check(cache, lookahead, prefetch, room, each)
+        wanted = auto_lookahead(ids, ahead) if opens_window(config) else WINDOWS[0]
+        left = max(0, room - ahead)
+        lookahead = max((w for w in WINDOWS if w <= min(wanted, left)), default=left)
+        if world.is_first:
+            log.info(
+                "cache.lookahead=auto is %d: a rank looks up about %s ids a step", lookahead,
+                f"{ids:,.0f}",
+            )  # fmt: skip
+    _check(cache, lookahead, ahead, room, each)
     return replace(config, cache=replace(cache, lookahead=lookahead, prefetch=prefetch))
 
 
@@ -135,11 +164,16 @@ def _check(cache: CacheConfig, lookahead: int, prefetch: int, room: int, each: i
     )
 
 
-def prefetch_that_slots_hold(
-    source: Any, tables: Sequence[TableSpec], config: Config, slots: Sequence[int]
+def resolve_prefetch(
+    config: Config, source: Any, tables: Sequence[TableSpec], slots: Sequence[int]
 ) -> int:
-    """The largest P whose P + 1 steps find all their distinct rows in slots at once, as expected
-    before training; more would move nothing earlier."""
+    """P; `auto` is at most the largest whose P + 1 steps find all their distinct rows in slots at
+    once, as expected before training: more would move nothing earlier.
+
+    `slots`: C of each group over all homes (empty where none is limited).
+    """
+    if config.cache.prefetch != AUTO:
+        return config.cache.prefetch
     if not slots or not hasattr(source, "expected_distinct"):
         return PREFETCH
     batch, most = config.data.global_batch_size, math.inf
@@ -149,7 +183,7 @@ def prefetch_that_slots_hold(
             for table in members
         )
         most = min(most, count / max(rows, 1.0))
-    return max(0, int(min(most, 64)) - 1)
+    return max(0, min(PREFETCH, int(most) - 1))
 
 
 # -----------------------------------------------------------------------------
@@ -212,16 +246,7 @@ def of_all_homes(
     given = not isinstance(config.cache.split, str) or getattr(source, "hot", None) is not None
     if popularity is None or given or world.size == 1:
         return popularity
-    known, pinned = popularity.statistics, popularity.pinned_rows
-    budget, held = budget_of(config, 0, world.size), [count * world.size for count in slots]
-    steps = prefetch_of(config) + 1
-
-    def rows() -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        hot = likeliest_rows(tables, held, known, budget)
-        return hot, None if pinned is None else pinned_rows(tables, held, known, budget, steps)
-
-    hot, pinned = on_first(world, rows)
-    return replace(popularity, hot_rows=hot, pinned_rows=pinned)
+    return placing.of_all_homes(world, tables, budget_of(config, 0, world.size), slots, popularity)
 
 
 def prefetch_of(config: Config) -> int:
@@ -289,21 +314,9 @@ def read_checked(
 # The first batches of a run, read before it starts: which rows are hot, and what a step needs.
 
 
-@dataclass(frozen=True)
-class Window:
-    """Ids of a few global batches. `hottest`: for each table its ids that were seen, the most
-    frequent first, int64, and `uses`: how often each occurs; `rows`: for each group and step the
-    rows that each rank names, int64."""
-
-    hottest: tuple[np.ndarray, ...]
-    uses: tuple[np.ndarray, ...]
-    rows: tuple[list[list[np.ndarray]], ...]
-
-
 def window_steps(cache: CacheConfig) -> int:
     """L + P + 1: the steps that are known when the first one is planned."""
-    window = LOOKAHEAD if cache.lookahead == AUTO else cache.lookahead
-    return 1 + window + (PREFETCH if cache.prefetch == AUTO else cache.prefetch)
+    return 1 + cache.lookahead + (PREFETCH if cache.prefetch == AUTO else cache.prefetch)
 
 
 def read_window(
@@ -363,21 +376,8 @@ def _by_use(
 # -----------------------------------------------------------------------------
 # Which placement is predicted to be the best for this run, on these ranks.
 
-log = logging.getLogger(__name__)
-
 _UNMEASURED = Link(1e10, 1e-5, "any")
 """Bytes do not depend on it."""
-
-
-@dataclass(frozen=True)
-class Known:
-    """What is known before training: the `tables`, their C slots by group, and the use of rows, by
-    `statistics` of the tables, in order, or else by the first batches."""
-
-    tables: Sequence[TableSpec]
-    slots: Sequence[int]
-    statistics: Statistics | None
-    window: Window | None
 
 
 def measured_cluster(
@@ -437,10 +437,7 @@ def demand_of(config: Config, world: World, known: Known, local_ranks: int) -> D
     tables, update = known.tables, row_update(config.optim.name, 0.0)
     batch = config.data.global_batch_size / world.size
     if known.statistics is not None:
-        sources = counted_sources(known.statistics, [table.dim for table in tables])
-        named = [replace(own, name=of.name) for own, of in zip(sources, tables, strict=True)]
-        widths = [update.state_width(table.dim) for table in tables]
-        return demand_at(named, widths, batch, world.size, local_ranks)
+        return counted_demand(known, update, batch, world.size, local_ranks)
     if known.window is None:
         raise RuntimeError("neither statistics nor a window")
     windows = []
@@ -458,25 +455,13 @@ def choose(
     settings = Settings(
         tuple(known.slots),
         cache.state,
-        LOOKAHEAD if cache.lookahead == AUTO else cache.lookahead,
-        PREFETCH if cache.prefetch == AUTO else cache.prefetch,
+        cache.lookahead,
+        prefetch_of(config),
         itemsize=8 if config.trainer.dtype == "float64" else 4,
         dense_parameters=sum(math.prod(p.shape) for p in model.parameters()),
     )
     demand = demand_of(config, world, known, cluster.local_ranks)
-    if cache.placement != "mixed":
-        return choose_placement(demand, cluster, settings, cache.objective)
-    best = best_mixed(demand, cluster, settings, cache.objective)
-    if best is None:
-        return choose_placement(demand, cluster, settings, cache.objective)
-    if best.refused is not None:
-        log.warning(
-            "cache.placement=mixed: even with the best rows to replicate, %s; a step that does not "
-            "fit is refused. cache.placement=sharded has all slots for its rows",
-            best.refused,
-        )
-    why = f"the best rows to replicate, by {cache.objective}"
-    return Choice("mixed", best.replicated_rows, cache.state, (best,), why)
+    return cheapest(cache.placement, demand, cluster, settings, cache.objective)
 
 
 # -----------------------------------------------------------------------------
@@ -548,65 +533,3 @@ def _kind_and_counts(
     if cache.replicated_rows is not None:
         return MIXED, replicated_counts(cache.replicated_rows, tables)
     return MIXED, rows_of_share(cache.replicated_share or 0.0, known)
-
-
-def replicated_counts(rows: Mapping[str, Any], tables: Sequence[TableSpec]) -> list[int]:
-    """K of each table, from `cache.replicated_rows`; 0 for those that it does not name.
-
-    Raises ConfigError for a table that there is not, or more rows than a table has.
-    """
-    sizes = {table.name: table.rows for table in tables}
-    for name, count in rows.items():
-        if name not in sizes:
-            shown = ", ".join(list(sizes)[:20]) + (", ..." if len(sizes) > 20 else "")
-            raise ConfigError(
-                f"cache.replicated_rows: {name}={count} names no table: choose from {shown}"
-            )
-        if count > sizes[name]:
-            raise ConfigError(
-                f"cache.replicated_rows: {name}={count}, but the table has {sizes[name]} rows: "
-                f"give at most {sizes[name]}"
-            )
-    return [int(rows.get(table.name, 0)) for table in tables]
-
-
-def rows_of_share(share: float, known: Known) -> list[int]:
-    """How many rows of each table are among the most frequent `share` of all rows."""
-    wanted = max(1, round(share * sum(table.rows for table in known.tables)))
-    if known.statistics is not None:
-        found = [table.histogram() for table in known.statistics.tables]
-    else:  # each row by itself
-        uses = () if known.window is None else known.window.uses
-        found = [(own, np.ones(len(own))) for own in uses]
-    counts, rows = zip(*found, strict=True)
-    return [int(count) for count in top_rows(counts, rows, wanted)]
-
-
-def _hottest(known: Known) -> list[np.ndarray]:
-    """The ids of each table that were looked up, the most frequent first."""
-    if known.statistics is not None:
-        return [table.order for table in known.statistics.tables]
-    return [] if known.window is None else list(known.window.hottest)
-
-
-def placed(state: str, kind: str, counts: Sequence[int], known: Known) -> Placement:
-    """The placement with its hot rows: the most frequent `counts` of each table, then any."""
-    if kind != MIXED:
-        return Placement(kind, state)
-    hot = tuple(
-        np.sort(_filled(ids, count, table.rows))
-        for ids, count, table in zip(_hottest(known), counts, known.tables, strict=True)
-    )
-    digest = hashlib.sha256(b"".join(ids.tobytes() for ids in hot)).hexdigest()[:16]
-    total = sum(table.rows for table in known.tables)
-    log.info("replicated rows: %d of %d", sum(map(len, hot)), total)
-    return Placement(MIXED, state, hot, digest)
-
-
-def _filled(ids: np.ndarray, count: int, rows: int) -> np.ndarray:
-    """The first `count` of `ids`; where there are fewer, then others from 0 on, below `rows`."""
-    chosen = ids[:count].astype(np.int64)
-    if len(chosen) == count:
-        return chosen
-    others = np.setdiff1d(np.arange(min(rows, count + len(ids))), ids, assume_unique=False)
-    return np.concatenate((chosen, others[: count - len(chosen)]))

@@ -16,7 +16,7 @@ from distcache.data.batch import Batch, BatchCheck, BatchSource
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec, group_tables
 from distcache.optim import row_update
-from distcache.planner.policy import Policy
+from distcache.planner.victims import WINDOWS, Policy, auto_lookahead
 from distcache.popularity.counters import DENSE_BYTES, TableCounter, make_counters
 from distcache.popularity.curve import TableProfile, profile_of
 from distcache.popularity.slots import BY_CURVE, cache_bytes, cache_slots, plan_slots
@@ -27,11 +27,11 @@ from distcache.trace import Trace, record_source
 from distcache.trainer.build import dtype_of
 from distcache.trainer.plan_cache import (
     AUTO,
-    LOOKAHEAD,
-    PREFETCH,
     budget_of,
     expected_rows,
-    prefetch_that_slots_hold,
+    ids_per_step,
+    opens_window,
+    resolve_prefetch,
     shares_state,
     slot_state,
 )
@@ -434,11 +434,10 @@ def configured_case(
     world_size: int,
 ) -> Case:
     """The case of a run with these slots; `auto` as it is where memory is no matter."""
-    cache = config.cache
-    prefetch, lookahead = cache.prefetch, cache.lookahead
-    if prefetch == AUTO:
-        prefetch = min(PREFETCH, prefetch_that_slots_hold(source, tables, config, slots))
+    cache, batch = config.cache, config.data.global_batch_size
+    prefetch, lookahead = resolve_prefetch(config, source, tables, slots), cache.lookahead
     if lookahead == AUTO:
-        lookahead = LOOKAHEAD
+        ids = ids_per_step(source, tables, batch, world_size)
+        lookahead = auto_lookahead(ids, prefetch) if opens_window(config) else WINDOWS[0]
     policy = Policy.of(cache.policy, cache.tail, cache.half_life)
     return Case(policy, tuple(slots), lookahead, prefetch, world_size)

@@ -47,6 +47,8 @@ SUMMARY_KEYS = (
     "peak_device_bytes",
     "embedding_device_bytes",
     "cache_rows",
+    "lookahead",
+    "prefetch",
     "placement",
     "cache_state",
     "home_rows_mean",

@@ -22,6 +22,7 @@ from distcache.comm.agreement import on_first
 from distcache.comm.world import World
 from distcache.config.tree import Config
 from distcache.data.batch import Batch, BatchSource
+from distcache.engine.tracing import tracing
 from distcache.errors import (
     DataError,
     DistcacheError,
@@ -50,7 +51,6 @@ from distcache.trainer.schedule import (
     batching_summary,
     make_schedule,
 )
-from distcache.trainer.tracing import tracing
 
 # -----------------------------------------------------------------------------
 # Stopping in order: SIGINT and SIGTERM become a flag that all ranks act on after the same step.
@@ -335,7 +335,7 @@ class Run:
         """The time in which all stages go into the trace, where one is asked for."""
         if not self.config.trainer.trace:
             return nullcontext()
-        return tracing(self.world, self.run_dir, self.mode)
+        return tracing(self.world, self.run_dir, self.mode.watch)
 
     def resume(self, start: TrainerState) -> None:
         """Put what is under `trainer.resume`, which stands at `start`, into the mode, if any is."""

@@ -7,7 +7,7 @@ import time
 from ranks import run_ranks
 
 from distcache.comm.world import close_world, open_world
-from distcache.trainer.tracing import SharedClock, machine, share_clock
+from distcache.engine.tracing import SharedClock, machine, share_clock
 
 WRONG_S = (0.0, 5_000.25, -123.5)
 

@@ -12,7 +12,9 @@ from ebc_ranks import in_job, mine, ranks, unwrapped, wrapped
 from ebc_training import assert_same, loss_of, made, train, weights_of
 
 from distcache import lookahead
-from distcache.errors import PlanError
+from distcache.embedding import stream
+from distcache.embedding.ids import bytes_of
+from distcache.errors import DistcacheError, PlanError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "kind")
 
@@ -149,3 +151,37 @@ def test_ranks_start_epochs_together() -> None:
     ebc = cached("adagrad", rows=300)
     assert set(weights_of(dlrm(ebc))) == set(first)
     ebc.close()
+
+
+def windows(rank: int, size: int) -> dict:
+    """`lookahead="auto"` by the first batch of the rank that has most."""
+    found = {}
+    for name, kept, settings in (
+        ("small", 1 << 10, {}),
+        ("batches", (256 << 20) // 18 if rank else 1, {}),  # 16 + 1 + 1 of them are kept
+        ("large", 1 << 30, {}),
+        ("given", 1 << 30, {"lookahead": 3}),
+        ("no window", 1, {"policy": "lru"}),
+    ):
+        stream.bytes_of = lambda batch, kept=kept: kept
+        ebc = cached("sgd", rows=400, timeout_s=60, **settings)
+        train(dlrm(ebc), ebc, lookahead(mine(rank, size, 2), ebc))
+        found[name] = ebc.tables.engine.planner.settings.lookahead
+        ebc.close()
+    assert bytes_of(mine(rank, size, 1)[0]) > 4 * 12 * (4 + 1)
+    ebc = cached("sgd", rows=400, timeout_s=60)
+    data = [None, *mine(rank, size, 2)] if rank else mine(rank, size, 3)
+    with pytest.raises(DistcacheError, match="NoneType has no KeyedJaggedTensor"):
+        train(dlrm(ebc), ebc, lookahead(data, ebc))  # at its turn, on all ranks
+    ebc.close()
+    return found
+
+
+def windows_in_job(rank: int, size: int) -> dict:
+    return in_job(windows)(rank, size)
+
+
+def test_ranks_choose_one_window_by_their_first_batches() -> None:
+    first, second = ranks(windows_in_job)
+    assert first == second
+    assert first == {"small": 64, "batches": 16, "large": 8, "given": 3, "no window": 8}

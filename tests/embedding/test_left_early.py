@@ -30,7 +30,7 @@ def test_threads_end_when_a_halt_finds_that_moving_failed(monkeypatch) -> None:
     # Two ranks settle before they stop; here one does, and finds a movement that has failed.
     pipeline = stream._runner.stream
     monkeypatch.setattr(pipeline, "_world", type("", (), {"size": 2})())
-    pipeline._broke(ValueError("no memory to pin"))
+    pipeline._broken = ValueError("no memory to pin")
     with pytest.raises(ValueError, match="no memory to pin"):
         stream.halt()
     assert not pipeline.stop(10), "what other ranks have moved is not known"
@@ -119,7 +119,7 @@ def test_nothing_follows_a_look_ahead_that_was_left_with_rows_that_did_not_move(
     ebc.step()
     pipeline = stream._runner.stream
     monkeypatch.setattr(pipeline, "_world", type("", (), {"size": 2})())
-    pipeline._broke(ValueError("no memory to pin"))
+    pipeline._broken = ValueError("no memory to pin")
     del stream
     gc.collect()
     monkeypatch.undo()

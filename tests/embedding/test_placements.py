@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
-import torch.distributed as dist
-from ebc_cases import batches
 from ebc_counts import counted, two_widths
-from ebc_models import Pooled, cached
+from ebc_models import Pooled, cached, values_of
 from ebc_ranks import in_job, mine, ranks, unwrapped, wrapped
 from ebc_training import assert_same, loss_of, train
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import distcache
 from distcache import lookahead
-from distcache.errors import ConfigError, PlanError
+from distcache.errors import ConfigError, NonFiniteLossError, PlanError
 
 pytestmark = pytest.mark.usefixtures("kind")
 
 STEPS = 8
+
+
+def job(work: Callable) -> Callable:
+    """`work(rank, size, *args)` in a job of its own."""
+
+    @functools.wraps(work)
+    def run(rank: int, size: int, *args):
+        return in_job(work)(rank, size, *args)
+
+    return run
 
 
 def placements() -> dict[str, dict]:
@@ -34,21 +47,29 @@ def placements() -> dict[str, dict]:
     }
 
 
-def one_run(rank: int, size: int, name: str, kind: str, settings: dict) -> dict:
-    """A few steps of k = 2 micro-batches with clipping and a schedule of rates; weights, norms."""
-    tables, data = two_widths(), mine(rank, size, STEPS, tables=two_widths())
-    ebc, ddp, dense = wrapped(name, Pooled, tables=tables, **{"rows": 500, **settings})
+class Checkpointed(nn.Module):
+    """A model whose forward runs once more in backward."""
+
+    def __init__(self, ebc: nn.Module) -> None:
+        super().__init__()
+        self.model = Pooled(ebc)
+
+    def forward(self, dense: Tensor, ids: object) -> Tensor:
+        return checkpoint(self.model, dense, ids, use_reentrant=False)
+
+
+def one_run(rank: int, size: int, name: str, kind: str, settings: dict, model=Pooled) -> dict:
+    """Epochs, then steps of k = 2 weighted micro-batches (sequences read no weights) with clipping
+    and a schedule of rates, and an evaluation; weights, norms, bytes that were exchanged."""
+    tables = two_widths()
+    data = mine(rank, size, STEPS, tables=tables, weighted=True)
+    weighted = {"is_weighted": True} if hasattr(tables[0], "pooling") else {}
+    settings = {"rows": 500, "lookahead": 4, **weighted, **settings}
+    ebc, ddp, dense = wrapped(name, model, tables=tables, **settings)
     rates = torch.optim.lr_scheduler.StepLR(ebc.optimizer, 2, 0.5)
     found = {}
-    if kind == "inline":
-        train(ddp, ebc, data, dense)
-        for batch in lookahead(data, ebc):
-            train(ddp, ebc, [batch], dense)
-    else:
-        train(ddp, ebc, data, dense)
-        stream = lookahead(data, ebc)
-        for batch in stream:
-            train(ddp, ebc, [batch], dense)
+    train(ddp, ebc, data, dense)
+    train(ddp, ebc, data if kind == "inline" else lookahead(data, ebc), dense)
     for number, batch in enumerate(lookahead(data, ebc, accumulate=2)):
         loss_of(ddp, batch).backward()
         if number % 2:
@@ -60,18 +81,24 @@ def one_run(rank: int, size: int, name: str, kind: str, settings: dict) -> dict:
             rates.step()
     with torch.no_grad():
         loss_of(ddp, data[0])
-    found |= unwrapped(ddp)
+    found |= {key.replace("model.", ""): value for key, value in unwrapped(ddp).items()}
     summary = ebc.summary()
     assert summary["steps"] == 2 * STEPS + STEPS // 2 and summary["stage_ms"]["sync"] > 0
+    found["bytes"] = torch.tensor([summary["collective_bytes"]])
     ebc.close()
     return found
 
 
+@job
 def in_placements(rank: int, size: int, name: str) -> dict:
     runs = {
         kind: one_run(rank, size, name, kind, settings) for kind, settings in placements().items()
     }
+    for kind in ("sharded", "mixed"):  # what runs twice exchanges nothing twice
+        again = one_run(rank, size, name, kind, placements()[kind], Checkpointed)
+        assert_same(again, runs[kind])
     for kind, found in runs.items():
+        del found["bytes"]
         try:
             assert_same(found, runs["all"])
         except AssertionError as error:
@@ -79,92 +106,97 @@ def in_placements(rank: int, size: int, name: str) -> dict:
     return runs["all"]
 
 
-def placed(rank: int, size: int, name: str) -> dict:
-    return in_job(in_placements)(rank, size, name)
-
-
 @pytest.mark.parametrize("name", ["adagrad", "adam"])
 def test_all_placements_have_the_same_bits(name: str) -> None:
-    first, second = ranks(placed, name)
+    first, second = ranks(in_placements, name)
     assert_same(first, second)
 
 
+@job
 def non_finite(rank: int, size: int) -> dict:
-    """An infinite gradient of a row at one home: every rank leaves the step out."""
+    """An infinite gradient of a row at one home: every rank leaves the step out, or stops."""
     found = {}
     for placement in ("replicated", "sharded"):
-        ebc = cached("adam", placement=placement, on_nonfinite="skip", timeout_s=60)
-        batch = mine(rank, size, 1)[0]
-        for factor in (1.0, float("inf") if rank else 1.0, 1.0):
-            values = ebc(batch.sparse_features)
-            flat = (
-                values.values()
-                if not isinstance(values, dict)
-                else torch.cat([one.values().flatten() for one in values.values()])
-            )
-            (flat * factor).sum().backward()
-            ebc.step()
-        assert (ebc.tables.steps, ebc.tables.skipped) == (2, 1)
-        found |= {f"{placement} {k}": v.clone() for k, v in ebc.state_dict().items()}
-        ebc.close()
+        for on in ("skip", "stop"):
+            ebc = cached("adam", placement=placement, on_nonfinite=on, timeout_s=60)
+            data = mine(rank, size, 3)
+            for number, batch in enumerate(data):
+                factor = float("inf") if rank and number == 1 else 1.0
+                (values_of(ebc(batch.sparse_features)) * factor).sum().backward()
+                if number and on == "stop":  # from there on for good
+                    with pytest.raises(NonFiniteLossError, match=r"step 1.*nothing was applied"):
+                        ebc.step()
+                    ebc.optimizer.zero_grad()
+                else:
+                    ebc.step()
+            counts = (ebc.tables.steps, ebc.tables.skipped)
+            assert counts == ((2, 1) if on == "skip" else (1, 0))
+            if on == "skip":
+                found |= {f"{placement} {k}": v.clone() for k, v in ebc.state_dict().items()}
+            else:
+                stopped = {k: v.clone() for k, v in ebc.state_dict().items()}
+                once = cached("adam", placement=placement, timeout_s=60)
+                values_of(once(data[0].sparse_features)).sum().backward()
+                once.step()
+                assert_same(stopped, once.state_dict())
+                once.close()
+            ebc.close()
     for key in [key for key in found if key.startswith("replicated")]:
         assert torch.equal(found[key], found[key.replace("replicated", "sharded")])
     return found
 
 
-def homes_in_job(rank: int, size: int) -> dict:
-    def work(rank: int, size: int) -> dict:
-        return non_finite(rank, size)
-
-    return in_job(work)(rank, size)
-
-
-def test_a_sum_that_is_not_finite_at_one_home_is_skipped_by_all() -> None:
-    first, second = ranks(homes_in_job)
+def test_a_sum_that_is_not_finite_at_one_home_is_left_out_by_all() -> None:
+    first, second = ranks(non_finite)
     assert_same(first, second)
 
 
-def refused_in_job(rank: int, size: int) -> dict:
-    def work(rank: int, size: int) -> dict:
-        data = mine(rank, size, 3)
-        ebc, ddp, dense = wrapped("adam", placement="sharded")
-        loss_of(ddp, data[0]).backward()
-        with pytest.raises(PlanError, match=r"distcache.clip_grad_norm_"):
-            torch.nn.utils.clip_grad_norm_(ebc.optimizer.param_groups[0]["params"], 1.0)
-        ebc.step()
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for batch, bad in ((data[1], True), (data[2], False)):
-            dense.zero_grad()
-            loss = loss_of(ddp, batch)
-            if bad and rank:  # DDP's gradients stay finite: only rows of this rank's ids do not
-                ebc.tables.current.leaves[0].register_hook(lambda g: g * float("inf"))
-            scaler.scale(loss).backward()
-            scaler.unscale_(ebc.optimizer)
-            scaler.step(ebc.optimizer)
-            scaler.update()
-            ebc.optimizer.zero_grad()
-        assert ebc.tables.steps == 2
-        found = {"scale": torch.tensor([scaler.get_scale()])}
-        ebc.close()
-        return found
-
-    return in_job(work)(rank, size)
+@job
+def scaled(rank: int, size: int) -> dict:
+    """An infinite gradient of rows of one home alone: the scalers of all ranks decide alike."""
+    data = mine(rank, size, 3)
+    ebc, ddp, dense = wrapped("adam", placement="sharded")
+    loss_of(ddp, data[0]).backward()
+    with pytest.raises(PlanError, match=r"distcache.clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_(ebc.optimizer.param_groups[0]["params"], 1.0)
+    ebc.step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    found = {}
+    for batch, bad in ((data[1], True), (data[2], False)):
+        dense.zero_grad()
+        loss = loss_of(ddp, batch)
+        if bad:  # DDP's gradients stay finite: only this row's, at its one home, does not
+            row = torch.zeros_like(ebc.tables.current.leaves[0])
+            row[:1] = float("inf") if rank else 0.0
+            ebc.tables.current.leaves[0].register_hook(lambda g, row=row: g + row)
+        scaler.scale(loss).backward()
+        if bad:
+            homes = [part.rows.grad for part in ebc.tables.current.parts]
+            found["finite"] = torch.stack([one.isfinite().all() for one in homes]).all()
+        scaler.unscale_(ebc.optimizer)
+        scaler.step(ebc.optimizer)
+        scaler.update()
+        ebc.optimizer.zero_grad()
+    assert ebc.tables.steps == 2
+    found["scale"] = torch.tensor([scaler.get_scale()])
+    ebc.close()
+    return found
 
 
 def test_grad_scalers_agree_and_torchs_clipping_is_refused() -> None:
-    first, second = ranks(refused_in_job)
-    assert_same(first, second)
-    assert float(first["scale"]) == 512.0
+    found = ranks(scaled)
+    assert [float(own["scale"]) for own in found] == [512.0, 512.0]
+    assert sorted(bool(own["finite"]) for own in found) == [False, True], "one home alone has it"
 
 
 def test_wrong_settings() -> None:
     for wrong, words in (
         ({"placement": "spread"}, "placement='spread'"),
         ({"placement": "mixed"}, "needs to know how often rows are looked up"),
-        ({"replicated_share": 0.5}, "is for placement='mixed'"),
-        ({"state": "home", "reduction": "native"}, "keeps sums at home"),
+        ({"replicated_share": 0.5}, "which rows placement=mixed replicates"),
+        ({"placement": "sharded", "reduction": "native"}, "placement=sharded sums them at"),
+        ({"state": "home", "reduction": "native"}, "state=home sums them at their homes"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore'"),
     ):
         with pytest.raises(ConfigError, match=words):
             cached("sgd", **wrong)
-    assert batches(1) and dist.is_available()

@@ -15,10 +15,9 @@ from protocol_cases import Raises, batches, caught, make, train
 from ranks import run_ranks
 
 from distcache.comm.world import close_world, open_world
+from distcache.engine import tracing as trace
 from distcache.engine.step import WAIT, Span
-from distcache.errors import ConfigError
-from distcache.trainer import tracing as trace
-from distcache.trainer.tracing import (
+from distcache.engine.tracing import (
     SharedClock,
     TracePart,
     collect,
@@ -27,6 +26,7 @@ from distcache.trainer.tracing import (
     remove_trace,
     tracing,
 )
+from distcache.errors import ConfigError
 
 MOVEMENT = ["write_back", "gather", "fill"]
 PLANNING = ["ingest", "ingest", "load", "plan", "plan_exchange", "plan"]
@@ -75,7 +75,7 @@ def traced(rank: int, size: int, folder: str, fail: int | None, schedule: str) -
     mode = make(world, schedule=schedule, model=Raises(fail if rank == size - 1 else None))
 
     def run() -> None:
-        with tracing(world, Path(folder), mode):
+        with tracing(world, Path(folder), mode.watch):
             train(mode, batches(world, range(6), evals=fail is None))
 
     error = caught(run)
@@ -131,7 +131,7 @@ def world():
 
 def test_an_interrupted_run_has_its_trace(world, tmp_path) -> None:
     mode = make(world)
-    with pytest.raises(KeyboardInterrupt), tracing(world, tmp_path, mode):
+    with pytest.raises(KeyboardInterrupt), tracing(world, tmp_path, mode.watch):
         for step in mode.stream(batches(world, range(6))):
             mode.train_step(step)
             if step.batch.index == 3:
@@ -145,7 +145,7 @@ def test_a_folder_that_cannot_be_written_is_refused(world, tmp_path) -> None:
     mode = make(world)
     with (
         pytest.raises(ConfigError, match=r"trainer\.trace=true cannot write into .*run\.dir"),
-        tracing(world, tmp_path / "file", mode),
+        tracing(world, tmp_path / "file", mode.watch),
     ):
         pass
     mode.close()

@@ -60,7 +60,7 @@ def everything(ebc) -> dict:
     return {name: value.numpy() for name, value in found.items()}
 
 
-def walk(rank: int, size: int) -> list[dict]:
+def walk(rank: int, size: int, settings: dict) -> list[dict]:
     """Initial rows, and those after a run that goes on in a new collection, on each layout."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -68,7 +68,9 @@ def walk(rank: int, size: int) -> list[dict]:
     data = [part(batch, rank, size) for batch in batches(10, tables=tables())]
     for sizes in LAYOUTS:
         socket.gethostname = lambda sizes=sizes: hosts(sizes, rank)
-        first, second = (cached("adam", tables=tables(), rows=r, timeout_s=60) for r in (270, 240))
+        first, second = (
+            cached("adam", tables=tables(), rows=r, timeout_s=60, **settings) for r in (270, 240)
+        )
         assert first.tables.world.nodes.sizes == sizes
         bytes_here = sum(rows.store.nbytes for rows in first.tables.rows)
         start = everything(first)
@@ -87,8 +89,9 @@ def walk(rank: int, size: int) -> list[dict]:
     return found
 
 
-def test_nodes_have_the_bits_and_the_state_of_one() -> None:
-    by_rank = run_ranks(walk, 3, timeout=200)
+@pytest.mark.parametrize("settings", [{}, {"placement": "sharded"}, {"state": "home"}], ids=str)
+def test_nodes_have_the_bits_and_the_state_of_one(settings: dict) -> None:
+    by_rank = run_ranks(walk, 3, settings, timeout=200)
     want = by_rank[0][0]
     assert {float(v) for k, v in want["end"].items() if k.endswith(" step")} == {10.0}
     assert want["start"]["weight embedding_bags.t1.weight"].min() >= 1

@@ -10,8 +10,9 @@ from toy_parallel import TABLES, toy_config
 
 from distcache.comm.world import close_world, open_world
 from distcache.errors import MemoryTooSmallError
+from distcache.planner.victims import WINDOW_BYTES, auto_lookahead
 from distcache.trainer import plan_cache as ahead
-from distcache.trainer.plan_cache import resolve_ahead, step_bytes
+from distcache.trainer.plan_cache import resolve_ahead, resolve_prefetch, step_bytes
 
 BETWEEN = 5
 """Steps beside L and P: one trains, two have plans and have not moved, one waits for its place in
@@ -38,24 +39,42 @@ def world():
 
 
 def ahead_of(world, slots=(1000,), source=None, **changes) -> tuple[int, int]:
-    found = resolve_ahead(toy_config(**changes), world, source or Known(), TABLES, slots).cache
-    return found.lookahead, found.prefetch
+    source = source or Known()
+    found = resolve_ahead(toy_config(**changes), world, source, TABLES)
+    return found.cache.lookahead, resolve_prefetch(found, source, TABLES, slots)
 
 
 def test_auto_and_numbers_where_all_fits(world) -> None:
-    assert ahead_of(world) == (8, 1)
+    assert ahead_of(world) == (64, 1)
     assert ahead_of(world, cache__lookahead=3, cache__prefetch=5) == (3, 5)
     assert ahead_of(world, cache__lookahead=0) == (0, 1)
-    assert ahead_of(world, source=object()) == (8, 1)
+    assert ahead_of(world, source=object()) == (64, 1)
+
+
+def test_auto_is_the_largest_window_whose_ids_stay_small(world) -> None:
+    least = {8: 10, 16: 18, 32: 34, 64: 66}  # L + P + 1
+    for window, steps in least.items():
+        ids = WINDOW_BYTES // 8 // steps
+        assert auto_lookahead(ids, 1) == window
+        assert auto_lookahead(ids + 1, 1) == max(8, window // 2)
+    assert auto_lookahead(WINDOW_BYTES, 0) == 8
+    first = SimpleNamespace(ids_per_step=400_000)  # of a user's loader
+    assert ahead_of(world, source=first) == (16, 1)
+    assert ahead_of(world, source=first, cache__prefetch=5) == (8, 5)
+
+
+@pytest.mark.parametrize("change", [{"parallel__mode": "resident"}, {"cache__policy": "lru"}])
+def test_where_no_window_decides_what_leaves_auto_is_small(world, change) -> None:
+    assert ahead_of(world, **change)[0] == 8
 
 
 @pytest.mark.parametrize(("slots", "prefetch"), [(24, 0), (47, 0), (48, 1), (500, 1)])
 def test_slots_for_two_steps_let_rows_move_one_step_ahead(world, slots, prefetch) -> None:
-    assert ahead_of(world, slots=(slots,)) == (8, prefetch)
+    assert ahead_of(world, slots=(slots,)) == (64, prefetch)
 
 
 @pytest.mark.parametrize(
-    ("steps", "expected"), [(20, (8, 1)), (8, (7, 1)), (1, (0, 1)), (0, (0, 0))]
+    ("steps", "expected"), [(20, (16, 1)), (8, (7, 1)), (1, (0, 1)), (0, (0, 0))]
 )
 def test_auto_takes_what_memory_holds(world, monkeypatch, steps, expected) -> None:
     each = step_bytes(Known(), TABLES, 16, world)

@@ -55,7 +55,7 @@ def forms(world, home: Path) -> dict[str, Any]:
         "workers": DataLoader(Items(*place), batch_size=None, num_workers=2, pin_memory=True),
         "no length": DataLoader(Endless(*place, 12), batch_size=None),
     }
-    return {name: fit(world, home / name, loader) for name, loader in loaders.items()}
+    return {name: fit(world, home / name, loader, **AUTO) for name, loader in loaders.items()}
 
 
 def resuming(world, home: Path) -> dict[str, Any]:
@@ -67,9 +67,9 @@ def resuming(world, home: Path) -> dict[str, Any]:
         "workers": lambda: DataLoader(Items(*place), batch_size=None, num_workers=1),
     }
     for name, make in makers.items():
-        first = fit(world, home / name, make(), trainer__steps=5)
+        first = fit(world, home / name, make(), trainer__steps=5, **AUTO)
         loader = make()
-        rest = fit(world, home / f"{name}2", loader, trainer__resume=str(home / name))
+        rest = fit(world, home / f"{name}2", loader, trainer__resume=str(home / name), **AUTO)
         seen[name] = (first["steps"], rest["first_step"], rest["steps"], digests(rest))
         if name == "state":
             seen["drawn again"] = loader.drawn
@@ -79,7 +79,7 @@ def resuming(world, home: Path) -> dict[str, Any]:
             half = home / f"half-{kind}-{steps}"
             fit(world, half, make(*place), epochs=2, trainer__steps=steps)
             rest = home / f"rest-{kind}-{steps}"
-            again = fit(world, rest, make(*place), epochs=2, trainer__resume=str(half))
+            again = fit(world, rest, make(*place), epochs=2, trainer__resume=str(half), **AUTO)
             seen[f"epochs {kind} {steps}"] = digests(once) == digests(again), again["first_step"]
     return seen
 
@@ -126,9 +126,8 @@ def reused(world, home: Path) -> dict[str, Any]:
 
     for mode in ("data", "resident", "hybrid"):
         kept = fit(world, home / f"kept-{mode}", slices(*place), mode)
-        seen[mode] = digests(fit(world, home / f"buffers-{mode}", same_buffers(), mode)) == digests(
-            kept
-        )
+        found = fit(world, home / f"buffers-{mode}", same_buffers(), mode, **AUTO)
+        seen[mode] = digests(found) == digests(kept)
     return seen
 
 
@@ -160,6 +159,9 @@ class Failing(IterableDataset):
             yield (1,) if step == 4 and self.bad else item(step, self.rank, self.world)
 
 
+AUTO = {"cache__lookahead": "auto"}
+"""The window by the ids of the first item, read before the run, and trained in its turn."""
+
 SCENES = {
     "source losses": source_losses,
     "forms": forms,
@@ -182,6 +184,7 @@ def test_every_kind_of_iterable_trains_alike(seen):
         for name, summary in found["forms"].items():
             assert digests(summary) == ranks[0]["whole"], name
             assert summary["steps"] == 12 and summary["global_batch_size"] is None
+            assert summary["lookahead"] == 64
     assert json.loads((folder / "whole" / "summary.json").read_text())["steps"] == 12
 
 
@@ -195,7 +198,7 @@ def test_resuming_is_exact(seen):
     for found in ranks:
         for name in ("replayed", "state", "workers"):
             assert found["resuming"][name] == (5, 5, 7, found["whole"]), name
-        assert found["resuming"]["drawn again"] == list(range(5, 12))
+        assert found["resuming"]["drawn again"] == [0, *range(5, 12)]
         for kind in ("state", "list"):
             for steps in ENDS[world]:
                 assert found["resuming"][f"epochs {kind} {steps}"] == (True, steps)

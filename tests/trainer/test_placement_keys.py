@@ -46,6 +46,7 @@ BASE = (
     "model.cross_rank=4",
     "optim=adagrad",
     "cache.rows=400",
+    "cache.lookahead=8",
     "cache.prefetch=1",
     "trainer.device=cpu",
     "trainer.log_level=WARNING",

@@ -25,7 +25,7 @@ ISSUE_KEYS = (
     "rows_fetched rows_written_back warm_start_rows hot_rows_by_table "
     "host_to_device_bytes device_to_host_bytes collective_bytes "
     "dense_collective_bytes planning_bytes inter_node_bytes peak_device_bytes "
-    "embedding_device_bytes cache_rows "
+    "embedding_device_bytes cache_rows lookahead prefetch "
     "placement cache_state home_rows_mean home_rows_max early_rows exchange_ms exchange_hidden "
     "hot_samples phase_rate hot_steps cold_steps hot_rows_fetched "
     "cold_rows_fetched hot_host_bytes cold_host_bytes table_rows loss_digest state_digest"

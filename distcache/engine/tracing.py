@@ -1,4 +1,4 @@
-"""`trainer.trace=true`: one file with all ranks' stages on one clock."""
+"""A trace: one file with all ranks' stages on one clock, of a run or of a loop of one's own."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from distcache.comm.agreement import together
 from distcache.comm.world import World
-from distcache.engine.step import WAIT, Span
+from distcache.engine.step import WAIT, Span, Watcher
 from distcache.errors import ConfigError
-from distcache.parallel.base import Parallel
 
 # -----------------------------------------------------------------------------
 # One clock for all ranks: what to add to a rank's `time.perf_counter` to have rank 0's.
@@ -101,8 +100,7 @@ def _ask(world: World, now: Callable[[], float]) -> tuple[float, float]:
 # -----------------------------------------------------------------------------
 # One rank's part of a trace: its stages as lines of trace events, written as they come.
 #
-# The format is Chrome's trace events (a process per rank, a thread per lane), which
-# ui.perfetto.dev
+# The format is Chrome's trace events (a process per rank, a thread per lane), which ui.perfetto.dev
 # and chrome://tracing read.
 
 logger = logging.getLogger(__name__)
@@ -150,7 +148,7 @@ class TracePart:
         self._write([self._about("process_sort_index", 0, {"sort_index": rank})])
 
     def __call__(self, step: int, kind: str, spans: Sequence[Span]) -> None:
-        """Take in the spans of a step; see `pipeline.clock.Watcher`."""
+        """Take in the spans of a step; see `engine.step.Watcher`."""
         self._write([line for span in spans for line in self._lines(span, kind)])
 
     def _lines(self, span: Span, kind: str) -> Iterator[dict[str, Any]]:
@@ -205,7 +203,7 @@ class TracePart:
 
 
 # -----------------------------------------------------------------------------
-# `trainer.trace=true`: one file with all ranks' stages on one clock, for Perfetto or Chrome.
+# The whole: one file with all ranks' stages on one clock, for Perfetto or Chrome.
 #
 # Each rank writes a part beside its steps; rank 0 joins the parts at the end of the run, whatever
 # ended it, and removes them. No rank waits for another one that may have failed: parts are renamed
@@ -224,16 +222,21 @@ _POLL_S = 0.05
 
 
 @contextmanager
-def tracing(world: World, folder: Path, mode: Parallel) -> Iterator[None]:
-    """Trace what `mode` does meanwhile into `folder`; entered by all ranks.
+def tracing(
+    world: World,
+    folder: Path,
+    watch: Callable[[Watcher], None],
+    asked: tuple[str, str] = ("trainer.trace=true", "run.dir"),
+) -> Iterator[None]:
+    """Trace the steps that `watch` tells of meanwhile into `folder`; entered by all ranks.
 
-    Leaves `trace.json` (or `trace.json.gz`), also after an error or a Ctrl-C. Raises ConfigError
-    where a part cannot be written.
+    Leaves `trace.json` (or `trace.json.gz`), also after an error or a Ctrl-C. `asked`: what a user
+    gave for a trace, and for its folder. Raises ConfigError where a part cannot be written.
     """
     clock = share_clock(world)
-    part = _begin(world, folder, clock)
+    part = _begin(world, folder, clock, asked)
     clocks = together(world, lambda: clock)
-    mode.watch(part)
+    watch(part)
     patience = _FAILED_S
     try:
         yield
@@ -247,7 +250,7 @@ def tracing(world: World, folder: Path, mode: Parallel) -> Iterator[None]:
             _until(lambda: not done_path(folder, world.rank).exists(), patience)
 
 
-def _begin(world: World, folder: Path, clock: SharedClock) -> TracePart:
+def _begin(world: World, folder: Path, clock: SharedClock, asked: tuple[str, str]) -> TracePart:
     """This rank's part; called by all ranks. Raises ConfigError."""
     parts: list[TracePart] = []
 
@@ -256,8 +259,8 @@ def _begin(world: World, folder: Path, clock: SharedClock) -> TracePart:
             parts.append(TracePart(folder, world.rank, clock))
         except OSError as error:
             raise ConfigError(
-                f"trainer.trace=true cannot write into {folder} ({error.strerror}): name another "
-                "run.dir, or leave the trace out"
+                f"{asked[0]} cannot write into {folder} ({error.strerror}): name another "
+                f"{asked[1]}, or leave the trace out"
             ) from error
 
     together(world, open_part)
