@@ -29,7 +29,8 @@ def take_rows(source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
     """
     check_rows(rows, len(source))
     if len(rows):
-        _items(source).take(rows, out=_items(out), mode="clip")
+        item = _item(source.shape[1] * source.itemsize)
+        source.view(item)[:, 0].take(rows, out=out.view(item)[:, 0], mode="clip")
 
 
 def put_rows(target: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
@@ -45,7 +46,8 @@ def put_rows(target: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
             f"{list(target.shape[1:])}"
         )
     if len(rows):
-        _items(target).put(rows, _items(values), mode="clip")
+        item = _item(target.shape[1] * target.itemsize)
+        target.view(item)[:, 0].put(rows, values.view(item)[:, 0], mode="clip")
 
 
 def put(target: Tensor, rows: Tensor, values: Tensor) -> Tensor:
@@ -92,17 +94,12 @@ class RowTaker:
 def check_rows(rows: np.ndarray, limit: int) -> None:
     """PlanError naming the first of `rows` outside [0, limit)."""
     # As unsigned numbers, negative ones are beyond every limit too: one pass.
-    if len(rows) and rows.view(np.uint64).max() >= limit:
+    if len(rows) and np.maximum.reduce(rows.view(np.uint64)) >= limit:
         bad = rows[(rows < 0) | (rows >= limit)][0]
         raise PlanError(f"row {bad} is outside [0, {limit})")
 
 
-def _items(rows: np.ndarray) -> np.ndarray:
-    """`[m, D]` contiguous rows as `[m]` items; a view."""
-    return rows.view(_item(rows.shape[1] * rows.itemsize))[:, 0]
-
-
 @lru_cache
 def _item(size: int) -> np.dtype:
-    """An item of `size` bytes."""
+    """An item of `size` bytes: `[m, D]` contiguous rows are a view of `[m, 1]` of them."""
     return np.dtype((np.void, size))

@@ -1,5 +1,5 @@
-"""`hybrid` on the CPU: the numbers of an unsharded trainer at every sharding and world size; buckets,
-bad losses, failures, what is watched and counted on two ranks; what is refused, with the way out.
+"""`hybrid` on the CPU: the numbers of an unsharded trainer at every sharding and world size;
+buckets, bad losses, failures, what is watched and counted on two ranks; what is refused, and why.
 """
 
 from __future__ import annotations
