@@ -181,7 +181,7 @@ left-alone: a rank that goes on with a stream that the others have left says so
 stops-of-rank-0: a request to stop on any rank stops all after the same step
   - stop=any(stops)
   + stop=bool(stops[0])
-  tests/pipeline/test_agreement.py
+  tests/pipeline/test_step_numbers.py
 
 bad-losses-forgotten: nothing applies after a loss that is not finite
   - self._enabled & torch.isfinite
