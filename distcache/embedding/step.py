@@ -45,7 +45,7 @@ from distcache.engine.tables import CachedTables, RowChoice, RowSums, TableSetti
 from distcache.errors import DataError, NonFiniteLossError, PlanError
 from distcache.layout import TableSpec
 from distcache.optim import RowUpdate
-from distcache.parallel.statistics import RankLoad, StepStatistics
+from distcache.parallel.base import StepStatistics
 from distcache.planner.victims import WINDOWS, auto_lookahead
 from distcache.store.memory import describe_bytes
 from distcache.streams import COMPUTE, Mark
@@ -427,8 +427,7 @@ class CollectionTables:
         """Behind look-aheads that nobody holds any more; may still be ending."""
         self.show_leaves: Callable[[list[Tensor]], None] = lambda leaves: None
         """Called with the parameters of the current step, or [] when it has none any more."""
-        self.clock, self.load = StageClock(), RankLoad()
-        self.statistics = StepStatistics(settings.prefetch)
+        self.clock, self.statistics = StageClock(), StepStatistics(world.rank, settings.prefetch)
         self._unrecorded: deque[Flight] = deque()
         self._window_is_open = settings.lookahead == "auto"
 
@@ -704,6 +703,7 @@ class CollectionTables:
         """One number of every rank."""
         return self.engine.link.all_gather(value, PLANNING, what).flatten()
 
+    @torch.no_grad()
     def apply(self, lr: float) -> None:
         """One optimizer step on the rows of the current step, if it has gradients.
 
@@ -734,7 +734,6 @@ class CollectionTables:
         for table in counted:
             self.counts[table] += 1
         self.statistics.add(flight, self.rows)
-        self.load.add(flight.plans, self.world.rank)
         self._record(flight)
         self._leave(step)
         self._judge(int(engine.streams.asynchronous))
@@ -791,11 +790,9 @@ class CollectionTables:
     def summary(self) -> dict[str, Any]:
         """What was counted so far; called by all ranks."""
         self.require_open()
-        values = self.statistics.summary(self.world, self.rows, self.engine.counters, 0)
         clock = self.record_all()
-        took, hidden = clock.mean_ms(), clock.hidden_ms()
-        values |= {"steps": self.steps, "stage_ms": took, "stage_hidden_ms": hidden}
-        values |= self.load.summary(self.world, self.engine.placement, took, hidden)
+        parts = (self.world, self.rows, self.engine.counters, clock, self.engine.placement)
+        values = self.statistics.summary(*parts) | {"steps": self.steps}
         return values | {"warm_start_rows": max(self.engine.warmed, 0)}
 
     # --- the end ----------------------------------------------------------------------------
