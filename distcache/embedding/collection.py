@@ -45,9 +45,9 @@ from distcache.embedding.settings import (
     library_words,
 )
 from distcache.embedding.step import CollectionTables, OpenStep
-from distcache.embedding.whole import Part, WholeTables
 from distcache.engine.gradients import to_device
 from distcache.engine.tracing import tracing
+from distcache.engine.views import Part
 from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
 from distcache.layout import TableSpec, group_tables
 from distcache.optim import RowUpdate
@@ -107,7 +107,7 @@ class Recipe:
         tables = CollectionTables(
             world, self.specs, self.lookups, self.update, self.settings, self.name, self.pooled
         )
-        whole, seed = WholeTables(tables), self.settings.seed
+        seed = self.settings.seed
 
         def initialise() -> None:
             """Initial rows where a table asks for others than the default."""
@@ -116,7 +116,7 @@ class Recipe:
             for index, config in enumerate(self.configs):
                 if not is_default(config):
                     told = partial(initialise_as_told, config, index, seed=seed)
-                    whole.change_initial(index, seed, told)
+                    tables.whole.change_initial(index, seed, told)
 
         together(world, initialise)
         return tables
@@ -166,7 +166,6 @@ class RowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._tables.require_open()
         self._tables.apply(float(self.param_groups[0]["lr"]))
         return loss
 
@@ -199,7 +198,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         tables = self._tables
         state: dict[str, dict[str, Any]] = {}
-        for index, (spec, (_, values)) in enumerate(WholeTables(tables).views(states=True)):
+        for index, (spec, (_, values)) in enumerate(tables.views(states=True)):
             state[spec.name] = {"step": torch.tensor(tables.counts[index])}
             for name, columns in self._update.state_columns(spec.dim).items():
                 if values is not None:
@@ -231,7 +230,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 if want != got:
                     raise ConfigError(f"{table.name}.{name}: shape {got}, must be {want}")
                 parts.append((index, at, state[table.name][name]))
-        WholeTables(tables).load_state(parts)
+        tables.replace(parts, is_state=True)
         tables.counts = [int(state[name]["step"]) for name in names]
         group = {k: v for k, v in state_dict["param_groups"][0].items() if k != "params"}
         self.param_groups[0].update(group)
@@ -255,7 +254,8 @@ def clip_grad_norm_(
     tables = ebc.tables
     dense = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     dense = [parameter for parameter in dense if parameter.grad is not None]
-    norms = [tables.gradient_norm(norm_type)]
+    none = torch.zeros((), dtype=torch.float64, device=tables.world.device)
+    norms = [none if tables.current is None else tables.current.view.norm(norm_type)]
     if dense:
         grads = [parameter.grad for parameter in dense]
         norms.append(torch.nn.utils.get_total_norm(grads, norm_type).to(norms[0]))
@@ -265,7 +265,7 @@ def clip_grad_norm_(
             f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be "
             "clipped: set error_if_nonfinite=False to scale by it anyway"
         )
-    rows = tables.current.params if tables.current is not None else []
+    rows = tables.current.view.params if tables.current is not None else []
     torch.nn.utils.clip_grads_with_norm_([*dense, *rows], max_norm, total)
     return total
 
@@ -354,12 +354,11 @@ class CachedCollection(nn.Module):
         trains = self.training and torch.is_grad_enabled()
         for stream in tables.streams:
             if stream.claims(features, by_content=trains):
-                micro = stream.open_next(self._frozen_now())
-                return tables.opened(), micro
-        known = tables.current.reads if tables.current is not None else []
-        for micro, read in enumerate(known):
+                return stream.open_next(self._frozen_now())
+        current = tables.current
+        for micro, read in enumerate(current.reads if current is not None else []):
             if read.is_of(features) and read.is_unchanged(features, self.reader.read):
-                return tables.opened(), micro
+                return current, micro
         for stream in tables.streams:
             if trains and stream.awaits:
                 raise stream.altered()
@@ -446,7 +445,7 @@ class CachedCollection(nn.Module):
 
     def flush(self) -> None:
         """Bring every changed row to host memory; called by all ranks."""
-        WholeTables(self.tables).flush()
+        self.tables.flush()
 
     def close(self) -> None:
         """Stop planning and let go of the tables; safe to call twice."""
@@ -470,9 +469,9 @@ class CachedCollection(nn.Module):
     ) -> None:
         """Whole tables in original ids, as views of the store, after a flush; by all ranks.
 
-        On several nodes copies, one on each node (`WholeTables.views`).
+        On several nodes copies, one on each node.
         """
-        for table, (weight, _) in WholeTables(self.tables).views():
+        for table, (weight, _) in self.tables.views():
             destination[f"{prefix}{self._tables_key}.{table.name}.weight"] = weight
 
     def _load_from_state_dict(
@@ -500,7 +499,7 @@ class CachedCollection(nn.Module):
             else:
                 found[index] = value
         unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in expected]
-        WholeTables(self.tables).load_weights(found)
+        self.tables.replace([(index, slice(None), value) for index, value in found.items()])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """`.to()` and the like: the cache stays where it is, so they may only ask for that."""

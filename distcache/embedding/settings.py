@@ -190,20 +190,11 @@ def library_words() -> Iterator[None]:
 # Which rows lie where: slots, placement and popularity, by the trainer's rules.
 
 
-@dataclass(frozen=True)
-class PlacedRows:
-    """`slots`: C of each group; `placement` of rows over the ranks; `popularity` where there are
-    statistics."""
-
-    slots: tuple[int, ...]
-    placement: Placement
-    popularity: Popularity | None
-
-
 def decide_rows(
     world: World, tables: Sequence[TableSpec], update: RowUpdate, settings: CacheSettings
-) -> PlacedRows:
-    """Slots, placement and popularity; called by all ranks, decided by rank 0.
+) -> tuple[tuple[int, ...], Placement, Popularity | None]:
+    """Slots C of each group, placement of rows, and popularity where there are statistics; called
+    by all ranks, decided by rank 0.
 
     `tables`: with the keys that they read as features. Raises ConfigError on all ranks.
     """
@@ -230,7 +221,7 @@ def decide_rows(
     if settings.replicated_rows is not None:  # tables that are not there, on one rank too
         replicated_counts(settings.replicated_rows, tables)
     if world.size == 1:
-        return PlacedRows(slots, Placement(), popularity)
+        return slots, Placement(), popularity
     if settings.placement in (REPLICATED, SHARDED) or popularity is None:
         found = Placement(settings.placement, state)
     else:
@@ -243,7 +234,7 @@ def decide_rows(
         found = on_first(world, choose)
     if found.kind != REPLICATED and popularity is not None and isinstance(settings.split, str):
         popularity = of_all_homes(world, tables, budget, slots, popularity)
-    return PlacedRows(slots, found, popularity)
+    return slots, found, popularity
 
 
 def given_statistics(settings: CacheSettings, tables: Sequence[TableSpec]) -> Statistics | None:

@@ -79,7 +79,10 @@ def test_wrong_arguments_are_named(kind) -> None:
         ({"seed": "x"}, "seed='x' must be a whole number"),
         ({"statistics": 5}, "statistics=5 is neither a folder nor"),
         ({"policy": "lru", "half_life": 5}, "half_life=5 is for counts, which policy=lru does"),
-        ({"tail": "lru", "half_life": 5}, "half_life=5 is for counts, which tail=lru does not keep"),
+        (
+            {"tail": "lru", "half_life": 5},
+            "half_life=5 is for counts, which tail=lru does",
+        ),
         ({"timeout_s": 0}, "timeout_s=0: give seconds above 0"),
         ({"device": "meta"}, "device=meta"),
     ):

@@ -171,7 +171,7 @@ def scaled(rank: int, size: int) -> dict:
             ebc.tables.current.leaves[0].register_hook(lambda g, row=row: g + row)
         scaler.scale(loss).backward()
         if bad:
-            homes = [part.rows.grad for part in ebc.tables.current.parts]
+            homes = [part.rows.grad for part in ebc.tables.current.view.parts]
             found["finite"] = torch.stack([one.isfinite().all() for one in homes]).all()
         scaler.unscale_(ebc.optimizer)
         scaler.step(ebc.optimizer)

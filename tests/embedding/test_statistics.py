@@ -32,7 +32,7 @@ def run(rank: int, size: int, name: str = "adagrad", restart: int = 0, **setting
     losses += train(model, ebc, lookahead(data[restart:], ebc))
     weights = {name: value for name, value in weights_of(model).items() if name.startswith("ebc")}
     fetched = sum(rows.counts.rows_fetched for rows in ebc.tables.rows)
-    hot = sum(len(own) for own in ebc.tables.engine._warm.hot if own is not None)
+    hot = sum(len(own) for own in ebc.tables.engine._warm[0] if own is not None)
     slots = [rows.cache.slots for rows in ebc.tables.rows]
     ebc.close()
     return losses, weights, fetched, hot, slots
