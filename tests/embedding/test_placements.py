@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import pytest
 import torch
 from ebc_counts import counted, two_widths
 from ebc_models import Pooled, cached, values_of
-from ebc_ranks import in_job, mine, ranks, unwrapped, wrapped
+from ebc_ranks import job, mine, ranks, unwrapped, wrapped
 from ebc_training import assert_same, loss_of, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -21,16 +18,6 @@ from distcache.errors import ConfigError, NonFiniteLossError, PlanError
 pytestmark = pytest.mark.usefixtures("kind")
 
 STEPS = 8
-
-
-def job(work: Callable) -> Callable:
-    """`work(rank, size, *args)` in a job of its own."""
-
-    @functools.wraps(work)
-    def run(rank: int, size: int, *args):
-        return in_job(work)(rank, size, *args)
-
-    return run
 
 
 def placements() -> dict[str, dict]:
