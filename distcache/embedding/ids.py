@@ -6,7 +6,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -36,23 +36,49 @@ class Lookups:
 
     `features`: the key in a `KeyedJaggedTensor`; `names`: the key in the output (`feature`, or
     `feature@table` where several tables read it); `tables`: index of the table; `dims`: its width.
+    `specs`: the tables, each with features of its own, named by their place among the lookups, and
+    `named`: with the keys in their place. Tables that are not pooled have the pooling "sum", of
+    which nothing is made.
     """
 
     features: tuple[str, ...]
     names: tuple[str, ...]
     tables: tuple[int, ...]
     dims: tuple[int, ...]
+    specs: tuple[TableSpec, ...]
+    named: tuple[TableSpec, ...]
+
+    @property
+    def table_names(self) -> tuple[str, ...]:
+        """The name of each lookup's table."""
+        return tuple(self.specs[table].name for table in self.tables)
 
 
 def lookups_of(configs: Sequence[Any]) -> Lookups:
     """The lookups of `configs` in TorchRec's order."""
     pairs = [(index, name) for index, config in enumerate(configs) for name in config.feature_names]
     names = [name for by_table in get_embedding_names_by_table(list(configs)) for name in by_table]
+    named = tuple(
+        TableSpec(
+            config.name,
+            config.num_embeddings,
+            config.embedding_dim,
+            tuple(config.feature_names),
+            _POOLING[config.pooling] if isinstance(config, EmbeddingBagConfig) else "sum",
+        )
+        for config in configs
+    )
+    places = iter(range(len(pairs)))
     return Lookups(
         features=tuple(feature for _, feature in pairs),
         names=tuple(names),
         tables=tuple(table for table, _ in pairs),
         dims=tuple(configs[table].embedding_dim for table, _ in pairs),
+        specs=tuple(
+            replace(spec, features=tuple(str(next(places)) for _ in spec.features))
+            for spec in named
+        ),
+        named=named,
     )
 
 
@@ -85,31 +111,6 @@ def checked_configs(configs: Sequence[Any], kind: type[BaseEmbeddingConfig]) -> 
         if not config.feature_names:
             config.feature_names = [config.name]
     return list(configs)
-
-
-def table_specs(configs: Sequence[BaseEmbeddingConfig]) -> list[TableSpec]:
-    """The tables; each reads features of its own, named by their place among the lookups.
-
-    Those that are not pooled have the pooling "sum", of which nothing is made.
-    """
-    specs, place = [], 0
-    for config in configs:
-        own = range(place, place + len(config.feature_names))
-        place = own.stop
-        specs.append(
-            TableSpec(
-                name=config.name,
-                rows=config.num_embeddings,
-                dim=config.embedding_dim,
-                features=tuple(str(at) for at in own),
-                pooling=_pooling(config),
-            )
-        )
-    return specs
-
-
-def _pooling(config: BaseEmbeddingConfig) -> str:
-    return _POOLING[config.pooling] if isinstance(config, EmbeddingBagConfig) else "sum"
 
 
 def is_default(config: BaseEmbeddingConfig) -> bool:
@@ -231,9 +232,8 @@ def _version(tensor: Tensor) -> int:
 class IdReader:
     """Reads the ids that `lookups` need from `KeyedJaggedTensor`s, with weights if `weighted`."""
 
-    def __init__(self, lookups: Lookups, table_names: tuple[str, ...], weighted: bool) -> None:
-        """`table_names`: the table of each lookup, for messages."""
-        self.lookups, self._table_names, self._weighted = lookups, table_names, weighted
+    def __init__(self, lookups: Lookups, weighted: bool) -> None:
+        self.lookups, self._weighted = lookups, weighted
 
     def read(self, features: KeyedJaggedTensor) -> ReadIds:
         """The ids of every lookup. Raises DataError that names what is missing."""
@@ -258,7 +258,7 @@ class IdReader:
     def _places(self, keys: list[str]) -> list[int]:
         """Where each lookup's feature is among `keys`."""
         at = {key: place for place, key in enumerate(keys)}
-        for feature, table in zip(self.lookups.features, self._table_names, strict=True):
+        for feature, table in zip(self.lookups.features, self.lookups.table_names, strict=True):
             if feature not in at:
                 raise DataError(
                     f"feature {feature!r} of table {table!r} is not among the keys of the "

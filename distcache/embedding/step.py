@@ -15,6 +15,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +27,8 @@ from distcache.comm.failure import record_failure
 from distcache.comm.link import PLANNING, host_link
 from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids
-from distcache.embedding.ids import Lookups, ReadIds, as_batch
-from distcache.embedding.settings import CacheSettings, decide_rows, library_words
+from distcache.embedding.ids import ReadIds, as_batch, initialise_as_told, is_default
+from distcache.embedding.settings import Recipe, decide_rows, library_words
 from distcache.engine.groups import TableSettings
 from distcache.engine.movement import GroupRows, RowChoice
 from distcache.engine.step import (
@@ -44,7 +45,6 @@ from distcache.engine.tables import CachedTables
 from distcache.engine.views import Part, StepRows, WholeTables
 from distcache.errors import DataError, NonFiniteLossError, PlanError
 from distcache.layout import TableSpec
-from distcache.optim import RowUpdate
 from distcache.parallel.statistics import RankLoad, StepStatistics
 from distcache.planner.policy import WINDOWS, auto_lookahead
 from distcache.store.memory import describe_bytes
@@ -272,33 +272,21 @@ class CollectionTables:
     current step, or [] when it has none any more.
     """
 
-    def __init__(
-        self,
-        world: World,
-        tables: Sequence[TableSpec],
-        lookups: Lookups,
-        update: RowUpdate,
-        settings: CacheSettings,
-        name: str,
-        pooled: bool,
-    ) -> None:
-        """`name`: what the tables are behind, for messages; `pooled`: bags come out."""
-        self.world, self.tables, self.update, self.name = world, list(tables), update, name
-        self.settings, self._lookups = settings, [self.tables[table] for table in lookups.tables]
+    def __init__(self, world: World, recipe: Recipe) -> None:
+        lookups, settings, update = recipe.lookups, recipe.settings, recipe.update
+        self.world, self.name, self.tables = world, recipe.name, list(lookups.specs)
+        tables = self.tables
+        self.settings, self._lookups = settings, [tables[table] for table in lookups.tables]
         # Statistics may lie elsewhere on each rank: what they say is compared, by the engine.
-        own: dict[str, Any] = {"the collection": name, "features": lookups.features}
+        own: dict[str, Any] = {"the collection": self.name, "the features": lookups.features}
         own |= {"the order of tables": [table.name for table in tables], "optimizer": update}
         own |= {f"table {table.name!r}": table for table in tables}
         own |= {f.name: getattr(settings, f.name) for f in fields(settings) if f.repr}
         agree_on_versions(world)
         agree_on(world, own | {"device": world.device.type})
-        named = [
-            replace(table, features=tuple(lookups.features[int(f)] for f in table.features))
-            for table in self.tables
-        ]
         features = [feature for table in tables for feature in table.features]
         with library_words():
-            slots, placement, popularity = decide_rows(world, named, update, settings)
+            slots, placement, popularity = decide_rows(world, lookups.named, update, settings)
             engine = TableSettings(
                 slots=slots,
                 lookahead=settings.window,
@@ -311,9 +299,9 @@ class CollectionTables:
                 schedule=settings.schedule,
                 placement=placement,
                 access=settings.store_access,
-                pooled=pooled,
+                pooled=recipe.pooled,
             )
-            parts = (world, self.tables, features, update, engine)
+            parts = (world, tables, features, update, engine)
             self.engine = CachedTables(*parts, popularity, self._checked)
         self.current: OpenStep | None = None
         self.counts = [0] * len(self.tables)
@@ -330,6 +318,15 @@ class CollectionTables:
         self.statistics = StepStatistics(settings.prefetch)
         self._unrecorded: deque[Flight] = deque()
         self._window_is_open = settings.lookahead == "auto"
+        together(world, lambda: self._initialise(recipe))
+
+    def _initialise(self, recipe: Recipe) -> None:
+        """Initial rows where a table asks for others than the default; once on each node."""
+        for index, config in enumerate([] if self.world.local_rank else recipe.configs):
+            if not is_default(config):
+                seed = self.settings.seed
+                told = partial(initialise_as_told, config, index, seed=seed)
+                self.whole.change_initial(index, seed, told)
 
     @property
     def rows(self) -> list[GroupRows]:

@@ -16,24 +16,21 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distcache.comm.failure import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch
+from distcache.embedding.collection import CachedCollection, Membership
 from distcache.embedding.ids import IdReader, ReadIds, as_batch, bytes_of, find_ids
-from distcache.embedding.joining import Membership
 from distcache.embedding.settings import library_words
 from distcache.embedding.step import LEAVING_S, STOP_S, CollectionTables, OpenStep
 from distcache.engine.queue import StepStream
 from distcache.engine.step import Flight
 from distcache.engine.tables import CachedTables
 from distcache.errors import ConfigError, PeerError, PlanError
-
-if TYPE_CHECKING:
-    from distcache.embedding.collection import CachedCollection
 
 T = TypeVar("T")
 
@@ -56,8 +53,7 @@ def lookahead(
     together. Raises ConfigError for a wrong argument, and what goes wrong with a batch (DataError,
     StepTooLargeError) at its turn.
     """
-    member = getattr(ebc, "_member", None)
-    if not isinstance(member, Membership):
+    if not isinstance(ebc, CachedCollection):
         raise ConfigError(
             "lookahead(batches, ebc) takes one CachedEmbeddingBagCollection or "
             f"CachedEmbeddingCollection, got {type(ebc).__name__}: put all tables of a model into "
@@ -73,7 +69,7 @@ def lookahead(
         raise ConfigError(f"accumulate={accumulate!r} must be a whole number of at least 1")
     wanted = ebc.reader.lookups.features
     find = ids if ids is not None else lambda batch: find_ids(batch, wanted)
-    return Lookahead(batches, member, ebc.reader, find, accumulate)
+    return Lookahead(batches, ebc._member, ebc.reader, find, accumulate)
 
 
 # -----------------------------------------------------------------------------
