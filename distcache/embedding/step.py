@@ -45,7 +45,7 @@ from distcache.engine.tables import CachedTables
 from distcache.engine.views import Part, StepRows, WholeTables
 from distcache.errors import DataError, NonFiniteLossError, PlanError
 from distcache.layout import TableSpec
-from distcache.parallel.statistics import RankLoad, StepStatistics
+from distcache.parallel.base import StepStatistics
 from distcache.planner.policy import WINDOWS, auto_lookahead
 from distcache.store.memory import describe_bytes
 from distcache.streams import COMPUTE, Mark
@@ -314,8 +314,8 @@ class CollectionTables:
         self._streams: list[weakref.ref[Epoch]] = []
         self.leaving: list[Reader] = []
         """Behind look-aheads that nobody holds any more; may still be ending."""
-        self.clock, self.load = StageClock(), RankLoad()
-        self.statistics = StepStatistics(settings.prefetch)
+        self.clock = StageClock()
+        self.statistics = StepStatistics(world.rank, settings.prefetch)
         self._unrecorded: deque[Flight] = deque()
         self._window_is_open = settings.lookahead == "auto"
         together(world, lambda: self._initialise(recipe))
@@ -482,6 +482,7 @@ class CollectionTables:
             leaf.grad = None  # the sums take its place
         step.view.take(sums, step.finite)
 
+    @torch.no_grad()
     def apply(self, lr: float) -> None:
         """One optimizer step on the rows of the current step, if it has gradients.
 
@@ -515,7 +516,6 @@ class CollectionTables:
         for table in counted:
             self.counts[table] += 1
         self.statistics.add(flight, self.rows)
-        self.load.add(flight.plans, self.world.rank)
         self._record(flight)
         step.close()
         self._judge(int(streams.asynchronous))
@@ -557,12 +557,10 @@ class CollectionTables:
     def summary(self) -> dict[str, Any]:
         """What was counted so far; called by all ranks."""
         self.require_open()
-        values = self.statistics.summary(self.world, self.rows, self.engine.counters, 0)
-        clock = self.record_all()
-        took, hidden = clock.mean_ms(), clock.hidden_ms()
-        values |= {"steps": self.steps, "stage_ms": took, "stage_hidden_ms": hidden}
-        values |= self.load.summary(self.world, self.engine.placement, took, hidden)
-        return values | {"warm_start_rows": max(self.engine.warmed, 0)}
+        engine, clock = self.engine, self.record_all()
+        parts = (self.world, self.rows, engine.counters, clock, engine.placement)
+        values = self.statistics.summary(*parts) | {"steps": self.steps}
+        return values | {"warm_start_rows": max(engine.warmed, 0)}
 
     # --- whole tables -----------------------------------------------------------------------
 

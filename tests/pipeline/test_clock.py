@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distcache.engine.step import WAIT, Span, StageClock
-from distcache.parallel.statistics import stage_values
+from distcache.parallel.base import stage_values
 
 
 def step(clock: StageClock, number: int, gather_lane: str, waited: float, kind="train") -> None:
