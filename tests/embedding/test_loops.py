@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 
@@ -139,108 +140,46 @@ def test_zero_grad_between_forward_and_backward() -> None:
     assert_same(weights_of(model), expected())
 
 
-def plain(data, step):
-    """TorchRec's tables under the same hand-made step; final weights."""
-    own = plain_tables()
-    model = dlrm(own)
-    model.load_state_dict(weights_of(dlrm(cached())))
-    rows = torch.optim.SGD(own.parameters(), lr=0.1)
-    dense = dense_optimizer(model)
+def clipped_and_scheduled(model, data, rows, clip) -> list[float]:
+    """A loop with one norm for all gradients and a schedule of rates; the norms."""
+    dense, norms = dense_optimizer(model), []
+    rates = torch.optim.lr_scheduler.StepLR(rows, 3, 0.5)
     for batch in data:
-        step(
-            model,
-            batch,
-            rows,
-            dense,
-            lambda limit: torch.nn.utils.clip_grad_norm_(
-                [*own.parameters(), *dense.param_groups[0]["params"]], limit
-            ),
-        )
-    return model.state_dict(), rows
-
-
-def ours(data, step, **settings):
-    ebc, model = made("sgd", **settings)
-    dense = dense_optimizer(model)
-    for batch in lookahead(data, ebc):
-        step(
-            model,
-            batch,
-            ebc.optimizer,
-            dense,
-            lambda limit: distcache.clip_grad_norm_(model.parameters(), ebc, limit),
-        )
-    return weights_of(model), ebc.optimizer
-
-
-def test_clipping_counts_each_row_once() -> None:
-    norms = []
-
-    def step(model, batch, rows, dense, clip) -> None:
         rows.zero_grad()
         dense.zero_grad()
         loss_of(model, batch).backward()
-        norms.append(float(clip(0.05)))
+        norms.append(float(clip(dense.param_groups[0]["params"], 0.05)))
         rows.step()
         dense.step()
-
-    mine, _ = ours(batches(), step)
-    theirs, _ = plain(batches(), step)
-    assert norms[:20] == pytest.approx(norms[20:], rel=1e-5) and max(norms) > 0.05
-    assert_close(mine, theirs)
-    assert_same(ours(batches(), step, rows=468)[0], mine)
+        rates.step()
+    assert rows.param_groups[0]["lr"] < 0.1
+    return norms
 
 
-def test_learning_rate_schedulers_set_the_rate() -> None:
-    def run(data, make):
-        scheduler = None
+def test_clipping_counts_each_row_once_and_schedulers_set_the_rate() -> None:
+    found = []
+    for rows in (200, 468):
+        ebc, model = made("sgd", rows=rows)
+        clip = functools.partial(clip_rows, ebc)
+        norms = clipped_and_scheduled(model, lookahead(batches(), ebc), ebc.optimizer, clip)
+        found.append((norms, weights_of(model)))
+    assert found[0][0] == found[1][0] and max(found[0][0]) > 0.05
+    assert_same(found[0][1], found[1][1])
+    own = plain_tables()
+    model = dlrm(own)
+    model.load_state_dict(weights_of(dlrm(cached())))
 
-        def step(model, batch, rows, dense, clip) -> None:
-            nonlocal scheduler
-            scheduler = scheduler or torch.optim.lr_scheduler.StepLR(rows, 3, 0.5)
-            rows.zero_grad()
-            dense.zero_grad()
-            loss_of(model, batch).backward()
-            rows.step()
-            dense.step()
-            scheduler.step()
+    def clip(dense, limit):
+        return torch.nn.utils.clip_grad_norm_([*own.parameters(), *dense], limit)
 
-        return make(data, step)
-
-    mine, optimizer = run(batches(), ours)
-    theirs, own = run(batches(), plain)
-    assert optimizer.param_groups[0]["lr"] == own.param_groups[0]["lr"] < 0.1
-    assert_close(mine, theirs)
+    rows = torch.optim.SGD(own.parameters(), lr=0.1)
+    norms = clipped_and_scheduled(model, batches(), rows, clip)
+    assert found[0][0] == pytest.approx(norms, rel=1e-5)
+    assert_close(found[0][1], model.state_dict())
 
 
-def test_grad_scaler_skips_the_step_of_a_bad_batch() -> None:
-    data = batches(10)
-    bad = data[4]
-    data[4] = Clicks(bad.dense_features, bad.sparse_features, bad.labels.clone())
-    data[4].labels[0, 0] = float("inf")
-    scales = []
-
-    def run(make):
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-        def step(model, batch, rows, dense, clip) -> None:
-            rows.zero_grad()
-            dense.zero_grad()
-            scaler.scale(loss_of(model, batch)).backward()
-            scaler.unscale_(rows)
-            scaler.unscale_(dense)
-            scaler.step(rows)
-            scaler.step(dense)
-            scaler.update()
-            scales.append(scaler.get_scale())
-
-        return make(data, step)
-
-    mine, optimizer = run(ours)
-    theirs, _ = run(plain)
-    assert optimizer._tables.steps == 9
-    assert scales[:10] == scales[10:] and scales[9] == 512.0
-    assert_close(mine, theirs)
+def clip_rows(ebc, dense, limit):
+    return distcache.clip_grad_norm_(dense, ebc, limit)
 
 
 def test_a_broken_loop_goes_on_exactly_where_it_stopped() -> None:

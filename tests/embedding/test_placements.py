@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distcache
 from distcache import lookahead
-from distcache.errors import ConfigError, NonFiniteLossError, PlanError
+from distcache.errors import NonFiniteLossError, PlanError
 
 pytestmark = pytest.mark.usefixtures("kind")
 
@@ -174,16 +174,3 @@ def test_grad_scalers_agree_and_torchs_clipping_is_refused() -> None:
     found = ranks(scaled)
     assert [float(own["scale"]) for own in found] == [512.0, 512.0]
     assert sorted(bool(own["finite"]) for own in found) == [False, True], "one home alone has it"
-
-
-def test_wrong_settings() -> None:
-    for wrong, words in (
-        ({"placement": "spread"}, "placement='spread'"),
-        ({"placement": "mixed"}, "needs to know how often rows are looked up"),
-        ({"replicated_share": 0.5}, "which rows placement=mixed replicates"),
-        ({"placement": "sharded", "reduction": "native"}, "placement=sharded sums them at"),
-        ({"state": "home", "reduction": "native"}, "state=home sums them at their homes"),
-        ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore'"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            cached("sgd", **wrong)
