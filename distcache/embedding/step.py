@@ -15,7 +15,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +26,7 @@ from distcache.comm.failure import record_failure
 from distcache.comm.link import PLANNING, host_link
 from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids
-from distcache.embedding.ids import ReadIds, as_batch, initialise_as_told, is_default
+from distcache.embedding.ids import ReadIds, as_batch, initial_change
 from distcache.embedding.settings import Recipe, decide_rows, library_words
 from distcache.engine.groups import TableSettings
 from distcache.engine.movement import GroupRows, RowChoice
@@ -322,11 +321,11 @@ class CollectionTables:
 
     def _initialise(self, recipe: Recipe) -> None:
         """Initial rows where a table asks for others than the default; once on each node."""
+        seed = self.settings.seed
         for index, config in enumerate([] if self.world.local_rank else recipe.configs):
-            if not is_default(config):
-                seed = self.settings.seed
-                told = partial(initialise_as_told, config, index, seed=seed)
-                self.whole.change_initial(index, seed, told)
+            change = initial_change(config, index, seed)
+            if change is not None:
+                self.whole.change_initial(index, seed, change)
 
     @property
     def rows(self) -> list[GroupRows]:
