@@ -56,9 +56,9 @@ from distcache.engine.groups import (
 )
 from distcache.errors import ConfigError, DistcacheError
 from distcache.planner import loops
-from distcache.planner.home import HomePlanner
-from distcache.planner.loops import distinct_rows, hashed_rows
-from distcache.planner.policy import DEFAULT
+from distcache.planner.assemble import hashed_rows
+from distcache.planner.home import HomePlanner, distinct_rows
+from distcache.planner.victims import DEFAULT
 from distcache.popularity.slots import cache_slots
 from distcache.trainer import build
 from distcache.trainer.plan_cache import resolve_placement, window_steps

@@ -22,8 +22,8 @@ from distcache.cli.compare_report import ModeRun, markdown, read_run, write_file
 from distcache.cli.compose import Line, checked_config, compose_overrides, override, read_line
 from distcache.cli.run import run_job, set_up_logging, take_over_ctrl_c, train_command
 from distcache.comm.rendezvous import Place
-from distcache.config import option
-from distcache.config.checks import CHOICES, at_least, one_of
+from distcache.config import option, rules_of
+from distcache.config.checks import at_least, one_of
 from distcache.config.tree import Config, RunConfig
 from distcache.errors import ConfigError, DistcacheError
 
@@ -32,12 +32,14 @@ log = logging.getLogger("distcache.compare")
 WINDOWS = 50
 """About how many lines of metrics a run shall leave, so that its spread can be told."""
 
+_CHOICES = {key: rule.get("choice", ()) for key, rule in rules_of(Config).items()}
+
 VARIANTS = {
-    **{mode: (f"parallel={mode}",) for mode in CHOICES["parallel.mode"]},
-    **{name: ("parallel=data", f"cache.placement={name}") for name in CHOICES["cache.placement"]},
+    **{mode: (f"parallel={mode}",) for mode in _CHOICES["parallel.mode"]},
+    **{name: ("parallel=data", f"cache.placement={name}") for name in _CHOICES["cache.placement"]},
     **{
         name: ("parallel=hybrid", f"parallel.sharding={name}")
-        for name in CHOICES["parallel.sharding"]
+        for name in _CHOICES["parallel.sharding"]
         if name != "auto"  # which is the placement
     },
 }

@@ -15,7 +15,7 @@ from torch import nn
 from distcache.comm.agreement import agree_on, agree_on_versions, on_first, together
 from distcache.comm.world import World, close_world, current_world, leave_world, open_world
 from distcache.config.checks import check_own
-from distcache.config.keys import flat_keys
+from distcache.config.keys import flat_settings
 from distcache.config.tree import Config
 from distcache.data.own import OwnBatches
 from distcache.errors import ConfigError
@@ -75,7 +75,7 @@ def fit(
     specs = table_specs(tables)
     if settings is not None and not isinstance(settings, Mapping):
         raise ConfigError(f"settings={settings!r} is no mapping of keys to values")
-    given = dict(settings or {})
+    given = flat_settings(settings or {})
     config = own_config(parallel, optimizer, given, len(specs))
     local_size = world.local_size if world else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     check_own(config, local_size)
@@ -90,7 +90,7 @@ def fit(
         agree_on(own_world, _compared(config, specs))
         count = count_evaluation(own_world, eval_loader, config.trainer.eval_steps or None)
         run_dir = Path(config.run.dir)
-        on_first(own_world, lambda: open_run_folder(run_dir, config, own_world, flat_keys(given)))
+        on_first(own_world, lambda: open_run_folder(run_dir, config, own_world, given))
         check_run_folder(own_world, run_dir, needs_shared_folder(config))
         share_weights(model, own_world)
         source: Any = OwnSource(tuple(features), tuple(spec.rows for spec in specs))

@@ -14,7 +14,7 @@ from distcache.errors import PlanError
 # ShardPlan: which sharded rows of a step go from their homes to whom, and which way.
 #
 # A part of `step_plan`. With several nodes a row that several ranks of another node named crosses
-# to that node once: its home sends it to one of them, which hands it on (`planner.relays`).
+# to that node once: its home sends it to one of them, which hands it on (`planner.shard`).
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ victims-in-use: movement waits for the last uses of the rows that leave
 moves-late: where slots are not short, rows move P steps ahead, whatever the window
   - max(step - prefetch - 1, before, -1, *latest_uses)
   + max(step - 1, before, -1, *latest_uses)
-  tests/planner/test_shard_laws.py
+  tests/planner/test_laws.py -k sharded
 
 victims-of-own-home: movement waits for the victims' last uses over all homes, not the own one's
   - latest = numbers[:, :, 2].max(0).tolist()
@@ -67,7 +67,7 @@ moves-before-apply: rows move once `apply` of the step that they must follow is 
 early-rows-stale: a sharded row that a step on its way changes travels after that step's update
   - bound = move_after if parts.early else _BEFORE_ALL
   + bound = move_after + 1 if parts.early else _BEFORE_ALL
-  tests/planner/test_shard_laws.py
+  tests/planner/test_laws.py -k sharded
 
 # --- decisions are a pure function of the stream --------------------------------------------------
 window-short: step s is decided when the ids through s + L are known, no sooner

@@ -16,7 +16,7 @@ from scenarios import Outcome, Scenario, run_mode, table
 from distcache.comm.world import World, close_world, open_world
 from distcache.engine.groups import Placement, TableGroup, group_bags, make_groups, region_slots
 from distcache.parallel.cached import CachedSettings
-from distcache.planner.policy import Policy
+from distcache.planner.victims import Policy
 from distcache.store.rows import ACCESS
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 from hypothesis import strategies as st
+from simulator import PlannerSettings
 
 from distcache.layout import RowLayout, TableSpec
-from distcache.planner.policy import PINNED, POLICIES, TAILS, Policy
-from distcache.replay import PlannerSettings
+from distcache.planner.victims import PINNED, POLICIES, TAILS, Policy
 
 
 def make_layout(rows: int, world: int) -> RowLayout:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distcache.planner.policy import PINNED, Policy
+from distcache.planner.victims import PINNED, Policy
 
 NEVER = 10**9
 VALUES = [round(256 * (2 ** (level / 12) - 1) / (2 ** (1 / 12) - 1)) for level in range(256)]

@@ -1,4 +1,4 @@
-"""Devices and stores of a world with sharded rows, in NumPy: who holds which version of a row.
+"""Devices and stores of a world, in NumPy: who holds which version of a row.
 
 Slots, movement, and the rows that travel are done as plans say; every value is the number of
 updates that its row has seen, so whoever computes with an old one is found out.
@@ -6,13 +6,14 @@ updates that its row has seen, so whoever computes with an old one is found out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from simulator import simulate
+import torch
+from simulator import PlannerSettings, simulate
 
 from distcache.layout import RowLayout
-from distcache.replay import PlannerSettings
 from distcache.step_plan import StepPlan, Transfer, check_plan_fully
 
 FREE = -1
@@ -59,20 +60,22 @@ class Machine:
     def move(self, plans: list[StepPlan], busy: list[list[set[int]]], done: int) -> None:
         """Bring the rows of a step, when the steps up to `done` are applied."""
         for rank, plan in enumerate(plans):
-            touched = moved_slots(plan)
+            touched = slots_of(plan, "moved")
             for step in range(done + 1, plan.step):
                 assert not touched & busy[step][rank], "movement touches a slot in flight"
         for rank, plan in enumerate(plans):
             parts = [(plan.evict_slots, plan.evict_rows, True)]
-            parts.append((plan.shard.evict_slots, plan.shard.evict_rows, False))
+            if plan.shard is not None:
+                parts.append((plan.shard.evict_slots, plan.shard.evict_rows, False))
             for slots, rows, replicated in parts:
                 self._evict(rank, slots.numpy(), rows.numpy(), replicated)
         fetched = np.concatenate([plan.fetch_rows.numpy() for plan in plans])
         for device, plan in zip(self.devices, plans, strict=True):
             self._fill(device, plan.fetch_slots.numpy(), fetched)
-            self._fill(device, plan.shard.fetch_slots.numpy(), plan.shard.fetch_rows.numpy())
+            if plan.shard is not None:
+                self._fill(device, plan.shard.fetch_slots.numpy(), plan.shard.fetch_rows.numpy())
         self.travelled[plans[0].step] = [{} for _ in plans]
-        if plans[0].shard.early is not None:
+        if plans[0].shard is not None and plans[0].shard.early is not None:
             self.counts.early += self._send(plans, [plan.shard.early for plan in plans])
 
     def _evict(self, rank: int, slots: np.ndarray, rows: np.ndarray, replicated: bool) -> None:
@@ -106,20 +109,22 @@ class Machine:
 
     def run(self, plans: list[StepPlan], truth: np.ndarray) -> None:
         """Compute and apply a step; `truth` `[V]`: updates before it. Fails on a stale row."""
-        self.counts.late += self._send(plans, [plan.shard.late for plan in plans])
+        if plans[0].shard is not None:
+            self.counts.late += self._send(plans, [plan.shard.late for plan in plans])
         for rank, plan in enumerate(plans):
             device, used = self.devices[rank], plan.slots.numpy()
             assert (device.row[used] != FREE).all()
             assert (device.version[used] == truth[device.row[used]]).all(), "stale row"
             places = self.travelled[plan.step][rank]
-            assert sorted(places) == list(range(plan.shard.rows)), "a row did not come"
+            assert sorted(places) == list(range(plan.leaf_rows - plan.distinct)), "a row is missing"
             for row, version in places.values():
                 assert version == truth[row], "stale row from its home"
         named = [self.devices[0].row[plans[0].slots.numpy()]]
         for device, plan in zip(self.devices, plans, strict=True):
             device.version[plan.slots.numpy()] += 1
-            device.version[plan.shard.slots.numpy()] += 1
-            named.append(device.row[plan.shard.slots.numpy()])
+            if plan.shard is not None:
+                device.version[plan.shard.slots.numpy()] += 1
+                named.append(device.row[plan.shard.slots.numpy()])
         truth[np.concatenate(named)] += 1
 
     def flush(self) -> None:
@@ -169,24 +174,26 @@ def ranks_of(nodes: tuple[int, ...]) -> list[range]:
     return [range(end - size, end) for end, size in zip(ends, nodes, strict=True)]
 
 
-def moved_slots(plan: StepPlan) -> set[int]:
-    """The slots of a device that a plan's movement changes."""
-    shard = plan.shard
-    parts = (plan.fetch_slots, plan.evict_slots, shard.fetch_slots, shard.evict_slots)
-    return {slot for part in parts for slot in part.tolist()}
+def slots_of(plan: StepPlan, kinds: str) -> set[int]:
+    """The slots of a device that a plan uses (`slots`), or that its movement changes (`moved`)."""
+    found: set[int] = set()
+    for part in (plan, plan.shard):
+        if part is not None:
+            parts = (part.slots,) if kinds == "slots" else (part.fetch_slots, part.evict_slots)
+            found.update(slot for slots in parts for slot in slots.tolist())
+    return found
 
 
 def replay(
-    rows_by_step: list, layout: RowLayout, config: PlannerSettings, lag: list[int]
+    rows_by_step: list, layout: RowLayout, config: PlannerSettings, lag: Sequence[int] = ()
 ) -> Counts:
-    """Run a stream whose step s moves `lag[s]` steps after it may, and not later than it must."""
+    """Run a stream whose step s moves `lag[s]` steps after it may (none: at once), and not later
+    than it must. Fails on a stale row, a lost update, or a plan that breaks a law."""
     plans_by_step = list(simulate(layout, config, rows_by_step))
+    lag = lag or [0] * len(plans_by_step)
     truth = np.zeros(layout.rows, np.int64)
     machine = Machine(layout, config.slots, config.nodes)
-    busy = [
-        [set(p.slots.tolist()) | set(p.shard.slots.tolist()) for p in plans]
-        for plans in plans_by_step
-    ]
+    busy = [[slots_of(plan, "slots") for plan in plans] for plans in plans_by_step]
     moved = 0
     for step, plans in enumerate(plans_by_step):
         while moved < len(plans_by_step):
@@ -212,37 +219,43 @@ def check_step(
     """One step's regions, order, sources and transfers against a plain computation."""
     plans, world = plans_by_step[step], layout.world_size
     rows = [part.tolist() for part in rows_by_step[step]]
-    hot, after = set(config.hot.tolist()), plans[0].move_after
-    assert step - config.prefetch - 1 <= after < step
+    hot, replicated = set(range(layout.rows)), config.slots
+    if config.hot is not None:
+        hot, replicated = set(config.hot.tolist()), config.replicated
+    after = plans[0].move_after
+    assert after < step and (config.hot is None or step - config.prefetch - 1 <= after)
     urgent = {row for s in range(after + 1, step) for part in rows_by_step[s] for row in part}
     seen = list(dict.fromkeys(row for part in rows for row in part))
-    by_home = [[row for row in seen if home_of(layout, row) == home] for home in range(world)]
-    canonical = [row for own in by_home for row in own if row in hot]
+    homes = dict(zip(seen, layout.home(np.array(seen, np.int64)).tolist(), strict=True))
+    by_home = [[row for row in seen if homes[row] == home] for home in range(world)]
+    near = [[row for row in own if row in hot] for own in by_home]
     tail = [[row for row in own if row not in hot] for own in by_home]
+    fetched = {row for p in plans for row in p.fetch_rows.tolist()}
+    if config.hot is not None:
+        fetched |= {row for p in plans for row in p.shard.fetch_rows.tolist()}
     for rank, plan in enumerate(plans):
         check_plan_fully(plan, config.slots)
-        shard = plan.shard
-        mine = [[row for row in dict.fromkeys(rows[rank]) if row in set(tail[h])]
-                for h in range(world)]  # fmt: skip
-        leaf = canonical + [row for own in mine for row in own]
+        named = set(rows[rank])
+        mine = [[row for row in dict.fromkeys(rows[rank]) if row in set(own)] for own in tail]
+        leaf = [row for own in (*near, *mine) for row in own]
         assert [leaf[i] for i in plan.positions] == rows[rank]
+        assert plan.lookup_hits == sum(row not in fetched for row in rows[rank])
+        assert plan.move_after == after and (plan.slots == plans[0].slots).all()
+        assert (plan.slots[plan.home_slice(rank)] // max(1, replicated // world) == rank).all()
+        for source, part in enumerate(split(plan.source_rows, plan.source_counts)):
+            assert [near[rank][i] for i in part] == [r for r in near[rank] if r in rows[source]]
+        shard = plan.shard
+        if shard is None:
+            assert config.hot is None and named <= hot
+            continue
         assert list(shard.counts) == [len(own) for own in mine]
         assert shard.distinct == sum(map(len, tail))
         assert shard.misses == sum(len(p.shard.fetch_rows) for p in plans)
-        fetched = {row for p in plans for row in p.shard.fetch_rows.tolist()}
-        fetched |= {row for p in plans for row in p.fetch_rows.tolist()}
-        assert plan.lookup_hits == sum(row not in fetched for row in rows[rank])
-        assert all(slot < config.replicated for slot in plan.slots.tolist())
-        own_range = range(config.replicated, config.slots)
-        assert all(slot in own_range for slot in shard.slots.tolist())
+        assert all(slot in range(replicated, config.slots) for slot in shard.slots.tolist())
         assert len(shard.slots) == len(tail[rank])
-        named = [
-            [tail[rank][i] for i in part]
-            for part in np.split(shard.source_rows.numpy(), np.cumsum(shard.source_counts)[:-1])
-        ]
-        for source in range(world):
+        for source, part in enumerate(split(shard.source_rows, shard.source_counts)):
             theirs = [row for row in dict.fromkeys(rows[source]) if row in set(tail[rank])]
-            assert named[source] == theirs, "gradients of a rank's rows in another order"
+            assert [tail[rank][i] for i in part] == theirs, "gradients of rows in another order"
         flat = [row for own in mine for row in own]
         if shard.early is None:
             assert not config.early and len(shard.late.places) == len(flat)
@@ -251,5 +264,6 @@ def check_step(
         assert early == set(flat) - urgent, "a row waits that need not, or does not that must"
 
 
-def home_of(layout: RowLayout, row: int) -> int:
-    return int(layout.home(np.array([row]))[0])
+def split(values: torch.Tensor, counts: Sequence[int]) -> list[list[int]]:
+    """Values by rank."""
+    return [part.tolist() for part in values.split(list(counts))]

@@ -6,23 +6,48 @@ The slow twin of `distcache.replay`, whose counts are the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from distcache.comm.world import Nodes
 from distcache.layout import RowLayout
 from distcache.planner.assemble import HomePart, Request, assemble, make_request, next_move_after
-from distcache.planner.home import HomeDecision
+from distcache.planner.home import HomeDecision, HomePlanner
 from distcache.planner.shard import (
+    HotLayout,
+    HotRows,
     Routes,
     ShardParts,
     make_routes,
     masks_for_all,
     nothing,
-    reply_to,
+    replies_to_all,
 )
-from distcache.replay import PlannerSettings, make_homes
+from distcache.planner.victims import DEFAULT, Policy
+from distcache.popularity.statistics import GroupPopularity
+from distcache.replay import HomeRun
 from distcache.step_plan import StepPlan
+
+
+@dataclass(frozen=True)
+class PlannerSettings:
+    """C per rank, L, P, and the policy; `popularity` uint8 `[V]`: a class for each row.
+
+    `hot`: the rows that are replicated where others are sharded, int64 `[K]`, ascending (None: all
+    are); `replicated`: how many of the slots are theirs, a multiple of W, 0 where there are none;
+    `early`: sharded rows may travel before their step; `nodes`: ranks of each node, () is one.
+    """
+
+    slots: int
+    lookahead: int
+    prefetch: int
+    policy: Policy = DEFAULT
+    popularity: np.ndarray | None = None
+    hot: np.ndarray | None = None
+    replicated: int = 0
+    early: bool = True
+    nodes: tuple[int, ...] = ()
 
 
 def simulate(
@@ -33,41 +58,68 @@ def simulate(
     Yields, for each step, the plan of every rank. Raises StepTooLargeError as training would.
     """
     world = SimulatedWorld(layout, settings)
-    waiting: list[list[Request]] = []
-    for step, rows in enumerate(steps):
-        waiting.append(world.ingest(step, rows))
-        if len(waiting) > settings.lookahead:
-            yield world.plan(waiting.pop(0))
-    while waiting:
-        yield world.plan(waiting.pop(0))
+    for rows in steps:
+        yield from world.add(rows)
+    yield from world.finish()
 
 
 class SimulatedWorld:
-    """The planners of all homes: `replicated` and `sharded`, each by home, empty where there are
-    no such rows."""
+    """The planners of all homes, for `replicated` and for `sharded` rows, each by home; empty where
+    there are no such rows. `written`: rows written back for the last step, of both, by home."""
 
     def __init__(self, layout: RowLayout, settings: PlannerSettings) -> None:
         self._layout, self._settings = layout, settings
-        self._move_after = -1
-        world = layout.world_size
-        self.replicated, self.sharded = make_homes(layout, settings)
+        self._step, self._move_after, self._waiting = 0, -1, list[list[Request]]()
+        world, hot = layout.world_size, settings.hot
+        self.replicated, self.sharded = list[HomeRun](), list[HomeRun]()
+        if hot is None:
+            self.replicated = self._homes(-(-settings.slots // world))
+        else:
+            tail = settings.slots - settings.replicated
+            self.sharded = self._homes(tail, first_slot=settings.replicated)
+            if settings.replicated:
+                self.replicated = self._homes(settings.replicated // world, hot)
+        self.written: list[np.ndarray] = []
         nodes = Nodes(settings.nodes or (world,))
         self._routes = [make_routes(nodes, rank) for rank in range(world)]
 
-    def ingest(self, step: int, rows: Sequence[np.ndarray], kind: str = "train") -> list[Request]:
-        """Bring the rows of a step, by rank, to their homes."""
-        hot = self._settings.hot
-        requests = [make_request(self._layout, np.asarray(r, dtype=np.int64), hot) for r in rows]
-        for home, planner in enumerate(self.replicated):
-            planner.ingest(step, kind, [request.rows[home] for request in requests])
-        for home, planner in enumerate(self.sharded):
-            planner.ingest(step, kind, [request.sharded[home] for request in requests])
-        return requests
+    def _homes(
+        self, slots: int, hot: np.ndarray | None = None, first_slot: int | None = None
+    ) -> list[HomeRun]:
+        """A planner for each home, of `slots` slots; `hot`: for these rows alone."""
+        layout, settings, found = self._layout, self._settings, []
+        for home in range(layout.world_size):
+            own = layout if hot is None else HotLayout(layout, home, hot)
+            classes = GroupPopularity(settings.popularity).classes_at(layout, home)
+            if classes is not None and isinstance(own, HotLayout):
+                classes = own.rated(layout, classes)
+            common = (settings.prefetch, settings.policy, classes, first_slot)
+            found.append(HomeRun(HomePlanner(own, home, slots, *common)))
+        return found
 
-    def plan(self, requests: list[Request]) -> list[StepPlan]:
+    def add(self, rows: Sequence[np.ndarray], kind: str = "train") -> list[list[StepPlan]]:
+        """Bring the rows of the next step, by rank, to their homes; the step that this decides."""
+        hot = None if self._settings.hot is None else HotRows(self._settings.hot)
+        requests = [make_request(self._layout, np.asarray(r, dtype=np.int64), hot) for r in rows]
+        for home, run in enumerate(self.replicated):
+            run.planner.ingest(self._step, kind, [request.rows[home] for request in requests])
+        for home, run in enumerate(self.sharded):
+            run.planner.ingest(self._step, kind, [request.sharded[home] for request in requests])
+        self._waiting.append(requests)
+        self._step += 1
+        due = len(self._waiting) > self._settings.lookahead
+        return [self._plan(self._waiting.pop(0))] if due else []
+
+    def finish(self) -> Iterator[list[StepPlan]]:
+        """The steps that were left at the end of the stream."""
+        while self._waiting:
+            yield self._plan(self._waiting.pop(0))
+
+    def _plan(self, requests: list[Request]) -> list[StepPlan]:
         """Decide the oldest ingested step, of which all ranks' requests are given."""
-        shared = [home.plan() for home in self.replicated]
-        own = [home.plan() for home in self.sharded]
+        both = [[run.decide() for run in runs] for runs in (self.replicated, self.sharded)]
+        shared, own = ([decision for decision, _ in found] for found in both)
+        self.written = [np.array([written for _, written in found]) for found in both]
         step, uses = (shared or own)[0].step, [d.latest_use for d in (*shared, *own)]
         after = next_move_after(step, self._settings.prefetch, uses, self._move_after)
         self._move_after = after
@@ -96,7 +148,7 @@ class SimulatedWorld:
         """What a rank learns of the decisions on sharded rows; `masks`: by home, then rank."""
         return ShardParts(
             decisions[rank],
-            tuple(reply_to(decision, rank) for decision in decisions),
+            tuple(replies_to_all(decision)[rank] for decision in decisions),
             sum(len(decision.slots) for decision in decisions),
             sum(len(decision.fetch) for decision in decisions),
             self._settings.early,

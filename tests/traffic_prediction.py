@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from traffic_runs import Run, replayed
+from traffic_runs import Run, StepTraffic, replayed
 
 from benchmarks.preprocess import write_lines
 from distcache.cli.compose import compose_overrides, override, to_config
@@ -24,7 +24,6 @@ from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
 from distcache.layout import TableSpec
 from distcache.optim import row_update
 from distcache.popularity.statistics import Statistics, TableCounts
-from distcache.replay import StepTraffic
 from distcache.trainer import build
 
 OPTIMIZER = "adagrad"

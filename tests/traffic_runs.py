@@ -10,16 +10,18 @@ import numpy as np
 import torch
 from ranks import run_ranks
 from scenarios import SmallNet
+from simulator import PlannerSettings, SimulatedWorld
 
 from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
+from distcache.cost.traffic import RowFormat, replicated_bytes, sharded_bytes
 from distcache.data.batch import BatchSource
 from distcache.engine.groups import Placement, group_bags, make_groups, region_slots
 from distcache.layout import TableSpec, group_tables
 from distcache.optim import row_update
 from distcache.parallel.base import OptimizerSpec
 from distcache.parallel.cached import CachedParallel, CachedSettings
-from distcache.replay import PlannerSettings, RowFormat, StepTraffic, TrafficPlanner
+from distcache.step_plan import StepPlan
 from distcache.trainer import build
 from distcache.trainer.schedule import make_schedule
 
@@ -64,36 +66,145 @@ def mixed(source: BatchSource, tables: Sequence[TableSpec], share: float, **chan
     return Placement("mixed", hot=tuple(hot), **changes)
 
 
+ROW_BYTES, REPLY_BYTES, HEADER_NUMBERS, CONTROL_NUMBERS = 8, 4, 8, 2
+"""Of planning: a row asked for, an answer about it, numbers of a header besides counts, and of the
+loss and the wish to stop."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """The replicated, or the sharded, rows of a step of one group. All int64.
+
+    `asked` `[W, W]`: distinct rows that each rank (first index) names at each home; `rows` `[W]`:
+    distinct rows of each home; `fetched`, `written` `[W]`: of them, rows that it reads from its
+    store, and dirty rows that leave for them; `late` `[W, W]`: sharded rows that each home (first
+    index) sends to each rank after the step before, None for replicated ones.
+    """
+
+    asked: np.ndarray
+    rows: np.ndarray
+    fetched: np.ndarray
+    written: np.ndarray
+    late: np.ndarray | None = None
+
+    def sent(self, row: RowFormat) -> np.ndarray:
+        """Bytes of rows and row gradients, int64 `[W, W]`, from rank (first index) to rank."""
+        if self.late is None:
+            home = (to_all(self.fetched), self.asked, to_all(self.rows))
+            return leaving(sum(replicated_bytes(row, *home).values()))
+        return leaving(sum(sharded_bytes(row, self.late, self.asked.T, self.asked).values()))
+
+
+def to_all(rows: np.ndarray) -> np.ndarray:
+    """What each home sends to every rank, `[W, W]` of `[W]`."""
+    return np.repeat(rows[:, None], len(rows), axis=1)
+
+
+def leaving(flow: np.ndarray) -> np.ndarray:
+    """Without what ranks keep, the diagonal."""
+    return flow - np.diag(np.diag(flow))
+
+
+def regions_of(plans: Sequence[StepPlan], written: Sequence[np.ndarray]) -> list[Region]:
+    """What the plans of all ranks say; `written`: of replicated and of sharded rows, by home."""
+    found, shards = [], [plan.shard for plan in plans]
+    for place, plan in enumerate(plans):
+        assert plan.source_counts == tuple(other.touched_counts[place] for other in plans)
+    if len(written[0]):
+        asked = np.array([plan.touched_counts for plan in plans])
+        fetched = np.array([len(plan.fetch_rows) for plan in plans])
+        found.append(Region(asked, np.array(plans[0].home_counts), fetched, written[0]))
+    if shards[0] is None:
+        return found
+    for place, shard in enumerate(shards):
+        assert shard.source_counts == tuple(other.counts[place] for other in shards)
+        late = tuple(other.late.send_counts[place] for other in shards)
+        assert shard.late.receive_counts == late
+        if shard.early is not None:
+            both = np.add(shard.early.send_counts, shard.late.send_counts)
+            assert tuple(both) == shard.source_counts
+    columns = [(s.counts, len(s.slots), len(s.fetch_rows), s.late.send_counts) for s in shards]
+    asked, rows, fetched, late = map(np.array, zip(*columns, strict=True))
+    return [*found, Region(asked, rows, fetched, written[1], late)]
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """What ranks send in a step of all groups, int64 `[W]` bytes by rank: of rows and row gradients
+    (`sent`), of `planning`, and what homes read from and write to their stores for it."""
+
+    kind: str
+    sent: np.ndarray
+    planning: np.ndarray
+    host_read: np.ndarray
+    host_written: np.ndarray
+    fetched: int
+
+    @classmethod
+    def of(
+        cls, kind: str, groups: Sequence[tuple[Sequence[Region], RowFormat]], headers: int
+    ) -> StepTraffic:
+        """`headers`: 2 for a step that is decided in an exchange that asks for no other step, with
+        a header of its own: as the last L of a stream are, and all where L is 0."""
+        pairs = [(region, row) for regions, row in groups for region in regions]
+        return cls(
+            kind,
+            sum(region.sent(row).sum(1) for region, row in pairs),
+            planning_sent([region for region, _ in pairs], headers),
+            sum(region.fetched * row.stored_bytes for region, row in pairs),
+            sum(region.written * row.stored_bytes for region, row in pairs),
+            sum(int(region.fetched.sum()) for region, _ in pairs),
+        )
+
+
+def planning_sent(regions: Sequence[Region], headers: int) -> np.ndarray:
+    """Bytes of integers that each rank sends for a step: headers, requests and decisions, and the
+    loss with a flag, on one node (on several, homes also send masks)."""
+    world = len(regions[0].rows)
+    if world == 1:
+        return np.zeros(1, dtype=np.int64)
+    flow = sum(region.asked * ROW_BYTES + region.asked.T * REPLY_BYTES for region in regions)
+    for region in regions:
+        if region.late is None:
+            flow = flow + to_all(region.rows + region.fetched) * REPLY_BYTES
+    numbers = HEADER_NUMBERS + len(regions) * (3 + world)
+    return leaving(flow).sum(1) + 8 * (world - 1) * (headers * numbers + CONTROL_NUMBERS)
+
+
 def replayed(run: Run, world: int) -> list[StepTraffic]:
     """What the planner alone says."""
     source, tables = run.source()
     update = row_update(run.optimizer, 0.0)
     dims = [tables[members[0]].dim for members in group_tables(tables)]
-    groups, bytes_of, planners = make_groups(tables, source.features, world), [], []
+    groups, rows, worlds = make_groups(tables, source.features, world), [], []
     if world > 1:
         groups = run.placement.groups(groups)
     for group, slots, dim in zip(groups, run.slots, dims, strict=True):
         found = region_slots(group, slots)
-        settings = PlannerSettings(
-            found.all,
-            run.lookahead,
-            run.prefetch,
-            hot=group.hot,
-            replicated=found.replicated,
-            early=run.placement.early and run.prefetch > 0,
-        )
-        planners.append(TrafficPlanner(group.layout, settings))
-        bytes_of.append(RowFormat(dim, update.state_width(dim), state=run.placement.state))
-    counts = []
+        early = run.placement.early and run.prefetch > 0
+        more = {"hot": group.hot, "replicated": found.replicated, "early": early}
+        settings = PlannerSettings(found.all, run.lookahead, run.prefetch, **more)
+        worlds.append(SimulatedWorld(group.layout, settings))
+        rows.append(RowFormat(dim, update.state_width(dim), state=run.placement.state))
+    kinds, steps = [], []
+
+    def decided(plans: Sequence[list[StepPlan]], headers: int) -> None:
+        """Note a step, of which the plans of each group are given."""
+        found = [regions_of(own, home.written) for own, home in zip(plans, worlds, strict=True)]
+        pairs = list(zip(found, rows, strict=True))
+        steps.append(StepTraffic.of(kinds[len(steps)], pairs, headers))
+
     for kind, index in run.order(source):
         draw = source.train_batch if kind == "train" else source.eval_batch
         ids = [draw(index, rank, world).ids for rank in range(world)]
-        rows = [[group_bags(group, part, torch.float32).rows for part in ids] for group in groups]
-        added = [planner.add(part, kind) for planner, part in zip(planners, rows, strict=True)]
-        counts += [(step, run.lookahead == 0) for step in zip(*added, strict=True)]
-    left = [planner.finish() for planner in planners]
-    counts += [(step, True) for step in zip(*left, strict=True)]
-    return [StepTraffic(step, tuple(bytes_of), alone) for step, alone in counts]
+        kinds.append(kind)
+        named = [[group_bags(group, part, torch.float32).rows for part in ids] for group in groups]
+        added = [home.add(part, kind) for home, part in zip(worlds, named, strict=True)]
+        for plans in zip(*added, strict=True):
+            decided(plans, 2 if run.lookahead == 0 else 1)
+    for plans in zip(*(home.finish() for home in worlds), strict=True):
+        decided(plans, 2)
+    return steps
 
 
 def _train(rank: int, size: int, runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from distcache.config import option
 from distcache.config.checks import at_least, byte_count
 from distcache.config.tree import Config
 from distcache.errors import ConfigError
-from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
+from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy
 from distcache.popularity.curve import StaticSet, StepCurves, TableProfile
 from distcache.replay import Case
 from distcache.trace import Trace

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from distcache.cli.run import new_figure
 
@@ -36,16 +38,17 @@ class ModeRun:
     summary: dict[str, Any] = field(default_factory=dict)
     metrics: list[dict[str, Any]] = field(default_factory=list)
 
-    def number(self, key: str) -> float | None:
-        """A number of the summary by dotted key; None where there is none."""
+    def number(self, key: str, factor: float = 1) -> float | None:
+        """A number of the summary by dotted key, times `factor`; None where there is none."""
         value: Any = self.summary
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+        known = isinstance(value, int | float) and not isinstance(value, bool)
+        return value * factor if known else None
 
-    def per_step(self, key: str) -> float | None:
+    def per_step(self, key: str, factor: float = 1) -> float | None:
         """A number of the summary divided by the steps that it covers."""
-        value, steps = self.number(key), self.number("steps")
+        value, steps = self.number(key, factor), self.number("steps")
         return None if value is None or not steps else value / steps
 
     def losses(self) -> dict[int, float]:
@@ -152,46 +155,32 @@ def largest_loss_difference(one: ModeRun, other: ModeRun) -> float | None:
 # -----------------------------------------------------------------------------
 # The comparison as one picture of four panels: losses, throughput, device memory, bytes.
 
-log = logging.getLogger(__name__)
-
-COLOURS = {
-    "data": "#0072b2",
-    "hybrid": "#d55e00",
-    "resident": "#009e73",
-    "host": "#7f5aa2",
-    "replicated": "#56b4e9",
-    "sharded": "#e69f00",
-    "mixed": "#cc79a7",
-    "auto": "#7a7a00",
-    "table_wise": "#9c3d00",
-    "row_wise": "#6e6e6e",
-    "column_wise": "#8c6d5a",
+LINKS = {
+    "host_to_device_bytes": "host to device,\nall ranks",
+    "device_to_host_bytes": "device to host,\nall ranks",
+    "collective_bytes": "rows and their\ngradients,\nper rank",
+    "dense_collective_bytes": "dense\ngradients,\nper rank",
+    "planning_bytes": "planning",
 }
-LINKS = (
-    ("host_to_device_bytes", "host to device,\nall ranks"),
-    ("device_to_host_bytes", "device to host,\nall ranks"),
-    ("collective_bytes", "rows and their\ngradients,\nper rank"),
-    ("dense_collective_bytes", "dense\ngradients,\nper rank"),
-    ("planning_bytes", "planning"),
-)
-MEMORY = (
-    ("embedding_device_bytes", "embeddings"),
-    ("peak_device_bytes", "peak"),
-)
+MEMORY = {"embedding_device_bytes": "embeddings", "peak_device_bytes": "peak"}
 
 
 def plot(path: Path, modes: dict[str, list[ModeRun]]) -> bool:
     """Draw the picture; False, with a warning, where matplotlib is missing or nothing ran."""
-    if not modes:
-        return False
-    figure = new_figure(13, 9)
+    figure = new_figure(13, 9) if modes else None
     if figure is None:
         return False
-    panels = figure.subplots(2, 2)
-    draw_losses(panels[0][0], modes)
-    draw_throughput(panels[0][1], modes)
-    draw_bars(panels[1][0], modes, MEMORY, 2**20, "device memory per rank, MiB", _total)
-    draw_bars(panels[1][1], modes, LINKS, 2**10, "KiB per step by link", _per_step)
+    losses, rates, memory, links = figure.subplots(2, 2).flat
+    draw_losses(losses, modes)
+    draw_throughput(rates, modes)
+    draw_bars(memory, modes, MEMORY, lambda run, key: run.number(key, MIB))
+    memory.set(title="device memory per rank, MiB")
+    draw_bars(links, modes, LINKS, lambda run, key: run.per_step(key, KIB))
+    links.set(title="KiB per step by link")
+    for panel in (losses, rates, memory, links):
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", alpha=0.3)
+        panel.set_axisbelow(True)
     figure.savefig(path, dpi=110)
     return True
 
@@ -200,116 +189,57 @@ def draw_losses(panel: Any, modes: dict[str, list[ModeRun]]) -> None:
     """Losses over each other, in dashes that interleave: equal curves look like one of all."""
     dash = 5.0
     for order, (mode, runs) in enumerate(modes.items()):
-        losses = sorted(runs[0].losses().items())
-        steps, values = [step for step, _ in losses], [value for _, value in losses]
-        style: Any = "solid"
-        if len(modes) > 1:
-            style = (-order * dash, (dash, dash * (len(modes) - 1)))
-        panel.plot(steps, values, color=_colour_of_mode(mode), linestyle=style, linewidth=2)
-        panel.plot([], [], color=_colour_of_mode(mode), linewidth=2, label=mode)  # a solid legend
+        style: Any = (-order * dash, (dash, dash * (len(modes) - 1))) if len(modes) > 1 else "solid"
+        points = sorted(runs[0].losses().items())
+        panel.plot(*zip(*points, strict=True), color=f"C{order}", linestyle=style, linewidth=2)
+        panel.plot([], [], color=f"C{order}", linewidth=2, label=mode)  # a solid legend
     panel.set(title="training loss", xlabel="step", ylabel="mean loss of the global batch")
     panel.legend()
-    _tidy_panel(panel)
 
 
 def draw_throughput(panel: Any, modes: dict[str, list[ModeRun]]) -> None:
     """Samples per second; the lines span the noise range of the step time."""
     told = False
-    for place, (mode, runs) in enumerate(modes.items()):
-        rates = [value for run in runs if (value := run.number("samples_per_second")) is not None]
-        if not rates:
+    for place, runs in enumerate(modes.values()):
+        rate = median_of(runs, lambda run: run.number("samples_per_second"))
+        if rate is None:
             continue
-        rate = statistics.median(rates)
-        panel.bar(place, rate, 0.6, color=_colour_of_mode(mode))
         scatter, batch = spread(runs), runs[0].number("global_batch_size")
+        bar = panel.bar(place, rate, 0.6, color=f"C{place}")
+        panel.bar_label(bar, fmt="{:,.0f}", label_type="center", color="white")
         if scatter is not None and batch:
             told = True
-            ends = [1000 * batch / scatter.high, 1000 * batch / scatter.low]
-            panel.vlines(place, *ends, color="black", linewidth=1.5)
-            panel.hlines(ends, place - 0.08, place + 0.08, color="black", linewidth=1.5)
-        size = 8 if len(modes) > 4 else 10  # the bars are narrower then
-        panel.text(
-            place, 0.02 * rate, f"{rate:,.0f}", ha="center", va="bottom", color="white", size=size
-        )
+            ends = [[rate - 1000 * batch / scatter.high], [1000 * batch / scatter.low - rate]]
+            panel.errorbar(place, rate, np.maximum(ends, 0), color="black", capsize=4)
     panel.set_xticks(range(len(modes)), list(modes))
     panel.yaxis.set_major_formatter("{x:,.0f}")
     noise = "the line spans the noise" if told else "noise unknown: too few steps"
     panel.set(title=f"throughput ({noise})", ylabel="samples/s")
-    _tidy_panel(panel)
 
 
 def draw_bars(
     panel: Any,
     modes: dict[str, list[ModeRun]],
-    keys: Sequence[tuple[str, str]],
-    unit: float,
-    title: str,
+    keys: Mapping[str, str],
     read: Callable[[ModeRun, str], float | None],
 ) -> None:
     """A group of bars per key, a bar per mode; logarithmic where values lie far apart."""
-    width, upright = 0.8 / len(modes), len(keys) * len(modes) <= 12
-    seen = []
+    width, places = 0.8 / len(modes), np.arange(len(keys))
+    rotation, seen = 0 if len(keys) * len(modes) <= 12 else 90, []
     for order, (mode, runs) in enumerate(modes.items()):
-        for place, (key, _) in enumerate(keys):
-            value = read(runs[0], key)
-            x = place + (order - (len(modes) - 1) / 2) * width
-            if not value:
-                text = "n/a" if value is None else "0"
-                panel.annotate(
-                    text,
-                    (x, 0.01),
-                    xycoords=("data", "axes fraction"),
-                    ha="center",
-                    color=_colour_of_mode(mode),
-                    fontsize=8,
-                    rotation=0 if upright else 90,
-                )
-                continue
-            seen.append(value / unit)
-            label = mode if place == 0 else None
-            panel.bar(x, value / unit, 0.92 * width, color=_colour_of_mode(mode), label=label)
-            panel.annotate(
-                _short(value / unit),
-                (x, value / unit),
-                xytext=(0, 2 if upright else 4),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-                rotation=0 if upright else 90,
-            )
-    far = bool(seen) and max(seen) > 20 * min(seen)
-    if far:
+        values = [read(runs[0], key) for key in keys]
+        at = places + (order - (len(modes) - 1) / 2) * width
+        bars = panel.bar(at, [v or 0 for v in values], 0.92 * width, color=f"C{order}", label=mode)
+        texts = ["n/a" if value is None else f"{value:,.4g}" for value in values]
+        panel.bar_label(bars, texts, padding=2, fontsize=8, rotation=rotation)
+        seen += [value for value in values if value]
+    if seen and max(seen) > 20 * min(seen):
         panel.set_yscale("log")
         panel.set_ylim(min(seen) / 4, max(seen) * 3)
     else:
         panel.margins(y=0.15)
         panel.yaxis.set_major_formatter("{x:,.0f}")
-    panel.set_xlim(-0.5, len(keys) - 0.5)
-    panel.set_xticks(range(len(keys)), [label for _, label in keys])
-    panel.set(title=f"{title}{' (logarithmic)' if far else ''}")
-    _tidy_panel(panel)
-
-
-def _total(run: ModeRun, key: str) -> float | None:
-    return run.number(key)
-
-
-def _per_step(run: ModeRun, key: str) -> float | None:
-    return run.per_step(key)
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _colour_of_mode(mode: str) -> str:
-    return COLOURS.get(mode, "#555555")
-
-
-def _tidy_panel(panel: Any) -> None:
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(axis="y", alpha=0.3)
-    panel.set_axisbelow(True)
+    panel.set_xticks(places, list(keys.values()))
 
 
 # -----------------------------------------------------------------------------
@@ -378,15 +308,12 @@ def number_lines(modes: dict[str, list[ModeRun]]) -> list[tuple[str, list[str]]]
     """A line per measured number that some mode has."""
     lines = []
     for label, key, factor, form, divided in NUMBERS:
-
-        def read(run: ModeRun, key: str = key, divided: bool = divided) -> float | None:
-            return run.per_step(key) if divided else run.number(key)
-
-        values = [median_of(group, read) for group in modes.values()]
+        read = ModeRun.per_step if divided else ModeRun.number
+        values = [
+            median_of(group, partial(read, key=key, factor=factor)) for group in modes.values()
+        ]
         if any(value is not None for value in values):
-            lines.append(
-                (label, [NOTHING if v is None else format(v * factor, form) for v in values])
-            )
+            lines.append((label, [NOTHING if v is None else format(v, form) for v in values]))
     return lines
 
 
@@ -477,25 +404,14 @@ def write_files(out: Path, runs: Sequence[ModeRun], command: str) -> None:
     """Write results.jsonl, table.csv, table.md and plots.png into the comparison's folder."""
     with (out / "results.jsonl").open("w") as file:
         for run in runs:
-            file.write(json.dumps(record(run)) + "\n")
+            values = {f.name: getattr(run, f.name) for f in fields(run) if f.name != "metrics"}
+            values |= {"seconds": round(run.seconds, 3), "summary": run.summary or None}
+            file.write(json.dumps(values, default=str) + "\n")
     write_csv(out / "table.csv", runs)
     drawn = plot(out / "plots.png", by_mode(runs))
     parts = ["# Comparison", "", f"`{command}`", "", *hardware(runs), "", markdown(runs), ""]
     parts += ["![losses, throughput, memory, bytes](plots.png)", ""] if drawn else []
     (out / "table.md").write_text("\n".join(parts))
-
-
-def record(run: ModeRun) -> dict[str, Any]:
-    """One run as a JSON value: what it was, how it ended, its summary."""
-    return {
-        "mode": run.mode,
-        "name": run.name,
-        "folder": str(run.folder),
-        "exit_code": run.exit_code,
-        "seconds": round(run.seconds, 3),
-        "error": run.error,
-        "summary": run.summary or None,
-    }
 
 
 def write_csv(path: Path, runs: Sequence[ModeRun]) -> None:

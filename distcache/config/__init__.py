@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from collections.abc import Mapping
+from dataclasses import field as dataclass_field
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 
 def option(default: Any, help: str) -> Any:
     """A field of a command's own keys with a sentence for `--help`."""
+    return _field(default, help=help)
+
+
+def choice(*words: str, default: str | None = None) -> Any:
+    """A field that is one of `words`, by default the first."""
+    return _field(words[0] if default is None else default, choice=words)
+
+
+def least(bound: float, default: Any) -> Any:
+    """A field that is a number of at least `bound`; null where its type allows that."""
+    return _field(default, least=bound)
+
+
+def counted(bound: int, default: Any = "auto") -> Any:
+    """A field that is `auto` or a whole number of at least `bound`."""
+    return _field(default, counted=bound)
+
+
+def only_of(default: Any, *names: str, **rule: Any) -> Any:
+    """A field that only the data sources `names` read."""
+    return _field(default, sources=names, **rule)
+
+
+def rules_of(tree: type) -> dict[str, Mapping[str, Any]]:
+    """What the fields of a tree's sections say about their values, by dotted key."""
+    sections = {f.name: f.default_factory for f in fields(tree)}
+    return {
+        f"{name}.{f.name}": f.metadata
+        for name, part in sections.items()
+        if is_dataclass(part)
+        for f in fields(part)
+    }
+
+
+def _field(default: Any, **metadata: Any) -> Any:
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+        return dataclass_field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclass_field(default=default, metadata=metadata)

@@ -119,25 +119,24 @@ def near_keys(key: str, schema: type = Config) -> list[str]:
     return list(dict.fromkeys([*own, *same, *part, *close]))[:_MOST]
 
 
-def check_settings(settings: Mapping[str, Any], prefix: str = "") -> None:
-    """ConfigError for dotted keys that are none, or that are sections given a plain value."""
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of `settings` by dotted key, in whose sections there may be mappings.
+
+    Raises ConfigError for keys that are none, sections given a plain value, and values of another
+    type.
+    """
+    found: dict[str, Any] = {}
     for name, value in settings.items():
         key = f"{prefix}{name}"
         if not is_known(key):
             raise no_such_key([key])
-        if is_section(key) and is_plain(value):
+        if not is_section(key):
+            check_value(key, value)
+            found[key] = value
+        elif isinstance(value, Mapping):
+            found |= flat_settings(value, f"{key}.")
+        else:
             raise not_a_value(key, value)
-        if is_section(key) and isinstance(value, Mapping):
-            check_settings(value, f"{key}.")
-
-
-def flat_keys(settings: Mapping[str, Any], prefix: str = "") -> set[str]:
-    """The dotted keys of all values of `settings`, in whose sections there may be mappings."""
-    found = set()
-    for name, value in settings.items():
-        key = f"{prefix}{name}"
-        nested = is_section(key) and isinstance(value, Mapping)
-        found |= flat_keys(value, f"{key}.") if nested else {key}
     return found
 
 

@@ -10,26 +10,28 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from distcache.config import choice, counted, least, only_of
+from distcache.planner.victims import POLICIES, TAILS
+
 
 @dataclass
 class ModelConfig:
     """Group `model`: the dense network behind the embedding tables."""
 
-    name: str = MISSING
-    """`dlrm` or `dcn_v2`."""
-    embedding_dim: int = 16
+    name: str = choice("dlrm", "dcn_v2", default=MISSING)
+    embedding_dim: int = least(1, 16)
     """Width D of every embedding table, in elements; a multiple of 4 for `hybrid`."""
     table_dims: list[int] | None = None
     """Width of each table, in elements; null: `embedding_dim` for all (`dcn_v2` only)."""
-    pooling: str = "sum"
-    """How a bag's rows become one vector: `sum` or `mean`."""
+    pooling: str = choice("sum", "mean")
+    """How a bag's rows become one vector."""
     dense_arch: list[int] = MISSING
     """Layer sizes of the bottom MLP over dense features; `dlrm` ends in `embedding_dim`."""
     over_arch: list[int] = MISSING
     """Layer sizes of the top MLP; ends in 1 (the logit)."""
-    cross_layers: int = 3
+    cross_layers: int = least(1, 3)
     """`dcn_v2`: number of cross layers."""
-    cross_rank: int = 512
+    cross_rank: int = least(1, 512)
     """`dcn_v2`: rank of each cross layer's factorised weight."""
 
 
@@ -37,16 +39,15 @@ class ModelConfig:
 class DataConfig:
     """Group `data`: where batches come from."""
 
-    name: str = MISSING
-    """`synthetic`, `criteo`, `parquet` or `interactions`."""
-    global_batch_size: int = 2048
+    name: str = choice("synthetic", "criteo", "parquet", "interactions", default=MISSING)
+    global_batch_size: int = least(1, 2048)
     """Samples of one step over all ranks (B)."""
     table_rows: list[int] = MISSING
     """Rows of each table; one categorical feature per table. Criteo: empty for what the folder
     says, or for Criteo Kaggle's where `path` is text. Interactions: may be empty."""
-    dense_features: int = 13
+    dense_features: int = least(1, 13)
     """Synthetic, Criteo: number of dense (float) features of a sample."""
-    batching: str = "as_is"
+    batching: str = choice("as_is", "hot_cold")
     """`as_is`; `hot_cold`: samples of hot rows alone in batches of their own, which move no rows;
     needs `cache.statistics`."""
     hot_rows: Any = "auto"
@@ -55,60 +56,60 @@ class DataConfig:
     phase_rate: float = 0.5
     """`hot_cold`: the share of an epoch's hot batches, then of its cold ones, that makes a phase at
     first, in (0, 1]; the held-out loss halves or doubles it."""
-    on_bad_id: str = "error"
+    on_bad_id: str = choice("error", "hash")
     """An id outside its table: `error`, or `hash` (taken modulo the table's rows)."""
-    bag_size: Any = 1
+    bag_size: Any = only_of(1, "synthetic")
     """Synthetic: ids per bag. An int is fixed, a float is a mean; a list gives one per table."""
-    zipf: float = 1.05
+    zipf: float = least(0, 1.05)
     """Synthetic: Zipf exponent of the ids (0 is uniform)."""
-    weighted: bool = False
+    weighted: bool = only_of(False, "synthetic")
     """Synthetic: draw a weight per id (sum pooling only)."""
-    samples: int | None = None
+    samples: int | None = only_of(None, "synthetic", least=1)
     """Synthetic: samples of an epoch; null: unlimited, never repeating."""
     path: str | None = None
     """Criteo, Parquet, interactions: a file, or a glob of files; Criteo lines may be gzip, and a
     folder that distcache.preprocess made takes their place."""
-    on_bad_line: str = "error"
+    on_bad_line: str = choice("error", "skip")
     """Criteo, interactions: a malformed line: `error`, or `skip` with a count."""
-    shuffle: bool = True
+    shuffle: bool = only_of(True, "parquet", "criteo")
     """Criteo, Parquet: training samples in an order of (seed, epoch); false: in their own."""
-    shuffle_block: int = 4096
+    shuffle_block: int = only_of(4096, "criteo", least=1)
     """Criteo: consecutive samples that stay together when shuffled; 256 such blocks are mixed."""
-    held_out: float | None = None
+    held_out: float | None = only_of(None, "parquet", "interactions")
     """Parquet, interactions by time: share of the samples, the last ones, for evaluation; null: a
     seventh."""
-    label_column: str | None = None
+    label_column: str | None = only_of(None, "parquet")
     """Parquet: the column of labels, 0 or 1."""
-    dense_columns: list[str] = field(default_factory=list)
+    dense_columns: list[str] = only_of([], "parquet")
     """Parquet: columns of dense features; none: one feature, the constant 1."""
-    id_columns: list[str] = field(default_factory=list)
+    id_columns: list[str] = only_of([], "parquet")
     """Parquet: columns of ids, one feature and table each; list columns are bags."""
-    weight_columns: Any = None
+    weight_columns: Any = only_of(None, "parquet")
     """Parquet: {id column: column with a weight for each of its ids}; sum pooling only."""
-    held_out_path: str | None = None
+    held_out_path: str | None = only_of(None, "parquet")
     """Parquet: files for evaluation, instead of a share of `path`."""
-    string_ids: str = "hash"
+    string_ids: str = only_of("hash", "parquet", choice=("hash", "hex"))
     """Parquet: strings as ids: `hash` (BLAKE2b-64 modulo the table's rows) or `hex` (their
     hexadecimal value modulo the table's rows)."""
-    nulls: str = "error"
+    nulls: str = only_of("error", "parquet", choice=("error", "zero", "empty"))
     """Parquet: a missing value: `error`; `zero` (dense value 0, id row 0, list an empty bag); or
     `empty` (the same, but a missing id leaves its bag)."""
-    dense_transform: str = "none"
+    dense_transform: str = only_of("none", "parquet", choice=("none", "log1p"))
     """Parquet: dense values as they are (`none`) or as log(1 + max(x, 0)) (`log1p`)."""
-    shuffle_rows: int = 1 << 20
+    shuffle_rows: int = only_of(1 << 20, "parquet", least=1)
     """Parquet: samples shuffled together, in whole row groups, which a rank keeps decoded."""
-    format: str = "auto"
+    format: str = only_of("auto", "interactions", choice=("auto", "lines", "csv"))
     """Interactions: `lines` (user item item ...), `csv` (user, item, rating, time; the last two
     may be absent), or `auto`: csv for names ending in .csv."""
-    delimiter: str = ","
+    delimiter: str = only_of(",", "interactions")
     """Interactions: what separates the fields of a CSV."""
-    min_rating: float | None = None
+    min_rating: float | None = only_of(None, "interactions")
     """Interactions: lower ratings are left out; null: all are positives."""
-    negatives: int = 4
+    negatives: int = only_of(4, "interactions", least=1)
     """Interactions: sampled negatives per positive."""
-    negative_sampling: str = "uniform"
+    negative_sampling: str = only_of("uniform", "interactions", choice=("uniform", "popularity"))
     """Interactions: items as negatives: all alike (`uniform`), or by `popularity`."""
-    held_out_by: str = "last"
+    held_out_by: str = only_of("last", "interactions", choice=("last", "time"))
     """Interactions: held out is each user's `last` one, or by `time` the latest share of all."""
 
 
@@ -116,24 +117,24 @@ class DataConfig:
 class CacheConfig:
     """Group `cache`: slots on the device, and how far the planner looks ahead."""
 
-    rows: int | None = None
+    rows: int | None = least(1, None)
     """Slots per rank (C). At most one of rows, ratio, bytes; none means, for each width of
     table, 1.5 % of its rows, as many of them as take 32 MiB where that is more, or 1.2 times those
     that P + 2 steps are expected to name where that is known."""
     ratio: float | None = None
     """Slots per rank as a share of each group's rows, in (0, 1]."""
-    bytes: int | None = None
+    bytes: int | None = least(1, None)
     """Device bytes per rank for rows and their optimizer state."""
-    lookahead: Any = "auto"
+    lookahead: Any = counted(0)
     """L: steps known beyond the step being decided; `auto`: the largest of 8, 16, 32 and 64 whose
     ids (8 bytes each, of L + P + 1 steps of a rank) take at most 64 MiB, or what memory holds."""
-    prefetch: Any = "auto"
+    prefetch: Any = counted(0)
     """P: steps that movement may run ahead of training; `auto`: 1, or 0 where the slots are too
     few for the rows of two steps."""
-    policy: str = "lookahead"
+    policy: str = choice(*POLICIES)
     """Which rows leave first: `lookahead` (window-Belady, then `tail`); or, whatever the window,
     by `lfu`, `lru`, `frequency` (in the statistics), `static` (the hottest stay)."""
-    tail: str = "lfu"
+    tail: str = choice(*TAILS, default="lfu")
     """`lookahead`: order of the rows without a use in the window: `lru`, `lfu` or `frequency`."""
     half_life: Any = "auto"
     """`lfu`: steps in which counts lose half of their weight; `auto`: from slots and rows used."""
@@ -145,23 +146,23 @@ class CacheConfig:
     split: Any = "proportional"
     """Slots over groups of tables: `proportional` to their rows, `by_curve` for the fewest expected
     fetches (with statistics), or {table: rows}, the rows of each table to be cached first."""
-    placement: str = "replicated"
+    placement: str = choice("replicated", "sharded", "mixed", "auto")
     """How cached rows lie over ranks: `replicated` (all on every rank), `sharded` (each on its home
     alone), `mixed` (the most frequent replicated, the others sharded), or `auto`, by prediction."""
     replicated_rows: Any = None
     """`mixed`: {table: K}, each table's K most frequent rows are replicated, none of the others."""
     replicated_share: float | None = None
     """`mixed`: the share of all rows, in (0, 1), most frequent first, that is replicated."""
-    objective: str = "time"
+    objective: str = choice("time", "bytes")
     """`auto`: what the placement makes smallest: step `time`, or `bytes` that ranks exchange."""
     cluster: str | None = None
     """`auto`: the `cluster.json` of distcache.plan, instead of links and row times measured at the
     start."""
-    state: str = "auto"
+    state: str = choice("auto", "home", "replicated")
     """Optimizer state of replicated rows: on every rank (`replicated`), or on each row's `home`,
     which then updates the row and returns it. `auto`: at home where it has a float or more for
     each element of a row (Adagrad, Adam), unless `reduction` is `native`."""
-    reduction: str = "ordered"
+    reduction: str = choice("ordered", "native")
     """Row-gradient sum: `ordered` (same bits whatever the buffer) or `native` (the library's)."""
 
 
@@ -169,9 +170,9 @@ class CacheConfig:
 class StoreConfig:
     """Group `store`: where whole tables live."""
 
-    name: str = "memory"
+    name: str = choice("memory")
     """`memory`: anonymous shared host memory, one store per node."""
-    access: str = "staged"
+    access: str = choice("staged", "zero_copy")
     """How rows come to the device and back: `staged` (host threads gather them into pinned buffers,
     which are copied) or `zero_copy` (the device reads and writes them in host memory, which is
     locked for that; needs Triton on a GPU). For the modes `data` and `host`."""
@@ -181,33 +182,31 @@ class StoreConfig:
 class ParallelConfig:
     """Group `parallel`: the layout of tables and gradients over ranks."""
 
-    mode: str = MISSING
-    """`data`, `hybrid`, `resident` or `host`."""
-    sharding: str = "auto"
-    """`hybrid`: `auto` (TorchRec's planner), `table_wise`, `row_wise` or `column_wise`."""
+    mode: str = choice("data", "hybrid", "resident", "host", default=MISSING)
+    sharding: str = choice("auto", "table_wise", "row_wise", "column_wise")
+    """`hybrid`; `auto`: by TorchRec's planner."""
 
 
 @dataclass
 class OptimConfig:
     """Group `optim`: the same values in every mode, whatever a library's default."""
 
-    name: str = MISSING
-    """`sgd`, `adagrad`, `rowwise_adagrad` or `adam`."""
-    dense_lr: float = 0.1
+    name: str = choice("sgd", "adagrad", "rowwise_adagrad", "adam", default=MISSING)
+    dense_lr: float = least(0, 0.1)
     """Learning rate of the dense parameters."""
-    embedding_lr: float = 0.1
+    embedding_lr: float = least(0, 0.1)
     """Learning rate of the embedding rows."""
-    eps: float = 1e-8
+    eps: float = least(0, 1e-8)
     """Added to the denominator (Adagrad, row-wise Adagrad, Adam)."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """Adam's decay rates."""
-    initial_accumulator: float = 0.0
+    initial_accumulator: float = least(0, 0.0)
     """Initial value of Adagrad's sum of squares."""
-    warmup_steps: int = 0
+    warmup_steps: int = least(0, 0)
     """Steps of linear warm-up from 0 to the full rate."""
-    decay_start: int = 0
+    decay_start: int = least(0, 0)
     """Step at which polynomial (quadratic) decay starts."""
-    decay_steps: int = 0
+    decay_steps: int = least(0, 0)
     """Steps of decay to 0; 0: no decay."""
 
 
@@ -215,43 +214,42 @@ class OptimConfig:
 class TrainerConfig:
     """Group `trainer`: how long, on what, and how it is watched."""
 
-    steps: int | None = None
+    steps: int | None = least(1, None)
     """Training steps; null: one epoch."""
-    seed: int = 0
+    seed: int = least(0, 0)
     """Seed of initial weights and sample order."""
-    backend: str = "auto"
-    """torch.distributed backend of the device group: `auto`, `gloo` or `nccl`."""
-    device: str = "auto"
-    """`auto`, `cpu` or `cuda`."""
-    dtype: str = "float32"
+    backend: str = choice("auto", "gloo", "nccl")
+    """torch.distributed backend of the device group."""
+    device: str = choice("auto", "cpu", "cuda")
+    dtype: str = choice("float32", "float64")
     """Weights, rows and optimizer state: `float32`; `float64` for checks."""
-    amp: str = "off"
+    amp: str = choice("off", "bf16")
     """`bf16`: the dense part computes in bfloat16 under torch.autocast; rows, gradients, optimizer
     state and the loss stay in `dtype`. `off`: all in `dtype`."""
     tf32: bool = False
     """CUDA: let float32 products of the dense part be taken in TF32 (10 bits of mantissa)."""
-    eval_every: int | None = None
+    eval_every: int | None = least(1, None)
     """Training steps between evaluations; null: only at the end."""
-    eval_steps: int = 0
+    eval_steps: int = least(0, 0)
     """Global batches of one evaluation; 0: none."""
-    log_every: int = 100
+    log_every: int = least(1, 100)
     """Training steps between log lines."""
     log_level: str = "INFO"
     """Level of the `distcache` logger."""
-    threads: Any = "auto"
+    threads: Any = counted(1)
     """Threads of a rank's torch operations; `auto`: OMP_NUM_THREADS if set (not by torchrun, to 1),
     else the rank's share of the cores."""
     timeout_s: float = 300.0
     """Seconds that a wait on other ranks may last."""
     resume: str | None = None
     """A run folder, or its `model/`, to go on from."""
-    schedule: str = "overlapped"
+    schedule: str = choice("overlapped", "serial")
     """`overlapped`: rows move beside the steps before; `serial`: one stage after the other."""
     trace: bool = False
     """Write all ranks' stages on one clock to `trace.json` in the run folder, for Perfetto."""
-    shake_ms: float = 0.0
+    shake_ms: float = least(0, 0.0)
     """Longest random delay at every hand-over between threads, ms (debug; slow)."""
-    resume_data: str = "same"
+    resume_data: str = choice("same", "any")
     """Data of a resumed run: the `same` as before, or `any` (at the same step of them)."""
     validate_plans: bool = False
     """Check every law on every plan (debug; slow)."""
@@ -267,9 +265,9 @@ class RunConfig:
     """Remove the run that `run.dir` holds already; else such a folder is refused."""
     save: bool = True
     """Write `model/` at the end (always on Ctrl-C and on a non-finite loss)."""
-    digest: str = "auto"
+    digest: str = choice("auto", "true", "false")
     """SHA-256 over the final state: `true`, `false`, or `auto` (tables of at most 4 GiB)."""
-    sweep_ranks: int = 1
+    sweep_ranks: int = least(1, 1)
     """Ranks of each job of a `--multirun` sweep, all on this machine."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from distcache.cost.cluster import Cluster
 from distcache.cost.demand import Demand, GroupDemand
 from distcache.cost.miniature import miniature
 from distcache.planner.shard import relays
-from distcache.replay import AT_HOME, RowFormat, replicated_bytes, sharded_bytes
 
 # -----------------------------------------------------------------------------
 # Bytes per rank and step of each placement, as `comm.counters` counts them.
@@ -127,6 +126,56 @@ def split(exchange: Exchange, cluster: Cluster) -> tuple[float, float]:
 def remote_share(world_size: int) -> float:
     """k: the share of rows whose home is another rank."""
     return (world_size - 1) / world_size
+
+
+AT_HOME = "home"
+"""The optimizer state of replicated rows lies at their homes alone."""
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Rows of one group: D elements, S of optimizer state, bytes of an element; `state`: where
+    that of replicated rows lies, `replicated` or `home`."""
+
+    dim: int
+    state_width: int = 0
+    itemsize: int = 4
+    state: str = REPLICATED
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row."""
+        return self.dim * self.itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of a row and its state."""
+        return (self.dim + self.state_width) * self.itemsize
+
+
+Rows = TypeVar("Rows", float, np.ndarray)
+"""Numbers of rows that go their way: expected ones, or exact ones from rank to rank."""
+
+
+def replicated_bytes(row: RowFormat, fetched: Rows, named: Rows, summed: Rows) -> dict[str, Rows]:
+    """Bytes by stage of replicated rows: `fetched` ones, gradients of those that ranks `named`, and
+    the sums of rows (with state at home: the rows) that homes send back."""
+    filled = row.row_bytes if row.state == AT_HOME else row.stored_bytes
+    return {
+        "fill": fetched * filled,
+        "row_gradients": named * row.row_bytes,
+        "row_sums": summed * row.row_bytes,
+    }
+
+
+def sharded_bytes(row: RowFormat, late: Rows, named: Rows, gradients: Rows) -> dict[str, Rows]:
+    """Bytes by stage of sharded rows: those that ranks `named` come to them, the `late` ones after
+    the step before, and `gradients` of them go back."""
+    return {
+        "late_rows": late * row.row_bytes,
+        "early_rows": (named - late) * row.row_bytes,
+        "row_gradients": gradients * row.row_bytes,
+    }
 
 
 def replicated_exchanges(

@@ -32,7 +32,7 @@ from distcache.engine.placing import (
 from distcache.errors import ConfigError, DistcacheError
 from distcache.layout import TableSpec
 from distcache.optim import RowUpdate
-from distcache.planner.policy import DEFAULT, POLICIES, TAILS, WINDOWS, Policy
+from distcache.planner.victims import DEFAULT, POLICIES, TAILS, WINDOWS, Policy
 from distcache.popularity.slots import Budget, Use, decide, plan_slots, statistics_of
 from distcache.popularity.statistics import Popularity, Statistics, read_statistics
 from distcache.store.rows import ACCESS, STAGED

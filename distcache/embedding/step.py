@@ -45,7 +45,7 @@ from distcache.engine.views import Part, StepRows, WholeTables
 from distcache.errors import DataError, NonFiniteLossError, PlanError
 from distcache.layout import TableSpec
 from distcache.parallel.base import StepStatistics
-from distcache.planner.policy import WINDOWS, auto_lookahead
+from distcache.planner.victims import WINDOWS, auto_lookahead
 from distcache.store.memory import describe_bytes
 from distcache.streams import COMPUTE, Mark
 

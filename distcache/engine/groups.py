@@ -20,7 +20,7 @@ from distcache.comm.world import World
 from distcache.data.batch import JaggedIds
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import RowLayout, TableSpec, group_tables
-from distcache.planner.policy import DEFAULT, Policy
+from distcache.planner.victims import DEFAULT, Policy
 from distcache.popularity.curve import LIKELY, room_for
 from distcache.store.rows import STAGED
 

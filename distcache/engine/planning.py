@@ -24,8 +24,8 @@ from distcache.engine.step import Flight
 from distcache.errors import ConfigError, PeerError
 from distcache.planner.assemble import HomePart, assemble, make_request, next_move_after
 from distcache.planner.home import HomePlanner, Planner
-from distcache.planner.policy import Policy
 from distcache.planner.shard import HotLayout, HotRows, ShardParts, nothing
+from distcache.planner.victims import Policy
 from distcache.step_plan import StepPlan, check_plan, check_plan_fully
 
 log = logging.getLogger(__name__)

@@ -38,7 +38,6 @@ from distcache.errors import DistcacheError
 from distcache.layout import TableSpec
 from distcache.optim import RowUpdate
 from distcache.planner.home import PassThroughPlanner, ResidentPlanner
-from distcache.planner.shard import in_tail
 from distcache.popularity.statistics import GroupPopularity
 from distcache.store.memory import describe_bytes, require_memory
 from distcache.store.rows import (
@@ -244,7 +243,7 @@ def _fill(rows: GroupRows, hot: np.ndarray, share: float, link: Link, counts: Mo
     """Bring the first of `hot` that each home has room for, block by block."""
     group, rank, slots, tail = rows.group, link.world.rank, rows.slots, hot[:0]
     if group.hot is not None:
-        is_tail = in_tail(hot, group.hot)
+        is_tail = ~np.isin(hot, group.hot)
         hot, tail = hot[~is_tail], hot[is_tail]
     for taken, parts in warm_blocks(group, hot, slots.replicated, share):
         own = torch.from_numpy(parts[rank])

@@ -9,11 +9,14 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
+from distcache.errors import PlanError
 from distcache.layout import RowLayout
+from distcache.planner import loops
 from distcache.planner.home import HomeDecision
-from distcache.planner.loops import grouped, hashed_rows, occurrences
-from distcache.planner.shard import HotRows, ShardParts, as_tensor, in_tail, shard_plan
+from distcache.planner.shard import HotRows, ShardParts, as_tensor, grouped, shard_plan
 from distcache.step_plan import StepPlan
+
+_NONE = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,19 @@ class Request:
         return [len(rows) for rows in self.rows]
 
 
-def make_request(
-    layout: RowLayout, rows: np.ndarray, hot: np.ndarray | HotRows | None = None
-) -> Request:
+def hashed_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`(distinct rows int64 [U], labels int32 [n])` of rows int64 `[n]`, whatever their range."""
+    rows = np.ascontiguousarray(rows, dtype=np.int64)
+    table = np.full(1 << max(1, (2 * len(rows) - 1).bit_length()), -1, np.int32)
+    distinct, labels = np.empty(len(rows), np.int64), np.empty(len(rows), np.int32)
+    count = loops.find_rows(rows, table, distinct, labels)
+    return distinct[:count].copy(), labels
+
+
+def make_request(layout: RowLayout, rows: np.ndarray, hot: HotRows | None = None) -> Request:
     """The request for the rows (int64 `[n]`) of one rank's local batch.
 
-    `hot`: the replicated rows of a group with sharded ones, int64 `[K]`, ascending; None: all are
-    replicated. `HotRows`, made once for a stream, find them at less cost.
+    `hot`: the replicated rows of a group with sharded ones; None: all are replicated.
     """
     world = layout.world_size
     if world == 1 and hot is None:
@@ -51,8 +60,8 @@ def make_request(
     distinct, labels = hashed_rows(rows)
     homes = layout.home(distinct)
     if hot is not None:
-        homes = homes + world * in_tail(distinct, hot)
-    order, starts = grouped(homes, 0, world if hot is None else 2 * world)
+        homes = homes + world * (hot.find(distinct) < 0)
+    order, starts = grouped(homes, world if hot is None else 2 * world)
     places = np.empty_like(order)
     places[order] = np.arange(len(order), dtype=np.int32)
     named = distinct[order]
@@ -66,7 +75,7 @@ class HomePart:
     (indices, ascending), and the canonical index of every row that the rank asked it for.
 
     Of sharded rows: neither slots nor `fetch`, and as `reply` that of `replies_to_all`; `masks`:
-    those of `relays.masks_for_all`, None where there are none.
+    those of `masks_for_all`, None where there are none.
     """
 
     slots: np.ndarray
@@ -95,24 +104,25 @@ def assemble(
         leaf_rows = total + shard.rows
         asked = np.concatenate((asked, np.arange(total, leaf_rows, dtype=np.int32)))
     if request.labels is None:
-        ids = occurrences(asked, None, leaf_rows)
+        ids = occurrences(asked, _NONE, leaf_rows)
     else:
         ids = occurrences(request.labels, asked[request.places], leaf_rows)
+    positions, order, touched, segments, starts = ids
     fetch = _joined([part.fetch for part in parts], base)
     missing = fetch if sharded is None else np.concatenate((fetch, total + sharded.fetched))
-    missed = int((ids.starts[missing + 1] - ids.starts[missing]).sum())
+    missed = int((starts[missing + 1] - starts[missing]).sum())
     if len(parts) == 1 and sharded is None:  # the only rank names every row
         sources = [np.arange(total)]
     else:
         sources = [_ascending(reply, len(own.slots)) for reply in own.replies]
-    ends = ids.touched.searchsorted(base).tolist()
+    ends = touched.searchsorted(base).tolist()
     return StepPlan(
         step=own.step,
         kind=own.kind,
-        positions=torch.from_numpy(ids.positions),
-        order=torch.from_numpy(ids.order),
-        touched=torch.from_numpy(ids.touched),
-        segments=torch.from_numpy(ids.segments),
+        positions=torch.from_numpy(positions),
+        order=torch.from_numpy(order),
+        touched=torch.from_numpy(touched),
+        segments=torch.from_numpy(segments),
         touched_counts=tuple(stop - start for start, stop in pairwise(ends)),
         slots=as_tensor(_concatenated([part.slots for part in parts])),
         home_counts=tuple(home_counts),
@@ -124,9 +134,28 @@ def assemble(
         evict_slots=as_tensor(own.evict_slots),
         evict_rows=as_tensor(own.evict_rows),
         move_after=move_after,
-        lookup_hits=len(ids.positions) - missed,
+        lookup_hits=len(positions) - missed,
         shard=shard,
     )
+
+
+def occurrences(labels: np.ndarray, lookup: np.ndarray, total: int) -> tuple[np.ndarray, ...]:
+    """`positions`, `order`, `touched` and `segments` of a `StepPlan`, int64, and how many ids have
+    a smaller canonical index than each, int32 `[total + 1]`.
+
+    `labels` int32 `[n]`: the ids' canonical indices, below `total`, or indices into `lookup` unless
+    that is empty. Raises PlanError for one outside.
+    """
+    labels = np.ascontiguousarray(labels, dtype=np.int32)
+    lookup = np.ascontiguousarray(lookup, dtype=np.int32)
+    positions, order = np.empty(len(labels), np.int64), np.empty(len(labels), np.int64)
+    touched, segments = np.empty(total, np.int64), np.empty(total + 1, np.int64)
+    starts = np.empty(total + 2, np.int32)
+    found = loops.order_ids(labels, lookup, positions, starts, order, touched, segments)
+    if found < 0:
+        raise PlanError(f"id {-1 - found} names none of the {total} rows of its step")
+    touched, segments = touched[:found].copy(), segments[: found + 1].copy()
+    return positions, order, touched, segments, starts[: total + 1]
 
 
 def next_move_after(step: int, prefetch: int, latest_uses: Sequence[int], before: int) -> int:

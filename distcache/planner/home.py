@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distcache.errors import StepTooLargeError
+from distcache.errors import PlanError, StepTooLargeError
 from distcache.layout import RowLayout
-from distcache.planner.loops import distinct_rows
-from distcache.planner.policy import DEFAULT, Policy
-from distcache.planner.victims import Forget, SlotTable, make_ranking
+from distcache.planner import loops
+from distcache.planner.victims import DEFAULT, Forget, Policy, SlotTable, make_ranking
 
 _AHEAD = 24
 """Steps, beside those of 2 P, that may be planned and never run: threads are no further ahead."""
@@ -49,15 +48,85 @@ class HomeDecision:
     """As in `Ingested`."""
 
 
-class HomePlanner:
+def distinct_rows(
+    local: np.ndarray, position: np.ndarray, step: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`(distinct [U], previous [U], labels [n])`, int32, of local rows (int64 `[n]`).
+
+    `position` int32: the step that named each row last, -1 for none; it becomes `step` for these.
+    Raises PlanError for a row outside it, and leaves it as it was.
+    """
+    local = np.ascontiguousarray(local, dtype=np.int64)
+    count = len(local)
+    distinct, previous = np.empty(count, np.int32), np.empty(count, np.int32)
+    labels = np.empty(count, np.int32)
+    count = loops.name_rows(local, position, step, distinct, previous, labels)
+    if count < 0:
+        raise PlanError(
+            f"step {step}: id {-1 - count} is row {local[-1 - count]} of a home that has "
+            f"{len(position)}: ids must lie within their tables"
+        )
+    return distinct[:count].copy(), previous[:count].copy(), labels
+
+
+class Planner:
+    """Plans the rows of one home: `ingest` in stream order, then `plan` in stream order.
+
+    What all kinds share: distinct rows, by an index of 4 bytes per local row.
+    """
+
+    def __init__(self, layout: RowLayout, home: int, slots: int, own_slots: slice) -> None:
+        """`slots`: how many it has; `own_slots`: where they are among those of the device."""
+        self.layout, self.home, self.slots, self.own_slots = layout, home, slots, own_slots
+        self._last_reference = np.full(layout.local_rows, -1, dtype=np.int32)
+        self._window: deque[Ingested] = deque()
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index over this home's rows, with what the policy keeps of each."""
+        return self._last_reference.nbytes
+
+    @property
+    def due_rows(self) -> int:
+        """Distinct rows of the oldest ingested step, which `plan` would decide."""
+        return len(self._window[0].local)
+
+    def ingest(self, step: int, kind: str, requests: Sequence[np.ndarray]) -> Ingested:
+        """Take the rows (int64, homed here) that every rank names in `step`, in rank order.
+
+        Raises PlanError for a row that the layout does not have.
+        """
+        rows = np.concatenate(requests) if len(requests) > 1 else requests[0]
+        known = self._last_reference
+        distinct, previous, labels = distinct_rows(self.layout.local(rows), known, step)
+        replies, start = [], 0
+        for request in requests:
+            replies.append(labels[start : start + len(request)])
+            start += len(request)
+        entry = Ingested(step, kind, distinct, previous, tuple(replies))
+        self._window.append(entry)
+        return entry
+
+    def plan(self) -> HomeDecision:
+        """Decide the oldest ingested step."""
+        raise NotImplementedError
+
+    def restore(self, slot_row: np.ndarray, step: int) -> None:
+        """Forget all beyond `step`, and start again from what the device holds after it.
+
+        `slot_row` int64 `[slots]`: the row in each of this home's slots, -1 free.
+        """
+        self._window.clear()
+
+
+class HomePlanner(Planner):
     """Plans the rows of `home` into its own range of `slots` device slots.
 
     `lookahead` is L, `prefetch` P. A step is decided when the ids through step + L are ingested
-    (or the stream ended): call `ingest` in stream order, then `plan` in stream order.
-    `popularity` uint8 `[local rows]`: each row's class, higher is hotter, 0 never seen; `PINNED`
-    rows leave where no other can, whatever the policy. Its index is 8 bytes per local row: slot and
-    last reference; only the home has it, so it is divided over the ranks. Raises ConfigError where
-    a policy needs popularity and it is None.
+    (or the stream ended). `popularity` uint8 `[local rows]`: each row's class, higher is hotter, 0
+    never seen; `PINNED` rows leave where no other can, whatever the policy. Its index is 8 bytes
+    per local row: slot and last reference; only the home has it, so it is divided over the ranks.
+    Raises ConfigError where a policy needs popularity and it is None.
     """
 
     def __init__(
@@ -74,40 +143,27 @@ class HomePlanner:
         """`first_slot`: of its range on the device; None: home h's range follows that of h - 1.
         `names` int32 `[local rows]`: what a replay's rows are called in training, where the local
         rows are others; None: as they are numbered."""
-        self.layout, self.home, self.slots, self.policy = layout, home, slots, policy
         self._first_slot = home * slots if first_slot is None else first_slot
+        super().__init__(layout, home, slots, slice(self._first_slot, self._first_slot + slots))
         self._popularity_bytes = 0 if popularity is None else popularity.nbytes
         rows = layout.local_rows
         named = () if names is None else (names,)
         self._ranking = make_ranking(policy, rows, slots, popularity, *named)
-        self._last_reference = np.full(rows, -1, dtype=np.int32)
         self._table = SlotTable(rows, slots, prefetch, self._ranking, popularity)
-        self._window: deque[Ingested] = deque()
         self._past: deque[tuple[Ingested, Forget]] = deque(maxlen=2 * prefetch + _AHEAD)
         self._looks_ahead, self._planned = policy.uses_window, -1
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the index over this home's rows, with what the policy keeps of each."""
+        """See `Planner.index_bytes`."""
         index = self._table.slot_of.nbytes + self._last_reference.nbytes
         return index + self._ranking.nbytes + self._popularity_bytes
 
-    @property
-    def own_slots(self) -> slice:
-        """This home's slots among those of the device."""
-        return slice(self._first_slot, self._first_slot + self.slots)
-
-    @property
-    def due_rows(self) -> int:
-        """Distinct rows of the oldest ingested step, which `plan` would decide."""
-        return len(self._window[0].local)
-
     def ingest(self, step: int, kind: str, requests: Sequence[np.ndarray]) -> Ingested:
-        """Take the rows (int64, homed here) that every rank names in `step`, in rank order."""
-        entry = take_requests(self.layout, self._last_reference, (step, kind), requests)
+        """See `Planner.ingest`; the policy's window learns of the step's uses."""
+        entry = super().ingest(step, kind, requests)
         if self._looks_ahead:
             self._table.window.refer(entry.local, entry.previous, self._planned, step)
-        self._window.append(entry)
         return entry
 
     def plan(self) -> HomeDecision:
@@ -147,11 +203,8 @@ class HomePlanner:
         )
 
     def restore(self, slot_row: np.ndarray, step: int) -> None:
-        """Forget all beyond `step`, and start again from what the device holds after it.
-
-        `slot_row` int64 `[slots]`: the row in each of this home's slots, -1 free. How far planning
-        was ahead leaves no trace: what later steps were counted for is taken back.
-        """
+        """See `Planner.restore`. How far planning was ahead leaves no trace: what later steps were
+        counted for is taken back."""
         while self._window:
             self._unname(self._window.pop())
         while self._past and self._past[-1][0].step > step:
@@ -167,79 +220,22 @@ class HomePlanner:
         self._last_reference[entry.local] = entry.previous
 
 
-def take_requests(
-    layout: RowLayout, position: np.ndarray, label: tuple[int, str], requests: Sequence[np.ndarray]
-) -> Ingested:
-    """Distinct local rows over all ranks' requests, and the step before that named each.
-
-    `position` int32 `[ceil(V / W)]`: the step that named each row last, -1 for none; updated.
-    Raises PlanError for a row that the layout does not have.
-    """
-    step, kind = label
-    rows = np.concatenate(requests) if len(requests) > 1 else requests[0]
-    distinct, previous, labels = distinct_rows(layout.local(rows), position, step)
-    replies, start = [], 0
-    for request in requests:
-        replies.append(labels[start : start + len(request)])
-        start += len(request)
-    return Ingested(step, kind, distinct, previous, tuple(replies))
-
-
-# -----------------------------------------------------------------------------
-# The planners of the modes without a cache: the same labels from the same code, no victims.
-#
-# `ResidentPlanner` (all rows on every device) and `PassThroughPlanner` (none) stand in for
-# `HomePlanner`.
-
-
-class _SlotFreePlanner:
-    """What the planners that choose no slots share: distinct rows, in stream order."""
-
-    def __init__(self, layout: RowLayout, home: int) -> None:
-        self.layout, self.home = layout, home
-        self.slots = layout.local_rows
-        self._position = np.full(layout.local_rows, -1, dtype=np.int32)
-        self._window: deque[Ingested] = deque()
-
-    @property
-    def index_bytes(self) -> int:
-        """Bytes of the scratch array that finds distinct rows."""
-        return self._position.nbytes
-
-    @property
-    def own_slots(self) -> slice:
-        """All slots of the device."""
-        return slice(None)
-
-    @property
-    def due_rows(self) -> int:
-        """As `HomePlanner.due_rows`."""
-        return len(self._window[0].local)
-
-    def ingest(self, step: int, kind: str, requests: Sequence[np.ndarray]) -> Ingested:
-        """As `HomePlanner.ingest`."""
-        entry = take_requests(self.layout, self._position, (step, kind), requests)
-        self._window.append(entry)
-        return entry
-
-
-class ResidentPlanner(_SlotFreePlanner):
+class ResidentPlanner(Planner):
     """All rows on every device: slot = row, nothing moves (mode `resident`)."""
 
+    def __init__(self, layout: RowLayout, home: int) -> None:
+        super().__init__(layout, home, layout.local_rows, slice(None))
+
     def plan(self) -> HomeDecision:
-        """As `HomePlanner.plan`: every row is a hit."""
+        """See `Planner.plan`: every row is a hit."""
         entry = self._window.popleft()
         rows = self.layout.row(self.home, entry.local.astype(np.int64))
         none = np.empty(0, np.int64)
         label = (entry.step, entry.kind)
         return HomeDecision(*label, rows, *(none,) * 4, -1, entry.replies, entry.previous)
 
-    def restore(self, slot_row: np.ndarray, step: int) -> None:
-        """Forget the window."""
-        self._window.clear()
 
-
-class PassThroughPlanner(_SlotFreePlanner):
+class PassThroughPlanner(ResidentPlanner):
     """No cache: every row comes from the store and leaves after its step (mode `host`).
 
     Slots interleave over homes, so that the buffer may grow with the largest step.
@@ -247,34 +243,27 @@ class PassThroughPlanner(_SlotFreePlanner):
 
     def __init__(self, layout: RowLayout, home: int) -> None:
         super().__init__(layout, home)
-        self._previous = (np.empty(0, np.int64), np.empty(0, np.int64), -1)
+        self._leaving = (np.empty(0, np.int64), np.empty(0, np.int64), -1)
 
     def plan(self) -> HomeDecision:
-        """As `HomePlanner.plan`: the rows of the step before leave, all of this step's come in."""
-        entry = self._window.popleft()
-        rows = self.layout.row(self.home, entry.local.astype(np.int64))
-        size = self.layout.world_size
-        slots = np.arange(len(rows), dtype=np.int64) * size + self.home
-        old_slots, old_rows, latest = self._previous
-        self._previous = (slots, rows, entry.step)
-        return HomeDecision(
-            step=entry.step,
-            kind=entry.kind,
+        """See `Planner.plan`: the rows of the step before leave, all of this step's come in."""
+        every = super().plan()
+        count = len(every.slots)
+        slots = np.arange(count, dtype=np.int64) * self.layout.world_size + self.home
+        old_slots, old_rows, latest = self._leaving
+        self._leaving = (slots, every.slots, every.step)
+        return replace(
+            every,
             slots=slots,
-            fetch=np.arange(len(rows), dtype=np.int64),
-            fetch_rows=rows,
+            fetch=np.arange(count, dtype=np.int64),
+            fetch_rows=every.slots,
             evict_slots=old_slots,
             evict_rows=old_rows,
             latest_use=latest,
-            replies=entry.replies,
-            previous=entry.previous,
         )
 
     def restore(self, slot_row: np.ndarray, step: int) -> None:
-        """Forget the window; the rows still in the buffer leave before the next step."""
-        self._window.clear()
+        """See `Planner.restore`; the rows still in the buffer leave before the next step."""
+        super().restore(slot_row, step)
         slots = np.flatnonzero(slot_row >= 0)
-        self._previous = (slots, slot_row[slots], step)
-
-
-Planner = HomePlanner | ResidentPlanner | PassThroughPlanner
+        self._leaving = (slots, slot_row[slots], step)

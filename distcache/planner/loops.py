@@ -1,41 +1,26 @@
-"""The planner's loops over ids and rows, compiled by Numba, and the calls that make their results.
+"""The planner's loops over ids and rows, compiled by Numba.
 
 Results go to arrays that the caller made; a loop allocates nothing. All that a loop needs stands in
 this file, for its machine code is kept on disk until this file changes: beside it, or in the user's
 cache folder, or where $NUMBA_CACHE_DIR says. Compiling takes about a second, once per installation,
 when this file is imported and never while one plans; from then on the code is loaded in
-milliseconds. Where nothing can be kept, each process compiles for itself. The slow NumPy twins are
-the tests' (`tests/planner_twins.py`): same names, arguments and results.
+milliseconds. Where nothing can be kept, each process compiles for itself.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numba
 import numpy as np
-
-from distcache.errors import PlanError
-from distcache.planner.policy import PINNED
 
 log = logging.getLogger(__name__)
 
 _compiler: Any = numba  # which has no type stubs
 types = _compiler.types
 Loop = TypeVar("Loop", bound=Callable[..., Any])
-
-_SETTING = "DISTCACHE_PLANNER"
-if os.environ.get(_SETTING):
-    log.warning(
-        "$%s=%s is not read any more: the planner's loops are always compiled by Numba, and plans "
-        "are the same; take it out of the environment",
-        _SETTING,
-        os.environ[_SETTING],
-    )
 
 
 def compiled(*signatures: Any) -> Callable[[Loop], Loop]:
@@ -62,6 +47,9 @@ i4, i8 = types.int32, types.int64
 in4, in8, out4, out8 = array(i4, False), array(i8, False), array(i4, True), array(i8, True)
 in1, out1 = array(types.uint8, False), array(types.uint8, True)
 in44, out44 = array(i4, False, 2), array(i4, True, 2)
+
+PINNED = 255
+"""Popularity class of a row that leaves only where no other can."""
 
 NEVER = np.iinfo(np.int32).max
 """Next use of a row that no step in the window uses."""
@@ -139,21 +127,17 @@ def find_rows(rows: np.ndarray, table: np.ndarray, distinct: np.ndarray, labels:
     return count
 
 
-@compiled(i8(in4, i8, out4, out4))
-def group(keys: np.ndarray, low: int, order: np.ndarray, starts: np.ndarray) -> int:
-    """Stable counting sort: `order[starts[g]:starts[g + 1]]` are the indices whose key is low + g.
+@compiled(types.void(in4, out4, out4))
+def group(keys: np.ndarray, order: np.ndarray, starts: np.ndarray) -> None:
+    """Stable counting sort: `order[starts[g]:starts[g + 1]]` are the indices whose key is g.
 
-    `keys` int32 `[n]`, those below `low` counting as `low`; `order` int32 `[n]` and `starts` int32
-    `[G + 1]` are written. Returns G, or -1 - i for a key i of low + G or more.
+    `keys` int32 `[n]`, all in [0, G); `order` int32 `[n]` and `starts` int32 `[G + 1]` are written.
     """
     groups = len(starts) - 1
     for g in range(groups + 1):
         starts[g] = 0
     for i in range(len(keys)):
-        g = max(keys[i] - low, 0)
-        if g >= groups:
-            return -1 - i
-        starts[g] += 1
+        starts[keys[i]] += 1
     total = 0
     for g in range(groups):
         total += starts[g]
@@ -161,10 +145,9 @@ def group(keys: np.ndarray, low: int, order: np.ndarray, starts: np.ndarray) -> 
     starts[groups] = total
     for back in range(len(keys)):  # from the last to the first: ends become starts
         i = len(keys) - 1 - back
-        g = max(keys[i] - low, 0)
+        g = keys[i]
         starts[g] -= 1
         order[starts[g]] = i
-    return groups
 
 
 @compiled(i8(in4, in4, out4, out4, i8, out4, out4))
@@ -649,16 +632,15 @@ def order_ids(
     return count
 
 
-@compiled(i8(in8, in8, in4, i8, out4))
+@compiled(types.void(in8, in8, in4, i8, out4))
 def find_sorted(
     rows: np.ndarray, known: np.ndarray, starts: np.ndarray, shift: int, found: np.ndarray
-) -> int:
+) -> None:
     """Where each of `rows` (int64 `[n]`) is in `known` (int64, ascending), to `found` (int32
-    `[n]`), -1 where it is not; returns how many are there.
+    `[n]`), -1 where it is not.
 
     `starts` int32 `[B + 1]`: how many of `known` are below b << `shift`, for b = 0 to B.
     """
-    count = 0
     for i in range(len(rows)):
         row, place = rows[i], -1
         bucket = row >> shift
@@ -678,9 +660,6 @@ def find_sorted(
                     if low < starts[bucket + 1] and known[low] == row:
                         place = low
         found[i] = place
-        if place >= 0:
-            count += 1
-    return count
 
 
 @compiled(i8(in4, i8, in4, in4, in8, out8, out8, out8))
@@ -717,107 +696,3 @@ def divide(
             i += 1
         counts[piece] = high - before
     return high
-
-
-# -----------------------------------------------------------------------------
-# The loops as the planner calls them: results made, cut to length, and what is wrong raised.
-
-
-def distinct_rows(
-    local: np.ndarray, position: np.ndarray, step: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`(distinct [U], previous [U], labels [n])`, int32, of local rows (int64 `[n]`).
-
-    `position` int32: the step that named each row last, -1 for none; it becomes `step` for these.
-    Raises PlanError for a row outside it, and leaves it as it was.
-    """
-    local = np.ascontiguousarray(local, dtype=np.int64)
-    count = len(local)
-    distinct, previous = np.empty(count, np.int32), np.empty(count, np.int32)
-    labels = np.empty(count, np.int32)
-    count = name_rows(local, position, step, distinct, previous, labels)
-    if count < 0:
-        raise PlanError(
-            f"step {step}: id {-1 - count} is row {local[-1 - count]} of a home that has "
-            f"{len(position)}: ids must lie within their tables"
-        )
-    return distinct[:count].copy(), previous[:count].copy(), labels
-
-
-def hashed_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`(distinct rows int64 [U], labels int32 [n])` of rows int64 `[n]`, whatever their range."""
-    rows = np.ascontiguousarray(rows, dtype=np.int64)
-    table = np.full(1 << max(1, (2 * len(rows) - 1).bit_length()), -1, np.int32)
-    distinct, labels = np.empty(len(rows), np.int64), np.empty(len(rows), np.int32)
-    count = find_rows(rows, table, distinct, labels)
-    return distinct[:count].copy(), labels
-
-
-def grouped(keys: np.ndarray, low: int, groups: int) -> tuple[np.ndarray, np.ndarray]:
-    """`(order [n], starts [groups + 1])`, int32: a stable sort of integer keys by value - low.
-
-    Keys below `low` count as `low`. Raises PlanError for one of `low + groups` or more.
-    """
-    keys = np.ascontiguousarray(keys, dtype=np.int32)
-    order, starts = np.empty(len(keys), np.int32), np.empty(max(groups, 0) + 1, np.int32)
-    bad = group(keys, low, order, starts)
-    if bad < 0:
-        raise PlanError(f"{keys[-1 - bad]} is not below {low + groups}: steps come in order")
-    return order, starts
-
-
-def divided(
-    values: np.ndarray,
-    bound: int,
-    lengths: Sequence[int],
-    items: tuple[np.ndarray, np.ndarray] | None = None,
-) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """`(above, others, counts)`: which items have a value above `bound`, and which have not; int64.
-
-    The items, in pieces of `lengths`, are 0, 1, ... of these `values` (int32 `[n]`), or, with
-    `items` = (index int32 `[n]`, of int32 `[U]`), `of[index]` of `values[index]`. `counts`: those
-    above in each piece.
-    """
-    none = np.empty(0, np.int32)
-    index, of = (none, none) if items is None or not len(items[1]) else items
-    index, of = (np.ascontiguousarray(part, dtype=np.int32) for part in (index, of))
-    ends = np.cumsum(lengths, dtype=np.int64)
-    count = int(ends[-1]) if len(ends) else 0
-    above, others = np.empty(count, np.int64), np.empty(count, np.int64)
-    counts = np.empty(len(ends), np.int64)
-    values = np.ascontiguousarray(values, dtype=np.int32)
-    high = divide(values, bound, index, of, ends, above, others, counts)
-    return above[:high].copy(), others[: count - high].copy(), counts.tolist()
-
-
-@dataclass(frozen=True)
-class Occurrences:
-    """Where the ids of a batch occur; see the fields of `StepPlan`. int64, but for `starts` int32
-    `[U + 1]`: how many ids have a smaller canonical index."""
-
-    positions: np.ndarray
-    order: np.ndarray
-    touched: np.ndarray
-    segments: np.ndarray
-    starts: np.ndarray
-
-
-def occurrences(labels: np.ndarray, lookup: np.ndarray | None, total: int) -> Occurrences:
-    """Canonical indices of the ids, below `total`, and the ids sorted by them.
-
-    `labels` int32 `[n]`: those indices, or indices into `lookup`, which holds them. Raises
-    PlanError for one outside.
-    """
-    count = len(labels)
-    labels = np.ascontiguousarray(labels, dtype=np.int32)
-    if lookup is None:
-        lookup = np.empty(0, np.int32)
-    lookup = np.ascontiguousarray(lookup, dtype=np.int32)
-    positions, order = np.empty(count, np.int64), np.empty(count, np.int64)
-    touched, segments = np.empty(total, np.int64), np.empty(total + 1, np.int64)
-    starts = np.empty(total + 2, np.int32)
-    found = order_ids(labels, lookup, positions, starts, order, touched, segments)
-    if found < 0:
-        raise PlanError(f"id {-1 - found} names none of the {total} rows of its step")
-    touched, segments = touched[:found].copy(), segments[: found + 1].copy()
-    return Occurrences(positions, order, touched, segments, starts[: total + 1])

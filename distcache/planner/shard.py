@@ -13,7 +13,6 @@ from distcache.comm.world import Nodes
 from distcache.layout import RowLayout
 from distcache.planner import loops
 from distcache.planner.home import HomeDecision
-from distcache.planner.loops import divided, grouped
 from distcache.step_plan import Relay, ShardPlan, Transfer
 
 # -----------------------------------------------------------------------------
@@ -205,16 +204,6 @@ class HotRows:
         return found
 
 
-def in_tail(rows: np.ndarray, hot: np.ndarray | HotRows) -> np.ndarray:
-    """Whether each of `rows` int64 `[n]` is none of `hot` int64 `[K]`, ascending; bool."""
-    if isinstance(hot, HotRows):
-        return hot.find(rows) < 0
-    if len(hot) == 0:
-        return np.ones(len(rows), bool)
-    place = np.minimum(np.searchsorted(hot, rows), len(hot) - 1)
-    return hot[place] != rows
-
-
 class HotLayout:
     """The hot rows of one home, numbered 0, 1, ... in ascending order, as a planner's layout.
 
@@ -254,7 +243,7 @@ class ShardParts:
     `own`: its home's decision; `replies`: for each home, int32 for every row that this rank asked
     it for, see `replies_to_all`; `distinct`, `misses`: rows of all homes; `early`: whether rows may
     travel before the step; `routes`: where rows cross to a node once, and `masks`, what each home
-    told of that (`relays.masks_for_all`).
+    told of that.
     """
 
     own: HomeDecision
@@ -285,20 +274,9 @@ class ShardParts:
 def replies_to_all(decision: HomeDecision) -> list[np.ndarray]:
     """What a home tells each rank about every sharded row that it asked for, int32; see
     `FETCHED`."""
-    about = _about(decision)
-    return [about[reply] for reply in decision.replies]
-
-
-def reply_to(decision: HomeDecision, rank: int) -> np.ndarray:
-    """What a home tells `rank` alone, as in `replies_to_all`."""
-    return _about(decision)[decision.replies[rank]]
-
-
-def _about(decision: HomeDecision) -> np.ndarray:
-    """What a home tells of each of its rows, int32 `[U_h]`."""
     about = decision.previous + np.int32(1)
     about[decision.fetch] |= FETCHED
-    return about
+    return [about[reply] for reply in decision.replies]
 
 
 def nothing(label: tuple[int, str], world: int) -> HomeDecision:
@@ -309,6 +287,13 @@ def nothing(label: tuple[int, str], world: int) -> HomeDecision:
 
 # -----------------------------------------------------------------------------
 # One rank's plan of the sharded rows of a step: what it sends as a home, what it gets. Pure.
+
+
+_BEFORE_ALL = -2
+"""A step after which every row was named, as it were: all rows are late."""
+
+Divided = tuple[np.ndarray, list[int]]
+"""Items, int64, and how many of each piece are among them."""
 
 
 def shard_plan(parts: ShardParts, asked: Sequence[np.ndarray], move_after: int) -> ShardPlan:
@@ -324,9 +309,17 @@ def shard_plan(parts: ShardParts, asked: Sequence[np.ndarray], move_after: int) 
     sent_counts = [len(reply) for reply in sent]
     bound = move_after if parts.early else _BEFORE_ALL
     flat = sources if routes is None else np.concatenate(sent)
-    going = divided(own.previous, bound, sent_counts, (flat, own.slots))
-    coming = divided(parts.named, bound + 1, counts)
-    late, early = _transfers(going, coming, (sent_counts, counts), _arrivals(parts, asked))
+    arrivals = None  # each row comes from its home
+    if routes is not None and routes.hands_on:
+        arrivals = Arrivals(routes, parts.masks, asked)
+    late, early = (
+        _transfer(going, coming, arrivals)
+        for going, coming in zip(
+            divided(own.previous, bound, sent_counts, (flat, own.slots)),
+            divided(parts.named, bound + 1, counts),
+            strict=True,
+        )
+    )
     return ShardPlan(
         distinct=parts.distinct,
         misses=parts.misses,
@@ -344,46 +337,43 @@ def shard_plan(parts: ShardParts, asked: Sequence[np.ndarray], move_after: int) 
     )
 
 
-_BEFORE_ALL = -2
-"""A step after which every row was named, as it were: all rows are late."""
-
-Divided = tuple[np.ndarray, np.ndarray, list[int]]
-
-
-def _transfers(
-    going: Divided,
-    coming: Divided,
-    lengths: tuple[Sequence[int], Sequence[int]],
-    arrivals: Arrivals | None,
-) -> tuple[Transfer, Transfer]:
-    """The late and the early rows: `going` are slots, `coming` places, both in pieces of `lengths`,
-    by rank and by home."""
-    (sent, sent_others, sent_counts), (places, other_places, place_counts) = going, coming
-    rest = [
-        [length - count for length, count in zip(of, late, strict=True)]
-        for of, late in zip(lengths, (sent_counts, place_counts), strict=True)
-    ]
-    return (
-        _transfer((sent, sent_counts), (places, place_counts), arrivals),
-        _transfer((sent_others, rest[0]), (other_places, rest[1]), arrivals),
-    )
-
-
-def _transfer(
-    going: tuple[np.ndarray, list[int]],
-    coming: tuple[np.ndarray, list[int]],
-    arrivals: Arrivals | None,
-) -> Transfer:
+def _transfer(going: Divided, coming: Divided, arrivals: Arrivals | None) -> Transfer:
     """Slots and places, and how many of each rank and of each home."""
-    receive, relay = (tuple(coming[1]), None) if arrivals is None else arrivals.divide(coming[0])
-    return Transfer(as_tensor(going[0]), tuple(going[1]), as_tensor(coming[0]), receive, relay)
+    (slots, send), (places, receive) = going, coming
+    from_homes, relay = (receive, None) if arrivals is None else arrivals.divide(places)
+    return Transfer(as_tensor(slots), tuple(send), as_tensor(places), tuple(from_homes), relay)
 
 
-def _arrivals(parts: ShardParts, asked: Sequence[np.ndarray]) -> Arrivals | None:
-    """Where the rows that this rank named come from; None: each from its home."""
-    if parts.routes is None or not parts.routes.hands_on:
-        return None
-    return Arrivals(parts.routes, parts.masks, asked)
+def divided(
+    values: np.ndarray,
+    bound: int,
+    lengths: Sequence[int],
+    items: tuple[np.ndarray, np.ndarray] | None = None,
+) -> tuple[Divided, Divided]:
+    """Which items have a value above `bound`, and which have not; how many of each piece.
+
+    The items, in pieces of `lengths`, are 0, 1, ... of these `values` (int32 `[n]`), or, with
+    `items` = (index int32 `[n]`, of int32 `[U]`), `of[index]` of `values[index]`.
+    """
+    none = np.empty(0, np.int32)
+    index, of = (none, none) if items is None or not len(items[1]) else items
+    index, of = (np.ascontiguousarray(part, dtype=np.int32) for part in (index, of))
+    ends = np.cumsum(lengths, dtype=np.int64)
+    count = int(ends[-1]) if len(ends) else 0
+    above, others = np.empty(count, np.int64), np.empty(count, np.int64)
+    counts = np.empty(len(ends), np.int64)
+    values = np.ascontiguousarray(values, dtype=np.int32)
+    high = loops.divide(values, bound, index, of, ends, above, others, counts)
+    rest = (np.asarray(lengths, np.int64) - counts).tolist()
+    return (above[:high].copy(), counts.tolist()), (others[: count - high].copy(), rest)
+
+
+def grouped(keys: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """`(order [n], starts [groups + 1])`, int32: a stable sort of integer keys in [0, groups)."""
+    keys = np.ascontiguousarray(keys, dtype=np.int32)
+    order, starts = np.empty(len(keys), np.int32), np.empty(groups + 1, np.int32)
+    loops.group(keys, order, starts)
+    return order, starts
 
 
 class Arrivals:
@@ -392,7 +382,7 @@ class Arrivals:
     def __init__(
         self, routes: Routes, masks: Sequence[np.ndarray | None], asked: Sequence[np.ndarray]
     ) -> None:
-        """`masks`: what each home told (`relays.masks_for_all`); `asked`: the rows, by home."""
+        """`masks`: what each home told (`masks_for_all`); `asked`: the rows, by home."""
         nodes, rows, counts = routes.nodes, np.concatenate(asked), [len(part) for part in asked]
         self._routes, self._ends = routes, np.cumsum(counts)
         none = [np.zeros(count, mask_type(routes.mates)) for count in counts]
@@ -409,7 +399,7 @@ class Arrivals:
         brought = by != routes.local
         self._from_mate = np.zeros(len(rows), bool)
         self._from_mate[several] = brought
-        order, _ = grouped(by, 0, routes.mates)
+        order, _ = grouped(by, routes.mates)
         order, own = order[brought[order]], several[~brought]
         self._brought, self._by = several[order], by[order]
         """`[k]`: rows that mates bring, and who does; by mate, then ascending by number."""
@@ -420,7 +410,7 @@ class Arrivals:
         self._passed = own[of]
         """`[p]`: rows that this rank hands on, those `_to` the same mate together, as above."""
 
-    def divide(self, places: np.ndarray) -> tuple[tuple[int, ...], Relay]:
+    def divide(self, places: np.ndarray) -> tuple[list[int], Relay]:
         """For the rows `places` of a transfer, ascending: how many each home sends here, and the
         second leg."""
         mates, total = self._routes.mates, len(self._from_mate)
@@ -437,7 +427,7 @@ class Arrivals:
             tuple(np.bincount(self._by[come], minlength=mates).tolist()),
             as_tensor(at[places]),
         )
-        return tuple(receive.tolist()), relay
+        return receive.tolist(), relay
 
 
 def as_tensor(values: np.ndarray) -> torch.Tensor:

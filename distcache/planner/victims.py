@@ -1,16 +1,91 @@
-"""Which slots of one home may be filled next: lists by score and next use, never a scan."""
+"""Policies, and which slots of one home may be filled next: lists by score, never a scan."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from distcache.errors import ConfigError, PlanError
 from distcache.planner import loops
-from distcache.planner.policy import PINNED, Policy
+from distcache.planner.loops import PINNED
+
+# -----------------------------------------------------------------------------
+# Which rows leave first: the settings of a policy.
+
+POLICIES = ("lookahead", "lfu", "lru", "frequency", "static")
+"""`lookahead`: window-Belady, then `tail`; the others look at no window."""
+
+TAILS = ("lru", "lfu", "frequency")
+"""How `lookahead` ranks the rows without a use in the window."""
+
+LONGEST = 10**9
+"""Most steps of a half-life."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """`name` of `POLICIES`; `tail` of `TAILS`; `half_life`: steps in which the counts of `lfu` lose
+    half of their weight (None: chosen from slots and distinct rows)."""
+
+    name: str = "lookahead"
+    tail: str = "lfu"
+    half_life: float | None = None
+
+    def __post_init__(self) -> None:
+        for key, value, known in (("policy", self.name, POLICIES), ("tail", self.tail, TAILS)):
+            if value not in known:
+                raise ConfigError(f"cache.{key}={value} is unknown: choose {' or '.join(known)}")
+        life = self.half_life
+        number = isinstance(life, int | float) and not isinstance(life, bool)
+        if life is not None and not (number and 1 <= life <= LONGEST):
+            raise ConfigError(
+                f"cache.half_life={life} is out of range: give auto, or steps from 1 to {LONGEST}"
+            )
+
+    @classmethod
+    def of(cls, name: str, tail: str, half_life: float | str) -> Policy:
+        """The policy of a user's settings, where a half-life may be `auto`."""
+        life: Any = None if half_life == "auto" else half_life
+        return cls(name, tail, life)
+
+    @property
+    def uses_window(self) -> bool:
+        """Whether the window's next uses decide before scores do."""
+        return self.name == "lookahead"
+
+    @property
+    def ranking(self) -> str:
+        """What ranks rows without a next use: `lru`, `lfu`, `frequency` or `static`."""
+        return self.tail if self.uses_window else self.name
+
+    @property
+    def needs_popularity(self) -> bool:
+        """Whether it reads the popularity class of each row (`cache.statistics`)."""
+        return self.ranking in ("frequency", "static")
+
+
+DEFAULT = Policy()
+"""What is used where nothing is said."""
+
+WINDOWS = (8, 16, 32, 64)
+"""What `auto` chooses L from. On traces of users and items with half of the rows cached, a window
+of 8 fetched 1.3 times what Belady's MIN does, one of 16 and more 1.05 (docs/results/policies.md);
+beyond 64 little is left."""
+
+WINDOW_BYTES = 64 << 20
+"""Most bytes of ids that a window of `auto` keeps on a rank."""
+
+
+def auto_lookahead(ids_per_step: float, prefetch: int) -> int:
+    """L for `auto`: the largest of `WINDOWS` whose L + P + 1 steps of `ids_per_step` ids of a rank,
+    8 bytes each, stay within `WINDOW_BYTES`; the smallest where none does. `prefetch`: P."""
+    fits = (w for w in WINDOWS if 8 * ids_per_step * (w + prefetch + 1) <= WINDOW_BYTES)
+    return max(fits, default=WINDOWS[0])
+
 
 # -----------------------------------------------------------------------------
 # What a row's score is: the key of the list that it waits in, and among equals its last use.
@@ -35,28 +110,34 @@ Forget = Callable[[], None]
 """Undoes the learning of one step."""
 
 
-class Ranking(Protocol):
-    """Scores of one home's rows (local numbers, int32).
+class Ranking:
+    """Scores of one home's rows (local numbers, int32): of these, all alike, with one key.
 
-    A row that the step learnt last uses has the key `base` + `ranks[levels[row]]`. `levels` uint8
-    `[rows]`, empty: all rows are alike; `ranks` int32, by level; `span`: ranks there may be;
+    That is `lru`, and `static`, whose pinned rows are nobody's business here. A row that the step
+    learnt last uses has the key `base` + `ranks[levels[row]]`. `levels` uint8 `[rows]`, empty: all
+    rows are alike; `ranks` int32, by level; `span`: ranks there may be; `base`: the lowest key;
     `nbytes`: what it keeps for all rows of the home, beside their popularity.
     """
 
-    levels: np.ndarray
-    ranks: np.ndarray
-    span: int
-    nbytes: int
+    nbytes = 0
+
+    def __init__(self, levels: np.ndarray = _NO_LEVELS, span: int = 1) -> None:
+        self.levels, self.span = levels, span
+        self.ranks = np.arange(span, dtype=np.int32)
 
     @property
     def base(self) -> int:
         """The lowest key that a row used by the step learnt last may have."""
-        ...
+        return 0
 
     def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> Forget:
         """`step`, the next to be planned, uses the distinct `rows`; `previous`: the steps that
         named them last, -1 for none. Both int32. Returns what undoes that; the last first."""
-        ...
+        return _nothing
+
+
+def _nothing() -> None:
+    """Nothing was learnt."""
 
 
 def make_ranking(
@@ -85,40 +166,11 @@ def make_ranking(
     if policy.ranking == "lfu":
         return ByCount(rows, slots, policy.half_life, names)
     if policy.ranking == "frequency" and popularity is not None:
-        return ByClass(popularity)
-    return ByLastUse()
+        return Ranking(popularity, PINNED + 1)
+    return Ranking()
 
 
-def _nothing() -> None:
-    """Nothing was learnt."""
-
-
-class ByLastUse:
-    """`lru`, and `static`, whose pinned rows are nobody's business here: one key for all."""
-
-    span, base, nbytes = 1, 0, 0
-    levels, ranks = _NO_LEVELS, np.zeros(1, np.int32)
-
-    def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> Forget:
-        """Nothing but the last use counts."""
-        return _nothing
-
-
-class ByClass:
-    """`frequency`: the popularity class of a row, as the statistics have it."""
-
-    span, base, nbytes = PINNED + 1, 0, 0
-    ranks = np.arange(PINNED + 1, dtype=np.int32)
-
-    def __init__(self, popularity: np.ndarray) -> None:
-        self.levels = popularity
-
-    def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> Forget:
-        """Classes are known beforehand."""
-        return _nothing
-
-
-class ByCount:
+class ByCount(Ranking):
     """`lfu`: how often each row has been used, older uses weighing less; one byte per row, which
     outlives the row's stay in the cache.
 
@@ -303,32 +355,27 @@ class Window:
         while self._parts and self._parts[0][0] <= planned:
             self._parts.popleft()
         if step - planned > len(self._begin):
-            self._more_steps(step - planned)
+            size = 1 << (step - planned - 1).bit_length()
+            known = np.array([step for step, _ in self._parts], np.int64)
+            steps = (self._begin, self._soon, self._again)
+            self._begin, self._soon, self._again = (_larger(ring, size, known) for ring in steps)
         start = self._parts[0][1] if self._parts else self._end
         if self._end + rows - start > len(self._slots):
-            self._more_rows(start, self._end + rows - start)
+            size = 1 << (self._end + rows - start - 1).bit_length()
+            known = np.arange(start, self._end)
+            parts = (self._slots, self._rows, self._steps)
+            self._slots, self._rows, self._steps = (_larger(ring, size, known) for ring in parts)
         at = step & (len(self._begin) - 1)
         self._begin[at], self._soon[at], self._again[at] = self._end, 0, 0
         self._parts.append((step, self._end))
         self._newest, self._end = step, self._end + rows
 
-    def _more_steps(self, steps: int) -> None:
-        """Places for so many steps in a row."""
-        size, old = 1 << (steps - 1).bit_length(), len(self._begin) - 1
-        known = np.array([step for step, _ in self._parts], np.int64)
-        for name in ("_begin", "_soon", "_again"):
-            after = np.zeros(size, getattr(self, name).dtype)
-            after[known & (size - 1)] = getattr(self, name)[known & old]
-            setattr(self, name, after)
 
-    def _more_rows(self, start: int, rows: int) -> None:
-        """Places for `rows` rows from `start` on."""
-        size, old = 1 << (rows - 1).bit_length(), len(self._slots) - 1
-        places = np.arange(start, self._end)
-        for name in ("_slots", "_rows", "_steps"):
-            after = np.zeros(size, np.int32)
-            after[places & (size - 1)] = getattr(self, name)[places & old]
-            setattr(self, name, after)
+def _larger(ring: np.ndarray, size: int, known: np.ndarray) -> np.ndarray:
+    """A ring of `size` places with what `ring` has at the places `known`, which wrap in both."""
+    found = np.zeros(size, ring.dtype)
+    found[known & (size - 1)] = ring[known & (len(ring) - 1)]
+    return found
 
 
 # -----------------------------------------------------------------------------
@@ -366,7 +413,7 @@ class SlotTable:
         self._classes = popularity if pins and popularity is not None else _NO_LEVELS
         self._free = np.arange(slots, dtype=np.int32)
         self._idle = Queue(self.last_use, self.next_use, ranking)
-        self._pinned = Queue(self.last_use, self.next_use, ByLastUse())
+        self._pinned = Queue(self.last_use, self.next_use, Ranking())
         self.window = Window(self.slot_of, self._classes, self.last_use, self.next_use)
         self._used: deque[tuple[int, np.ndarray]] = deque()
 

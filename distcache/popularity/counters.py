@@ -9,81 +9,51 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from distcache.data.hashing import mix64
 from distcache.errors import ConfigError, DataError
-from distcache.popularity import loops
 from distcache.popularity.statistics import TableCounts
 
 # -----------------------------------------------------------------------------
 # Counting in bounded memory: frequent items with a known error, and how many ids are distinct.
+# All of it takes the distinct ids of many lookups at once, so that NumPy's sorting is the loop.
 
-_FULL = 0.75
-"""Share of the places of a sketch's hash table that may be in use."""
-
-ENTRY_BYTES = 40
-"""Of one place of a `FrequentItems`: its key and counter, and scratch while it is purged."""
-
-_NO_WEIGHTS = np.empty(0, dtype=np.int64)
+COUNTER_BYTES = 176
+"""Of one counter of a `SketchCounter`: those of the part and of the whole, a lookup that waits, and
+the scratch of merging, which is most."""
 
 
 class FrequentItems:
-    """Counters of the most frequent ids (Anderson et al. 2017, "A high-performance algorithm for
-    identifying frequent items in data streams", as in Apache DataSketches).
+    """Counters of the most frequent ids, at most `most` (Misra & Gries 1982; merged as in Agarwal
+    et al. 2012, "Mergeable summaries").
 
-    A hash table of `places` (a power of two) counters. When three quarters are in use, the median
-    of all counters is taken off each, and those at 0 leave, so at least half do. `error`: what was
-    taken off so far, at most about 2.7 x total / places: the true count of an id lies between its
-    counter and counter + error; an id without a counter has at most `error`. (The paper takes the
-    median of a sample; that of all counters costs one pass as well and bounds the error surely.)
+    Where more ids have one, the (`most` + 1)-th largest counter is taken off each, and those at 0
+    leave. `error`: what was taken off so far, at most total / (most + 1): the true count of an id
+    lies between its counter and counter + error; an id without a counter has at most `error`.
     """
 
-    def __init__(self, places: int) -> None:
-        if places < 4 or places & (places - 1):
-            raise ValueError(f"{places} places: give a power of two of at least 4")
-        self._keys = np.full(places, -1, dtype=np.int64)
-        self._values = np.zeros(places, dtype=np.int64)
-        self._limit = int(_FULL * places)
-        self._active = 0
-        self.error = 0
-
-    def add(self, ids: np.ndarray, weights: np.ndarray = _NO_WEIGHTS) -> None:
-        """Count `ids` (int64 `[n]`, not negative), once or `weights` (int64 `[n]`) times each."""
-        start = 0
-        while start < len(ids):
-            done, self._active = loops.offer(
-                ids[start:], weights[start:], self._keys, self._values, self._active, self._limit
-            )
-            start += done
-            if start < len(ids):  # the table is full
-                self._purge()
-
-    def merge(self, other: FrequentItems) -> None:
-        """Count what `other` counted; its error adds to this one's."""
-        ids, counts = other.items()
-        self.add(ids, counts)
-        self.error += other.error
-
-    def items(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, ascending, and their counters; int64 `[k]` each."""
-        used = np.flatnonzero(self._keys >= 0)
-        used = used[np.argsort(self._keys[used])]
-        return self._keys[used], self._values[used]
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.clear()
 
     def clear(self) -> None:
         """Forget everything."""
-        self._keys.fill(-1)
-        self._values.fill(0)
-        self._active = self.error = 0
+        self.ids, self.counts = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        self.error = 0
 
-    def _purge(self) -> None:
-        """Take the median off all counters, and drop those that have none left."""
-        ids, counts = self.items()
-        median = int(np.partition(counts, len(counts) // 2)[len(counts) // 2])
-        keep, error = counts > median, self.error + median
-        self.clear()
-        self.error = error
-        _, self._active = loops.offer(
-            ids[keep], counts[keep] - median, self._keys, self._values, 0, self._limit
-        )
+    def add(self, ids: np.ndarray, counts: np.ndarray, error: int = 0) -> None:
+        """Add int64 `counts` of int64 `ids` (distinct), each of them at most `error` too small."""
+        both = np.concatenate((self.ids, ids))
+        found, place = np.unique(both, return_inverse=True)
+        # Float64 weights are exact: no count reaches 2^53.
+        total = np.bincount(place, np.concatenate((self.counts, counts)), len(found))
+        total = total.astype(np.int64)
+        if len(found) > self._most:
+            last = len(found) - self._most - 1
+            least = int(np.partition(total, last)[last])
+            kept = total > least
+            found, total, error = found[kept], total[kept] - least, error + least
+        self.ids, self.counts = found, total
+        self.error += error
 
 
 class Bitmap:
@@ -92,48 +62,43 @@ class Bitmap:
     relative_error = 0.0
 
     def __init__(self, rows: int) -> None:
-        self._bits = np.zeros(self.bytes_for(rows), dtype=np.uint8)
-        self._distinct = 0
-
-    @staticmethod
-    def bytes_for(rows: int) -> int:
-        """What a bitmap of `rows` rows takes."""
-        return -(-rows // 8)
+        self._bits = np.zeros(-(-rows // 8), dtype=np.uint8)
 
     def add(self, ids: np.ndarray) -> None:
         """See `ids` (int64, inside the table)."""
-        self._distinct += loops.mark(ids, self._bits)
+        np.bitwise_or.at(self._bits, ids >> 3, np.left_shift(1, ids & 7).astype(np.uint8))
 
     def estimate(self) -> int:
         """How many distinct ids were seen."""
-        return self._distinct
+        return int(np.bitwise_count(self._bits).sum(dtype=np.int64))
 
 
 class HyperLogLog:
     """About how many distinct ids were seen, in 2^p bytes (Flajolet et al. 2007), with Ertl's
     improved estimator (2017, arXiv:1702.01284), which has no bias to correct at any count.
 
+    A hash's first p bits name its register, which keeps the largest 1 + leading zeros of the rest.
     `relative_error`: its standard error, 1.04 / sqrt(2^p), as a share of the estimate.
     """
 
     def __init__(self, bits: int) -> None:
         if not 4 <= bits <= 20:
             raise ValueError(f"{bits} bits: give 4 to 20")
-        self._bits = bits
+        self._rest = 64 - 11 - bits  # of a hash 53 bits count, for float64 holds these exactly
         self._registers = np.zeros(1 << bits, dtype=np.uint8)
-
-    @property
-    def relative_error(self) -> float:
-        """See the class."""
-        return 1.04 / math.sqrt(len(self._registers))
+        self.relative_error = 1.04 / math.sqrt(len(self._registers))
 
     def add(self, ids: np.ndarray) -> None:
         """See `ids` (int64)."""
-        loops.observe(ids, self._registers)
+        hashed = mix64(ids.astype(np.uint64)) >> np.uint64(11)
+        rest = hashed & np.uint64((1 << self._rest) - 1)
+        length = np.frexp(rest.astype(np.float64))[1]  # bits up to the highest one; 0 has none
+        ranks = (self._rest - length + 1).astype(np.uint8)
+        np.maximum.at(self._registers, (hashed >> np.uint64(self._rest)).astype(np.int64), ranks)
 
     def estimate(self) -> int:
         """About how many distinct ids were seen."""
-        m, last = len(self._registers), 64 - 11 - self._bits
+        m, last = len(self._registers), self._rest
         held = np.bincount(self._registers, minlength=last + 2).astype(np.float64)
         total = m * _tau(1 - held[last + 1] / m)
         for rank in range(last, 0, -1):
@@ -246,21 +211,24 @@ LEAST_BYTES = 1 << 16
 
 _MOST = np.iinfo(np.uint32).max
 _HLL_BITS = 14
+_LEAST_COUNTERS = 16
 
 
 class TableCounter(ABC):
-    """What counts the lookups of a table of `rows` rows, read by `feature`."""
+    """What counts the lookups of a table of `rows` rows, read by `feature`.
+
+    `bytes`: memory that it takes; `distinct_error`: standard error of its distinct rows, as a share
+    (0: exact).
+    """
+
+    bytes: int
+    distinct_error = 0.0
 
     def __init__(self, feature: str, rows: int) -> None:
         self.feature, self.rows = feature, rows
         self.lookups = 0
         self.drift = Drift(rows)
         self._in_part = 0
-
-    @property
-    @abstractmethod
-    def bytes(self) -> int:
-        """Memory that it takes."""
 
     def add(self, ids: np.ndarray) -> None:
         """Count `ids` (int64 `[n]`). Raises DataError for one outside the table."""
@@ -301,24 +269,21 @@ class DenseCounter(TableCounter):
         super().__init__(feature, rows)
         self._part = np.zeros(rows, dtype=np.uint32)
         self._whole = np.zeros(rows, dtype=np.uint32)
-
-    @property
-    def bytes(self) -> int:
-        """See `TableCounter.bytes`."""
-        return self._part.nbytes + self._whole.nbytes
+        self.bytes = DENSE_BYTES * rows
 
     def _count(self, ids: np.ndarray) -> None:
         if self._part.dtype == np.uint32 and self._in_part + len(ids) > _MOST:
             self._part = self._part.astype(np.int64)
-        loops.count_rows(ids, self._part)
+        np.add.at(self._part, ids, self._part.dtype.type(1))  # of another type it is slow
 
     def _end_part(self) -> tuple[np.ndarray, np.ndarray]:
         if self._whole.dtype == np.uint32 and self.lookups > _MOST:
             self._whole = self._whole.astype(np.int64)
-        most = min(self.rows, self._in_part)
-        ids, counts = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
-        found = loops.take_counts(self._part, self._whole, ids, counts)
-        return ids[:found], counts[:found]
+        ids = np.flatnonzero(self._part)
+        counts = self._part[ids].astype(np.int64)
+        self._whole += self._part
+        self._part.fill(0)
+        return ids, counts
 
     def result(self) -> TableCounts:
         """See `TableCounter.result`."""
@@ -331,34 +296,43 @@ class SketchCounter(TableCounter):
 
     def __init__(self, feature: str, rows: int, memory: int) -> None:
         super().__init__(feature, rows)
-        bitmap = Bitmap.bytes_for(rows)
-        self.seen: Bitmap | HyperLogLog
-        if bitmap <= memory // 2:
-            self.seen, left = Bitmap(rows), memory - bitmap
-        else:
-            self.seen, left = HyperLogLog(_HLL_BITS), memory - (1 << _HLL_BITS)
-        places = 1 << max(4, int(math.log2(max(left, 1) / (2 * ENTRY_BYTES))))
-        self._bytes = memory - left + 2 * ENTRY_BYTES * places
-        self._part, self._whole = FrequentItems(places), FrequentItems(places)
-
-    @property
-    def bytes(self) -> int:
-        """See `TableCounter.bytes`; with the scratch of purging."""
-        return self._bytes
+        self.seen: Bitmap | HyperLogLog = HyperLogLog(_HLL_BITS)
+        own = 1 << _HLL_BITS
+        if -(-rows // 8) <= memory // 2:
+            self.seen, own = Bitmap(rows), -(-rows // 8)
+        self.distinct_error = self.seen.relative_error
+        self._most = max(_LEAST_COUNTERS, (memory - own) // COUNTER_BYTES)
+        self.bytes = own + COUNTER_BYTES * self._most
+        self._part, self._whole = FrequentItems(self._most), FrequentItems(self._most)
+        self._waiting: list[np.ndarray] = []
+        self._held = 0  # lookups that wait
 
     def _count(self, ids: np.ndarray) -> None:
-        self._part.add(ids)
-        self.seen.add(ids)
+        # Sorting as many lookups as there are counters makes merging them cheap for each.
+        for start in range(0, len(ids), self._most):
+            self._waiting.append(ids[start : start + self._most].copy())
+            self._held += len(self._waiting[-1])
+            if self._held >= self._most:
+                self._merge()
+
+    def _merge(self) -> None:
+        """Count the lookups that wait."""
+        if self._waiting:
+            ids, counts = np.unique(np.concatenate(self._waiting), return_counts=True)
+            self._waiting, self._held = [], 0
+            self.seen.add(ids)
+            self._part.add(ids, counts)
 
     def _end_part(self) -> tuple[np.ndarray, np.ndarray]:
-        self._whole.merge(self._part)
-        items = self._part.items()
+        self._merge()
+        ids, counts = self._part.ids, self._part.counts
+        self._whole.add(ids, counts, self._part.error)
         self._part.clear()
-        return items
+        return ids, counts
 
     def result(self) -> TableCounts:
         """See `TableCounter.result`."""
-        ids, counts = self._whole.items()
+        ids, counts = self._whole.ids, self._whole.counts
         distinct = min(max(self.seen.estimate(), len(ids)), self.rows, self.lookups)
         return TableCounts(
             self.feature, self.rows, self.lookups, distinct, counts, ids, self._whole.error

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from distcache.popularity.counters import Bitmap, Drift, TableCounter
+from distcache.popularity.counters import Drift, TableCounter
 from distcache.popularity.statistics import Statistics, TableCounts
 
 # -----------------------------------------------------------------------------
@@ -419,15 +419,13 @@ class TableProfile:
 def profile_of(counter: TableCounter, samples: int, batch: int) -> TableProfile:
     """The profile of what `counter` counted in `samples` samples, for global batches of `batch`."""
     counts = counter.result()
-    seen = getattr(counter, "seen", None)
-    error = 0.0 if seen is None or isinstance(seen, Bitmap) else seen.relative_error
     curve = Curve.of(counts, samples).with_others(counts.distinct)
     return TableProfile(
         counts=counts,
         curve=curve,
         fit=fit_zipf(curve),
         drift=counter.drift,
-        distinct_error=error,
+        distinct_error=counter.distinct_error,
         batch_lookups=counts.lookups / max(samples, 1) * batch,
         count_bytes=counter.bytes,
     )

@@ -15,7 +15,7 @@ from distcache.comm.agreement import together
 from distcache.comm.world import World
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables
-from distcache.planner.policy import Policy
+from distcache.planner.victims import Policy
 from distcache.popularity.curve import StepCurves
 from distcache.popularity.statistics import Popularity, Statistics, TableCounts, fingerprint_of
 from distcache.store.memory import describe_bytes

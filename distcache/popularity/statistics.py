@@ -22,7 +22,7 @@ from distcache.data.raw.settings import NAME as MANIFEST
 from distcache.data.raw.settings import read_manifest
 from distcache.errors import ConfigError, DataError
 from distcache.layout import RowLayout
-from distcache.planner.policy import PINNED
+from distcache.planner.victims import PINNED
 from distcache.store.memory import SharedMemory, describe_bytes
 
 # -----------------------------------------------------------------------------

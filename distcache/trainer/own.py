@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 from distcache.comm.agreement import together
 from distcache.comm.world import World
 from distcache.config.checks import as_words
-from distcache.config.keys import check_settings, flat_keys
 from distcache.config.tree import Config
 from distcache.data.batch import Batch
 from distcache.data.own import OwnBatches, eval_batches
@@ -215,30 +215,21 @@ def table_specs(tables: Sequence[Any]) -> list[TableSpec]:
     return found
 
 
-def own_config(parallel: str, optimizer: str, settings: dict[str, Any], tables: int) -> Config:
-    """The config tree with `settings` (dotted keys) over its defaults. Raises ConfigError."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
+def own_config(parallel: str, optimizer: str, given: Mapping[str, Any], tables: int) -> Config:
+    """The config tree with the `given` values (by dotted key, of `flat_settings`) over its
+    defaults. Raises ConfigError."""
     config = Config()
     config.data.name = config.model.name = "own"
     config.data.table_rows = [1] * tables
     config.model.dense_arch = config.model.over_arch = []
     config.parallel.mode, config.optim.name = parallel, optimizer
-    check_settings(settings)
-    given = flat_keys(settings)
     config.run.dir = "runs/own"
     config.run.overwrite = "run.dir" not in given  # the default folder is the latest run's
     _check_own_keys(given)
     tree = OmegaConf.structured(config)
-    for key, value in settings.items():
-        try:
-            OmegaConf.update(tree, key, value)
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"settings[{key!r}]={value!r}: {error}") from error
-    whole = OmegaConf.to_object(tree)
-    if not isinstance(whole, Config):
-        raise ConfigError(f"no configuration: {settings}")
+    for key, value in given.items():
+        OmegaConf.update(tree, key, value)
+    whole: Any = OmegaConf.to_object(tree)
     if _BATCH not in given:
         _check_without_batch(whole)
     return as_words(whole)

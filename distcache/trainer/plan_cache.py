@@ -35,7 +35,7 @@ from distcache.engine.placing import (
 from distcache.errors import ConfigError, MemoryTooSmallError
 from distcache.layout import RowLayout, TableSpec, group_tables
 from distcache.optim import row_update
-from distcache.planner.policy import WINDOWS, Policy, auto_lookahead
+from distcache.planner.victims import WINDOWS, Policy, auto_lookahead
 from distcache.popularity.hot_cold import HotSet
 from distcache.popularity.slots import (
     Budget,

@@ -16,7 +16,7 @@ from distcache.data.batch import Batch, BatchCheck, BatchSource
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec, group_tables
 from distcache.optim import row_update
-from distcache.planner.policy import WINDOWS, Policy, auto_lookahead
+from distcache.planner.victims import WINDOWS, Policy, auto_lookahead
 from distcache.popularity.counters import DENSE_BYTES, TableCounter, make_counters
 from distcache.popularity.curve import TableProfile, profile_of
 from distcache.popularity.slots import BY_CURVE, cache_bytes, cache_slots, plan_slots

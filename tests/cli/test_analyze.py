@@ -16,7 +16,7 @@ from analyses import SMALL, run
 from distcache import analyze as entry
 from distcache.analyze import main
 from distcache.cli.analyze_run import SizeSearch, rounded_up
-from distcache.planner.policy import Policy
+from distcache.planner.victims import Policy
 from distcache.popularity.counters import Drift
 from distcache.popularity.curve import Curve, TableProfile, ZipfFit
 from distcache.popularity.statistics import TableCounts, read_statistics

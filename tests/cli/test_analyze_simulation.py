@@ -17,7 +17,7 @@ from distcache.cli.analyze_run import (
     policy_named,
 )
 from distcache.cli.compose import read_line
-from distcache.planner.policy import Policy
+from distcache.planner.victims import Policy
 
 
 def test_policies_and_cases() -> None:

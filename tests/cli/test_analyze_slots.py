@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distcache.planner.policy import Policy
+from distcache.planner.victims import Policy
 from distcache.replay import Case, replay
 from distcache.trace import record_ids
 from distcache.trainer.prediction import RecordedRun

@@ -10,11 +10,11 @@ from omegaconf import OmegaConf
 
 from distcache.cli.compose import compose_overrides, given_keys, to_config
 from distcache.config import checks as config_check
-from distcache.config.checks import CHOICES, check
+from distcache.config.checks import check
 from distcache.config.keys import without_use
 from distcache.config.tree import CacheConfig
 from distcache.errors import ConfigError
-from distcache.planner.policy import DEFAULT, POLICIES, TAILS, Policy
+from distcache.planner.victims import DEFAULT, Policy
 
 REFUSED = {
     "cache.rows=5 cache.ratio=0.1": ("cache.rows=5 and cache.ratio=0.1", "one of them"),
@@ -266,4 +266,3 @@ def test_the_tree_and_the_planner_have_the_same_policies() -> None:
     cache = CacheConfig()
     policy = Policy.of(cache.policy, cache.tail, cache.half_life)
     assert policy == DEFAULT == Policy()
-    assert CHOICES["cache.policy"] == POLICIES and CHOICES["cache.tail"] == TAILS

@@ -7,7 +7,7 @@ import pytest
 from cost_cases import demand, draw, layout
 
 from distcache.cost.traffic import expected_hits
-from distcache.planner.policy import DEFAULT
+from distcache.planner.victims import DEFAULT
 from distcache.replay import Case, replay
 from distcache.trace import record_ids
 

@@ -29,7 +29,7 @@ from distcache.comm.world import close_world, open_world
 from distcache.engine.groups import Placement
 from distcache.errors import DataError, StepTooLargeError
 from distcache.parallel.cached import CachedSettings
-from distcache.planner.policy import Policy
+from distcache.planner.victims import Policy
 
 FOUR = pytest.param(4, marks=pytest.mark.slow)
 COUNTS = ("rows_fetched", "rows_written_back", "hit_rate", "collective_bytes")

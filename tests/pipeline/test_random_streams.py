@@ -16,7 +16,7 @@ from protocol_cases import CASE, batches, make, planner_threads, state
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.data.batch import Batch
-from distcache.planner.policy import Policy
+from distcache.planner.victims import Policy
 
 STEPS = 6
 NEVER = 99

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_streams import make_layout, sharded_streams
 from shard_model import brought_by, ranks_of
-from simulator import simulate
+from simulator import PlannerSettings, simulate
 
 from distcache.comm.world import Nodes
 from distcache.errors import PlanError
@@ -26,7 +26,6 @@ from distcache.planner.shard import (
     pack,
     unpack,
 )
-from distcache.replay import PlannerSettings
 from distcache.step_plan import ShardPlan, StepPlan, Transfer, check_plan, check_plan_fully
 
 SHAPES = [(2, 2), (1, 3), (3, 1), (2, 1, 2), (1, 1), (4,), (2, 3, 1)]

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_streams import make_layout, streams
 from planner_bodies import BODIES, using
-from simulator import simulate
+from simulator import PlannerSettings, simulate
 
 from distcache.errors import ConfigError, DataError, StepTooLargeError
-from distcache.planner.policy import PINNED, POLICIES, TAILS, Policy
-from distcache.replay import Case, GroupCounts, Outcome, PlannerSettings, replay
+from distcache.planner.victims import PINNED, POLICIES, TAILS, Policy
+from distcache.replay import Case, GroupCounts, Outcome, replay
 from distcache.trace import Recorder, Trace, record_ids
 
 

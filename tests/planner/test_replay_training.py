@@ -15,7 +15,7 @@ from source_runs import SMALL, summaries
 from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
 from distcache.config.tree import Config
-from distcache.planner.policy import Policy
+from distcache.planner.victims import Policy
 from distcache.replay import Case, Outcome, replay
 from distcache.trace import record_source
 from distcache.trainer import build

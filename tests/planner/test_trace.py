@@ -10,14 +10,13 @@ import pytest
 import torch
 from plan_streams import make_layout
 from scenarios import Scenario, table
-from simulator import simulate
+from simulator import PlannerSettings, simulate
 
 from distcache.data.batch import JaggedIds
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.engine.groups import group_bags, make_groups
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec, group_tables
-from distcache.replay import PlannerSettings
 from distcache.trace import Recorder, Trace, read_steps, record_ids, record_source
 
 SPEC = SyntheticSpec([300, 40, 7], bag_size=[2, 1.5, 1], samples=50, global_batch_size=16)

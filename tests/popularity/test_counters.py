@@ -1,13 +1,22 @@
-"""Counters of tables: exact or sketched by memory, in parts, and what they cost."""
+"""Counters of tables: exact or sketched by memory, in parts; what sketches promise, and cost."""
 
 from __future__ import annotations
+
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from distcache.errors import ConfigError, DataError
 from distcache.popularity import counters as module
-from distcache.popularity.counters import DenseCounter, HyperLogLog, SketchCounter, make_counters
+from distcache.popularity.counters import (
+    Bitmap,
+    DenseCounter,
+    FrequentItems,
+    HyperLogLog,
+    SketchCounter,
+    make_counters,
+)
 
 
 def skewed(rows: int, count: int, seed: int = 0) -> np.ndarray:
@@ -73,3 +82,65 @@ def test_memory_is_shared_by_need() -> None:
         assert isinstance(made[0], DenseCounter) and isinstance(made[3], SketchCounter)
     with pytest.raises(ConfigError, match=r"analyze\.memory=50000 .* give at least 171152 bytes"):
         make_counters(names, rows, 50_000)
+
+
+@pytest.mark.parametrize("power", [1, 3, 8])
+def test_frequent_items_keep_their_error(power: int) -> None:
+    """Every count lies between its counter and counter + error, however items came and merged."""
+    parts = [(20_000 * r.random(20_000) ** power).astype(np.int64) for r in map(rng, range(3))]
+    most, whole = 700, FrequentItems(700)
+    for part in parts:
+        one = FrequentItems(most)
+        for some in np.array_split(part, 4):
+            one.add(*np.unique(some, return_counts=True))
+        whole.add(one.ids, one.counts, one.error)
+    true = np.bincount(np.concatenate(parts), minlength=20_000)
+    held = np.zeros_like(true)
+    held[whole.ids] = whole.counts
+    assert (np.diff(whole.ids) > 0).all() and (whole.counts > 0).all() and len(whole.ids) <= most
+    assert (held <= true).all() and (true <= held + whole.error).all()
+    assert 0 < whole.error <= true.sum() / (most + 1)
+
+
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def test_few_items_are_exact() -> None:
+    sketch = FrequentItems(50)
+    for _ in range(3):
+        sketch.add(*np.unique(np.arange(100) % 50, return_counts=True))
+    assert sketch.error == 0 and sketch.counts.tolist() == [6] * 50
+
+
+@pytest.mark.parametrize("count", [0, 1, 30, 3_000, 40_000, 300_000])
+def test_distinct_ids_are_estimated_within_the_error(count: int) -> None:
+    for seed in range(3):
+        ids = np.unique(rng(seed).integers(0, 1 << 60, count))
+        log_log = HyperLogLog(12)
+        log_log.add(np.concatenate((ids, ids)))
+        assert abs(log_log.estimate() - len(ids)) <= 4 * log_log.relative_error * len(ids)
+    assert log_log.relative_error == pytest.approx(0.01625)
+
+
+def test_a_bitmap_is_exact() -> None:
+    ids = rng(1).integers(0, 100_000, 200_000)
+    bitmap = Bitmap(100_000)
+    bitmap.add(ids)
+    bitmap.add(ids[:5])
+    assert bitmap.estimate() == len(np.unique(ids)) and bitmap.relative_error == 0
+
+
+def test_a_sketch_takes_the_memory_that_it_says() -> None:
+    memory, rows = 4_000_000, 1 << 22
+    ids = [skewed(rows, 10_000, seed) for seed in range(20)]
+    tracemalloc.start()
+    try:
+        counter = SketchCounter("a", rows, memory)
+        for part in ids:
+            counter.add(part)
+        counter.close_part()
+        assert 0.6 * memory < tracemalloc.get_traced_memory()[1] < 1.1 * memory
+    finally:
+        tracemalloc.stop()
+    assert counter.bytes <= memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distcache.planner.policy import PINNED, Policy
+from distcache.planner.victims import PINNED, Policy
 from distcache.replay import Case, pinned_rows, popularity_of, replay
 from distcache.trace import Trace, record_ids
 

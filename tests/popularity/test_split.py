@@ -8,11 +8,11 @@ import math
 
 import numpy as np
 import pytest
-from simulator import simulate
+from simulator import PlannerSettings, simulate
 
 from distcache.errors import ConfigError
 from distcache.layout import RowLayout, TableSpec
-from distcache.planner.policy import Policy
+from distcache.planner.victims import Policy
 from distcache.popularity.curve import Curve, StepCurves
 from distcache.popularity.slots import (
     Budget,
@@ -23,7 +23,6 @@ from distcache.popularity.slots import (
     statistics_of,
 )
 from distcache.popularity.statistics import Statistics, TableCounts
-from distcache.replay import PlannerSettings
 
 
 def counted(feature: str, counts: np.ndarray) -> TableCounts:

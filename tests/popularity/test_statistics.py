@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from distcache.errors import ConfigError, DataError
-from distcache.planner.policy import PINNED
+from distcache.planner.victims import PINNED
 from distcache.popularity.statistics import (
     Statistics,
     TableCounts,

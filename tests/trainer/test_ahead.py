@@ -10,7 +10,7 @@ from toy_parallel import TABLES, toy_config
 
 from distcache.comm.world import close_world, open_world
 from distcache.errors import MemoryTooSmallError
-from distcache.planner.policy import WINDOW_BYTES, auto_lookahead
+from distcache.planner.victims import WINDOW_BYTES, auto_lookahead
 from distcache.trainer import plan_cache as ahead
 from distcache.trainer.plan_cache import resolve_ahead, resolve_prefetch, step_bytes
 
