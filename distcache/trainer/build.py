@@ -71,7 +71,7 @@ def dtype_of(config: Config) -> torch.dtype:
 def build_source(config: Config) -> BatchSource:
     """The data of group `data`. Raises ConfigError where pyarrow is missing."""
     data, dtype = config.data, dtype_of(config)
-    own = {"seed": config.trainer.seed, "dtype": dtype, "paths": data.path or ""}
+    own: dict[str, Any] = {"seed": config.trainer.seed, "dtype": dtype, "paths": data.path or ""}
     own["held_out"] = 1 / 7 if data.held_out is None else data.held_out
     if data.name == "synthetic":
         return SyntheticSource(_settings(SyntheticSpec, data, own))
@@ -91,9 +91,8 @@ def build_source(config: Config) -> BatchSource:
 
         own["sampling"] = data.negative_sampling
         return InteractionsSource(_settings(InteractionsSpec, data, own))
-    folder = Path(str(own["paths"])).is_dir()
-    if not folder and not data.table_rows:
-        own["table_rows"] = KAGGLE_ROWS
+    folder = Path(data.path or "").is_dir()
+    own["table_rows"] = data.table_rows or (() if folder else KAGGLE_ROWS)
     spec = _settings(CriteoSpec, data, own)
     return CriteoArrays(spec) if folder else CriteoSource(spec)
 
