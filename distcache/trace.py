@@ -13,7 +13,7 @@ import numpy as np
 from distcache.data.batch import BatchSource, check_ids, slice_bounds
 from distcache.errors import ConfigError, DataError
 from distcache.layout import RowLayout, TableSpec, group_tables
-from distcache.planner.assemble import Request, hashed_rows, make_request
+from distcache.planner.assemble import RowRequest, hashed_rows, make_request
 from distcache.store.memory import available_memory, describe_bytes
 
 # -----------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def _layout(rows: int, world: int) -> RowLayout:
     return RowLayout([TableSpec("trace", rows, 1, ("trace",))], world)
 
 
-def _distinct(requests: Sequence[Request], home: int) -> tuple[np.ndarray, np.ndarray]:
+def _distinct(requests: Sequence[RowRequest], home: int) -> tuple[np.ndarray, np.ndarray]:
     """The distinct rows of a step at one home in canonical order, and how many ids name each."""
     named = [request.rows[home] for request in requests]
     rows, labels = hashed_rows(np.concatenate(named) if len(named) > 1 else named[0])
