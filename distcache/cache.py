@@ -311,7 +311,7 @@ class DeviceCache:
     def _slots(self, slots: Index) -> np.ndarray:
         """`slots` as NumPy int64; PlanError for one outside [0, C)."""
         at = _numpy(slots, "slots")
-        if len(at) and at.view(np.uint64).max() >= len(self.slot_row):  # or below 0
+        if len(at) and np.maximum.reduce(at.view(np.uint64)) >= len(self.slot_row):  # or below 0
             bad = int(at[(at < 0) | (at >= self.slots)][0])
             raise PlanError(f"slot {bad} is outside [0, {self.slots})")
         return at
@@ -319,7 +319,7 @@ class DeviceCache:
     def _rows(self, slots: Index, rows: Index) -> np.ndarray:
         """`rows` as NumPy int64, one for each of `slots`."""
         new = _numpy(rows, "rows")
-        if len(new) != len(slots):
+        if len(new) != slots.shape[0]:
             raise PlanError(f"{len(slots)} slots for {len(new)} rows")
         if (bad := (new < 0) & (new != FOREIGN)).any():
             i = int(np.argmax(bad))

@@ -396,7 +396,7 @@ class Link:
         what: str,
     ) -> Callable[[], Tensor]:
         """An all-to-all over `group` of parts of `counts`, (sent, received), under way."""
-        send, receive = (list(part) for part in counts)
+        send, receive = list(counts[0]), list(counts[1])
         source = (tensor.cpu() if self._staged else tensor).contiguous()
         out = source.new_empty((sum(receive), *tensor.shape[1:]))
         wait = self._start(
@@ -467,22 +467,25 @@ class Link:
 
     def _start(self, issue: Callable[[], Any], what: str) -> Callable[[], None]:
         """Start a collective; call the result to wait: on the host (gloo) or the stream (NCCL)."""
-        waiting = Waiting(self.world, self.name, what)
         try:
             work = issue()
         except RuntimeError as error:
-            raise waiting.explain(error) from error
+            raise Waiting(self.world, self.name, what).explain(error) from error
 
         def wait() -> None:
+            waiting: Waiting | None = None  # most waits are short
             try:
                 if not self._on_host:
                     work.wait()
                     return
                 while not _done(work):
+                    waiting = waiting or Waiting(self.world, self.name, what)
                     waiting.announce()
             except RuntimeError as error:
-                raise waiting.explain(error) from error
-            waiting.over()
+                said = waiting or Waiting(self.world, self.name, what)
+                raise said.explain(error) from error
+            if waiting is not None:
+                waiting.over()
 
         return wait
 

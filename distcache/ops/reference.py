@@ -145,8 +145,8 @@ On a CPU a block stays in the core's cache (1.3 to 3 times faster than all rows 
 
 def _segment_sum(values: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
     """`out[k]` = sum over o in [offsets[k], offsets[k + 1]) of weights[o] * values[index[o]]."""
-    if len(index) == 0 or len(values) == 0:
-        return values.new_zeros(max(len(offsets) - 1, 0), values.shape[1])
+    if index.shape[0] == 0 or values.shape[0] == 0:
+        return values.new_zeros(max(offsets.shape[0] - 1, 0), values.shape[1])
     if weights is not None:
         weights = weights.detach().to(values.dtype)
     values = values.detach()
@@ -316,7 +316,8 @@ def take_rows(source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
     """
     check_rows(rows, len(source))
     if len(rows):
-        _items(source).take(rows, out=_items(out), mode="clip")
+        item = _item(source.shape[1] * source.itemsize)
+        source.view(item)[:, 0].take(rows, out=out.view(item)[:, 0], mode="clip")
 
 
 def put_rows(target: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
@@ -332,7 +333,8 @@ def put_rows(target: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
             f"{list(target.shape[1:])}"
         )
     if len(rows):
-        _items(target).put(rows, _items(values), mode="clip")
+        item = _item(target.shape[1] * target.itemsize)
+        target.view(item)[:, 0].put(rows, values.view(item)[:, 0], mode="clip")
 
 
 def put(target: Tensor, rows: Tensor, values: Tensor) -> Tensor:
@@ -349,17 +351,12 @@ def put(target: Tensor, rows: Tensor, values: Tensor) -> Tensor:
 def check_rows(rows: np.ndarray, limit: int) -> None:
     """PlanError naming the first of `rows` outside [0, limit)."""
     # As unsigned numbers, negative ones are beyond every limit too: one pass.
-    if len(rows) and rows.view(np.uint64).max() >= limit:
+    if len(rows) and np.maximum.reduce(rows.view(np.uint64)) >= limit:
         bad = rows[(rows < 0) | (rows >= limit)][0]
         raise PlanError(f"row {bad} is outside [0, {limit})")
 
 
-def _items(rows: np.ndarray) -> np.ndarray:
-    """`[m, D]` contiguous rows as `[m]` items; a view."""
-    return rows.view(_item(rows.shape[1] * rows.itemsize))[:, 0]
-
-
 @lru_cache
 def _item(size: int) -> np.dtype:
-    """An item of `size` bytes."""
+    """An item of `size` bytes: `[m, D]` contiguous rows are a view of `[m, 1]` of them."""
     return np.dtype((np.void, size))

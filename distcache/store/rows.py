@@ -561,7 +561,7 @@ class RowStore:
             ("state", state, self.state_width),
         ):
             got = None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device)
-            want = ((len(rows), width), self.dtype, rows.device) if width else None
+            want = ((rows.shape[0], width), self.dtype, rows.device) if width else None
             if got != want:
                 raise PlanError(f"{name} of {len(rows)} rows must be {want}, got {got}")
 

@@ -37,14 +37,6 @@ IDENTITY = RunIdentity(
 STATE = TrainerState(8, b"\1" * 32)
 
 
-@pytest.fixture
-def world():
-    """A world of this process alone."""
-    world = open_world("cpu", timeout_s=60)
-    yield world
-    close_world(world)
-
-
 def resumed(path, mode, identity, world, same_data=True):
     """Compare, then load, as a run does; the state of training."""
     state = checkpoint.compare(path, identity, world, same_data)
