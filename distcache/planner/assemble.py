@@ -34,11 +34,6 @@ class RowRequest:
     places: np.ndarray | None = None
     sharded: tuple[np.ndarray, ...] = ()
 
-    @property
-    def counts(self) -> list[int]:
-        """Rows named at each home."""
-        return [len(rows) for rows in self.rows]
-
 
 def hashed_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """`(distinct rows int64 [U], labels int32 [n])` of rows int64 `[n]`, whatever their range."""
