@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from distcache.cli.compose import read_line
 from distcache.cli.plan_report import REPORT, write_plan
 from distcache.cli.plan_run import Options, Plan, Request, make_plan, measured_here, parse_request
-from distcache.cli.run import drop_if_empty, open_folder, set_up_logging, take_over_ctrl_c
+from distcache.cli.run import open_folder, set_up_logging, take_over_ctrl_c
 from distcache.errors import DistcacheError
 
 log = logging.getLogger("distcache.plan")
@@ -55,7 +56,8 @@ def _plan(request: Request, given: Sequence[str]) -> tuple[Plan, str]:
         return plan, write_plan(plan, ["python", "-m", "distcache.plan", *given])
     finally:
         if new:
-            drop_if_empty(request.output)
+            with suppress(OSError):  # nothing was written to it
+                request.output.rmdir()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from counting import count_ids
 
-from distcache.data.samplers import SlicedSource
+from distcache.data.batch import SlicedSource
 from distcache.popularity.statistics import (
     Statistics,
     vocabulary_of,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distcache.data.hashing import mix64
+from distcache.data.samplers import mix64
 from distcache.errors import ConfigError, DataError
 from distcache.popularity.statistics import TableCounts
 

@@ -13,16 +13,14 @@ from tqdm import tqdm
 
 from distcache.comm.agreement import together
 from distcache.comm.world import World
-from distcache.data.batch import Batch, JaggedIds, slice_bounds
-from distcache.data.hashing import digest_of
+from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource, slice_bounds
+from distcache.data.files import digest_of
 from distcache.data.samplers import (
-    BatchSlice,
     BatchSpans,
     BlockOrder,
     ReadAhead,
     SampleOrdering,
     SampleSpan,
-    SlicedSource,
     Subset,
     both,
 )

@@ -240,9 +240,9 @@ def _read_table(folder: Path, index: int, about: dict[str, Any]) -> TableCounts:
 
 
 def _read_preprocessed(folder: Path) -> Statistics:
-    from distcache.data.criteo import BatchSettings, CriteoArrays
+    from distcache.data.criteo import CriteoArrays, CriteoSpec
 
-    source = CriteoArrays(folder, BatchSettings())
+    source = CriteoArrays(CriteoSpec(folder))
     counted = enumerate(source.features)
     tables = tuple(TableCounts.of(feature, source.counts(index)) for index, feature in counted)
     return Statistics(tables, vocabulary_of(source), source.train_samples)
