@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from distcache.comm.agreement import agree_on, agree_on_versions, on_first, together
-from distcache.comm.world import World, close_world, current_world, leave_world, open_world
+from distcache.comm.world import World, close_world, current_world, open_world
 from distcache.config.checks import as_words, check_own
 from distcache.config.keys import flat_settings
 from distcache.config.tree import Config
@@ -327,7 +327,7 @@ def fit(
     features = [feature for spec in specs for feature in spec.features]
     ahead = most_ahead(config.cache)
     train = OwnBatches(loader, features, epochs, keep=ahead)
-    own_world, leave = (world, None) if world is not None else _join(config)
+    own_world, leave = (world, False) if world is not None else (_join(config), True)
     try:
         agree_on_versions(own_world, parallel == "hybrid")
         agree_on(own_world, _compared(config, specs))
@@ -348,14 +348,14 @@ def fit(
             train=train, evaluate=eval_loader, eval_count=count,
         )  # fmt: skip
         result = run.go(build.build_rates(config))
-        if leave is not None:
-            leave(own_world, True)
-            leave = None
+        if leave:
+            close_world(own_world)
+            leave = False
         return result
     finally:
         train.close()
-        if leave is not None:
-            leave(own_world, False)
+        if leave:
+            close_world(own_world, orderly=False)
 
 
 def _compared(config: Config, tables: Sequence[TableSpec]) -> dict[str, Any]:
@@ -369,12 +369,12 @@ def _compared(config: Config, tables: Sequence[TableSpec]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in _OWN}
 
 
-def _join(config: Config) -> tuple[World, Callable[[World, bool], None]]:
-    """The world of a process that has one or of torchrun's environment, and how to leave it."""
+def _join(config: Config) -> World:
+    """The world of a process that has one or of torchrun's environment."""
     trainer = config.trainer
     if not (dist.is_available() and dist.is_initialized()):
-        return open_world(trainer.device, trainer.backend, trainer.timeout_s), close_world
+        return open_world(trainer.device, trainer.backend, trainer.timeout_s)
     device = torch.device("cpu")
     if trainer.device != "cpu" and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    return current_world(device, timeout_s=trainer.timeout_s), leave_world
+    return current_world(device, timeout_s=trainer.timeout_s)

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -312,20 +312,6 @@ def state_slots(slots: RegionSlots, world: World, placement: Placement) -> State
 # -----------------------------------------------------------------------------
 # Whether the cache has room for a step: expected before training, refused while it runs.
 
-_LATER = "later ones may need more"
-
-
-class Expecting(Protocol):
-    """What a batch source knows about its ids before any is drawn."""
-
-    def lookups_per_sample(self, table: int) -> float:
-        """Mean ids that a sample looks up in `table`."""
-        ...
-
-    def expected_distinct(self, table: int, lookups: int) -> float:
-        """Expected distinct rows of `table` among `lookups` ids of it."""
-        ...
-
 
 def smallest_cache_rows(groups: Sequence[TableGroup], slots: Sequence[int]) -> int:
     """The smallest `cache.rows` that gives each group at least `slots` on a device.
@@ -372,90 +358,76 @@ def too_large(
     what = "" if kind == "train" else " (evaluation)"
     lie = "" if group.hot is None else ("sharded " if region.sharded else "replicated ")
     on_device = has * (1 if region.sharded else len(rows))
-    way_out = _way_out(groups, _enough_rows(groups, rows, regions))
+    split = "" if len(groups) == 1 else "; cache.split=by_curve shares slots out by need"
     return StepTooLargeError(
         f"step {step}{what} needs {needs} distinct {lie}rows of home rank {home}, which has {has} "
-        f"slots of {on_device} on each device (tables of width {group.dim}): set {way_out}, or "
-        f"lower data.global_batch_size{_other_split(groups)}",
+        f"slots of {on_device} on each device (tables of width {group.dim}): set "
+        f"{_way_out(groups, rows, regions)}, or lower data.global_batch_size{split}",
         rows=needs,
         slots=has,
     )
 
 
-def _way_out(groups: Sequence[TableGroup], enough: int | None) -> str:
-    """What to set; `enough`: of `_enough_rows`."""
-    keys = "cache.replicated_rows, cache.replicated_share"
-    if not any(group.hot is not None and len(group.hot) for group in groups):
-        return f"cache.rows={enough} or more (the smallest that holds this step; {_LATER})"
-    if enough is None:
-        return f"other rows to replicate ({keys}; no cache.rows holds this step with these)"
-    return (
-        f"cache.rows={enough} or more (which holds this step with these replicated rows; "
-        f"{_LATER}), or other rows to replicate ({keys})"
-    )
-
-
-def _enough_rows(
-    groups: Sequence[TableGroup], rows: np.ndarray, regions: Sequence[Region]
-) -> int | None:
-    """`cache.rows` from which on a step of `rows`, int64 `[W, regions]`, finds room; None where no
-    slots are enough, for a group gets no more than it has rows."""
+def _way_out(groups: Sequence[TableGroup], rows: np.ndarray, regions: Sequence[Region]) -> str:
+    """What to set, that a step of `rows`, int64 `[W, regions]`, finds room."""
     needs = np.zeros((len(groups), 2), dtype=np.int64)
     for column, region in enumerate(regions):
         needs[region.group, int(region.sharded)] = rows[:, column].max()
     slots = [enough_slots(g, *need) for g, need in zip(groups, needs.tolist(), strict=True)]
     most = [group.layout.world_size * group.layout.local_rows for group in groups]
-    if any(count > limit for count, limit in zip(slots, most, strict=True)):
-        return None
-    return smallest_cache_rows(groups, slots)
-
-
-def _other_split(groups: Sequence[TableGroup]) -> str:
-    """A way out that tables of several widths have."""
-    return "" if len(groups) == 1 else "; cache.split=by_curve shares slots out by need"
+    keys, later = "cache.replicated_rows, cache.replicated_share", "later ones may need more"
+    # A group gets no more slots than it has rows.
+    fits = all(count <= limit for count, limit in zip(slots, most, strict=True))
+    enough = f"cache.rows={smallest_cache_rows(groups, slots)} or more"
+    if not any(group.hot is not None and len(group.hot) for group in groups):
+        return f"{enough} (the smallest that holds this step; {later})"
+    if not fits:
+        return f"other rows to replicate ({keys}; no cache.rows holds this step with these)"
+    return (
+        f"{enough} (which holds this step with these replicated rows; {later}), or other rows to "
+        f"replicate ({keys})"
+    )
 
 
 def warn_if_too_small(
-    source: object, groups: Sequence[TableGroup], slots: Sequence[int], batch: int
+    source: Any, groups: Sequence[TableGroup], slots: Sequence[int], batch: int
 ) -> bool:
     """Warn before training if the slots will hardly hold a step; whether they will not.
 
-    `source`: a batch source, which knows its expected rows if it is `Expecting`, with one feature
-    for each table of the model, in their order; `slots`: C by group; `batch`: global batch size B.
+    `source`: a batch source; one that knows its expected rows (`lookups_per_sample(table)`,
+    `expected_distinct(table, lookups)`) has one feature for each table of the model, in their
+    order; `slots`: C by group; `batch`: global batch size B.
     """
     if not all(hasattr(source, name) for name in ("lookups_per_sample", "expected_distinct")):
         return False
-    means = [_expected_rows(source, group, batch) for group in groups]  # type: ignore[arg-type]
+    means = []  # about how many distinct rows of each group one global batch has, per home
+    for group in groups:
+        lookups = [(at, round(batch * source.lookups_per_sample(at))) for at in group.tables]
+        total = sum(source.expected_distinct(*of_table) for of_table in lookups)
+        means.append(total / group.layout.world_size)
     rooms = [_rooms(*of_group) for of_group in zip(groups, slots, means, strict=True)]
-    short = [(room, g) for g, found in enumerate(rooms) for room in found if room.needs > room.has]
+    short = [
+        (needs / has, needs, what, group.dim, has)
+        for group, found in zip(groups, rooms, strict=True)
+        for what, needs, has in found
+        if needs > has
+    ]
     if short:
-        worst, place = max(short, key=lambda pair: pair[0].needs / pair[0].has)
         enough = [_enough_for(group, mean) for group, mean in zip(groups, means, strict=True)]
         log.warning(
             "the cache is likely too small: a batch of %d samples is expected to name about %d "
             "%s of one home (tables of width %d), which has %d slots; a step that "
             "does not fit is refused. Set cache.rows=%d or more, or lower data.global_batch_size",
             batch,
-            worst.needs,
-            worst.what,
-            groups[place].dim,
-            worst.has,
+            *max(short)[1:],
             smallest_cache_rows(groups, enough),
         )
     return bool(short)
 
 
-@dataclass(frozen=True)
-class _Room:
-    """Rows that a home is expected to need at once, and its slots for them."""
-
-    what: str
-    needs: int
-    has: int
-
-
-def _rooms(group: TableGroup, slots: int, mean: float) -> list[_Room]:
-    """What a home needs and has, of C `slots` on a device, for `mean` distinct rows in a batch.
+def _rooms(group: TableGroup, slots: int, mean: float) -> list[tuple[str, int, int]]:
+    """Rows that a home is expected to need at once (what, how many) and its slots for them, of C
+    `slots` on a device, for `mean` distinct rows in a batch.
 
     Of mixed rows all together, and the sharded ones that are left where a batch names all that are
     replicated.
@@ -466,11 +438,11 @@ def _rooms(group: TableGroup, slots: int, mean: float) -> list[_Room]:
         return min(most, max(1, math.ceil(room_for(rows, rows, LIKELY))))
 
     if group.hot is None:
-        return [_Room("distinct rows", fullest(mean), slots // world)]
+        return [("distinct rows", fullest(mean), slots // world)]
     found, hot = region_slots(group, slots), len(group.hot)
     left = fullest(max(0.0, mean - hot / world))
-    rooms = [_Room("distinct rows", fullest(mean), found.replicated // world + found.sharded)]
-    return [*rooms, _Room("sharded rows or more", left, found.sharded)] if hot else rooms
+    rooms = [("distinct rows", fullest(mean), found.replicated // world + found.sharded)]
+    return [*rooms, ("sharded rows or more", left, found.sharded)] if hot else rooms
 
 
 def _enough_for(group: TableGroup, mean: float) -> int:
@@ -478,18 +450,9 @@ def _enough_for(group: TableGroup, mean: float) -> int:
     world, most = group.layout.world_size, group.layout.world_size * group.layout.local_rows
 
     def holds(slots: int) -> bool:
-        return all(room.needs <= room.has for room in _rooms(group, slots, mean))
+        return all(needs <= has for _, needs, has in _rooms(group, slots, mean))
 
     found = -(-bisect_left(range(1, most), True, key=holds) // world) * world
     while found < most and not holds(found):  # K is in whole homes too
         found += world
     return found
-
-
-def _expected_rows(source: Expecting, group: TableGroup, batch: int) -> float:
-    """About how many distinct rows of a group one global batch has, per home."""
-    total = sum(
-        source.expected_distinct(table, round(batch * source.lookups_per_sample(table)))
-        for table in group.tables
-    )
-    return total / group.layout.world_size

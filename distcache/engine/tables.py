@@ -52,7 +52,7 @@ from distcache.engine.whole import (
 )
 from distcache.errors import PeerError, PlanError
 from distcache.layout import TableSpec
-from distcache.ops.copies import put
+from distcache.ops.reference import put
 from distcache.optim import RowUpdate
 from distcache.popularity.statistics import GroupPopularity, Popularity, share_popularity
 from distcache.streams import COMMUNICATION, COMPUTE, Streams
@@ -305,13 +305,12 @@ class CachedTables:
             (flight.stream.settle() or flight).waited(began)
         return self.stage(SYNC, flight)
 
-    @torch.no_grad()
     def start_sum(
         self, flight: Flight, gradients: Sequence[Tensor | None]
     ) -> Callable[[], RowSums]:
         """Send this rank's leaf gradients `[U + N, D]`, by group, to the rows' homes; call it for
-        the sums. Inside `syncing`. Contributions of a row are added in rank order. None, on all
-        ranks: a group whose rows are left as they are."""
+        the sums. Inside `syncing`, where autograd records nothing. Contributions of a row are added
+        in rank order. None, on all ranks: a group whose rows are left as they are."""
         native, link = self.settings.reduction == "native", self.link
         started: list[tuple[Callable[[], Tensor] | None, Callable[[], Tensor] | None]] = []
         for rows, plan, where, gradient in zip(
@@ -336,7 +335,6 @@ class CachedTables:
 
         return finish
 
-    @torch.no_grad()
     def apply(
         self,
         flight: Flight,
@@ -345,7 +343,8 @@ class CachedTables:
         count: int | Sequence[Sequence[RowChoice]],
         enabled: Tensor | None = None,
     ) -> None:
-        """Update the step's rows and state in place, inside stage `apply`; see `applying`.
+        """Update the step's rows and state in place, where autograd records nothing, inside stage
+        `apply`; see `applying`.
 
         `count`: number of the optimizer step, from 1, of all rows, or the choices of each group,
         whose other rows are left as they are; `enabled`: as in `optim.apply_rows`.

@@ -348,26 +348,17 @@ class _Route:
     def __init__(self, world: World, store: RowStore, wanted: Sequence[np.ndarray]) -> None:
         mine = range(world.first_local, world.first_local + world.local_size)
         parts = [
-            NONE if rank in mine else rows[store.part.homes(rows) == world.rank]
+            NONE if rank in mine else rows[store.layout.home(rows) == world.rank]
             for rank, rows in enumerate(wanted)
         ]
         self.sent = torch.from_numpy(np.concatenate(parts))
         self.sends = [len(part) for part in parts]
-        homes = store.part.homes(wanted[world.rank])
+        homes = store.layout.home(wanted[world.rank])
         inside = (homes >= mine.start) & (homes < mine.stop)
         self.near = np.flatnonzero(inside)
         far = np.flatnonzero(~inside)
         self.far = far[np.argsort(homes[far], kind="stable")]
         self.receives = np.bincount(homes[far], minlength=world.size).tolist()
-
-
-def table_block(world: World, store: RowStore, table: int, rows: range) -> Tensor | None:
-    """Rows `rows` of table `table` of the layout, by original ids, `[n, D]`; on rank 0 only."""
-    offset = int(store.layout.offsets[table])
-    wanted = [NONE] * world.size
-    wanted[0] = np.arange(offset + rows.start, offset + rows.stop)
-    found = RowExchange(world, store).bring(wanted)[0]
-    return found if world.is_first else None
 
 
 def shares(rows: int, parts: int) -> list[range]:
@@ -406,116 +397,170 @@ def _scatter(store: RowStore, rows: Tensor, joined: Tensor) -> None:
 
 
 # -----------------------------------------------------------------------------
-# Whole tables of several nodes as a checkpoint takes them: contiguous shards in original ids.
+# Tables by name: views where this node has all of their rows, else shards over the nodes.
 #
-# Each rank has an equal range of every table's ids, in temporary files on disk, so that host
-# memory
-# does not hold the tables twice. `torch.distributed.checkpoint` writes and reads them as shards of
-# whole tables: what it leaves is the checkpoint of one node.
+# On several nodes each rank has an equal range of every table's ids, in temporary files on disk, so
+# that host memory does not hold the tables twice. `torch.distributed.checkpoint` writes and reads
+# them as shards of whole tables: what it leaves is the checkpoint of one node.
 
 
-class ShardedTables:
-    """The tables behind `groups`, shard by shard; every method is called by all ranks."""
+def table_views(groups: Sequence[GroupRows], table: int) -> tuple[Tensor, Tensor | None]:
+    """Views of a table's weights and state in original ids; where this node has all of its rows."""
+    rows, place = _find(groups, table)
+    if rows.store is not None:
+        return rows.store.table(place)
+    start, stop = (int(at) for at in rows.group.layout.offsets[place : place + 2])
+    state = rows.cache.state
+    return rows.cache.weight[start:stop], None if state is None else state[start:stop]
 
-    def __init__(
-        self, world: World, tables: Sequence[TableSpec], groups: Sequence[GroupRows]
-    ) -> None:
-        self._world, self._tables, self._groups = world, list(tables), list(groups)
 
-    def state(
-        self, update: RowUpdate, folder: Path | None, filled: bool
-    ) -> dict[str, ShardedTensor]:
-        """`tables.<name>.weight` and `tables.<name>.<state>` as in `cached_state.state_of_tables`.
+def read_block(world: World, groups: Sequence[GroupRows], table: int, ids: range) -> Tensor | None:
+    """Rows `ids` of a table, `[n, D]` on the CPU, on rank 0; None or the same on others."""
+    if not _is_split(world, groups):
+        return table_views(groups, table)[0][ids.start : ids.stop].cpu()
+    store, place = _store(groups, table)
+    wanted = row_numbers(store, place, [ids, *[range(0)] * (world.size - 1)])
+    found = RowExchange(world, store).bring(wanted)[0]
+    return found if world.is_first else None
 
-        `folder`: where the temporary files lie (the system's folder for them, where it is None or
-        not there); `filled`:
-        with the rows as they are, else with zeros, to be loaded into. Raises DistcacheError where
-        a disk does not hold this rank's part.
-        """
-        own: dict[str, Tensor] = {}
-        together(self._world, lambda: own.update(self._allocate(update, folder)))
+
+def whole_tables(
+    world: World,
+    tables: Sequence[TableSpec],
+    groups: Sequence[GroupRows],
+    update: RowUpdate,
+    scratch: Path | None,
+    filled: bool,
+) -> dict[str, Any]:
+    """`tables.<name>.weight` `[rows, D]` and `tables.<name>.<state>` of all tables, for
+    `torch.distributed.checkpoint`.
+
+    Views of the store on one node, where only the first of the ranks that share it names them;
+    ranks with copies of their own (`resident`) all do, and one of them is written. On several
+    nodes shards in files under `scratch` (the system's folder for them, where it is None or not
+    there), with the rows' values where `filled`, else with zeros, to be loaded into. Raises
+    DistcacheError where a disk does not hold this rank's part.
+    """
+    state: dict[str, Any] = {}
+    if not _is_split(world, groups):
+        if groups[0].store is None or not world.local_rank:
+            for index, table in enumerate(tables):
+                weight, extra = table_views(groups, index)
+                state[f"tables.{table.name}.weight"] = weight
+                for name, columns in update.state_columns(table.dim).items():
+                    if extra is not None:
+                        state[f"tables.{table.name}.{name}"] = extra[:, columns]
+        return state
+    together(world, lambda: state.update(_allocate(world, tables, groups, update, scratch)))
+    for index, table in enumerate(tables):
+        store, place = _store(groups, index)
+        own = {name: (state[name], columns) for name, columns in _columns(table, update).items()}
         if filled:
-            for index, table in enumerate(self._tables):
-                self._read(index, table, update, own)
-        return {
-            name: self._as_sharded(table, own[name])
-            for table in self._tables
-            for name in self._widths(table, update)
-        }
+            _read(world, table, store, place, own)
+        for name, (part, _) in own.items():
+            state[name] = _as_sharded(world, table, store, part)
+    return state
 
-    @torch.no_grad()
-    def load(self, update: RowUpdate, state: Mapping[str, ShardedTensor]) -> None:
-        """Bring what `state` was filled with to the homes' stores."""
-        for index, table in enumerate(self._tables):
-            store, place = self._store(index)
-            names = self._widths(table, update)
-            parts = {name: state[name].local_shards() for name in names}
-            rounds = blocks(shares(table.rows, self._world.size), _row_bytes(table, store))
-            for number, ids in enumerate(rounds):
-                some = bool(len(ids[self._world.rank]))
-                values = [
-                    parts[name][number].tensor if some else store.weight.new_empty((0, width))
-                    for name, width in names.items()
-                ]
-                extra = torch.cat(values[1:], dim=1) if store.state_width else None
-                RowExchange(self._world, store).put(
-                    row_numbers(store, place, ids), (values[0], extra)
-                )
-        together(self._world, lambda: None)
 
-    def _allocate(self, update: RowUpdate, folder: Path | None) -> dict[str, Tensor]:
-        """Zeros for this rank's ids of every table, `[n, width]` by name."""
-        found = {}
-        for index, table in enumerate(self._tables):
-            dtype = self._store(index)[0].dtype
-            ids = shares(table.rows, self._world.size)[self._world.rank]
-            for name, width in self._widths(table, update).items():
-                found[name] = disk_zeros((len(ids), width), dtype, folder)
-        return found
+@torch.no_grad()
+def load_tables(
+    world: World,
+    tables: Sequence[TableSpec],
+    groups: Sequence[GroupRows],
+    update: RowUpdate,
+    state: Mapping[str, Any],
+) -> None:
+    """Bring what `whole_tables` gave and a load filled to the stores; views have it already."""
+    if not _is_split(world, groups):
+        return
+    for index, table in enumerate(tables):
+        store, place = _store(groups, index)
+        columns = _columns(table, update)
+        parts = [state[name].local_shards() for name in columns]
+        rounds = blocks(shares(table.rows, world.size), _row_bytes(table, store))
+        for number, ids in enumerate(rounds):
+            if len(ids[world.rank]):
+                joined = torch.cat([shards[number].tensor for shards in parts], dim=1)
+            else:
+                joined = store.weight.new_empty((0, store.layout.dim + store.state_width))
+            RowExchange(world, store).put(row_numbers(store, place, ids), _parted(joined, store))
+    together(world, lambda: None)
 
-    def _read(
-        self, index: int, table: TableSpec, update: RowUpdate, own: dict[str, Tensor]
-    ) -> None:
-        """Fill this rank's part of a table from all homes."""
-        store, place = self._store(index)
-        exchange, at = RowExchange(self._world, store), 0
-        for ids in blocks(shares(table.rows, self._world.size), _row_bytes(table, store)):
-            weight, state = exchange.bring(row_numbers(store, place, ids))
-            here = slice(at, at + len(weight))
-            own[f"tables.{table.name}.weight"][here] = weight
-            for name, columns in update.state_columns(table.dim).items():
-                if state is not None:
-                    own[f"tables.{table.name}.{name}"][here] = state[:, columns]
-            at = here.stop
 
-    def _as_sharded(self, table: TableSpec, part: Tensor) -> ShardedTensor:
-        """This rank's rows `part` as blocks of the whole table's."""
-        rank, width = self._world.rank, part.shape[1]
-        ids = shares(table.rows, self._world.size)[rank]
-        store, _ = self._store(self._tables.index(table))
-        shards = [
-            Shard.from_tensor_and_offsets(
-                part[block.start - ids.start : block.stop - ids.start], [block.start, 0], rank
-            )
-            for (block,) in blocks([ids], _row_bytes(table, store))
-        ]
-        return init_from_local_shards(
-            shards, table.rows, width, process_group=self._world.host_group
-        )
+def _is_split(world: World, groups: Sequence[GroupRows]) -> bool:
+    """Whether each node's store has only a part of the rows."""
+    return world.nodes.count > 1 and groups[0].store is not None
 
-    def _widths(self, table: TableSpec, update: RowUpdate) -> dict[str, int]:
-        """The names of a table's values, and their widths; the weight first."""
-        names = {f"tables.{table.name}.weight": table.dim}
-        for name, columns in update.state_columns(table.dim).items():
-            names[f"tables.{table.name}.{name}"] = columns.stop - columns.start
-        return names
 
-    def _store(self, table: int) -> tuple[RowStore, int]:
-        """A table's store and its index there."""
-        for rows in self._groups:
-            if table in rows.group.tables and rows.store is not None:
-                return rows.store, rows.group.tables.index(table)
+def _find(groups: Sequence[GroupRows], table: int) -> tuple[GroupRows, int]:
+    """The rows of a table's group, and its index there."""
+    rows = next(rows for rows in groups if table in rows.group.tables)
+    return rows, rows.group.tables.index(table)
+
+
+def _store(groups: Sequence[GroupRows], table: int) -> tuple[RowStore, int]:
+    """A table's store and its index there."""
+    rows, place = _find(groups, table)
+    if rows.store is None:
         raise DistcacheError(f"table {table} has no store")
+    return rows.store, place
+
+
+def _columns(table: TableSpec, update: RowUpdate) -> dict[str, slice]:
+    """The names of a table's values, and where they are in rows followed by their state."""
+    found = {f"tables.{table.name}.weight": slice(0, table.dim)}
+    for name, columns in update.state_columns(table.dim).items():
+        place = slice(table.dim + columns.start, table.dim + columns.stop)
+        found[f"tables.{table.name}.{name}"] = place
+    return found
+
+
+def _allocate(
+    world: World,
+    tables: Sequence[TableSpec],
+    groups: Sequence[GroupRows],
+    update: RowUpdate,
+    folder: Path | None,
+) -> dict[str, Tensor]:
+    """Zeros for this rank's ids of every table, `[n, width]` by name."""
+    found = {}
+    for index, table in enumerate(tables):
+        dtype, ids = _store(groups, index)[0].dtype, shares(table.rows, world.size)[world.rank]
+        for name, columns in _columns(table, update).items():
+            shape = (len(ids), columns.stop - columns.start)
+            found[name] = disk_zeros(shape, dtype, folder)
+    return found
+
+
+def _read(
+    world: World,
+    table: TableSpec,
+    store: RowStore,
+    place: int,
+    own: Mapping[str, tuple[Tensor, slice]],
+) -> None:
+    """Fill this rank's part of a table, columns of rows by name, from all homes."""
+    exchange, at = RowExchange(world, store), 0
+    for ids in blocks(shares(table.rows, world.size), _row_bytes(table, store)):
+        joined = _joined(exchange.bring(row_numbers(store, place, ids)))
+        for part, columns in own.values():
+            part[at : at + len(joined)] = joined[:, columns]
+        at += len(joined)
+
+
+def _as_sharded(world: World, table: TableSpec, store: RowStore, part: Tensor) -> ShardedTensor:
+    """This rank's rows `part` as blocks of the whole table's."""
+    ids = shares(table.rows, world.size)[world.rank]
+    shards = []
+    for (block,) in blocks([ids], _row_bytes(table, store)):
+        rows = part[block.start - ids.start : block.stop - ids.start]
+        shards.append(Shard.from_tensor_and_offsets(rows, [block.start, 0], world.rank))
+    size = (table.rows, part.shape[1])
+    return init_from_local_shards(shards, *size, process_group=world.host_group)
+
+
+def _row_bytes(table: TableSpec, store: RowStore) -> int:
+    return (table.dim + store.state_width) * store.dtype.itemsize
 
 
 def disk_zeros(shape: tuple[int, int], dtype: torch.dtype, folder: Path | None) -> Tensor:
@@ -542,90 +587,3 @@ def disk_zeros(shape: tuple[int, int], dtype: torch.dtype, folder: Path | None) 
             f"{describe_bytes(size)}: {error.strerror}; make room there (run.dir), or use more "
             "nodes"
         ) from error
-
-
-def _row_bytes(table: TableSpec, store: RowStore) -> int:
-    return (table.dim + store.state_width) * store.dtype.itemsize
-
-
-# -----------------------------------------------------------------------------
-# The tables behind `groups`: views where this node has all of their rows, else over the nodes.
-
-
-def table_views(groups: Sequence[GroupRows], table: int) -> tuple[Tensor, Tensor | None]:
-    """Views of a table's weights and state in original ids; where this node has all of its rows."""
-    rows, place = _find(groups, table)
-    if rows.store is not None:
-        return rows.store.table(place)
-    start, stop = (int(at) for at in rows.group.layout.offsets[place : place + 2])
-    state = rows.cache.state
-    return rows.cache.weight[start:stop], None if state is None else state[start:stop]
-
-
-def read_block(world: World, groups: Sequence[GroupRows], table: int, ids: range) -> Tensor | None:
-    """Rows `ids` of a table, `[n, D]` on the CPU, on rank 0; None or the same on others."""
-    rows, place = _find(groups, table)
-    if _is_split(world, groups) and rows.store is not None:
-        return table_block(world, rows.store, place, ids)
-    return table_views(groups, table)[0][ids.start : ids.stop].cpu()
-
-
-def whole_tables(
-    world: World,
-    tables: Sequence[TableSpec],
-    groups: Sequence[GroupRows],
-    update: RowUpdate,
-    scratch: Path | None,
-    filled: bool,
-) -> dict[str, Any]:
-    """All tables by name (`state_of_tables`), for `torch.distributed.checkpoint`.
-
-    Views of the store on one node, where only the first of the ranks that share it names them;
-    ranks with copies of their own (`resident`) all do, and one of them is written. On several
-    nodes shards in files under `scratch`, with the rows' values where `filled`.
-    """
-    if _is_split(world, groups):
-        return dict(ShardedTables(world, tables, groups).state(update, scratch, filled))
-    if groups[0].store is not None and world.local_rank:
-        return {}
-    views = [(table, *table_views(groups, index)) for index, table in enumerate(tables)]
-    return dict(state_of_tables(views, update))
-
-
-def load_tables(
-    world: World,
-    tables: Sequence[TableSpec],
-    groups: Sequence[GroupRows],
-    update: RowUpdate,
-    state: Mapping[str, Any],
-) -> None:
-    """Take what `whole_tables` gave and a load filled; views have it already."""
-    if _is_split(world, groups):
-        ShardedTables(world, tables, groups).load(update, state)
-
-
-def _is_split(world: World, groups: Sequence[GroupRows]) -> bool:
-    """Whether each node's store has only a part of the rows."""
-    return world.nodes.count > 1 and groups[0].store is not None
-
-
-def _find(groups: Sequence[GroupRows], table: int) -> tuple[GroupRows, int]:
-    """The rows of a table's group, and its index there."""
-    rows = next(rows for rows in groups if table in rows.group.tables)
-    return rows, rows.group.tables.index(table)
-
-
-def state_of_tables(
-    views: Sequence[tuple[TableSpec, Tensor, Tensor | None]], update: RowUpdate
-) -> dict[str, Tensor]:
-    """`tables.<name>.weight` `[rows, D]`, and `tables.<name>.<state>` for each state of `update`.
-
-    `views`: tables with their weights and state `[rows, S]` (None where S = 0).
-    """
-    state: dict[str, Tensor] = {}
-    for table, weight, extra in views:
-        state[f"tables.{table.name}.weight"] = weight
-        for name, columns in update.state_columns(table.dim).items():
-            if extra is not None:
-                state[f"tables.{table.name}.{name}"] = extra[:, columns]
-    return state

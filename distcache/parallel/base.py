@@ -1,4 +1,5 @@
-"""The interface of the parallel modes: `data`, `hybrid`, `resident` and `host`."""
+"""The interface of the parallel modes `data`, `hybrid`, `resident` and `host`, and what they share:
+durations, precision, what all ranks must have alike, and what a run counts."""
 
 from __future__ import annotations
 
@@ -7,23 +8,24 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distcache.comm.agreement import agree_on
+from distcache.comm.link import CollectiveCounters
 from distcache.comm.world import World
 from distcache.data.batch import Batch
-from distcache.engine.step import Watcher
+from distcache.engine.groups import Placement
+from distcache.engine.movement import GroupRows, MoveCounts
+from distcache.engine.step import TRAINING, WAIT, Flight, StageClock, Watcher
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
-
-# -----------------------------------------------------------------------------
-# The interface of the parallel modes: `data`, `hybrid`, `resident`, `host`.
 
 
 @dataclass(frozen=True)
@@ -280,3 +282,170 @@ def check_same(
     for name, parameter in model.named_parameters():
         values[f"the shape of {name}"] = list(parameter.shape)
     agree_on(world, values)
+
+
+# -----------------------------------------------------------------------------
+# What a run of a cached mode counts for `summary.json`: bytes, rows, phases, the ranks' shares.
+
+COLLECTIVE = ("fill", "share_early", "share_late", "sync", "return_rows")
+"""Stages of several ranks that exchange."""
+
+
+@dataclass
+class PhaseCounts:
+    """Training steps of hot or of cold batches, and the rows that moved for them."""
+
+    steps: int = 0
+    moved: MoveCounts = field(default_factory=MoveCounts)
+
+
+class StepStatistics:
+    """Counts over all training steps of this process.
+
+    Of this rank: `home_rows`, rows of its home that some rank looked up; `received`, sharded rows
+    that came to it from their homes, and `early`, those of them that came before their step.
+    """
+
+    def __init__(self, rank: int, ahead: int = 0) -> None:
+        """`ahead`: steps, P, whose rows may come beside the step that runs."""
+        self.distinct = self.misses = self.lookups = self.lookup_hits = 0
+        self.steps = self.home_rows = self.received = self.early = 0
+        self._rank, self._ahead, self._own_bytes, self._early_bytes = rank, ahead, 0, 0
+        self.phases = {"hot": PhaseCounts(), "cold": PhaseCounts()}
+
+    def add(self, flight: Flight, rows: Sequence[GroupRows]) -> None:
+        """Count one training step over `rows`.
+
+        Row buffers: the replicated rows' copies, their gradients and the sums (3 U D), sharded ones
+        as they come and go at rank and home, and what was fetched and evicted, (D + S) each.
+        Sharded rows that came early lie there for as many steps as movement is ahead.
+        """
+        self.steps += 1
+        buffers = early = 0
+        phase = self.phases.get(flight.batch.phase)
+        if phase is not None:
+            phase.steps += 1
+            for counts in flight.counts:
+                phase.moved.add(counts)
+        for plan, group in zip(flight.plans, rows, strict=True):
+            item, dim = group.cache.dtype.itemsize, group.cache.dim
+            distinct, misses, shard = plan.distinct, plan.misses, plan.shard
+            moved, kept = misses + plan.evict_slots.shape[0], 3 * distinct
+            self.home_rows += plan.home_counts[self._rank]
+            self.lookups += plan.positions.shape[0]
+            self.lookup_hits += plan.lookup_hits
+            if shard is not None:
+                count, own = shard.rows, shard.slots.shape[0]
+                moved += shard.fetch_slots.shape[0] + shard.evict_slots.shape[0]
+                copies = 2 if distinct == 0 else 3  # joined with the replicated ones
+                kept += copies * count + 2 * shard.source_rows.shape[0] + own
+                distinct, misses = distinct + shard.distinct, misses + shard.misses
+                self.home_rows += own
+                self.received += count
+                if shard.early is not None:
+                    early += count * dim * item
+                    self.early += shard.early.places.shape[0]
+            self.distinct += distinct
+            self.misses += misses
+            buffers += kept * dim * item + moved * group.row_bytes
+        self._own_bytes = max(self._own_bytes, buffers)
+        self._early_bytes = max(self._early_bytes, early)
+
+    @property
+    def row_buffer_bytes(self) -> int:
+        """The most that the rows of steps took beside the slots."""
+        return self._own_bytes + self._ahead * self._early_bytes
+
+    def hit_rate(self) -> float | None:
+        """Distinct rows found cached when planned / distinct rows, so far; None before any."""
+        return 1 - self.misses / self.distinct if self.distinct else None
+
+    def summary(
+        self,
+        world: World,
+        rows: Sequence[GroupRows],
+        counters: CollectiveCounters,
+        clock: StageClock,
+        placement: Placement,
+        dense_bytes: int = 0,
+    ) -> dict[str, Any]:
+        """Values of `summary.json`, over all ranks; called by all of them.
+
+        `dense_bytes`: parameters, gradients and optimizer state of the dense part.
+        """
+        embedding = sum(group.cache.device_bytes for group in rows) + self.row_buffer_bytes
+        most = {"embedding": embedding, "peak": embedding + dense_bytes, "home": self.home_rows}
+        if world.device.type == "cuda":
+            most["peak"] = torch.cuda.max_memory_allocated(world.device)
+        most = _over_ranks(world, most, dist.ReduceOp.MAX)
+        moved = [vars(group.counts) for group in rows]
+        own = {name: sum(counts[name] for counts in moved) for name in vars(MoveCounts())}
+        own |= {"lookups": self.lookups, "hits": self.lookup_hits} | dict(counters.values())
+        own |= {"home": self.home_rows, "received": self.received, "early": self.early}
+        for name, phase in self.phases.items():
+            counts = phase.moved
+            own[f"{name}_rows_fetched"] = counts.rows_fetched
+            own[f"{name}_host_bytes"] = counts.host_to_device_bytes + counts.device_to_host_bytes
+        total = _over_ranks(world, own)
+        took, hidden = clock.mean_ms(), clock.hidden_ms()
+        values = {
+            "hit_rate": self.hit_rate(),
+            "hit_rate_lookups": total["hits"] / total["lookups"] if total["lookups"] else None,
+            **{name: total[name] for name in vars(MoveCounts())},
+            **{name: total[name] // world.size for name in counters.values()},
+            "embedding_device_bytes": most["embedding"],
+            "peak_device_bytes": most["peak"],
+            "cache_rows": sum(group.cache.slots for group in rows),
+            "stage_ms": took,
+            "stage_hidden_ms": hidden,
+        }
+        if any(phase.steps for phase in self.phases.values()):
+            for name, phase in self.phases.items():
+                keys = (f"{name}_rows_fetched", f"{name}_host_bytes")
+                values |= {f"{name}_steps": phase.steps} | {key: total[key] for key in keys}
+        if world.size > 1:
+            steps, received = max(self.steps, 1), total["received"]
+            exchange = sum(took.get(name, 0.0) for name in COLLECTIVE)
+            beside = sum(hidden.get(name, 0.0) for name in COLLECTIVE)
+            values |= {
+                "placement": placement.kind,
+                "cache_state": placement.state,
+                "home_rows_mean": total["home"] / world.size / steps,
+                "home_rows_max": most["home"] / steps,
+                "early_rows": total["early"] / received if received else None,
+                "exchange_ms": exchange,
+                "exchange_hidden": beside / exchange if exchange else None,
+            }
+        return values
+
+
+def _over_ranks(world: World, values: dict[str, int], op: Any = dist.ReduceOp.SUM) -> dict:
+    """The sums of `values` over all ranks, or what `op` makes of them."""
+    found = torch.tensor(list(values.values()), dtype=torch.int64)
+    if world.size > 1:
+        dist.all_reduce(found, op=op, group=world.host_group)
+    return dict(zip(values, found.tolist(), strict=True))
+
+
+def inter_node_bytes(world: World, counters: CollectiveCounters) -> int | None:
+    """The mean over ranks of what they sent to other nodes; None on one node. Called by all."""
+    if world.nodes.count == 1:
+        return None
+    return _over_ranks(world, {"sent": counters.inter_node_bytes})["sent"] // world.size
+
+
+def stage_values(clock: StageClock) -> dict[str, Any]:
+    """What stages took since the last call, for `Parallel.progress`.
+
+    The hidden share counts planning and movement, wherever they ran: what ran in the loop, as
+    with the serial schedule, was waited for.
+    """
+    took, hidden = clock.lap()
+    own = {WAIT, *(stage.name for stage in TRAINING)}
+    beside = sum(ms for name, ms in took.items() if name not in own)
+    return {
+        "stage_ms": took,
+        "stage_hidden_ms": hidden,
+        "stall_ms": took.get(WAIT, 0.0),
+        "hidden_share": sum(hidden.values()) / beside if beside > 0 else None,
+    }

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from distcache.comm.link import ROWS, CollectiveCounters, Link
+from distcache.comm.link import ROWS
 from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchCheck
 from distcache.engine.gradients import Agreement, Control, ControlRing, DenseGradients
-from distcache.engine.groups import TableGroup
-from distcache.engine.movement import GroupRows
+from distcache.engine.groups import TableSettings
+from distcache.engine.movement import MoveCounts
 from distcache.engine.step import FORWARD, FORWARD_BACKWARD, Flight, StageClock, Watcher, record
-from distcache.engine.tables import CachedTables, RowSums, TableSettings
+from distcache.engine.tables import CachedTables, RowSums
 from distcache.errors import PlanError
 from distcache.layout import TableSpec
 from distcache.optim import (
@@ -43,12 +43,17 @@ from distcache.parallel.base import (
     Parallel,
     Step,
     StepResult,
+    StepStatistics,
     check_same,
+    inter_node_bytes,
     predict,
+    stage_values,
 )
-from distcache.parallel.statistics import RankLoad, StepStatistics, inter_node_bytes, stage_values
 from distcache.popularity.statistics import Popularity
-from distcache.streams import Streams
+
+_MODEL, _OPTIMIZER = "dense.", "dense_optim."
+"""What begins the names of the dense part's values in a checkpoint: `dense.<name>` of the model's
+state, `dense_optim.<parameter>.<state>` of its optimizer's."""
 
 MOST_NAMED = 64
 """Tables that a summary names."""
@@ -118,6 +123,8 @@ class CachedParallel(Parallel):
         check = BatchCheck(tables, features, settings.on_bad_id)
         update = row_update(optimizer.name, 0.0, *spec)
         self.tables = CachedTables(world, tables, features, update, settings, popularity, check)
+        self.groups, self.rows, self.link = self.tables.groups, self.tables.rows, self.tables.link
+        self.streams, self.counters = self.tables.streams, self.tables.counters
         self.dense_optimizer = dense_optimizer(self.model.parameters(), optimizer.name, 0.0, *spec)
         self.dense = DenseGradients(self.model, link=self.link)
         delay = settings.result_delay
@@ -129,34 +136,9 @@ class CachedParallel(Parallel):
         self._due: Flight | None = None
         self._open = False
         self._unread: deque[Flight] = deque()
-        self.clock, self.load = StageClock(), RankLoad()
-        self.statistics = StepStatistics(settings.prefetch)
+        self._modules = list(self.model.modules())
+        self.clock, self.statistics = StageClock(), StepStatistics(world.rank, settings.prefetch)
         self._hot_rows = None if popularity is None else popularity.hot_rows
-
-    @property
-    def groups(self) -> list[TableGroup]:
-        """The tables by width."""
-        return self.tables.groups
-
-    @property
-    def rows(self) -> list[GroupRows]:
-        """Slots and stores of every group."""
-        return self.tables.rows
-
-    @property
-    def link(self) -> Link:
-        """What crosses ranks on the device."""
-        return self.tables.link
-
-    @property
-    def streams(self) -> Streams:
-        """Those of the device."""
-        return self.tables.streams
-
-    @property
-    def counters(self) -> CollectiveCounters:
-        """Bytes that this rank sent."""
-        return self.tables.counters
 
     # --- the stream of steps ----------------------------------------------------------------
 
@@ -217,6 +199,7 @@ class CachedParallel(Parallel):
         self._due, flight.result = None, Outcome()
         return flight
 
+    @torch.no_grad()
     def train_step(self, step: Step, stop: bool = False) -> StepResult:
         """See `Parallel.train_step`."""
         flight, tables = self._begin(step), self.tables
@@ -231,17 +214,19 @@ class CachedParallel(Parallel):
                 self._apply(flight)
         tables.count(flight)
         self.statistics.add(flight, self.rows)
-        self.load.add(flight.plans, self.world.rank)
         self._unread.append(flight)
         self._read(self.result_delay)
-        return (
-            LateResult(lambda: self._result(flight)) if self.result_delay else self._result(flight)
-        )
+        if self.result_delay:
+            return LateResult(lambda: self._result(flight))
+        return self._result(flight)
 
+    @torch.enable_grad()
     def _forward_backward(self, flight: Flight, leaves: Sequence[Tensor]) -> None:
         outcome: Outcome = flight.result
         self.dense.zero()
-        outcome.buffers = [(value, value.clone()) for value in self.model.buffers()]
+        # As `model.buffers()`, of modules that are looked for once.
+        buffers = [value for of in self._modules for value in of._buffers.values()]
+        outcome.buffers = [(value, value.clone()) for value in buffers if value is not None]
         logits = self._predict(flight, [leaf.requires_grad_() for leaf in leaves])
         labels = flight.labels.to(logits.dtype)
         total = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
@@ -264,7 +249,6 @@ class CachedParallel(Parallel):
         dense()
         outcome.control = control()
 
-    @torch.no_grad()
     def _apply(self, flight: Flight) -> None:
         """Update rows and dense part; a step whose summed loss is not finite changes nothing."""
         outcome: Outcome = flight.result
@@ -319,7 +303,7 @@ class CachedParallel(Parallel):
         with tables.whole(), torch.no_grad():
             leaves = tables.open(flight)
             with tables.stage(FORWARD, flight):
-                modes = [(module, module.training) for module in self.model.modules()]
+                modes = [(module, module.training) for module in self._modules]
                 self.model.eval()
                 try:
                     flight.result.logits = self._predict(flight, leaves)
@@ -365,7 +349,9 @@ class CachedParallel(Parallel):
     def blank_state(self, filled: bool = False) -> dict[str, Any]:
         """See `Parallel.blank_state`."""
         state = {"applied_steps": self.applied} | self.tables.state(self.scratch, filled)
-        return state | state_of_dense(self.model, self.dense_optimizer)
+        state |= {f"{_MODEL}{name}": value for name, value in self.model.state_dict().items()}
+        optimized = state_tensors(self.dense_optimizer, self._names())
+        return state | {f"{_OPTIMIZER}{name}": value for name, value in optimized.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Parallel.load_state_dict`; before any step.
@@ -374,8 +360,15 @@ class CachedParallel(Parallel):
         """
         self.tables.require_unused()
         self.applied.copy_(state["applied_steps"])
-        load_dense(self.model, self.dense_optimizer, state)
+        for prefix, load in ((_MODEL, self.model.load_state_dict), (_OPTIMIZER, self._load_dense)):
+            load({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
         self.tables.load(state)
+
+    def _load_dense(self, state: Mapping[str, Any]) -> None:
+        load_state(self.dense_optimizer, self._names(), state)
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {parameter: name for name, parameter in self.model.named_parameters()}
 
     def summary(self) -> dict[str, Any]:
         """See `Parallel.summary`; called by all ranks."""
@@ -387,17 +380,21 @@ class CachedParallel(Parallel):
             for value in state.values()
             if isinstance(value, Tensor)
         )
-        values = self.statistics.summary(self.world, self.rows, self.counters, dense)
-        took, hidden = self.clock.mean_ms(), self.clock.hidden_ms()
-        values |= {"stage_ms": took, "stage_hidden_ms": hidden}
-        values |= self.load.summary(self.world, tables.placement, took, hidden)
+        parts = (self.world, self.rows, self.counters, self.clock, tables.placement)
+        values = self.statistics.summary(*parts, dense)
         values["table_rows"] = sum(table.rows for table in specs)
         values |= {"lookahead": self.settings.lookahead, "prefetch": self.settings.prefetch}
         values["inter_node_bytes"] = inter_node_bytes(self.world, self.counters)
         if self._hot_rows is not None:
             values["warm_start_rows"] = max(tables.warmed, 0)
-            values["hot_rows_by_table"] = hot_rows(specs, self._hot_rows)
-        return values | dict.fromkeys(meaningless(self.settings.mode))
+            pairs = zip(specs, self._hot_rows, strict=True)
+            named = {table.name: count for table, count in pairs}
+            values["hot_rows_by_table"] = named if len(specs) <= MOST_NAMED else None
+        if self.settings.mode != "data":  # it caches nothing
+            values |= dict.fromkeys(("cache_rows", "hit_rate", "hit_rate_lookups"))
+        if self.settings.mode == "resident":  # and moves nothing
+            values |= dict.fromkeys(vars(MoveCounts()))
+        return values
 
     def errors_are_common(self) -> bool:
         """See `Parallel.errors_are_common`."""
@@ -419,47 +416,3 @@ class CachedParallel(Parallel):
         self.tables.close()
         for parameter in self.dense.parameters:
             parameter.grad = None
-
-
-# -----------------------------------------------------------------------------
-# What a checkpoint has of the dense part, by name, and what a summary leaves out.
-
-_MODEL, _OPTIMIZER = "dense.", "dense_optim."
-
-
-def state_of_dense(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """`dense.<name>` of the model's state, `dense_optim.<parameter>.<state>` of the optimizer's."""
-    state = {f"{_MODEL}{name}": value for name, value in model.state_dict().items()}
-    for name, value in state_tensors(optimizer, _names(model)).items():
-        state[f"{_OPTIMIZER}{name}"] = value
-    return state
-
-
-def load_dense(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-) -> None:
-    """Take back what `state_of_dense` gave."""
-    model.load_state_dict(_under(_MODEL, state))
-    load_state(optimizer, _names(model), _under(_OPTIMIZER, state))
-
-
-def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key[len(prefix) :]: v for key, v in state.items() if key.startswith(prefix)}
-
-
-def _names(model: nn.Module) -> dict[nn.Parameter, str]:
-    return {parameter: name for name, parameter in model.named_parameters()}
-
-
-def hot_rows(tables: Sequence[TableSpec], rows: Sequence[int]) -> dict[str, int] | None:
-    """The hot rows of each table by name; None for more tables than a summary names."""
-    if len(tables) > MOST_NAMED:
-        return None
-    return {table.name: count for table, count in zip(tables, rows, strict=True)}
-
-
-def meaningless(mode: str) -> tuple[str, ...]:
-    """Values of a summary that `mode` does not have: it caches nothing, or moves nothing."""
-    cached = ("cache_rows", "hit_rate", "hit_rate_lookups") if mode != "data" else ()
-    moved = ("rows_fetched", "rows_written_back", "host_to_device_bytes", "device_to_host_bytes")
-    return (*cached, *moved) if mode == "resident" else cached

@@ -27,12 +27,19 @@ from distcache.comm.link import PLANNING, CollectiveCounters, Link, count_collec
 from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchCheck, JaggedIds, Prefetch
 from distcache.engine.gradients import agreement, words
-from distcache.engine.step import WAIT, Span, Watcher
+from distcache.engine.movement import MoveCounts
+from distcache.engine.step import WAIT, Span, StageClock, Watcher
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
 from distcache.optim import dense_optimizer, row_update, state_tensors
-from distcache.parallel.base import Durations, OptimizerSpec, Parallel, Step, StepResult
-from distcache.parallel.statistics import inter_node_bytes
+from distcache.parallel.base import (
+    Durations,
+    OptimizerSpec,
+    Parallel,
+    Step,
+    StepResult,
+    inter_node_bytes,
+)
 from distcache.store.memory import require_memory
 
 # -----------------------------------------------------------------------------
@@ -138,43 +145,30 @@ def _check_tables(spec: HybridSpec) -> None:
             )
 
 
-class _LibraryNoise(logging.Filter):
-    """Drops what TorchRec and FBGEMM report below WARNING, unless distcache logs at DEBUG."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the root logger may handle `record`."""
-        if record.levelno >= logging.WARNING or not any(
-            f"/{name}/" in record.pathname for name in _LIBRARIES
-        ):
-            return True
-        return logging.getLogger("distcache").isEnabledFor(logging.DEBUG)
-
-
-_NOISE = _LibraryNoise()
-
-
-_LOUD_LOGGERS = {
-    "torchrec": logging.WARNING,
-    "torchrec.distributed.planner": logging.ERROR,  # warns of its own constructors
-    "torch.fx._symbolic_trace": logging.ERROR,
-}
-
-
 def _quieten() -> None:
-    # FBGEMM and parts of TorchRec log to the root logger, dozens of INFO lines per table.
-    logging.getLogger().addFilter(_NOISE)
-    debug = logging.getLogger("distcache").isEnabledFor(logging.DEBUG)
-    for name, level in _LOUD_LOGGERS.items():
-        logger = logging.getLogger(name)
-        if logger.level == logging.NOTSET and not debug:
-            logger.setLevel(level)
+    """Keep what TorchRec and FBGEMM report below WARNING from users, unless distcache logs at
+    DEBUG: both log to the root logger, dozens of INFO lines per table."""
+    if logging.getLogger("distcache").isEnabledFor(logging.DEBUG):
+        return
+    logging.getLogger().addFilter(_is_no_noise)
+    levels = {
+        "torchrec": logging.WARNING,
+        "torchrec.distributed.planner": logging.ERROR,  # warns of its own constructors
+        "torch.fx._symbolic_trace": logging.ERROR,
+    }
+    for name, level in levels.items():
+        if logging.getLogger(name).level == logging.NOTSET:
+            logging.getLogger(name).setLevel(level)
     # What TorchRec calls and torch is about to rename; nothing that a user could change.
-    for renamed in (
-        "(all_gather_into|reduce_scatter)_tensor",
-        "ShardedTensor",
-        "broadcast_buffers",
-    ):
-        warnings.filterwarnings("ignore", f".*{renamed}", FutureWarning)
+    renamed = "(all_gather_into|reduce_scatter)_tensor", "ShardedTensor", "broadcast_buffers"
+    for name in renamed:
+        warnings.filterwarnings("ignore", f".*{name}", FutureWarning)
+
+
+def _is_no_noise(record: logging.LogRecord) -> bool:
+    """Whether the root logger handles `record`."""
+    theirs = any(f"/{name}/" in record.pathname for name in _LIBRARIES)
+    return record.levelno >= logging.WARNING or not theirs
 
 
 def load_torchrec() -> ModuleType:
@@ -210,64 +204,45 @@ LANE = "training"
 class StepClock:
     """Times steps: on the CPU by the clock, on CUDA by events read one step later.
 
-    `watchers` see each step's span, host time, and its wait for a batch.
+    `watchers` see each step's span, host time, and its wait for a batch; `stages` are the loading
+    of batches beside the steps, and that wait.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._times_ms = Durations()
         self._pending: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self._batches, self._load_s, self._wait_s, self._hidden_s = 0, 0.0, 0.0, 0.0
-        self._seen, self._waits = 0, list[Span]()
+        self._load, self._wait, self._seen = list[Span](), list[Span](), 0
+        self.stages = StageClock()
         self.watchers: list[Watcher] = []
 
-    def batch(self, kind: str, load_s: float, asked: float) -> None:
+    def batch(self, load_s: float, asked: float) -> None:
         """Note a batch that took `load_s` seconds to load beside the steps and that the loop,
         which `asked` for it at that time, has now."""
-        got = time.perf_counter()
-        self._waits = [Span(WAIT, LANE, self._seen, asked, got)]
-        if kind == "train":
-            self._batches += 1
-            self._load_s += load_s
-            self._wait_s += got - asked
-            self._hidden_s += max(0.0, load_s - (got - asked))
-
-    def load_ms(self) -> dict[str, float]:
-        """Mean milliseconds per batch of `load` and `wait`."""
-        return {"load": self._per_batch(self._load_s), "wait": self._per_batch(self._wait_s)}
-
-    def hidden_ms(self) -> dict[str, float]:
-        """Mean milliseconds per batch of `load` that no step waited for."""
-        return {"load": self._per_batch(self._hidden_s)}
-
-    def _per_batch(self, seconds: float) -> float:
-        return 1e3 * seconds / max(1, self._batches)
+        got, number = time.perf_counter(), self._seen
+        self._wait = [Span(WAIT, LANE, number, asked, got)]
+        self._load = [Span("load", "loader", number, got - load_s, got)]
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Time the training step that runs inside."""
-        with self.shown("step", "train"):
-            if not self._cuda:
-                start = time.perf_counter()
-                yield
-                self._times_ms.add((time.perf_counter() - start) * 1e3)
-                return
+    def step(self, name: str, kind: str) -> Iterator[None]:
+        """Time the step of the last batch, which runs inside, if it ends well."""
+        events = None
+        if self._cuda and kind == "train":
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
-            yield
+        began = time.perf_counter()
+        yield
+        now = time.perf_counter()
+        if events is not None:
             events[1].record()
             self._harvest()
             self._pending = events
-
-    @contextmanager
-    def shown(self, name: str, kind: str) -> Iterator[None]:
-        """Let `watchers` see what runs inside, if it ends well; the next batch has a new number."""
-        start = time.perf_counter()
-        yield
-        spans = [*self._waits, Span(name, LANE, self._seen, start, time.perf_counter())]
+        elif kind == "train":
+            self._times_ms.add((now - began) * 1e3)
         for watcher in self.watchers:
-            watcher(self._seen, kind, spans)
-        self._seen, self._waits = self._seen + 1, []
+            watcher(self._seen, kind, [*self._wait, Span(name, LANE, self._seen, began, now)])
+        self.stages.add(self._seen, kind, self._load, self._wait)
+        self._seen, self._load, self._wait = self._seen + 1, [], []
 
     def _harvest(self) -> None:
         if self._pending is not None:
@@ -388,7 +363,7 @@ class HybridParallel(Parallel):
             sized = agreed_batches(ahead, self._world) if self._spec.agree_on_sizes else ahead
             asked = time.perf_counter()
             for batch in sized:
-                self._clock.batch(batch.kind, ahead.load_s, asked)
+                self._clock.batch(ahead.load_s, asked)
                 yield Step(batch)
                 asked = time.perf_counter()
 
@@ -400,7 +375,7 @@ class HybridParallel(Parallel):
             self._rehearse(batch.dense.size(1))
         if self._spec.optimizer.name == "adam":
             self._torchrec.set_row_step(self._dmp, self._steps)
-        with self._clock.step():
+        with self._clock.step("step", "train"):
             with count_collectives(self.counters):
                 logits = self._logits(batch)
             labels = batch.labels.to(logits)
@@ -459,7 +434,7 @@ class HybridParallel(Parallel):
     def eval_step(self, step: Step) -> Tensor:
         """Logits `[b]` of this rank's slice; changes no weight, counts no bytes."""
         self._dmp.eval()
-        with self._clock.shown("forward", "eval"):
+        with self._clock.step("forward", "eval"):
             return self._logits(step.batch)
 
     def set_lr(self, dense_lr: float, embedding_lr: float) -> None:
@@ -536,36 +511,20 @@ class HybridParallel(Parallel):
         held = torch.tensor([embedding, peak])
         dist.all_reduce(held, op=dist.ReduceOp.MAX, group=self._world.host_group)
         means = (round(value / self._world.size) for value in sent.tolist())
-        nothing = (
-            "ingest",
-            "plan",
-            "plan_exchange",
-            "gather",
-            "write_back",
-            "fill",
-            "sync",
-            "apply",
-        )
-        stages = {"forward_backward": self._clock.median_ms()} | dict.fromkeys(nothing)
+        nothing = ["ingest", "plan", "plan_exchange", "gather", "write_back", "fill"]
+        stages = {"load": 0.0, "wait": 0.0} | self._clock.stages.mean_ms()
+        unknown = ("cache_rows", "hit_rate", "hit_rate_lookups", *vars(MoveCounts()))
         return {
             **dict(zip(self.counters.values(), means, strict=True)),
             "inter_node_bytes": inter_node_bytes(self._world, self.counters),
             "embedding_device_bytes": int(held[0]),
             "peak_device_bytes": int(held[1]),
-            "stage_ms": stages | self._clock.load_ms(),
-            "stage_hidden_ms": self._clock.hidden_ms(),
+            "stage_ms": dict.fromkeys([*nothing, "sync", "apply"])
+            | {"forward_backward": self._clock.median_ms()}
+            | stages,
+            "stage_hidden_ms": {"load": 0.0} | self._clock.stages.hidden_ms(),
             "table_rows": sum(table.rows for table in self._spec.tables),
-            **dict.fromkeys(
-                (
-                    "cache_rows",
-                    "hit_rate",
-                    "hit_rate_lookups",
-                    "rows_fetched",
-                    "rows_written_back",
-                    "host_to_device_bytes",
-                    "device_to_host_bytes",
-                )
-            ),
+            **dict.fromkeys(unknown),
         }
 
     def close(self) -> None:

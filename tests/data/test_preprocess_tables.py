@@ -24,7 +24,6 @@ from distcache.data.raw.tables import (
     Run,
     TableTask,
     build_table,
-    distinct_of,
     fewer_runs,
     look_up,
     merge_runs,
@@ -269,12 +268,3 @@ def test_bags_are_a_function_of_table_and_id():
     assert len(np.unique(drawn)) == 3 * 8 and 0 <= drawn.min() <= drawn.max() < 10**7
     assert not np.array_equal(bags(ids, 3, 10**7, 8), drawn)
     assert bags(ids, 2, 10**7, 1).tolist() == ids[:, None].tolist()
-
-
-@pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
-def test_distinct_values_and_places(dtype):
-    values = np.random.default_rng(3).integers(0, 50, 400).astype(dtype)
-    distinct, inverse = distinct_of(values)
-    assert distinct.tolist() == sorted(set(values.tolist()))
-    assert np.array_equal(distinct[inverse], values)
-    assert [len(part) for part in distinct_of(values[:0])] == [0, 0]

@@ -1,30 +1,26 @@
-"""Warm start: the bits of a run without them, at every world size."""
+"""Warm start: what lies in the slots before the first step; ranks and nodes that count alike."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from oracle import OPTIMIZERS
-from popular_runs import make_popular, popularity_of, run_popular
+from popular_runs import make_popular, popularity_of
 from ranks import run_ranks
-from scenarios import Outcome, Scenario, run_mode, table
+from scenarios import Scenario, table
 
 from distcache.comm.world import World, close_world, open_world
+from distcache.engine.groups import make_groups
 from distcache.engine.whole import warm_blocks
 from distcache.errors import ConfigError, PlanError
 from distcache.parallel.cached import CachedSettings
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))
 SLOTS = (240, 12)
-HOW = (
-    {"warm_start": 1.0},
-    {"warm_start": 0.4},
-)
 
 
 def scenario(optimizer: str, **changes: object) -> Scenario:
@@ -32,76 +28,11 @@ def scenario(optimizer: str, **changes: object) -> Scenario:
     return replace(Scenario(TABLES, spec, lr, steps=20, weighted=True), **changes)
 
 
-def compare(rank: int, size: int, optimizers: tuple[str, ...], steps: int) -> list[list[Outcome]]:
-    """For each optimizer: a plain run, then one for each of `HOW`."""
-    world = open_world("cpu", "gloo", 60)
-    found = []
-    for optimizer in optimizers:
-        case = scenario(optimizer, steps=steps, last_batch=5)
-        settings = CachedSettings("data", SLOTS, 4, 1, validate=True)
-        outcomes = [run_popular(world, case, settings, None)]
-        outcomes += [
-            run_popular(world, case, settings, popularity_of(case, SLOTS, **how)) for how in HOW
-        ]
-        found.append(outcomes)
-    left = mapped()
-    close_world(world)
-    assert not left, left
-    return found
-
-
-def mapped() -> list[str]:
-    """Shared memory that a closed and forgotten mode should not leave mapped."""
-    import gc
-
-    gc.collect()
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    held = [line for line in lines if "memfd:distcache" in line]
-    fds = [Path("/proc/self/fd") / fd for fd in os.listdir("/proc/self/fd")]
-    return held + [str(fd) for fd in fds if fd.exists() and "memfd" in os.readlink(fd)]
-
-
-def check(by_rank: list[list[list[Outcome]]]) -> None:
-    first = by_rank[0]
-    for rank, of_rank in enumerate(by_rank):
-        for outcomes, reference in zip(of_rank, first, strict=True):
-            for how, outcome in zip(({}, *HOW), outcomes, strict=True):
-                assert outcome.loss_digest == reference[0].loss_digest, how
-                assert outcome.state_digest == reference[0].state_digest, how
-            for mine, theirs in zip(outcomes, reference, strict=True):
-                assert np.array_equal(mine.cached, theirs.cached), f"rank {rank}"
-    for plain, warm, less in first:
-        assert "warm_start_rows" not in plain.summary
-        assert warm.summary["warm_start_rows"] > less.summary["warm_start_rows"] > 0
-        assert warm.summary["rows_fetched"] < plain.summary["rows_fetched"]
-        assert less.summary["rows_written_back"] > 0
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_warm_start_changes_no_bit(world: int) -> None:
-    optimizers = {1: ("sgd", "adagrad", "adam"), 2: ("adam", "sgd"), 3: ("adagrad",)}[world]
-    check(run_ranks(compare, world, optimizers, 16))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_grid_of_warm_start(world: int) -> None:
-    check(run_ranks(compare, world, tuple(OPTIMIZERS), 80, timeout=400))
-
-
 @pytest.fixture(scope="module")
 def world():
     world = open_world("cpu", "gloo", 60)
     yield world
     close_world(world)
-
-
-def test_a_warm_cache_is_that_of_resident(world: World) -> None:
-    case = scenario("adagrad", tables=TABLES[:2])
-    resident = run_mode(world, case, CachedSettings("resident"))
-    how = popularity_of(case, SLOTS[:1], warm_start=1.0)
-    found = run_popular(world, case, CachedSettings("data", SLOTS[:1], 0, 0), how)
-    assert found.losses == resident.losses and found.state_digest == resident.state_digest
 
 
 def test_slots_hold_the_most_frequent_rows(world: World) -> None:
@@ -138,8 +69,6 @@ def test_a_checkpoint_is_loaded_before_rows_are_cached(world: World) -> None:
 
 
 def test_each_home_fills_its_own_slots_with_its_likeliest_rows() -> None:
-    from distcache.engine.groups import make_groups
-
     group = make_groups([table("a", 1000)], ["a_0"], 3)[0]
     hot = np.random.default_rng(0).permutation(1000)[:90].astype(np.int64)
     found: dict[int, int] = {}

@@ -1,15 +1,10 @@
-"""bfloat16 in the dense part: the same bits in every cached mode; rows and states stay float32."""
+"""Precision of the dense part: bfloat16 rounds its products and nothing else; TF32 on request."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 import torch
-from oracle import OPTIMIZERS
-from ranks import run_ranks
-from scenarios import Outcome, Scenario, SmallNet, run_mode, table
+from scenarios import Scenario, SmallNet, table
 from torch import nn
 
 from distcache.comm.world import close_world, open_world
@@ -18,40 +13,7 @@ from distcache.models import build_model, initialise
 from distcache.parallel.base import predict, tf32
 from distcache.parallel.cached import CachedParallel, CachedSettings
 
-TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))
-TIGHT = (236, 68)
-
-
-def runs(rank: int, size: int) -> list[Outcome]:
-    """Every cached mode and both schedules with bfloat16, then one without."""
-    world = open_world("cpu", "gloo", 60)
-    spec, lr = OPTIMIZERS["adam"]
-    case = Scenario(TABLES, spec, lr, steps=12, weighted=True, last_batch=3)
-    chosen = [
-        CachedSettings("resident", schedule="serial"),
-        CachedSettings("resident"),
-        CachedSettings("data", TIGHT, 6, 2, schedule="serial"),
-        CachedSettings("data", TIGHT, 6, 2, shake_ms=2.0),
-        CachedSettings("data", TIGHT, 0, 0),
-        CachedSettings("host"),
-    ]
-    found = [run_mode(world, case, replace(each, amp="bf16"), evals=5) for each in chosen]
-    found.append(run_mode(world, case, chosen[0], evals=5))
-    close_world(world)
-    return found
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_every_mode_and_schedule_has_the_same_bits(size: int) -> None:
-    for outcomes in run_ranks(runs, size):
-        *same, plain = outcomes
-        for other in same[1:]:
-            assert other.losses == same[0].losses
-            assert other.state_digest == same[0].state_digest
-        assert same[0].losses != plain.losses, "amp=bf16 does nothing"
-        assert np.allclose(same[0].losses, plain.losses, rtol=2**-6)
-        assert all(values.dtype == np.float32 for values in same[0].tables.values())
-        assert all(values.dtype == np.float32 for values in same[0].dense.values())
+TABLES = (table("a", 30), table("c", 7, dim=4))
 
 
 @pytest.mark.parametrize("name", ["dlrm", "dcn_v2"])

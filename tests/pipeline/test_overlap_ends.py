@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from overlap_cases import SHAKE_MS, cached, case
+from oracle import OPTIMIZERS
+from placement_cases import TABLES
 from ranks import run_ranks
 from scenarios import Scenario, run_mode
 
 from distcache.comm.world import World, close_world, open_world
-from distcache.errors import DataError
 from distcache.parallel.cached import CachedParallel, CachedSettings
+
+SHAKE_MS = 3.0
+
+
+def case(optimizer: str = "adam", **changes: object) -> Scenario:
+    """Weighted bags of four tables, a short last batch; `changes` of it."""
+    spec, lr = OPTIMIZERS[optimizer]
+    return replace(Scenario(TABLES, spec, lr, steps=20, weighted=True, last_batch=5), **changes)
+
+
+def cached(lookahead: int, prefetch: int, **changes: object) -> CachedSettings:
+    """Mode `data` with few rows in the cache, every plan checked."""
+    return CachedSettings("data", (216, 12), lookahead, prefetch, validate=True, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +37,10 @@ def world():
     close_world(world)
 
 
-def make(world: World, chosen: CachedSettings) -> CachedParallel:
-    run = case("sgd")
+def make(world: World, chosen: CachedSettings, run: Scenario | None = None) -> CachedParallel:
+    run = run or case("sgd")
     mode = CachedParallel(world, run.tables, run.features, run.model(), run.optimizer, chosen)
-    mode.set_lr(0.1, 0.1)
+    mode.set_lr(run.lr, run.lr)
     return mode
 
 
@@ -38,7 +52,7 @@ def test_a_stream_that_is_left_early_goes_on_later(world: World) -> None:
     """Rows that moved ahead of the last step stay cached; the next stream has the same bits."""
     run = case("adagrad")
     whole = run_mode(world, run, cached(2, 3, schedule="serial"))
-    mode = make_like(world, run, cached(2, 3, shake_ms=SHAKE_MS))
+    mode = make(world, cached(2, 3, shake_ms=SHAKE_MS), run)
     losses: list[float] = []
     for stop in (3, 4, 11, 20):
         stream = mode.stream(run.batch(s) for s in range(len(losses), run.steps))
@@ -56,16 +70,10 @@ def test_a_stream_that_is_left_early_goes_on_later(world: World) -> None:
     mode.close()
 
 
-def make_like(world: World, run: Scenario, chosen: CachedSettings) -> CachedParallel:
-    mode = CachedParallel(world, run.tables, run.features, run.model(), run.optimizer, chosen)
-    mode.set_lr(run.lr, run.lr)
-    return mode
-
-
 def test_a_flush_in_the_middle_of_a_stream_changes_nothing(world: World) -> None:
     run = case("adam")
     whole = run_mode(world, run, cached(2, 3, schedule="serial"))
-    mode = make_like(world, run, cached(2, 3, shake_ms=SHAKE_MS))
+    mode = make(world, cached(2, 3, shake_ms=SHAKE_MS), run)
     losses = []
     for step in mode.stream(run.batch(s) for s in range(run.steps)):
         losses.append(mode.train_step(step).loss)
@@ -75,23 +83,6 @@ def test_a_flush_in_the_middle_of_a_stream_changes_nothing(world: World) -> None
     mode.flush()
     found = mode.table_block(0, 0, 300).numpy()
     assert np.array_equal(found, whole.tables["a"])
-    mode.close()
-
-
-def test_bad_data_is_raised_after_all_steps_before_it(world: World) -> None:
-    mode = make(world, cached(3, 2))
-    run = case("sgd")
-
-    def batches():
-        yield from (run.batch(s) for s in range(7))
-        raise DataError("line 8 is bad")
-
-    done = 0
-    with pytest.raises(DataError, match="line 8 is bad"):
-        for step in mode.stream(batches()):
-            mode.train_step(step)
-            done += 1
-    assert done == 7 and not mode.tables.failed and not threads()
     mode.close()
 
 

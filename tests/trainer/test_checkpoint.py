@@ -289,4 +289,4 @@ def test_two_ranks_share_the_writing_and_need_not_all_read(tmp_path):
     assert min(sizes) > 60_000
     assert "could not be written: rank 1" in second["error"] == first["error"]
     assert first["first"].startswith("FileExistsError")
-    assert second["first"].startswith("DistcacheError: rank 0: FileExistsError")
+    assert second["first"].startswith("PeerError: rank 0: FileExistsError")

@@ -24,7 +24,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -66,8 +65,12 @@ from distcache.data.raw.tables import (
     read_table_report,
 )
 from distcache.errors import ConfigError, DataError, MemoryTooSmallError
+from distcache.versions import installed
 
 logger = logging.getLogger(__name__)
+
+_VERSIONS = ("distcache", "numpy", "pyarrow")
+"""Distributions that the manifest names."""
 
 
 class Bar(Protocol):
@@ -473,7 +476,12 @@ def settle_arrays(work: Work, plan: SamplePlan, tables: Sequence[TableReport]) -
     if work.settings.mode == "vocabulary":
         names += [f"vocabulary/cat_{table}.npy" for table in range(IDS)]
     for name in names:
-        settle(work.folder / "arrays" / name, work.output / name)
+        made, target = work.folder / "arrays" / name, work.output / name
+        if made.exists() or not target.exists():  # else a run that was stopped here moved it
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with made.open("rb") as file:
+                os.fsync(file.fileno())
+            shutil.move(made, target)
     blocks = {name: hash_blocks(work.output / name) for name in names}
     hashes: dict[tuple[str, int], bytes] = {}
     total = sum((work.output / name).stat().st_size for name in names)
@@ -491,6 +499,10 @@ def settle_arrays(work: Work, plan: SamplePlan, tables: Sequence[TableReport]) -
         for line in skipped["first"]:
             logger.warning("  %s", line)
     settings = work.settings
+    lines, samples = [0] * len(work.files), [0] * len(work.files)
+    for key, report in work.parts.items():
+        lines[key[0]] += report.lines
+        samples[key[0]] += report.samples
     return Manifest(
         samples=plan.samples,
         train_samples=plan.train_samples,
@@ -498,43 +510,14 @@ def settle_arrays(work: Work, plan: SamplePlan, tables: Sequence[TableReport]) -
         mode=settings.mode,
         multi_hot=None if settings.multi_hot is None else tuple(settings.multi_hot),
         arrays=arrays,
-        inputs=_inputs(work),
+        inputs=[
+            {"name": file.path.name, "bytes": file.bytes, "lines": n, "samples": good}
+            for file, n, good in zip(work.files, lines, samples, strict=True)
+        ],
         skipped=skipped,
         settings=settings.identity(),
-        versions=_versions(),
+        versions={name: installed(name) or "unknown" for name in _VERSIONS},
     ).with_fingerprint()
-
-
-def _inputs(work: Work) -> list[dict[str, object]]:
-    """Name, bytes, lines and samples of each file."""
-    lines, samples = [0] * len(work.files), [0] * len(work.files)
-    for key, report in work.parts.items():
-        lines[key[0]] += report.lines
-        samples[key[0]] += report.samples
-    return [
-        {"name": file.path.name, "bytes": file.bytes, "lines": n, "samples": good}
-        for file, n, good in zip(work.files, lines, samples, strict=True)
-    ]
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("distcache", "numpy", "pyarrow"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "unknown"
-    return found
-
-
-def settle(path: Path, target: Path) -> None:
-    """Move a finished file to its place, once it is on the disk; nothing if it is there."""
-    if not path.exists() and target.exists():
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    shutil.move(path, target)
 
 
 _POLL_S = 0.05

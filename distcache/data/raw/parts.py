@@ -2,8 +2,8 @@
 
 A line is `label`, 13 integers, 26 hexadecimal ids, separated by tabs; integers and ids may be
 empty. `parse_line` is the definition. pyarrow reads whole blocks (it splits fields and reads
-integers; ids are decoded here, eight hexadecimal digits to a word); a block in which it meets
-something odd is halved, until the few lines around that are left to `parse_line`.
+integers; ids are decoded here); a block in which it meets something odd is halved, until the few
+lines around that are left to `parse_line`.
 
 An id becomes a row of its table at once (its value modulo the table's rows), or stays a value for
 a vocabulary, which knows missing ids from the id 0.
@@ -290,17 +290,7 @@ def _windows(padded: np.ndarray, ends: np.ndarray, lengths: np.ndarray) -> np.nd
 
 def _decode(words: np.ndarray) -> np.ndarray:
     """uint32 of eight hexadecimal digits each, the first in the lowest byte of a word."""
-    digits = words & _WORD(0x0F0F0F0F0F0F0F0F)
-    letters = words >> _WORD(6)
-    letters &= _WORD(0x0101010101010101)
-    letters *= _WORD(9)
-    digits += letters
-    for shift, mask in ((8, 0x00FF00FF00FF00FF), (16, 0x0000FFFF0000FFFF), (32, 0xFFFFFFFF)):
-        high = digits << _WORD(shift // 2)
-        digits >>= _WORD(shift)
-        digits |= high
-        digits &= _WORD(mask)
-    return digits.astype(np.uint32)
+    return np.frombuffer(bytes.fromhex(words.tobytes().decode()), dtype=">u4").astype(np.uint32)
 
 
 PIECE = 1 << 18

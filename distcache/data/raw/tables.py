@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from distcache.data.files import read_json, write_json
 from distcache.data.raw.parts import PartReport, read_pieces
@@ -312,9 +313,7 @@ def make_arrays(folder: Path, samples: int, id_dtype: np.dtype) -> None:
         "ids": (id_dtype, (samples, IDS)),
     }
     for name, (dtype, shape) in shapes.items():
-        partial = folder / f"{name}.npy.partial"
-        np.lib.format.open_memmap(partial, "w+", dtype, shape)
-        partial.rename(folder / f"{name}.npy")
+        np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, shape)
 
 
 def assemble_part(task: AssembleTask) -> None:
@@ -358,27 +357,14 @@ def look_up(values: np.ndarray, folder: Path, report: TableReport) -> np.ndarray
         return np.full(len(values), OUT_OF_VOCABULARY, dtype=report.row_dtype)
     known = np.memmap(folder / "values.bin", np.dtype(report.value_dtype), "r")
     rows = np.memmap(folder / "rows.bin", np.dtype(report.row_dtype), "r")
-    distinct, inverse = distinct_of(values)
-    places = np.minimum(np.searchsorted(known, distinct.astype(known.dtype)), len(known) - 1)
-    found = np.where(known[places] == distinct, rows[places], OUT_OF_VOCABULARY)
-    return found[inverse].astype(rows.dtype)
-
-
-def distinct_of(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct unsigned `values`, rising, and the place of each value among them.
-
-    32-bit values are sorted together with their places, in one word each.
-    """
-    if values.dtype.itemsize > 4 or len(values) == 0:
-        return np.unique(values, return_inverse=True)
-    words = values.astype(np.uint64) << np.uint64(32)
-    words |= np.arange(len(values), dtype=np.uint64)
-    words.sort()
-    ordered = (words >> np.uint64(32)).astype(np.uint32)
-    new = np.concatenate(([True], ordered[1:] != ordered[:-1]))
-    inverse = np.empty(len(values), dtype=np.int32)
-    inverse[(words & np.uint64(0xFFFFFFFF)).astype(np.int64)] = np.cumsum(new) - 1
-    return ordered[new], inverse
+    coded = pa.array(values).dictionary_encode()
+    distinct, codes = coded.dictionary.to_numpy(), coded.indices.to_numpy()
+    order = np.argsort(distinct)  # neighbours lie on the same pages of the vocabulary
+    wanted = distinct[order].astype(known.dtype)
+    places = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+    found = np.empty(len(distinct), dtype=rows.dtype)
+    found[order] = np.where(known[places] == distinct[order], rows[places], OUT_OF_VOCABULARY)
+    return found[codes]
 
 
 def _write_at(path: Path, first: int, values: np.ndarray) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 from ebc_cases import batches, configs, draw
+from ebc_counts import counted, two_widths
 from ebc_models import cached, values_of
 from ebc_training import assert_same, expected, made, train, weights_of
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
@@ -81,8 +83,14 @@ def test_wrong_arguments_are_named(kind) -> None:
         ({"policy": "lru", "half_life": 5}, "half_life=5 is for counts, which policy=lru does"),
         (
             {"tail": "lru", "half_life": 5},
-            "half_life=5 is for counts, which tail=lru does not keep",
+            "half_life=5 is for counts, which tail=lru does",
         ),
+        ({"placement": "spread"}, "placement='spread'"),
+        ({"placement": "mixed"}, "needs to know how often rows are looked up"),
+        ({"replicated_share": 0.5}, "which rows placement=mixed replicates"),
+        ({"placement": "sharded", "reduction": "native"}, "placement=sharded sums them at"),
+        ({"state": "home", "reduction": "native"}, "state=home sums them at their homes"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore'"),
         ({"timeout_s": 0}, "timeout_s=0: give seconds above 0"),
         ({"device": "meta"}, "device=meta"),
     ):
@@ -102,3 +110,34 @@ def test_wrong_arguments_are_named(kind) -> None:
         ebc.optimizer.add_param_group({"params": [torch.zeros(1)]})
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = distcache.nothing
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"warm_start": 0.5}, r"warm_start=0\.5 fills .* give statistics="),
+        ({"warm_start": 2}, r"warm_start=2 is a share"),
+        ({"order": "popularity"}, r"order='popularity': this setting went, for .* leave it out"),
+        ({"admission": True}, r"admission=True: this setting went, for .* leave it out"),
+        ({"policy": "static"}, r"policy=static ranks .* give statistics="),
+        ({"tail": "frequency"}, r"tail=frequency ranks .* give statistics="),
+        ({"split": "by_curve"}, r"split=by_curve needs .* give statistics="),
+        ({"split": 3}, r"split=3 is unknown"),
+        ({"split": {"t9": 3}}, r"^split: t9=3 names no table: choose from t0, t1, t2"),
+        (
+            {"statistics": "/nowhere"},
+            r"statistics=/nowhere holds neither.* -m distcache.analyze or distcache.preprocess",
+        ),
+        (
+            {"statistics": counted(), "split": "by_curve"},
+            r"split='by_curve' needs .* give batch_size=",
+        ),
+        (
+            {"statistics": replace(counted(), tables=counted().tables[:2])},
+            r"the given statistics \(fingerprint [0-9a-f]{16}\).* fingerprint [0-9a-f]{16}\)",
+        ),
+    ],
+)
+def test_settings_that_lack_something_are_refused(settings, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cached(tables=two_widths(), **settings)

@@ -1,0 +1,256 @@
+"""One training, whatever the cache: at a given number of ranks every mode, placement, cache size,
+window, policy, schedule and access has the bits of `resident`, and all agree with another trainer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from oracle import OPTIMIZERS, check_against_trainer
+from placement_cases import (
+    KINDS,
+    MEANS,
+    TABLES,
+    Job,
+    check_groups,
+    draw_jobs,
+    fitting_slots,
+    placement_of,
+    run_job,
+    run_jobs,
+)
+from ranks import run_ranks
+from scenarios import Outcome, Scenario, table
+
+from distcache.comm.world import close_world, open_world
+from distcache.engine.groups import Placement
+from distcache.errors import DataError, StepTooLargeError
+from distcache.parallel.cached import CachedSettings
+from distcache.planner.victims import Policy
+
+FOUR = pytest.param(4, marks=pytest.mark.slow)
+COUNTS = ("rows_fetched", "rows_written_back", "hit_rate", "collective_bytes")
+WINDOWS = ((0, 0), (0, 8), (64, 8), (6, 2), (1, 1), (3, 5))
+"""L and P of twins: one stage after the other, and beside one another under random delays."""
+
+OTHERS = (
+    ({"policy": Policy("lru")}, None),
+    ({"policy": Policy("lfu", "lru"), "lookahead": 0}, None),
+    ({"policy": Policy(tail="frequency"), "access": "zero_copy"}, {"classes": True}),
+    ({"policy": Policy("static"), "result_delay": 2}, {"classes": True, "warm_start": 1.0}),
+    ({"access": "zero_copy", "prefetch": 0}, {"warm_start": 0.4}),
+    ({"mode": "host"}, None),
+    ({"mode": "host", "access": "zero_copy"}, None),
+    ({"mode": "resident"}, None),
+)
+"""Changes of the settings of a tight cache, and what is made of statistics."""
+
+
+def scenario(optimizer: str, **changes: object) -> Scenario:
+    spec, lr = OPTIMIZERS[optimizer]
+    return replace(Scenario(TABLES, spec, lr, steps=12, weighted=True, last_batch=3), **changes)
+
+
+def twins(case: Scenario, world: int, windows=WINDOWS) -> list[Job]:
+    """Serial, then overlapped and shaken, for each window, in a cache that just fits."""
+    slots, jobs = fitting_slots(case, world, Placement(), 3), []
+    for number, ahead in enumerate(windows):
+        serial = CachedSettings("data", slots, *ahead, schedule="serial", validate=True)
+        shaken = {"schedule": "overlapped", "shake_ms": 3.0}
+        shaken["access"] = ("staged", "zero_copy")[number % 2]
+        jobs += [Job(case, serial, 3), Job(case, replace(serial, **shaken), 3)]
+    return jobs
+
+
+def others(case: Scenario, world: int) -> list[Job]:
+    """Everything else that a cache may be, and each placement where every step just fits."""
+    slots = fitting_slots(case, world, Placement())
+    roomy = CachedSettings("data", tuple(c + 20 * world for c in slots), 3, 1, validate=True)
+    jobs = [Job(case, replace(roomy, **changes), how=how) for changes, how in OTHERS]
+    for number, kind in enumerate(KINDS):
+        placement, evals = placement_of(kind, case), 4 * (number % 2)
+        tight = fitting_slots(case, world, placement, evals)
+        how = CachedSettings("data", tight, 5, number % 3, validate=True, placement=placement)
+        jobs.append(Job(case, how, evals))
+    return jobs
+
+
+def exact(world: int, *groups: list[Job]) -> list[list[Outcome]]:
+    """Run each group's jobs behind its reference; all have its bits, and ranks the same rows."""
+    resident = CachedSettings("resident", schedule="serial")
+    all_jobs = [[Job(jobs[0].case, resident), *jobs] for jobs in groups]
+    by_rank = run_ranks(run_jobs, world, all_jobs, timeout=400)
+    check_groups(by_rank, all_jobs)
+    for of_rank in by_rank:
+        for jobs, mine, first in zip(all_jobs, of_rank, by_rank[0], strict=True):
+            for job, one, other in zip(jobs, mine, first, strict=True):
+                if job.settings.placement.kind == "replicated":
+                    assert np.array_equal(one.cached, other.cached), job
+    return [outcomes[1:] for outcomes in by_rank[0]]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, FOUR])
+def test_overlapped_and_serial_have_the_bits_and_counts_of_one_another(world: int) -> None:
+    optimizer = {1: "adam", 2: "rowwise_adagrad", 3: "sgd", 4: "adagrad"}[world]
+    windows = WINDOWS if world == 1 else WINDOWS[3:]
+    (found,) = exact(world, twins(scenario(optimizer), world, windows))
+    for serial, shaken in zip(found[::2], found[1::2], strict=True):
+        assert [serial.summary[key] for key in COUNTS] == [shaken.summary[key] for key in COUNTS]
+        assert np.array_equal(serial.cached, shaken.cached)
+        assert 0 < shaken.summary["hit_rate"] < 1 and shaken.summary["rows_written_back"] > 0
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, FOUR])
+def test_every_cache_and_placement_has_the_bits_of_resident(world: int) -> None:
+    names = {1: ("adagrad", "sgd"), 2: ("rowwise_adagrad",), 3: ("adam",), 4: ("adagrad",)}[world]
+    for found in exact(world, *(others(scenario(name), world) for name in names)):
+        for kind, outcome in zip(KINDS, found[-len(KINDS) :], strict=True):
+            assert outcome.summary["rows_written_back"] > 0, kind
+            assert 0 < outcome.summary["hit_rate"] < 1
+        assert found[3].summary["warm_start_rows"] > found[4].summary["warm_start_rows"] > 0
+
+
+def test_a_rank_without_a_single_id() -> None:
+    exact(3, others(scenario("adagrad", empty_ranks=True, steps=8), 3))
+
+
+def test_bfloat16_in_the_dense_part_is_one_training_too() -> None:
+    case = scenario("adam")
+    jobs = [
+        Job(job.case, replace(job.settings, amp="bf16"), job.evals, job.how)
+        for job in [Job(case, CachedSettings("resident")), *twins(case, 2, [(6, 2)])]
+    ]
+    plain, *same = run_ranks(run_jobs, 2, [[Job(case, CachedSettings("resident")), *jobs]])[0][0]
+    assert len({(outcome.loss_digest, outcome.state_digest) for outcome in same}) == 1
+    assert same[0].losses != plain.losses, "amp=bf16 does nothing"
+    assert np.allclose(same[0].losses, plain.losses, rtol=2**-6)
+    values = (*same[0].tables.values(), *same[0].dense.values())
+    assert {value.dtype for value in values} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("world", "seeds"),
+    [(2, range(1)), (3, range(3, 5)), pytest.param(4, range(5, 6), marks=pytest.mark.slow)],
+)
+def test_drawn_runs_have_the_bits_of_resident(world: int, seeds: range) -> None:
+    groups = [draw_jobs(seed, world, runs=3, steps=8) for seed in seeds]
+    check_groups(run_ranks(run_jobs, world, groups, timeout=200), groups)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("block", range(8))
+def test_many_drawn_runs_have_the_bits_of_resident(world: int, block: int) -> None:
+    groups = [draw_jobs(100 + 10 * block + at, world, runs=8, steps=40) for at in range(5)]
+    check_groups(run_ranks(run_jobs, world, groups, timeout=280), groups)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_grid_at_many_steps(world: int, optimizer: str) -> None:
+    drawn = np.random.default_rng([world, *optimizer.encode()])
+    windows = [(int(drawn.integers(65)), int(drawn.integers(9))) for _ in range(8)]
+    case = scenario(optimizer, steps=20, last_batch=5)
+    tables = (table("a", 90_000, dim=4), table("b", 9000, dim=4))
+    large = scenario(optimizer, tables=tables, global_batch=600, steps=100, skew=2.0)
+    groups = [twins(case, world, (*WINDOWS, *windows)), others(replace(case, steps=200), world)]
+    exact(world, *groups, others(large, world))
+
+
+def agrees(world: int, case: Scenario, **changes: object) -> None:
+    """A run in a small cache ends where the independent trainer does, from the same start."""
+    settings = replace(CachedSettings("data", (240, 12), dtype=case.dtype), **changes)
+    jobs = [Job(replace(case, steps=0), settings), Job(case, settings)]
+    start, found = run_ranks(run_jobs, world, [jobs], timeout=300)[0][0]
+    check_against_trainer(case, start, found)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, FOUR])
+def test_agrees_with_the_independent_trainer(world: int) -> None:
+    names = {1: tuple(OPTIMIZERS), 2: ("sgd", "adam"), 3: ("rowwise_adagrad",), 4: ("adagrad",)}
+    for optimizer in names[world]:
+        agrees(world, scenario(optimizer, dtype=torch.float64, steps=60 if world == 1 else 30))
+    if world == 1:
+        agrees(1, scenario("adagrad", steps=20))
+        means = scenario("adagrad", dtype=torch.float64, tables=MEANS, weighted=False)
+        agrees(1, means, slots=(180, 25, 80))
+        agrees(1, scenario("sgd", dtype=torch.float64), reduction="native")
+
+
+def test_native_reduction_agrees_up_to_summation_order() -> None:
+    case = scenario("adagrad", dtype=torch.float64)
+    ordered = CachedSettings("data", (240, 12), dtype=torch.float64)
+    jobs = [Job(case, ordered), Job(case, replace(ordered, reduction="native"))]
+    for one, other in (found for (found,) in run_ranks(run_jobs, 3, [jobs])):
+        assert np.allclose(one.losses, other.losses, rtol=1e-12, atol=0)
+        assert all(np.allclose(one.tables[t], other.tables[t], atol=1e-12) for t in one.tables)
+
+
+def test_the_drawn_runs_are_of_all_kinds() -> None:
+    """What the grid is meant to cover, it covers; caches are tight in half of the runs."""
+    groups = [draw_jobs(seed, 2 + seed % 3, runs=4, steps=8) for seed in range(12)]
+    cases, jobs = [jobs[0].case for jobs in groups], [job for jobs in groups for job in jobs[1:]]
+    assert {case.optimizer.name for case in cases} == set(OPTIMIZERS)
+    assert any(case.weighted for case in cases) and any(case.empty_ranks for case in cases)
+    made = [job.settings for job in jobs]
+    assert {how.schedule for how in made} == {"overlapped", "serial"}
+    assert {how.placement.early for how in made} == {True, False}
+    assert len({how.policy for how in made}) > 4
+    assert any(job.how and job.how["warm_start"] for job in jobs)
+
+
+# -----------------------------------------------------------------------------
+# One rank.
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = open_world("cpu", "gloo", 60)
+    yield world
+    close_world(world)
+
+
+def test_the_stages_of_placements_work_on_one_rank_too(world, monkeypatch) -> None:
+    """Where one rank is its rows' only home; runs on a GPU of what one rank can run rely on it."""
+    monkeypatch.setattr(Placement, "on", lambda self, world: self)
+    case = scenario("adam")
+    jobs = [Job(case, CachedSettings("resident")), *others(case, 1)[-len(KINDS) :]]
+    outcomes = [run_job(world, job) for job in jobs]
+    check_groups([[outcomes]], [jobs])
+    for kind, outcome in zip(KINDS, outcomes[1:], strict=True):
+        stages = outcome.summary["stage_ms"]
+        assert ("share_late" in stages) == (kind != "home")
+        assert ("return_rows" in stages) == ("home" in kind)
+
+
+def test_a_prefetch_that_moves_early_hides_movement(world) -> None:
+    large = scenario("sgd", global_batch=200, steps=30)
+    loose = CachedSettings("data", (320, 8), 4, 2)
+    found = run_job(world, Job(large, loose)).summary
+    hidden, taken = found["stage_hidden_ms"], found["stage_ms"]
+    planning = {"ingest", "load", "plan", "plan_exchange"}
+    assert planning | {"write_back", "gather", "fill"} == set(hidden)
+    assert all(0 <= hidden[name] <= taken[name] for name in hidden)
+    assert "forward_backward" in taken and "wait" in taken
+    serial = run_job(world, Job(large, replace(loose, schedule="serial"))).summary
+    assert "gather" not in serial["stage_hidden_ms"] and "plan" in serial["stage_hidden_ms"]
+
+
+def test_a_step_that_does_not_fit_is_refused_with_the_number_that_does(world) -> None:
+    case = scenario("sgd", global_batch=200)
+    with pytest.raises(StepTooLargeError, match=r"step 0 .* set cache.rows=(\d+)") as refusal:
+        run_job(world, Job(case, CachedSettings("data", (40, 7))))
+    assert int(str(refusal.value).split("cache.rows=")[1].split()[0]) > 40
+
+
+def test_a_bad_id_is_named_before_it_is_looked_up(world) -> None:
+    case = scenario("sgd", steps=3)
+    good, bad = case.batch, case.batch(1)
+    bad.ids.values[-1] = 10**6
+    object.__setattr__(case, "batch", lambda step, *a: bad if step == 1 else good(step, *a))
+    with pytest.raises(DataError, match=r"a_0.*1000000.*300 rows"):
+        run_job(world, Job(case, CachedSettings("data", (170, 7))))
