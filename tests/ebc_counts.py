@@ -24,8 +24,5 @@ def counted(steps: int = 6) -> Statistics:
     for batch in batches(steps, tables=two_widths()):
         for feature, ids in batch.sparse_features.to_dict().items():
             counts[feature] += np.bincount(ids.values().numpy(), minlength=rows[feature])
-    tables = [
-        TableCounts(f, len(c), int(c.sum()), int((c > 0).sum()), c)
-        for f, c in sorted(counts.items(), reverse=True)
-    ]
+    tables = [TableCounts.of(f, c) for f, c in sorted(counts.items(), reverse=True)]
     return Statistics(tuple(tables), "ids", steps * 24)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 
@@ -19,9 +20,10 @@ from distcache import lookahead
 EXACT_STEPS = 12
 
 
-def in_job(work):
-    """Run `work(rank, size)` inside a job that ends in order."""
+def job(work):
+    """`work(rank, size, ...)` inside a job of its own, which ends in order."""
 
+    @functools.wraps(work)
     def run(rank: int, size: int, *args):
         torch.set_num_threads(1)
         dist.init_process_group("gloo")

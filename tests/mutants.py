@@ -114,7 +114,7 @@ sharded-updates-lost: a row that a step has changed is written back when it leav
 evaluation-dirties: a step of evaluation changes no row, so it has none written back
   - return self.cache.gather(plan.slots, where)
   + return self.cache.mark_dirty(plan.slots) or self.cache.gather(plan.slots, where)
-  tests/planner/test_replay_training.py
+  tests/planner/test_replay.py -k left
 
 # --- bits and balance -----------------------------------------------------------------------------
 homes-by-remainder: strided ids do not pile up at one home
@@ -150,7 +150,7 @@ empty-slice-is-nan: a rank without a sample contributes zero
 ranks-gradients-not-divided: under DDP the rows' gradients are the mean over the ranks
   - gradient.mul_(1.0 / size)
   + gradient.mul_(1.0)
-  tests/embedding/test_ranks_ddp.py -k ddp_trains
+  tests/embedding/test_contract.py -k embedding_bag
 
 fills-not-settled: the fills beside a step come before its sums, in one order on all ranks
   - (flight.stream.settle() or flight).waited(began)
@@ -176,7 +176,7 @@ errors-end-in-silence: an error in one rank's data is raised on all ranks
 left-alone: a rank that goes on with a stream that the others have left says so
   - if not stop():
   + if False:
-  tests/pipeline/test_protocol.py tests/embedding/test_ranks_apart.py
+  tests/pipeline/test_protocol.py tests/embedding/test_ranks.py
 
 stops-of-rank-0: a request to stop on any rank stops all after the same step
   - stop=any(stops)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,101 +23,100 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from distcache.comm.agreement import together
-from distcache.comm.world import World
+from distcache.comm.world import current_world, has_group, require_group
 from distcache.data.batch import JaggedIds
-from distcache.embedding.ids import (
-    IdReader,
-    Lookups,
-    checked_configs,
-    initialise_as_told,
-    is_default,
-    lookups_of,
-    table_specs,
-)
-from distcache.embedding.joining import Membership, has_group
-from distcache.embedding.settings import (
-    CacheSettings,
-    check_names,
-    given_statistics,
-    library_words,
-)
+from distcache.embedding.ids import IdReader, checked_configs, lookups_of
+from distcache.embedding.settings import CacheSettings, Recipe, check_names
 from distcache.embedding.step import CollectionTables, OpenStep
-from distcache.embedding.whole import Part, WholeTables
 from distcache.engine.gradients import to_device
 from distcache.engine.tracing import tracing
+from distcache.engine.views import Part
 from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
-from distcache.layout import TableSpec, group_tables
+from distcache.layout import group_tables
 from distcache.optim import RowUpdate
-from distcache.popularity.slots import Budget, plan_slots
 
 # -----------------------------------------------------------------------------
-# What a collection's tables are made of, once it is known by which ranks.
+# When the tables of a collection are made: as soon as its ranks are known.
+#
+# A collection that is made before `init_process_group` (in a module's `__init__`, say) does not
+# know yet who trains with it. It waits; the first use of any collection that waits makes the tables
+# of all of them, in the order in which they were made: that order is the same on every rank, the
+# order in which a model uses them need not be.
+
+_waiting: list[weakref.ref[Membership]] = []
+"""Those that have no tables yet, in the order in which they were made."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """All that a collection knows of its tables before its ranks: configs as TorchRec has them,
-    lookups, optimizer and settings; `name`: of the collection, for messages."""
+class Membership:
+    """Who trains the tables of a collection, and `made`, the tables once that is known.
 
-    configs: list[Any]
-    lookups: Lookups
-    update: RowUpdate
-    settings: CacheSettings
-    device: torch.device
-    name: str
-    pooled: bool
+    Where torch.distributed is initialised they are made at once, by all ranks of the group;
+    otherwise at the first use, by all ranks that there are then, or by this process alone. It does
+    not hold the collection, so that one that nobody uses is gone at the same time on all ranks.
+    """
 
-    @cached_property
-    def specs(self) -> list[TableSpec]:
-        """The tables."""
-        return table_specs(self.configs)
+    def __init__(
+        self, recipe: Recipe, process_group: dist.ProcessGroup | None, timeout_s: float
+    ) -> None:
+        self._recipe, self._timeout_s = recipe, timeout_s
+        self.made: CollectionTables | None = None
+        self._alone, self._closed, self._error = False, False, ""
+        self.show_leaves: Callable[[], Callable[[list[Tensor]], None] | None] = lambda: None
+        """A weak reference to what is called with the leaves of each step."""
+        if process_group is not None or has_group():
+            self._join(process_group)
+        else:
+            _waiting.append(weakref.ref(self))
 
     @property
-    def tables_of_lookups(self) -> tuple[str, ...]:
-        """The name of each lookup's table."""
-        return tuple(self.specs[table].name for table in self.lookups.tables)
+    def tables(self) -> CollectionTables:
+        """The tables; makes them, and those of all collections that wait, if need be.
 
-    def check_sizes(self) -> None:
-        """Raise ConfigError for sizes that no rank could have, and for statistics that are not
-        there or of other tables; other errors need the ranks."""
-        given, split = self.settings, self.settings.split
-        sizes = (given.rows, given.ratio, given.bytes)
-        widths = [self.update.state_width(spec.dim) for spec in self.specs]
-        if split != "by_curve":
-            with library_words():
-                budget = Budget(*sizes, itemsize=given.dtype.itemsize, world_size=1)
-                plan_slots(self.named_specs(), widths, budget, split, None)
-        if not has_group():  # else rank 0 reads them, for all
-            with library_words():
-                given_statistics(given, self.named_specs())
+        Called by all ranks. Raises ConfigError where this is one of several ranks that have no
+        process group, or where a group of several ranks came after the tables were made for this
+        process alone; PlanError once closed.
+        """
+        name = self._recipe.name
+        if self.made is None:
+            if self._closed:
+                raise PlanError(f"the {name} is closed: make a new one")
+            require_group(
+                "the first use of a cached collection (a forward, a look-ahead, state_dict, "
+                "load_state_dict)"
+            )
+            while _waiting:
+                member = _waiting.pop(0)()
+                if member is not None and member.made is None and not member._closed:
+                    member._join(None)
+        elif self._alone and has_group() and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"this {name} was used before init_process_group and trains alone, but now there "
+                f"are {dist.get_world_size()} ranks, whose tables would drift apart: call "
+                "torch.distributed.init_process_group before its first use (a forward, a "
+                "look-ahead, state_dict, load_state_dict)"
+            )
+        if self.made is None:
+            raise PlanError(f"the tables of this {name} could not be made: {self._error}")
+        return self.made
 
-    def named_specs(self) -> list[TableSpec]:
-        """The tables with the keys that they read as features."""
-        keys = self.lookups.features
-        return [
-            replace(spec, features=tuple(keys[int(f)] for f in spec.features))
-            for spec in self.specs
-        ]
+    def _join(self, process_group: dist.ProcessGroup | None) -> None:
+        """Make the tables; by all ranks of the group."""
+        self._alone = not has_group()
+        try:
+            world = current_world(self._recipe.device, process_group, self._timeout_s)
+            self.made = CollectionTables(world, self._recipe)
+        except Exception as error:
+            self._error = str(error)
+            raise
+        show = self.show_leaves()
+        if show is not None:
+            self.made.show_leaves = show
 
-    def make(self, world: World) -> CollectionTables:
-        """The tables of a world; called by all its ranks."""
-        tables = CollectionTables(
-            world, self.specs, self.lookups, self.update, self.settings, self.name, self.pooled
-        )
-        whole, seed = WholeTables(tables), self.settings.seed
-
-        def initialise() -> None:
-            """Initial rows where a table asks for others than the default."""
-            if world.local_rank:
-                return
-            for index, config in enumerate(self.configs):
-                if not is_default(config):
-                    told = partial(initialise_as_told, config, index, seed=seed)
-                    whole.change_initial(index, seed, told)
-
-        together(world, initialise)
-        return tables
+    def close(self) -> None:
+        """Let go of the tables, or of the wish to have any."""
+        self._closed = True
+        if self.made is not None:
+            self.made.close()
 
 
 # -----------------------------------------------------------------------------
@@ -140,8 +137,8 @@ class RowOptimizer(torch.optim.Optimizer):
         self._member, self._update = member, recipe.update
         dtype, device = recipe.settings.dtype, recipe.device
         self._none = [
-            torch.zeros(0, recipe.specs[members[0]].dim, dtype=dtype, device=device)
-            for members in group_tables(recipe.specs)
+            torch.zeros(0, recipe.lookups.specs[members[0]].dim, dtype=dtype, device=device)
+            for members in group_tables(recipe.lookups.specs)
         ]
         super().__init__([leaf.requires_grad_() for leaf in self._none], {"lr": self._update.lr})
         # Weak: a collection that nobody uses must be gone at the same time on all ranks.
@@ -166,7 +163,6 @@ class RowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._tables.require_open()
         self._tables.apply(float(self.param_groups[0]["lr"]))
         return loss
 
@@ -199,7 +195,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         tables = self._tables
         state: dict[str, dict[str, Any]] = {}
-        for index, (spec, (_, values)) in enumerate(WholeTables(tables).views(states=True)):
+        for index, (spec, (_, values)) in enumerate(tables.views(states=True)):
             state[spec.name] = {"step": torch.tensor(tables.counts[index])}
             for name, columns in self._update.state_columns(spec.dim).items():
                 if values is not None:
@@ -231,7 +227,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 if want != got:
                     raise ConfigError(f"{table.name}.{name}: shape {got}, must be {want}")
                 parts.append((index, at, state[table.name][name]))
-        WholeTables(tables).load_state(parts)
+        tables.replace(parts, is_state=True)
         tables.counts = [int(state[name]["step"]) for name in names]
         group = {k: v for k, v in state_dict["param_groups"][0].items() if k != "params"}
         self.param_groups[0].update(group)
@@ -255,7 +251,8 @@ def clip_grad_norm_(
     tables = ebc.tables
     dense = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     dense = [parameter for parameter in dense if parameter.grad is not None]
-    norms = [tables.gradient_norm(norm_type)]
+    none = torch.zeros((), dtype=torch.float64, device=tables.world.device)
+    norms = [none if tables.current is None else tables.current.view.norm(norm_type)]
     if dense:
         grads = [parameter.grad for parameter in dense]
         norms.append(torch.nn.utils.get_total_norm(grads, norm_type).to(norms[0]))
@@ -265,7 +262,7 @@ def clip_grad_norm_(
             f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be "
             "clipped: set error_if_nonfinite=False to scale by it anyway"
         )
-    rows = tables.current.params if tables.current is not None else []
+    rows = tables.current.view.params if tables.current is not None else []
     torch.nn.utils.clip_grads_with_norm_([*dense, *rows], max_norm, total)
     return total
 
@@ -319,8 +316,8 @@ class CachedCollection(nn.Module):
         )
         recipe.check_sizes()
         self._recipe = recipe
-        self.reader = IdReader(recipe.lookups, recipe.tables_of_lookups, self._is_weighted)
-        self._member = Membership(recipe.make, recipe.device, process_group, timeout_s, name)
+        self.reader = IdReader(recipe.lookups, self._is_weighted)
+        self._member = Membership(recipe, process_group, timeout_s)
         self.optimizer = RowOptimizer(self._member, recipe)
         self._frozen: set[str] = set()
         self.trainable = nn.Parameter(torch.empty(0, device=recipe.device))
@@ -354,12 +351,11 @@ class CachedCollection(nn.Module):
         trains = self.training and torch.is_grad_enabled()
         for stream in tables.streams:
             if stream.claims(features, by_content=trains):
-                micro = stream.open_next(self._frozen_now())
-                return tables.opened(), micro
-        known = tables.current.reads if tables.current is not None else []
-        for micro, read in enumerate(known):
+                return stream.open_next(self._frozen_now())
+        current = tables.current
+        for micro, read in enumerate(current.reads if current is not None else []):
             if read.is_of(features) and read.is_unchanged(features, self.reader.read):
-                return tables.opened(), micro
+                return current, micro
         for stream in tables.streams:
             if trains and stream.awaits:
                 raise stream.altered()
@@ -400,7 +396,7 @@ class CachedCollection(nn.Module):
         self._frozen -= self._known(tables)
 
     def _known(self, names: Sequence[str]) -> set[str]:
-        known = [spec.name for spec in self._recipe.specs]
+        known = [spec.name for spec in self._recipe.lookups.specs]
         for name in names:
             if name not in known:
                 raise ConfigError(f"no table is named {name!r}: there are {', '.join(known)}")
@@ -409,14 +405,14 @@ class CachedCollection(nn.Module):
     @property
     def frozen(self) -> tuple[str, ...]:
         """The tables that the next step will leave as they are."""
-        names = (spec.name for spec in self._recipe.specs)
-        whole = not self.trainable.requires_grad
-        return tuple(name for name in names if whole or name in self._frozen)
+        frozen = self._frozen_now()
+        return tuple(s.name for at, s in enumerate(self._recipe.lookups.specs) if at in frozen)
 
     def _frozen_now(self) -> frozenset[int]:
         """The frozen tables by index: what a step is opened with."""
-        frozen = set(self.frozen)
-        return frozenset(at for at, spec in enumerate(self._recipe.specs) if spec.name in frozen)
+        specs, all_of_them = self._recipe.lookups.specs, not self.trainable.requires_grad
+        named = (at for at, spec in enumerate(specs) if all_of_them or spec.name in self._frozen)
+        return frozenset(named)
 
     def stage_ms(self) -> dict[str, float]:
         """Milliseconds per step of each stage so far, and of the loop's `wait`; local."""
@@ -446,7 +442,7 @@ class CachedCollection(nn.Module):
 
     def flush(self) -> None:
         """Bring every changed row to host memory; called by all ranks."""
-        WholeTables(self.tables).flush()
+        self.tables.flush()
 
     def close(self) -> None:
         """Stop planning and let go of the tables; safe to call twice."""
@@ -470,9 +466,9 @@ class CachedCollection(nn.Module):
     ) -> None:
         """Whole tables in original ids, as views of the store, after a flush; by all ranks.
 
-        On several nodes copies, one on each node (`WholeTables.views`).
+        On several nodes copies, one on each node.
         """
-        for table, (weight, _) in WholeTables(self.tables).views():
+        for table, (weight, _) in self.tables.views():
             destination[f"{prefix}{self._tables_key}.{table.name}.weight"] = weight
 
     def _load_from_state_dict(
@@ -488,7 +484,7 @@ class CachedCollection(nn.Module):
         """Take whole tables; by all ranks. Keys and errors as nn.Module reports them."""
         found: dict[int, Tensor] = {}
         expected = set()
-        for index, table in enumerate(self._recipe.specs):
+        for index, table in enumerate(self._recipe.lookups.specs):
             key = f"{prefix}{self._tables_key}.{table.name}.weight"
             expected.add(key)
             value, want = state_dict.get(key), (table.rows, table.dim)
@@ -500,7 +496,7 @@ class CachedCollection(nn.Module):
             else:
                 found[index] = value
         unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in expected]
-        WholeTables(self.tables).load_weights(found)
+        self.tables.replace([(index, slice(None), value) for index, value in found.items()])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """`.to()` and the like: the cache stays where it is, so they may only ask for that."""
@@ -524,7 +520,7 @@ class CachedCollection(nn.Module):
         """One line for each table."""
         return "\n".join(
             f"({table.name}): {table.rows} x {table.dim}, {table.pooling}"
-            for table in self._recipe.specs
+            for table in self._recipe.lookups.specs
         )
 
 

@@ -6,7 +6,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -36,23 +36,49 @@ class Lookups:
 
     `features`: the key in a `KeyedJaggedTensor`; `names`: the key in the output (`feature`, or
     `feature@table` where several tables read it); `tables`: index of the table; `dims`: its width.
+    `specs`: the tables, each with features of its own, named by their place among the lookups, and
+    `named`: with the keys in their place. Tables that are not pooled have the pooling "sum", of
+    which nothing is made.
     """
 
     features: tuple[str, ...]
     names: tuple[str, ...]
     tables: tuple[int, ...]
     dims: tuple[int, ...]
+    specs: tuple[TableSpec, ...]
+    named: tuple[TableSpec, ...]
+
+    @property
+    def table_names(self) -> tuple[str, ...]:
+        """The name of each lookup's table."""
+        return tuple(self.specs[table].name for table in self.tables)
 
 
 def lookups_of(configs: Sequence[Any]) -> Lookups:
     """The lookups of `configs` in TorchRec's order."""
     pairs = [(index, name) for index, config in enumerate(configs) for name in config.feature_names]
     names = [name for by_table in get_embedding_names_by_table(list(configs)) for name in by_table]
+    named = tuple(
+        TableSpec(
+            config.name,
+            config.num_embeddings,
+            config.embedding_dim,
+            tuple(config.feature_names),
+            _POOLING[config.pooling] if isinstance(config, EmbeddingBagConfig) else "sum",
+        )
+        for config in configs
+    )
+    places = iter(range(len(pairs)))
     return Lookups(
         features=tuple(feature for _, feature in pairs),
         names=tuple(names),
         tables=tuple(table for table, _ in pairs),
         dims=tuple(configs[table].embedding_dim for table, _ in pairs),
+        specs=tuple(
+            replace(spec, features=tuple(str(next(places)) for _ in spec.features))
+            for spec in named
+        ),
+        named=named,
     )
 
 
@@ -87,64 +113,30 @@ def checked_configs(configs: Sequence[Any], kind: type[BaseEmbeddingConfig]) -> 
     return list(configs)
 
 
-def table_specs(configs: Sequence[BaseEmbeddingConfig]) -> list[TableSpec]:
-    """The tables; each reads features of its own, named by their place among the lookups.
-
-    Those that are not pooled have the pooling "sum", of which nothing is made.
-    """
-    specs, place = [], 0
-    for config in configs:
-        own = range(place, place + len(config.feature_names))
-        place = own.stop
-        specs.append(
-            TableSpec(
-                name=config.name,
-                rows=config.num_embeddings,
-                dim=config.embedding_dim,
-                features=tuple(str(at) for at in own),
-                pooling=_pooling(config),
-            )
-        )
-    return specs
-
-
-def _pooling(config: BaseEmbeddingConfig) -> str:
-    return _POOLING[config.pooling] if isinstance(config, EmbeddingBagConfig) else "sum"
-
-
-def is_default(config: BaseEmbeddingConfig) -> bool:
-    """Whether `config` asks for the initial rows that every table has: uniform in
-    +-sqrt(1 / rows)."""
-    bound = math.sqrt(1.0 / config.num_embeddings)
-    asked = (config.get_weight_init_min(), config.get_weight_init_max())
-    return _fills_uniformly(config.init_fn) and asked == (-bound, bound)
-
-
-def initialise_as_told(config: BaseEmbeddingConfig, table: int, weight: Tensor, seed: int) -> None:
-    """Change initial rows `[rows, D]`, uniform in +-sqrt(1 / rows), to what `config` asks for.
+def initial_change(
+    config: BaseEmbeddingConfig, table: int, seed: int
+) -> Callable[[Tensor], None] | None:
+    """What changes initial rows `[rows, D]`, uniform in +-sqrt(1 / rows), to those that `config`
+    asks for; None where it asks for these.
 
     A range (`weight_init_min`, `weight_init_max`) maps them; an `init_fn` of the user's fills
     them anew, with torch's generator seeded by (seed, table) and put back afterwards.
     """
-    if not _fills_uniformly(config.init_fn):
+    given, bound = config.init_fn, math.sqrt(1.0 / config.num_embeddings)
+    low, high = config.get_weight_init_min(), config.get_weight_init_max()
+
+    def fill(weight: Tensor) -> None:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(zlib.crc32(f"{seed}/{table}".encode()))
-            config.init_fn(weight)
-        return
-    bound = math.sqrt(1.0 / config.num_embeddings)
-    low, high = config.get_weight_init_min(), config.get_weight_init_max()
-    if (low, high) != (-bound, bound):
+            given(weight)
+
+    def map_range(weight: Tensor) -> None:
         weight.div_(2 * bound).add_(0.5).mul_(high - low).add_(low).clamp_(low, high)
 
-
-def _fills_uniformly(init_fn: Any) -> bool:
-    """Whether this is the uniform initialisation that a config makes for itself."""
-    return (
-        isinstance(init_fn, functools.partial)
-        and init_fn.func is torch.nn.init.uniform_
-        and not init_fn.args
-        and set(init_fn.keywords) == {"a", "b"}
-    )
+    by_itself = isinstance(given, functools.partial) and given.func is torch.nn.init.uniform_
+    if not (by_itself and not given.args and set(given.keywords) == {"a", "b"}):
+        return fill
+    return None if (low, high) == (-bound, bound) else map_range
 
 
 # -----------------------------------------------------------------------------
@@ -208,20 +200,18 @@ class ReadIds:
 
     def has_ids_of(self, features: KeyedJaggedTensor, read: Callable[..., ReadIds]) -> bool:
         """Whether `features`, wherever it comes from, has the ids and weights that were read."""
-        return self._is_untouched() and same_ids(self.ids, read(features).ids)
+        if not self._is_untouched():
+            return False
+        one, other = self.ids, read(features).ids
+        if (one.weights is None) != (other.weights is None):
+            return False
+        pairs = [(one.offsets, other.offsets), (one.values, other.values)]
+        if one.weights is not None and other.weights is not None:
+            pairs.append((one.weights, other.weights))
+        return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
     def _is_untouched(self) -> bool:
         return all(_version(tensor) == version for tensor, version in self.versions)
-
-
-def same_ids(one: JaggedIds, other: JaggedIds) -> bool:
-    """Whether two batches name the same ids with the same weights."""
-    if len(one.values) != len(other.values) or (one.weights is None) != (other.weights is None):
-        return False
-    equal = torch.equal(one.offsets, other.offsets) and torch.equal(one.values, other.values)
-    if equal and one.weights is not None and other.weights is not None:
-        return torch.equal(one.weights, other.weights)
-    return equal
 
 
 def _version(tensor: Tensor) -> int:
@@ -231,9 +221,8 @@ def _version(tensor: Tensor) -> int:
 class IdReader:
     """Reads the ids that `lookups` need from `KeyedJaggedTensor`s, with weights if `weighted`."""
 
-    def __init__(self, lookups: Lookups, table_names: tuple[str, ...], weighted: bool) -> None:
-        """`table_names`: the table of each lookup, for messages."""
-        self.lookups, self._table_names, self._weighted = lookups, table_names, weighted
+    def __init__(self, lookups: Lookups, weighted: bool) -> None:
+        self.lookups, self._weighted = lookups, weighted
 
     def read(self, features: KeyedJaggedTensor) -> ReadIds:
         """The ids of every lookup. Raises DataError that names what is missing."""
@@ -258,7 +247,7 @@ class IdReader:
     def _places(self, keys: list[str]) -> list[int]:
         """Where each lookup's feature is among `keys`."""
         at = {key: place for place, key in enumerate(keys)}
-        for feature, table in zip(self.lookups.features, self._table_names, strict=True):
+        for feature, table in zip(self.lookups.features, self.lookups.table_names, strict=True):
             if feature not in at:
                 raise DataError(
                     f"feature {feature!r} of table {table!r} is not among the keys of the "
@@ -271,15 +260,15 @@ class IdReader:
     ) -> JaggedIds:
         """The ids of the keys at `places`, in that order; a key may be named several times."""
         by_key = counts.view(keys, -1)
-        stops = by_key.sum(1).cumsum(0).tolist()
-        spans = [slice(stops[at - 1] if at else 0, stops[at]) for at in places]
-        chosen = by_key[places].reshape(-1)
-        return JaggedIds(
-            self.lookups.features,
-            torch.cat([ids[span] for span in spans]),
-            _offsets(chosen),
-            None if weights is None else torch.cat([weights[span] for span in spans]),
-        )
+        sizes = by_key.sum(1).tolist()
+
+        def chosen(values: Tensor) -> Tensor:
+            of_keys = values.split(sizes)
+            return torch.cat([of_keys[at] for at in places])
+
+        offsets = _offsets(by_key[places].reshape(-1))
+        own = None if weights is None else chosen(weights)
+        return JaggedIds(self.lookups.features, chosen(ids), offsets, own)
 
 
 def _weights_of(features: KeyedJaggedTensor) -> Tensor:
@@ -376,29 +365,18 @@ def join_ids(parts: Sequence[JaggedIds]) -> JaggedIds:
     """The bags of all parts, feature-major: each feature's samples of part 0, then part 1, ..."""
     if len(parts) == 1:
         return parts[0]
-    features = range(len(parts[0].features))
+    features = parts[0].features
+    lengths = [part.offsets.diff().view(len(features), -1) for part in parts]
+    counts = [own.sum(1).tolist() for own in lengths]
 
-    def span(part: JaggedIds, feature: int) -> slice:
-        size = part.batch_size
-        return slice(int(part.offsets[feature * size]), int(part.offsets[(feature + 1) * size]))
+    def joined(of_parts: Sequence[Tensor]) -> Tensor:
+        split = [own.split(count) for own, count in zip(of_parts, counts, strict=True)]
+        return torch.cat([own[at] for at in range(len(features)) for own in split])
 
-    pieces = [(part, span(part, feature)) for feature in features for part in parts]
-    lengths = torch.cat(
-        [
-            part.offsets.diff()[feature * part.batch_size : (feature + 1) * part.batch_size]
-            for feature in features
-            for part in parts
-        ]
-    )
-    weights = None
-    if parts[0].weights is not None:
-        weights = torch.cat([part.weights[at] for part, at in pieces if part.weights is not None])
-    return JaggedIds(
-        features=parts[0].features,
-        values=torch.cat([part.values[at] for part, at in pieces]),
-        offsets=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))),
-        weights=weights,
-    )
+    values = joined([part.values for part in parts])
+    weights = [part.weights for part in parts if part.weights is not None]
+    offsets = _offsets(torch.cat(lengths, dim=1).reshape(-1))
+    return JaggedIds(features, values, offsets, joined(weights) if weights else None)
 
 
 def as_batch(reads: Sequence[ReadIds], index: int, kind: str = "train") -> Batch:

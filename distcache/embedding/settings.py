@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from distcache.comm.agreement import on_first
-from distcache.comm.world import World
+from distcache.comm.world import World, has_group
 from distcache.config.checks import check_cache
 from distcache.config.tree import CacheConfig
 from distcache.cost.cluster import Cluster, Link, check_world, read_cluster
 from distcache.cost.predict import Settings
+from distcache.embedding.ids import Lookups
 from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
 from distcache.engine.placing import (
     Known,
@@ -32,7 +33,7 @@ from distcache.errors import ConfigError, DistcacheError
 from distcache.layout import TableSpec
 from distcache.optim import RowUpdate
 from distcache.planner.victims import DEFAULT, POLICIES, TAILS, WINDOWS, Policy
-from distcache.popularity.slots import Budget, Use, decide, statistics_of
+from distcache.popularity.slots import Budget, Use, decide, plan_slots, statistics_of
 from distcache.popularity.statistics import Popularity, Statistics, read_statistics
 from distcache.store.rows import ACCESS, STAGED
 
@@ -186,24 +187,43 @@ def library_words() -> Iterator[None]:
         raise
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """All that a collection knows of its tables before its ranks: configs as TorchRec has them,
+    lookups, optimizer and settings; `name`: of the collection, for messages; `pooled`: whether
+    bags come out, rather than the row of every id."""
+
+    configs: list[Any]
+    lookups: Lookups
+    update: RowUpdate
+    settings: CacheSettings
+    device: torch.device
+    name: str
+    pooled: bool
+
+    def check_sizes(self) -> None:
+        """Raise ConfigError for sizes that no rank could have, and for statistics that are not
+        there or of other tables; other errors need the ranks."""
+        given, tables = self.settings, self.lookups.named
+        widths = [self.update.state_width(spec.dim) for spec in tables]
+        sizes = (given.rows, given.ratio, given.bytes)
+        with library_words():
+            if given.split != "by_curve":
+                budget = Budget(*sizes, itemsize=given.dtype.itemsize, world_size=1)
+                plan_slots(tables, widths, budget, given.split, None)
+            if not has_group():  # else rank 0 reads them, for all
+                given_statistics(given, tables)
+
+
 # -----------------------------------------------------------------------------
 # Which rows lie where: slots, placement and popularity, by the trainer's rules.
 
 
-@dataclass(frozen=True)
-class PlacedRows:
-    """`slots`: C of each group; `placement` of rows over the ranks; `popularity` where there are
-    statistics."""
-
-    slots: tuple[int, ...]
-    placement: Placement
-    popularity: Popularity | None
-
-
 def decide_rows(
     world: World, tables: Sequence[TableSpec], update: RowUpdate, settings: CacheSettings
-) -> PlacedRows:
-    """Slots, placement and popularity; called by all ranks, decided by rank 0.
+) -> tuple[tuple[int, ...], Placement, Popularity | None]:
+    """Slots C of each group, placement of rows, and popularity where there are statistics; called
+    by all ranks, decided by rank 0.
 
     `tables`: with the keys that they read as features. Raises ConfigError on all ranks.
     """
@@ -230,7 +250,7 @@ def decide_rows(
     if settings.replicated_rows is not None:  # tables that are not there, on one rank too
         replicated_counts(settings.replicated_rows, tables)
     if world.size == 1:
-        return PlacedRows(slots, Placement(), popularity)
+        return slots, Placement(), popularity
     if settings.placement in (REPLICATED, SHARDED) or popularity is None:
         found = Placement(settings.placement, state)
     else:
@@ -243,7 +263,7 @@ def decide_rows(
         found = on_first(world, choose)
     if found.kind != REPLICATED and popularity is not None and isinstance(settings.split, str):
         popularity = of_all_homes(world, tables, budget, slots, popularity)
-    return PlacedRows(slots, found, popularity)
+    return slots, found, popularity
 
 
 def given_statistics(settings: CacheSettings, tables: Sequence[TableSpec]) -> Statistics | None:

@@ -16,24 +16,21 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distcache.comm.failure import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch
+from distcache.embedding.collection import CachedCollection, Membership
 from distcache.embedding.ids import IdReader, ReadIds, as_batch, bytes_of, find_ids
-from distcache.embedding.joining import Membership
 from distcache.embedding.settings import library_words
-from distcache.embedding.step import LEAVING_S, STOP_S, CollectionTables
+from distcache.embedding.step import LEAVING_S, STOP_S, CollectionTables, OpenStep
 from distcache.engine.queue import StepStream
 from distcache.engine.step import Flight
 from distcache.engine.tables import CachedTables
 from distcache.errors import ConfigError, PeerError, PlanError
-
-if TYPE_CHECKING:
-    from distcache.embedding.collection import CachedCollection
 
 T = TypeVar("T")
 
@@ -56,8 +53,7 @@ def lookahead(
     together. Raises ConfigError for a wrong argument, and what goes wrong with a batch (DataError,
     StepTooLargeError) at its turn.
     """
-    member = getattr(ebc, "_member", None)
-    if not isinstance(member, Membership):
+    if not isinstance(ebc, CachedCollection):
         raise ConfigError(
             "lookahead(batches, ebc) takes one CachedEmbeddingBagCollection or "
             f"CachedEmbeddingCollection, got {type(ebc).__name__}: put all tables of a model into "
@@ -73,29 +69,26 @@ def lookahead(
         raise ConfigError(f"accumulate={accumulate!r} must be a whole number of at least 1")
     wanted = ebc.reader.lookups.features
     find = ids if ids is not None else lambda batch: find_ids(batch, wanted)
-    return Lookahead(batches, member, ebc.reader, find, accumulate)
+    return Lookahead(batches, ebc._member, ebc.reader, find, accumulate)
 
 
 # -----------------------------------------------------------------------------
-# The batches that a planner has read, and its threads. Both are known to the threads, so neither
-# knows the epoch: dropping that ends them.
+# The batches that a planner has read, and its threads. They know no epoch: dropping that ends them.
 
 
-class Ahead(Generic[T]):
+class Kept(NamedTuple):
     """The batches of one plan, kept until the step after it is open."""
 
-    def __init__(self, position: int, batches: list[T], reads: list[ReadIds]) -> None:
-        self.position, self.batches, self.reads = position, batches, reads
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Ids that are looked up, and bytes that are kept."""
-        ids = sum(len(read.ids.values) for read in self.reads)
-        return ids, sum(bytes_of(batch) for batch in self.batches)
+    batches: list[Any]
+    reads: list[ReadIds]
 
 
-class Source(Generic[T]):
-    """The user's batches as the planner reads them, from its thread; can go back to kept ones."""
+class Reader(Generic[T]):
+    """The user's batches as the planner reads them, from its thread, and the pipeline's threads,
+    which may be halted and started again, from batches that were kept.
+
+    `kept`: the batches read by plan; `exhausted`: whether the last of them has been read.
+    """
 
     def __init__(
         self,
@@ -107,10 +100,15 @@ class Source(Generic[T]):
         self._batches, self._iterator = batches, None
         self._reader, self._find, self._accumulate = reader, find, accumulate
         self._next = 0
-        self.kept: dict[int, Ahead[T]] = {}
-        self.ended = False
-        """Whether the last of the batches has been read."""
         self._error: Exception | None = None
+        self.kept: dict[int, Kept] = {}
+        self.exhausted = False
+        self.timeout_s = STOP_S
+        self.stream: StepStream | None = None
+        self._closed = threading.Event()
+        self._left: StepStream | None = None
+
+    # --- batches, in the planner's thread ---------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -125,56 +123,33 @@ class Source(Generic[T]):
                 self._iterator = iter(self._batches)
             batches = list(itertools.islice(self._iterator, self._accumulate))
             if not batches:
-                self.ended = True
+                self.exhausted = True
                 raise StopIteration
             reads = [self._reader.read(self._find(batch)) for batch in batches]
-            ahead = self.kept[self._next] = Ahead(self._next, batches, reads)
+            ahead = self.kept[self._next] = Kept(batches, reads)
         self._next += 1
-        return as_batch(ahead.reads, ahead.position)
+        return as_batch(ahead.reads, self._next - 1)
 
-    def first(self) -> Ahead[T] | None:
-        """The first plan's batches, before a thread reads; None where there are none, or an error
-        comes in their place: at their turn, on all ranks."""
+    def first_sizes(self) -> tuple[int, int]:
+        """Ids that the first plan looks up, and bytes of its batches, before a thread reads; zeros
+        where there are none, or an error comes in their place: at their turn, on all ranks."""
         try:
-            next(self)
+            ids = len(next(self).ids.values)
         except StopIteration:
-            return None
+            return 0, 0
         except Exception as error:
             self._error = error
-            return None
-        self.go_back(0)
-        return self.kept[0]
+            return 0, 0
+        self._next = 0
+        return ids, sum(bytes_of(batch) for batch in self.kept[0].batches)
 
-    def go_back(self, position: int) -> None:
-        """Give the batches from plan `position` on once more; only while no thread reads."""
-        self._next = position
+    # --- threads ----------------------------------------------------------------------------
 
-
-class Runner:
-    """The pipeline's threads, which may be halted and started again; knows no Lookahead."""
-
-    def __init__(self, engine: CachedTables, timeout_s: float) -> None:
-        self._engine, self.timeout_s = engine, timeout_s
-        self.stream: StepStream | None = None
-        self._closed = threading.Event()
-        self._left: StepStream | None = None
-
-    @property
-    def running(self) -> bool:
-        return self.stream is not None
-
-    @property
-    def halting(self) -> bool:
-        """Whether threads that were told to end did not in time."""
-        return self.stream is not None and self.stream.stopping
-
-    def start(self, source: Source) -> None:
-        self.stream = self._engine.ahead(source)
-        _running[self.stream] = self._engine.world
-
-    def take(self) -> Flight | None:
-        """The next planned step, or None at the end."""
-        return None if self.stream is None else next(self.stream, None)
+    def start(self, engine: CachedTables) -> None:
+        """Let the engine's threads read and plan."""
+        self.timeout_s = min(self.timeout_s, engine.world.timeout_s)
+        self.stream = engine.ahead(self)
+        _running[self.stream] = engine.world
 
     def stop(self, limit_s: float | None = None) -> bool:
         """End the threads, with a last word to the other ranks; False if they did not in time.
@@ -193,6 +168,13 @@ class Runner:
             log.warning("the planner's thread did not end within %g s", limit_s)
         return ended
 
+    def halt(self, position: int | None) -> None:
+        """End the threads, to go on later from plan `position` (None: not). Raises PeerError where
+        they do not end in time."""
+        if not self.stop():
+            raise self._not_halted()
+        self._next = self._next if position is None else position
+
     def close(self, limit_s: float | None = None) -> None:
         """End the threads for good, in order if the other ranks allow it within `limit_s`.
 
@@ -208,17 +190,18 @@ class Runner:
                 stream.tell()
             self._closed.set()
 
-    def leave(self, leaving: list[Runner]) -> None:
+    def leave(self, leaving: list[Reader]) -> None:
         """Close as nobody holds the look-ahead; ranks that left it at the same step end here.
 
         One that left it with an error, which a finalizer cannot see, has nobody to end with: after
         a short wait the closing goes on on a thread, so that the error shows. `leaving` holds
-        this runner until it is known to have ended.
+        this reader until it is known to have ended.
         """
-        self._left = stream = self.stream
+        stream = self.stream
         if stream is None or stream.ended:
             self.close()
             return
+        self._left = stream
         leaving.append(self)
         closing = threading.Thread(target=self.close, name="distcache-closing", daemon=True)
         closing.start()
@@ -227,20 +210,20 @@ class Runner:
 
     def require_end(self) -> None:
         """Wait for the end that `leave` has begun; PeerError where it does not come."""
-        if not self.ended(self.timeout_s + LEAVING_S):
-            raise not_halted(self.timeout_s)
+        if not self.has_ended(self.timeout_s + LEAVING_S):
+            raise self._not_halted()
 
-    def ended(self, limit_s: float) -> bool:
+    def has_ended(self, limit_s: float) -> bool:
         """Wait for the end that `leave` has begun; whether it has come, in order."""
-        return self._closed.wait(limit_s) and (self._left is None or self._left.ended)
+        if self._closed.wait(limit_s) and (self._left is None or self._left.ended):
+            self._left = None  # which holds this reader, its batches
+        return self._left is None
 
-
-def not_halted(limit_s: float) -> PeerError:
-    """The error for a planner that did not end in time."""
-    return PeerError(
-        f"the planner did not halt within {limit_s:g} s: another rank goes on without this one, or "
-        "the batches that lookahead reads are slower than that"
-    )
+    def _not_halted(self) -> PeerError:
+        return PeerError(
+            f"the planner did not halt within {self.timeout_s:g} s: another rank goes on without "
+            "this one, or the batches that lookahead reads are slower than that"
+        )
 
 
 _running: weakref.WeakKeyDictionary[StepStream, World] = weakref.WeakKeyDictionary()
@@ -296,7 +279,7 @@ class Lookahead(Generic[T]):
         if epoch is not None:
             if isinstance(self._batches, Iterator) and not epoch.exhausted:
                 return epoch
-            self._had_batches |= epoch.has_yielded
+            self._had_batches |= epoch.count > 0
             left = epoch.replace()
             if left and not self._warned:
                 log.warning(
@@ -305,12 +288,8 @@ class Lookahead(Generic[T]):
                     epoch.count,
                 )
                 self._warned = True
-        self._epoch = Epoch(
-            Source(self._batches, self._reader, self._find, self._accumulate),
-            self._member.tables,
-            self._reader,
-            self._had_batches,
-        )
+        source = Reader(self._batches, self._reader, self._find, self._accumulate)
+        self._epoch = Epoch(source, self._member.tables, self._reader, self._had_batches)
         return self._epoch
 
     def __next__(self) -> T:
@@ -331,13 +310,12 @@ class Epoch(Generic[T]):
     """An iterator over the batches of one epoch of a look-ahead."""
 
     def __init__(
-        self, source: Source[T], tables: CollectionTables, reader: IdReader, follows: bool
+        self, source: Reader[T], tables: CollectionTables, reader: IdReader, follows: bool
     ) -> None:
         """`follows`: an epoch that had batches, so that one without any is an error."""
         self._tables, self._reader, self._source = tables, reader, source
         self._follows, self._replaced = follows, False
-        self._runner = Runner(tables.engine, min(tables.world.timeout_s, STOP_S))
-        weakref.finalize(self, self._runner.leave, tables.leaving).atexit = False
+        weakref.finalize(self, source.leave, tables.leaving).atexit = False
         self._plans: dict[int, Flight] = {}
         self._opened = -1
         self._yielded = (0, 0)
@@ -360,7 +338,13 @@ class Epoch(Generic[T]):
             )
         position, micro = self._yielded
         if self.exhausted or (position > self._opened and not self._plan(position)):
-            self._require_batches()
+            if self._follows and not (self.count or self.exhausted):  # as if it were done
+                raise PlanError(
+                    "an epoch of this look-ahead has no batch, but the one before had some: its "
+                    "batches are used up (a generator, or an iterator, is read once): give "
+                    "lookahead a list, a DataLoader, or what makes a new iterator at each iter(), "
+                    "or make a new look-ahead for each epoch"
+                )
             self.exhausted = True
             raise StopIteration
         self.count += 1
@@ -372,38 +356,19 @@ class Epoch(Generic[T]):
         ahead.reads[micro].mark()
         return ahead.batches[micro]
 
-    @property
-    def has_yielded(self) -> bool:
-        """Whether a batch was given out."""
-        return self.count > 0
-
-    def _require_batches(self) -> None:
-        """PlanError for an epoch without a batch after one that had some: training nothing would
-        look like an epoch done."""
-        if self._follows and not self.has_yielded and not self.exhausted:
-            raise PlanError(
-                "an epoch of this look-ahead has no batch, but the one before had some: its "
-                "batches are used up (a generator, or an iterator, is read once): give lookahead "
-                "a list, a DataLoader, or what makes a new iterator at each iter(), or make a new "
-                "look-ahead for each epoch"
-            )
-
     def replace(self) -> bool:
         """End the epoch for another one, on all ranks; whether batches of it were left.
 
         Plans whose rows have not moved are made again. Raises PeerError where the planner does not
         end in time: then the epoch goes on.
         """
-        left = not self._replaced and (self.awaits or not (self.exhausted or self._gave_all()))
-        if not self._runner.stop():
-            raise not_halted(self._runner.timeout_s)
+        # A loop that counts need not have asked whether a batch is left.
+        gave_all = self._source.exhausted and self._yielded[0] not in self._source.kept
+        left = not self._replaced and (self.awaits or not (self.exhausted or gave_all))
+        self._source.halt(None)
         self.close()
         self._replaced = True
         return left
-
-    def _gave_all(self) -> bool:
-        """Whether no batch is left, as far as was read; a loop that counts need not ask."""
-        return self._source.ended and self._yielded[0] not in self._source.kept
 
     # --- the collection's side --------------------------------------------------------------
 
@@ -427,7 +392,7 @@ class Epoch(Generic[T]):
             return False
         expected = self._pending[0]
         for place in self._pending:
-            read = self._read_at(place)
+            read = self._source.kept[place[0]].reads[place[1]]
             if not read.is_of(features):
                 continue
             if place[0] not in (expected[0], self._opened):
@@ -439,27 +404,31 @@ class Epoch(Generic[T]):
                 )
             if not read.is_unchanged(features, self._reader.read):
                 raise self._altered(place[0])
-            self._to_front(place)
+            self._pending.remove(place)
+            self._pending.appendleft(place)
             return True
-        return by_content and self._read_at(expected).has_ids_of(features, self._reader.read)
+        read = self._source.kept[expected[0]].reads[expected[1]]
+        return by_content and read.has_ids_of(features, self._reader.read)
 
-    def open_next(self, frozen: frozenset[int]) -> int:
-        """Open the plan of the batch just claimed unless it is open; its micro-batch index.
+    def open_next(self, frozen: frozenset[int]) -> tuple[OpenStep, int]:
+        """The step of the batch just claimed, opened unless it is open, and its micro-batch.
 
         `frozen`: the tables, by index, that the step leaves as they are.
         """
         position, micro = self._pending[0]
+        tables, kept = self._tables, self._source.kept
         if position != self._opened:
             if not self._plan(position):
                 raise PlanError("the planner ended before a batch that it had planned")
-            tables, ahead = self._tables, self._source.kept[position]
             flight = self._plans[position]  # kept until open: an interrupted wait may be repeated
-            tables.open(flight, ahead.reads, frozen)
+            tables.open(flight, kept[position].reads, frozen)
             del self._plans[position]
-            self._source.kept.pop(self._opened, None)
+            kept.pop(self._opened, None)
             self._opened = position
+        if tables.current is None:
+            raise PlanError("no step is open")
         self._pending.popleft()
-        return micro
+        return tables.current, micro
 
     def altered(self) -> PlanError:
         """The error for a batch that is none of those given out."""
@@ -473,29 +442,22 @@ class Epoch(Generic[T]):
             "model as it is (.to(device) may be called on it), or use no lookahead"
         )
 
-    def _read_at(self, place: tuple[int, int]) -> ReadIds:
-        return self._source.kept[place[0]].reads[place[1]]
-
-    def _to_front(self, place: tuple[int, int]) -> None:
-        self._pending.remove(place)
-        self._pending.appendleft(place)
-
     # --- planning ---------------------------------------------------------------------------
 
     def _plan(self, position: int) -> bool:
         """Wait until plan `position` is made; False if the batches end before."""
-        if self._runner.halting:
+        source = self._source
+        if source.stream is not None and source.stream.stopping:  # it did not end in time
             self.halt()
         if position in self._plans:
             return True
-        if not self._runner.running:
-            self._tables.start_stream(self)
-            self._tables.choose_window(self._source)
-            self._runner.start(self._source)
+        if source.stream is None:
+            self._tables.start_stream(self, source)
+            source.start(self._tables.engine)
         try:
             with library_words():
                 while position not in self._plans:
-                    flight = self._runner.take()
+                    flight = None if source.stream is None else next(source.stream, None)
                     if flight is None:
                         return False
                     self._plans[flight.batch.index] = flight
@@ -506,11 +468,9 @@ class Epoch(Generic[T]):
 
     def halt(self) -> None:
         """Stop planning; plans that have not moved are made again when they are asked for."""
-        if self._runner.running or self._plans:
-            if not self._runner.stop():
-                raise not_halted(self._runner.timeout_s)
+        if self._source.stream is not None or self._plans:
+            self._source.halt(self._opened + 1)
             self._plans.clear()
-            self._source.go_back(self._opened + 1)
 
     def close(self, limit_s: float | None = None) -> None:
         """Stop reading ahead; the collection goes on from what its cache holds.
@@ -518,6 +478,6 @@ class Epoch(Generic[T]):
         `limit_s`: longest wait for the other ranks, which do the same; a minute at most.
         """
         self.exhausted = True
-        self._runner.close(limit_s)
+        self._source.close(limit_s)
         self._plans.clear()
         self._pending.clear()

@@ -1,36 +1,135 @@
-"""Cached collections in a model under TorchRec's DistributedModelParallel, beside sharded tables.
-
-The reference is one process on the joined batches: TorchRec's own collections, unsharded, under
-torch.optim, from the same weights.
-"""
+"""Cached collections under TorchRec's DistributedModelParallel, beside sharded tables."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from ebc_cases import draw, part, using
-from ebc_models import plain_tables
-from ebc_training import assert_close, loss_of, plain_optimizer, weights_of
-from ranks import run_ranks
-from sharded_sides import (
-    HALF,
-    SHARDED,
-    STEPS,
-    Sides,
-    close,
-    in_job,
-    mine,
-    of,
-    plain_bags,
-    sharded_model,
-    tensors,
-    train,
-    whole,
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ebc_cases import DENSE, Clicks, configs, draw, part, using
+from ebc_models import cached, plain_tables, scored_sum
+from ebc_ranks import job, ranks
+from ebc_training import assert_close, assert_same, loss_of, plain_optimizer, weights_of
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
 )
-from torch import Tensor
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim import optimizers
+from torchrec.streamable import Pipelineable
 
 from distcache import lookahead
+
+STEPS, HALF = 12, 5
+FEATURES = ("f0", "f1", "g", "f2", "f3")
+SHARDED = {"sgd": (optimizers.SGD, {"lr": 0.1}), "adagrad": (optimizers.Adagrad, {"lr": 0.05})}
+
+
+class Sides(nn.Module):
+    """Linear over pooled rows of two collections and the scored sequences of a third."""
+
+    def __init__(self, sharded: nn.Module, bags: nn.Module, rows: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.sharded, self.bags, self.rows = sharded, bags, rows
+        self.query = nn.Parameter(torch.randn(8))
+        self.over = nn.Linear(DENSE + 3 * 5 * 8, 1)
+
+    def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
+        sharded, bags, rows = self.sharded(ids), self.bags(ids), self.rows(ids)
+        pooled = [found[name] for found in (sharded, bags) for name in FEATURES]
+        summed = [scored_sum(rows[name], self.query) for name in FEATURES]
+        return self.over(torch.cat([dense, *pooled, *summed], dim=1))
+
+
+torch.fx.wrap("scored_sum")  # TorchRec's pipelines trace the model
+
+
+def of(kind: str, prefix: str, make):
+    """`make` of this kind's tables, named with a prefix."""
+    using(kind)
+    return make([replace(table, name=f"{prefix}{table.name}") for table in configs()])
+
+
+def plain_bags() -> nn.Module:
+    """The collection that is sharded, always from the same weights."""
+    torch.manual_seed(7)
+    return of("bags", "s", plain_tables)
+
+
+def train(model, data, optimizers, dense) -> list[float]:
+    """A user's loop; the losses."""
+    losses = []
+    for batch in data:
+        for one in (*optimizers, dense):
+            one.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        for one in (*optimizers, dense):
+            one.step()
+        losses.append(loss.item())
+    return losses
+
+
+def sharded_model(name: str, **settings):
+    """`Sides` of cached collections and a sharded one, and its dense optimizer."""
+    sharded = plain_bags()
+    kind, options = SHARDED[name]
+    _apply_optimizer_in_backward(kind, sharded.parameters(), options)
+    bags = of("bags", "c", lambda tables: cached(name, tables, timeout_s=60, **settings))
+    rows = of("sequences", "q", lambda tables: cached(name, tables, timeout_s=60, **settings))
+    model = Sides(sharded, bags, rows)
+    sharder = EmbeddingBagCollectionSharder()
+    plan = construct_module_sharding_plan(
+        sharded,
+        {"st0": row_wise(), "st1": table_wise(0), "st2": table_wise(1), "st3": table_wise(0)},
+        sharder,
+        local_size=2,
+        world_size=2,
+        device_type="cpu",
+    )
+    dmp = DistributedModelParallel(
+        model,
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"sharded": plan}),
+        sharders=[sharder],
+    )
+    named = dict(dmp.named_parameters())
+    dense = torch.optim.SGD([p for n, p in named.items() if "sharded" not in n], lr=0.1)
+    return dmp, bags, rows, dense
+
+
+def whole(dmp: nn.Module) -> dict[str, Tensor]:
+    """All weights of all ranks; tables that are sharded put together on rank 0."""
+    found = {}
+    for key, value in dmp.state_dict().items():
+        if isinstance(value, ShardedTensor):
+            out = torch.empty(value.size()) if dist.get_rank() == 0 else None
+            value.gather(0, out)
+            value = torch.zeros(0) if out is None else out
+        found[key] = value.detach().clone()
+    return found
+
+
+def mine(rank: int, size: int) -> list[Clicks]:
+    """This rank's part of every global batch."""
+    using("bags")
+    return [part(draw(step), rank, size) for step in range(STEPS)]
+
+
+def close(*collections) -> None:
+    """Close each of them."""
+    for one in collections:
+        one.close()
 
 
 def reference(name: str, start: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor]]:
@@ -50,6 +149,7 @@ def reference(name: str, start: dict[str, Tensor]) -> tuple[list[float], dict[st
     return train(model, [draw(step) for step in range(STEPS)], optimizers, dense), weights_of(model)
 
 
+@job
 def beside(rank: int, size: int, name: str) -> dict:
     dmp, bags, rows, dense = sharded_model(name, rows=300)
     assert isinstance(dmp.module.sharded, ShardedEmbeddingBagCollection)
@@ -69,14 +169,121 @@ def beside(rank: int, size: int, name: str) -> dict:
     return found
 
 
-def beside_in_job(rank: int, size: int, name: str) -> dict:
-    return in_job(rank, size, beside, name)
-
-
 @pytest.mark.parametrize("name", SHARDED)
 def test_cached_tables_train_beside_sharded_ones(name) -> None:
-    first, second = run_ranks(beside_in_job, 2, name)
-    losses, final = reference(name, tensors(first["start"]))
+    first, second = ranks(beside, name)
+    losses, final = reference(name, first["start"])
     means = [(a + b) / 2 for a, b in zip(first["losses"], second["losses"], strict=True)]
     assert means == pytest.approx(losses, rel=1e-5)
-    assert_close(tensors(first["final"]), final, atol=2e-6)
+    assert_close(first["final"], final, atol=2e-6)
+
+
+class WithLoss(nn.Module):
+    """A model as TorchRec's pipelines call it."""
+
+    def __init__(self, model: Sides) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Item) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch.dense_features, batch.sparse_features)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        return loss, logits.detach()
+
+
+class Item(Clicks, Pipelineable):
+    """A batch that TorchRec's pipelines can move."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Item:
+        ids = self.sparse_features.to(device, non_blocking)
+        return Item(self.dense_features.to(device), ids, self.labels.to(device))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        pass
+
+
+class Both:
+    """Several optimizers as one."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    def zero_grad(self) -> None:
+        for one in self.optimizers:
+            one.zero_grad()
+
+    def step(self) -> None:
+        for one in self.optimizers:
+            one.step()
+
+
+@job
+def resumed(rank: int, size: int, folder: str) -> dict:
+    """Stop and resume, from a state in memory and from one in a folder; then a pipeline."""
+    found = in_pipeline(rank, size)
+    data = mine(rank, size)
+    dmp, bags, rows, dense = sharded_model("sgd", rows=300)
+    train(dmp, lookahead(data[:HALF], bags), (bags.optimizer, rows.optimizer), dense)
+    dcp.save(dmp.state_dict(), checkpoint_id=folder)
+    for how in ("memory", "folder"):
+        other, more, sequences, own = sharded_model("sgd", rows=260)
+        train(other, data[:2], (more.optimizer, sequences.optimizer), own)  # to be overwritten
+        state = dmp.state_dict()
+        if how == "folder":
+            state = other.state_dict()
+            dcp.load(state, checkpoint_id=folder)
+        assert other.load_state_dict(state) == ([], [])
+        train(other, lookahead(data[HALF:], more), (more.optimizer, sequences.optimizer), own)
+        found[how] = whole(other)
+        close(more, sequences)
+    train(dmp, lookahead(data[HALF:], bags), (bags.optimizer, rows.optimizer), dense)
+    found["straight"] = whole(dmp)
+    close(bags, rows)
+    return found
+
+
+def in_pipeline(rank: int, size: int) -> dict:
+    """TorchRec's own plan and its train pipeline, which takes batches ahead of the model."""
+    found: dict = {}
+    for how in ("loop", "pipeline"):
+        bags = of("bags", "c", lambda tables: cached("sgd", tables, rows=300))
+        rows = of("sequences", "q", lambda tables: cached("sgd", tables, rows=300))
+        sharded = plain_bags()
+        _apply_optimizer_in_backward(optimizers.SGD, sharded.parameters(), {"lr": 0.1})
+        dmp = DistributedModelParallel(WithLoss(Sides(sharded, bags, rows)))
+        assert list(dmp.plan.plan) == ["model.sharded"]
+        assert not [name for name in dmp.fused_optimizer.params if "sharded" not in name]
+        dmp.load_state_dict(
+            {
+                key: torch.full_like(value, 0.1) if isinstance(value, ShardedTensor) else value
+                for key, value in dmp.state_dict().items()
+            }
+        )
+        named = dict(dmp.named_parameters())
+        dense = torch.optim.SGD([p for n, p in named.items() if "sharded" not in n], lr=0.1)
+        both = Both([dense, bags.optimizer, rows.optimizer])
+        stream = lookahead([Item(*vars(batch).values()) for batch in mine(rank, size)], bags)
+        if how == "loop":
+            for item in stream:
+                both.zero_grad()
+                dmp(item)[0].backward()
+                both.step()
+        else:
+            pipeline = TrainPipelineSparseDist(dmp, both, torch.device("cpu"))
+            batches = iter(stream)
+            for _ in range(STEPS):
+                pipeline.progress(batches)
+            with pytest.raises(StopIteration):
+                pipeline.progress(batches)
+        found[how] = whole(dmp)
+        found[f"{how} planned"] = bags.tables.engine.planner.ingested
+        close(bags, rows)
+    return found
+
+
+def test_checkpoints_and_train_pipelines(tmp_path) -> None:
+    found, _ = ranks(resumed, str(tmp_path))
+    for how in ("memory", "folder"):
+        assert_same(found[how], found["straight"])
+    assert_same(found["pipeline"], found["loop"])
+    assert found["pipeline planned"] == found["loop planned"] == STEPS

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from ebc_cases import STEPS, Clicks, batches, configs, draw, joined, key_of_tables, mixed_configs
+from ebc_cases import STEPS, batches, configs, draw, joined, key_of_tables, mixed_configs
 from ebc_models import UPDATES, Pooled, cached, dlrm, plain_tables, values_of
 from ebc_training import (
     assert_close,
@@ -20,7 +20,6 @@ from ebc_training import (
 from torchrec import KeyedJaggedTensor
 
 from distcache import lookahead
-from distcache.embedding.step import CachedTables
 
 pytestmark = pytest.mark.usefixtures("kind")
 
@@ -28,13 +27,6 @@ pytestmark = pytest.mark.usefixtures("kind")
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
-
-
-def validated(ebc) -> CachedTables:
-    """The tables behind `ebc`, with every plan checked fully."""
-    planner = ebc.tables.engine.planner
-    planner.settings = dataclasses.replace(planner.settings, validate=True)
-    return ebc.tables
 
 
 @pytest.mark.parametrize("name", UPDATES)
@@ -74,60 +66,6 @@ def test_widths_means_and_shared_features_train_as_torchrecs(kind, weighted) -> 
     assert_close(weights_of(model), final)
 
 
-def outcome(name="adam", tables=None, read_ahead=True, data=None, **settings):
-    """Losses and weights of one run, and how many rows it wrote back."""
-    ebc = cached(name, tables, **settings)
-    checked = validated(ebc)
-    model = dlrm(ebc) if tables is None else Pooled(ebc)
-    data = data if data is not None else batches()
-    losses = train(model, ebc, lookahead(data, ebc) if read_ahead else data)
-    found = weights_of(model), ebc.optimizer.state_dict()["state"], losses
-    moved = written_back(checked)
-    ebc.close()
-    return found, moved
-
-
-@pytest.mark.parametrize("name", UPDATES)
-def test_cache_window_policy_and_inline_planning_have_the_same_bits(name) -> None:
-    (weights, state, losses), _ = outcome(name, ratio=1.0, rows=None)
-    for settings in (
-        {"rows": 170, "lookahead": 0, "prefetch": 0},
-        {"rows": 170, "lookahead": 8, "prefetch": 3},
-        {"rows": 200, "lookahead": 2, "policy": "lru"},
-        {"rows": 200, "lookahead": 1, "tail": "lfu", "half_life": 9},
-        {"rows": 170, "read_ahead": False},
-        {"rows": 468, "read_ahead": False},
-    ):
-        (own, own_state, own_losses), moved = outcome(name, **settings)
-        assert own_losses == losses, settings
-        assert_same(own, weights)
-        for table in state:
-            assert_same(own_state[table], state[table])
-        assert moved > 100 or settings["rows"] > 200
-
-
-def test_the_same_bits_with_two_groups_means_and_empty_batches() -> None:
-    tables = mixed_configs()
-    data = batches(8, tables=tables)
-    data.insert(3, draw(99, size=1, tables=tables))
-    data.insert(5, Clicks(*empty(tables)))
-    (weights, _, losses), _ = outcome("adagrad", tables, data=data, ratio=1.0, rows=None)
-    for settings in ({"rows": 600}, {"rows": 600, "read_ahead": False}):
-        (own, _, own_losses), moved = outcome("adagrad", tables, data=data, **settings)
-        torch.testing.assert_close(own_losses, losses, rtol=0, atol=0, equal_nan=True)
-        assert_same(own, weights)
-        assert moved > 0
-
-
-def empty(tables) -> tuple:
-    """A batch of one sample without any id."""
-    batch = draw(1, size=1, tables=tables)
-    keys = batch.sparse_features.keys()
-    none = torch.zeros(0, dtype=torch.int64)
-    lengths = torch.zeros(len(keys), dtype=torch.int64)
-    return batch.dense_features, KeyedJaggedTensor(keys, none, lengths=lengths), batch.labels
-
-
 @pytest.mark.parametrize(("steps", "weighted"), [(20, False), (19, True)])
 def test_accumulated_micro_batches_are_one_step(kind, steps, weighted) -> None:
     how = {"tables": mixed_configs()}
@@ -159,9 +97,10 @@ def test_accumulated_micro_batches_are_one_step(kind, steps, weighted) -> None:
 
 @pytest.mark.parametrize("how", ["inline", "before the batch", "read ahead", "pulled ahead"])
 def test_evaluation_in_the_middle_changes_nothing(how) -> None:
-    (weights, _, losses), _ = outcome("adam", rows=170)
+    plain = cached("adam", rows=170)
+    twin = dlrm(plain)
+    losses = train(twin, plain, lookahead(batches(), plain))
     ebc = cached("adam", rows=170)
-    checked = validated(ebc)
     model = dlrm(ebc)
     held_out = [draw(1000 + step) for step in range(3)]
 
@@ -191,8 +130,8 @@ def test_evaluation_in_the_middle_changes_nothing(how) -> None:
 
     found = train(model, ebc, loop(lookahead(batches(), ebc)))
     assert found == losses
-    assert_same(weights_of(model), weights)
-    assert checked.steps == STEPS
+    assert_same(weights_of(model), weights_of(twin))
+    assert ebc.tables.steps == STEPS
 
 
 def test_an_evaluation_batch_sees_the_trained_rows() -> None:

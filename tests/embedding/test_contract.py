@@ -45,6 +45,11 @@ WAYS = {
     "serial": {"rows": 360, "lookahead": 0, "prefetch": 0, "schedule": "serial"},
     "lru": {"rows": 400, "policy": "lru", "lookahead": 2, "prefetch": 3},
     "whole": {"ratio": 1.0, "store_access": "zero_copy"},
+    "warm": {"rows": 400, "statistics": True, "policy": "lru"},
+    "static": {"rows": 420, "statistics": True, "policy": "static"},
+    "tail": {"rows": 400, "statistics": True, "tail": "frequency", "warm_start": 0.5},
+    "curve": {"rows": 420, "statistics": True, "split": "by_curve"},
+    "given": {"split": {"a": 200, "b": 40, "c": 150, "d": 1}},
 }
 Job = tuple[str, str, str]
 """Optimizer, placement, and way of keeping rows."""
@@ -87,7 +92,7 @@ def collection(case: Scenario, placement: str, way: str, **settings: object):
     """A collection over the tables of `case`, and whether its batches are read ahead."""
     about, optim = case.optimizer, (case.optimizer.eps, case.optimizer.betas)
     how = PLACEMENTS[placement] | WAYS[way] | settings
-    if "placement" in how and placement.startswith("mixed"):
+    if how.pop("statistics", False) or placement.startswith("mixed"):
         how |= {"statistics": counted(case), "batch_size": case.global_batch}
     ahead = how.pop("read_ahead", True)
     configs = [
@@ -183,9 +188,11 @@ def through_both_doors(rank: int, size: int, jobs: list[Job]) -> None:
 
 ALL = [(o, p, w) for o in OPTIMIZERS for p in PLACEMENTS for w in WAYS]
 SAMPLE = {
-    1: "sgd replicated window, adagrad replicated inline, adam replicated lru",
+    1: "sgd replicated window, adagrad replicated inline, adam replicated lru, "
+    "sgd replicated static, adagrad replicated curve",
     2: "adam replicated auto, adam home window, adam sharded inline, adam mixed serial, "
-    "adam mixed_home lru, sgd mixed_home window",
+    "adam mixed_home lru, sgd mixed_home window, adam replicated warm, adam sharded tail, "
+    "adam home given",
     3: "rowwise_adagrad replicated window, rowwise_adagrad home inline, adagrad sharded window, "
     "rowwise_adagrad sharded serial, rowwise_adagrad mixed lru, rowwise_adagrad mixed_home whole",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ebc_cases import batches, configs, key_of_tables
 from ebc_models import UPDATES, cached, dlrm, plain_tables
-from ebc_ranks import in_job, mine, ranks, unwrapped, wrapped
+from ebc_ranks import job, mine, ranks, unwrapped, wrapped
 from ebc_training import (
     assert_close,
     assert_same,
@@ -146,6 +146,7 @@ def test_the_flag_binds_when_a_step_opens() -> None:
     assert next(iter(ebc.parameters())).numel() == 0 and len(list(ebc.buffers())) == 0
 
 
+@job
 def frozen_ddp(rank: int, size: int) -> dict:
     """Under DDP with its default arguments, whole and in part; ranks that disagree are refused."""
     found, data = {}, mine(rank, size, 8)
@@ -175,11 +176,7 @@ def frozen_ddp(rank: int, size: int) -> dict:
     return found["260"]
 
 
-def in_ranks(rank: int, size: int) -> dict:
-    return in_job(frozen_ddp)(rank, size)
-
-
 def test_ddp_and_frozen_tables() -> None:
-    first, second = ranks(in_ranks)
+    first, second = ranks(frozen_ddp)
     assert_same(first, second)
     assert configs()[0].name == "t0"

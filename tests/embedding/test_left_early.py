@@ -18,6 +18,14 @@ from distcache.errors import PeerError, PlanError
 
 pytestmark = pytest.mark.usefixtures("kind")
 
+
+def broken(stream) -> None:
+    """Its thread that moves rows has failed."""
+    with stream._change:
+        stream._moving, stream._broken = False, ValueError("no memory to pin")
+        stream._change.notify_all()
+
+
 ROOMY = {"ratio": 1.0, "rows": None, "prefetch": 5, "timeout_s": 20}
 
 
@@ -28,9 +36,9 @@ def test_threads_end_when_a_halt_finds_that_moving_failed(monkeypatch) -> None:
     loss_of(model, next(stream)).backward()
     ebc.step()
     # Two ranks settle before they stop; here one does, and finds a movement that has failed.
-    pipeline = stream._runner.stream
+    pipeline = stream._source.stream
     monkeypatch.setattr(pipeline, "_world", type("", (), {"size": 2})())
-    pipeline._broken = ValueError("no memory to pin")
+    broken(pipeline)
     with pytest.raises(ValueError, match="no memory to pin"):
         stream.halt()
     assert not pipeline.stop(10), "what other ranks have moved is not known"
@@ -58,11 +66,11 @@ def test_a_halt_that_came_too_late_is_made_again(monkeypatch) -> None:
     seen.append(next(stream))
     loss_of(model, seen[-1]).backward()
     ebc.step()
-    stream._runner.timeout_s = 0.2
+    stream._source.timeout_s = 0.2
     with torch.no_grad(), pytest.raises(Exception, match="did not halt within"):
         loss_of(model, draw(900))
     go.set()
-    stream._runner.timeout_s = 20.0
+    stream._source.timeout_s = 20.0
     for batch in stream:
         seen.append(batch)
         loss_of(model, batch).backward()
@@ -117,9 +125,9 @@ def test_nothing_follows_a_look_ahead_that_was_left_with_rows_that_did_not_move(
     model, stream = dlrm(ebc), iter(lookahead(batches(50), ebc))
     loss_of(model, next(stream)).backward()
     ebc.step()
-    pipeline = stream._runner.stream
+    pipeline = stream._source.stream
     monkeypatch.setattr(pipeline, "_world", type("", (), {"size": 2})())
-    pipeline._broken = ValueError("no memory to pin")
+    broken(pipeline)
     del stream
     gc.collect()
     monkeypatch.undo()
@@ -135,7 +143,7 @@ def test_no_thread_computes_while_the_interpreter_goes_away(monkeypatch, error) 
     ebc = cached("sgd", **ROOMY)
     stream = iter(lookahead(batches(50), ebc))
     loss_of(dlrm(ebc), next(stream)).backward()
-    pipeline = stream._runner.stream
+    pipeline = stream._source.stream
     monkeypatch.setattr(ahead, "_running", {pipeline: ebc.tables.world})
     monkeypatch.setattr(sys, "last_value", error, raising=False)
     assert pipeline._plans.is_alive() and pipeline._movement.is_alive()
@@ -149,7 +157,7 @@ def test_a_step_of_a_stopped_queue_is_not_waited_for() -> None:
     ebc = cached("sgd", **ROOMY)
     stream = iter(lookahead(batches(), ebc))
     next(stream)
-    queue = stream._runner.stream
+    queue = stream._source.stream
     flight = stream._plans[0]
     flight.moved = False
     queue.tell()

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import pytest
 import torch
 from ebc_counts import counted, two_widths
 from ebc_models import Pooled, cached, values_of
-from ebc_ranks import in_job, mine, ranks, unwrapped, wrapped
+from ebc_ranks import job, mine, ranks, unwrapped, wrapped
 from ebc_training import assert_same, loss_of, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import distcache
 from distcache import lookahead
-from distcache.errors import ConfigError, NonFiniteLossError, PlanError
+from distcache.errors import NonFiniteLossError, PlanError
 
 pytestmark = pytest.mark.usefixtures("kind")
 
 STEPS = 8
-
-
-def job(work: Callable) -> Callable:
-    """`work(rank, size, *args)` in a job of its own."""
-
-    @functools.wraps(work)
-    def run(rank: int, size: int, *args):
-        return in_job(work)(rank, size, *args)
-
-    return run
 
 
 def placements() -> dict[str, dict]:
@@ -171,7 +158,7 @@ def scaled(rank: int, size: int) -> dict:
             ebc.tables.current.leaves[0].register_hook(lambda g, row=row: g + row)
         scaler.scale(loss).backward()
         if bad:
-            homes = [part.rows.grad for part in ebc.tables.current.parts]
+            homes = [part.rows.grad for part in ebc.tables.current.view.parts]
             found["finite"] = torch.stack([one.isfinite().all() for one in homes]).all()
         scaler.unscale_(ebc.optimizer)
         scaler.step(ebc.optimizer)
@@ -187,16 +174,3 @@ def test_grad_scalers_agree_and_torchs_clipping_is_refused() -> None:
     found = ranks(scaled)
     assert [float(own["scale"]) for own in found] == [512.0, 512.0]
     assert sorted(bool(own["finite"]) for own in found) == [False, True], "one home alone has it"
-
-
-def test_wrong_settings() -> None:
-    for wrong, words in (
-        ({"placement": "spread"}, "placement='spread'"),
-        ({"placement": "mixed"}, "needs to know how often rows are looked up"),
-        ({"replicated_share": 0.5}, "which rows placement=mixed replicates"),
-        ({"placement": "sharded", "reduction": "native"}, "placement=sharded sums them at"),
-        ({"state": "home", "reduction": "native"}, "state=home sums them at their homes"),
-        ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore'"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            cached("sgd", **wrong)

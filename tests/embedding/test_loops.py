@@ -1,0 +1,483 @@
+"""A user's loops: steps, batches and epochs, exact or a clear error."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+
+import pytest
+import torch
+from ebc_cases import Clicks, batches, configs, draw
+from ebc_models import cached, dlrm, plain_tables
+from ebc_ranks import job, mine, ranks, unwrapped, wrapped
+from ebc_training import (
+    assert_close,
+    assert_same,
+    dense_optimizer,
+    expected,
+    loss_of,
+    made,
+    train,
+    train_plain,
+    weights_of,
+)
+from torchrec import KeyedJaggedTensor
+
+import distcache
+from distcache import lookahead
+from distcache.embedding import stream
+from distcache.embedding.ids import bytes_of
+from distcache.errors import ConfigError, DistcacheError, PlanError
+
+pytestmark = pytest.mark.usefixtures("one_thread", "kind")
+
+
+def test_forwards_without_backward_change_nothing() -> None:
+    data = batches()
+    ebc, model = made()
+    dense = dense_optimizer(model)
+    for batch in lookahead(data, ebc):
+        with torch.no_grad():
+            loss_of(model, batch)
+        loss_of(model, batch)
+        train(model, ebc, [batch], dense)
+    assert_same(weights_of(model), expected())
+    before = weights_of(model)
+    for batch in lookahead(data[:3], ebc):
+        loss_of(model, batch)
+    ebc.optimizer.zero_grad()
+    assert_same(weights_of(model), before)
+    with pytest.raises(PlanError, match=r"without a backward pass"):
+        ebc.step()
+    fresh, _ = made()
+    fresh.step()
+    assert fresh.tables.steps == 0
+
+
+def test_two_forwards_of_one_batch_add_up() -> None:
+    def run(double: bool):
+        ebc, model = made("sgd")
+        dense = dense_optimizer(model)
+        for batch in lookahead(batches(6), ebc):
+            dense.zero_grad()
+            parts = [loss_of(model, batch), loss_of(model, batch)]
+            (sum(parts) if double else 2 * parts[0]).backward()
+            ebc.step()
+            dense.step()
+        return weights_of(model)
+
+    assert_close(run(True), run(False))
+
+
+def test_two_steps_on_one_batch() -> None:
+    data = batches(6)
+    ebc, model = made("adam")
+    dense = dense_optimizer(model)
+    for batch in lookahead(data, ebc):
+        train(model, ebc, [batch, batch], dense)
+    start = weights_of(dlrm(cached()))
+    twice = [batch for batch in data for _ in range(2)]
+    assert_close(weights_of(model), train_plain("adam", configs(), start, dlrm, twice)[1])
+
+
+def test_gradients_left_over_are_an_error_unless_dropped() -> None:
+    ebc, model = made()
+    stream = lookahead(batches(), ebc)
+    loss_of(model, next(stream)).backward()
+    second = next(stream)
+    with pytest.raises(PlanError, match=r"neither applied nor dropped.*accumulate=k"):
+        loss_of(model, second)
+    before = ebc.tables.steps
+    ebc.optimizer.zero_grad()
+    ebc.step()
+    assert ebc.tables.steps == before
+    train(model, ebc, [second])
+    with pytest.raises(PlanError, match="neither applied nor dropped"):
+        loss_of(model, next(stream)).backward()
+        loss_of(model, draw(70))
+
+
+def test_backward_twice_or_too_late_is_an_error() -> None:
+    ebc, model = made()
+    stream = lookahead(batches(), ebc)
+    loss = loss_of(model, next(stream))
+    loss.backward(retain_graph=True)
+    with pytest.raises(PlanError, match="after its row gradients were summed"):
+        loss.backward()
+    ebc.optimizer.zero_grad()
+    early, late = loss_of(model, next(stream)), loss_of(model, next(stream))
+    with pytest.raises(PlanError, match=r"a step that has ended"):
+        early.backward()
+    late.backward()
+    ebc.step()
+
+
+def test_a_step_in_the_middle_of_its_micro_batches_is_an_error() -> None:
+    ebc, model = made()
+    stream = lookahead(batches(), ebc, accumulate=3)
+    loss_of(model, next(stream)).backward()
+    with pytest.raises(PlanError, match=r"3 micro-batches.*of which 1"):
+        ebc.step()
+    with pytest.raises(PlanError, match="3 micro-batches"):
+        distcache.clip_grad_norm_(model.parameters(), ebc, 1.0)
+    for _ in range(2):
+        loss_of(model, next(stream)).backward()
+    ebc.step()
+    assert ebc.tables.steps == 1
+
+
+def test_zero_grad_between_forward_and_backward() -> None:
+    ebc, model = made()
+    dense = dense_optimizer(model)
+    for batch in lookahead(batches(), ebc):
+        loss = loss_of(model, batch)
+        dense.zero_grad()
+        ebc.optimizer.zero_grad()
+        loss.backward()
+        ebc.step()
+        dense.step()
+    assert_same(weights_of(model), expected())
+
+
+def clipped_and_scheduled(model, data, rows, clip) -> list[float]:
+    """A loop with one norm for all gradients and a schedule of rates; the norms."""
+    dense, norms = dense_optimizer(model), []
+    rates = torch.optim.lr_scheduler.StepLR(rows, 3, 0.5)
+    for batch in data:
+        rows.zero_grad()
+        dense.zero_grad()
+        loss_of(model, batch).backward()
+        norms.append(float(clip(dense.param_groups[0]["params"], 0.05)))
+        rows.step()
+        dense.step()
+        rates.step()
+    assert rows.param_groups[0]["lr"] < 0.1
+    return norms
+
+
+def test_clipping_counts_each_row_once_and_schedulers_set_the_rate() -> None:
+    found = []
+    for rows in (200, 468):
+        ebc, model = made("sgd", rows=rows)
+        clip = functools.partial(clip_rows, ebc)
+        norms = clipped_and_scheduled(model, lookahead(batches(), ebc), ebc.optimizer, clip)
+        found.append((norms, weights_of(model)))
+    assert found[0][0] == found[1][0] and max(found[0][0]) > 0.05
+    assert_same(found[0][1], found[1][1])
+    own = plain_tables()
+    model = dlrm(own)
+    model.load_state_dict(weights_of(dlrm(cached())))
+
+    def clip(dense, limit):
+        return torch.nn.utils.clip_grad_norm_([*own.parameters(), *dense], limit)
+
+    rows = torch.optim.SGD(own.parameters(), lr=0.1)
+    norms = clipped_and_scheduled(model, batches(), rows, clip)
+    assert found[0][0] == pytest.approx(norms, rel=1e-5)
+    assert_close(found[0][1], model.state_dict())
+
+
+def clip_rows(ebc, dense, limit):
+    return distcache.clip_grad_norm_(dense, ebc, limit)
+
+
+def test_a_broken_loop_goes_on_exactly_where_it_stopped() -> None:
+    data = batches()
+    ebc, model = made()
+    dense = dense_optimizer(model)
+    for number, batch in enumerate(lookahead(iter(data), ebc)):
+        train(model, ebc, [batch], dense)
+        if number == 5:
+            break
+    assert [t for t in threading.enumerate() if t.name.startswith("distcache")] == []
+    train(model, ebc, data[6:8], dense)
+    kept = lookahead(data[8:], ebc)
+    for number, batch in enumerate(kept):
+        train(model, ebc, [batch], dense)
+        if number == 3:
+            break
+    train(model, ebc, lookahead(data[12:], ebc), dense)
+    assert_same(weights_of(model), expected())
+    assert next(kept, None) is not None  # a look-ahead that was only left may go on
+    kept.close()
+    assert next(kept, None) is None
+
+
+def test_an_exception_in_the_loop_and_one_in_the_data() -> None:
+    data = batches()
+    ebc, model = made()
+    dense = dense_optimizer(model)
+
+    def failing():
+        yield from data[:4]
+        raise OSError("the disk is gone")
+
+    seen = 0
+    with pytest.raises(OSError, match="the disk is gone"):
+        for batch in lookahead(failing(), ebc):
+            train(model, ebc, [batch], dense)
+            seen += 1
+    assert seen == 4
+    with pytest.raises(ZeroDivisionError):
+        for batch in lookahead(data[4:], ebc):
+            if seen == 9:
+                raise ZeroDivisionError
+            train(model, ebc, [batch], dense)
+            seen += 1
+    train(model, ebc, lookahead(data[9:], ebc), dense)
+    assert_same(weights_of(model), expected())
+
+
+def test_close_ends_everything() -> None:
+    ebc, model = made()
+    stream = lookahead(batches(), ebc)
+    train(model, ebc, [next(stream)])
+    ebc.close()
+    ebc.close()
+    assert next(stream, None) is None
+    with pytest.raises(PlanError, match="closed"):
+        model(draw(1).dense_features, draw(1).sparse_features)
+    with pytest.raises(PlanError, match="closed"):
+        ebc.state_dict()
+
+
+def test_a_skipped_batch_is_an_error() -> None:
+    ebc, model = made()
+    stream = lookahead(batches(), ebc)
+    train(model, ebc, [next(stream)])
+    next(stream)
+    with pytest.raises(PlanError, match=r"batch 1 was skipped.*filter the batches before"):
+        train(model, ebc, [next(stream)])
+
+
+@pytest.mark.parametrize("how", ["in place", "another batch", "after a copy"])
+def test_an_altered_batch_is_an_error(how) -> None:
+    ebc, model = made()
+    for batch in lookahead(batches(3), ebc):
+        if how == "another batch":
+            batch = draw(55)
+        elif how == "in place":
+            batch.sparse_features.values()[0] += 1
+        else:
+            ids = batch.sparse_features.to("cpu")
+            ids._values = ids.values() // 2
+            batch = Clicks(batch.dense_features, ids, batch.labels)
+        with pytest.raises(PlanError, match=r"not those of batch 0.*before lookahead reads them"):
+            train(model, ebc, [batch])
+        break
+
+
+def test_copies_and_batches_built_anew_are_recognised() -> None:
+    def moved(stream):
+        for batch in stream:
+            ids = batch.sparse_features.to("cpu")
+            yield Clicks(batch.dense_features, ids, batch.labels)
+
+    def rebuilt(stream):
+        for batch in stream:
+            old = batch.sparse_features
+            ids = KeyedJaggedTensor(list(old.keys()), old.values().clone(), lengths=old.lengths())
+            yield Clicks(batch.dense_features, ids, batch.labels)
+
+    for change in (moved, rebuilt):
+        ebc, model = made()
+        train(model, ebc, change(lookahead(batches(), ebc)))
+        assert_same(weights_of(model), expected())
+        assert ebc.tables.engine.planner.ingested == len(batches())  # none was planned twice
+
+
+def test_the_same_batch_again_and_again() -> None:
+    batch = draw(3)
+    ebc, model = made()
+    train(model, ebc, lookahead([batch] * 6, ebc))
+    other, inline = made()
+    train(inline, other, [batch] * 6)
+    assert_same(weights_of(model), weights_of(inline))
+    start = weights_of(dlrm(cached()))
+    assert_close(weights_of(model), train_plain("adagrad", configs(), start, dlrm, [batch] * 6)[1])
+
+
+def test_batches_of_many_forms() -> None:
+    one = draw(3)
+    forms = [
+        one.sparse_features,
+        (one.dense_features, one.sparse_features, one.labels),
+        [one.labels, {"ids": one.sparse_features}],
+        {"x": one.dense_features, "ids": one.sparse_features},
+        one,
+    ]
+    ebc, model = made()
+    for batch, form in zip(lookahead(forms, ebc), forms, strict=True):
+        assert batch is form
+        train(model, ebc, [one])
+    assert ebc.tables.engine.planner.ingested == len(forms)
+    with pytest.raises(ConfigError, match=r"no KeyedJaggedTensor.*ids=lambda batch"):
+        next(lookahead([one.labels], ebc))
+    two = (one.sparse_features, draw(4).sparse_features)
+    with pytest.raises(ConfigError, match="2 KeyedJaggedTensors"):
+        next(lookahead([two], ebc))
+    assert next(lookahead([two], ebc, ids=lambda batch: batch[1])) is two
+
+
+EPOCHS = 3
+
+
+def by_epochs(stream, model, ebc, stop=None) -> list[int]:
+    """Train; the batches of each epoch."""
+    counts = []
+    for _ in range(EPOCHS):
+        count = 0
+        for batch in stream:
+            train(model, ebc, [batch])
+            count += 1
+            if count == stop:
+                break
+        counts.append(count)
+    return counts
+
+
+def by_hand(data) -> dict:
+    """The weights after these batches, each planned when it comes."""
+    ebc, model = made("adagrad")
+    train(model, ebc, data)
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("read_by", ["list", "loader"])
+def test_every_epoch_trains_all_batches(read_by: str, caplog) -> None:
+    data = batches(7)
+    again = data
+    if read_by == "loader":
+        again = torch.utils.data.DataLoader(data, batch_size=None)
+    ebc, model = made("adagrad")
+    stream = lookahead(again, ebc)
+    assert by_epochs(stream, model, ebc) == [7] * EPOCHS and len(stream) == 7
+    assert ebc.tables.steps == 7 * EPOCHS
+    assert_same(weights_of(model), by_hand(data * EPOCHS))
+    assert "was ended" not in caplog.text
+
+
+def test_a_loop_that_counts_need_not_ask_for_the_end(caplog) -> None:
+    """As Lightning does with a loader that knows its length."""
+    data = batches(6)
+    ebc, model = made("adagrad")
+    stream = lookahead(data, ebc)
+    assert by_epochs(stream, model, ebc, stop=len(stream)) == [6] * EPOCHS
+    assert_same(weights_of(model), by_hand(data * EPOCHS))
+    assert "was ended" not in caplog.text
+
+
+def test_an_epoch_that_is_left_is_ended_by_the_next(caplog) -> None:
+    data = batches(9)
+    ebc, model = made("adagrad", prefetch=3)
+    stream = lookahead(data, ebc)
+    with caplog.at_level(logging.WARNING, "distcache"):
+        assert by_epochs(stream, model, ebc, stop=4) == [4] * EPOCHS
+        first = iter(stream)
+        assert next(stream) is data[0] and next(stream) is data[1]
+    assert caplog.text.count("was ended after 4 batches, before its last") == 1
+    iter(stream)
+    with pytest.raises(PlanError, match="ended by a later iter"):
+        next(first)
+    train(model, ebc, [next(stream)])
+    assert_same(weights_of(model), by_hand([*data[:4] * EPOCHS, data[0]]))
+    stream.close()
+
+
+def test_evaluation_between_epochs_and_inside_them() -> None:
+    data = batches(5)
+    ebc, model = made("adagrad")
+    training, held_out = lookahead(data, ebc), lookahead([draw(90), draw(91)], ebc)
+    for _ in range(EPOCHS):
+        for at, batch in enumerate(training):
+            train(model, ebc, [batch])
+            if at in (2, 4):
+                with torch.no_grad():
+                    assert sum(1 for own in held_out if loss_of(model, own) > 0) == 2
+    assert_same(weights_of(model), by_hand(data * EPOCHS))
+
+
+def test_micro_batches_are_an_epochs_own() -> None:
+    """An epoch's last step may have fewer; the next begins with a whole one."""
+    data = batches(5)
+    ebc, model = made("sgd")
+    sizes, stream = [], lookahead(data, ebc, accumulate=2)
+    for _ in range(EPOCHS):
+        for at, batch in enumerate(stream):
+            loss_of(model, batch).backward()
+            if at % 2 or at == 4:
+                ebc.step()
+                sizes.append(at)
+    assert ebc.tables.steps == 3 * EPOCHS and sizes == [1, 3, 4] * EPOCHS
+
+
+def test_batches_that_are_read_once_have_one_epoch() -> None:
+    ebc, model = made("sgd")
+    stream = lookahead(iter(batches(5)), ebc)
+    for _, batch in zip(range(2), stream, strict=False):
+        train(model, ebc, [batch])
+    for batch in stream:  # goes on: what was read ahead is not lost
+        train(model, ebc, [batch])
+    assert ebc.tables.steps in (4, 5)
+    with pytest.raises(PlanError, match=r"has no batch, but the one before had some.*DataLoader"):
+        next(iter(stream))
+    empty = lookahead([], ebc)
+    assert list(empty) == [] and list(empty) == []
+
+
+@job
+def epochs(rank: int, size: int) -> dict:
+    found = {}
+    for name, settings in (("whole", {"ratio": 1.0, "rows": None}), ("few", {"rows": 260})):
+        ebc, ddp, dense = wrapped("adagrad", **settings)
+        stream = lookahead(mine(rank, size, 6), ebc)
+        for epoch in range(EPOCHS):
+            for at, batch in enumerate(stream):
+                train(ddp, ebc, [batch], dense)
+                if epoch == 1 and at == 3:
+                    break
+        assert ebc.tables.steps == 6 + 4 + 6
+        found[name] = unwrapped(ddp)
+        ebc.close()
+    assert_same(found["whole"], found["few"])
+    return found["few"]
+
+
+def test_ranks_start_epochs_together() -> None:
+    first, second = ranks(epochs)
+    assert_same(first, second)
+    ebc = cached("adagrad", rows=300)
+    assert set(weights_of(dlrm(ebc))) == set(first)
+    ebc.close()
+
+
+@job
+def windows(rank: int, size: int) -> dict:
+    """`lookahead="auto"` by the first batch of the rank that has most."""
+    found = {}
+    for name, kept, settings in (
+        ("small", 1 << 10, {}),
+        ("batches", (256 << 20) // 18 if rank else 1, {}),  # 16 + 1 + 1 of them are kept
+        ("large", 1 << 30, {}),
+        ("given", 1 << 30, {"lookahead": 3}),
+        ("no window", 1, {"policy": "lru"}),
+    ):
+        stream.bytes_of = lambda batch, kept=kept: kept
+        ebc = cached("sgd", rows=400, timeout_s=60, **settings)
+        train(dlrm(ebc), ebc, lookahead(mine(rank, size, 2), ebc))
+        found[name] = ebc.tables.engine.planner.settings.lookahead
+        ebc.close()
+    assert bytes_of(mine(rank, size, 1)[0]) > 4 * 12 * (4 + 1)
+    ebc = cached("sgd", rows=400, timeout_s=60)
+    data = [None, *mine(rank, size, 2)] if rank else mine(rank, size, 3)
+    with pytest.raises(DistcacheError, match="NoneType has no KeyedJaggedTensor"):
+        train(dlrm(ebc), ebc, lookahead(data, ebc))  # at its turn, on all ranks
+    ebc.close()
+    return found
+
+
+def test_ranks_choose_one_window_by_their_first_batches() -> None:
+    first, second = ranks(windows)
+    assert first == second
+    assert first == {"small": 64, "batches": 16, "large": 8, "given": 3, "no window": 8}
