@@ -475,8 +475,12 @@ class DenseGradients:
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """What all ranks know at the end of a step: the global loss and the flags that came with it."""
+class StepResult:
+    """What all ranks agree on after a training step.
+
+    `loss`: mean over the global batch, float64; `bad_ranks`: ranks whose loss is not finite
+    (then nothing was applied); `stop`: whether some rank asked to stop after this step.
+    """
 
     loss: float
     bad_ranks: tuple[int, ...]
@@ -491,7 +495,7 @@ def words(loss: Tensor, stop: bool) -> Tensor:
     return said
 
 
-def agreement(said: Tensor) -> Agreement:
+def agreement(said: Tensor) -> StepResult:
     """What follows from the `words` of all ranks, float64 `[W, 2]`: the same on each.
 
     Losses are added up in rank order. Where they come to no finite number, `bad_ranks` are those
@@ -504,7 +508,7 @@ def agreement(said: Tensor) -> Agreement:
     bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
     if not bad and not math.isfinite(total):
         bad = list(range(len(losses)))
-    return Agreement(loss=total, bad_ranks=tuple(bad), stop=any(stops))
+    return StepResult(loss=total, bad_ranks=tuple(bad), stop=any(stops))
 
 
 @dataclass(frozen=True)
@@ -517,7 +521,7 @@ class Control:
     mark: Mark
     link: Link
 
-    def read(self) -> Agreement:
+    def read(self) -> StepResult:
         """What was said; waits for it. Raises PeerError naming who is missing."""
         self.link.settle("the step's end", self.mark)
         return agreement(self.said)

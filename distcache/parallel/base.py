@@ -21,6 +21,7 @@ from distcache.comm.agreement import agree_on
 from distcache.comm.link import CollectiveCounters
 from distcache.comm.world import World
 from distcache.data.batch import Batch
+from distcache.engine.gradients import StepResult
 from distcache.engine.groups import Placement
 from distcache.engine.movement import GroupRows, MoveCounts
 from distcache.engine.step import TRAINING, WAIT, Flight, StageClock, Watcher
@@ -48,19 +49,6 @@ class Step:
 
     batch: Batch
     flight: Any = None
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What all ranks agree on after a training step.
-
-    `loss`: mean over the global batch, float64; `bad_ranks`: ranks whose loss is not finite
-    (then nothing was applied); `stop`: whether some rank asked to stop after this step.
-    """
-
-    loss: float
-    bad_ranks: tuple[int, ...]
-    stop: bool
 
 
 class LateResult(StepResult):

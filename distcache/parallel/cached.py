@@ -21,7 +21,7 @@ from torch.nn import functional
 from distcache.comm.link import ROWS
 from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchCheck
-from distcache.engine.gradients import Agreement, Control, ControlRing, DenseGradients
+from distcache.engine.gradients import Control, ControlRing, DenseGradients
 from distcache.engine.groups import TableSettings
 from distcache.engine.movement import MoveCounts
 from distcache.engine.step import FORWARD, FORWARD_BACKWARD, Flight, StageClock, Watcher, record
@@ -95,7 +95,7 @@ class Outcome:
     logits: Tensor | None = None
     buffers: Sequence[tuple[Tensor, Tensor]] = ()
     control: Control | None = None
-    agreement: Agreement | None = None
+    agreement: StepResult | None = None
 
 
 class CachedParallel(Parallel):
@@ -265,7 +265,7 @@ class CachedParallel(Parallel):
         else:
             masked_step(self.dense_optimizer, enabled)
 
-    def _agreed(self, flight: Flight) -> Agreement:
+    def _agreed(self, flight: Flight) -> StepResult:
         """What all ranks know of a step; to be asked for step after step, in order.
 
         Sticky: after a loss that is not finite nothing applies, whoever goes on.
@@ -284,8 +284,7 @@ class CachedParallel(Parallel):
         """What all ranks know of a step; waits for it, and for those before it."""
         while any(flight is unread for unread in self._unread):
             self._read(len(self._unread) - 1)
-        agreement = flight.result.agreement
-        return StepResult(agreement.loss, agreement.bad_ranks, agreement.stop)
+        return flight.result.agreement
 
     def _read(self, keep: int) -> None:
         """Look at the results of steps, in order, but for the last `keep` of them."""

@@ -78,16 +78,43 @@ class HybridSpec:
 
 def check_spec(spec: HybridSpec, world: World) -> None:
     """Raise ConfigError, with the way out, for what TorchRec's sharded tables cannot do here."""
-    _check_kernels(spec, world)
-    _check_tables(spec)
     readers = Counter(feature for table in spec.tables for feature in table.features)
     shared = sorted(feature for feature, count in readers.items() if count > 1)
-    if shared:
-        raise ConfigError(f"features {shared} are read by several tables: give each table its own")
-    if sorted(readers) != sorted(spec.features):
-        raise ConfigError(
+    narrow = next((table for table in spec.tables if table.dim % 4), None)
+    means = next((table for table in spec.tables if table.pooling == "mean"), None)
+    on_cpu, problem = world.device.type == "cpu", ""
+    if spec.sharding not in SHARDINGS:
+        problem = f"parallel.sharding={spec.sharding!r} is not one of {SHARDINGS}"
+    elif spec.dtype != torch.float32:
+        problem = (
+            f"parallel=hybrid trains in float32, not {spec.dtype}: set trainer.dtype=float32, or "
+            "use parallel=data, resident or host for checks in float64"
+        )
+    elif spec.optimizer.name == "adam" and on_cpu:
+        problem = (
+            "optim=adam has no kernel on the CPU in parallel=hybrid: use optim=sgd, adagrad or "
+            "rowwise_adagrad, a CUDA device, or another parallel mode"
+        )
+    elif not on_cpu and world.backend == "gloo" and world.size > 1:
+        problem = (
+            "parallel=hybrid on CUDA exchanges rows with NCCL, and this job runs on gloo: start "
+            "one rank per GPU with trainer.backend=nccl, or set trainer.device=cpu"
+        )
+    elif narrow is not None:
+        problem = (
+            f"table {narrow.name!r} has width {narrow.dim}: parallel=hybrid needs a multiple "
+            f"of 4, so set model.embedding_dim={-(-narrow.dim // 4) * 4} or use another mode"
+        )
+    elif spec.weighted and means is not None:
+        problem = f"table {means.name!r} has pooling 'mean' and weighted ids: weights need 'sum'"
+    elif shared:
+        problem = f"features {shared} are read by several tables: give each table its own"
+    elif sorted(readers) != sorted(spec.features):
+        problem = (
             f"the tables read features {sorted(readers)}, the batches have {sorted(spec.features)}"
         )
+    if problem:
+        raise ConfigError(problem)
 
 
 def check_memory(spec: HybridSpec, world: World) -> None:
@@ -110,39 +137,6 @@ def check_memory(spec: HybridSpec, world: World) -> None:
             )
 
     together(world, check)
-
-
-def _check_kernels(spec: HybridSpec, world: World) -> None:
-    if spec.sharding not in SHARDINGS:
-        raise ConfigError(f"parallel.sharding={spec.sharding!r} is not one of {SHARDINGS}")
-    if spec.dtype != torch.float32:
-        raise ConfigError(
-            f"parallel=hybrid trains in float32, not {spec.dtype}: set trainer.dtype=float32, or "
-            "use parallel=data, resident or host for checks in float64"
-        )
-    if spec.optimizer.name == "adam" and world.device.type == "cpu":
-        raise ConfigError(
-            "optim=adam has no kernel on the CPU in parallel=hybrid: use optim=sgd, adagrad or "
-            "rowwise_adagrad, a CUDA device, or another parallel mode"
-        )
-    if world.device.type == "cuda" and world.backend == "gloo" and world.size > 1:
-        raise ConfigError(
-            "parallel=hybrid on CUDA exchanges rows with NCCL, and this job runs on gloo: start "
-            "one rank per GPU with trainer.backend=nccl, or set trainer.device=cpu"
-        )
-
-
-def _check_tables(spec: HybridSpec) -> None:
-    for table in spec.tables:
-        if table.dim % 4:
-            raise ConfigError(
-                f"table {table.name!r} has width {table.dim}: parallel=hybrid needs a multiple "
-                f"of 4, so set model.embedding_dim={-(-table.dim // 4) * 4} or use another mode"
-            )
-        if spec.weighted and table.pooling == "mean":
-            raise ConfigError(
-                f"table {table.name!r} has pooling 'mean' and weighted ids: weights need 'sum'"
-            )
 
 
 def _quieten() -> None:
@@ -427,8 +421,7 @@ class HybridParallel(Parallel):
         said = words(loss_sum.double() / global_size, stop)
         said = self._link.all_gather(said, PLANNING, "loss and control")
         self._link.settle("loss and control")
-        found = agreement(said)
-        return StepResult(found.loss, found.bad_ranks, found.stop)
+        return agreement(said)
 
     @torch.no_grad()
     def eval_step(self, step: Step) -> Tensor:

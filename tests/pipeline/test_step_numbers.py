@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from distcache.engine.gradients import Agreement, agreement, words
+from distcache.engine.gradients import StepResult, agreement, words
 from distcache.engine.step import WAIT, Span, StageClock
 from distcache.parallel.base import Durations, stage_values
 from distcache.streams import DeviceClock
@@ -135,7 +135,7 @@ def test_losses_add_up_in_rank_order_and_in_float64() -> None:
     shares = (0.1, 0.2, 0.7)
     exact = [float(torch.tensor(share)) for share in shares]  # float32, as the model gave them
     found = agreement(said(*((share, False) for share in shares)))
-    assert found == Agreement((exact[0] + exact[1]) + exact[2], (), False)
+    assert found == StepResult((exact[0] + exact[1]) + exact[2], (), False)
     assert words(torch.tensor(0.5), False).dtype is torch.float64
 
 
@@ -147,10 +147,10 @@ def test_one_rank_that_wants_to_stop_stops_all() -> None:
 def test_who_has_a_loss_that_is_not_finite() -> None:
     found = agreement(said((1.0, False), (math.nan, False), (2.0, False), (-math.inf, False)))
     assert found.bad_ranks == (1, 3) and math.isnan(found.loss)
-    assert agreement(said((math.inf, True), (1.0, False))) == Agreement(math.inf, (0,), True)
+    assert agreement(said((math.inf, True), (1.0, False))) == StepResult(math.inf, (0,), True)
 
 
 def test_a_sum_that_overflows_is_nobodys_or_everybodys() -> None:
     large = torch.full((2, 2), 1e308, dtype=torch.float64)
     large[:, 1] = 0
-    assert agreement(large) == Agreement(math.inf, (0, 1), False)
+    assert agreement(large) == StepResult(math.inf, (0, 1), False)
