@@ -464,10 +464,8 @@ class CachedCollection(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        """Whole tables in original ids, as views of the store, after a flush; by all ranks.
-
-        On several nodes copies, one on each node.
-        """
+        """Whole tables in original ids, after a flush, as views of the store (on several nodes
+        copies, one on each); by all ranks."""
         for table, (weight, _) in self.tables.views():
             destination[f"{prefix}{self._tables_key}.{table.name}.weight"] = weight
 
