@@ -29,9 +29,9 @@ from benchmarks.options import option
 from benchmarks.report import Bench, Column, Record, Section, run_bench
 from benchmarks.turns import take_turns
 from distcache.cli.run import descendants
-from distcache.data.criteo import BatchSettings, CriteoArrays
-from distcache.data.hashing import mix64
+from distcache.data.criteo import CriteoArrays, CriteoSpec
 from distcache.data.raw.settings import KAGGLE_ROWS
+from distcache.data.samplers import mix64
 from distcache.errors import ConfigError
 
 log = logging.getLogger("distcache.benchmarks.preprocess")
@@ -116,7 +116,7 @@ def run_job(job: str, source: Path, out: Path, workers: int) -> Record:
 def first_batch_ms(folder: Path) -> float:
     """Milliseconds from nothing to a loaded batch."""
     began = time.perf_counter()
-    CriteoArrays(folder, BatchSettings(global_batch_size=2048)).train_batch(0, 0, 1).loaded()
+    CriteoArrays(CriteoSpec(folder)).train_batch(0, 0, 1).loaded()
     return 1e3 * (time.perf_counter() - began)
 
 

@@ -25,7 +25,7 @@ from benchmarks.report import Bench, Column, Record, Section, run_bench
 from benchmarks.turns import ratios, shown, spread, take_turns
 from distcache.engine.movement import Access, InPlace, Staged
 from distcache.layout import RowLayout, TableSpec
-from distcache.ops.copies import put_rows, take_rows
+from distcache.ops.reference import put_rows, take_rows
 from distcache.store.memory import require_memory
 from distcache.store.rows import RowStore
 from distcache.streams import COPY_IN, COPY_OUT, Streams
@@ -104,7 +104,7 @@ def to_device(options: RowsOptions, width: int, stack: ExitStack) -> Copies:
     """Rows between a host store and the device, staged and in place."""
     world, state = stack.enter_context(opened_world(options.device)), options.state_width
     layout = RowLayout([TableSpec("rows", options.table_rows, width, ("rows",))], 1)
-    store = RowStore.create(layout, state, torch.float32, world)
+    store = RowStore(layout, state, torch.float32, world)
     stack.callback(store.close)
     streams = Streams(world.device)
     ways: dict[str, Access] = {

@@ -13,41 +13,17 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
 
-from tqdm import tqdm
-
-from distcache.cli.analyze_report import Analysis, advise, simulate_trace, write_report
-from distcache.cli.analyze_run import (
-    AnalyzeConfig,
-    Request,
-    SizeSearch,
-    cases_of,
-    fitting_sizes,
-    parse_request,
-)
-from distcache.cli.compose import checked_config, compose_overrides, override, read_line
+from distcache.cli.analyze_report import write_report, write_simulation
+from distcache.cli.analyze_run import AnalyzeConfig, analyze, check_line, simulate_trace
+from distcache.cli.compose import Line, checked_config, compose_overrides, override, read_line
 from distcache.cli.run import open_folder, set_up_logging, take_over_ctrl_c
 from distcache.comm.rendezvous import Place
-from distcache.config.tree import Config
-from distcache.errors import ConfigError, DistcacheError
-from distcache.popularity.slots import BY_CURVE
+from distcache.errors import DistcacheError
 from distcache.popularity.statistics import write_statistics
-from distcache.replay import Case, replay
-from distcache.trainer.build import build_source, build_tables
-from distcache.trainer.prediction import (
-    CheckedSource,
-    RecordedRun,
-    Sizes,
-    configured_case,
-    count_source,
-    record_run,
-    slots_of,
-)
-from distcache.trainer.schedule import make_schedule
-from distcache.trainer.trainer import StopRequest
 
 log = logging.getLogger("distcache.analyze")
 
@@ -63,22 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = read_line("analyze", AnalyzeConfig, given)
         if line is None:
             return 0
-        request = parse_request(line)
-        open_folder(request.output, "output")
-        command = ["python", "-m", "distcache.analyze", *given]
-        stopped_by = None
-        if request.trace:
-            text = simulate_trace(request, progress_bar, command)
-        else:
-            config = checked_config(compose_overrides(with_statistics(request)), Place())
-            analysis = analyze(request, config)
-            stopped_by = analysis.stopped_by
-            text = write_report(analysis, command)
-            write_statistics(request.output, analysis.counted.statistics)
-            log.info("for training by popularity: cache.statistics=%s", request.output)
+        check_line(line)
+        output = Path(line.values.output or f"runs/analyze-{datetime.now():%Y-%m-%d_%H-%M-%S}")
+        open_folder(output, "output")
+        text, stopped_by = _run(line, output, ["python", "-m", "distcache.analyze", *given])
         sys.stdout.write(f"\n{text}")
         sys.stdout.flush()
-        log.info("the report is in %s", request.output)
+        log.info("the report is in %s", output)
         return 128 + stopped_by if stopped_by else 0
     except KeyboardInterrupt:
         log.error("interrupted before there was anything to report")
@@ -88,91 +55,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def analyze(request: Request, config: Config) -> Analysis:
-    """Count, replay and advise. Raises DataError for data without a lookup."""
-    options, ranks = request.options, request.options.world_sizes
-    source = build_source(config)
-    tables = build_tables(config, source)
-    checked = CheckedSource(source, tables, config.data.on_bad_id)
-    if config.cache.split != BY_CURVE:  # what is refused is refused before all the data is read
-        slots_of(config, tables, ranks[0], None)
-    want = config.trainer
-    schedule = make_schedule(source, 0, want.steps, want.eval_every, want.eval_steps)
-    run_steps = schedule.steps or 0
-    steps = source.steps_per_epoch or run_steps
-    counted = count_source(checked, steps, request.sample, request.memory, progress_bar)
-    if config.cache.statistics != str(request.output):
+def _run(line: Line[AnalyzeConfig], output: Path, command: Sequence[str]) -> tuple[str, int | None]:
+    """Find everything out and write it; the text for the terminal, and what cut it short."""
+    wanted, overrides = line.values, line.overrides
+    if wanted.trace:
+        found = simulate_trace(wanted.trace, wanted.analyze)
+        return write_simulation(found, output, command), None
+    if not any(word.startswith("cache.statistics=") for word in overrides):
+        # Where statistics are not given, they are those that are counted now.
+        overrides = (*overrides, override("cache.statistics", output))
+    config = checked_config(compose_overrides(overrides), Place())
+    if config.cache.statistics != str(output):
         log.warning(
             "cache.statistics=%s is not read here: what is predicted starts from an empty cache, "
             "and policies by popularity get that of the replayed steps",
             config.cache.statistics,
         )
-    sizes = Sizes.of(config, tables, counted.statistics)
-    most = min(options.replay, counted.lookups) if counted.stopped_by else options.replay
-    with progress_bar("record", None, "step") as bar, StopRequest() as stop:
-        traces = record_run(checked, tables, schedule, ranks, most, bar.update, stop)
-    prediction = RecordedRun(traces, run_steps)
-    if stop.requested:
-        log.warning("stopped: the first %d steps of the run are replayed", prediction.recorded)
-
-    def case(slots: Sequence[int], world: int = ranks[0]) -> Case:
-        return configured_case(config, checked, tables, slots, world)
-
-    estimates = []
-    with logged_refusal():
-        known = (counted.statistics, checked)
-        configured = [(slots_of(config, tables, w, *known), w) for w in ranks]
-        estimates = [prediction.estimate(case(*one)) for one in configured]
-    search = SizeSearch(prediction, sizes, counted.profiles, case, ranks[0])
-    target = search.target(options.target_hit_rate)
-    outcomes = []
-    if request.simulate:
-        chosen = replace(options, sizes=fitting_sizes(options.sizes, traces, sizes.slots))
-        cases = cases_of(request.policies, chosen, sizes.slots, lambda *of: case(*of).prefetch)
-        with progress_bar("simulate", len(cases), "case") as bar:
-            outcomes = replay(traces, cases, prediction.classes, lambda _: bar.update(1))
-    return Analysis(
-        request=request,
-        counted=counted,
-        sizes=sizes,
-        prediction=prediction,
-        estimates=tuple(estimates),
-        points=tuple(search.grid()),
-        target=target,
-        advice=advise(
-            target, counted.profiles, sizes, config.optim.name, prediction.distinct_per_step
-        ),
-        data=config.data.name,
-        files_order=checked.keeps_order,
-        simulated=tuple(outcomes),
-        stopped_by=counted.stopped_by or stop.signal,
-    )
-
-
-def with_statistics(request: Request) -> list[str]:
-    """The overrides; where statistics are not given, they are those that are counted now."""
-    given = any(word.startswith("cache.statistics=") for word in request.overrides)
-    own = override("cache.statistics", request.output)
-    return [*request.overrides, *([] if given else [own])]
-
-
-@contextmanager
-def logged_refusal() -> Iterator[None]:
-    """What training would refuse about the configured cache is said; all else is reported."""
-    try:
-        yield
-    except ConfigError as error:
-        log.warning("no run with the configured cache is predicted: %s", error)
-
-
-@contextmanager
-def progress_bar(stage: str, total: int | None, unit: str) -> Iterator[tqdm]:
-    """A bar with rate and remaining time on stderr; a line every ten seconds where no one looks."""
-    often = 0.2 if sys.stderr.isatty() else 10.0
-    with tqdm(
-        total=total, desc=stage, unit=unit, unit_scale=True, mininterval=often, maxinterval=often
-    ) as bar:
-        yield bar
+    analysis = analyze(wanted.analyze, wanted.simulate, config)
+    text = write_report(analysis, output, command)
+    write_statistics(output, analysis.counted.statistics)
+    log.info("for training by popularity: cache.statistics=%s", output)
+    return text, analysis.stopped_by
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distcache.errors import MemoryTooSmallError, PlanError
-from distcache.ops.copies import put_rows, take_rows
+from distcache.ops.reference import put_rows, take_rows
 from distcache.store.memory import describe_bytes, require_memory
 from distcache.streams import Mark, Streams
 
@@ -94,9 +94,6 @@ class StagingRing:
             ) from error
 
 
-# -----------------------------------------------------------------------------
-# Slots for rows on the device, with their optimizer state; moves rows and decides nothing.
-
 Index = Tensor | np.ndarray
 """int64 `[m]`, on the CPU."""
 
@@ -127,14 +124,13 @@ class DeviceCache:
         state_width: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        way_out: str = _WAY_OUT,
         state_slots: StateSlots | None = None,
         validate: bool = True,
     ) -> None:
         """C = `slots` free slots of D = `dim` and S = `state_width` elements of `dtype`.
 
-        `way_out`: what a user can change when the device's memory does not hold them.
-        `state_slots`: those that have state; None: all. Raises MemoryTooSmallError then.
+        `state_slots`: those that have state; None: all. Raises MemoryTooSmallError where the
+        device's memory does not hold them.
         `validate`: look at every slot that a step reads, changes or fills, which a plan has checked
         (two passes over its rows, in the thread that trains).
         """
@@ -143,7 +139,6 @@ class DeviceCache:
         self.dim, self.state_width, self.dtype = dim, state_width, dtype
         self.state_slots = state_slots
         self.device = torch.device(device)
-        self._way_out = way_out
         self.weight, self.state = self._allocate(slots)
         self.slot_row = np.full(slots, FREE, dtype=np.int64)
         self._dirty = np.zeros(slots, dtype=np.bool_)
@@ -299,7 +294,7 @@ class DeviceCache:
         """Zeroed weights and state of `slots` slots; MemoryTooSmallError when there is no room."""
         what = f"a cache of {slots} slots x ({self.dim} + {self.state_width} of state)"
         if self.device.type == "cpu":
-            require_memory(self._bytes(slots), what, self._way_out)
+            require_memory(self._bytes(slots), what, _WAY_OUT)
         try:
             weight = torch.zeros(slots, self.dim, dtype=self.dtype, device=self.device)
             state = None
@@ -309,14 +304,14 @@ class DeviceCache:
         except RuntimeError as error:  # torch.OutOfMemoryError, or the CPU allocator's refusal
             raise MemoryTooSmallError(
                 f"{self.device} did not give {describe_bytes(self._bytes(slots))} for {what}, "
-                f"{self.dtype}: {str(error).splitlines()[0]}; {self._way_out}"
+                f"{self.dtype}: {str(error).splitlines()[0]}; {_WAY_OUT}"
             ) from error
         return weight, state
 
     def _slots(self, slots: Index) -> np.ndarray:
         """`slots` as NumPy int64; PlanError for one outside [0, C)."""
         at = _numpy(slots, "slots")
-        if len(at) and at.view(np.uint64).max() >= len(self.slot_row):  # or below 0
+        if len(at) and np.maximum.reduce(at.view(np.uint64)) >= len(self.slot_row):  # or below 0
             bad = int(at[(at < 0) | (at >= self.slots)][0])
             raise PlanError(f"slot {bad} is outside [0, {self.slots})")
         return at
@@ -324,7 +319,7 @@ class DeviceCache:
     def _rows(self, slots: Index, rows: Index) -> np.ndarray:
         """`rows` as NumPy int64, one for each of `slots`."""
         new = _numpy(rows, "rows")
-        if len(new) != len(slots):
+        if len(new) != slots.shape[0]:
             raise PlanError(f"{len(slots)} slots for {len(new)} rows")
         if (bad := (new < 0) & (new != FOREIGN)).any():
             i = int(np.argmax(bad))

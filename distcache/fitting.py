@@ -3,37 +3,280 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 from torch import nn
 
 from distcache.comm.agreement import agree_on, agree_on_versions, on_first, together
-from distcache.comm.world import World, close_world, current_world, leave_world, open_world
-from distcache.config.checks import check_own
+from distcache.comm.world import World, close_world, current_world, open_world
+from distcache.config.checks import as_words, check_own
 from distcache.config.keys import flat_settings
 from distcache.config.tree import Config
-from distcache.data.own import OwnBatches
-from distcache.errors import ConfigError
+from distcache.data.batch import Batch
+from distcache.data.own import OwnBatches, eval_batches
+from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import TableSpec
 from distcache.train import needs_shared_folder, open_run_folder
-from distcache.trainer import build
-from distcache.trainer.checkpoint import check_run_folder
-from distcache.trainer.own import (
-    OwnRun,
-    OwnSource,
-    count_evaluation,
-    own_config,
-    own_identity,
-    share_weights,
-    table_specs,
-)
+from distcache.trainer import build, checkpoint
+from distcache.trainer.checkpoint import RunIdentity, TrainerState, check_run_folder
 from distcache.trainer.plan_cache import most_ahead, opens_window
-from distcache.trainer.trainer import TrainResult, resumed_state
+from distcache.trainer.record import Progress
+from distcache.trainer.schedule import Schedule
+from distcache.trainer.trainer import Loop, Outcome, Run, TrainResult, identity_of, resumed_state
+
+_ARGUMENTS = {"parallel.mode": "parallel", "optim.name": "optimizer"}
+"""Keys that `distcache.fit` takes as arguments, by these names."""
+
+_OF_LOADERS = (
+    "data.global_batch_size", "data.on_bad_id", "data.batching", "data.hot_rows", "data.phase_rate",
+)  # fmt: skip
+"""Keys of group `data` that are read, or refused by what they mean, where loaders bring batches."""
+
+_BATCH = "data.global_batch_size"
+
+
+@dataclass(frozen=True)
+class OwnSource:
+    """What the parts of a run ask of a source, for data that are drawn in order.
+
+    Nothing is known of the data: whether a loader is the one of the checkpoint is its own affair.
+    `ids_per_step`: of the first batch of the rank that looks up most; None where nobody asked.
+    """
+
+    features: tuple[str, ...]
+    table_rows: tuple[int, ...]
+    ids_per_step: int | None = None
+    steps_per_epoch: None = None
+    identity: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OwnRun(Run):
+    """A `Run` whose batches come from `train` on each rank, and evaluations from `evaluate`.
+
+    Ends after the same step on all ranks: when the first rank's data end, at `trainer.steps`, or at
+    a stop. `eval_count`: batches of an evaluation, equal on all ranks.
+    """
+
+    train: OwnBatches = field(kw_only=True)
+    evaluate: Iterable[Any] | None = field(default=None, kw_only=True)
+    eval_count: int = field(default=0, kw_only=True)
+
+    def resume(self, start: TrainerState) -> None:
+        """See `Run.resume`; the loader goes back to where it was after the last trained batch."""
+        path = self.config.trainer.resume
+        if path is not None:
+            own = {self._key(): b""}
+            checkpoint.load(Path(path), self.mode, self.identity(), self.world, start, own)
+            together(self.world, lambda: self.train.resume(own[self._key()]))
+        together(self.world, self.train.open)
+
+    def own_state(self, state: TrainerState) -> dict[str, bytes]:
+        """The position of this rank's loader."""
+        return {self._key(): self.train.position(state.step)}
+
+    def _key(self) -> str:
+        return f"loader.{self.world.rank}"
+
+    def schedule(self, start: TrainerState) -> Schedule:
+        """Until the data end, or `trainer.steps`."""
+        want = self.config.trainer
+        return Schedule(start.step, want.steps, want.eval_every, self.eval_count)
+
+    def walk(self, loop: Loop) -> Outcome:
+        """Train until the end; then evaluate, where the last evaluation is of an earlier state."""
+        try:
+            outcome = loop.run(self._batches(loop.schedule))
+        except StepTooLargeError as error:  # the loaders say how large a batch is, not a key
+            text = str(error).replace("data.global_batch_size", "the batch size of your loaders")
+            error.args = (text,)
+            raise
+        self.train.close()
+        stopped = loop.stop.agreed(self.world) is not None
+        if not (outcome.state.step or outcome.bad or stopped or loop.schedule.nothing_to_train):
+            self._refuse_empty()
+        late = outcome.evaluation is None and outcome.bad is None and self.eval_count > 0
+        if late and not stopped:
+            loop.run(self._evaluation(self._width()))
+        return outcome
+
+    def _refuse_empty(self) -> NoReturn:
+        """Raise DataError for a run without a batch. Collective."""
+        drawn = together(self.world, lambda: self.train.dense_features is not None)
+        ranks = ", ".join(str(rank) for rank, some in enumerate(drawn) if not some)
+        raise DataError(
+            f"nothing was trained: the loader of rank {ranks} has no batch; give each rank one "
+            "with items (an iterator that was read before has none)"
+        )
+
+    def progress(self, schedule: Schedule) -> Progress:
+        """See `Run.progress`; with the steps that the loaders know of."""
+        return super().progress(replace(schedule, steps=schedule.steps or self._expected()))
+
+    def _batches(self, schedule: Schedule) -> Iterator[Batch]:
+        """Training and evaluation batches in the order of `schedule`."""
+        training, evaluation = self.train.batches(schedule.first_step), iter(())
+        for kind, index in schedule.order():
+            if kind == "eval" and index == 0:
+                evaluation = self._evaluation(self.train.dense_features or 1)
+            batch = next(training if kind == "train" else evaluation, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _width(self) -> int:
+        """Dense features of a batch, as some rank knows them. Collective.
+
+        A rank that has not trained looks into its first evaluation item.
+        """
+
+        def known() -> int | None:
+            if self.train.dense_features is None:
+                for batch in eval_batches(self.evaluate or (), self.train.features, 1, 0):
+                    return batch.dense.shape[1] or None
+            return self.train.dense_features
+
+        return max((width for width in together(self.world, known) if width), default=1)
+
+    def _evaluation(self, width: int) -> Iterator[Batch]:
+        trained = self.train.dense_features
+        items, features = self.evaluate or (), self.train.features
+        return eval_batches(items, features, self.eval_count, width, trained)
+
+    def _expected(self) -> int | None:
+        """Steps until the first rank's end, where all loaders know their lengths."""
+        lengths = [length for length in together(self.world, lambda: length_of(self.train))]
+        known = [length for length in lengths if length is not None]
+        return min(known) if len(known) == len(lengths) else None
+
+    def identity(self) -> RunIdentity:
+        """See `Run.identity`; the batches are of any size."""
+        return own_identity(self.config, self.world, self.source, self.tables)
+
+
+def own_identity(
+    config: Config, world: World, source: OwnSource, tables: Sequence[TableSpec]
+) -> RunIdentity:
+    """See `trainer.identity_of`; the batches of a user's loader are of any size."""
+    return replace(identity_of(config, world, source, tables), global_batch_size=0)
+
+
+def length_of(items: Any) -> int | None:
+    """How many items there are, where that is known without reading them."""
+    try:
+        return len(items)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def count_evaluation(world: World, loader: Iterable[Any] | None, limit: int | None) -> int:
+    """Batches of an evaluation: those of the rank with the most, at most `limit`. Collective.
+
+    A loader that does not know its length is read once to count, unless there is a limit.
+    """
+
+    def count() -> int:
+        if loader is None:
+            return 0
+        if iter(loader) is loader:
+            raise ConfigError(
+                "eval_loader is an iterator, which can be read once: pass an object that makes a "
+                "new iterator each time, such as a DataLoader or a list"
+            )
+        length = length_of(loader)
+        if length is None:
+            length = limit if limit is not None else sum(1 for _ in loader)
+        return length if limit is None else min(length, limit)
+
+    return max(together(world, count))
+
+
+def share_weights(model: torch.nn.Module, world: World) -> None:
+    """Give all ranks rank 0's parameters and buffers. Collective."""
+    for value in (*model.parameters(), *model.buffers()):
+        whole = value.detach().cpu()
+        dist.broadcast(whole, src=0, group=world.host_group)
+        value.detach().copy_(whole)
+
+
+def table_specs(tables: Sequence[Any]) -> list[TableSpec]:
+    """`TableSpec`s as they are, TorchRec's `EmbeddingBagConfig`s as `TableSpec`s."""
+    found = []
+    for table in tables:
+        if not isinstance(table, TableSpec):
+            pooling = getattr(table.pooling, "name", table.pooling)
+            features = tuple(table.feature_names)
+            rows, dim = table.num_embeddings, table.embedding_dim
+            table = TableSpec(table.name, rows, dim, features, str(pooling).lower())
+        found.append(table)
+    if not found:
+        raise ConfigError("tables is empty: give at least one table")
+    return found
+
+
+def own_config(parallel: str, optimizer: str, given: Mapping[str, Any], tables: int) -> Config:
+    """The config tree with the `given` values (by dotted key, of `flat_settings`) over its
+    defaults. Raises ConfigError."""
+    config = Config()
+    config.data.name = config.model.name = "own"
+    config.data.table_rows = [1] * tables
+    config.model.dense_arch = config.model.over_arch = []
+    config.parallel.mode, config.optim.name = parallel, optimizer
+    config.run.dir = "runs/own"
+    config.run.overwrite = "run.dir" not in given  # the default folder is the latest run's
+    _check_own_keys(given)
+    tree = OmegaConf.structured(config)
+    for key, value in given.items():
+        OmegaConf.update(tree, key, value)
+    whole: Any = OmegaConf.to_object(tree)
+    if _BATCH not in given:
+        _check_without_batch(whole)
+    return as_words(whole)
+
+
+def _check_own_keys(keys: Collection[str]) -> None:
+    """ConfigError for keys of what is given otherwise: tables, model, data, mode, optimizer."""
+    for key in sorted(keys):
+        section = key.partition(".")[0]
+        if key in _ARGUMENTS:
+            raise ConfigError(f"settings[{key!r}]: give it as the argument {_ARGUMENTS[key]}=")
+        if section == "model" or key == "run.sweep_ranks":
+            raise ConfigError(
+                f"settings[{key!r}] means nothing to a model of your own: leave it out (widths, "
+                "rows and pooling are those of its tables)"
+            )
+        if section == "data" and key not in _OF_LOADERS:
+            raise ConfigError(
+                f"settings[{key!r}] means nothing to batches of your own loader: leave it out (of "
+                f"group data it knows {', '.join(_OF_LOADERS[:2])})"
+            )
+
+
+def _check_without_batch(config: Config) -> None:
+    """ConfigError for keys that a prediction decides, which needs to know how large a step is."""
+    cache = config.cache
+    if config.parallel.mode != "data":
+        return
+    given = cache.replicated_rows is not None or cache.replicated_share is not None
+    predicted = {
+        "cache.placement": cache.placement == "auto" or (cache.placement == "mixed" and not given),
+        "cache.split": cache.split == "by_curve",
+        "cache.policy": cache.policy == "static",
+    }
+    for key, is_so in predicted.items():
+        if is_so:
+            raise ConfigError(
+                f"{key}={getattr(cache, key.removeprefix('cache.'))} is decided by what a step is "
+                f"expected to need, and loaders do not say how large their batches are: give "
+                f"settings['{_BATCH}'], the samples of a step over all ranks"
+            )
+
 
 _OWN = ("cache.statistics", "trainer.resume", "trainer.log_level")
 """Settings that each rank may have its own of: where it finds a folder, what it says."""
@@ -84,7 +327,7 @@ def fit(
     features = [feature for spec in specs for feature in spec.features]
     ahead = most_ahead(config.cache)
     train = OwnBatches(loader, features, epochs, keep=ahead)
-    own_world, leave = (world, None) if world is not None else _join(config)
+    own_world, leave = (world, False) if world is not None else (_join(config), True)
     try:
         agree_on_versions(own_world, parallel == "hybrid")
         agree_on(own_world, _compared(config, specs))
@@ -105,14 +348,14 @@ def fit(
             train=train, evaluate=eval_loader, eval_count=count,
         )  # fmt: skip
         result = run.go(build.build_rates(config))
-        if leave is not None:
-            leave(own_world, True)
-            leave = None
+        if leave:
+            close_world(own_world)
+            leave = False
         return result
     finally:
         train.close()
-        if leave is not None:
-            leave(own_world, False)
+        if leave:
+            close_world(own_world, orderly=False)
 
 
 def _compared(config: Config, tables: Sequence[TableSpec]) -> dict[str, Any]:
@@ -126,12 +369,12 @@ def _compared(config: Config, tables: Sequence[TableSpec]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in _OWN}
 
 
-def _join(config: Config) -> tuple[World, Callable[[World, bool], None]]:
-    """The world of a process that has one or of torchrun's environment, and how to leave it."""
+def _join(config: Config) -> World:
+    """The world of a process that has one or of torchrun's environment."""
     trainer = config.trainer
     if not (dist.is_available() and dist.is_initialized()):
-        return open_world(trainer.device, trainer.backend, trainer.timeout_s), close_world
+        return open_world(trainer.device, trainer.backend, trainer.timeout_s)
     device = torch.device("cpu")
     if trainer.device != "cpu" and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    return current_world(device, timeout_s=trainer.timeout_s), leave_world
+    return current_world(device, timeout_s=trainer.timeout_s)

@@ -95,11 +95,6 @@ class RowLayout:
             return local
         return local * self.world_size + (home - mix(local)) % self.world_size
 
-    def table_of(self, row: int) -> tuple[TableSpec, int]:
-        """The table and original id of one row (for errors)."""
-        index = int(np.searchsorted(self.offsets, row, side="right")) - 1
-        return self.tables[index], row - int(self.offsets[index])
-
 
 def group_tables(tables: Sequence[TableSpec]) -> list[list[int]]:
     """Indices of tables by group (one width each), in order of first appearance."""

@@ -12,9 +12,6 @@ from torch.autograd.function import once_differentiable
 
 from distcache.errors import ConfigError
 
-# -----------------------------------------------------------------------------
-# Layers that both models are made of.
-
 
 class MLP(nn.Sequential):
     """Linear layers with ReLU between them, and after the last one where `final_relu`.
@@ -246,9 +243,3 @@ def initialise(model: ModelT, seed: int, dtype: torch.dtype = torch.float32) -> 
         values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
         parameter.copy_(values.mul_(math.sqrt(variance)))
     return model
-
-
-# -----------------------------------------------------------------------------
-# The dense networks behind the tables: pure modules, (dense, pooled) -> logits.
-
-__all__ = ["DLRM", "MLP", "DCNv2", "build_model", "initialise"]

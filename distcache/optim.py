@@ -6,15 +6,14 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from distcache import ops
 from distcache.errors import ConfigError
-from distcache.ops import reference
 from distcache.ops.reference import Rule
 
 # -----------------------------------------------------------------------------
@@ -164,12 +163,10 @@ def dense_optimizer(
 # -----------------------------------------------------------------------------
 # Row optimizers: what one step does to gathered rows and their state.
 #
-# A lazy optimizer touches the rows that the step read and no others, and a row's result must
-# depend
-# on its own weight, state and gradient alone: not on its place in the buffer, its neighbours or
-# the
+# A lazy optimizer touches the rows that the step read and no others, and a row's result must depend
+# on its own weight, state and gradient alone: not on its place in the buffer, its neighbours or the
 # layout of memory. What is here are the settings and their meaning; the formulas are in `ops`
-# (`ops/rule.py`), one body per kind of device, made of operations that are rounded once each.
+# (`ops/reference.py`), one body per kind of device, made of operations that are rounded once each.
 
 
 class RowUpdate(ABC):
@@ -216,16 +213,6 @@ class RowUpdate(ABC):
         `lr`: the rate of this step, instead of the attribute. `step`: optimizer steps so far, this
         one included (the first is 1).
         """
-
-    def update(
-        self, weight: Tensor, state: Tensor | None, gradient: Tensor, lr: float, step: int
-    ) -> None:
-        """Apply one step to distinct gathered rows, in place.
-
-        `weight`: float `[U, D]` and `state`: `[U, S]` (None where S = 0), both overwritten;
-        `gradient`: `[U, D]`, left as it is. `lr` and `step` as in `rule`.
-        """
-        reference.update(self.rule(lr, step), weight, state, gradient)
 
     def _check(self, **bounds: tuple[float, float]) -> None:
         """Raise ConfigError unless each attribute lies in [low, high)."""
@@ -313,6 +300,9 @@ class Adam(RowUpdate):
         return Rule(self.name, rate, self.eps, 1 - beta1, 1 - beta2)
 
 
+_ROW_UPDATES: dict[str, Any] = {kind.name: kind for kind in (SGD, Adagrad, RowWiseAdagrad, Adam)}
+
+
 def row_update(
     name: str,
     lr: float,
@@ -324,15 +314,12 @@ def row_update(
 
     Settings that it does not have are ignored. Raises ConfigError for an unknown name.
     """
-    if name == SGD.name:
-        return SGD(lr)
-    if name == Adagrad.name:
-        return Adagrad(lr, eps, initial_accumulator)
-    if name == RowWiseAdagrad.name:
-        return RowWiseAdagrad(lr, eps, initial_accumulator)
-    if name == Adam.name:
-        return Adam(lr, (betas[0], betas[1]), eps)
-    raise ConfigError(f"optim={name!r} is not 'sgd', 'adagrad', 'rowwise_adagrad' or 'adam'")
+    kind = _ROW_UPDATES.get(name)
+    if kind is None:
+        raise ConfigError(f"optim={name!r} is not 'sgd', 'adagrad', 'rowwise_adagrad' or 'adam'")
+    given = {"eps": eps, "betas": tuple(betas), "initial_accumulator": initial_accumulator}
+    own = {field.name for field in fields(kind)}
+    return kind(lr, **{key: value for key, value in given.items() if key in own})
 
 
 def apply_rows(
@@ -394,19 +381,3 @@ class LearningRate:
             return self.base
         left = self.decay_start + self.decay_steps - step
         return self.base * (max(left, 0) / self.decay_steps) ** 2
-
-
-# -----------------------------------------------------------------------------
-# Optimizers: of rows (lazy, state per row), of the dense part, and the learning rate.
-
-__all__ = [
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "LearningRate",
-    "RowUpdate",
-    "RowWiseAdagrad",
-    "apply_rows",
-    "dense_optimizer",
-    "row_update",
-]

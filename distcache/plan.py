@@ -11,15 +11,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from distcache.cli.compose import read_line
-from distcache.cli.plan_measure import Options as MeasureOptions
-from distcache.cli.plan_measure import measured_here, to_measured
 from distcache.cli.plan_report import REPORT, write_plan
-from distcache.cli.plan_run import Options, Plan, Request, make_plan, parse_request
-from distcache.cli.run import drop_if_empty, open_folder, set_up_logging, take_over_ctrl_c
+from distcache.cli.plan_run import Options, Plan, Request, make_plan, measured_here, parse_request
+from distcache.cli.run import open_folder, set_up_logging, take_over_ctrl_c
 from distcache.errors import DistcacheError
-from distcache.trainer.measure import Measured
 
 log = logging.getLogger("distcache.plan")
 
@@ -54,23 +52,12 @@ def _plan(request: Request, given: Sequence[str]) -> tuple[Plan, str]:
     if (request.output / REPORT).exists():
         log.warning("output=%s holds a plan, which this one overwrites", request.output)
     try:
-        measured, device = (None, "") if not request.options.measure else measure_here(request)
-        plan = make_plan(request, measured, device == "cpu")
+        plan = make_plan(measured_here(request) if request.options.measure else request)
         return plan, write_plan(plan, ["python", "-m", "distcache.plan", *given])
     finally:
         if new:
-            drop_if_empty(request.output)
-
-
-def measure_here(request: Request) -> tuple[Measured, str]:
-    """Time this machine by local ranks of their own; the numbers and the kind of device."""
-    options, sources = request.options, request.sources
-    widest = max(sources, key=lambda source: source.lookups * source.dim)
-    values = measured_here(
-        options.measure_ranks,
-        MeasureOptions(widest.dim, len(sources), options.batch, options.optim.name),
-    )
-    return to_measured(values), values["device"]
+            with suppress(OSError):  # nothing was written to it
+                request.output.rmdir()
 
 
 if __name__ == "__main__":

@@ -128,19 +128,15 @@ def make_settings(given: PreprocessConfig) -> PreprocessSettings:
             raise ConfigError(f"{key}={values}: give 26 whole numbers [a,b,...]{_PRESETS[key]}")
     if given.workers is not None:
         auto_or_count("workers", given.workers, 1)
-    return PreprocessSettings(
-        input=given.input,
-        output=given.output,
-        mode=given.mode,
-        rows=rows,
-        min_count=given.min_count,
-        split=given.split,
-        workers=None if given.workers == "auto" else given.workers,
-        memory=byte_count("memory", given.memory),
-        multi_hot=bags,
-        on_bad_line=given.on_bad_line,
-        part=byte_count("part", given.part),
-    )
+    checked = {
+        "rows": rows,
+        "workers": None if given.workers == "auto" else given.workers,
+        "memory": byte_count("memory", given.memory),
+        "multi_hot": bags,
+        "part": byte_count("part", given.part),
+    }
+    same = {key: value for key, value in vars(given).items() if key != "verify"}
+    return PreprocessSettings(**same | checked)
 
 
 def _are_counts(values: Any) -> bool:

@@ -1,4 +1,10 @@
-"""Plans: everything that one step of one group moves and sums, decided before it runs."""
+"""Plans: everything that one step of one group moves and sums, decided before it runs.
+
+A plan is a pure function of the id stream and of the decisions before it. Movers and the optimizer
+only do what it says. *Canonical order* of a step's U distinct rows: by home rank, then by first
+occurrence over the ranks in rank order. It depends on the ids alone, never on slots, hits, capacity
+or window, so sums and updates made in it have the same bits for every cache.
+"""
 
 from __future__ import annotations
 
@@ -147,12 +153,14 @@ def shard_laws(shard: ShardPlan, slots: int | None) -> dict[str, bool]:
         "a sharded row is fetched into no slot of the step": not bool(
             torch.isin(shard.fetch_slots, shard.slots).all()
         ),
-        "a sharded slot of the step is evicted without being filled": not bool(
-            torch.isin(
-                shard.evict_slots[torch.isin(shard.evict_slots, shard.slots)], shard.fetch_slots
-            ).all()
-        ),
+        "a sharded slot of the step is evicted without being filled": not _filled_again(shard),
     }
+
+
+def _filled_again(part: StepPlan | ShardPlan) -> bool:
+    """Whether those of the evicted slots that the step itself uses are filled."""
+    used = part.evict_slots[torch.isin(part.evict_slots, part.slots)]
+    return bool(torch.isin(used, part.fetch_slots).all())
 
 
 def _sent_and_named(shard: ShardPlan) -> tuple[list[Tensor], list[Tensor]]:
@@ -189,17 +197,6 @@ def _wrongly_passed(transfer: Transfer) -> bool:
         or not bool(((relay.passed >= 0) & (relay.passed < came)).all())
         or any(len(rows.unique()) != len(rows) for rows in by_mate)
     )
-
-
-# -----------------------------------------------------------------------------
-# StepPlan: everything that one step of one group moves and sums, decided before it runs.
-#
-# A plan is a pure function of the id stream and of the decisions before it. Movers, the
-# coordinator and the optimizer only do what it says.
-#
-# *Canonical order* of a step's U distinct rows: by home rank, then by first occurrence over the
-# ranks in rank order. It depends on the ids alone, never on slots, hits, capacity or window, so
-# sums and updates made in it have the same bits for every cache.
 
 
 @dataclass(frozen=True)
@@ -336,19 +333,10 @@ def check_plan_fully(plan: StepPlan, slots: int | None) -> None:
         "the ids are not in stable order": not torch.equal(
             plan.order, plan.positions.argsort(stable=True)
         ),
-        "a slot of the step itself is evicted without being filled": bool(
-            _inside(plan.evict_slots, plan.slots).any()
-            and not _inside(
-                plan.evict_slots[_inside(plan.evict_slots, plan.slots)], plan.fetch_slots
-            ).all()
-        ),
+        "a slot of the step itself is evicted without being filled": not _filled_again(plan),
     }
     if plan.shard is not None:
         laws |= shard_laws(plan.shard, slots)
     for law, broken in laws.items():
         if broken:
             raise PlanError(f"plan of step {plan.step}: {law}")
-
-
-def _inside(values: Tensor, of: Tensor) -> Tensor:
-    return torch.isin(values, of)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from distcache.data.batch import BatchSource, check_ids, slice_bounds
 from distcache.errors import ConfigError, DataError
 from distcache.layout import RowLayout, TableSpec, group_tables
-from distcache.planner.assemble import Request, hashed_rows, make_request
+from distcache.planner.assemble import hashed_rows
 from distcache.store.memory import available_memory, describe_bytes
 
 # -----------------------------------------------------------------------------
@@ -27,8 +27,12 @@ log = logging.getLogger(__name__)
 _MOST = 2**31 - 1
 """Rows of one home are int32 in the planner's index."""
 
-_SHARE = 0.5
-"""A trace takes at most this share of the memory that can be had when recording starts."""
+_SHARE = 0.25
+"""Recorded rows take at most this share of the memory that can be had when recording starts; where
+they are numbered, they take as much again and more."""
+
+_ROW_BYTES = 12
+"""A distinct row of a step and its count, while they are recorded."""
 
 
 @dataclass(frozen=True)
@@ -110,41 +114,6 @@ class Trace:
         return rows[order], total[order]
 
 
-@dataclass
-class _Home:
-    """A home while it is recorded. `number`: of each local row, from 1; 0: not named yet. Pages of
-    it that no row needs are never touched."""
-
-    number: np.ndarray
-    names: list[np.ndarray] = field(default_factory=list)
-    numbers: list[np.ndarray] = field(default_factory=list)
-    counts: list[np.ndarray] = field(default_factory=list)
-    found: int = 0
-
-    def add(self, rows: np.ndarray, local: np.ndarray, counts: np.ndarray) -> None:
-        numbers = self.number[local]
-        new = np.flatnonzero(numbers == 0)
-        numbers[new] = np.arange(self.found + 1, self.found + 1 + len(new), dtype=np.int32)
-        self.number[local[new]] = numbers[new]
-        self.found += len(new)
-        self.names.append(rows[new])
-        self.numbers.append(numbers - 1)
-        self.counts.append(counts)
-
-    def finish(self) -> HomeTrace:
-        starts = np.zeros(len(self.numbers) + 1, dtype=np.int64)
-        np.cumsum([len(part) for part in self.numbers], out=starts[1:])
-        names, numbers, counts = (
-            np.concatenate([np.empty(0, dtype), *parts])
-            for dtype, parts in (
-                (np.int64, self.names),
-                (np.int32, self.numbers),
-                (np.int32, self.counts),
-            )
-        )
-        return HomeTrace(names, starts, numbers, counts)
-
-
 class Recorder:
     """Records steps of ids as a `Trace`; finding distinct rows is what the planner does.
 
@@ -155,7 +124,7 @@ class Recorder:
     def __init__(
         self, rows: int | None, worlds: Sequence[int] = (1,), most_bytes: int | None = None
     ) -> None:
-        """`most_bytes` bounds what is recorded; None: half of the memory that can be had now."""
+        """`most_bytes` bounds what is recorded; None: a share of the memory that can be had now."""
         if not worlds or min(worlds) < 1:
             raise ConfigError(f"world sizes {list(worlds)}: give at least one, all of at least 1")
         if rows is not None and rows > _MOST:
@@ -163,11 +132,8 @@ class Recorder:
         self.rows, self.full = rows, False
         self.most_bytes = int(available_memory() * _SHARE) if most_bytes is None else most_bytes
         self._layouts = {world: _layout(rows or _MOST, world) for world in sorted(set(worlds))}
-        self._homes = {
-            world: [
-                _Home(np.zeros(layout.local_rows if rows else 1024, np.int32)) for _ in range(world)
-            ]
-            for world, layout in self._layouts.items()
+        self._steps: dict[int, list[list[tuple[np.ndarray, np.ndarray]]]] = {
+            world: [[] for _ in range(world)] for world in self._layouts
         }
         self._training: list[bool] = []
         self._ids = self._bytes = self._largest = 0
@@ -188,15 +154,13 @@ class Recorder:
         if self.rows is None and self._largest >= _MOST:
             raise DataError(f"id {self._largest}: a trace takes ids up to {_MOST - 1}: renumber")
         for world, layout in self._layouts.items():
-            requests = [make_request(layout, part) for part in rows[world]]
-            for home, recorded in enumerate(self._homes[world]):
-                distinct, counts = _distinct(requests, home)
-                local = layout.local(distinct)
-                if self.rows is None and len(local):
-                    recorded.number = _grown(recorded.number, int(local.max()) + 1)
-                before = recorded.found
-                recorded.add(distinct, local, counts)
-                self._bytes += 8 * len(distinct) + 12 * (recorded.found - before)
+            distinct, labels = hashed_rows(np.concatenate(rows[world]))
+            counts = np.bincount(labels, minlength=len(distinct)).astype(np.int32)
+            homes = layout.home(distinct)
+            for home, steps in enumerate(self._steps[world]):
+                own = homes == home
+                steps.append((distinct[own], counts[own]))
+            self._bytes += _ROW_BYTES * len(distinct)
         self._training.append(training)
         self._ids += ids if training else 0
         if self._bytes > self.most_bytes and not self.full:
@@ -215,8 +179,8 @@ class Recorder:
             raise DataError("the trace has no id in any training step: there is nothing to replay")
         homes = {}
         for world in self.worlds:
-            parts = self._homes.pop(world)
-            homes[world] = tuple(parts.pop(0).finish() for _ in range(world))
+            parts = self._steps.pop(world)
+            homes[world] = tuple(_numbered(parts.pop(0)) for _ in range(world))
         rows = self._largest + 1 if self.rows is None else self.rows
         return Trace(rows, self._ids, np.array(self._training), homes, not self.full)
 
@@ -225,30 +189,12 @@ def _layout(rows: int, world: int) -> RowLayout:
     return RowLayout([TableSpec("trace", rows, 1, ("trace",))], world)
 
 
-def _distinct(requests: Sequence[Request], home: int) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct rows of a step at one home in canonical order, and how many ids name each."""
-    named = [request.rows[home] for request in requests]
-    rows, labels = hashed_rows(np.concatenate(named) if len(named) > 1 else named[0])
-    if requests[0].labels is None:
-        return rows, np.bincount(labels, minlength=len(rows)).astype(np.int32)
-    weights = []
-    for request in requests:
-        low = sum(request.counts[:home])
-        occurrences = np.empty(sum(request.counts), np.int64)
-        if request.labels is not None and request.places is not None:
-            occurrences[request.places] = np.bincount(request.labels, minlength=len(occurrences))
-        weights.append(occurrences[low : low + request.counts[home]])
-    counts = np.bincount(labels, np.concatenate(weights), len(rows))
-    return rows, counts.astype(np.int32)
-
-
-def _grown(number: np.ndarray, size: int) -> np.ndarray:
-    """`number` with at least `size` entries, new ones 0."""
-    if size <= len(number):
-        return number
-    grown = np.zeros(max(size, 2 * len(number)), np.int32)
-    grown[: len(number)] = number
-    return grown
+def _numbered(steps: list[tuple[np.ndarray, np.ndarray]]) -> HomeTrace:
+    """The recorded rows and counts of one home."""
+    rows, counts = zip(*steps, strict=True)
+    names, numbers = hashed_rows(np.concatenate(rows))
+    starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+    return HomeTrace(names, starts, numbers, np.concatenate(counts))
 
 
 # -----------------------------------------------------------------------------
@@ -256,9 +202,6 @@ def _grown(number: np.ndarray, size: int) -> np.ndarray:
 
 Progress = Callable[[int], None]
 """Told the number of ids of every step that was read."""
-
-_BLOCK = 1 << 22
-"""Bytes of text, or ids of an array, read at a time."""
 
 
 @dataclass(frozen=True)
@@ -385,35 +328,35 @@ def read_steps(path: str | Path, ids_per_step: int | None = None) -> Iterator[np
     file = Path(path)
     if not file.is_file():
         raise DataError(f"{file}: there is no such file of ids")
-    blocks = _array_blocks(file, ids_per_step) if file.suffix == ".npy" else _text_blocks(file)
-    if ids_per_step is not None:
-        blocks = _cut(blocks, ids_per_step)
+    if file.suffix == ".npy":
+        steps = _array_steps(file, ids_per_step)
+    else:
+        steps = _text_steps(file) if ids_per_step is None else _cut(_text_steps(file), ids_per_step)
     empty = True
-    for ids in blocks:
+    for ids in steps:
         empty = empty and not len(ids)
         yield ids
     if empty:
         raise DataError(f"{file} has no ids: there is nothing to replay")
 
 
-def _cut(blocks: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
+def _cut(lines: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
     """The same ids in steps of `size`."""
     kept: list[np.ndarray] = []
     count = 0
-    for block in blocks:
-        kept.append(block)
-        count += len(block)
-        if count < size:
-            continue
-        joined = np.concatenate(kept)
-        whole = count // size * size
-        yield from joined[:whole].reshape(-1, size)
-        kept, count = [joined[whole:]], count - whole
+    for line in lines:
+        kept.append(line)
+        count += len(line)
+        if count >= size:
+            joined = np.concatenate(kept)
+            whole = len(joined) // size * size
+            yield from joined[:whole].reshape(-1, size)
+            kept, count = [joined[whole:]], count - whole
     if count:
         yield np.concatenate(kept)
 
 
-def _array_blocks(file: Path, ids_per_step: int | None) -> Iterator[np.ndarray]:
+def _array_steps(file: Path, ids_per_step: int | None) -> Iterator[np.ndarray]:
     try:
         ids = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError) as error:
@@ -426,24 +369,21 @@ def _array_blocks(file: Path, ids_per_step: int | None) -> Iterator[np.ndarray]:
             f"{file} has shape {list(ids.shape)}: give [steps, ids], or [ids] and how many ids "
             "make a step"
         )
-    rows = ids if ids_per_step is None else ids.reshape(-1)
-    size = 1 if ids_per_step is None else _BLOCK
-    for start in range(0, len(rows), size):
-        block = np.asarray(rows[start : start + size]).reshape(-1)
-        if block.dtype == np.uint64 and len(block) and block.max() > np.iinfo(np.int64).max:
-            raise DataError(f"{file} holds {block.max()}: ids are int64")
-        block = block.astype(np.int64)
-        if len(block) and block.min() < 0:
-            place = start * (1 if ids.ndim == 1 or ids_per_step else ids.shape[1])
-            place += int((block < 0).argmax())
-            raise DataError(f"{file}: id {place} is {block.min()}: ids are not negative")
-        yield block
+    flat, size = ids.reshape(-1), ids_per_step or max(ids.shape[1], 1)
+    for start in range(0, len(flat), size):
+        step = np.asarray(flat[start : start + size])
+        if step.max() > np.iinfo(np.int64).max:
+            raise DataError(f"{file} holds {step.max()}: ids are int64")
+        if step.min() < 0:
+            place = start + int((step < 0).argmax())
+            raise DataError(f"{file}: id {place} is {step.min()}: ids are not negative")
+        yield step.astype(np.int64)
 
 
 _IDS = re.compile(rb"[0-9\s]*")
 
 
-def _text_blocks(file: Path) -> Iterator[np.ndarray]:
+def _text_steps(file: Path) -> Iterator[np.ndarray]:
     """The ids of each line; an empty line is a step without ids."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):

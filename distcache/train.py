@@ -29,8 +29,7 @@ from distcache.cli.compose import (
     to_config,
 )
 from distcache.cli.run import leave, set_up_logging, take_over_ctrl_c, write_environment
-from distcache.comm.agreement import agree_before_world, agree_on_versions
-from distcache.comm.failure import cause_of, describe, first_traceback
+from distcache.comm.failure import cause_of, describe
 from distcache.comm.rendezvous import (
     TIMEOUT_S,
     Place,
@@ -68,7 +67,6 @@ def main() -> int:
         composed = agree(place, store, limit)
         if composed.text is None:
             return composed.exit_code
-        agree_before_world(store, place, limit, sys.argv[1:])
         return run(to_config(composed.text), place, store, given_keys(sys.argv[1:]))
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -114,8 +112,9 @@ def run(config: Config, place: Place, store: dist.Store | None, given: Collectio
     world: World | None = None
     try:
         trainer = config.trainer
-        world = open_world(trainer.device, trainer.backend, trainer.timeout_s, store)
-        agree_on_versions(world, config.parallel.mode == "hybrid")
+        hybrid = config.parallel.mode == "hybrid"
+        where = (trainer.device, trainer.backend, trainer.timeout_s)
+        world = open_world(*where, store, hybrid, sys.argv[1:])
         torch.set_num_threads(compute_threads(config, world))
         run_dir = Path(config.run.dir)
         if world.is_first:
@@ -194,13 +193,13 @@ def report(error: Exception, place: Place, store: dist.Store | None) -> int:
 
     The rank whose failure caused the others' says it; they only say that they stopped.
     """
-    rank, message = cause_of(store, place.rank, error)
-    if rank == place.rank:
+    cause = cause_of(store, place.rank, error)
+    if cause.rank == place.rank:
         show(error)
     else:
-        log.error("stopped because rank %d failed: %s", rank, message.splitlines()[0])
-        if where := first_traceback(store):
-            log.error("rank %d failed here:\n%s", rank, where.rstrip())
+        log.error("stopped because rank %d failed: %s", cause.rank, cause.text.splitlines()[0])
+        if cause.traceback:
+            log.error("rank %d failed here:\n%s", cause.rank, cause.traceback.rstrip())
         log.debug("what this rank saw", exc_info=error)
     return 1
 

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     # Before anything imports Triton (TorchRec does): without a GPU its kernels are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from distcache.comm.world import World, close_world, open_world
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 LONG = ("docs", "end_to_end", "trainer", "parallel", "pipeline", "embedding", "nodes")
@@ -41,6 +44,14 @@ def shared_data() -> Path:
         if place.is_dir():
             return place
     pytest.skip(f"no sample files at {' or '.join(map(str, places))}: set DISTCACHE_SHARED")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """A world of this process alone."""
+    opened = open_world("cpu", "gloo", 60)
+    yield opened
+    close_world(opened)
 
 
 def draws_in_full(config: pytest.Config) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 
-from distcache.data.criteo_text import dense_of, parse_line
 from distcache.data.raw.job import preprocess
+from distcache.data.raw.parts import dense_of, parse_line
 from distcache.data.raw.settings import Manifest, PreprocessSettings
 from distcache.errors import DataError
 
@@ -32,6 +33,19 @@ def make_lines(count: int, seed: int = 0, missing: float = 0.1) -> list[bytes]:
     return lines
 
 
+def counted_lines(count: int) -> list[bytes]:
+    """Lines without empty fields; the first integer of each is its number."""
+    return [
+        b"\t".join([line[:1], str(number).encode(), *line.split(b"\t")[2:]])
+        for number, line in enumerate(make_lines(count, missing=0))
+    ]
+
+
+def with_fields(line: bytes, changes: dict[int, bytes]) -> bytes:
+    """The line with some of its fields replaced."""
+    return b"\t".join(changes.get(at, field) for at, field in enumerate(line.split(b"\t")))
+
+
 def write_lines(path: Path, lines: list[bytes]) -> Path:
     """A file of these lines."""
     path.write_bytes(b"\n".join(lines) + b"\n")
@@ -50,26 +64,41 @@ def quiet(stage: str, total: int, unit: str, done: int):
     return nullcontext(NoBar())
 
 
-def preprocessed(inputs: Path | list[Path], output: Path, **settings) -> Manifest:
+def preprocessed(inputs: Path | list[Path], output: Path, show=quiet, **settings) -> Manifest:
     """The folder `output` of some text, in one process, in mode `hash` unless said otherwise."""
     paths = [str(path) for path in (inputs if isinstance(inputs, list) else [inputs])]
     values = {"workers": 1, "mode": "hash"} | settings
     if values["mode"] == "hash":
         values.setdefault("rows", ROWS)
-    return preprocess(PreprocessSettings(paths, str(output), **values), quiet)
+    return preprocess(PreprocessSettings(paths, str(output), **values), show)
+
+
+def in_parts(inputs: Path | list[Path], output: Path, show=quiet, **settings) -> Manifest:
+    """The same in parts of few lines."""
+    return preprocessed(inputs, output, show, **{"part": 20_000} | settings)
+
+
+def same_files(one: Path, other: Path) -> bool:
+    """Whether two results have the same arrays, to the byte."""
+    names = [sorted(p.relative_to(f) for p in f.rglob("*.npy")) for f in (one, other)]
+    return names[0] == names[1] and all(
+        (one / name).read_bytes() == (other / name).read_bytes() for name in names[0]
+    )
+
+
+def command(*arguments: str) -> list[str]:
+    """The command line of a job."""
+    return [sys.executable, "-m", "distcache.preprocess", *arguments]
 
 
 def read_plainly(
     text: bytes, rows: tuple[int, ...] | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
     """Labels, dense features and ids of the good lines of a text; numbers from 1 of the bad."""
-    parts = text.split(b"\n")
-    parts = parts[:-1] if parts[-1] == b"" else parts
     good, bad = [], []
-    table_rows = None if rows is None else np.array(rows)
-    for number, line in enumerate(parts, start=1):
+    for number, line in enumerate(text.removesuffix(b"\n").split(b"\n"), start=1):
         try:
-            good.append(parse_line(line, table_rows))
+            good.append(parse_line(line, rows))
         except DataError:
             bad.append(number)
     labels = np.array([row[0] for row in good], dtype=np.uint8)

@@ -31,7 +31,5 @@ def statistics(rows: dict[str, int], drawn: list[KeyedJaggedTensor]) -> Statisti
     for batch in drawn:
         for feature, ids in batch.to_dict().items():
             counts[feature] += np.bincount(ids.values().numpy(), minlength=rows[feature])
-    tables = [
-        TableCounts(f, len(c), int(c.sum()), int((c > 0).sum()), c) for f, c in counts.items()
-    ]
+    tables = [TableCounts.of(feature, own) for feature, own in counts.items()]
     return Statistics(tuple(tables), "ids", len(drawn) * 24)

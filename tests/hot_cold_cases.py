@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from counting import count_ids
 
-from distcache.data.samplers import SlicedSource
+from distcache.data.batch import SlicedSource
 from distcache.popularity.statistics import (
     Statistics,
-    TableCounts,
     vocabulary_of,
     write_statistics,
 )
@@ -18,16 +18,9 @@ from distcache.popularity.statistics import (
 
 def count(source: SlicedSource, epoch: int = 0) -> Statistics:
     """Exact counts of the training samples of a small source, as they are in `epoch`."""
-    samples = source.samples_per_epoch
-    ids = source.ids_of(np.arange(samples), epoch)
-    edges = ids.offsets.numpy()[:: ids.batch_size]
-    tables = []
-    for index, (feature, rows) in enumerate(zip(source.features, source.table_rows, strict=True)):
-        own = ids.values.numpy()[edges[index] : edges[index + 1]]
-        counts = np.bincount(own, minlength=rows)
-        found = int(np.count_nonzero(counts))
-        tables.append(TableCounts(feature, rows, len(own), found, counts))
-    return Statistics(tuple(tables), vocabulary_of(source), samples)
+    ids = source.ids_of(np.arange(source.samples_per_epoch), epoch)
+    rows = dict(zip(source.features, source.table_rows, strict=True))
+    return count_ids(rows, [ids], vocabulary_of(source))
 
 
 def counted(source: SlicedSource, folder: Path) -> Path:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from distcache.ops import reference
+
 
 def random_bags(seed, bags, rows, dim, dtype, weighted, max_ids=5):
     """A random jagged batch: rows [U, D], positions [n], offsets [K + 1], weights [n] or None."""
@@ -27,3 +29,30 @@ def segments_of(positions, rows):
 def bag_of(offsets):
     """The bag of each id, [n]."""
     return torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+
+
+def chunked_row_gradients(
+    bag_gradients: torch.Tensor,
+    bag_of: torch.Tensor,
+    order: torch.Tensor,
+    segments: torch.Tensor,
+    weights: torch.Tensor | None,
+    chunks: reference.SegmentChunks,
+) -> torch.Tensor:
+    """`row_gradients` with the additions of `segment_chunks`: the twin of the GPU's body.
+
+    Products with weights are rounded before they are added.
+    """
+    values = bag_gradients.detach().index_select(0, bag_of.index_select(0, order))
+    if weights is not None:
+        values = values * weights.detach().to(values.dtype).index_select(0, order).unsqueeze(1)
+    out = reference._segment_sum(
+        values, torch.arange(len(values), device=values.device), segments, None
+    )
+    for starts, ends in chunks.passes():
+        # Bags from one bound to the next: a gap, a chunk, a gap, ..., a chunk, a gap.
+        bounds = torch.stack((starts, ends), dim=1).view(-1)
+        bounds = torch.cat((bounds.new_zeros(1), bounds, bounds.new_tensor([len(values)])))
+        index = torch.arange(len(values), device=values.device)
+        values = reference._segment_sum(values, index, bounds, None)[1::2]
+    return out.index_copy_(0, chunks.rows, values) if chunks.sizes else out

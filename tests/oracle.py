@@ -19,9 +19,11 @@ OPTIMIZERS = {
 """A well-conditioned setting of each optimizer, and its learning rate."""
 
 
-def check_against_trainer(case: Scenario, start: Outcome, found: Outcome) -> None:
-    """Losses within 1e-9 (float64) or 1e-5, weights within 1e-10, or ten times the drift of the
-    trainer itself when it takes its samples in reverse."""
+def check_against_trainer(
+    case: Scenario, start: Outcome, found: Outcome, weights: float | None = None
+) -> None:
+    """Losses within 1e-9 (float64) or 1e-5, weights within 1e-10 (or `weights`), or ten times the
+    drift of the trainer itself when it takes its samples in reverse."""
     readers = {f: spec.name for spec in case.tables for f in spec.features}
     settings = reference_trainer.Settings(
         optimizer=case.optimizer.name,
@@ -53,5 +55,5 @@ def check_against_trainer(case: Scenario, start: Outcome, found: Outcome) -> Non
     )
     double = case.dtype is torch.float64
     assert loss <= max(1e-9 if double else 1e-5, 10 * loss_drift)
-    if double:
-        assert weight <= max(1e-10, 10 * weight_drift)
+    if double or weights:
+        assert weight <= max(weights or 1e-10, 10 * weight_drift)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+from counting import count_ids
 from scenarios import Outcome, Scenario, run_mode
 
 from distcache.comm.world import World
@@ -10,22 +10,16 @@ from distcache.layout import TableSpec, group_tables
 from distcache.parallel.cached import CachedParallel, CachedSettings
 from distcache.popularity.curve import Curve, StepCurves
 from distcache.popularity.slots import statistics_of
-from distcache.popularity.statistics import Popularity, Statistics, TableCounts
+from distcache.popularity.statistics import Popularity, Statistics
 
 
 def count(case: Scenario, steps: range) -> Statistics:
     """Counts of every feature over some steps of a scenario."""
-    readers = {f: table for table in case.tables for f in table.features}
-    counts = {f: np.zeros(readers[f].rows, np.int64) for f in case.features}
-    for step in steps:
-        ids = case.batch(step).ids
-        spans = np.split(ids.values.numpy(), ids.offsets.numpy()[:: ids.batch_size][1:-1])
-        for feature, values in zip(ids.features, spans, strict=True):
-            counts[feature] += np.bincount(values, minlength=len(counts[feature]))
-    tables = [
-        TableCounts(f, len(c), int(c.sum()), int((c > 0).sum()), c) for f, c in counts.items()
-    ]
-    return Statistics(tuple(tables), "ids", len(steps) * case.global_batch)
+    rows = {feature: table.rows for table in case.tables for feature in table.features}
+    return count_ids(
+        {feature: rows[feature] for feature in case.features},
+        (case.batch(step).ids for step in steps),
+    )
 
 
 def popularity_of(case: Scenario, slots: tuple[int, ...], **how: object) -> Popularity:

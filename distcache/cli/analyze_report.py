@@ -1,109 +1,70 @@
-"""What an analysis leaves: `report.md`, `report.json`, its tables, and one paragraph of advice."""
+"""What an analysis leaves: `report.md`, `report.json`, pictures, and one paragraph of advice."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from distcache.cli.analyze_plots import plot_access, plot_drift, plot_misses
-from distcache.cli.analyze_run import (
-    CLOSE,
-    GRID,
-    Request,
-    SizePoint,
-    Target,
-    cases_of,
-    fitting_sizes,
-)
-from distcache.cli.run import describe_environment
-from distcache.cli.tables import Table, markdown_table
-from distcache.errors import DataError
+from distcache.cli.analyze_run import CLOSE, GRID, Analysis, BindingHold, SizePoint, Target, optima
+from distcache.cli.report import Table, human_bytes, machine_text, percent, plain_numbers, tidy
+from distcache.cli.run import describe_environment, new_figure
 from distcache.popularity.curve import TOP_SHARES, TableProfile, most_frequent
-from distcache.replay import Case, Outcome, popularity_of, replay
-from distcache.trace import read_steps, record_ids
-from distcache.trainer.prediction import Counted, Estimate, Progress, RecordedRun, Sizes
+from distcache.replay import Case, Outcome
+from distcache.trace import Trace
+from distcache.trainer.prediction import Estimate, Sizes
 from distcache.trainer.record import write_json
 
 # -----------------------------------------------------------------------------
 # The tables of an analysis, as rows of text.
 
 
-def human_bytes(count: float) -> str:
-    """A byte count in a unit that reads well."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"
-
-
-def percent(value: float | None, digits: int = 2) -> str:
-    """A share in percent, `-` for None."""
-    return "-" if value is None else f"{100 * value:.{digits}f}"
-
-
 def access_table(profiles: Sequence[TableProfile]) -> Table:
     """Who gets the lookups, table by table."""
-    rows = []
-    for profile in profiles:
-        counts = profile.counts
-        sign = "" if profile.distinct_error == 0 else "~"
-        rows.append(
-            (
-                counts.feature,
-                f"{counts.rows:,}",
-                f"{counts.lookups:,}",
-                f"{sign}{counts.distinct:,}",
-                *("-" if profile.unused else percent(profile.top(s), 1) for s in TOP_SHARES),
-                _zipf(profile),
-            )
-        )
-    return Table(
+
+    def top(share: float, profile: TableProfile) -> str:
+        return "-" if profile.unused else percent(profile.top(share), 1)
+
+    def zipf(profile: TableProfile) -> str:
+        fit = profile.fit
+        if profile.alike:
+            return "alike"
+        if fit.exponent is None or fit.error is None:
+            return "-"
+        return f"{fit.exponent:.2f} ± {fit.error:.2f}"
+
+    return Table.of(
         "Accesses of each table",
         "Lookups counted, distinct rows among them, share of the lookups (%) on the most frequent "
         "rows, and the exponent of Zipf's law (rank regression over rows with at least 30 lookups, "
         "Gabaix & Ibragimov 2011) with its standard error. `-`: nothing to tell it from; `alike`: "
         "rows differ by chance alone.",
-        (
-            "table",
-            "rows",
-            "lookups",
-            "distinct",
-            *(f"top {100 * share:g} %" for share in TOP_SHARES),
-            "Zipf",
-        ),
-        rows,
+        [
+            ("table", lambda p: p.counts.feature),
+            ("rows", lambda p: f"{p.counts.rows:,}"),
+            ("lookups", lambda p: f"{p.counts.lookups:,}"),
+            ("distinct", lambda p: f"{'~' if p.distinct_error else ''}{p.counts.distinct:,}"),
+            *((f"top {100 * share:g} %", partial(top, share)) for share in TOP_SHARES),
+            ("Zipf", zipf),
+        ],
+        profiles,
     )
 
 
 def use_table(
     profiles: Sequence[TableProfile], world_sizes: Sequence[int], advised: Sequence[int]
 ) -> Table:
-    """What each table means for batches and caches."""
-    rows = []
-    worlds = sorted({1, *world_sizes})
-    for profile, own in zip(profiles, advised, strict=True):
-        counts = profile.counts
-        distinct = (f"{profile.distinct_per_batch(world):,.1f}" for world in worlds)
-        rows.append(
-            (
-                counts.feature,
-                f"{profile.batch_lookups:,.1f}",
-                *distinct,
-                percent(profile.drift.kept(), 1),
-                percent(profile.drift.kept_far(), 1),
-                f"{own:,}",
-                percent(own / counts.rows, 2),
-            )
-        )
-    slices = ("distinct rows", *(f"of a rank of {world}" for world in worlds if world > 1))
-    return Table(
+    """What each table means for batches and caches; `advised`: rows of each in the cache."""
+
+    def distinct(world: int, pair: tuple[TableProfile, int]) -> str:
+        return f"{pair[0].distinct_per_batch(world):,.1f}"
+
+    return Table.of(
         "Batches, drift, and each table's share of the cache",
         "Lookups of a global batch and the distinct rows expected in it (and in a rank's slice of "
         "it); what the hot rows of one part of the stream (1 % of the table's, at most a tenth of "
@@ -111,156 +72,122 @@ def use_table(
         "in % of what that part's own hot rows serve; and the rows of "
         "the advised cache that are this table's if it holds the most frequent ones, with their "
         "share of the table (%).",
-        ("table", "lookups", *slices, "kept next", "kept far", "cache rows", "of the table"),
-        rows,
+        [
+            ("table", lambda pair: pair[0].counts.feature),
+            ("lookups", lambda pair: f"{pair[0].batch_lookups:,.1f}"),
+            *(
+                ("distinct rows" if w == 1 else f"of a rank of {w}", partial(distinct, w))
+                for w in sorted({1, *world_sizes})
+            ),
+            ("kept next", lambda pair: percent(pair[0].drift.kept(), 1)),
+            ("kept far", lambda pair: percent(pair[0].drift.kept_far(), 1)),
+            ("cache rows", lambda pair: f"{pair[1]:,}"),
+            ("of the table", lambda pair: percent(pair[1] / pair[0].counts.rows, 2)),
+        ],
+        zip(profiles, advised, strict=True),
     )
 
 
 def size_table(points: Sequence[SizePoint], sizes: Sizes) -> Table:
     """Hit rates by cache size."""
-    rows = []
-    for point in points:
-        found = point.estimate
-        rows.append(
-            (
-                percent(sum(point.slots) / sizes.rows, 3),
-                f"{sum(point.slots):,}",
-                human_bytes(point.bytes),
-                percent(found.hit_rate_lookups),
-                percent(found.hit_rate),
-                f"{(found.fetched or 0) / found.steps:,.1f}",
-                percent(point.static),
-                percent(point.static_distinct),
-            )
-        )
     label = points[0].estimate.case.label if points else ""
-    return Table(
+    return Table.of(
         "Hit rate by cache size",
         f"Slots per rank; what the run comes to with `{label}`: hits of lookups and of distinct "
         "rows (%), rows fetched per step, from an empty cache on; and the same two rates of the "
         "best fixed set of rows, were it cached from the start. Sizes that a step does not fit in "
         "are left out.",
-        (
-            "% of rows",
-            "rows",
-            "bytes",
-            "hits of lookups",
-            "of distinct rows",
-            "fetched per step",
-            "fixed set, lookups",
-            "distinct",
-        ),
-        rows,
+        [
+            ("% of rows", lambda p: percent(sum(p.slots) / sizes.rows, 3)),
+            ("rows", lambda p: f"{sum(p.slots):,}"),
+            ("bytes", lambda p: human_bytes(p.bytes)),
+            ("hits of lookups", lambda p: percent(p.estimate.hit_rate_lookups)),
+            ("of distinct rows", lambda p: percent(p.estimate.hit_rate)),
+            ("fetched per step", lambda p: _per_step(p.estimate, "fetched")),
+            ("fixed set, lookups", lambda p: percent(p.static)),
+            ("distinct", lambda p: percent(p.static_distinct)),
+        ],
+        points,
     )
 
 
-def prediction_table(
-    estimates: Sequence[Estimate], prediction: RecordedRun, expected: float
-) -> Table:
+def prediction_table(analysis: Analysis) -> Table:
     """What the configured run will measure, by number of ranks."""
-    rows, refused = [], ""
-    for found in estimates:
-        start = (str(found.case.world_size), f"{sum(found.case.slots):,}")
-        if found.refused is not None:
-            rows.append((*start, "refused", *["-"] * 5))
-            refused += f" Training would refuse {start[1]} slots: {found.refused}."
-            continue
-        rows.append(
-            (
-                *start,
-                f"{found.hit_rate_lookups:.4f}",
-                f"{found.hit_rate:.4f}",
-                f"{expected:,.1f}",
-                f"{(found.distinct or 0) / found.steps:,.1f}",
-                f"{(found.fetched or 0) / found.steps:,.1f}",
-                f"{(found.written_back or 0) / found.steps:,.1f}",
-            )
-        )
-    steps = prediction.steps
-    how = f"all {steps:,} steps were replayed"
-    if prediction.recorded < steps:
+    prediction, expected = analysis.prediction, analysis.counted.distinct_per_step()
+    how = f"all {prediction.steps:,} steps were replayed"
+    if prediction.recorded < prediction.steps:
         how = (
-            f"the first {prediction.recorded:,} of {steps:,} steps were replayed, and the rest "
-            "taken to go on as the last quarter of them"
+            f"the first {prediction.recorded:,} of {prediction.steps:,} steps were replayed, and "
+            "the rest taken to go on as the last quarter of them"
         )
-    return Table(
+    table = Table.of(
         "What training will measure with this configuration",
         "`hit_rate_lookups` and `hit_rate` (of distinct rows) of `summary.json`; distinct rows per "
         "step as expected from the counts alone, and as replayed; rows fetched and written back "
-        f"per step. Through the planner that training runs: {how}.{refused}",
-        (
-            "ranks",
-            "slots",
-            "hit_rate_lookups",
-            "hit_rate",
-            "distinct, expected",
-            "distinct, replayed",
-            "fetched",
-            "written back",
-        ),
-        rows,
+        f"per step. Through the planner that training runs: {how}.",
+        [
+            ("ranks", lambda e: str(e.case.world_size)),
+            ("slots", lambda e: f"{sum(e.case.slots):,}"),
+            ("hit_rate_lookups", lambda e: f"{e.hit_rate_lookups or 0:.4f}"),
+            ("hit_rate", lambda e: f"{e.hit_rate or 0:.4f}"),
+            ("distinct, expected", lambda e: f"{expected:,.1f}"),
+            ("distinct, replayed", lambda e: _per_step(e, "distinct")),
+            ("fetched", lambda e: _per_step(e, "fetched")),
+            ("written back", lambda e: _per_step(e, "written_back")),
+        ],
+        analysis.estimates,
     )
+    return _refused(table, analysis.estimates, 2)
+
+
+def _per_step(found: Estimate | Outcome, name: str) -> str:
+    """A count of a run divided by its steps."""
+    return f"{(getattr(found, name) or 0) / max(found.steps, 1):,.1f}"
+
+
+def _refused(table: Table, found: Sequence[Estimate] | Sequence[Outcome], known: int) -> Table:
+    """The table with nothing but its first `known` cells where training would refuse a case, and
+    why."""
+    rows, why = list(table.rows), dict[str, None]()
+    for place, one in enumerate(found):
+        if one.refused is not None:
+            cells = ["refused", *"-" * (len(table.columns) - known - 1)]
+            rows[place] = (*rows[place][:known], *cells)
+            why[f" Training would refuse {sum(one.case.slots):,} slots: {one.refused}."] = None
+    return Table(table.title, table.note + "".join(why), table.columns, rows)
 
 
 def simulation_table(outcomes: Sequence[Outcome], row_bytes: Sequence[int]) -> Table:
     """Policies x sizes x windows x ranks, beside the offline optimum of the same size."""
-    least = {_key(o): o.fetched for o in outcomes if o.case.policy is None and o.refused is None}
-    rows, refused = [], {}
-    for outcome in outcomes:
-        case = outcome.case
-        start = (case.label, f"{sum(case.slots):,}", str(case.world_size))
-        if outcome.refused is not None:
-            rows.append((*start, "refused", *["-"] * 6))
-            refused[_key(outcome)] = outcome.refused
-            continue
-        steps, optimum = max(outcome.steps, 1), least.get(_key(outcome))
-        rows.append(
-            (
-                *start,
-                percent(outcome.hit_rate_lookups),
-                percent(outcome.hit_rate),
-                f"{outcome.fetched / steps:,.1f}",
-                f"{outcome.written_back / steps:,.1f}",
-                human_bytes(outcome.host_to_device_bytes(row_bytes) / steps),
-                human_bytes(outcome.device_to_host_bytes(row_bytes) / steps),
-                f"{outcome.fetched / optimum:.3f}" if optimum else "-",
-            )
-        )
-    return Table(
+    least = optima(outcomes)
+
+    def of_min(outcome: Outcome) -> str:
+        optimum = least.get((outcome.case.slots, outcome.case.world_size))
+        return f"{outcome.fetched / optimum:.3f}" if optimum else "-"
+
+    def each(bytes: int, outcome: Outcome) -> str:
+        return human_bytes(bytes / max(outcome.steps, 1))
+
+    table = Table.of(
         "Simulated policies",
         "Hits of lookups and of distinct rows (%), and per step over all ranks: rows fetched and "
         "written back, bytes in and out; rows fetched relative to Belady's MIN over the whole "
-        "trace (the offline optimum). No tensors are made, but plans are those of training."
-        + "".join(
-            f" Training would refuse {sum(k[0]):,} slots: {why}." for k, why in refused.items()
-        ),
-        (
-            "policy",
-            "slots per rank",
-            "ranks",
-            "hits of lookups",
-            "of distinct rows",
-            "fetched",
-            "written back",
-            "bytes in",
-            "bytes out",
-            "of MIN",
-        ),
-        rows,
+        "trace (the offline optimum). No tensors are made, but plans are those of training.",
+        [
+            ("policy", lambda o: o.case.label),
+            ("slots per rank", lambda o: f"{sum(o.case.slots):,}"),
+            ("ranks", lambda o: str(o.case.world_size)),
+            ("hits of lookups", lambda o: percent(o.hit_rate_lookups)),
+            ("of distinct rows", lambda o: percent(o.hit_rate)),
+            ("fetched", lambda o: _per_step(o, "fetched")),
+            ("written back", lambda o: _per_step(o, "written_back")),
+            ("bytes in", lambda o: each(o.host_to_device_bytes(row_bytes), o)),
+            ("bytes out", lambda o: each(o.device_to_host_bytes(row_bytes), o)),
+            ("of MIN", of_min),
+        ],
+        outcomes,
     )
-
-
-def _key(outcome: Outcome) -> tuple[tuple[int, ...], int]:
-    return outcome.case.slots, outcome.case.world_size
-
-
-def _zipf(profile: TableProfile) -> str:
-    fit = profile.fit
-    if profile.alike:
-        return "alike"
-    if fit.exponent is None or fit.error is None:
-        return "-"
-    return f"{fit.exponent:.2f} ± {fit.error:.2f}"
+    return _refused(table, outcomes, 3)
 
 
 # -----------------------------------------------------------------------------
@@ -280,31 +207,26 @@ class Advice:
     table_rows: tuple[int, ...]
 
 
-def advise(
-    target: Target,
-    profiles: Sequence[TableProfile],
-    sizes: Sizes,
-    optimizer: str,
-    distinct: float,
-) -> Advice:
-    """What to do about `target`, for tables of these `sizes` with their optimizer state.
-
-    `distinct`: rows of a step, the mean.
-    """
+def advise(analysis: Analysis) -> Advice:
+    """What to do about the target."""
+    target, sizes, profiles = analysis.target, analysis.sizes, analysis.counted.profiles
     point = target.point
-    rows = _split(profiles, sizes, point.slots)
-    share = sum(point.slots) / sizes.rows
+    share, saved = sum(point.slots) / sizes.rows, sizes.bytes - point.bytes
     parts = [*_odd_tables(profiles), _reach(target)]
-    saved = sizes.bytes - point.bytes
     parts.append(
         f"That is {sum(point.slots):,} rows per rank, {share:.3%} of {sizes.rows:,}: "
-        f"{human_bytes(point.bytes)} with the state of optim={optimizer}, where the whole "
+        f"{human_bytes(point.bytes)} with the state of optim={analysis.optimizer}, where the whole "
         f"tables take {human_bytes(sizes.bytes)} on every rank; it saves "
         f"{human_bytes(saved)}, {saved / sizes.bytes:.1%}."
     )
-    parts += _beside(target, sizes, distinct)
+    parts += _beside(target, sizes, analysis.prediction.distinct_per_step)
     if share > _MOSTLY:
         parts.append("That saves little: the lookups are spread over most of the rows.")
+    rows = [0] * len(profiles)  # of each table if each group's slots hold its most frequent rows
+    for members, count in zip(sizes.members, point.slots, strict=True):
+        curves = [profiles[table].curve for table in members]
+        for table, part in zip(members, most_frequent(curves, count, shared=True), strict=True):
+            rows[table] = round(part)
     largest = sorted(range(len(rows)), key=lambda table: -rows[table])[:3]
     named = ", ".join(
         f"{profiles[t].counts.feature} {rows[t] / max(sum(rows), 1):.0%}"
@@ -313,17 +235,16 @@ def advise(
     )
     if named:
         parts.append(f"Most of the cache goes to {named} (`cache rows` in the table).")
-    alike = _alike(profiles)
-    if alike is not None:
-        parts.append(alike)
+    parts += [*_alike(profiles), *map(str, analysis.holds)]
     paste = [f"cache.ratio={point.ratio:.12g}"]
     if len(sizes.groups) == 1:
         paste.append(f"cache.bytes={point.bytes}")
-    return Advice(" ".join(parts), tuple(paste), rows)
+    return Advice(" ".join(parts), tuple(paste), tuple(rows))
 
 
 def _beside(target: Target, sizes: Sizes, distinct: float) -> list[str]:
-    """What a step takes on the device beside its slots, and whether rows can move ahead."""
+    """What a step of so many `distinct` rows takes on the device beside its slots, and whether rows
+    can move ahead."""
     parts, case = [], target.point.estimate.case
     if len(sizes.groups) == 1:
         _, dim, _ = sizes.groups[0]
@@ -341,78 +262,238 @@ def _beside(target: Target, sizes: Sizes, distinct: float) -> list[str]:
 
 def _reach(target: Target) -> str:
     """Which rate is reached, and why not the one that was wanted."""
-    estimate, policy = target.point.estimate, target.point.estimate.case.label
+    point, whole = target.point, target.whole
+    estimate, policy = point.estimate, point.estimate.case.label
     rate = f"{estimate.hit_rate_lookups:.2%} of the lookups"
-    if target.point.ratio >= 1:
+    unreachable = (
+        f"No cache serves analyze.target_hit_rate={target.wanted:g} of the lookups: the whole "
+        f"tables on the device serve {whole.rate:.2%} over {whole.estimate.steps:,} steps, because "
+        "the first access to a row always misses; a longer run (trainer.steps, more epochs) comes "
+        "closer."
+    )
+    if point.ratio >= 1:
         start = f"Only the whole tables serve {rate}; no smaller cache does."
-        return start if target.reachable else f"{_unreachable(target)} {start}"
+        return start if target.reachable else f"{unreachable} {start}"
     if target.reachable:
         return (
-            f"For analyze.target_hit_rate={target.wanted:g}: cache.ratio={target.point.ratio:g} "
+            f"For analyze.target_hit_rate={target.wanted:g}: cache.ratio={point.ratio:g} "
             f"serves {rate} over {estimate.steps:,} steps ({policy})."
         )
     return (
-        f"{_unreachable(target)} {CLOSE:.0%} of that takes cache.ratio={target.point.ratio:g}, "
+        f"{unreachable} {CLOSE:.0%} of that takes cache.ratio={point.ratio:g}, "
         f"which serves {rate} ({policy})."
     )
 
 
-def _unreachable(target: Target) -> str:
-    return (
-        f"No cache serves analyze.target_hit_rate={target.wanted:g} of the lookups: the whole "
-        f"tables on the device serve {target.whole.rate:.2%} over "
-        f"{target.whole.estimate.steps:,} steps, because the first access to a row always misses; "
-        "a longer run (trainer.steps, more epochs) comes closer."
-    )
-
-
-def _alike(profiles: Sequence[TableProfile]) -> str | None:
+def _alike(profiles: Sequence[TableProfile]) -> list[str]:
     """Why a cache will not help, where most rows are in tables without hot rows."""
     tables = [profile for profile in profiles if profile.alike]
     rows = sum(profile.counts.rows for profile in tables)
     share = rows / sum(profile.counts.rows for profile in profiles)
     if share <= _MOSTLY:
-        return None
+        return []
     lookups = sum(p.counts.lookups for p in tables) / sum(p.counts.lookups for p in profiles)
-    return (
+    return [
         f"A cache will not help: {len(tables)} table(s) with {share:.0%} of the rows and "
         f"{lookups:.0%} of the lookups are looked up uniformly (their rows differ by chance "
         "alone), so no rows are worth keeping, and a cache of some share of these rows serves "
         "about that share of their lookups. Keep the tables on the devices (parallel=hybrid or "
         "resident) if they fit; with parallel=data nearly every row of a step comes from the host."
-    )
+    ]
 
 
 def _odd_tables(profiles: Sequence[TableProfile]) -> list[str]:
     """Tables without accesses, and those with one id."""
+
+    def listed(names: Sequence[str]) -> str:
+        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
     found = []
     unused = [profile.counts.feature for profile in profiles if profile.unused]
     if unused:
         found.append(
-            f"Nothing looks up {_listed(unused)}: such a table takes no slots; leave it out."
+            f"Nothing looks up {listed(unused)}: such a table takes no slots; leave it out."
         )
     single = [profile.counts.feature for profile in profiles if profile.single]
     if single:
         found.append(
-            f"All ids of {_listed(single)} are equal: one row serves every lookup, and the feature "
+            f"All ids of {listed(single)} are equal: one row serves every lookup, and the feature "
             "tells samples apart by nothing."
         )
     return found
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
+# -----------------------------------------------------------------------------
+# The pictures of an analysis: access curves, misses by cache size, drift.
+
+_MARKS = "osD^vP*Xh<>"
+_LINES = ("-", "--", "-.", ":")
 
 
-def _split(profiles: Sequence[TableProfile], sizes: Sizes, slots: Sequence[int]) -> tuple[int, ...]:
-    """The slots of every table if each group's hold its most frequent rows."""
-    rows = [0] * len(profiles)
-    for members, count in zip(sizes.members, slots, strict=True):
-        curves = [profiles[table].curve for table in members]
-        for table, part in zip(members, most_frequent(curves, count, shared=True), strict=True):
-            rows[table] = round(part)
-    return tuple(rows)
+def _styled(profiles: Sequence[TableProfile]) -> list[tuple[TableProfile, dict[str, Any]]]:
+    """The tables, the largest first, each with a line of its own."""
+    ordered = sorted(profiles, key=lambda profile: -profile.counts.rows)
+    found = []
+    for place, profile in enumerate(ordered):
+        rows = profile.counts.rows
+        units = ((1_000_000, " M"), (1_000, " k"))
+        size = next((f"{rows / unit:.3g}{name}" for unit, name in units if rows >= unit), str(rows))
+        style = {
+            "color": _colour(place, len(ordered)),
+            "linestyle": _LINES[place % len(_LINES)],
+            "marker": _MARKS[place % len(_MARKS)],
+            "markersize": 4,
+            "label": f"{profile.counts.feature} ({size})",
+        }
+        found.append((profile, style))
+    return found
+
+
+def _colour(place: int, count: int) -> Any:
+    """A colour of its own for each of `count` lines, from dark to bright."""
+    from matplotlib import colormaps
+
+    return colormaps["turbo"](0.05 + 0.9 * place / max(count - 1, 1))
+
+
+def _legend(figure: Any, panel: Any, entries: int) -> None:
+    """Beside the panels, in a size that holds all entries."""
+    small = 7.5 if entries > 16 else 9
+    handles, labels = panel.get_legend_handles_labels()
+    where = {"loc": "outside right upper", "title": "table (rows)"}
+    figure.legend(handles, labels, fontsize=small, **where)
+
+
+def plot_access(path: Path, profiles: Sequence[TableProfile]) -> bool:
+    """Share of a table's lookups on the most frequent share of its rows."""
+    figure = new_figure(11, 6.5)
+    if figure is None:
+        return False
+    panel, least = figure.subplots(), 1.0
+    styled = _styled([profile for profile in profiles if not profile.unused])
+    for place, (profile, style) in enumerate(styled):
+        rows = profile.counts.rows
+        points = np.unique(np.ceil(np.geomspace(1, max(rows, 1), 200)))
+        shares = [100 * profile.curve.top(point) for point in points]
+        least = min(least, 1 / rows)
+        panel.plot(100 * points / rows, shares, markevery=(place % 5, 25), linewidth=1.5, **style)
+    panel.set_xscale("log")
+    panel.set_xlim(100 * max(least, 1e-7), 110)
+    panel.set_ylim(0, 102)
+    panel.set(
+        title="Access curves: lookups served by the most frequent rows of each table",
+        xlabel="most frequent rows, % of the table's rows (logarithmic)",
+        ylabel="share of the table's lookups, %",
+    )
+    tidy(panel)
+    _legend(figure, panel, len(styled))
+    figure.savefig(path, dpi=110)
+    return True
+
+
+def _simulated(outcomes: Sequence[Outcome], total_rows: int) -> dict[str, list[Sequence[float]]]:
+    """(size, misses), both in %, of each policy at the first number of ranks."""
+    lines: dict[str, list[Sequence[float]]] = {}
+    for outcome in outcomes:
+        world = outcome.case.world_size
+        if world != outcomes[0].case.world_size or outcome.hit_rate_lookups is None:
+            continue
+        label = f"{outcome.case.label}{f', {world} ranks' if world > 1 else ''} (simulated)"
+        size = 100 * sum(outcome.case.slots) / total_rows
+        lines.setdefault(label, []).append((size, 100 * (1 - outcome.hit_rate_lookups)))
+    return lines
+
+
+def plot_misses(
+    path: Path,
+    points: Sequence[SizePoint],
+    total_rows: int,
+    outcomes: Sequence[Outcome],
+    advised: SizePoint | None = None,
+) -> bool:
+    """Share of lookups that miss by cache size: the configured policy over the run, the best fixed
+    set, and the simulated policies at their first number of ranks."""
+    figure = new_figure(9, 7)
+    if figure is None:
+        return False
+    panel, seen = figure.subplots(), list[float]()
+    if points:
+        sizes = [100 * sum(point.slots) / total_rows for point in points]
+        missed = [100 * (1 - point.rate) for point in points]
+        label = f"{points[0].estimate.case.label} (the run, replayed)"
+        panel.plot(sizes, missed, color="#0072b2", linewidth=2, label=label)
+        if advised is not None:
+            panel.axvline(
+                100 * sum(advised.slots) / total_rows,
+                color="#555555",
+                linewidth=1,
+                label=f"advised: {sum(advised.slots):,} rows per rank",
+            )
+        static = [100 * max(1 - point.static, 0.0) for point in points]
+        shown = [(size, value) for size, value in zip(sizes, static, strict=True) if value > 1e-3]
+        if shown:
+            label = "best fixed set, always cached (from counts)"
+            panel.plot(*zip(*shown, strict=True), color="#d55e00", linestyle="--", label=label)
+        seen += [*missed, *(value for _, value in shown)]
+    lines = _simulated(outcomes, total_rows)
+    for place, (label, pairs) in enumerate(lines.items()):
+        panel.plot(
+            *zip(*sorted(pairs), strict=True),
+            color=_colour(place, len(lines)),
+            linestyle=":",
+            marker=_MARKS[(place + 2) % len(_MARKS)],
+            markersize=5,
+            linewidth=1.3,
+            label=label,
+        )
+        seen += [miss for _, miss in pairs]
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    lowest, highest = min(seen, default=100.0), max(seen, default=0.0)
+    panel.set_ylim(max(lowest / 1.3, 1e-3), min(max(1.3 * highest, 1e-2), 130))
+    plain_numbers(panel)
+    panel.set(
+        title="Lookups that miss, by cache size",
+        xlabel="cached rows per rank, % of all rows (logarithmic)",
+        ylabel="share of the lookups that miss, % (logarithmic)",
+    )
+    tidy(panel)
+    handles, labels = panel.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=9)
+    figure.savefig(path, dpi=110)
+    return True
+
+
+def plot_drift(path: Path, profiles: Sequence[TableProfile]) -> bool:
+    """What the first part's hot rows, and those of the part before, serve of each later part."""
+
+    def kept(parts: Sequence[float], wholes: Sequence[float]) -> list[float]:
+        pairs = zip(parts, wholes, strict=True)
+        return [100 * part / whole if whole else float("nan") for part, whole in pairs]
+
+    seen = [profile for profile in profiles if len(profile.drift.own) > 1]
+    figure = new_figure(13, 6) if seen else None
+    if figure is None:
+        return False
+    left, right = figure.subplots(1, 2, sharey=True)
+    for profile, style in _styled(seen):
+        drift, parts = profile.drift, np.arange(2, len(profile.drift.own) + 1)
+        left.plot(parts, kept(drift.next, drift.own[1:]), linewidth=1.4, **style)
+        right.plot(parts, kept(drift.far[1:], drift.own[1:]), linewidth=1.4, **style)
+    left.set(
+        title="hot rows of the part before",
+        xlabel="part of the stream",
+        ylabel="lookups served, % of what the part's own hot rows serve",
+    )
+    right.set(title="hot rows of the first part", xlabel="part of the stream")
+    left.set_ylim(bottom=min(left.get_ylim()[0], 90))  # a little drift shall look little
+    for panel in (left, right):
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        tidy(panel)
+    figure.suptitle("Drift: how the hot rows of one part of the stream serve another")
+    _legend(figure, left, len(seen))
+    figure.savefig(path, dpi=110)
+    return True
 
 
 # -----------------------------------------------------------------------------
@@ -422,84 +503,35 @@ _SHOWN = 26
 """Tables on the terminal, the largest first."""
 
 
-@dataclass(frozen=True)
-class Analysis:
-    """All that was found out. `files_order`: counted in the order of the files; `simulated`: empty
-    without `simulate=true`; `stopped_by`: the signal that cut it short, None for none."""
-
-    request: Request
-    counted: Counted
-    sizes: Sizes
-    prediction: RecordedRun
-    estimates: tuple[Estimate, ...]
-    points: tuple[SizePoint, ...]
-    target: Target
-    advice: Advice
-    data: str
-    files_order: bool
-    simulated: tuple[Outcome, ...] = ()
-    stopped_by: int | None = None
-
-
-def write_report(analysis: Analysis, command: Sequence[str]) -> str:
-    """Write everything into the folder of the request; the summary for the terminal."""
-    out = analysis.request.output
-    profiles = analysis.counted.profiles
+def write_report(analysis: Analysis, out: Path, command: Sequence[str]) -> str:
+    """Write everything into the folder `out`; the summary for the terminal."""
+    profiles, rows = analysis.counted.profiles, analysis.sizes.rows
+    misses = (analysis.points, rows, analysis.simulated, analysis.target.point)
     pictures = {
-        "access.png": plot_access(out / "access.png", profiles),
-        "misses.png": plot_misses(
-            out / "misses.png",
-            analysis.points,
-            analysis.sizes.rows,
-            analysis.simulated,
-            analysis.target.point,
-        ),
-        "drift.png": plot_drift(out / "drift.png", profiles),
+        "access": plot_access(out / "access.png", profiles),
+        "misses": plot_misses(out / "misses.png", *misses),
+        "drift": plot_drift(out / "drift.png", profiles),
     }
-    drawn = [name for name, done in pictures.items() if done]
-    environment = describe_environment(1)
-    write_json(out / "report.json", values(analysis, environment | {"command": [*command]}))
-    (out / "report.md").write_text(markdown(analysis, environment, command, drawn))
-    return terminal(analysis)
-
-
-def markdown(
-    analysis: Analysis, environment: dict[str, Any], command: Sequence[str], pictures: list[str]
-) -> str:
-    """The whole report."""
-    advice, counted = analysis.advice, analysis.counted
-
-    def shown(point: SizePoint) -> bool:
-        """Not those that the search only passed by."""
-        return point.ratio in GRID or point is analysis.target.point
-
-    parts = [f"# Lookups of data={analysis.data}", f"`{' '.join(command)}`"]
-    parts += ["## Advice", advice.text, "```\n" + "\n".join(advice.paste) + "\n```"]
-    parts += ["## What was read", read_text(analysis)]
+    advice, environment = advise(analysis), describe_environment(1) | {"command": [*command]}
+    write_json(out / "report.json", values(analysis, advice, environment))
     tables = [
-        access_table(counted.profiles),
-        use_table(counted.profiles, analysis.request.options.world_sizes, advice.table_rows),
-        prediction_table(analysis.estimates, analysis.prediction, counted.distinct_per_step()),
-        size_table([point for point in analysis.points if shown(point)], analysis.sizes),
+        access_table(profiles),
+        use_table(profiles, analysis.options.world_sizes, advice.table_rows),
+        prediction_table(analysis),
+        # Not those sizes that the search only passed by.
+        size_table(
+            [p for p in analysis.points if p.ratio in GRID or p is analysis.target.point],
+            analysis.sizes,
+        ),
     ]
     if analysis.simulated:
         tables.append(simulation_table(analysis.simulated, analysis.sizes.row_bytes))
-    parts += [section(table) for table in tables]
-    parts += [f"![{name.removesuffix('.png')}]({name})" for name in pictures]
-    return "\n\n".join([*parts, machine_text(environment)]) + "\n"
-
-
-def section(table: Table) -> str:
-    """A table under its title and note."""
-    return f"## {table.title}\n\n{table.note}\n\n{markdown_table(table)}"
-
-
-def machine_text(environment: dict[str, Any]) -> str:
-    """Machine, versions and commit in a line or two."""
-    hardware, commit = environment["hardware"], environment["commit"] or {}
-    versions = [f"{name} {version}" for name, version in environment["versions"].items() if version]
-    state = commit.get("commit", "unknown") + (" with changes" if commit.get("dirty") else "")
-    return f"{hardware['cpu']}, {hardware['cores']} cores. {', '.join(versions)}. Commit: {state}."
+    parts = [f"# Lookups of data={analysis.data}", f"`{' '.join(command)}`"]
+    parts += ["## Advice", advice.text, "```\n" + "\n".join(advice.paste) + "\n```"]
+    parts += ["## What was read", read_text(analysis), *(table.section for table in tables)]
+    parts += [f"![{name}]({name}.png)" for name, drawn in pictures.items() if drawn]
+    (out / "report.md").write_text("\n\n".join([*parts, machine_text(environment)]) + "\n")
+    return terminal(analysis, advice)
 
 
 def read_text(analysis: Analysis) -> str:
@@ -520,7 +552,7 @@ def read_text(analysis: Analysis) -> str:
         return f"{text}Every row was counted exactly, in {memory}."
     worst = max(sketched, key=lambda p: p.counts.error / max(p.counts.lookups, 1))
     text += (
-        f"Counts took {memory} (analyze.memory={analysis.request.options.memory}), so "
+        f"Counts took {memory} (analyze.memory={analysis.options.memory}), so "
         f"{len(sketched)} table(s) were counted with a frequent-items sketch: a count of "
         f"{worst.counts.feature} is at most {worst.counts.error:,} too small (of "
         f"{worst.counts.lookups:,} lookups), those of the other tables less; rows that it does not "
@@ -528,57 +560,42 @@ def read_text(analysis: Analysis) -> str:
         "most frequent rows are at least, distinct rows per batch at most those shown. "
     )
     guessed = [p for p in sketched if p.distinct_error]
-    if guessed:
-        text += (
-            f"Distinct rows of {len(guessed)} table(s) are estimates (HyperLogLog, standard error "
-            f"{guessed[0].distinct_error:.2%})."
-        )
-    else:
-        text += "Distinct rows are exact."
-    return text
+    if not guessed:
+        return f"{text}Distinct rows are exact."
+    return (
+        f"{text}Distinct rows of {len(guessed)} table(s) are estimates (linear counting, standard "
+        f"error {guessed[0].distinct_error:.2%})."
+    )
 
 
-def terminal(analysis: Analysis) -> str:
+def terminal(analysis: Analysis, advice: Advice) -> str:
     """A short table and the advice."""
-    counted, rows = analysis.counted, []
-    largest = sorted(range(len(counted.profiles)), key=lambda t: -counted.profiles[t].counts.rows)[
-        :_SHOWN
-    ]
-    for place in sorted(largest):
-        profile = counted.profiles[place]
-        counts = profile.counts
-        tops = (percent(profile.top(share), 1) for share in (0.01, 0.1))
-        rows.append(
-            (
-                *(counts.feature, f"{counts.rows:,}", f"{counts.lookups:,}", *tops),
-                f"{profile.distinct_per_batch():,.0f}",
-                f"{analysis.advice.table_rows[place]:,}",
-            )
-        )
-    columns = ("table", "rows", "lookups", "top 1 %", "top 10 %", "distinct/batch", "cache rows")
-    lines = [aligned(columns, rows), "", read_text(analysis), "", analysis.advice.text, ""]
+    pairs = list(zip(analysis.counted.profiles, advice.table_rows, strict=True))
+    largest = sorted(range(len(pairs)), key=lambda table: -pairs[table][0].counts.rows)[:_SHOWN]
+    table = Table.of(
+        "",
+        "",
+        [
+            ("table", lambda pair: pair[0].counts.feature),
+            ("rows", lambda pair: f"{pair[0].counts.rows:,}"),
+            ("lookups", lambda pair: f"{pair[0].counts.lookups:,}"),
+            ("top 1 %", lambda pair: percent(pair[0].top(0.01), 1)),
+            ("top 10 %", lambda pair: percent(pair[0].top(0.1), 1)),
+            ("distinct/batch", lambda pair: f"{pair[0].distinct_per_batch():,.0f}"),
+            ("cache rows", lambda pair: f"{pair[1]:,}"),
+        ],
+        [pairs[table] for table in sorted(largest)],
+    )
+    lines = [table.aligned, "", read_text(analysis), "", advice.text, ""]
     if analysis.simulated:
-        table = simulation_table(analysis.simulated, analysis.sizes.row_bytes)
-        lines += [aligned(table.columns, table.rows), ""]
-    lines += [f"  {key}" for key in analysis.advice.paste]
-    return "\n".join(lines) + "\n"
+        lines += [simulation_table(analysis.simulated, analysis.sizes.row_bytes).aligned, ""]
+    return "\n".join([*lines, *(f"  {key}" for key in advice.paste)]) + "\n"
 
 
-def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text, the first to the left, the others to the right."""
-    cells = [tuple(columns), *map(tuple, rows)]
-    widths = [max(len(row[at]) for row in cells) for at in range(len(columns))]
-    shown = []
-    for row in cells:
-        rest = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-        shown.append("  ".join([row[0].ljust(widths[0]), *rest]).rstrip())
-    return "\n".join(shown)
-
-
-def values(analysis: Analysis, environment: dict[str, Any]) -> dict[str, Any]:
+def values(analysis: Analysis, advice: Advice, environment: dict[str, Any]) -> dict[str, Any]:
     """`report.json`."""
     counted, sizes, target = analysis.counted, analysis.sizes, analysis.target
-    worlds = analysis.request.options.world_sizes
+    worlds = sorted({1, *analysis.options.world_sizes})
     return {
         "data": analysis.data,
         "environment": environment,
@@ -592,10 +609,10 @@ def values(analysis: Analysis, environment: dict[str, Any]) -> dict[str, Any]:
             "in_order_of_files": analysis.files_order,
             "count_bytes": sum(profile.count_bytes for profile in counted.profiles),
         },
-        "tables": [profile.values(sorted({1, *worlds})) for profile in counted.profiles],
+        "tables": [profile.values(worlds) for profile in counted.profiles],
         "advice": {
-            "text": analysis.advice.text,
-            "paste": analysis.advice.paste,
+            "text": advice.text,
+            "paste": advice.paste,
             "target_hit_rate": target.wanted,
             "reachable": target.reachable,
             "whole_tables_hit_rate": target.whole.rate,
@@ -604,7 +621,7 @@ def values(analysis: Analysis, environment: dict[str, Any]) -> dict[str, Any]:
             "rows": sum(target.point.slots),
             "bytes": target.point.bytes,
             "all_bytes": sizes.bytes,
-            "table_rows": analysis.advice.table_rows,
+            "table_rows": advice.table_rows,
         },
         "prediction": {
             "steps": analysis.prediction.steps,
@@ -649,57 +666,32 @@ def _case(case: Case) -> dict[str, Any]:
     return vars(case) | {"label": case.label, "policy": policy}
 
 
-# -----------------------------------------------------------------------------
-# Simulation of a file of ids, in the place of a data source.
-
-log = logging.getLogger(__name__)
-
 _ROW_BYTES = 4
 """A file of ids says nothing of widths: bytes are those of one float32 element of each row."""
 
 
-def simulate_trace(request: Request, progress: Progress, command: Sequence[str]) -> str:
-    """Replay the file of ids, write the report, and return what to print.
-
-    Raises DataError for ids that are negative or no integers, naming place and value.
-    """
-    options = request.options
-    try:
-        with progress("read", None, "id") as bar:
-            trace = record_ids(
-                read_steps(request.trace, options.ids_per_step or None),
-                options.trace_rows or None,
-                options.world_sizes,
-                bar.update,
-            )
-    except DataError as error:
-        raise DataError(f"trace: {error}; correct the file, or name another one") from error
-
-    def slots(size: float, world: int) -> tuple[int, ...]:
-        rows = size * trace.rows if size <= 1 else size
-        return (max(1, min(trace.rows, int(np.ceil(rows)))),)
-
-    chosen = replace(options, sizes=fitting_sizes(options.sizes, [trace], slots))
-    cases = cases_of(request.policies, chosen, slots, lambda slots, world: 1)
-    with progress("simulate", len(cases), "case") as bar:
-        outcomes = replay(trace, cases, popularity_of([trace]), lambda _: bar.update(1))
+def write_simulation(
+    found: tuple[Trace, Sequence[Outcome], Sequence[BindingHold]],
+    out: Path,
+    command: Sequence[str],
+) -> str:
+    """The report of a file of ids in the folder `out`; what to print."""
+    trace, outcomes, holds = found
     table = simulation_table(outcomes, [_ROW_BYTES])
     read = (
         f"{trace.ids:,} ids in {trace.steps:,} steps, of {trace.rows:,} rows; bytes are those of "
         "one float32 element of each row."
     )
-    environment = describe_environment(1)
-    out = request.output
+    environment = describe_environment(1) | {"command": [*command]}
     drawn = plot_misses(out / "misses.png", [], trace.rows, outcomes)
-    write_json(
-        out / "report.json",
-        {
-            "environment": environment | {"command": [*command]},
-            "read": {"ids": trace.ids, "steps": trace.steps, "rows": trace.rows},
-            "simulated": outcome_values(outcomes, [_ROW_BYTES]),
-        },
-    )
-    parts: list[Any] = ["# A simulated trace", f"`{' '.join(command)}`", read, section(table)]
+    record = {
+        "environment": environment,
+        "read": {"ids": trace.ids, "steps": trace.steps, "rows": trace.rows},
+        "simulated": outcome_values(outcomes, [_ROW_BYTES]),
+    }
+    write_json(out / "report.json", record)
+    said = list(map(str, holds))
+    parts = ["# A simulated trace", f"`{' '.join(command)}`", read, table.section, *said]
     parts += ["![misses](misses.png)"] if drawn else []
     (out / "report.md").write_text("\n\n".join([*parts, machine_text(environment)]) + "\n")
-    return f"{read}\n\n{aligned(table.columns, table.rows)}\n"
+    return "\n\n".join([read, table.aligned, *said]) + "\n"

@@ -1,24 +1,44 @@
-"""An analysis: its command line, how the hit rate grows with the cache, files of ids."""
+"""An analysis: its command line, how the hit rate grows with the cache, what is replayed."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import datetime
-from pathlib import Path
 from typing import Any
+
+import numpy as np
+from tqdm import tqdm
 
 from distcache.cli.compose import Line
 from distcache.config import option
 from distcache.config.checks import at_least, byte_count
 from distcache.config.tree import Config
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, DataError
 from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy
 from distcache.popularity.curve import StaticSet, StepCurves, TableProfile
-from distcache.replay import Case
-from distcache.trace import Trace
-from distcache.trainer.prediction import Estimate, RecordedRun, Sizes
+from distcache.popularity.slots import BY_CURVE
+from distcache.replay import Case, Outcome, Popularity, popularity_of, replay
+from distcache.trace import Trace, read_steps, record_ids
+from distcache.trainer.build import build_source, build_tables
+from distcache.trainer.prediction import (
+    CheckedSource,
+    Counted,
+    Estimate,
+    RecordedRun,
+    Sizes,
+    configured_case,
+    count_source,
+    record_run,
+    slots_of,
+)
+from distcache.trainer.schedule import make_schedule
+from distcache.trainer.trainer import StopRequest
+
+log = logging.getLogger("distcache.analyze")
 
 # -----------------------------------------------------------------------------
 # The command line of `distcache.analyze`: its own keys, and overrides of the configuration.
@@ -54,6 +74,38 @@ class Options:
     ids_per_step: int = option(0, "trace=<file>: ids of a step; 0: those of a line, or row")
     trace_rows: int = option(0, "trace=<file>: rows of its table; 0: the largest id + 1")
 
+    @property
+    def share(self) -> float | None:
+        """`sample` as a number, None for auto. Raises ConfigError, as the others below do."""
+        if self.sample == "auto":
+            return None
+        try:
+            share = float(self.sample)
+        except (ValueError, TypeError):
+            share = 0.0
+        if not 0 < share <= 1:
+            raise ConfigError(
+                f"analyze.sample={self.sample}: give auto, or a share of the steps above 0 and at "
+                "most 1"
+            )
+        return share
+
+    @property
+    def memory_bytes(self) -> int:
+        """`memory` in bytes."""
+        count = byte_count("analyze.memory", self.memory)
+        if not count:
+            raise ConfigError(f"analyze.memory={self.memory}: give bytes, such as 4000000000 or 4g")
+        return count
+
+    @property
+    def chosen_policies(self) -> list[Policy]:
+        """`policies` without their windows."""
+        if list(self.policies) != ["all"]:
+            return [policy_named(name) for name in self.policies]
+        others = (name for name in POLICIES if name != "lookahead")
+        return [*(Policy(tail=tail) for tail in TAILS), *map(Policy, others)]
+
 
 @dataclass
 class AnalyzeConfig(Config):
@@ -65,26 +117,11 @@ class AnalyzeConfig(Config):
     output: str = option("", "folder of the report; empty: runs/analyze-<time>")
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to do. `trace`: a file of ids, empty without; `sample` None: auto; `memory` in bytes;
-    `policies` without their windows; `overrides`: of the run that is predicted."""
-
-    options: Options
-    simulate: bool
-    trace: str
-    sample: float | None
-    memory: int
-    output: Path
-    policies: tuple[Policy, ...]
-    overrides: tuple[str, ...]
-
-
-def parse_request(line: Line[AnalyzeConfig]) -> Request:
-    """The request of a command line; ConfigError, naming the key, for what makes no sense."""
+def check_line(line: Line[AnalyzeConfig]) -> None:
+    """ConfigError, naming the key, for what makes no sense."""
     for key in sorted(line.given.intersection(("run.dir", "parallel", "parallel.mode"))):
         raise ConfigError(f"{key}: nothing is trained here: leave it out")
-    values, options = line.values, line.values.analyze
+    options = line.values.analyze
     if not 0 < options.target_hit_rate < 1:
         raise ConfigError(
             f"analyze.target_hit_rate={options.target_hit_rate}: give a share of the lookups "
@@ -101,38 +138,27 @@ def parse_request(line: Line[AnalyzeConfig]) -> Request:
                 f"analyze.sizes={size}: give shares of the rows in (0, 1], or whole rows"
             )
     _check_simulation(line)
+    _ = options.share, options.memory_bytes, options.chosen_policies
+
+
+def _check_simulation(line: Line[AnalyzeConfig]) -> None:
+    """Keys of a simulation where there is none, and of a data source where a trace is given."""
+    values = line.values
+    if values.trace and not values.simulate:
+        raise ConfigError(
+            f"trace={values.trace} is a trace to simulate: give simulate=true as well"
+        )
+    for key in ("policies", "sizes", "lookaheads"):
+        if f"analyze.{key}" in line.given and not values.simulate:
+            raise ConfigError(
+                f"analyze.{key} says what simulate=true replays: give that as well, or leave "
+                f"analyze.{key} out"
+            )
     if values.trace and line.overrides:
         raise ConfigError(
             f"{line.overrides[0]} speaks of a data source, and trace={values.trace} takes its "
             "place: leave one of them out"
         )
-    name = f"runs/analyze-{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    return Request(
-        options,
-        values.simulate,
-        values.trace,
-        _sample(options.sample),
-        _memory(options.memory),
-        Path(values.output or name),
-        tuple(policy_named(name) for name in _names(options.policies)),
-        line.overrides,
-    )
-
-
-def _check_simulation(line: Line[AnalyzeConfig]) -> None:
-    """Keys of a simulation, where there is none."""
-    if line.values.simulate:
-        return
-    if line.values.trace:
-        raise ConfigError(
-            f"trace={line.values.trace} is a trace to simulate: give simulate=true as well"
-        )
-    for key in ("policies", "sizes", "lookaheads"):
-        if f"analyze.{key}" in line.given:
-            raise ConfigError(
-                f"analyze.{key} says what simulate=true replays: give that as well, or leave "
-                f"analyze.{key} out"
-            )
 
 
 def policy_named(name: str) -> Policy:
@@ -146,38 +172,41 @@ def policy_named(name: str) -> Policy:
     return Policy(policy, tail or DEFAULT.tail)
 
 
+# -----------------------------------------------------------------------------
+# What is simulated: policies x sizes x windows x ranks.
+
+Slots = Callable[[float, int], tuple[int, ...]]
+"""Slots of every group for a size, a share of the rows or rows, and a number of ranks."""
+
+
 def cases_of(
-    policies: Sequence[Policy],
     options: Options,
-    slots: Callable[[float, int], tuple[int, ...]],
+    sizes: Sequence[float],
+    slots: Slots,
     prefetch: Callable[[tuple[int, ...], int], int],
 ) -> list[Case]:
-    """Policies x sizes x windows x ranks, Belady's MIN first for each size and number of ranks.
+    """Policies x `sizes` x windows x ranks, Belady's MIN first for each size and number of ranks.
 
-    `slots`: those of every group for a size and a number of ranks; `prefetch`: P of a run with
-    these slots and ranks.
+    `prefetch`: P of a run with these slots and ranks.
     """
     cases = []
     for world in options.world_sizes:
-        for size in (slots(size, world) for size in options.sizes):
+        for size in (slots(size, world) for size in sizes):
             ahead = prefetch(size, world)
             cases.append(Case(None, size, 0, ahead, world))
-            for policy in policies:
+            for policy in options.chosen_policies:
                 windows = options.lookaheads if policy.uses_window else (0,)
                 cases += [Case(policy, size, window, ahead, world) for window in windows]
     return cases
 
 
 def fitting_sizes(
-    chosen: Sequence[float] | None,
-    traces: Sequence[Trace],
-    slots: Callable[[float, int], tuple[int, ...]],
+    chosen: Sequence[float] | None, traces: Sequence[Trace], slots: Slots
 ) -> tuple[float, ...]:
     """The sizes `chosen`; where nobody chose any, `DEFAULT_SIZES` from the smallest that holds
     every recorded step.
 
-    `traces`: one of each group, whose steps say how many slots a home needs; `slots` as for
-    `cases_of`.
+    `traces`: one of each group, whose steps say how many slots a home needs.
     """
     if chosen is not None:
         return tuple(chosen)
@@ -185,11 +214,9 @@ def fitting_sizes(
 
     def holds(size: float) -> bool:
         return all(
-            max(int(home.distinct.max(initial=0)) for home in homes) * world <= count
+            max(int(home.distinct.max(initial=0)) for home in trace.homes[world]) * world <= count
             for world in traces[0].homes
-            for homes, count in zip(
-                (trace.homes[world] for trace in traces), slots(size, world), strict=True
-            )
+            for trace, count in zip(traces, slots(size, world), strict=True)
         )
 
     least = next((size for size in GRID if holds(size)), 1.0)
@@ -202,31 +229,98 @@ def fitting_sizes(
     return tuple(sorted(found)[: len(sizes)])
 
 
-def _memory(text: str) -> int:
-    count = byte_count("analyze.memory", text)
-    if not count:
-        raise ConfigError(f"analyze.memory={text}: give bytes, such as 4000000000 or 4g")
-    return count
+_LARGE_STEP = 0.25
+"""Share of the slots that a step's rows take from which on the holds of P + 1 steps may bind."""
+
+_DEEP = 64
+"""A window, in steps, beyond which hardly any decision changes."""
+
+_CLEARLY = 0.02
+"""Times MIN that holds have to cost to be spoken of."""
 
 
-def _names(policies: Sequence[str]) -> Sequence[str]:
-    if tuple(policies) != ("all",):
-        return policies
-    return (*(f"lookahead-{tail}" for tail in TAILS), *(p for p in POLICIES if p != "lookahead"))
+def optima(outcomes: Sequence[Outcome]) -> dict[tuple[tuple[int, ...], int], int]:
+    """Rows that Belady's MIN fetches, by slots and ranks."""
+    least = [o for o in outcomes if o.case.policy is None and o.refused is None]
+    return {(o.case.slots, o.case.world_size): o.fetched for o in least}
 
 
-def _sample(text: Any) -> float | None:
-    if text == "auto":
-        return None
-    try:
-        share = float(text)
-    except (ValueError, TypeError):
-        share = 0.0
-    if not 0 < share <= 1:
-        raise ConfigError(
-            f"analyze.sample={text}: give auto, or a share of the steps above 0 and at most 1"
+@dataclass(frozen=True)
+class BindingHold:
+    """Slots so few that holding those of the P + 1 steps on their way costs fetches at any window.
+
+    `case` has a window of 64 steps; `rows`: of a step; `fetched`: times MIN, and `without`: the
+    same with P = 0.
+    """
+
+    case: Case
+    rows: float
+    fetched: float
+    without: float
+
+    def __str__(self) -> str:
+        case, slots = self.case, sum(self.case.slots)
+        return (
+            f"With {slots:,} slots a step's {self.rows:,.0f} rows are {self.rows / slots:.0%} of "
+            f"them, and the holds of moving ahead bind: with cache.prefetch={case.prefetch} a "
+            f"window of {case.lookahead} fetches {self.fetched:.2f} times Belady's MIN, with "
+            f"cache.prefetch=0 {self.without:.2f} times. No deeper window helps there; more slots "
+            "do."
         )
-    return share
+
+
+def binding_holds(
+    traces: Sequence[Trace], outcomes: Sequence[Outcome], popularity: Popularity
+) -> list[BindingHold]:
+    """Where, of the simulated `outcomes`, moving ahead and not the window is what costs fetches:
+    their slots once more with a deep window, with their P and with none."""
+    found, least, done = [], optima(outcomes), set[tuple[int, ...]]()
+    for outcome in outcomes:
+        case = outcome.case
+        if case.policy is None or not case.policy.uses_window or not case.prefetch:
+            continue
+        if outcome.refused is not None or case.slots in done or not least.get(_at(case)):
+            continue
+        done.add(
+            case.slots
+        )  # the first number of ranks and the first of the policies speak for all
+        steps = zip(outcome.groups, case.slots, strict=True)
+        if max(group.distinct / slots for group, slots in steps) < _LARGE_STEP * outcome.steps:
+            continue
+        deep = replace(case, lookahead=_DEEP)
+        ends = replay(traces, [deep, replace(deep, prefetch=0)], popularity)
+        held, free = (end.fetched / least[_at(case)] for end in ends)
+        if held - free >= _CLEARLY:
+            found.append(BindingHold(deep, outcome.distinct / outcome.steps, held, free))
+    return found
+
+
+def _at(case: Case) -> tuple[tuple[int, ...], int]:
+    return case.slots, case.world_size
+
+
+def simulate_trace(path: str, options: Options) -> tuple[Trace, list[Outcome], list[BindingHold]]:
+    """The trace of a file of ids, in the place of a data source, and its cases replayed.
+
+    Raises DataError for ids that are negative or no integers, naming place and value.
+    """
+    try:
+        with progress_bar("read", None, "id") as bar:
+            steps, rows = read_steps(path, options.ids_per_step or None), options.trace_rows or None
+            trace = record_ids(steps, rows, options.world_sizes, bar.update)
+    except DataError as error:
+        raise DataError(f"trace: {error}; correct the file, or name another one") from error
+
+    def slots(size: float, world: int) -> tuple[int, ...]:
+        rows = size * trace.rows if size <= 1 else size
+        return (max(1, min(trace.rows, int(np.ceil(rows)))),)
+
+    sizes = fitting_sizes(options.sizes, [trace], slots)
+    cases = cases_of(options, sizes, slots, lambda slots, world: 1)
+    classes = popularity_of([trace])
+    with progress_bar("simulate", len(cases), "case") as bar:
+        outcomes = replay(trace, cases, classes, lambda _: bar.update(1))
+    return trace, outcomes, binding_holds([trace], outcomes, classes)
 
 
 # -----------------------------------------------------------------------------
@@ -293,16 +387,11 @@ class SizeSearch:
     ) -> None:
         """`case`: the configured case with these slots per rank."""
         self._prediction, self._sizes, self._case = prediction, sizes, case
-        self._world = world_size
-        self._static = [
-            StaticSet.of(
-                StepCurves(
-                    tuple(profiles[table].curve for table in members),
-                    tuple(profiles[table].batch_lookups for table in members),
-                )
-            )
-            for members in sizes.members
-        ]
+        self._world, self._static = world_size, []
+        for members in sizes.members:
+            pairs = [(profiles[table].curve, profiles[table].batch_lookups) for table in members]
+            curves, lookups = zip(*pairs, strict=True)
+            self._static.append(StaticSet.of(StepCurves(curves, lookups)))
         self._known: dict[tuple[int, ...], SizePoint] = {}
 
     def at(self, ratio: float) -> SizePoint:
@@ -314,10 +403,16 @@ class SizeSearch:
                 slots,
                 self._sizes.bytes_of(slots, self._world),
                 self._prediction.estimate(self._case(slots)),
-                _joint(self._static, slots, StaticSet.lookup_rate, "lookups"),
-                _joint(self._static, slots, StaticSet.hit_rate, "touched"),
+                self._joint(slots, "lookups"),
+                self._joint(slots, "touched"),
             )
         return self._known[slots]
+
+    def _joint(self, slots: Sequence[int], what: str) -> float:
+        """Share of `what` on the best fixed sets of all groups, each with its own slots."""
+        pairs = zip(self._static, slots, strict=True)
+        held = sum(one.held(what, count) for one, count in pairs)
+        return held / max(sum(getattr(one, what)[-1] for one in self._static), 1e-300)
 
     def _named(self, ratio: float) -> SizePoint:
         """The point of `ratio`, by that number even where another gave the same slots before."""
@@ -357,13 +452,93 @@ def rounded_up(ratio: float) -> float:
     return min(1.0, round(math.ceil(ratio * 10**digits - 1e-9) / 10**digits, digits))
 
 
-def _joint(
-    sets: Sequence[StaticSet],
-    slots: Sequence[int],
-    rate: Callable[[StaticSet, float], float],
-    weight: str,
-) -> float:
-    """A rate over all groups, each with its own slots."""
-    weights = [float(getattr(one, weight)[-1]) for one in sets]
-    rates = [rate(one, count) for one, count in zip(sets, slots, strict=True)]
-    return sum(w * r for w, r in zip(weights, rates, strict=True)) / max(sum(weights), 1e-300)
+# -----------------------------------------------------------------------------
+# An analysis of a data source: counted once, then replayed.
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """All that was found out. `optimizer`: of the run; `files_order`: counted in the order of the
+    files; `simulated` and `holds`: empty without `simulate=true`; `stopped_by`: the signal that cut
+    it short, None for none."""
+
+    options: Options
+    counted: Counted
+    sizes: Sizes
+    prediction: RecordedRun
+    estimates: tuple[Estimate, ...]
+    points: tuple[SizePoint, ...]
+    target: Target
+    optimizer: str
+    data: str
+    files_order: bool
+    simulated: tuple[Outcome, ...] = ()
+    holds: tuple[BindingHold, ...] = ()
+    stopped_by: int | None = None
+
+
+def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
+    """Count and replay. Raises DataError for data without a lookup."""
+    ranks = options.world_sizes
+    source = build_source(config)
+    tables = build_tables(config, source)
+    checked = CheckedSource(source, tables, config.data.on_bad_id)
+    if config.cache.split != BY_CURVE:  # what is refused is refused before all the data is read
+        slots_of(config, tables, ranks[0], None)
+    want = config.trainer
+    schedule = make_schedule(source, 0, want.steps, want.eval_every, want.eval_steps)
+    run_steps = schedule.steps or 0
+    steps = source.steps_per_epoch or run_steps
+    counted = count_source(checked, steps, options.share, options.memory_bytes, progress_bar)
+    sizes = Sizes.of(config, tables, counted.statistics)
+    most = min(options.replay, counted.lookups) if counted.stopped_by else options.replay
+    with progress_bar("record", None, "step") as bar, StopRequest() as stop:
+        traces = record_run(checked, tables, schedule, ranks, most, bar.update, stop)
+    prediction = RecordedRun(traces, run_steps)
+    if stop.requested:
+        log.warning("stopped: the first %d steps of the run are replayed", prediction.recorded)
+
+    def case(slots: Sequence[int], world: int = ranks[0]) -> Case:
+        return configured_case(config, checked, tables, slots, world)
+
+    estimates = []
+    try:  # what training would refuse about the configured cache is said; all else is reported
+        known = (counted.statistics, checked)
+        configured = [(slots_of(config, tables, w, *known), w) for w in ranks]
+        estimates = [prediction.estimate(case(*one)) for one in configured]
+    except ConfigError as error:
+        log.warning("no run with the configured cache is predicted: %s", error)
+    search = SizeSearch(prediction, sizes, counted.profiles, case, ranks[0])
+    target = search.target(options.target_hit_rate)
+    outcomes, holds = [], []
+    if simulate:
+        chosen = fitting_sizes(options.sizes, traces, sizes.slots)
+        cases = cases_of(options, chosen, sizes.slots, lambda *of: case(*of).prefetch)
+        with progress_bar("simulate", len(cases), "case") as bar:
+            outcomes = replay(traces, cases, prediction.classes, lambda _: bar.update(1))
+        holds = binding_holds(traces, outcomes, prediction.classes)
+    return Analysis(
+        options,
+        counted,
+        sizes,
+        prediction,
+        tuple(estimates),
+        tuple(search.grid()),
+        target,
+        config.optim.name,
+        config.data.name,
+        checked.keeps_order,
+        tuple(outcomes),
+        tuple(holds),
+        counted.stopped_by or stop.signal,
+    )
+
+
+@contextmanager
+def progress_bar(stage: str, total: int | None, unit: str) -> Iterator[tqdm]:
+    """A bar with rate and remaining time on stderr; a line every ten seconds where no one looks."""
+    often = 0.2 if sys.stderr.isatty() else 10.0
+    with tqdm(
+        total=total, desc=stage, unit=unit, unit_scale=True, mininterval=often, maxinterval=often
+    ) as bar:
+        yield bar

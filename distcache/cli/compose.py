@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -13,7 +12,6 @@ from typing import Generic, TypeVar
 import hydra
 import yaml
 from hydra._internal.utils import get_args_parser
-from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -41,9 +39,6 @@ from distcache.config.keys import (
 from distcache.config.tree import Config
 from distcache.errors import ConfigError
 
-# -----------------------------------------------------------------------------
-# Where the package finds files that are not Python.
-
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -62,9 +57,6 @@ def conf_dir(package: Path = PACKAGE) -> Path:
         "reinstall distcache, or run it from a complete checkout"
     )
 
-
-# -----------------------------------------------------------------------------
-# From the command line to a checked `Config`: Hydra runs in one process per launch, on rank 0.
 
 log = logging.getLogger(__name__)
 
@@ -100,11 +92,9 @@ def compose_command_line(place: Place) -> Composed:
     _check_line(sys.argv[1:])
     register_schema()
     configs: list[DictConfig] = []
-    logs: list[bool] = []
     codes: list[int] = []
 
     def task(config: DictConfig) -> None:
-        logs.append(_asks_for_logs(HydraConfig.get()))
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             if place.world_size > 1:
                 raise sweep_refusal(place.world_size)
@@ -112,12 +102,34 @@ def compose_command_line(place: Place) -> Composed:
         else:
             configs.append(config)
 
-    # Hydra's decorator is applied here so that importing this module touches no configuration.
-    with _root_logger_kept(lambda: any(logs)):
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(task)()
+    _run_hydra("train", task)
     if configs:
         return Composed(to_text(configs[0]))
     return Composed(None, 1 if any(codes) else 0)
+
+
+def _run_hydra(command: str, task: Callable[[DictConfig], None]) -> None:
+    """Run Hydra over `sys.argv` with `conf/<command>.yaml`.
+
+    What it sets up for its own messages, through which libraries would speak, is taken back unless
+    the user has chosen a logging of Hydra's.
+    """
+    root, asked = logging.getLogger(), []
+    level, handlers = root.level, list(root.handlers)
+
+    def run(config: DictConfig) -> None:
+        settings = HydraConfig.get()
+        chosen = settings.runtime.choices.get("hydra/job_logging") != "none"
+        asked.append(bool(settings.verbose) or chosen)
+        task(config)
+
+    try:
+        # Hydra's decorator is applied here so that importing this module touches no configuration.
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(run)()
+    finally:
+        if not any(asked):
+            root.setLevel(level)
+            root.handlers[:] = handlers
 
 
 T = TypeVar("T")
@@ -151,17 +163,10 @@ def read_line(command: str, schema: type[T], arguments: Sequence[str]) -> Line[T
     ConfigStore.instance().store(name=f"{command}_schema", node=schema)
     OmegaConf.register_new_resolver("own_keys", lambda: usage(schema), replace=True)
     configs: list[DictConfig] = []
-    logs: list[bool] = []
-
-    def task(config: DictConfig) -> None:
-        logs.append(_asks_for_logs(HydraConfig.get()))
-        configs.append(config)
-
     before = sys.argv
     sys.argv = [command, *typed]
     try:
-        with _root_logger_kept(lambda: any(logs)):
-            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(task)()
+        _run_hydra(command, configs.append)
     except SystemExit as stop:
         if stop.code:
             raise
@@ -333,25 +338,6 @@ def _check_keys(overrides: Sequence[str], own_groups: bool = False, schema: type
                 check_value(key, given.value(), schema)
         elif not (key in _GROUPS or (own_groups and "." not in key)):
             raise no_such_key([key], schema)
-
-
-@contextmanager
-def _root_logger_kept(asked: Callable[[], bool]) -> Iterator[None]:
-    """Take back what Hydra sets up for its own messages, through which libraries would speak,
-    unless the user has `asked` for more."""
-    root = logging.getLogger()
-    level, handlers = root.level, list(root.handlers)
-    try:
-        yield
-    finally:
-        if not asked():
-            root.setLevel(level)
-            root.handlers[:] = handlers
-
-
-def _asks_for_logs(settings: HydraConf) -> bool:
-    """Whether the user has chosen a logging of Hydra's."""
-    return bool(settings.verbose) or settings.runtime.choices.get("hydra/job_logging") != "none"
 
 
 def _of_hydra(key: str) -> bool:

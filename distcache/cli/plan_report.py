@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distcache.cli.analyze_report import aligned, human_bytes, machine_text, section
 from distcache.cli.plan_run import Plan
+from distcache.cli.report import Table, human_bytes, machine_text, markdown_table, tidy
 from distcache.cli.run import describe_environment, new_figure
-from distcache.cli.tables import Table, markdown_table
 from distcache.cost.cluster import PRESETS, SOURCES, Cluster, write_cluster
 from distcache.cost.predict import Crossover, Point, Prediction
 from distcache.cost.traffic import (
@@ -53,58 +53,53 @@ def label(prediction: Prediction) -> str:
 
 def traffic_table(point: Point) -> Table:
     """What each layout sends and holds."""
-    rows = []
-    for p in point.predictions:
-        traffic = p.traffic
-        rows.append(
-            (
-                label(p),
-                f"{p.rank_rows:,.0f}",
-                f"{p.world_rows:,.0f}",
-                "-" if p.hits is None else f"{p.hits.rate:.4f}",
-                _kib(p.collective_bytes),
-                _kib(p.inside),
-                _kib(p.between),
-                _kib(traffic.dense_bytes),
-                _kib(traffic.host_in),
-                _kib(traffic.host_out),
-                human_bytes(p.device_bytes),
-                _mark(p, point),
-            )
-        )
     refused = "".join(f" {label(p)}: {p.refused}." for p in point.predictions if p.refused)
-    return Table(
+    return Table.of(
         f"Rows and bytes at {point.world_size} ranks",
         "Per step: distinct rows of a rank and of all ranks, and the hit rate of distinct rows. "
         "Per rank and step, KiB: rows and row gradients sent (`collective_bytes`), of which inside "
         "the node and between nodes; dense gradients; rows over the host link, in and out. Device "
         "memory of a rank for rows, state and buffers. Yardsticks, whose rows travel unpooled, are "
         f"none that distcache.train has.{refused}",
-        (
-            *("layout", "rows, rank", "rows, all", "hit rate", "sent KiB", "inside", "between"),
-            *("dense", "host in", "host out", "device", ""),
-        ),
-        rows,
+        [
+            ("layout", label),
+            ("rows, rank", lambda p: f"{p.rank_rows:,.0f}"),
+            ("rows, all", lambda p: f"{p.world_rows:,.0f}"),
+            ("hit rate", lambda p: "-" if p.hits is None else f"{p.hits.rate:.4f}"),
+            ("sent KiB", lambda p: _kib(p.collective_bytes)),
+            ("inside", lambda p: _kib(p.inside)),
+            ("between", lambda p: _kib(p.between)),
+            ("dense", lambda p: _kib(p.traffic.dense_bytes)),
+            ("host in", lambda p: _kib(p.traffic.host_in)),
+            ("host out", lambda p: _kib(p.traffic.host_out)),
+            ("device", lambda p: human_bytes(p.device_bytes)),
+            ("", partial(_mark, point)),
+        ],
+        point.predictions,
     )
 
 
 def time_table(point: Point) -> Table:
     """What a step of each layout takes."""
-    rows = []
-    for p in point.predictions:
-        t = p.time
-        seconds = (t.total, t.dense, t.sparse, t.exposed, t.waiting, t.hidden, t.host)
-        rows.append((label(p), *(f"{1e3 * s:,.3f}" for s in seconds), _mark(p, point)))
-    return Table(
+
+    def ms(name: str, prediction: Prediction) -> str:
+        return f"{1e3 * getattr(prediction.time, name):,.3f}"
+
+    titles = {
+        **{"total": "step", "dense": "dense part", "sparse": "rows", "exposed": "exposed"},
+        **{"waiting": "waiting", "hidden": "may hide", "host": "host link"},
+    }
+    return Table.of(
         f"Step time at {point.world_size} ranks",
         "Milliseconds: step = dense part + rows looked up, copied and updated + collectives that "
         "compute waits for + what network and host link take longer than that. Beside compute: "
         "collectives that may hide, and the host link.",
-        (
-            *("layout", "step", "dense part", "rows", "exposed", "waiting"),
-            *("may hide", "host link", ""),
-        ),
-        rows,
+        [
+            ("layout", label),
+            *((title, partial(ms, name)) for name, title in titles.items()),
+            ("", partial(_mark, point)),
+        ],
+        point.predictions,
     )
 
 
@@ -112,26 +107,25 @@ def sweep_table(points: Sequence[Point], objective: str) -> Table:
     """Cost by number of ranks; the winner marked by a star."""
     names = [name for name in LABELS if any(point.of(name) for point in points)]
     scale, digits = (1e3, 3) if objective == "time" else (1 / 1024, 0)
-    rows = []
-    for point in points:
-        cells = []
-        for name in names:
-            p = point.of(name)
-            if p is None:
-                cells.append("-")
-                continue
-            star = "*" if point.best is p else ""
-            text = f"{p.cost[objective] * scale:,.{digits}f}{star}"
-            cells.append(f"({text})" if p.refused else text)
-        cluster = f"{point.world_size:,}", f"{point.cluster.nodes:,}"
-        rows.append((*cluster, *cells))
+
+    def cell(name: str, point: Point) -> str:
+        p = point.of(name)
+        if p is None:
+            return "-"
+        text = f"{p.cost[objective] * scale:,.{digits}f}{'*' if point.best is p else ''}"
+        return f"({text})" if p.refused else text
+
     unit = "milliseconds of a step" if objective == "time" else "KiB sent per rank and step"
-    return Table(
+    return Table.of(
         "By number of ranks",
         f"The objective, {unit}, with the same batch, slots and device on every rank, and as many "
         "ranks on a node as asked for. *: the winner; (...): does not fit, and cannot win.",
-        ("ranks", "nodes", *(LABELS[name] for name in names)),
-        rows,
+        [
+            ("ranks", lambda point: f"{point.world_size:,}"),
+            ("nodes", lambda point: f"{point.cluster.nodes:,}"),
+            *((LABELS[name], partial(cell, name)) for name in names),
+        ],
+        points,
     )
 
 
@@ -174,7 +168,7 @@ def cluster_table(cluster: Cluster) -> Table:
     return Table("The cluster", "Links of one rank, in one direction.", ("what", "value"), rows)
 
 
-def _mark(prediction: Prediction, point: Point) -> str:
+def _mark(point: Point, prediction: Prediction) -> str:
     if prediction.refused:
         return "does not fit"
     if prediction.placement in YARDSTICKS:
@@ -218,16 +212,14 @@ def plot_sweep(
         "time": ("Predicted step time", "milliseconds", 1e3),
     }
     for panel, (key, (title, unit, scale)) in zip(panels, titles.items(), strict=True):
-        for name, style in _STYLES.items():
-            _line(panel, points, name, (key, scale), style)
+        for name in _STYLES:
+            _line(panel, points, name, key, scale)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         worlds = [point.world_size for point in points]
         panel.set_xticks(worlds, [f"{world:,}" for world in worlds])
         panel.set(title=title, xlabel="ranks (logarithmic)", ylabel=f"{unit} (logarithmic)")
-        panel.grid(True, which="major", alpha=0.3)
-        for side in ("top", "right"):
-            panel.spines[side].set_visible(False)
+        tidy(panel)
         if key == objective:
             for crossing in crossings:
                 panel.axvline(crossing.at, color="black", linewidth=1, linestyle=(0, (2, 3)))
@@ -258,41 +250,23 @@ def plot_sweep(
     return True
 
 
-def _line(
-    panel: Any,
-    points: Sequence[Point],
-    name: str,
-    what: tuple[str, float],
-    style: tuple[str, str, str, float],
-) -> None:
+def _line(panel: Any, points: Sequence[Point], name: str, key: str, scale: float) -> None:
     """One layout's line, where it has values above 0."""
-    key, scale = what
-    colour, mark, line, width = style
+    colour, mark, line, width = _STYLES[name]
     found = [(point.world_size, point.of(name)) for point in points]
     shown = [(w, p.cost[key] * scale, p.refused is None) for w, p in found if p and p.cost[key] > 0]
     if not shown:
         return
+    style = {"color": colour, "markersize": 4 + width, "linewidth": width}
+    worlds, values, _ = zip(*shown, strict=True)
+    alpha = 1.0 if mark else 0.4
     panel.plot(
-        [w for w, _, _ in shown],
-        [value for _, value, _ in shown],
-        color=colour,
-        linestyle=line,
-        linewidth=width,
-        alpha=1.0 if mark else 0.4,
-        marker=mark,
-        markersize=4 + width,
-        label=LABELS[name],
+        worlds, values, linestyle=line, marker=mark, alpha=alpha, label=LABELS[name], **style
     )
-    hollow = [(w, value) for w, value, fits in shown if not fits]
-    panel.plot(
-        [w for w, _ in hollow],
-        [value for _, value in hollow],
-        linestyle="none",
-        marker=mark or "o",
-        markersize=4 + width,
-        markerfacecolor="white",
-        markeredgecolor=colour,
-    )
+    hollow = [pair for *pair, able in shown if not able]
+    if hollow:
+        style |= {"linestyle": "none", "markerfacecolor": "white", "markeredgecolor": colour}
+        panel.plot(*zip(*hollow, strict=True), marker=mark or "o", **style)
 
 
 # -----------------------------------------------------------------------------
@@ -314,7 +288,7 @@ def write_plan(plan: Plan, command: Sequence[str]) -> str:
     (out / OVERRIDES).unlink(missing_ok=True)  # of a plan before, into the same folder
     if overrides:
         (out / OVERRIDES).write_text("".join(f"{line}\n" for line in overrides))
-    write_cluster(plan.cluster, out)
+    write_cluster(plan.here.cluster, out)
     with (out / "predictions.jsonl").open("w") as lines:
         about = {"kind": "environment", **environment, "command": [*command]}
         for record in [about, *records(plan)]:
@@ -407,11 +381,11 @@ def markdown(plan: Plan, environment: dict[str, Any], command: Sequence[str], dr
     parts += ["```\n" + "\n".join([*overrides_of(plan), f"# {paste}"]) + "\n```"]
     parts += [f"Note: {warning}." for warning in plan.warnings]
     tables = [traffic_table(plan.here), time_table(plan.here), sweep_table(plan.points, objective)]
-    parts += [section(table) for table in tables]
+    parts += [table.section for table in tables]
     parts.append(crossover_text(plan.crossovers, plan.points))
     parts += ["![bytes and step time by ranks](plan.png)"] if drawn else []
-    parts += [section(cluster_table(plan.here.cluster)), sources_text(plan)]
-    parts.append(f"Dense part: {plan.dense_parameters:,} parameters.")
+    parts += [cluster_table(plan.here.cluster).section, sources_text(plan)]
+    parts.append(f"Dense part: {plan.request.dense_parameters:,} parameters.")
     return "\n\n".join([*parts, machine_text(environment)]) + "\n"
 
 
@@ -432,7 +406,7 @@ def terminal(plan: Plan) -> str:
     tables = [traffic_table(plan.here), time_table(plan.here), sweep_table(plan.points, objective)]
     for table in tables:
         about = textwrap.fill(table.note, _WIDTH)
-        parts.append(f"{table.title}\n{about}\n\n{aligned(table.columns, table.rows)}")
+        parts.append(f"{table.title}\n{about}\n\n{table.aligned}")
     parts.append(crossover_text(plan.crossovers, plan.points))
     parts += [f"note: {warning}" for warning in plan.warnings]
     return "\n\n".join([*parts, advice(plan)]) + "\n"

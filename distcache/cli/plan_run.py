@@ -1,17 +1,27 @@
-"""A plan: its command line, and the predictions over ranks that it asks for."""
+"""A plan: its command line, this machine measured, and the predictions over ranks that it asks for.
+
+`python -m distcache.cli.plan_run <JSON>` is one rank of the measurement, which writes its numbers.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import sys
+import tempfile
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from distcache.cli.compose import Line
-from distcache.cli.plan_measure import DENSE_FEATURES, dense_layers
+from distcache.cli.run import leave, run_job, set_up_logging, train_command
+from distcache.comm.rendezvous import find_place
+from distcache.comm.world import World, close_world, open_world
 from distcache.config import option
 from distcache.config.checks import at_least, byte_count
 from distcache.config.tree import OptimConfig
@@ -21,24 +31,19 @@ from distcache.cost.predict import (
     OBJECTIVES,
     Crossover,
     Point,
-    Prediction,
     Settings,
     compare,
     crossovers,
     powers_of_two,
-    predict,
     ranks_per_node,
-    sweep,
-    winner,
 )
-from distcache.cost.traffic import MIXED
 from distcache.data.raw.settings import PRESETS as TABLES
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, DistcacheError
 from distcache.models import build_model
 from distcache.optim import RowUpdate, row_update
 from distcache.popularity.slots import cache_slots
 from distcache.popularity.statistics import read_statistics
-from distcache.trainer.measure import Measured
+from distcache.trainer.measure import DensePart, Measured, measure
 
 # -----------------------------------------------------------------------------
 # The command line of `distcache.plan`: its keys, checked, and what they describe.
@@ -88,7 +93,8 @@ class Options:
 @dataclass(frozen=True)
 class Request:
     """What to predict. `between`: of one rank with a card of its own; `device_memory` in bytes,
-    None: not limited; `replicated_rows`: {table: K} or None for the best."""
+    None: not limited; `replicated_rows`: {table: K} or None for the best; `measured`: this machine,
+    None: presets; `on_cpu`: it was measured without a device, where nothing hides."""
 
     options: Options
     sources: tuple[TableSource, ...]
@@ -99,6 +105,8 @@ class Request:
     device_memory: int | None
     replicated_rows: dict[str, int] | None
     output: Path
+    measured: Measured | None = None
+    on_cpu: bool = False
 
     @property
     def state(self) -> str:
@@ -107,9 +115,65 @@ class Request:
         return self.update.state_place if given == "auto" else given
 
     @property
-    def state_widths(self) -> list[int]:
-        """S of each table's rows."""
-        return [self.update.state_width(source.dim) for source in self.sources]
+    def widest(self) -> TableSource:
+        """The table whose rows are most of a step's elements."""
+        return max(self.sources, key=lambda source: source.lookups * source.dim)
+
+    @cached_property
+    def dense_parameters(self) -> int:
+        """Of the dense part."""
+        given = self.options.dense_parameters
+        return default_parameters([source.dim for source in self.sources]) if given < 0 else given
+
+    @cached_property
+    def compute(self) -> Compute:
+        """What a rank computes in which time."""
+        if self.measured is not None:
+            return self.measured.compute
+        dim = self.widest.dim
+        state = self.update.state_width(dim)
+        return device_compute(self.options.device, dim, state, self.dense_parameters)
+
+    def at(self, world: int) -> tuple[Demand, Cluster, Settings]:
+        """Demand, cluster and settings of W = `world` ranks, `batch` samples on each, as many to a
+        node as asked for."""
+        local = ranks_per_node(world, self.options.world_size // self.options.nodes)
+        return self.on(world, world // local)
+
+    def on(self, world: int, nodes: int) -> tuple[Demand, Cluster, Settings]:
+        """Those of W = `world` ranks on so many nodes."""
+        options = self.options
+        widths = [self.update.state_width(source.dim) for source in self.sources]
+        demand = demand_at(self.sources, widths, options.batch, world, world // nodes)
+        groups = [(g.rows, g.dim, g.state_width) for g in demand.groups]
+        rows = options.cache_rows or None
+        ratio = None if rows else options.cache_ratio
+        settings = Settings(
+            tuple(cache_slots(rows, ratio, None, groups, ITEMSIZE, world)),
+            self.state,
+            options.lookahead,
+            options.prefetch,
+            options.steps or None,
+            ITEMSIZE,
+            self.dense_parameters,
+        )
+        return demand, self._cluster(world, nodes), settings
+
+    def _cluster(self, world: int, nodes: int) -> Cluster:
+        local, options = world // nodes, self.options
+        between = self.between.shared(max(local / (options.cards or local), 1.0))
+        links, memory = (self.host, self.inside, between), self.device_memory
+        cluster = Cluster(world, *links, nodes, memory, self.compute)
+        found = self.measured
+        if found is None:
+            return cluster
+        host = replace(self.host, bandwidth=found.host, latency=0.0, name="measured")
+        inside = self.inside  # one rank has no link to measure
+        if found.inside is not None:
+            latency = found.latency_s / (options.measure_ranks - 1)
+            inside = replace(inside, bandwidth=found.inside, latency=latency, name="measured")
+        overlap = 0.0 if self.on_cpu else 1.0
+        return replace(cluster, host=host, inside=inside, collective_s=0.0, overlap=overlap)
 
 
 def parse_request(line: Line[Options]) -> Request:
@@ -252,127 +316,64 @@ def _device_memory(text: str) -> int:
 
 
 # -----------------------------------------------------------------------------
-# The predictions of a request: the cluster that was asked for, and the sweep over ranks.
+# This machine, timed by local ranks of their own: links, row operations and the dense part.
 
-ITEMSIZE = 4
-"""Bytes of an element: float32."""
+log = logging.getLogger("distcache.plan")
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What was predicted. `here`: for `cluster`, which was asked for; `points`: the sweep;
-    `dense_parameters` of the dense part; `measured`: this machine, None: presets; `warnings`."""
-
-    request: Request
-    cluster: Cluster
-    here: Point
-    points: tuple[Point, ...]
-    crossovers: tuple[Crossover, ...]
-    dense_parameters: int
-    measured: Measured | None
-    warnings: tuple[str, ...]
+DENSE_FEATURES = 13
 
 
-class Worlds:
-    """Demand, cluster and settings of a request at any number of ranks."""
-
-    def __init__(self, request: Request, measured: Measured | None, on_cpu: bool) -> None:
-        self.request, self.measured, self.on_cpu = request, measured, on_cpu
-        options = request.options
-        self.dense = options.dense_parameters
-        if self.dense < 0:
-            self.dense = default_parameters([source.dim for source in request.sources])
-        widest = max(request.sources, key=lambda source: source.lookups * source.dim)
-        state = request.update.state_width(widest.dim)
-        self.compute: Compute = (
-            device_compute(options.device, widest.dim, state, self.dense)
-            if measured is None
-            else measured.compute
-        )
-
-    def at(self, world: int) -> tuple[Demand, Cluster, Settings]:
-        """Those of W = `world` ranks, `batch` samples on each, as many to a node as asked for."""
-        request, options = self.request, self.request.options
-        local = ranks_per_node(world, options.world_size // options.nodes)
-        return self._of(world, world // local, request)
-
-    def here(self) -> tuple[Demand, Cluster, Settings]:
-        """Those that were asked for."""
-        options = self.request.options
-        return self._of(options.world_size, options.nodes, self.request)
-
-    def _of(self, world: int, nodes: int, request: Request) -> tuple[Demand, Cluster, Settings]:
-        options = request.options
-        each = (request.sources, request.state_widths, options.batch)
-        demand = demand_at(*each, world, world // nodes)
-        groups = [(g.rows, g.dim, g.state_width) for g in demand.groups]
-        rows = options.cache_rows or None
-        ratio = None if rows else options.cache_ratio
-        slots = cache_slots(rows, ratio, None, groups, ITEMSIZE, world)
-        settings = Settings(
-            tuple(slots),
-            request.state,
-            options.lookahead,
-            options.prefetch,
-            options.steps or None,
-            ITEMSIZE,
-            self.dense,
-        )
-        return demand, self._cluster(world, nodes), settings
-
-    def _cluster(self, world: int, nodes: int) -> Cluster:
-        request = self.request
-        local = world // nodes
-        between = request.between.shared(max(local / (request.options.cards or local), 1.0))
-        cluster = Cluster(
-            world,
-            request.host,
-            request.inside,
-            between,
-            nodes,
-            request.device_memory,
-            self.compute,
-        )
-        if self.measured is None:
-            return cluster
-        found = self.measured
-        return replace(
-            cluster,
-            host=replace(request.host, bandwidth=found.host, latency=0.0, name="measured"),
-            inside=request.inside  # one rank has no link to measure
-            if found.inside is None
-            else replace(
-                request.inside,
-                bandwidth=found.inside,
-                latency=found.latency_s / (request.options.measure_ranks - 1),
-                name="measured",
-            ),
-            collective_s=0.0,
-            overlap=0.0 if self.on_cpu else 1.0,
-        )
+def measured_here(request: Request) -> Request:
+    """The request with what this machine reaches, by as many local ranks as it asks for."""
+    options, ranks = request.options, request.options.measure_ranks
+    with tempfile.TemporaryDirectory() as folder:
+        out, said = Path(folder) / "measured.json", Path(folder) / "log"
+        want = {"width": request.widest.dim, "tables": len(request.sources), "out": str(out)}
+        want |= {"batch": options.batch, "optim": options.optim.name}
+        command = train_command(ranks, [json.dumps(want)], "distcache.cli.plan_run")
+        code = run_job(command, ranks, said)
+        if code or not out.exists():
+            raise DistcacheError(
+                f"measure=true: {ranks} local ranks ended with exit code {code}:\n"
+                f"{said.read_text()[-2000:]}"
+            )
+        values = json.loads(out.read_text())
+    compute = Compute(**values["compute"])
+    found = Measured(values["inside"], values["latency_s"], values["host"], compute)
+    return replace(request, measured=found, on_cpu=values["device"] == "cpu")
 
 
-def make_plan(request: Request, measured: Measured | None, on_cpu: bool) -> Plan:
-    """Predict everything. Raises ConfigError for K beyond a table, or a world that is none."""
-    worlds, options = Worlds(request, measured, on_cpu), request.options
-    demand, cluster, settings = worlds.here()
-    here = compare(demand, cluster, settings, options.objective)
-    if request.replicated_rows is not None:
-        own = predict(MIXED, demand, cluster, settings, request.replicated_rows)
-        others = tuple(p for p in here.predictions if p.placement != MIXED)
-        ordered = _ordered((*others, own))
-        here = replace(here, predictions=ordered, best=winner(ordered, options.objective))
-    points = sweep(powers_of_two(options.most_ranks), worlds.at, options.objective)
-    return Plan(
-        request,
-        cluster,
-        here,
-        tuple(points),
-        tuple(crossovers(points, options.objective)),
-        worlds.dense,
-        measured,
-        tuple(_warnings(request, [*points, here])),
-    )
+def main() -> int:
+    """One rank of the measurement; its exit code.
+
+    Its argument says what to measure: for `batch` samples with `tables` vectors of `width` elements
+    and the optimizer `optim`; rank 0 writes `Measured` and the kind of device to `out`.
+    """
+    want, place = json.loads(sys.argv[1]), find_place()
+    set_up_logging("INFO", place.rank, place.world_size)
+    world: World | None = None
+    try:
+        world = open_world()
+        widths = [want["width"]] * want["tables"]
+        model = build_model("dlrm", DENSE_FEATURES, widths, *dense_layers(want["width"]))
+        part = DensePart(model.to(world.device), DENSE_FEATURES, sum(widths), want["batch"])
+        found = measure(world, want["width"], row_update(want["optim"], 0.0), part)
+        if world.is_first:
+            values = asdict(found) | {"device": world.device.type, "ranks": world.size}
+            Path(want["out"]).write_text(json.dumps(values))
+        close_world(world)
+        return 0
+    except DistcacheError as error:
+        log.error("%s", error)
+        return 1
+    finally:
+        if world is not None:
+            close_world(world, orderly=False)
+
+
+def dense_layers(width: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Layers of the dense part that is measured: DLRM's of experiment criteo_kaggle."""
+    return (512, 256, 64, width), (512, 256, 1)
 
 
 def default_parameters(dims: Sequence[int]) -> int:
@@ -383,11 +384,34 @@ def default_parameters(dims: Sequence[int]) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _ordered(predictions: Sequence[Prediction]) -> tuple[Prediction, ...]:
-    """`mixed` third again."""
-    rest = [p for p in predictions if p.placement != MIXED]
-    mixed = [p for p in predictions if p.placement == MIXED]
-    return (*rest[:2], *mixed, *rest[2:])
+# -----------------------------------------------------------------------------
+# The predictions of a request: the cluster that was asked for, and the sweep over ranks.
+
+ITEMSIZE = 4
+"""Bytes of an element: float32."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was predicted. `here`: for the cluster that was asked for; `points`: the sweep;
+    `warnings`: what the predictions cannot know."""
+
+    request: Request
+    here: Point
+    points: tuple[Point, ...]
+    crossovers: tuple[Crossover, ...]
+    warnings: tuple[str, ...]
+
+
+def make_plan(request: Request) -> Plan:
+    """Predict everything. Raises ConfigError for K beyond a table, or a world that is none."""
+    options, objective = request.options, request.options.objective
+    asked = request.on(options.world_size, options.nodes)
+    here = compare(*asked, objective, request.replicated_rows)
+    worlds = powers_of_two(options.most_ranks)
+    points = [compare(*request.at(world), objective) for world in worlds]
+    found = tuple(crossovers(points, objective))
+    return Plan(request, here, tuple(points), found, tuple(_warnings(request, [*points, here])))
 
 
 def _warnings(request: Request, points: Sequence[Point]) -> list[str]:
@@ -407,3 +431,7 @@ def _warnings(request: Request, points: Sequence[Point]) -> list[str]:
             "a lower bound there; count more samples"
         )
     return found
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -86,12 +86,6 @@ def open_folder(folder: Path, key: str) -> bool:
     return new
 
 
-def drop_if_empty(folder: Path) -> None:
-    """Take back a folder that nothing was written to."""
-    with suppress(OSError):
-        folder.rmdir()
-
-
 # -----------------------------------------------------------------------------
 # Figures that are drawn to files: without a display, and without pyplot's state.
 
@@ -134,12 +128,13 @@ def describe_environment(world_size: int) -> dict[str, Any]:
     versions |= {name: installed(name) for name in DISTRIBUTIONS}
     versions["torch"] = torch.__version__
     versions["cuda"] = torch.version.cuda
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return {
         "hardware": {
-            "cpu": cpu_model(),
+            "cpu": _cpu_model(),
             "cores": len(os.sched_getaffinity(0)),
-            "memory_bytes": memory_bytes(),
-            "gpus": gpus(),
+            "memory_bytes": _memory_bytes(),
+            "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
         },
         "system": platform.platform(),
         "versions": versions,
@@ -156,58 +151,37 @@ def write_environment(run_dir: Path, world_size: int) -> None:
     (run_dir / "environment.json").write_text(text + "\n")
 
 
-def cpu_model() -> str | None:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or None
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+def _cpu_model() -> str | None:
+    with suppress(OSError):
+        names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        return names[0] if names else platform.machine()
+    return platform.processor() or None
 
 
-def memory_bytes() -> int | None:
+def _memory_bytes() -> int:
     """Bytes of memory that this process may use: the machine's, or its cgroup's limit if less."""
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
-    limits = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-    for name in limits:
-        path = Path(name)
-        text = path.read_text().strip() if path.is_file() else ""
-        if text.isdigit():
-            return min(total, int(text))
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # `max` where there is none
+            return min(total, int(Path(name).read_text()))
     return total
-
-
-def gpus() -> list[dict[str, Any]]:
-    """Name and bytes of memory of each GPU that torch sees."""
-    import torch
-
-    found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found.append({"name": properties.name, "memory_bytes": properties.total_memory})
-    return found
 
 
 def commit(checkout: Path) -> dict[str, Any] | None:
     """Commit of a checkout and whether it has changes; None where it is none, or git is missing."""
     if not (checkout / ".git").exists():
         return None
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(checkout), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return done.stdout.strip()
+
     try:
-        head = _git(checkout, "rev-parse", "HEAD")
-        changes = _git(checkout, "status", "--porcelain", "--untracked-files=no")
+        changes = git("status", "--porcelain", "--untracked-files=no")
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changes)}
     except (OSError, subprocess.SubprocessError):
         return None
-    return {"commit": head, "dirty": bool(changes)}
-
-
-def _git(checkout: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(checkout), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    return done.stdout.strip()
 
 
 # -----------------------------------------------------------------------------
@@ -294,7 +268,8 @@ def stop_job(child: subprocess.Popen, grace_s: float = STOP_GRACE_S) -> None:
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
         family |= descendants(child.pid)
     for process in family | ({child.pid} if child.poll() is None else set()):
-        _kill(process)
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
     child.wait()
 
 
@@ -310,13 +285,6 @@ def descendants(process: int) -> set[int]:
     return found
 
 
-def _kill(process: int) -> None:
-    try:
-        os.kill(process, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
@@ -328,7 +296,7 @@ def leave(code: int) -> NoReturn:
     threads that run at teardown abort the process now and then, which would turn a finished run
     into a failed one.
     """
-    with contextlib.suppress(ValueError):  # not the main thread
+    with suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C has nothing left to end
     logging.shutdown()
     sys.stdout.flush()

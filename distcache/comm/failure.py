@@ -6,7 +6,8 @@ import json
 import re
 import time
 import traceback
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
@@ -19,22 +20,6 @@ NETWORK_WORDS = ("connection closed by peer", "connection reset", "socket", "glo
 """Words in a RuntimeError of torch that say that another rank went away."""
 
 
-def record_failure(store: dist.Store | None, rank: int, error: BaseException) -> None:
-    """Record that `rank` failed with `error`; records keep the order in which they were made."""
-    if store is None:
-        return
-    record = {
-        "rank": rank,
-        "message": describe(error),
-        "secondary": is_secondary(error),
-        "traceback": traceback_of(error),
-    }
-    try:
-        store.set(f"failure/{store.add('failure/count', 1)}", json.dumps(record))
-    except (RuntimeError, dist.DistError):
-        return  # The store died with the rank that served it; there is nobody left to tell.
-
-
 @dataclass(frozen=True)
 class Failure:
     """A recorded failure; `secondary`: it only says that another rank failed or is missing;
@@ -45,6 +30,12 @@ class Failure:
     secondary: bool
     traceback: str = ""
 
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """What is recorded of `error`, which ended `rank`."""
+        where = [] if isinstance(error, DistcacheError) else traceback.format_exception(error)
+        return cls(rank, describe(error), is_secondary(error), "".join(where))
+
     @property
     def message(self) -> str:
         """What the other ranks say about it."""
@@ -53,36 +44,26 @@ class Failure:
         )
 
 
-def first_failure(store: dist.Store | None) -> tuple[int, str] | None:
-    """(rank, message) of the failure that came first, a cause before its consequences; or None."""
-    failures = _recorded(store)
-    return (failures[0].rank, failures[0].text) if failures else None
+def record_failure(store: dist.Store | None, rank: int, error: BaseException) -> None:
+    """Record that `rank` failed with `error`; records keep the order in which they were made."""
+    if store is None:
+        return
+    with suppress(RuntimeError, dist.DistError):  # it died with its server: nobody is left to tell
+        record = json.dumps(asdict(Failure.of(rank, error)))
+        store.set(f"failure/{store.add('failure/count', 1)}", record)
 
 
-def traceback_of(error: BaseException) -> str:
-    """Where an error happened that this package did not raise on purpose, else nothing."""
-    if isinstance(error, DistcacheError):
-        return ""
-    return "".join(traceback.format_exception(error))
-
-
-def first_traceback(store: dist.Store | None) -> str:
-    """`traceback_of` the failure that came first; empty where there is none."""
-    failures = _recorded(store)
-    return failures[0].traceback if failures else ""
-
-
-def failure_of_others(store: dist.Store | None, rank: int) -> Failure | None:
-    """The first failure of another rank than `rank`, a cause before its consequences; or None."""
-    return next((failure for failure in _recorded(store) if failure.rank != rank), None)
-
-
-def _recorded(store: dist.Store | None) -> list[Failure]:
-    """All recorded failures: causes first, each kind in the order in which it was recorded."""
+def recorded_failures(store: dist.Store | None) -> list[Failure]:
+    """Causes first, each kind in the order in which it was recorded; none where the store died."""
     try:
         return _read(store)
     except (RuntimeError, dist.DistError):
         return []
+
+
+def failure_of_others(store: dist.Store | None, rank: int) -> Failure | None:
+    """The first failure of another rank than `rank`, a cause before its consequences; or None."""
+    return next((failure for failure in recorded_failures(store) if failure.rank != rank), None)
 
 
 def _read(store: dist.Store | None) -> list[Failure]:
@@ -90,29 +71,26 @@ def _read(store: dist.Store | None) -> list[Failure]:
         return []
     count = store.add("failure/count", 0)
     keys = [f"failure/{number}" for number in range(1, count + 1)]
-    found = [json.loads(store.get(key)) for key in keys if store.check([key])]
-    failures = [
-        Failure(item["rank"], item["message"], item["secondary"], item["traceback"])
-        for item in found
-    ]
-    return sorted(failures, key=lambda failure: failure.secondary)
+    found = [Failure(**json.loads(store.get(key))) for key in keys if store.check([key])]
+    return sorted(found, key=lambda failure: failure.secondary)
 
 
 def cause_of(
     store: dist.Store | None, rank: int, error: BaseException, grace_s: float = GRACE_S
-) -> tuple[int, str]:
-    """Record this rank's failure; return the (rank, message) that caused it, maybe its own.
+) -> Failure:
+    """Record this rank's failure; return the one that caused it, maybe itself.
 
     A failure that another rank must have caused waits up to `grace_s` seconds for that one.
     """
-    deadline = time.monotonic() + (grace_s if is_secondary(error) else 0.0)
+    own = Failure.of(rank, error)
+    deadline = time.monotonic() + (grace_s if own.secondary else 0.0)
     try:
         while not _read(store) and time.monotonic() < deadline:
             time.sleep(0.05)
     except (RuntimeError, dist.DistError):
-        return rank, describe(error)  # The store has gone, and every look at it would be logged.
+        return own  # The store has gone, and every look at it would be logged.
     record_failure(store, rank, error)
-    return first_failure(store) or (rank, describe(error))
+    return next(iter(recorded_failures(store)), own)
 
 
 def is_secondary(error: BaseException) -> bool:

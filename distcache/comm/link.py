@@ -120,29 +120,6 @@ class CollectiveCounters:
         return {name: getattr(self, name) for name in CATEGORIES}
 
 
-def _payload(name: str, call: dict[str, Any], rank: int, world_size: int) -> tuple[Tensor, int]:
-    """A tensor of the call (for its dtype) and the bytes that this rank sends in it."""
-    if name == "all_reduce":
-        return call["tensor"], all_reduce_bytes(call["tensor"].nbytes, world_size)
-    if name == "broadcast":
-        return call["tensor"], gather_bytes(call["tensor"].nbytes, world_size)
-    if name == "all_to_all_single":
-        sent = call["input"]
-        splits = call.get("input_split_sizes")
-        return sent, all_to_all_bytes(sent.nbytes, splits, rank, world_size)
-    if name == "all_to_all":
-        parts = call["input_tensor_list"]
-        return parts[0], sum(part.nbytes for i, part in enumerate(parts) if i != rank)
-    if name == "all_gather":
-        parts = call["tensor_list"]
-        return parts[0], gather_bytes(sum(part.nbytes for part in parts), world_size)
-    if name == "reduce_scatter":
-        parts = call["input_list"]
-        return parts[0], gather_bytes(sum(part.nbytes for part in parts), world_size)
-    whole = call["output_tensor"] if name.startswith("all_gather") else call["input"]
-    return whole, gather_bytes(whole.nbytes, world_size)
-
-
 COUNTED = (
     "all_reduce",
     "broadcast",
@@ -158,20 +135,35 @@ COUNTED = (
 """The functions of torch.distributed that `count_collectives` wraps (`_single`: from 2.13 on)."""
 
 
-def _between(name: str, call: dict[str, Any], nbytes: int, nodes: Nodes) -> int:
-    """Of `nbytes` that this rank sends in the call, those to ranks of other nodes."""
+def _sent(name: str, call: dict[str, Any], nodes: Nodes | None) -> tuple[Tensor, int, int]:
+    """Of a call on this rank: a tensor (for its dtype), the bytes that this rank sends in it, and
+    how many of them go to ranks of other nodes."""
     group = call.get("group")
-    ranks = dist.get_process_group_ranks(group)
-    here = nodes.of(dist.get_rank())
-    inside = [nodes.of(rank) == here for rank in ranks]
-    if name == "all_to_all":
-        pairs = zip(call["input_tensor_list"], inside, strict=True)
-        return sum(part.nbytes for part, near in pairs if not near)
-    if name == "all_to_all_single":
-        splits = call.get("input_split_sizes") or [1] * len(ranks)
-        outside = sum(part for part, near in zip(splits, inside, strict=True) if not near)
-        return call["input"].nbytes * outside // sum(splits) if sum(splits) else 0
-    return nbytes if not inside[(dist.get_rank(group) + 1) % len(ranks)] else 0
+    ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+    size = len(ranks)
+    here = nodes.of(dist.get_rank()) if nodes else 0
+    inside = [nodes is None or nodes.of(rank) == here for rank in ranks]
+    if name.startswith("all_to_all"):
+        if name == "all_to_all":
+            tensor = call["input_tensor_list"][0]
+            parts = [part.nbytes for part in call["input_tensor_list"]]
+        else:
+            tensor = call["input"]
+            splits = call.get("input_split_sizes") or [1] * size
+            parts = [tensor.nbytes * part // max(1, sum(splits)) for part in splits]
+        between = sum(part for part, near in zip(parts, inside, strict=True) if not near)
+        return tensor, sum(parts) - parts[me], between
+    if name in ("all_gather", "reduce_scatter"):
+        whole = call["tensor_list" if name == "all_gather" else "input_list"]
+        tensor, nbytes = whole[0], gather_bytes(sum(part.nbytes for part in whole), size)
+    elif name in ("all_reduce", "broadcast"):
+        tensor = call["tensor"]
+        of = all_reduce_bytes if name == "all_reduce" else gather_bytes
+        nbytes = of(tensor.nbytes, size)
+    else:
+        tensor = call["output_tensor" if name.startswith("all_gather") else "input"]
+        nbytes = gather_bytes(tensor.nbytes, size)
+    return tensor, nbytes, 0 if inside[(me + 1) % size] else nbytes
 
 
 def _counted(
@@ -183,12 +175,9 @@ def _counted(
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs).arguments
-        group = bound.get("group")
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        if rank >= 0:
-            tensor, nbytes = _payload(name, bound, rank, size)
+        if dist.get_rank(bound.get("group")) >= 0:
+            tensor, nbytes, between = _sent(name, bound, counters.nodes)
             floating = tensor.is_floating_point() or tensor.is_complex()
-            between = _between(name, bound, nbytes, counters.nodes) if counters.nodes else 0
             counters.count(ROWS if floating else PLANNING, nbytes, between)
         return original(*args, **kwargs)
 
@@ -407,7 +396,7 @@ class Link:
         what: str,
     ) -> Callable[[], Tensor]:
         """An all-to-all over `group` of parts of `counts`, (sent, received), under way."""
-        send, receive = (list(part) for part in counts)
+        send, receive = list(counts[0]), list(counts[1])
         source = (tensor.cpu() if self._staged else tensor).contiguous()
         out = source.new_empty((sum(receive), *tensor.shape[1:]))
         wait = self._start(
@@ -478,22 +467,25 @@ class Link:
 
     def _start(self, issue: Callable[[], Any], what: str) -> Callable[[], None]:
         """Start a collective; call the result to wait: on the host (gloo) or the stream (NCCL)."""
-        waiting = Waiting(self.world, self.name, what)
         try:
             work = issue()
         except RuntimeError as error:
-            raise waiting.explain(error) from error
+            raise Waiting(self.world, self.name, what).explain(error) from error
 
         def wait() -> None:
+            waiting: Waiting | None = None  # most waits are short
             try:
                 if not self._on_host:
                     work.wait()
                     return
                 while not _done(work):
+                    waiting = waiting or Waiting(self.world, self.name, what)
                     waiting.announce()
             except RuntimeError as error:
-                raise waiting.explain(error) from error
-            waiting.over()
+                said = waiting or Waiting(self.world, self.name, what)
+                raise said.explain(error) from error
+            if waiting is not None:
+                waiting.over()
 
         return wait
 
@@ -518,9 +510,8 @@ def host_link(world: World) -> Link:
 # One rank's rows to all ranks, each sent once to every other node and spread inside it.
 #
 # Over a network that several ranks of a node share, a copy for each of them would cross it as
-# often;
-# inside a node there is shared memory or NVLink. (The two levels of hierarchical all-gathers, as
-# NCCL's and HSDP's.) What arrives, and its order, is that of one all-to-all among all ranks.
+# often; inside a node there is shared memory or NVLink. (The two levels of hierarchical
+# all-gathers, as NCCL's and HSDP's.) What arrives, and its order, is that of one all-to-all.
 
 
 def spread(link: Link, rows: Tensor, counts: Sequence[int], category: str, what: str) -> Tensor:
@@ -533,9 +524,10 @@ def spread(link: Link, rows: Tensor, counts: Sequence[int], category: str, what:
     world = link.world
     if world.size == 1:
         return rows
-    if world.nodes.count == 1:
-        return spread_flat(link, rows, counts, category, what)
     nodes, rank = world.nodes, world.rank
+    if nodes.count == 1:
+        copies = _copies(rows, world.size)
+        return link.all_to_all(copies, [len(rows)] * world.size, counts, category, what)
     node = nodes.of(rank)
     mates = [mate for mate in nodes.ranks(node) if mate != rank]
     taken = {mate: _taken(nodes, mate, node) for mate in nodes.ranks(node)}
@@ -571,11 +563,3 @@ def _taken(nodes: Nodes, rank: int, node: int) -> list[int]:
 def _copies(rows: Tensor, count: int) -> Tensor:
     """`rows`, `count` times one after the other."""
     return rows.repeat(count, *[1] * (rows.dim() - 1))
-
-
-def spread_flat(
-    link: Link, rows: Tensor, counts: Sequence[int], category: str, what: str
-) -> Tensor:
-    """`spread` in one all-to-all: a copy for every rank; what one node does, and the slow twin."""
-    size = link.world.size
-    return link.all_to_all(_copies(rows, size), [len(rows)] * size, counts, category, what)

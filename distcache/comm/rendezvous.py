@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distcache.errors import ConfigError, PeerError
+from distcache.versions import DISTRIBUTIONS, FBGEMM_DISTRIBUTIONS, SOURCE
 
 # -----------------------------------------------------------------------------
 # Whether another rank's process still runs, as far as this machine can tell.
@@ -248,3 +249,117 @@ def receive(store: dist.Store, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
     value = json.loads(store.get("handover"))
     store.add("handover/read", 1)
     return value
+
+
+def exchange(
+    store: dist.Store, name: str, place: tuple[int, int], value: Any, timeout_s: float
+) -> list[Any]:
+    """Every rank's JSON `value`, by rank; `place`: this rank and how many there are.
+
+    Rank 0 gathers them and hands on what it has: the same to all, also where ranks were told of
+    other numbers. Raises PeerError naming the ranks that do not come within `timeout_s` seconds.
+    """
+    rank, size = place
+    keys = [f"{name}/{other}" for other in range(size)]
+    everyone, read = f"{name}/all", f"{name}/read"
+
+    def missing() -> str:
+        try:
+            late = [other for other, key in enumerate(keys) if not store.check([key])]
+        except RuntimeError:
+            return "rank 0, or the agent that serves the store,"
+        more = f" and {len(late) - 8} more" if len(late) > 8 else ""
+        return ", ".join(f"rank {other}" for other in late[:8] or [0]) + more
+
+    try:
+        store.set(keys[rank], json.dumps(value))
+        awaited = [everyone] if rank else keys
+        wait_until(lambda: store.check(awaited), timeout_s, lambda: f"{missing()} to start")
+        if rank == 0:
+            store.set(everyone, json.dumps([json.loads(store.get(key)) for key in keys]))
+        found = json.loads(store.get(everyone))
+        store.add(read, 1)
+        if rank == 0:  # which may serve the store, and be about to refuse
+            linger(store, read, size)
+    except (RuntimeError, TimeoutError) as error:  # those of the store are the former
+        raise PeerError(
+            f"rank {rank} of {size} waited for the others to start; {missing()} did not come "
+            f"within trainer.timeout_s ({timeout_s:g} s): are all agents of the job running, with "
+            "the same --nnodes, --nproc-per-node and rendezvous?"
+        ) from error
+    return found
+
+
+# -----------------------------------------------------------------------------
+# What has to be the same on all ranks.
+#
+# Where ranks would compute with other bits, or read each other's messages wrongly, it is an error;
+# any other difference is a warning.
+
+
+def differences(by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each key on which ranks differ: `<key> is <value> on rank 0 and ... on ...`."""
+    lines = []
+    for key in dict.fromkeys(key for values in by_rank for key in values):
+        ranks: dict[str, list[int]] = {}
+        for rank, values in enumerate(by_rank):
+            ranks.setdefault(_show(values, key), []).append(rank)
+        if len(ranks) > 1:
+            *first, last = [f"{value} on {_named(own)}" for value, own in ranks.items()]
+            lines.append(f"{key} is {', '.join(first)} and {last}")
+    return lines
+
+
+def _named(ranks: list[int]) -> str:
+    """`rank 3`, `ranks 0, 2`, `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = []
+    for run in runs:
+        texts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
+
+
+def _show(values: Mapping[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "not there"
+
+
+def compare_versions(
+    found: Sequence[Mapping[str, str]], hybrid: bool, cuda: bool, warn: bool
+) -> None:
+    """Raise ConfigError where package versions of the ranks differ and it matters, with the values
+    and their ranks; `warn` where it does not. `hybrid`: TorchRec shards the tables."""
+    # Plans and rows travel between ranks as distcache lays them out, torch computes the steps, and
+    # NumPy draws each node's initial rows; TorchRec and fbgemm exchange and update rows in hybrid;
+    # Triton compiles the kernels by which each rank updates its own copy of a row on a GPU.
+    needed = {"distcache", SOURCE, "torch", "numpy", *(("triton",) if cuda else ())}
+    needed |= {"torchrec", *FBGEMM_DISTRIBUTIONS} if hybrid else set()
+    lines = differences([{k: v for k, v in seen.items() if k in needed} for seen in found])
+    if lines:
+        raise ConfigError(
+            f"the ranks differ: {'; '.join(lines)}; install the same packages on all nodes "
+            f"(compared are {', '.join(('python', *DISTRIBUTIONS))})"
+        )
+    others = differences([{k: v for k, v in seen.items() if k not in needed} for seen in found])
+    if others and warn:
+        log.warning("the ranks' versions differ: %s", "; ".join(others))
+
+
+def compare_command_lines(sizes: Sequence[int], arguments: Sequence[Sequence[str]]) -> None:
+    """Raise ConfigError where ranks were told of other numbers of ranks, or have other overrides,
+    whose order does not matter."""
+    lines = differences([{"WORLD_SIZE": str(size)} for size in sizes])
+    if lines:
+        raise ConfigError(f"the ranks differ: {'; '.join(lines)}: start all with one number")
+    # By key; anything but an override stands for itself.
+    by_key = [{a.partition("=")[0]: a.partition("=")[2] or a for a in own} for own in arguments]
+    lines = differences(by_key)
+    if lines:
+        raise ConfigError(
+            f"the ranks' command lines differ: {'; '.join(lines)}; start all nodes with the same "
+            "arguments, for those of rank 0 count for all"
+        )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import socket
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from itertools import accumulate
@@ -19,20 +18,23 @@ import torch.distributed as dist
 
 from distcache.comm.failure import first_line
 from distcache.comm.rendezvous import (
+    LEAST_TIMEOUT_S,
+    Place,
     announce_process,
+    compare_command_lines,
+    compare_versions,
+    exchange,
+    find_place,
     is_launched,
-    linger,
-    wait_until,
     whole_number,
 )
 from distcache.errors import ConfigError, PeerError
+from distcache.versions import versions_here
 
 # -----------------------------------------------------------------------------
 # The nodes of a job: which ranks share a machine's memory, as all ranks agree before they start.
 #
 # A node is what one torchrun agent starts: two agents on one machine are two nodes.
-
-_KEY = "distcache/place"
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,9 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a rank says of itself. `group`: torchrun's number of its agent, or None; `device`,
-    `backend`: what it picked; `error`: why it cannot take part."""
+    """What a rank says of itself before there is any process group. `group`: torchrun's number of
+    its agent, or None; `device`, `backend`: what it picked; `error`: why it cannot take part;
+    `size`: how many ranks it was told of; of a command also `arguments` and package `versions`."""
 
     local_rank: int
     local_size: int
@@ -88,49 +91,19 @@ class Claim:
     device: str
     backend: str
     error: str | None = None
+    size: int = 0
+    arguments: Sequence[str] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
-def claim_of(
-    local_rank: int, local_size: int, device: str, backend: str, error: str | None = None
-) -> Claim:
-    """This process's claim."""
-    host, group = socket.gethostname(), os.environ.get("GROUP_RANK")
-    return Claim(local_rank, local_size, host, group, device, backend, error)
+def agree_on_claims(claims: Sequence[Claim], rank: int = 0, hybrid: bool = False) -> Nodes:
+    """The nodes that the ranks' claims amount to; the same value or ConfigError on every rank.
 
-
-def exchange_claims(store: dist.Store, rank: int, size: int, own: Claim) -> list[Claim]:
-    """Every rank's claim, by rank, through the store, before there is any process group.
-
-    Raises PeerError naming the ranks that do not come within the store's timeout.
+    Compares sizes, command lines and versions first. `rank`: this one, as which 0 logs warnings.
     """
-    keys = [f"{_KEY}/{other}" for other in range(size)]
-    store.set(keys[rank], json.dumps(asdict(own)))
-    try:
-        most = store.timeout.total_seconds()
-        wait_until(lambda: store.check(keys), most, lambda: f"{_missing(store, keys)} to start")
-        claims = [Claim(**json.loads(text)) for text in store.multi_get(keys)]
-        store.add(f"{_KEY}/read", 1)
-        if rank == 0:  # which may serve the store, and be about to refuse
-            linger(store, f"{_KEY}/read", size)
-    except (RuntimeError, TimeoutError) as error:  # those of the store are the former
-        raise PeerError(
-            f"rank {rank} of {size} waited for the others to start; {_missing(store, keys)} did "
-            "not come within trainer.timeout_s: are all agents of the job running, with the same "
-            "--nnodes, --nproc-per-node and rendezvous?"
-        ) from error
-    return claims
-
-
-def _missing(store: dist.Store, keys: Sequence[str]) -> str:
-    """The ranks whose key is not in the store."""
-    try:
-        return describe_ranks([rank for rank, key in enumerate(keys) if not store.check([key])])
-    except RuntimeError:
-        return "rank 0, or the agent that serves the store,"
-
-
-def agree_on_nodes(claims: Sequence[Claim]) -> Nodes:
-    """The nodes that the ranks' claims amount to; the same value or ConfigError on every rank."""
+    compare_command_lines([claim.size for claim in claims], [claim.arguments for claim in claims])
+    on_gpus = claims[0].device == "cuda"
+    compare_versions([claim.versions for claim in claims], hybrid, on_gpus, rank == 0)
     for rank, claim in enumerate(claims):
         if claim.error is not None:
             raise ConfigError(f"rank {rank} ({claim.host}): {claim.error}")
@@ -198,15 +171,6 @@ def nodes_of_names(names: Sequence[str]) -> Nodes:
     return Nodes(tuple(sizes.values()))
 
 
-def describe_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3, rank 4`, and how many more."""
-    shown = ", ".join(f"rank {rank}" for rank in ranks[:8])
-    return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-
-
-# -----------------------------------------------------------------------------
-# The ranks of one job and the process groups that they share.
-
 _WATCHDOG_S = timedelta(seconds=30)
 """How much longer than the ranks themselves NCCL's watchdog waits."""
 
@@ -220,13 +184,14 @@ class World:
     """Who this rank is, its device, and one process group per thread that communicates.
 
     `device_group`: rows, gradients and control, in program order; the thread that moves rows uses
-    it too, while the main thread does not (`pipeline.schedule`).
+    it too, while the main thread does not (`engine.step`).
     `host_group`: gloo, small CPU tensors and objects, from the main thread only.
     `planning_group`: gloo, used by the planner's background thread only.
     `node_group`: this node's ranks, of the device group's kind and under the same rules; None on
     one node; a rank that is alone on its node may have one of itself, or None.
     A world of one rank may have none (None): it never communicates.
-    `node_sizes`: ranks of each node; () is one node.
+    `node_sizes`: ranks of each node; () is one node. `is_guest`: torch.distributed is somebody
+    else's, and the groups alone are this world's.
     """
 
     rank: int
@@ -242,6 +207,7 @@ class World:
     store: dist.Store
     node_sizes: tuple[int, ...] = ()
     node_group: dist.ProcessGroup | None = None
+    is_guest: bool = False
 
     @cached_property
     def nodes(self) -> Nodes:
@@ -288,26 +254,34 @@ def open_world(
     backend: str = "auto",
     timeout_s: float = 300.0,
     store: dist.Store | None = None,
+    hybrid: bool = False,
+    arguments: Sequence[str] = (),
 ) -> World:
     """Join the job that torchrun's environment describes; without one, a world of one rank.
 
-    `store`: where the ranks record failures and look for them; None is the process groups' own.
-    Raises ConfigError for a device or backend that some node does not have, and for ranks whose
-    places do not make nodes, on every rank; PeerError naming ranks that do not come, or where the
-    store or a rank goes away while the groups are made.
+    `store`: a command's, where its ranks meet, compare its `arguments` and package versions (with
+    TorchRec's where `hybrid`), record failures and look for them; None is the process groups' own.
+    Raises ConfigError where they differ, for a device or backend that some node does not have, and
+    for ranks whose places do not make nodes, on every rank; PeerError naming ranks that do not
+    come, or where the store or a rank goes away while the groups are made.
     """
-    launched = is_launched()
-    rank, size = whole_number("RANK", 0), whole_number("WORLD_SIZE", 1)
-    local_rank = whole_number("LOCAL_RANK", rank)
-    local_size = whole_number("LOCAL_WORLD_SIZE", size)
-    timeout = timedelta(seconds=timeout_s)
+    place = find_place()
+    rank, size = place.rank, place.world_size
+    timeout, number = timedelta(seconds=timeout_s), next(_number)
+    where, claim = _claim(place, device, backend)
     own: dist.Store = dist.HashStore()
-    if launched:
+    if store is not None:  # before torch's rendezvous, which waits for the ranks it was told of
+        claim = replace(claim, arguments=list(arguments), versions=versions_here())
+        limit_s = max(timeout_s, LEAST_TIMEOUT_S)  # a rank may still be importing
+        nodes = _meet(store, number, rank, claim, (limit_s, hybrid))
+    if is_launched():
         # The store outlives a world, with the addresses of its groups: the next one needs its own.
         shared, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
         shared.set_timeout(timeout)
-        own = dist.PrefixStore(f"distcache/world/{next(_number)}", shared)
-    where, name, nodes = _meet(own, (rank, size, local_rank, local_size), device, backend)
+        own = dist.PrefixStore(f"distcache/world/{number}", shared)
+    if store is None:
+        nodes = _meet(own, number, rank, claim, (timeout_s, hybrid))
+    name = claim.backend
     # NCCL's watchdog ends the process when it sees a timeout: later than the rank itself does.
     patience = timeout + _WATCHDOG_S if name == "nccl" else timeout
     if where.type == "cuda":
@@ -337,8 +311,8 @@ def open_world(
     return World(
         rank=rank,
         size=size,
-        local_rank=local_rank,
-        local_size=local_size,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
         device=where,
         backend=name,
         timeout_s=timeout_s,
@@ -348,26 +322,29 @@ def open_world(
     )
 
 
-def _meet(
-    store: dist.Store, place: tuple[int, int, int, int], device: str, backend: str
-) -> tuple[torch.device, str, Nodes]:
-    """This rank's device, the device group's backend, and the nodes, on which all ranks agree.
-
-    `place`: rank, world size, local rank, local size.
-    """
-    rank, size, local_rank, local_size = place
-    refused: ConfigError | None = None
-    where, name = torch.device("cpu"), "gloo"
+def _claim(place: Place, device: str, backend: str) -> tuple[torch.device, Claim]:
+    """This rank's device, and what it says of itself; why, where it has no such device."""
+    where, name, refused = torch.device("cpu"), "gloo", None
     try:
-        where = pick_device(device, local_rank)
-        name = pick_backend(backend, where, local_size)
+        where = pick_device(device, place.local_rank)
+        name = pick_backend(backend, where, place.local_size)
     except ConfigError as error:
-        refused = error
-    own = claim_of(local_rank, local_size, where.type, name, str(refused) if refused else None)
-    claims = exchange_claims(store, rank, size, own)
-    if refused is not None:
-        raise refused
-    return where, name, agree_on_nodes(claims)
+        refused = str(error)
+    agent = (socket.gethostname(), os.environ.get("GROUP_RANK"))
+    own = (where.type, name, refused, place.world_size)
+    return where, Claim(place.local_rank, place.local_size, *agent, *own)
+
+
+def _meet(
+    store: dist.Store, number: int, rank: int, own: Claim, limits: tuple[float, bool]
+) -> Nodes:
+    """The nodes on which all ranks agree, in the world of this `number`; `limits`: seconds to wait
+    for the others, and whether TorchRec's versions count."""
+    timeout_s, hybrid = limits
+    found = exchange(store, f"distcache/claim/{number}", (rank, own.size), asdict(own), timeout_s)
+    if own.error is not None:
+        raise ConfigError(own.error)
+    return agree_on_claims([Claim(**claim) for claim in found], rank, hybrid)
 
 
 def make_node_group(
@@ -386,30 +363,32 @@ def make_node_group(
 
 
 def close_world(world: World, orderly: bool = True) -> None:
-    """Leave the job; `orderly` ends wait for one another first.
+    """Leave the job; of a world within somebody else's job, let go of its own groups alone.
 
-    A process that ends with live gloo groups aborts now and then, so every end comes here.
+    `orderly` ends wait for one another first. A process that ends with live gloo groups aborts now
+    and then, so every end comes here.
     """
     if not dist.is_initialized():
         return
-    if orderly:
+    if orderly and world.host_group is not None:
         dist.barrier(group=world.host_group)
     elif world.backend == "nccl":
         # Without it, leaving waits for kernels that never end.
         for group in filter(None, (world.node_group, world.device_group)):
             group.abort()
-    dist.destroy_process_group()
+    if not world.is_guest:
+        dist.destroy_process_group()
+        return
+    made = (world.node_group, world.device_group, world.host_group, world.planning_group)
+    for group in filter(None, made):
+        dist.destroy_process_group(group)
 
 
 # -----------------------------------------------------------------------------
 # A world made from what the caller already has: torch.distributed's default group, or nothing.
 #
-# The trainer opens its own world (`world.open_world`); a module inside somebody else's training
-# loop
-# takes the ranks as they are, and makes groups of its own so that its collectives never meet those
-# of the loop (DDP's, for one).
-
-"""Worlds that this process has made so far: keeps their keys in the store apart."""
+# A module inside somebody else's training loop takes the ranks as they are, and makes groups of its
+# own, so that its collectives never meet those of the loop (DDP's, for one).
 
 
 def has_group() -> bool:
@@ -443,7 +422,9 @@ def current_world(
     if not has_group():
         if process_group is not None:
             raise ConfigError("process_group was given, but torch.distributed is not initialised")
-        return _lone_world(device, timeout_s)
+        groups = dict.fromkeys(("device_group", "host_group", "planning_group"))
+        store = dist.HashStore()
+        return World(0, 1, 0, 1, device, "none", timeout_s, **groups, store=store, is_guest=True)
     ranks = dist.get_process_group_ranks(process_group)
     rank, size = dist.get_rank(process_group), len(ranks)
     nccl = device.type == "cuda" and "nccl" in dist.get_backend_config(process_group).lower()
@@ -484,37 +465,5 @@ def current_world(
         store=store,
         node_sizes=nodes.sizes,
         node_group=node_group(nodes),
-    )
-
-
-def leave_world(world: World, orderly: bool = True) -> None:
-    """Let go of the groups that `current_world` made, and of nothing else.
-
-    `orderly` ends wait for one another first.
-    """
-    made = (world.node_group, world.device_group, world.host_group, world.planning_group)
-    if orderly and world.host_group is not None:
-        dist.barrier(group=world.host_group)
-    elif world.backend == "nccl":
-        # Without it, leaving waits for kernels that never end.
-        for group in filter(None, (world.node_group, world.device_group)):
-            group.abort()
-    for group in made:
-        if group is not None:
-            dist.destroy_process_group(group)
-
-
-def _lone_world(device: torch.device, timeout_s: float) -> World:
-    return World(
-        rank=0,
-        size=1,
-        local_rank=0,
-        local_size=1,
-        device=device,
-        backend="none",
-        timeout_s=timeout_s,
-        device_group=None,
-        host_group=None,
-        planning_group=None,
-        store=dist.HashStore(),
+        is_guest=True,
     )

@@ -11,19 +11,12 @@ from typing import Any
 
 from distcache.errors import ConfigError
 
-# -----------------------------------------------------------------------------
-# The cluster that a prediction is for: its ranks, its links, and what a rank computes in which
-# time.
 
-
-def _positive(key: str, value: float, owner: str, unit: str) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{owner}.{key}={value}: it must be above 0: give {unit}")
-
-
-def _not_negative(key: str, value: float, owner: str, unit: str) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{owner}.{key}={value}: it must be at least 0: give {unit}")
+def _check(key: str, value: float, unit: str, positive: bool = False) -> None:
+    """ConfigError unless a number is finite and at least 0, or above it."""
+    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        least = "above 0" if positive else "at least 0"
+        raise ConfigError(f"{key}={value}: it must be {least}: give {unit}")
 
 
 @dataclass(frozen=True)
@@ -39,8 +32,9 @@ class Link:
     name: str = "given"
 
     def __post_init__(self) -> None:
-        _positive("bandwidth", self.bandwidth, self.name, "bytes per second, such as 25e9")
-        _not_negative("latency", self.latency, self.name, "seconds, such as 5e-6")
+        unit = "bytes per second, such as 25e9"
+        _check(f"{self.name}.bandwidth", self.bandwidth, unit, positive=True)
+        _check(f"{self.name}.latency", self.latency, "seconds, such as 5e-6")
 
     def seconds(self, nbytes: float, messages: float = 1) -> float:
         """Time to send `nbytes` in so many messages; 0 where nothing is sent."""
@@ -82,12 +76,11 @@ COLLECTIVE_S = 6.6e-6
 
 @dataclass(frozen=True)
 class Compute:
-    """What a rank computes in which time.
+    """What a rank computes in which time, in seconds.
 
     `lookup_s`: of one id, its row read into a bag, forward, and its gradient added, backward;
     `update_s`: of one row that the optimizer updates; `copy_s`: of one row copied on the device,
-    without its state; `sample_s`: of one sample in the dense part,
-    forward and backward. Seconds, all at least 0.
+    without its state; `sample_s`: of one sample in the dense part, forward and backward.
     """
 
     lookup_s: float = 0.0
@@ -96,8 +89,8 @@ class Compute:
     sample_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for key in ("lookup_s", "update_s", "copy_s", "sample_s"):
-            _not_negative(key, getattr(self, key), "compute", "seconds")
+        for key, value in vars(self).items():
+            _check(f"compute.{key}", value, "seconds")
 
 
 DEVICES: dict[str, tuple[float, float, float]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -47,8 +47,7 @@ from distcache.errors import ConfigError
 # Seconds of a step: exposed latencies + bytes / bandwidth per link - what hides behind compute.
 #
 # A step lasts as long as the longest of three: its critical path (compute and the exchanges that
-# compute waits for), all that its network sends, and all that its host link moves. What hides is
-# on
+# compute waits for), all that its network sends, and all that its host link moves. What hides is on
 # the last two only: fills and rows that travel early, and all movement over the host link.
 
 HIDDEN_STAGES = ("fill", "early_rows")
@@ -164,7 +163,7 @@ class Settings:
     `replicated` (on every rank) or `home`; `window` L, `prefetch` P; `steps`: of the run, from an
     empty cache, None: a warm cache; `itemsize`: bytes of an element; `dense_parameters`: of the
     dense part; `fetched`: rows fetched per step over all homes, by placement, where they are known
-    (from `planner.replay`) instead of estimated.
+    (from a replay) instead of estimated.
     """
 
     slots: tuple[int, ...]
@@ -253,17 +252,10 @@ def predict(
             f"slots for {len(settings.slots)} groups, but tables of {len(demand.groups)} widths: "
             "give as many"
         )
-    prefixes = _prefixes(placement, demand, replicated_rows or {})
-    return _cached(placement, demand, cluster, settings, prefixes)
-
-
-def _prefixes(
-    placement: str, demand: Demand, replicated_rows: Mapping[str, int]
-) -> list[list[float]]:
+    prefixes = demand.prefixes(dict(replicated_rows or {}) if placement == MIXED else {})
     if placement == REPLICATED:
-        return [[float(table.rows) for table in group.tables] for group in demand.groups]
-    rows = replicated_rows if placement == MIXED else {}
-    return demand.prefixes(dict(rows))
+        prefixes = [[float(table.rows) for table in group.tables] for group in demand.groups]
+    return _cached(placement, demand, cluster, settings, prefixes)
 
 
 def _cached(
@@ -283,9 +275,8 @@ def _cached(
     ahead = (settings.window, settings.prefetch, settings.steps)
     parts = [(g, slots, True) for g, (slots, _) in zip(hot, regions, strict=True)]
     parts += [(g, world * slots, False) for g, (_, slots) in zip(cold, regions, strict=True)]
-    found = [expected_hits([group], [slots], *ahead) for group, slots, _ in parts]
-    hits = Hits(*(sum(values) for values in zip(*map(_values, found), strict=True)))
-    hits, scale = _known(hits, settings.fetched.get(placement))
+    found = [expected_hits(group, slots, *ahead) for group, slots, _ in parts]
+    hits, scale = _known(sum(found, Hits(0.0, 0.0, 0.0)), settings.fetched.get(placement))
     exchanges: list[Exchange] = []
     host_in = host_out = 0.0
     for (group, _, copied), own in zip(parts, found, strict=True):
@@ -301,7 +292,7 @@ def _cached(
     exchanges.append(dense_exchange(settings.dense_parameters, world, item))
     traffic = Traffic(tuple(exchanges), host_in, host_out)
     work = _work(hot, cold, demand, settings.state)
-    memory = cache_memory(hot, cold, regions, settings, world)
+    memory = cache_memory(hot, cold, regions, (item, settings.state), world)
     names = [[table.name for table in group.tables] for group in demand.groups]
     replicated = {}
     if placement == MIXED:
@@ -321,10 +312,6 @@ def _cached(
         memory,
         refused,
     )
-
-
-def _values(hits: Hits) -> tuple[float, float, float]:
-    return hits.touched, hits.fetched, hits.written_back
 
 
 def _known(hits: Hits, fetched: float | None) -> tuple[Hits, float]:
@@ -368,7 +355,7 @@ def _hybrid(layout: str, demand: Demand, cluster: Cluster, settings: Settings) -
     updates = demand.world_rows / world
     work = Work(busiest * lookups, busiest * updates, copies, demand.batch, ddp=True)
     largest = hybrid_rows(demand, layout)
-    memory = hybrid_memory(demand, layout, settings, exchanges)
+    memory = hybrid_memory(demand, layout, item, exchanges)
     refused = _too_large(memory, cluster)
     odd = [group.dim for group in demand.groups if group.dim % _KERNEL_WIDTH]
     if odd and layout not in YARDSTICKS:
@@ -600,20 +587,23 @@ class Crossover:
     new: str
 
 
-def compare(demand: Demand, cluster: Cluster, settings: Settings, objective: str) -> Point:
-    """Every placement of cached rows (mixed at its best K) and every hybrid layout."""
+def compare(
+    demand: Demand,
+    cluster: Cluster,
+    settings: Settings,
+    objective: str,
+    replicated_rows: Mapping[str, int] | None = None,
+) -> Point:
+    """Every placement of cached rows (mixed with `replicated_rows`, None: at its best K) and every
+    hybrid layout."""
     found = [predict(name, demand, cluster, settings) for name in (SHARDED, REPLICATED)]
-    mixed = best_mixed(demand, cluster, settings, objective)
-    found += [] if mixed is None else [mixed]
+    if replicated_rows is not None:
+        found.append(predict(MIXED, demand, cluster, settings, replicated_rows))
+    else:
+        mixed = best_mixed(demand, cluster, settings, objective)
+        found += [] if mixed is None else [mixed]
     found += [predict(name, demand, cluster, settings) for name in HYBRID]
     return Point(cluster, demand, tuple(found), winner(found, objective))
-
-
-def sweep(
-    worlds: Sequence[int], at: Callable[[int], tuple[Demand, Cluster, Settings]], objective: str
-) -> list[Point]:
-    """`compare` at each number of ranks; `at` gives demand, cluster and settings of one."""
-    return [compare(*at(world), objective) for world in worlds]
 
 
 def crossovers(points: Sequence[Point], objective: str) -> list[Crossover]:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from distcache.cost.cluster import Cluster
 from distcache.cost.demand import Demand, GroupDemand
-from distcache.cost.miniature import miniature
+from distcache.errors import StepTooLargeError
+from distcache.layout import RowLayout, TableSpec
+from distcache.planner.home import HomePlanner
 from distcache.planner.shard import relays
+from distcache.replay import HomeRun
 
 # -----------------------------------------------------------------------------
 # Bytes per rank and step of each placement, as `comm.counters` counts them.
 #
-# Letters: s bytes of a row (D elements), k = (W-1)/W, q and Q distinct rows of a rank and of all,
-# b
+# Letters: s bytes of a row (D elements), k = (W-1)/W, q and Q distinct rows of a rank and of all, b
 # samples per rank, M rows fetched by all homes. Rows have homes like independent uniform draws.
 #
 # | placement | stage | bytes that leave a rank |
@@ -34,8 +36,7 @@ from distcache.planner.shard import relays
 # | row_wise_dedup | a row, and a gradient, per distinct row | ksq each |
 #
 # Between N nodes of G ranks, of which a node has q_G distinct rows, goes a part of them: rows that
-# several ranks of another node get cross once and are handed on inside it (sharded ones on nodes
-# of
+# several ranks of another node get cross once and are handed on inside it (sharded ones on nodes of
 # up to `relays.MOST_RANKS` ranks; on larger ones EACH).
 #
 # | stage | pattern | bytes between nodes |
@@ -276,20 +277,6 @@ def total(exchanges: Sequence[Exchange], stage: str) -> float:
 # Device memory of a placement: slots or shards, and the buffers of a step.
 
 
-class Sized(Protocol):
-    """What memory needs to know of a run (see `predict.Settings`)."""
-
-    @property
-    def state(self) -> str:
-        """Where the optimizer state of replicated rows lies."""
-        ...
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        ...
-
-
 def region_slots(
     hot: GroupDemand, cold: GroupDemand, slots: int, world_size: int
 ) -> tuple[int, int]:
@@ -311,24 +298,25 @@ def cache_memory(
     hot: Sequence[GroupDemand],
     cold: Sequence[GroupDemand],
     regions: Sequence[tuple[int, int]],
-    settings: Sized,
+    row: tuple[int, str],
     world_size: int,
 ) -> float:
     """Bytes of slots with their state, and of the rows and gradients of a step.
 
     A step holds a copy of its rows and their gradients: of all ranks' rows where they are
     replicated, of the own ones and, at their home, those that come from others where they are
-    sharded. There is room to spare (`room_for`).
+    sharded. There is room to spare (`room_for`). `row`: bytes of an element, and where the state
+    of replicated rows lies.
     """
-    floats = 0.0
+    floats, (itemsize, state_place) = 0.0, row
     for near, far, (shared, own) in zip(hot, cold, regions, strict=True):
         dim, state = near.dim, near.state_width
-        at_home = settings.state == AT_HOME
+        at_home = state_place == AT_HOME
         floats += shared * (dim + state / (world_size if at_home else 1)) + own * (dim + state)
         _, world_rows, _ = near.buffers(world_size)
         rank_rows, _, home_rows = far.buffers(world_size)
         floats += 2 * dim * world_rows + 3 * dim * rank_rows + dim * home_rows
-    return floats * settings.itemsize
+    return floats * itemsize
 
 
 def hybrid_rows(demand: Demand, layout: str) -> float:
@@ -337,7 +325,7 @@ def hybrid_rows(demand: Demand, layout: str) -> float:
 
 
 def hybrid_memory(
-    demand: Demand, layout: str, settings: Sized, exchanges: Sequence[Exchange]
+    demand: Demand, layout: str, itemsize: int, exchanges: Sequence[Exchange]
 ) -> float:
     """Bytes of the fullest rank's shards with their state, and of what a step sends and receives.
 
@@ -348,7 +336,7 @@ def hybrid_memory(
         _group_rows(group, layout, world) * (group.dim + group.state_width)
         for group in demand.groups
     )
-    return shards * settings.itemsize + 2 * sum(e.nbytes * e.busiest for e in exchanges)
+    return shards * itemsize + 2 * sum(e.nbytes * e.busiest for e in exchanges)
 
 
 def _group_rows(group: GroupDemand, layout: str, world_size: int) -> float:
@@ -370,14 +358,11 @@ def _group_rows(group: GroupDemand, layout: str, world_size: int) -> float:
 # -----------------------------------------------------------------------------
 # How many rows of a step a cache holds already, from popularity alone.
 #
-# Rows are touched independently from step to step (the independent reference model). The planner
-# of
+# Rows are touched independently from step to step (the independent reference model). The planner of
 # policy `lookahead` with tail `lfu` keeps the rows that are used again within its window, and
-# beside
-# them those used most often: once popularity is learnt, the most popular rows stay for good, and
-# the
-# others pass through. Of the steps before that, `miniature` tells. Where ids are at hand,
-# `planner.replay` counts what this estimates.
+# beside them those used most often: once popularity is learnt, the most popular rows stay for good,
+# and the others pass through. Of the steps before that, `miniature` tells. Where ids are at hand,
+# `replay` counts what this estimates.
 
 
 @dataclass(frozen=True)
@@ -394,31 +379,19 @@ class Hits:
         """Hit rate of distinct rows; 1 where none is touched."""
         return 1.0 - self.fetched / self.touched if self.touched else 1.0
 
+    def __add__(self, other: Hits) -> Hits:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Hits(*(one + more for one, more in pairs))
+
 
 def expected_hits(
-    groups: Sequence[GroupDemand], slots: Sequence[float], window: int, prefetch: int,
-    steps: int | None = None,
-) -> Hits:  # fmt: skip
-    """The hits of caches of `slots` distinct rows for each of `groups`, over all homes.
-
-    `window` L, `prefetch` P; `steps`: of a run that starts with an empty cache; None: once it is
-    warm.
-    """
-    parts = [
-        _group_hits(group, count, window, prefetch, steps)
-        for group, count in zip(groups, slots, strict=True)
-    ]
-    sums = (sum(getattr(p, name) for p in parts) for name in ("touched", "fetched", "written_back"))
-    return Hits(*sums)
-
-
-def _group_hits(
-    group: GroupDemand, slots: float, window: int, prefetch: int, steps: int | None
+    group: GroupDemand, slots: float, window: int, prefetch: int, steps: int | None = None
 ) -> Hits:
-    """The hits of one group.
+    """The hits of a cache of `slots` distinct rows of `group`, over all homes.
 
-    Of a run that starts cold every first use is a fetch, and rows that leave are fetched again: as
-    often as in a miniature of its first steps, and from there on as once it is warm.
+    `window` L, `prefetch` P; `steps`: of a run that starts with an empty cache, where every first
+    use is a fetch, and rows that leave are fetched again: as often as in a miniature of its first
+    steps, and from there on as once it is warm. None: once it is warm.
     """
     rows, chance = _by_chance(group)
     touched = float(rows @ chance)
@@ -490,3 +463,83 @@ def _passing(chance: np.ndarray, kept: int, held: int) -> np.ndarray:
     for its next use at most `kept` steps away, else for `held` steps."""
     rest = (1.0 - chance) ** kept
     return np.minimum(1.0 - rest + chance * rest * (held - kept), 1.0)
+
+
+# -----------------------------------------------------------------------------
+# What the planner does with drawn rows: a small copy of a run from its first step on.
+#
+# Where popularity must be learnt, rows are kept that a planner who knew it would not keep, and the
+# other way round. How often depends on all of the policy, so the policy itself decides here: a
+# share R of the rows, drawn by their popularity, and R times the slots (Waldspurger et al., "Cache
+# modeling and optimization using miniature simulations", USENIX ATC 2017).
+
+USES = 400_000
+"""Uses of rows that are drawn at most."""
+
+_SLOTS = 1000
+"""Slots that the copy has at least; it has fewer steps where it would have fewer slots."""
+
+_SURE = 8.0
+"""Rows are drawn with at most so many uses in a step: as good as always named."""
+
+
+@dataclass(frozen=True)
+class Miniature:
+    """Over `steps` steps, scaled up: rows fetched `again`, as they had left."""
+
+    steps: int
+    again: float
+
+
+def miniature(
+    rows: np.ndarray, chance: np.ndarray, slots: float, ahead: tuple[int, int], steps: int
+) -> Miniature | None:
+    """The default policy over at most `steps` steps from an empty cache of `slots` slots.
+
+    `rows[i]` rows are touched by a step with probability `chance[i]` each, independently; float64
+    `[k]`; `ahead`: L and P. The same input gives the same counts. None where a step has more rows
+    than slots.
+    """
+    rate = np.minimum(-np.log1p(-np.minimum(chance, 1.0 - 1e-12)), _SURE)
+    uses = float(rows @ rate)
+    least = min(_SLOTS / slots, 1.0)
+    steps = int(min(steps, max(USES / (least * uses), 1.0)))
+    share = min(USES / (steps * uses), 1.0)
+    drawn = _draw(rows * share, rate, steps)
+    try:
+        again = _fetched_again(drawn, max(round(slots * share), 1), ahead)
+    except StepTooLargeError:
+        return None
+    return Miniature(steps, again / share)
+
+
+def _draw(rows: np.ndarray, rate: np.ndarray, steps: int) -> list[np.ndarray]:
+    """Distinct rows of every step, numbered 0, 1, ...; int64.
+
+    A row that each step names a Poisson number of times, `rate` on average, is named at all with
+    its Q, each time independently. Of buckets of less than a row, every so many have one.
+    """
+    rng = np.random.default_rng(0)
+    ends = np.floor(np.cumsum(rows) + 0.5)
+    whole = np.diff(ends, prepend=0.0)
+    number = rng.poisson(whole * rate * steps)
+    bucket = np.repeat(np.arange(len(rows)), number)
+    row = (ends - whole)[bucket] + np.floor(rng.random(len(bucket)) * whole[bucket])
+    step = rng.integers(0, steps, len(bucket))
+    _, row = np.unique(row, return_inverse=True)
+    order = np.lexsort((row, step))
+    row, step = row[order], step[order]
+    first = np.append(True, (np.diff(row) != 0) | (np.diff(step) != 0))[: len(row)]
+    row, step = row[first], step[first]
+    return np.split(row, np.searchsorted(step, np.arange(1, steps)))
+
+
+def _fetched_again(drawn: list[np.ndarray], slots: int, ahead: tuple[int, int]) -> int:
+    """Rows that one home's planner fetches after the first time."""
+    window, prefetch = ahead
+    total = max((int(rows.max()) + 1 for rows in drawn if len(rows)), default=1)
+    layout = RowLayout([TableSpec("drawn", total, 1, ("drawn",))], 1)
+    run = HomeRun(HomePlanner(layout, 0, slots, prefetch))
+    steps = run.over((("train", rows) for rows in drawn), window)
+    fetched = sum(len(decision.fetch) for decision, _ in steps)
+    return fetched - len(np.unique(np.concatenate(drawn)))

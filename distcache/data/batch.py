@@ -1,4 +1,4 @@
-"""One rank's slice of one global batch as plain CPU tensors, and checks of its ids."""
+"""A rank's slice of a global batch as CPU tensors: where it comes from, checks of its ids."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -14,11 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distcache.data.samplers import BatchSpans, SampleOrdering, SampleSpan, Subset
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
-
-# -----------------------------------------------------------------------------
-# One rank's slice of one global batch, as plain CPU tensors.
 
 
 @dataclass(frozen=True)
@@ -140,85 +139,128 @@ class BatchSource(Protocol):
         ...
 
 
-# -----------------------------------------------------------------------------
-# Ids of many samples in compact arrays, from which a batch takes some.
-
-
 @dataclass(frozen=True)
-class BagColumn:
-    """The bags of one feature for n samples.
+class BatchSlice:
+    """A rank's samples [low, high) of a global batch, which takes the positions of `span`.
 
-    `values`: int32 or int64 `[m]`; `offsets`: int64 `[n + 1]`, or None where every bag has one id
-    (m = n); `weights`: float64 `[m]` or None.
+    `kind`: `train` or `eval`; `index`: training step or number of the held-out batch; `phase`:
+    `hot` or `cold` where such batches come apart.
     """
 
-    values: np.ndarray
-    offsets: np.ndarray | None = None
-    weights: np.ndarray | None = None
+    kind: str
+    index: int
+    span: SampleSpan
+    low: int
+    high: int
+    phase: str = ""
 
-    def take(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Ids int64 `[k]`, bag lengths int64 `[b]` and weights `[k]` of some samples, in order."""
-        if self.offsets is None:
-            at, lengths = samples, np.ones(len(samples), dtype=np.int64)
-        else:
-            starts = self.offsets[samples]
-            lengths = self.offsets[samples + 1] - starts
-            ends = np.cumsum(lengths)
-            at = np.arange(ends[-1] if len(ends) else 0)
-            at += np.repeat(starts - (ends - lengths), lengths)
-        weights = None if self.weights is None else self.weights[at]
-        return self.values[at].astype(np.int64, copy=False), lengths, weights
+    @property
+    def start(self) -> int:
+        """The first position of the epoch (or of the held-out samples) that is this rank's."""
+        return self.span.start + self.low
+
+    @property
+    def stop(self) -> int:
+        """The position after the last one."""
+        return self.span.start + self.high
+
+    def batch(
+        self,
+        dense: Tensor,
+        ids: JaggedIds,
+        labels: Tensor,
+        load: Callable[[], tuple[Tensor, Tensor]] | None = None,
+    ) -> Batch:
+        """The slice's samples as a batch."""
+        return Batch(
+            dense=dense,
+            ids=ids,
+            labels=labels,
+            global_size=self.span.size,
+            index=self.index,
+            epoch=self.span.epoch,
+            first_sample=self.low,
+            kind=self.kind,
+            load=load,
+            phase=self.phase,
+        )
 
 
-def gather(
-    groups: Sequence[tuple[BagColumn, np.ndarray]], places: Sequence[np.ndarray], samples: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """One feature of a batch whose samples lie in several columns.
+class SlicedSource(ABC):
+    """A `BatchSource` of training and held-out samples, each in batches of `batch_size`.
 
-    `groups`: columns, each with the samples to take of it; `places`: where those stand in the
-    batch, int64, together all of [0, samples). Returns ids, lengths `[samples]` and weights.
+    `train_samples` and `eval_samples` None: unlimited. `order`: of the training samples in each
+    epoch; `first_held_out`: number of the first held-out sample. `ids_vary`: whether the ids of a
+    training sample differ between epochs.
     """
-    parts = [column.take(wanted) for column, wanted in groups]
-    if len(parts) == 1:
-        return parts[0]  # one column has all samples, in the order of the batch
-    lengths = np.zeros(samples, dtype=np.int64)
-    for (_, own, _), where in zip(parts, places, strict=True):
-        lengths[where] = own
-    starts = np.cumsum(lengths) - lengths
-    values = np.empty(int(lengths.sum()), dtype=np.int64)
-    weighted = any(weights is not None for _, _, weights in parts)
-    all_weights = np.ones(len(values)) if weighted else None
-    for (ids, own, weights), where in zip(parts, places, strict=True):
-        ends = np.cumsum(own)
-        at = np.repeat(starts[where] - (ends - own), own) + np.arange(len(ids))
-        values[at] = ids
-        if all_weights is not None and weights is not None:
-            all_weights[at] = weights
-    return values, lengths, all_weights
 
+    ids_vary = False
+    order: SampleOrdering
+    first_held_out: int
 
-def join(
-    features: Sequence[str],
-    parts: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
-    weights_dtype: torch.dtype | None,
-) -> JaggedIds:
-    """Features side by side: (ids, lengths, weights or None) of each.
+    features: tuple[str, ...]
+    table_rows: tuple[int, ...]
+    dense_features: int
+    identity: Mapping[str, str]
 
-    `weights_dtype`: None where ids have no weights; else ids without one have the weight 1.
-    """
-    lengths = np.concatenate([own for _, own, _ in parts])
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    weights = None
-    if weights_dtype is not None:
-        filled = [np.ones(len(ids)) if own is None else own for ids, _, own in parts]
-        weights = torch.from_numpy(np.concatenate(filled)).to(weights_dtype)
-    values = torch.from_numpy(np.concatenate([ids for ids, _, _ in parts]))
-    return JaggedIds(tuple(features), values, torch.from_numpy(offsets), weights)
+    def __init__(
+        self, train_samples: int | None, eval_samples: int | None, batch_size: int
+    ) -> None:
+        self.batch_size, self.samples_per_epoch = batch_size, train_samples
+        self._train_spans = BatchSpans(train_samples, batch_size)
+        self._eval_spans = BatchSpans(eval_samples, batch_size)
 
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Training steps of one epoch; None: unlimited."""
+        return self._train_spans.per_epoch
 
-# -----------------------------------------------------------------------------
-# Checks of ids before anything is looked up: an id outside its table is never trained.
+    @property
+    def eval_batches(self) -> int | None:
+        """Held-out global batches; None: unlimited."""
+        return self._eval_spans.per_epoch
+
+    def train_batch(self, step: int, rank: int, world_size: int) -> Batch:
+        """This rank's slice of training step `step`, counted from 0 across epochs."""
+        span = self._train_spans.locate(step)
+        return self.read(
+            BatchSlice("train", step, span, *slice_bounds(span.size, rank, world_size))
+        )
+
+    def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
+        """This rank's slice of held-out global batch `index`."""
+        if self.eval_batches is not None and index >= self.eval_batches:
+            raise DataError(f"held-out batch {index} of {self.eval_batches} does not exist")
+        span = self._eval_spans.locate(index)
+        return self.read(
+            BatchSlice("eval", index, span, *slice_bounds(span.size, rank, world_size))
+        )
+
+    def read(self, part: BatchSlice) -> Batch:
+        """The samples of a slice: training ones in the epoch's order, held-out ones as they lie."""
+        if part.kind == "train":
+            return self.take(self.order.positions(part.span.epoch, part.start, part.stop), part)
+        return self.take(np.arange(part.start, part.stop) + self.first_held_out, part)
+
+    @abstractmethod
+    def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
+        """Samples `samples` int64 `[b]` as `part`: training ones in [0, samples_per_epoch)."""
+
+    @abstractmethod
+    def ids_of(self, samples: np.ndarray, epoch: int) -> JaggedIds:
+        """The ids alone of training samples `samples` int64 `[b]`, as they are in `epoch`."""
+
+    @abstractmethod
+    def order_of(self, chosen: Subset, which: int) -> SampleOrdering:
+        """The order of some training samples in each epoch, by their places among `chosen`.
+
+        `which`: a number of this subset, for an order of its own.
+        """
+
+    def will_need(self, start: int, stop: int) -> None:
+        """Training samples [start, stop) (may be none) are read soon: a hint, nothing here."""
+        return None
+
 
 _ID_DTYPES = (torch.int64, torch.int32)
 
@@ -355,9 +397,6 @@ class BatchCheck:
         ids = check_ids(batch.ids, self._rows, self._names, batch.first_sample, self._on_bad_id)
         return replace(batch, ids=ids)
 
-
-# -----------------------------------------------------------------------------
-# Batches drawn and loaded on a thread of their own, a few ahead of the step that takes them.
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,51 +15,44 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distcache.data.batch import Batch, JaggedIds, unloaded
-from distcache.data.criteo_text import IDS, INTEGERS, CriteoRows, dense_of, parse_block
-from distcache.data.files import BadLines, InputFile, MappedRows, find_files
-from distcache.data.hashing import bags, digest_of, key_of
-from distcache.data.raw.settings import Manifest, open_array, read_manifest
-from distcache.data.raw.text import Block, read_text
-from distcache.data.samplers import (
-    BatchSlice,
-    BlockOrder,
-    ReadAhead,
-    SampleOrder,
-    SlicedSource,
-    Subset,
-)
+from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource, unloaded
+from distcache.data.files import BadLines, InputFile, MappedRows, digest_of, find_files, read_text
+from distcache.data.raw.settings import IDS, INTEGERS, Manifest, bags, open_array, read_manifest
+from distcache.data.samplers import BlockOrder, ReadAhead, SampleOrder, Subset, key_of
 from distcache.errors import ConfigError, DataError
 
-# -----------------------------------------------------------------------------
-# Batches of Criteo samples, whatever holds them: text in memory, or arrays on the disk.
+logger = logging.getLogger(__name__)
 
 SHUFFLE_BLOCK = 4096
 """Consecutive samples that are read together when an epoch is shuffled."""
 
-
 HASHED = "criteo, hexadecimal values modulo the rows"
 """How values became ids where there is no vocabulary."""
 
+_BLOCK_BYTES = 16 << 20
+"""Bytes of text that are parsed at once; parsing takes several times that for a while."""
+
 
 @dataclass(frozen=True)
-class BatchSettings:
-    """How samples become batches. Raises ConfigError that names the key.
+class CriteoSpec:
+    """Which files to read, and how.
 
-    `shuffle`: training samples in an order of (seed, epoch) that moves blocks of `shuffle_block`
-    neighbours (see `BlockOrder`), or in their own; `dtype`: float32 or float64, of dense features
-    and labels (the features have float32's precision in both).
+    `paths`: a preprocessed folder; or text: a file (plain or gzip), a glob of files, or a sequence
+    of either, in order of time (the matches of a glob are sorted, numbers by value); `table_rows`:
+    rows of the 26 tables, empty for those of the folder; `on_bad_line`: of text, `error`, or `skip`
+    with a count; `shuffle`: training samples in an order of (seed, epoch) that moves blocks of
+    `shuffle_block` neighbours (see `BlockOrder`), or in their own; `dtype`: float32 or float64, of
+    dense features and labels (the features have float32's precision in both).
     """
 
+    paths: str | Path | Sequence[str | Path]
+    table_rows: Sequence[int] = ()
     global_batch_size: int = 2048
     seed: int = 0
+    on_bad_line: str = "error"
     dtype: torch.dtype = torch.float32
     shuffle: bool = True
     shuffle_block: int = SHUFFLE_BLOCK
-
-    def __post_init__(self) -> None:
-        if self.dtype not in (torch.float32, torch.float64):
-            raise ConfigError(f"data comes in float32 or float64, not {self.dtype}")
 
 
 class CriteoBatches(SlicedSource):
@@ -76,31 +69,29 @@ class CriteoBatches(SlicedSource):
 
     def __init__(
         self,
-        settings: BatchSettings,
+        spec: CriteoSpec,
         table_rows: Sequence[int],
         samples: int,
         train_samples: int,
         bag_sizes: Sequence[int] | None = None,
         fingerprint: str = "",
     ) -> None:
+        self.spec = spec
         self.table_rows = tuple(int(rows) for rows in table_rows)
         self.features = tuple(f"cat_{index}" for index in range(IDS))
         self.dense_features = INTEGERS
         self.samples, self.train_samples = samples, train_samples
-        self._dtype, self._bag_sizes, self._settings = settings.dtype, bag_sizes, settings
-        super().__init__(train_samples, samples - train_samples, settings.global_batch_size)
-        seed = key_of(settings.seed, 0)
-        self._order: SampleOrder | BlockOrder = SampleOrder(train_samples, seed, shuffle=False)
-        if settings.shuffle:
-            self._order = BlockOrder(train_samples, seed, settings.shuffle_block)
-        self.identity = {"data.path": fingerprint, "data.shuffle": str(settings.shuffle)}
-        if settings.shuffle:
-            self.identity["data.shuffle_block"] = str(settings.shuffle_block)
+        self.first_held_out, self._bag_sizes = train_samples, bag_sizes
+        super().__init__(train_samples, samples - train_samples, spec.global_batch_size)
+        self.order = self._ordered(train_samples, key_of(spec.seed, 0))
+        self.identity = {"data.path": fingerprint, "data.shuffle": str(spec.shuffle)}
+        if spec.shuffle:
+            self.identity["data.shuffle_block"] = str(spec.shuffle_block)
 
     def in_file_order(self) -> CriteoBatches:
         """The same samples, not shuffled; shares all that holds them."""
         other = copy.copy(self)
-        other._order = SampleOrder(self.train_samples, 0, shuffle=False)
+        other.order = SampleOrder(self.train_samples, 0, shuffle=False)
         return other
 
     @abstractmethod
@@ -111,18 +102,12 @@ class CriteoBatches(SlicedSource):
     def read_rest(self, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Dense features float32 `[b, 13]` and labels uint8 `[b]` of samples `lines`."""
 
-    def read(self, part: BatchSlice) -> Batch:
-        """See `SlicedSource.read`."""
-        if part.kind == "train":
-            return self.take(self._order.positions(part.span.epoch, part.start, part.stop), part)
-        return self.take(np.arange(part.start, part.stop) + self.train_samples, part)
-
     def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
         """See `SlicedSource.take`."""
 
         def load() -> tuple[Tensor, Tensor]:
             dense, labels = (torch.from_numpy(values) for values in self.read_rest(samples))
-            return dense.to(self._dtype), labels.to(self._dtype)
+            return dense.to(self.spec.dtype), labels.to(self.spec.dtype)
 
         ids, count = self._jagged(self.read_ids(samples)), len(samples)
         batch = part.batch(unloaded(count, INTEGERS), ids, unloaded(count), load)
@@ -134,10 +119,13 @@ class CriteoBatches(SlicedSource):
 
     def order_of(self, chosen: Subset, which: int) -> SampleOrder | BlockOrder:
         """See `SlicedSource.order_of`: neighbours among `chosen` stay near each other."""
-        seed = key_of(self._settings.seed, 0, which)
-        if not self._settings.shuffle or not chosen.count:
-            return SampleOrder(chosen.count, seed, shuffle=False)
-        return BlockOrder(chosen.count, seed, self._settings.shuffle_block)
+        return self._ordered(chosen.count, key_of(self.spec.seed, 0, which))
+
+    def _ordered(self, samples: int, seed: int) -> SampleOrder | BlockOrder:
+        """An order of `samples` samples, shuffled by blocks where the spec says so."""
+        if not self.spec.shuffle or not samples:
+            return SampleOrder(samples, seed, shuffle=False)
+        return BlockOrder(samples, seed, self.spec.shuffle_block)
 
     def _jagged(self, ids: np.ndarray) -> JaggedIds:
         """Bags of all features from ids `[b, 26]`."""
@@ -154,33 +142,24 @@ class CriteoBatches(SlicedSource):
         return JaggedIds(self.features, torch.from_numpy(values), offsets)
 
 
-# -----------------------------------------------------------------------------
-# Criteo samples that `python -m distcache.preprocess` left on the disk, by memory map.
-
-logger = logging.getLogger(__name__)
-
-
 class CriteoArrays(CriteoBatches):
     """The `BatchSource` of a preprocessed folder: nothing is read but what a batch needs.
 
-    `table_rows`: None, or what the folder must have. Dense features and labels are read when a
-    batch is loaded. Raises DataError for a folder that is unfinished, damaged or cut.
+    Dense features and labels are read when a batch is loaded. Raises DataError for a folder that is
+    unfinished, damaged or cut.
     """
 
-    def __init__(
-        self, folder: str | Path, settings: BatchSettings, table_rows: Sequence[int] | None = None
-    ) -> None:
-        self.folder = Path(folder)
-        self.manifest: Manifest = read_manifest(self.folder)
-        manifest = self.manifest
-        if table_rows is not None and tuple(table_rows) != manifest.table_rows:
+    def __init__(self, spec: CriteoSpec) -> None:
+        self.folder = Path(str(spec.paths))
+        self.manifest = manifest = read_manifest(self.folder)
+        if spec.table_rows and tuple(spec.table_rows) != manifest.table_rows:
             raise ConfigError(
-                f"data.table_rows={list(table_rows)}, but {folder} was preprocessed to "
+                f"data.table_rows={list(spec.table_rows)}, but {self.folder} was preprocessed to "
                 f"{list(manifest.table_rows)}: use data.table_rows=[], or preprocess "
                 "again with those rows"
             )
         super().__init__(
-            settings,
+            spec,
             manifest.table_rows,
             manifest.samples,
             manifest.train_samples,
@@ -193,13 +172,13 @@ class CriteoArrays(CriteoBatches):
             array = open_array(self.folder, manifest, f"{name}.npy")
             self._arrays[name] = MappedRows(self.folder / f"{name}.npy", array)
         self._ahead: ReadAhead | None = None
-        if isinstance(self._order, BlockOrder):
+        if isinstance(self.order, BlockOrder):
             for rows in self._arrays.values():
                 rows.visit_at_random(manifest.train_samples)
-            self._ahead = ReadAhead(self._order, partial(_will_need, [*self._arrays.values()]))
+            self._ahead = ReadAhead(self.order, partial(_will_need, list(self._arrays.values())))
         logger.info(
             "%s: %s samples, %s held out, fingerprint %s",
-            folder,
+            self.folder,
             f"{manifest.samples:,}",
             f"{manifest.samples - manifest.train_samples:,}",
             manifest.fingerprint[:16],
@@ -208,7 +187,7 @@ class CriteoArrays(CriteoBatches):
     def in_file_order(self) -> CriteoArrays:
         """See `CriteoBatches.in_file_order`."""
         other = copy.copy(self)
-        other._order = SampleOrder(self.train_samples, 0, shuffle=False)
+        other.order = SampleOrder(self.train_samples, 0, shuffle=False)
         other._ahead = None
         return other
 
@@ -220,7 +199,7 @@ class CriteoArrays(CriteoBatches):
 
     def will_need(self, start: int, stop: int) -> None:
         """See `SlicedSource.will_need`."""
-        _will_need([*self._arrays.values()], start, stop)
+        _will_need(list(self._arrays.values()), start, stop)
 
     def read_ids(self, lines: np.ndarray) -> np.ndarray:
         """See `CriteoBatches.read_ids`."""
@@ -260,83 +239,30 @@ def _will_need(arrays: Sequence[MappedRows], start: int, stop: int) -> None:
         rows.will_need(start, stop)
 
 
-# -----------------------------------------------------------------------------
-# Criteo text files as batches, read into memory as compact arrays.
-
-_BLOCK_BYTES = 16 << 20
-"""Bytes of text that are parsed at once; parsing takes several times that for a while."""
-
-
-@dataclass(frozen=True)
-class CriteoSpec:
-    """Which files to read, and how. Raises ConfigError that names the key.
-
-    `paths`: a file (plain or gzip), a glob of files, or a sequence of either, in order of time
-    (the matches of a glob are sorted, numbers by value); `table_rows`: rows of the 26 tables;
-    `on_bad_line`: `error`, or `skip` with a count; the others as in `BatchSettings`.
-    """
-
-    paths: str | Path | Sequence[str | Path]
-    table_rows: Sequence[int]
-    global_batch_size: int = 2048
-    seed: int = 0
-    on_bad_line: str = "error"
-    dtype: torch.dtype = torch.float32
-    shuffle: bool = True
-    shuffle_block: int = SHUFFLE_BLOCK
-
-    def __post_init__(self) -> None:
-        if len(self.table_rows) != IDS or any(rows < 1 for rows in self.table_rows):
-            raise ConfigError(
-                f"data.table_rows={list(self.table_rows)}: Criteo data has {IDS} tables of at "
-                f"least 1 row, got {len(self.table_rows)}"
-            )
-        if self.on_bad_line not in ("error", "skip"):
-            raise ConfigError(f"data.on_bad_line={self.on_bad_line!r} is not 'error' or 'skip'")
-        self.batches()
-
-    @classmethod
-    def of(
-        cls,
-        paths: str | Path | Sequence[str | Path],
-        table_rows: Sequence[int],
-        on_bad_line: str,
-        batches: BatchSettings,
-    ) -> CriteoSpec:
-        """A spec from settings that other sources share."""
-        return cls(paths, table_rows, on_bad_line=on_bad_line, **vars(batches))
-
-    def batches(self) -> BatchSettings:
-        """The settings that do not speak of files."""
-        return BatchSettings(
-            self.global_batch_size, self.seed, self.dtype, self.shuffle, self.shuffle_block
-        )
-
-
 class CriteoSource(CriteoBatches):
-    """The `BatchSource` of a `CriteoSpec`; one id a feature.
+    """The `BatchSource` of Criteo text, read into memory as compact arrays; one id a feature.
 
     The first six sevenths of the lines train, shuffled anew in each epoch; the last seventh is
     held out, in file order. Dense features are log(1 + max(x, 0)), 0 where missing. `bad_lines`:
-    malformed lines left out. Raises DataError for missing, malformed or changing files.
+    malformed lines left out. Raises DataError for missing, malformed or changing files, ConfigError
+    without pyarrow.
     """
 
     def __init__(self, spec: CriteoSpec) -> None:
-        self.spec = spec
-        self._table_rows = np.array(spec.table_rows, dtype=np.int64)
         self.bad_lines = BadLines(spec.on_bad_line)
         files = find_files("data.path", spec.paths, "a file of Criteo lines")
-        self._labels, self._dense, self._ids = self._read(files)
+        self._labels, self._dense, self._ids = self._read(files, spec.table_rows)
         lines = len(self._labels)
         train = lines * 6 // 7
         self.bad_lines.report()
         if train == 0:
+            more = f" and {len(files) - 1} more" if len(files) > 1 else ""
             raise DataError(
-                f"data.path: {lines} good lines in {_names(files)} (skipped: "
+                f"data.path: {lines} good lines in {files[0].path}{more} (skipped: "
                 f"{self.bad_lines.example()}); at least 2 are needed to train and hold out"
             )
         digest = digest_of(self._labels, self._dense, self._ids)
-        super().__init__(spec.batches(), spec.table_rows, lines, train, fingerprint=digest)
+        super().__init__(spec, spec.table_rows, lines, train, fingerprint=digest)
         logger.info(
             "read %d lines of %d files: %d train, %d held out, %d skipped",
             lines,
@@ -354,34 +280,25 @@ class CriteoSource(CriteoBatches):
         """See `CriteoBatches.read_rest`."""
         return self._dense[lines], self._labels[lines]
 
-    def _read(self, files: Sequence[InputFile]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _read(
+        self, files: Sequence[InputFile], table_rows: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Labels uint8 `[n]`, dense float32 `[n, 13]` and ids `[n, 26]` of all files in order."""
-        labels, dense, ids = [], [], []
+        try:
+            from distcache.data.raw.parts import MAX_LINE, parse_blocks
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"data=criteo reads text with {error.name}, which is not installed: install "
+                "distcache[data]"
+            ) from error
+        found = []
         for file in files:
-            for rows in self._read_file(file):
-                labels.append(rows.labels)
-                dense.append(dense_of(rows.integers))
-                ids.append(rows.ids)
-        return np.concatenate(labels), np.concatenate(dense), np.concatenate(ids)
 
-    def _read_file(self, file: InputFile) -> Iterator[CriteoRows]:
-        """The rows of one file, block by block."""
-        first_line = 1
-        for block in read_text(file, _BLOCK_BYTES):
-            rows, lines = self._parse(block, file.path, first_line)
-            first_line += lines
-            yield rows
+            def on_error(line: int, error: DataError, path: Path = file.path) -> None:
+                self.bad_lines.add(path, 1 + line, str(error))
 
-    def _parse(self, block: Block, path: Path, first_line: int) -> tuple[CriteoRows, int]:
-        """The rows of a block that begins with line `first_line`, and its number of lines."""
-
-        def on_error(line: int, error: DataError) -> None:
-            self.bad_lines.add(path, first_line + line, str(block.explain(line, error)))
-
-        return parse_block(block.text, self._table_rows, on_error)
-
-
-def _names(files: Sequence[InputFile]) -> str:
-    """A short list of files for a message."""
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    return f"{files[0].path}{more}"
+            blocks = read_text(file, _BLOCK_BYTES, MAX_LINE)
+            found += [rows for rows, _ in parse_blocks(blocks, table_rows, on_error)]
+        parts = zip(*((rows.labels, rows.dense, rows.ids) for rows in found), strict=True)
+        labels, dense, ids = map(np.concatenate, parts)
+        return labels, dense, ids

@@ -1,27 +1,30 @@
-"""Input files: which there are, that they stay as they were, lines, arrays by memory map."""
+"""Input files: which there are, that they stay as they were, their lines, arrays by memory map."""
 
 from __future__ import annotations
 
 import ctypes
 import glob
 import gzip
+import hashlib
+import json
 import logging
 import mmap
 import os
+import queue
 import re
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from distcache.errors import ConfigError, DataError
+from distcache.errors import DataError
 
-# -----------------------------------------------------------------------------
-# Input files: which there are by name or glob, and that they stay as they were first seen.
+logger = logging.getLogger(__name__)
 
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -129,13 +132,92 @@ def _natural_order(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (0, part) for part in parts]
 
 
-# -----------------------------------------------------------------------------
-# Lines of text files: read with a bound on their length, bad ones counted or refused.
+def read_text(file: InputFile, block_bytes: int, longest: int) -> Iterator[bytes]:
+    """All text of a file, plain or gzip, in blocks of `whole_lines`."""
+    chunks = gunzip if file.gzip else read_range
+    return whole_lines(chunks(file, block_bytes), longest)
 
-logger = logging.getLogger(__name__)
 
-LONGEST = 64 << 20
-"""Bytes of the longest line that is read."""
+def read_range(
+    file: InputFile, block_bytes: int, start: int = 0, stop: int | None = None
+) -> Iterator[bytes]:
+    """The bytes of the lines that begin in [start, stop) of a plain file, chunk by chunk.
+
+    Raises DataError when the file is gone, or no longer what it was.
+    """
+    with file.open() as stream:
+        start = _line_start(stream, file, start)
+        stop = _line_start(stream, file, file.bytes if stop is None else stop)
+        stream.seek(start)
+        while start < stop:
+            try:
+                chunk = stream.read(min(block_bytes, stop - start))
+            except OSError as error:
+                raise DataError(f"{file.path} cannot be read ({error.strerror})") from error
+            if not chunk:
+                break  # shorter than it was
+            start += len(chunk)
+            yield chunk
+        file.check_unchanged(stream)
+
+
+def _line_start(stream: BinaryIO, file: InputFile, at: int) -> int:
+    """Where the first line that begins at `at` or later begins."""
+    if at == 0 or at >= file.bytes:
+        return min(at, file.bytes)
+    stream.seek(at - 1)
+    at -= 1
+    while chunk := stream.read(1 << 16):
+        found = chunk.find(b"\n")
+        if found >= 0:
+            return at + found + 1
+        at += len(chunk)
+    return file.bytes
+
+
+def gunzip(
+    file: InputFile, block_bytes: int, on_read: Callable[[int], None] | None = None
+) -> Iterator[bytes]:
+    """The text of a gzip file in chunks; `on_read` hears of compressed bytes read so far.
+
+    Raises DataError that names the file and the line where it breaks off, also for no text at all.
+    """
+    lines, read = 0, 0
+    with file.open() as stream:
+        try:
+            with gzip.GzipFile(fileobj=stream) as text:
+                while chunk := text.read(block_bytes):
+                    lines, read = lines + chunk.count(b"\n"), read + len(chunk)
+                    yield chunk
+                    if on_read is not None:
+                        on_read(stream.tell())
+        except (EOFError, zlib.error, OSError) as error:
+            file.check_unchanged(stream)
+            raise file.damaged_gzip(lines + 1, error) from error
+        file.check_unchanged(stream)
+    if not read:
+        raise DataError(f"{file.path} is empty: there is nothing in the gzip data")
+
+
+def whole_lines(chunks: Iterable[bytes], longest: int) -> Iterator[bytes]:
+    """Blocks of whole lines; a line of which more than `longest` bytes cross a chunk's end is cut
+    to one byte more than that, so that who reads it sees that it is too long."""
+    rest = b""
+    for chunk in chunks:
+        if len(rest) > longest:  # nothing more of this line is kept
+            end = chunk.find(b"\n")
+            if end < 0:
+                continue
+            chunk = chunk[end:]
+        text = rest + chunk
+        cut = text.rfind(b"\n") + 1
+        rest = text[cut:][: longest + 1]
+        if cut:
+            yield text[:cut]
+    if rest:
+        yield rest
+
+
 _SHOWN = 10
 """Bad lines that a report quotes."""
 
@@ -144,8 +226,6 @@ class BadLines:
     """What becomes of malformed lines: an error, or a count with the first ten in the log."""
 
     def __init__(self, on_bad_line: str) -> None:
-        if on_bad_line not in ("error", "skip"):
-            raise ConfigError(f"data.on_bad_line={on_bad_line!r} is not 'error' or 'skip'")
         self.skip = on_bad_line == "skip"
         self.count = 0
         self.first: list[str] = []
@@ -177,54 +257,152 @@ class BadLines:
             logger.warning("skipped %d malformed lines; the first:\n  %s", self.count, shown)
 
 
-def read_lines(file: InputFile, bad: BadLines) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line without its end) of a file, plain or gzip; a longer line than `LONGEST`
-    is bad.
-
-    Raises DataError for a file that vanishes or changes meanwhile, and for damaged gzip data.
-    """
-    number = 0
-    with file.open() as stream:
-        text = gzip.GzipFile(fileobj=stream) if file.gzip else stream
-        while line := _next_piece(text, file, stream, number):
-            number += 1
-            if len(line) == LONGEST and not line.endswith(b"\n"):
-                while len(line) == LONGEST and not line.endswith(b"\n"):
-                    line = _next_piece(text, file, stream, number)
-                bad.add(file.path, number, f"the line is longer than {LONGEST >> 20} MiB")
-                continue
-            yield number, line.removesuffix(b"\n").removesuffix(b"\r")
-        file.check_unchanged(stream)
-    if not number:
-        raise DataError(f"{file.path} is empty: there is nothing in the gzip data")
-
-
-def _next_piece(text: IO[bytes], file: InputFile, stream: BinaryIO, number: int) -> bytes:
-    """At most `LONGEST` bytes of the next line of `text`, which reads `stream`, after `number`."""
-    try:
-        return text.readline(LONGEST)
-    except (EOFError, zlib.error, OSError) as error:
-        file.check_unchanged(stream)
-        if file.gzip:
-            raise file.damaged_gzip(number + 1, error) from error
-        raise DataError(f"{file.path} cannot be read ({error})") from error
-
-
 def show(text: bytes) -> str:
     """A piece of a line as an error prints it: quoted, at most 40 characters."""
     shown = text.decode("utf-8", errors="replace")
     return repr(shown if len(shown) <= 40 else shown[:40] + "...")
 
 
-# -----------------------------------------------------------------------------
-# Rows of an array file by memory map; a file that is cut meanwhile is an error, not the end.
-#
+def write_json(path: Path, value: Any) -> None:
+    """Write a file, so that it is either whole or not there."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+
+
+def read_json(path: Path) -> Any:
+    """What `write_json` wrote; None where there is no such file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def digest_of(*arrays: np.ndarray) -> str:
+    """A digest of arrays in memory (C order): their dtypes, shapes and values."""
+    digest = hashlib.blake2b(digest_size=32)
+    for array in arrays:
+        digest.update(f"{array.dtype.str}{array.shape}".encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+_CHUNK = 1 << 20
+_POLL_S = 0.2
+
+
+class Spool:
+    """Pieces of about `part_bytes` of text of gzip files: whole lines, cut at the same places in
+    every run, so that pieces whose parts are `done` need not be written again.
+
+    `folder`: where pieces lie until `finished`; at most `ahead` of them at a time.
+    """
+
+    def __init__(self, folder: Path, part_bytes: int, ahead: int) -> None:
+        self.folder, self.part_bytes = folder, part_bytes
+        self._slots = threading.Semaphore(ahead)
+        self._stop = threading.Event()
+
+    def finished(self, piece: InputFile) -> None:
+        """A piece has been parsed: remove it."""
+        piece.path.unlink(missing_ok=True)
+        self._slots.release()
+
+    def known_pieces(self, number: int) -> int | None:
+        """How many pieces a file has; None where it was not read to its end yet."""
+        return read_json(self.folder / f"pieces-{number}.json")
+
+    def pieces(
+        self,
+        files: Sequence[tuple[int, InputFile]],
+        done: Callable[[int, int], bool],
+        threads: int,
+    ) -> Iterator[tuple[int, int, InputFile, int]]:
+        """(file number, piece number, the piece, compressed bytes) as they are unpacked.
+
+        Leaves `pieces-<file>.json` with their number when a file has been read to its end.
+        Raises DataError for a damaged file, after its earlier pieces.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        found: queue.Queue = queue.Queue()
+        with ThreadPoolExecutor(threads) as pool:
+            try:
+                for number, file in files:
+                    unpacked = pool.submit(self._unpack, number, file, done, found.put)
+                    unpacked.add_done_callback(found.put)
+                left = len(files)
+                while left:
+                    item = found.get()
+                    if isinstance(item, Future):
+                        item.result()
+                        left -= 1
+                    else:
+                        yield item
+            finally:
+                self._stop.set()  # else the pool waits for threads that wait for room
+
+    def _unpack(
+        self,
+        number: int,
+        file: InputFile,
+        done: Callable[[int, int], bool],
+        put: Callable[[object], None],
+    ) -> None:
+        """Write a file's pieces that are not done, and then how many there are."""
+        index = read = told = 0
+        piece: BinaryIO | None = None
+        begun = False
+
+        def on_read(at: int) -> None:
+            nonlocal read
+            read = at
+
+        for text, ends in _cut(gunzip(file, _CHUNK, on_read), self.part_bytes):
+            path = self.folder / f"{number}-{index}.txt"
+            if not begun and not done(number, index):
+                while not self._slots.acquire(timeout=_POLL_S):
+                    if self._stop.is_set():
+                        return
+                piece = path.open("wb")
+            if piece is not None:
+                piece.write(text)
+                if ends:
+                    piece.close()
+                    put((number, index, inspect(path), read - told))
+                    piece, told = None, read
+            begun, index = not ends, index + ends
+            if self._stop.is_set():
+                return
+        write_json(self.folder / f"pieces-{number}.json", index)
+
+
+def _cut(chunks: Iterable[bytes], part_bytes: int) -> Iterator[tuple[bytes, bool]]:
+    """The text, and whether a piece ends with it: at the first line end after `part_bytes`, or at
+    the end of all."""
+    size, last = 0, b""
+    for chunk in chunks:
+        if last:
+            yield last, False
+            last = b""
+        while chunk:
+            room = part_bytes - size
+            end = chunk.find(b"\n", max(0, room - 1)) + 1 if len(chunk) >= room else 0
+            if not end:
+                size, last = size + len(chunk), chunk
+                break
+            yield chunk[:end], True
+            chunk, size = chunk[end:], 0
+    if last:
+        yield last, True
+
+
 # The kernel kills a process that touches a mapped page beyond the end of its file (SIGBUS), and no
-# check beforehand helps against a file that is cut between check and read. A system call that
-# reads
+# check beforehand helps against a file that is cut between check and read. A system call that reads
 # such a page fails instead. So the rows are gathered by `pwritev(2)`, from the map into anonymous
 # memory (`memfd_create(2)`), a thousand at a time.
-
 _PIECES = 1024
 """Pieces of memory that one call takes (Linux's UIO_MAXIOV)."""
 

@@ -1,8 +1,11 @@
-"""User-item interactions as clicks: every interaction is a positive, with sampled negatives."""
+"""User-item interactions as clicks: every interaction is a positive, with sampled negatives.
+
+They come as text: lines `user item item ...`, or CSV of user, item, rating, time. `line_numbers`
+and `csv_numbers` are the definitions, line by line; blocks of clean CSV go through pyarrow.
+"""
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 import re
@@ -14,24 +17,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from distcache.data.batch import Batch, JaggedIds
-from distcache.data.files import BadLines, InputFile, find_files, read_lines, show
-from distcache.data.hashing import digest_of, hash_counters, key_of
-from distcache.data.samplers import BatchSlice, SampleOrder, SlicedSource, Subset
-from distcache.errors import ConfigError, DataError
+from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource
+from distcache.data.files import BadLines, InputFile, digest_of, find_files, read_text, show
+from distcache.data.samplers import SampleOrder, Subset, hash_counters, key_of
+from distcache.errors import DataError
 
-# -----------------------------------------------------------------------------
-# User-item interactions as text: lines `user item item ...`, or CSV of user, item, rating, time.
-#
-# `line_numbers` and `csv_numbers` are the definitions, line by line; blocks of clean CSV go
-# through
-# pyarrow, any other block through the definition.
+logger = logging.getLogger(__name__)
 
 _LINE = re.compile(rb"[ \t]*0*[0-9]{1,18}([ \t]+0*[0-9]{1,18})+[ \t]*")
 _ID = re.compile(rb"0*[0-9]{1,18}")
 _NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _FIELDS = ("user", "item", "rating", "time")
 _BLOCK_BYTES = 16 << 20
+LONGEST = 64 << 20
+"""Bytes of the longest line; a longer one is malformed."""
+_TOO_LONG = f"the line is longer than {LONGEST >> 20} MiB"
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class Interactions:
 
 def line_numbers(line: bytes) -> list[int]:
     """User and items of one line; DataError that says what is wrong with it."""
+    if len(line) > LONGEST:
+        raise DataError(_TOO_LONG)
     if _LINE.fullmatch(line):
         return [_whole(field) for field in line.split()]
     fields = line.split()
@@ -77,7 +79,12 @@ def _csv_hint(line: bytes) -> str:
 
 
 def csv_numbers(line: bytes, delimiter: bytes, fields: int) -> tuple[int, int, float, float]:
-    """User, item, rating and time (0 where the line has none) of one line of `fields` fields."""
+    """User, item, rating and time (0 where the line has none) of one line of `fields` fields.
+
+    Raises DataError that says what is wrong; an id beyond 2^53 - 1 is not held by float64.
+    """
+    if len(line) > LONGEST:
+        raise DataError(_TOO_LONG)
     parts = line.split(delimiter)
     if len(parts) != fields:
         raise DataError(
@@ -92,7 +99,10 @@ def csv_numbers(line: bytes, delimiter: bytes, fields: int) -> tuple[int, int, f
         numbers[at] = float(part) if _NUMBER.fullmatch(part) else math.nan
         if not math.isfinite(numbers[at]):
             raise DataError(f"{name} {show(part)} is not a finite number")
-    return _whole(parts[0]), _whole(parts[1]), numbers[0], numbers[1]
+    ids = _whole(parts[0]), _whole(parts[1])
+    if max(ids) >= 2**53:
+        raise DataError(f"id {max(ids)} is beyond 2^53 - 1")
+    return *ids, *numbers
 
 
 def _whole(digits: bytes) -> int:
@@ -104,14 +114,15 @@ def read_user_lines(files: Sequence[InputFile], bad: BadLines) -> Interactions:
     """The interactions of files of lines `user item item ...`."""
     users, items = array("q"), array("q")
     for file in files:
-        for number, line in read_lines(file, bad):
-            try:
-                user, *own = line_numbers(line)
-            except DataError as error:
-                bad.add(file.path, number, str(error))
-                continue
-            items.extend(own)
-            users.extend([user] * len(own))
+        for first, block in _blocks(file):
+            for number, line in enumerate(block.split(b"\n")[:-1], start=first):
+                try:
+                    user, *own = line_numbers(line)
+                except DataError as error:
+                    bad.add(file.path, number, str(error))
+                    continue
+                items.extend(own)
+                users.extend([user] * len(own))
     return Interactions(np.array(users, dtype=np.int64), np.array(items, dtype=np.int64))
 
 
@@ -124,17 +135,23 @@ def read_csv(files: Sequence[InputFile], delimiter: str, bad: BadLines) -> Inter
     parts: list[np.ndarray] = []
     for file in files:
         header: bytes | None = None
-        for first, block in _blocks(file, bad):
+        for first, block in _blocks(file):
             if first == 1:
-                line = block.split(b"\n", 1)[0].removesuffix(b"\r")
+                line, after = block.split(b"\n", 1)
                 fields = fields or _count_fields(file, line, separator)
                 if not any(map(_NUMBER.fullmatch, line.split(separator))):
-                    header, block = line, block[block.find(b"\n") + 1 or len(block) :]
-                    first = 2
+                    header, block, first = line, after, 2
             numbers = _fast_block(block, separator, fields)
             if numbers is None:
-                reader = _CsvBlock(file, separator, fields, header)
-                numbers = reader.read(block, first, bad)
+                good = []
+                for number, line in enumerate(block.split(b"\n")[:-1], start=first):
+                    try:
+                        if line == header:
+                            raise DataError("the header stands here again")
+                        good.append(csv_numbers(line, separator, fields))
+                    except DataError as error:
+                        bad.add(file.path, number, str(error))
+                numbers = np.array(good, dtype=np.float64).reshape(-1, 4)
             parts.append(numbers)
     whole = np.concatenate(parts) if parts else np.zeros((0, 4))
     extra = [whole[:, at] if fields > at else None for at in (2, 3)]
@@ -151,23 +168,21 @@ def _count_fields(file: InputFile, line: bytes, separator: bytes) -> int:
     return fields
 
 
-def _blocks(file: InputFile, bad: BadLines) -> Iterator[tuple[int, bytes]]:
-    """(number of the first line, whole lines) in blocks of about `_BLOCK_BYTES`."""
-    block, first, lines = io.BytesIO(), 1, 0
-    for number, line in read_lines(file, bad):
-        if number != first + lines or block.tell() >= _BLOCK_BYTES:
-            if lines:
-                yield first, block.getvalue()
-            block, first, lines = io.BytesIO(), number, 0
-        block.write(line + b"\n")
-        lines += 1
-    if lines:
-        yield first, block.getvalue()
+def _blocks(file: InputFile) -> Iterator[tuple[int, bytes]]:
+    """(number of the first line, whole lines that each end with a newline alone)."""
+    first = 1
+    for block in read_text(file, _BLOCK_BYTES, LONGEST):
+        if not block.endswith(b"\n"):
+            block += b"\n"
+        block = block.replace(b"\r\n", b"\n")
+        yield first, block
+        first += block.count(b"\n")
 
 
 def _fast_block(block: bytes, separator: bytes, fields: int) -> np.ndarray | None:
     """The numbers float64 `[n, 4]` of a block of plain decimal lines; None for any other."""
-    if len(separator) != 1 or block.translate(None, b"0123456789.\n" + separator):
+    odd = block.translate(None, b"0123456789.\n" + separator)
+    if len(separator) != 1 or odd or len(block) > LONGEST:
         return None
     import pyarrow as pa
     from pyarrow import csv
@@ -193,39 +208,6 @@ def _fast_block(block: bytes, separator: bytes, fields: int) -> np.ndarray | Non
     return numbers if good else None
 
 
-@dataclass(frozen=True)
-class _CsvBlock:
-    """Reads a block line by line."""
-
-    file: InputFile
-    separator: bytes
-    fields: int
-    header: bytes | None
-
-    def read(self, block: bytes, first: int, bad: BadLines) -> np.ndarray:
-        """The numbers float64 `[n, 4]` of the good lines."""
-        numbers = []
-        for number, line in enumerate(block.split(b"\n")[:-1], start=first):
-            try:
-                if line == self.header:
-                    raise DataError("the header stands here again")
-                values = csv_numbers(line, self.separator, self.fields)
-                if max(values[:2]) >= 2**53:
-                    raise DataError(f"id {max(values[:2])} is beyond 2^53 - 1")
-                numbers.append(values)
-            except DataError as error:
-                bad.add(self.file.path, number, str(error))
-        return np.array(numbers, dtype=np.float64).reshape(-1, 4)
-
-
-# -----------------------------------------------------------------------------
-# User-item interactions as clicks: every interaction is a positive, with sampled negatives.
-
-logger = logging.getLogger(__name__)
-
-FORMATS = ("auto", "lines", "csv")
-SAMPLINGS = ("uniform", "popularity")
-HELD_OUT_BY = ("last", "time")
 FEATURES = ("user", "item")
 _DRAWS = 16
 """Draws for one negative; the last one stays even if the user has that item."""
@@ -233,7 +215,7 @@ _DRAWS = 16
 
 @dataclass(frozen=True)
 class InteractionsSpec:
-    """Which files to read, and how. Raises ConfigError that names the key.
+    """Which files to read, and how.
 
     `paths`: a file, a glob, or a sequence of either; `format`: `lines` (user item item ...), `csv`
     (user, item, and maybe rating and time, separated by `delimiter`), or `auto`: csv for names
@@ -258,27 +240,6 @@ class InteractionsSpec:
     seed: int = 0
     dtype: torch.dtype = torch.float32
 
-    def __post_init__(self) -> None:
-        for key, value, allowed in (
-            ("format", self.format, FORMATS),
-            ("negative_sampling", self.sampling, SAMPLINGS),
-            ("held_out_by", self.held_out_by, HELD_OUT_BY),
-            ("on_bad_id", self.on_bad_id, ("error", "hash")),
-        ):
-            if value not in allowed:
-                raise ConfigError(f"data.{key}={value!r} is not {' or '.join(allowed)}")
-        if self.negatives < 1:
-            raise ConfigError(f"data.negatives={self.negatives}: it must be at least 1")
-        if not 0 <= self.held_out < 1:
-            raise ConfigError(f"data.held_out={self.held_out}: give a share from 0 to below 1")
-        if not self.delimiter:
-            raise ConfigError("data.delimiter is empty: give what separates the fields of the CSV")
-        if self.table_rows and (len(self.table_rows) != 2 or min(self.table_rows) < 1):
-            raise ConfigError(
-                f"data.table_rows={list(self.table_rows)}: give the rows of users and items, or "
-                "leave it empty for the largest ids of the data"
-            )
-
 
 class InteractionsSource(SlicedSource):
     """The `BatchSource` of an `InteractionsSpec`; features `user` and `item`, one id each.
@@ -292,6 +253,7 @@ class InteractionsSource(SlicedSource):
     dense_features = 1
     features = FEATURES
     ids_vary = True
+    first_held_out = 0
 
     def __init__(self, spec: InteractionsSpec) -> None:
         self.spec = spec
@@ -306,7 +268,9 @@ class InteractionsSource(SlicedSource):
                 f"data.path={spec.paths}: {len(found.users)} interactions leave none to train on; "
                 "lower data.held_out or data.min_rating, or give more lines"
             )
-        self._train, self._eval = train, self._in_time_order(rest)
+        if rest.times is not None:
+            rest = rest.take(np.argsort(rest.times, kind="stable"))
+        self._train, self._eval = train, rest
         pool = np.unique(train.items) if spec.sampling == "uniform" else train.items
         items = self.table_rows[1]
         known = np.unique(train.users * items + train.items)
@@ -319,7 +283,7 @@ class InteractionsSource(SlicedSource):
         }
         self.vocabulary = "ids"  # the data's own numbers
         each = 1 + spec.negatives
-        self._order = SampleOrder(len(train.users) * each, key_of(spec.seed, 0))
+        self.order = SampleOrder(len(train.users) * each, key_of(spec.seed, 0))
         super().__init__(len(train.users) * each, len(rest.users) * each, spec.global_batch_size)
         logger.info(
             "%d interactions of %d users with %d items: %d train, %d are held out, %d negatives "
@@ -333,15 +297,11 @@ class InteractionsSource(SlicedSource):
             *self.table_rows,
         )
 
-    def read(self, part: BatchSlice) -> Batch:
-        """See `SlicedSource.read`: 1 + negatives in a row for each positive, the positive first."""
-        if part.kind == "train":
-            return self.take(self._order.positions(part.span.epoch, part.start, part.stop), part)
-        return self._batch(self._ids(np.arange(part.start, part.stop), None), part)
-
     def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
-        """See `SlicedSource.take`."""
-        return self._batch(self._ids(samples, part.span.epoch), part)
+        """See `SlicedSource.take`: 1 + negatives in a row for each positive, the positive first."""
+        ids, positive = self._ids(samples, part.span.epoch if part.kind == "train" else None)
+        labels = torch.from_numpy(positive).to(self.spec.dtype)
+        return part.batch(torch.ones(len(labels), 1, dtype=self.spec.dtype), ids, labels)
 
     def ids_of(self, samples: np.ndarray, epoch: int) -> JaggedIds:
         """See `SlicedSource.ids_of`."""
@@ -360,12 +320,6 @@ class InteractionsSource(SlicedSource):
         items[negative] = self._negatives.draw(users[negative], samples[negative], epoch)
         values = torch.from_numpy(np.concatenate((users, items)))
         return JaggedIds(FEATURES, values, torch.arange(len(values) + 1)), place == 0
-
-    def _batch(self, found: tuple[JaggedIds, np.ndarray], part: BatchSlice) -> Batch:
-        ids, positive = found
-        dtype = self.spec.dtype
-        labels = torch.from_numpy(positive).to(dtype)
-        return part.batch(torch.ones(len(labels), 1, dtype=dtype), ids, labels)
 
     def _read(self) -> Interactions:
         """All interactions in file order, those rated too low left out."""
@@ -442,11 +396,6 @@ class InteractionsSource(SlicedSource):
         alone = np.insert(change, 0, True) & last
         mask[order[last & ~alone]] = True
         return mask
-
-    def _in_time_order(self, found: Interactions) -> Interactions:
-        if found.times is None:
-            return found
-        return found.take(np.argsort(found.times, kind="stable"))
 
 
 @dataclass(frozen=True)

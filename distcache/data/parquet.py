@@ -14,26 +14,22 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from distcache.data import parquet_files as parquet_columns
-from distcache.data.batch import BagColumn, Batch, JaggedIds, gather, join, unloaded
+from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource, unloaded
 from distcache.data.files import find_files
-from distcache.data.hashing import key_of
 from distcache.data.parquet_files import (
     IDS,
-    NULLS,
     NUMBERS,
-    STRING_IDS,
+    BagColumn,
+    ColumnReader,
     ColumnRules,
     ParquetFiles,
-    Place,
     RowGroup,
     WantedColumn,
 )
-from distcache.data.samplers import BatchSlice, SampleOrder, SampleOrdering, SlicedSource, Subset
+from distcache.data.samplers import SampleOrder, SampleOrdering, Subset, key_of
 from distcache.errors import ConfigError, DataError
 
-# -----------------------------------------------------------------------------
-# A few decoded blocks, the most recently used ones.
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -64,16 +60,6 @@ class BlockCache(Generic[T]):
             self._held += samples
             self.decoded += 1
             return block
-
-
-# -----------------------------------------------------------------------------
-# The order of samples that lie in blocks which are costly to open (the row groups of Parquet).
-#
-# An epoch visits the blocks in an order of its own and shuffles the samples of a *window* of them
-# together: the fewest blocks in a row that hold `window` samples. The order is a function of
-# (seed,
-# epoch, position) alone, and what it needs in memory grows with the number of blocks, not of
-# samples.
 
 
 @dataclass(frozen=True)
@@ -168,12 +154,6 @@ class RowGroupOrder:
         return made
 
 
-# -----------------------------------------------------------------------------
-# Parquet files as batches: label, dense features and bags of ids by the names of their columns.
-
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class ParquetSpec:
     """Which files to read, and how. Raises ConfigError that names the key.
@@ -201,31 +181,10 @@ class ParquetSpec:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        ids, rows = list(self.id_columns), list(self.table_rows)
-        if not ids or len(ids) != len(rows) or any(count < 1 for count in rows):
-            raise ConfigError(
-                f"data.id_columns has {len(ids)} columns, data.table_rows {len(rows)} sizes "
-                f"({rows[:8]}): name at least one column, and give each its table's rows"
-            )
+        ids = list(self.id_columns)
         twice = sorted(name for name in set(ids) if ids.count(name) > 1)
         if twice:
             raise ConfigError(f"data.id_columns names {twice[0]!r} twice: leave one out")
-        strangers = sorted(set(self.weight_columns) - set(ids))
-        if strangers:
-            raise ConfigError(
-                f"data.weight_columns gives weights to {strangers[0]!r}, which data.id_columns "
-                "does not name: its keys are id columns"
-            )
-        if not 0 <= self.held_out < 1:
-            raise ConfigError(f"data.held_out={self.held_out}: give a share from 0 to below 1")
-        if self.shuffle_rows < 0:
-            raise ConfigError(f"data.shuffle_rows={self.shuffle_rows}: it must not be negative")
-        if self.rules.nulls not in NULLS:
-            raise ConfigError(f"data.nulls={self.rules.nulls!r} is not {' or '.join(NULLS)}")
-        if self.rules.string_ids not in STRING_IDS:
-            raise ConfigError(
-                f"data.string_ids={self.rules.string_ids!r} is not {' or '.join(STRING_IDS)}"
-            )
 
     def wanted(self) -> list[WantedColumn]:
         """The columns to read, and what they may be."""
@@ -279,7 +238,7 @@ class ParquetSource(SlicedSource):
         self.vocabulary = f"parquet columns, strings by {spec.rules.string_ids}"
         self.identity = self._identity(train)
         largest = int(rows.max())
-        limit = self._order.widest + largest
+        limit = self.order.widest + largest
         self._ids, self._rest = BlockCache[list[BagColumn]](limit), BlockCache[tuple](limit)
         logger.info(
             "%d Parquet files with %d row groups: %d samples train, %d are held out; a rank keeps "
@@ -309,14 +268,14 @@ class ParquetSource(SlicedSource):
         cut = int(np.searchsorted(ends, train, side="left"))  # the row group that is divided
         inside = train - int(ends[cut] - rows[cut])
         sizes = [*rows[:cut].tolist(), inside]
-        self._order = RowGroupOrder(sizes, self.spec.seed, self.spec.shuffle_rows)
+        self.order = RowGroupOrder(sizes, self.spec.seed, self.spec.shuffle_rows)
         rest = cut if inside < rows[cut] else cut + 1
         self._eval_group, self._eval_skip = rest, inside if rest == cut else 0
         held_out = rows[rest:].copy()
         if len(held_out):
             held_out[0] -= self._eval_skip
         self._eval_order = RowGroupOrder(held_out.tolist(), self.spec.seed, 0)
-        super().__init__(self._order.samples, self._eval_order.samples, self.spec.global_batch_size)
+        super().__init__(self.order.samples, self._eval_order.samples, self.spec.global_batch_size)
 
     def in_file_order(self) -> ParquetSource:
         """The same samples, not shuffled."""
@@ -331,7 +290,7 @@ class ParquetSource(SlicedSource):
         """See `SlicedSource.read`; the order inside a global batch is the same for all slices."""
         span = part.span
         if part.kind == "train":
-            groups, samples = self._order.places(span.epoch, span.start, span.stop)
+            groups, samples = self.order.places(span.epoch, span.start, span.stop)
         else:
             groups, samples = self._eval_order.places(0, span.start, span.stop)
             samples += np.where(groups == 0, self._eval_skip, 0)
@@ -340,17 +299,17 @@ class ParquetSource(SlicedSource):
 
     def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
         """See `SlicedSource.take`."""
-        return self._batch(*self._order.locate(samples), part)
+        return self._batch(*self.order.locate(samples), part)
 
     def ids_of(self, samples: np.ndarray, epoch: int) -> JaggedIds:
         """See `SlicedSource.ids_of`."""
-        return self.ids(*self._order.locate(samples))
+        return self.ids(*self.order.locate(samples))
 
     def order_of(self, chosen: Subset, which: int) -> SampleOrdering:
         """See `SlicedSource.order_of`: windows hold as many row groups as those of all samples."""
-        share = chosen.count / max(self._order.samples, 1)
+        share = chosen.count / max(self.order.samples, 1)
         window = max(1, int(self.spec.shuffle_rows * share)) if self.spec.shuffle_rows else 0
-        sizes = np.diff(chosen.before(self._order.edges))
+        sizes = np.diff(chosen.before(self.order.edges))
         return RowGroupOrder(sizes.tolist(), key_of(self.spec.seed, 0, which), window)
 
     def _batch(self, groups: np.ndarray, samples: np.ndarray, part: BatchSlice) -> Batch:
@@ -371,8 +330,14 @@ class ParquetSource(SlicedSource):
         parts = []
         for feature in range(len(self.features)):
             wanted = [(block[feature], samples[at]) for block, at in zip(held, where, strict=True)]
-            parts.append(gather(wanted, where, len(samples)))
-        return join(self.features, parts, self.spec.dtype if self.weighted else None)
+            parts.append(_gather(wanted, where))
+        offsets = np.concatenate(([0], np.cumsum(np.concatenate([part[1] for part in parts]))))
+        weights = None
+        if self.weighted:  # ids of a feature without weights have the weight 1
+            filled = [np.ones(len(ids)) if own is None else own for ids, _, own in parts]
+            weights = torch.from_numpy(np.concatenate(filled)).to(self.spec.dtype)
+        values = torch.from_numpy(np.concatenate([ids for ids, _, _ in parts]))
+        return JaggedIds(self.features, values, torch.from_numpy(offsets), weights)
 
     def dense_and_labels(
         self, groups: np.ndarray, samples: np.ndarray
@@ -400,12 +365,8 @@ class ParquetSource(SlicedSource):
             for name, rows in zip(spec.id_columns, self.table_rows, strict=True):
                 weight = None
                 if name in weights:
-                    weight = columns[weights[name]], self._place(group, weights[name])
-                decoded.append(
-                    parquet_columns.bags(
-                        columns[name], weight, rows, spec.rules, self._place(group, name)
-                    )
-                )
+                    weight = self._reader(group, weights[name]), columns[weights[name]]
+                decoded.append(self._reader(group, name).bags(columns[name], rows, weight))
             return decoded
 
         return self._ids.get(index, group.rows, decode)
@@ -419,15 +380,34 @@ class ParquetSource(SlicedSource):
             columns = self.files.read(group, list(names))
             dense = np.empty((group.rows, len(spec.dense_columns)), dtype=np.float32)
             for at, name in enumerate(spec.dense_columns):
-                place = self._place(group, name)
-                dense[:, at] = parquet_columns.dense(columns[name], spec.rules, place)
+                dense[:, at] = self._reader(group, name).dense(columns[name])
             label = spec.label_column
-            return dense, parquet_columns.labels(columns[label], self._place(group, label))
+            return dense, self._reader(group, label).labels(columns[label])
 
         return self._rest.get(index, group.rows, decode)
 
-    def _place(self, group: RowGroup, column: str) -> Place:
-        return Place(self.files.files[group.file].path, column, group.first_row)
+    def _reader(self, group: RowGroup, column: str) -> ColumnReader:
+        path = self.files.files[group.file].path
+        return ColumnReader(path, column, group.first_row, self.spec.rules)
+
+
+def _gather(
+    groups: Sequence[tuple[BagColumn, np.ndarray]], places: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """`BagColumn.take` of samples that lie in several columns.
+
+    `groups`: columns, each with the samples to take of it; `places`: where those stand in the
+    batch, int64, together all of it.
+    """
+    parts = [column.take(wanted) for column, wanted in groups]
+    if len(parts) == 1:
+        return parts[0]  # one column has all samples, in the order of the batch
+    none = np.zeros(0, dtype=np.int64)
+    ids, lengths = (np.concatenate([none, *(part[at] for part in parts)]) for at in (0, 1))
+    weights = [part[2] for part in parts if part[2] is not None]
+    offsets = np.concatenate(([0], np.cumsum(lengths)))
+    joined = BagColumn(ids, offsets, np.concatenate(weights) if weights else None)
+    return joined.take(np.argsort(np.concatenate([none, *places])))
 
 
 def _by_group(groups: np.ndarray) -> tuple[list[int], list[np.ndarray]]:

@@ -7,9 +7,8 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -17,44 +16,52 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from distcache.data.batch import BagColumn
 from distcache.data.files import InputFile
 from distcache.errors import DataError
 
-# -----------------------------------------------------------------------------
-# Strings as ids: a stable hash, or the value of a hexadecimal number.
-#
-# `hash`: the 8-byte BLAKE2b digest (RFC 7693, no key, digest size 8) of the string's UTF-8 bytes,
-# read as a little-endian unsigned number, modulo the table's rows. In Python:
-# `int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % rows`.
-#
-# `hex`: the hexadecimal value modulo the table's rows, an empty string row 0: the rule of Criteo's
-# tab-separated files.
-
-STRING_IDS = ("hash", "hex")
-"""Ways to make an id of a string."""
 _HEX = re.compile(rb"[0-9a-fA-F]*")
 
 
 def hashed(texts: Sequence[bytes], rows: int) -> np.ndarray:
-    """Ids int64 `[n]` in [0, rows) of strings by their BLAKE2b-64 digest."""
-    digests = b"".join([blake2b(text, digest_size=8).digest() for text in texts])
+    """Ids int64 `[n]` in [0, rows) of strings: the 8-byte BLAKE2b digest (RFC 7693, no key) of the
+    UTF-8 bytes, read as a little-endian unsigned number, modulo the rows."""
+    digests = b"".join([hashlib.blake2b(text, digest_size=8).digest() for text in texts])
     return (np.frombuffer(digests, dtype="<u8") % np.uint64(rows)).astype(np.int64)
 
 
 def hexadecimal(texts: Sequence[bytes], rows: int) -> np.ndarray:
-    """Ids int64 `[n]` in [0, rows) of hexadecimal strings; -1 where a string is none."""
+    """Ids int64 `[n]` in [0, rows): the hexadecimal value modulo the rows, an empty string row 0,
+    as in Criteo's tab-separated files; -1 where a string is none."""
     matches = _HEX.fullmatch
     return np.array(
         [int(text or b"0", 16) % rows if matches(text) else -1 for text in texts], dtype=np.int64
     )
 
 
-# -----------------------------------------------------------------------------
-# Columns of a Parquet row group as arrays: labels, dense features, bags of ids with weights.
+@dataclass(frozen=True)
+class BagColumn:
+    """The bags of one feature for n samples.
 
-NULLS = ("error", "zero", "empty")
-"""What to do with nulls; see `ColumnRules`."""
+    `values`: int32 or int64 `[m]`; `offsets`: int64 `[n + 1]`, or None where every bag has one id
+    (m = n); `weights`: float64 `[m]` or None.
+    """
+
+    values: np.ndarray
+    offsets: np.ndarray | None = None
+    weights: np.ndarray | None = None
+
+    def take(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Ids int64 `[k]`, bag lengths int64 `[b]` and weights `[k]` of some samples, in order."""
+        if self.offsets is None:
+            at, lengths = samples, np.ones(len(samples), dtype=np.int64)
+        else:
+            starts = self.offsets[samples]
+            lengths = self.offsets[samples + 1] - starts
+            ends = np.cumsum(lengths)
+            at = np.arange(ends[-1] if len(ends) else 0)
+            at += np.repeat(starts - (ends - lengths), lengths)
+        weights = None if self.weights is None else self.weights[at]
+        return self.values[at].astype(np.int64, copy=False), lengths, weights
 
 
 @dataclass(frozen=True)
@@ -74,42 +81,6 @@ class ColumnRules:
     log1p: bool = False
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a column stands: its file, its name and the file's row at which it begins."""
-
-    path: Path
-    column: str
-    first_row: int
-
-    def error(self, row: int, what: str) -> DataError:
-        """What is wrong in the column's row `row`; rows of the file are counted from 1."""
-        return DataError(
-            f"{self.path}, row {self.first_row + row + 1}, column {self.column!r}: {what}"
-        )
-
-    def null_error(self, row: int) -> DataError:
-        """A null where `data.nulls=error`."""
-        return self.error(
-            row, "there is no value (null); data.nulls=zero or data.nulls=empty says what to take"
-        )
-
-
-def kind_of(type_: pa.DataType) -> tuple[str, bool]:
-    """(`integer`, `float`, `bool`, `string` or the type's own name, whether it is a list)."""
-    is_list = any(
-        test(type_)
-        for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    )
-    inner = type_.value_type if is_list else type_
-    if pa.types.is_dictionary(inner):
-        inner = inner.value_type
-    for name, tests in _KINDS.items():
-        if any(test(inner) for test in tests):
-            return name, is_list
-    return str(inner), is_list
-
-
 _KINDS = {
     "integer": (pa.types.is_integer,),
     "float": (pa.types.is_floating,),
@@ -121,179 +92,196 @@ _KINDS = {
         pa.types.is_large_binary,
     ),
 }
+_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
-def labels(column: pa.Array, place: Place) -> np.ndarray:
-    """Labels uint8 `[n]`. Raises DataError for a null and for a value other than 0 and 1."""
-    values, missing = _numbers(column)
-    bad = missing | ~((values == 0) | (values == 1))
-    if bad.any():
-        row = int(np.argmax(bad))
-        found = "null" if missing[row] else f"{values[row]:g}"
-        raise place.error(row, f"the label is {found}, not 0 or 1")
-    return values.astype(np.uint8)
+def kind_of(type_: pa.DataType) -> tuple[str, bool]:
+    """(`integer`, `float`, `bool`, `string` or the type's own name, whether it is a list)."""
+    is_list = any(test(type_) for test in _LISTS)
+    inner = type_.value_type if is_list else type_
+    if pa.types.is_dictionary(inner):
+        inner = inner.value_type
+    for name, tests in _KINDS.items():
+        if any(test(inner) for test in tests):
+            return name, is_list
+    return str(inner), is_list
 
 
-def dense(column: pa.Array, rules: ColumnRules, place: Place) -> np.ndarray:
-    """Dense values float64 `[n]`. Raises DataError for what float32 cannot hold, and for nulls as
-    said."""
-    values, missing = _numbers(column)
-    missing |= np.isnan(values)
-    if missing.any():
-        if rules.nulls == "error":
-            raise place.null_error(int(np.argmax(missing)))
-        values = np.where(missing, 0.0, values)
-    values = np.log1p(np.maximum(values, 0.0)) if rules.log1p else values
-    far = np.abs(values) > np.finfo(np.float32).max
-    if far.any():
-        row = int(np.argmax(far))
-        raise place.error(row, f"{values[row]} is not a finite number of float32; correct the data")
-    return values
+_NULL = "there is no value (null); data.nulls=zero or data.nulls=empty says what to take"
 
 
-def bags(
-    column: pa.Array,
-    weights: tuple[pa.Array, Place] | None,
-    rows: int,
-    rules: ColumnRules,
-    place: Place,
-) -> BagColumn:
-    """The bags of an id column over a table of `rows` rows, with a weight column or None.
+@dataclass(frozen=True)
+class ColumnReader:
+    """Turns a column of a row group into numbers by `rules`.
 
-    Raises DataError that names file, row and column.
+    `path`, `name`, `first_row`: its file, its name and the file's row at which it begins, for
+    messages. Every method raises DataError that names file, row (from 1) and column.
     """
-    flat, lengths = _flat(column, rules, place)
-    bag_of = None if lengths is None else np.repeat(np.arange(len(lengths)), lengths)
-    ids, missing = _ids(flat, rows, rules, place, bag_of)
-    weight = None
-    if weights is not None:
-        weight = _weights(weights[0], lengths, len(column), rules, weights[1])
-    if missing.any():
-        if rules.nulls == "error":
-            at = int(np.argmax(missing))
-            raise place.null_error(at if bag_of is None else int(bag_of[at]))
-        if rules.nulls == "empty":
-            bag_of = np.arange(len(ids)) if bag_of is None else bag_of
-            lengths = np.bincount(bag_of[~missing], minlength=len(column))
+
+    path: Path
+    name: str
+    first_row: int
+    rules: ColumnRules
+
+    def refuse(
+        self, bad: np.ndarray, what: Callable[[int], str], row_of: np.ndarray | None = None
+    ) -> None:
+        """Raise DataError where a value is `bad`: `what` says it of the first one, whose row in the
+        column is `row_of` it (None: its own place)."""
+        if bad.any():
+            at = int(np.argmax(bad))
+            row = self.first_row + int(at if row_of is None else row_of[at]) + 1
+            raise DataError(f"{self.path}, row {row}, column {self.name!r}: {what(at)}")
+
+    def labels(self, column: pa.Array) -> np.ndarray:
+        """Labels uint8 `[n]`, each 0 or 1."""
+        values, missing = _decoded(column)
+        self.refuse(
+            missing | ~((values == 0) | (values == 1)),
+            lambda at: f"the label is {'null' if missing[at] else f'{values[at]:g}'}, not 0 or 1",
+        )
+        return values.astype(np.uint8)
+
+    def dense(self, column: pa.Array) -> np.ndarray:
+        """Dense values float64 `[n]` that float32 can hold."""
+        values, missing = _floats(column)
+        self._refuse_nulls(missing)
+        if self.rules.log1p:
+            values = np.log1p(np.maximum(values, 0.0))
+        self.refuse(
+            np.abs(values) > np.finfo(np.float32).max,
+            lambda at: f"{values[at]} is not a finite number of float32; correct the data",
+        )
+        return values
+
+    def bags(
+        self, column: pa.Array, rows: int, weights: tuple[ColumnReader, pa.Array] | None = None
+    ) -> BagColumn:
+        """The bags of an id column over a table of `rows` rows; `weights`: of a column of them."""
+        flat, lengths = self._flat(column)
+        row_of = _rows_of(lengths, len(column))
+        ids, missing = self._ids(flat, rows, row_of)
+        weight = None
+        if weights is not None:
+            weight = weights[0]._weights(weights[1], lengths)
+        self._refuse_nulls(missing, row_of)
+        if self.rules.nulls == "empty" and missing.any():
+            lengths = np.bincount(row_of[~missing], minlength=len(column))
             ids, weight = ids[~missing], None if weight is None else weight[~missing]
-    offsets = None if lengths is None else np.concatenate(([0], np.cumsum(lengths)))
-    return BagColumn(ids.astype(np.int32 if rows <= 2**31 else np.int64), offsets, weight)
+        offsets = None if lengths is None else np.concatenate(([0], np.cumsum(lengths)))
+        return BagColumn(ids.astype(np.int32 if rows <= 2**31 else np.int64), offsets, weight)
 
+    def _refuse_nulls(self, missing: np.ndarray, row_of: np.ndarray | None = None) -> None:
+        if self.rules.nulls == "error":
+            self.refuse(missing, lambda at: _NULL, row_of)
 
-def _flat(column: pa.Array, rules: ColumnRules, place: Place) -> tuple[pa.Array, np.ndarray | None]:
-    """The values of a column and the lengths of its lists int64 `[n]`; None if it has none."""
-    if not kind_of(column.type)[1]:
-        return column, None
-    if column.null_count and rules.nulls == "error":
-        missing = column.is_null().to_numpy(zero_copy_only=False)
-        raise place.null_error(int(np.argmax(missing)))
-    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
-    return column.flatten(), lengths.astype(np.int64)
+    def _flat(self, column: pa.Array) -> tuple[pa.Array, np.ndarray | None]:
+        """The values of a column and the lengths of its lists int64 `[n]`; None if it has none."""
+        if not kind_of(column.type)[1]:
+            return column, None
+        self._refuse_nulls(column.is_null().to_numpy(zero_copy_only=False))
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+        return column.flatten(), lengths.astype(np.int64)
 
-
-def _weights(
-    column: pa.Array, lengths: np.ndarray | None, samples: int, rules: ColumnRules, place: Place
-) -> np.ndarray:
-    """Weights float64, one per id, for bags of `lengths` (None: one id each)."""
-    flat, own = _flat(column, rules, place)
-    expected = np.ones(samples, dtype=np.int64) if lengths is None else lengths
-    found = np.ones(samples, dtype=np.int64) if own is None else own
-    if (own is None) != (lengths is None):
+    def _weights(self, column: pa.Array, lengths: np.ndarray | None) -> np.ndarray:
+        """Weights float64, one per id, for bags of `lengths` (None: one id each)."""
+        flat, own = self._flat(column)
         kinds = ("one number", "a list")
-        raise place.error(
-            0,
-            f"the weights are {kinds[own is not None]} per sample, the ids are "
-            f"{kinds[lengths is not None]}: give one weight for each id",
+        self.refuse(
+            np.array([(own is None) != (lengths is None)]),
+            lambda at: (
+                f"the weights are {kinds[own is not None]} per sample, the ids are "
+                f"{kinds[lengths is not None]}: give one weight for each id"
+            ),
         )
-    if (expected != found).any():
-        row = int(np.argmax(expected != found))
-        raise place.error(
-            row, f"{found[row]} weights for {expected[row]} ids: give one weight for each id"
+        if own is not None and lengths is not None:
+            self.refuse(
+                own != lengths,
+                lambda at: f"{own[at]} weights for {lengths[at]} ids: give one weight for each id",
+            )
+        values, missing = _floats(flat)
+        far = np.abs(values) > np.finfo(np.float32).max
+        text = "the weight {} is not a finite number of float32; correct the data"
+        self.refuse(
+            far | (missing if self.rules.nulls == "error" else False),
+            lambda at: _NULL if missing[at] else text.format(values[at]),
+            _rows_of(own, len(column)),
         )
-    values, missing = _numbers(flat)
-    missing |= np.isnan(values)
-    far = np.abs(values) > np.finfo(np.float32).max
-    bad = far | (missing if rules.nulls == "error" else False)
-    if bad.any():
-        at = int(np.argmax(bad))
-        row = at if own is None else int(np.repeat(np.arange(samples), own)[at])
-        if missing[at]:
-            raise place.null_error(row)
-        raise place.error(
-            row, f"the weight {values[at]} is not a finite number of float32; correct the data"
+        return values
+
+    def _ids(self, flat: pa.Array, rows: int, row_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ids int64 in [0, rows), 0 where null, and a mask of the nulls; `row_of`: row of each."""
+        if kind_of(flat.type)[0] == "string":
+            return self._string_ids(flat, rows, row_of)
+        values, missing = _decoded(flat)
+        bad = values >= rows
+        if values.dtype.kind == "i":
+            bad |= values < 0
+        if self.rules.on_bad_id == "error":
+            self.refuse(
+                bad,
+                lambda at: (
+                    f"id {values[at]} is not in its table, which has {rows} rows (ids 0 to "
+                    f"{rows - 1}); {int(bad.sum())} such ids in this row group. Correct the data "
+                    "or data.table_rows, or take such ids modulo the rows with data.on_bad_id=hash"
+                ),
+                row_of,
+            )
+        if bad.any():
+            wide = values.astype(np.uint64 if values.dtype == np.uint64 else np.int64)
+            values = wide % wide.dtype.type(rows)
+        return values.astype(np.int64), missing
+
+    def _string_ids(
+        self, flat: pa.Array, rows: int, row_of: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The same for strings: every distinct one is turned into an id once."""
+        coded = flat if pa.types.is_dictionary(flat.type) else flat.dictionary_encode()
+        words = [
+            text.encode() if isinstance(text, str) else text
+            for text in coded.dictionary.to_pylist()
+        ]
+        convert = hashed if self.rules.string_ids == "hash" else hexadecimal
+        table = convert([text or b"" for text in words], rows)
+        codes, missing = _decoded(coded.indices)
+        if not len(words):
+            return np.zeros(len(codes), dtype=np.int64), missing
+        missing |= np.array([text is None for text in words])[codes]
+        ids = np.where(missing, 0, table[codes])
+        self.refuse(
+            ids < 0,
+            lambda at: (
+                f"{words[codes[at]][:40].decode(errors='replace')!r} is not hexadecimal; "
+                "data.string_ids=hash takes any string"
+            ),
+            row_of,
         )
-    return np.where(missing, 0.0, values)
+        return ids, missing
 
 
-def _numbers(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Values float64 `[n]` (0 where null) and a mask of the nulls."""
+def _rows_of(lengths: np.ndarray | None, count: int) -> np.ndarray:
+    """The row of each value in lists of `lengths`; None: one value in each of `count` rows."""
+    return np.arange(count) if lengths is None else np.repeat(np.arange(count), lengths)
+
+
+def _decoded(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Values `[n]` (0 where null) and a mask of the nulls."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    missing = column.is_null().to_numpy(zero_copy_only=False)
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.uint8())
+    missing = column.is_null().to_numpy(zero_copy_only=False)
     filled = pc.fill_null(column, pa.scalar(0, column.type)) if missing.any() else column
-    return filled.to_numpy(zero_copy_only=False).astype(np.float64), missing
+    return filled.to_numpy(zero_copy_only=False), missing
 
 
-def _ids(
-    flat: pa.Array, rows: int, rules: ColumnRules, place: Place, bag_of: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ids int64 in [0, rows), 0 where null, and a mask of the nulls; `bag_of`: row of each."""
-    strings = pa.types.is_dictionary(flat.type) and kind_of(flat.type)[0] == "string"
-    if strings or kind_of(flat.type)[0] == "string":
-        return _string_ids(flat, rows, rules, place, bag_of)
-    if pa.types.is_dictionary(flat.type):
-        flat = flat.dictionary_decode()
-    missing = flat.is_null().to_numpy(zero_copy_only=False)
-    filled = pc.fill_null(flat, pa.scalar(0, flat.type)) if missing.any() else flat
-    values = filled.to_numpy(zero_copy_only=False)
-    bad = values >= rows
-    if not pa.types.is_unsigned_integer(flat.type):
-        bad |= values < 0
-    if bad.any():
-        if rules.on_bad_id == "error":
-            at = int(np.argmax(bad))
-            raise place.error(
-                at if bag_of is None else int(bag_of[at]),
-                f"id {values[at]} is not in its table, which has {rows} rows (ids 0 to "
-                f"{rows - 1}); {int(bad.sum())} such ids in this row group. Correct the data or "
-                "data.table_rows, or take such ids modulo the rows with data.on_bad_id=hash",
-            )
-        wide = values.astype(np.uint64 if values.dtype == np.uint64 else np.int64)
-        values = wide % wide.dtype.type(rows)
-    return values.astype(np.int64), missing
+def _floats(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Values float64 `[n]`, 0 where null or NaN, and a mask of these."""
+    values, missing = _decoded(column)
+    values = values.astype(np.float64)
+    missing = missing | np.isnan(values)
+    return np.where(missing, 0.0, values), missing
 
-
-def _string_ids(
-    flat: pa.Array, rows: int, rules: ColumnRules, place: Place, bag_of: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """The same for strings: every distinct one is turned into an id once."""
-    coded = flat if pa.types.is_dictionary(flat.type) else flat.dictionary_encode()
-    words = [
-        text.encode() if isinstance(text, str) else text for text in coded.dictionary.to_pylist()
-    ]
-    convert = hashed if rules.string_ids == "hash" else hexadecimal
-    table = convert([text or b"" for text in words], rows)
-    missing = coded.is_null().to_numpy(zero_copy_only=False)
-    codes = pc.fill_null(coded.indices, pa.scalar(0, coded.indices.type))
-    codes = codes.to_numpy(zero_copy_only=False)
-    if not len(words):
-        return np.zeros(len(codes), dtype=np.int64), missing
-    missing |= np.array([text is None for text in words])[codes]
-    ids = np.where(missing, 0, table[codes])
-    if (ids < 0).any():
-        at = int(np.argmax(ids < 0))
-        raise place.error(
-            at if bag_of is None else int(bag_of[at]),
-            f"{words[codes[at]][:40].decode(errors='replace')!r} is not hexadecimal; "
-            "data.string_ids=hash takes any string",
-        )
-    return ids, missing
-
-
-# -----------------------------------------------------------------------------
-# Parquet files: what they hold, checked before training, and their row groups, read one by one.
 
 _OPEN_FILES = 16
 """Files that are kept open at a time."""

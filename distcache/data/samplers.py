@@ -1,25 +1,62 @@
-"""Which samples a step reads: an order by (seed, epoch), of which every rank takes its slice."""
+"""Which samples a step reads: hashed numbers, orders by (seed, epoch), some of the samples.
+
+Everything about a sample is a hash of where it stands, so that any rank draws any slice by itself.
+The hash is the finaliser of splitmix64 (Steele, Lea and Flood, 2014) on whole arrays of uint64:
+integer arithmetic alone, so that a number does not depend on the slice in which it is drawn.
+
+No index of all samples is kept: an epoch's order is a keyed permutation that maps a position to
+a sample by itself (a Feistel network over the next power of two, with cycle walking; Black and
+Rogaway, 2002). Where samples lie on a disk, blocks of neighbours stay near each other in time.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
-from distcache.data.batch import Batch, JaggedIds, slice_bounds
-from distcache.data.hashing import key_of, mix64
-from distcache.errors import ConfigError, DataError
+from distcache.errors import DataError
 
-# -----------------------------------------------------------------------------
-# Which samples a step reads: the order is a function of (seed, epoch, position) alone.
-#
-# No index of all samples is kept: an epoch's order is a keyed permutation that maps a position to
-# a sample by itself (a Feistel network over the next power of two, with cycle walking; Black and
-# Rogaway, 2002). Where samples lie on a disk, blocks of neighbours stay near each other in time.
+GOLDEN = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_ALL = (1 << 64) - 1
+
+
+def mix64(values: np.ndarray) -> np.ndarray:
+    """Hash uint64 `values` in place (any shape, at least one dimension) and return them."""
+    shifted = values >> np.uint64(30)
+    values ^= shifted
+    values *= np.uint64(_FIRST)
+    np.right_shift(values, np.uint64(27), out=shifted)
+    values ^= shifted
+    values *= np.uint64(_SECOND)
+    np.right_shift(values, np.uint64(31), out=shifted)
+    values ^= shifted
+    return values
+
+
+def key_of(*path: int) -> int:
+    """One 64-bit key for a path of integers such as (seed, purpose, table)."""
+    key = 0
+    for part in path:
+        key = (key + (part + 1) * GOLDEN) & _ALL
+        key = ((key ^ (key >> 30)) * _FIRST) & _ALL
+        key = ((key ^ (key >> 27)) * _SECOND) & _ALL
+        key ^= key >> 31
+    return key
+
+
+def keys_of(count: int, *path: int) -> np.ndarray:
+    """Keys uint64 `[count]` of (path..., 0), (path..., 1), ..."""
+    return np.array([key_of(*path, index) for index in range(count)], dtype=np.uint64)
+
+
+def hash_counters(counters: np.ndarray, key: int | np.ndarray) -> np.ndarray:
+    """Hash uint64 `counters` under `key` (a key, or an array that broadcasts to them)."""
+    return mix64(counters * np.uint64(GOLDEN) + np.asarray(key, dtype=np.uint64))
+
 
 _ROUNDS = 6
 POOL_BLOCKS = 256
@@ -47,12 +84,7 @@ class BatchSpans:
     """
 
     def __init__(self, samples: int | None, batch_size: int) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"data.global_batch_size={batch_size}: it must be at least 1")
-        if samples is not None and samples < 0:
-            raise ConfigError(f"{samples} samples: the number must not be negative")
-        self.samples = samples
-        self.batch_size = batch_size
+        self.samples, self.batch_size = samples, batch_size
 
     @property
     def per_epoch(self) -> int | None:
@@ -124,8 +156,6 @@ class BlockOrder:
     """
 
     def __init__(self, samples: int, seed: int, block: int) -> None:
-        if block < 1:
-            raise ConfigError(f"data.shuffle_block={block}: give a number of samples of at least 1")
         self.samples, self.seed, self.block = samples, seed, block
         self._pool = block * POOL_BLOCKS
         self._all = SampleOrder(samples, seed) if samples <= self._pool else None
@@ -180,8 +210,14 @@ class BlockOrder:
         return blocks[places // self.block] * self.block + places % self.block
 
 
-# -----------------------------------------------------------------------------
-# Some of the samples of an epoch, chosen by one bit each.
+class SampleOrdering(Protocol):
+    """An order of numbers [0, n), a function of (seed, epoch, position)."""
+
+    def positions(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """The numbers int64 `[stop - start]` at positions [start, stop), those of one whole
+        batch, in `epoch`."""
+        ...
+
 
 _ONES = np.array([bin(byte).count("1") for byte in range(256)], dtype=np.uint8)
 """Bits of each byte that are 1."""
@@ -243,141 +279,6 @@ def both(bits: np.ndarray, samples: int) -> tuple[Subset, Subset]:
     if samples % 64:
         others[-1] &= np.uint64((1 << samples % 64) - 1)
     return Subset(bits), Subset(others)
-
-
-# -----------------------------------------------------------------------------
-# Global batches as spans of an epoch, of which every rank takes a contiguous slice.
-
-
-@dataclass(frozen=True)
-class BatchSlice:
-    """A rank's samples [low, high) of a global batch, which takes the positions of `span`.
-
-    `kind`: `train` or `eval`; `index`: training step or number of the held-out batch; `phase`:
-    `hot` or `cold` where such batches come apart.
-    """
-
-    kind: str
-    index: int
-    span: SampleSpan
-    low: int
-    high: int
-    phase: str = ""
-
-    @property
-    def start(self) -> int:
-        """The first position of the epoch (or of the held-out samples) that is this rank's."""
-        return self.span.start + self.low
-
-    @property
-    def stop(self) -> int:
-        """The position after the last one."""
-        return self.span.start + self.high
-
-    def batch(
-        self,
-        dense: Tensor,
-        ids: JaggedIds,
-        labels: Tensor,
-        load: Callable[[], tuple[Tensor, Tensor]] | None = None,
-    ) -> Batch:
-        """The slice's samples as a batch."""
-        return Batch(
-            dense=dense,
-            ids=ids,
-            labels=labels,
-            global_size=self.span.size,
-            index=self.index,
-            epoch=self.span.epoch,
-            first_sample=self.low,
-            kind=self.kind,
-            load=load,
-            phase=self.phase,
-        )
-
-
-class SampleOrdering(Protocol):
-    """An order of numbers [0, n), a function of (seed, epoch, position)."""
-
-    def positions(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """The numbers int64 `[stop - start]` at positions [start, stop), those of one whole
-        batch, in `epoch`."""
-        ...
-
-
-class SlicedSource(ABC):
-    """A `BatchSource` of training and held-out samples, each in batches of `batch_size`.
-
-    `train_samples` and `eval_samples` None: unlimited. `ids_vary`: whether the ids of a training
-    sample differ between epochs.
-    """
-
-    ids_vary = False
-
-    features: tuple[str, ...]
-    table_rows: tuple[int, ...]
-    dense_features: int
-    identity: Mapping[str, str]
-
-    def __init__(
-        self, train_samples: int | None, eval_samples: int | None, batch_size: int
-    ) -> None:
-        self.batch_size, self.samples_per_epoch = batch_size, train_samples
-        self._train_spans = BatchSpans(train_samples, batch_size)
-        self._eval_spans = BatchSpans(eval_samples, batch_size)
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """Training steps of one epoch; None: unlimited."""
-        return self._train_spans.per_epoch
-
-    @property
-    def eval_batches(self) -> int | None:
-        """Held-out global batches; None: unlimited."""
-        return self._eval_spans.per_epoch
-
-    def train_batch(self, step: int, rank: int, world_size: int) -> Batch:
-        """This rank's slice of training step `step`, counted from 0 across epochs."""
-        span = self._train_spans.locate(step)
-        return self.read(
-            BatchSlice("train", step, span, *slice_bounds(span.size, rank, world_size))
-        )
-
-    def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
-        """This rank's slice of held-out global batch `index`."""
-        if self.eval_batches is not None and index >= self.eval_batches:
-            raise DataError(f"held-out batch {index} of {self.eval_batches} does not exist")
-        span = self._eval_spans.locate(index)
-        return self.read(
-            BatchSlice("eval", index, span, *slice_bounds(span.size, rank, world_size))
-        )
-
-    @abstractmethod
-    def read(self, part: BatchSlice) -> Batch:
-        """The samples of a slice."""
-
-    @abstractmethod
-    def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
-        """Training samples `samples` int64 `[b]`, each in [0, samples_per_epoch), as `part`."""
-
-    @abstractmethod
-    def ids_of(self, samples: np.ndarray, epoch: int) -> JaggedIds:
-        """The ids alone of training samples `samples` int64 `[b]`, as they are in `epoch`."""
-
-    @abstractmethod
-    def order_of(self, chosen: Subset, which: int) -> SampleOrdering:
-        """The order of some training samples in each epoch, by their places among `chosen`.
-
-        `which`: a number of this subset, for an order of its own.
-        """
-
-    def will_need(self, start: int, stop: int) -> None:
-        """Training samples [start, stop) (may be none) are read soon: a hint, nothing here."""
-        return None
-
-
-# -----------------------------------------------------------------------------
-# Reading ahead of a shuffled epoch: the disk sees whole blocks, evenly, before they are needed.
 
 
 class ReadAhead:

@@ -1,4 +1,12 @@
-"""A click stream of any shape, drawn from counters: unlimited, the same on every machine."""
+"""A click stream of any shape, drawn from counters: unlimited, learnable, sliceable.
+
+Everything about sample i is a hash of (seed, i, feature, position in the bag), so any rank draws
+any slice by itself, in any order, from any thread, and nothing repeats unless asked to. Ids are
+Zipf-distributed by a closed-form inverse, for tables of any size and any exponent >= 0. Labels come
+from a planted teacher: every (table, id) has a hidden effect, a hash, and every dense feature a
+hidden slope; their sum is a logit, and a label is drawn with its probability. A model that learnt
+all of it would reach an AUC of about 0.79; most of it hangs on dense features and popular ids.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +17,40 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from distcache.data.batch import Batch, JaggedIds
-from distcache.data.hashing import (
+from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource
+from distcache.data.samplers import (
     GOLDEN,
-    NORMAL_STD,
+    SampleOrder,
+    Subset,
     hash_counters,
     key_of,
     keys_of,
     mix64,
-    normal_from_bits,
-    uniform_from_bits,
 )
-from distcache.data.samplers import BatchSlice, SampleOrder, SlicedSource, Subset
 from distcache.errors import ConfigError
 
-# -----------------------------------------------------------------------------
-# Zipf-distributed ids by a closed-form inverse, for tables of any size and any exponent >= 0.
+NORMAL_STD = 2 / 3**0.5
+"""Standard deviation of `normal_from_bits`."""
+
+
+def uniform_from_bits(bits: np.ndarray) -> np.ndarray:
+    """float64 in [0, 1) with 53 random bits from uint64 `bits`."""
+    return (bits >> np.uint64(11)).view(np.int64) * 2.0**-53
+
+
+def normal_from_bits(bits: np.ndarray) -> np.ndarray:
+    """float64, nearly normal, mean 0, deviation `NORMAL_STD`, from uint64 `bits`.
+
+    The sum of four 16-bit lanes: multiples of 2^-15 in (-4, 4), exact in float32 too, so that
+    sums of such numbers do not depend on their order.
+    """
+    low_lanes = np.uint64(0x0000FFFF0000FFFF)
+    lanes = bits & low_lanes
+    lanes += (bits >> np.uint64(16)) & low_lanes
+    sums = (lanes & np.uint64(0xFFFFFFFF)) + (lanes >> np.uint64(32))
+    mean = 131070  # of the sum of four uniform 16-bit numbers
+    return (sums.view(np.int64) - mean) * 2.0**-15
+
 
 HEAD_RANKS = 4096
 """Ranks that expectations count one by one; the tail beyond them is binned logarithmically."""
@@ -121,14 +147,6 @@ def _affine(rows: int, key: int) -> tuple[int, int]:
         multiplier = 1 + multiplier % bound
     return multiplier, (key >> 32) % rows
 
-
-# -----------------------------------------------------------------------------
-# The planted teacher of the synthetic stream: what the labels depend on.
-#
-# Every (table, id) has a hidden effect, a hash, and every dense feature a hidden slope; their sum
-# is
-# a logit, and a label is drawn with its probability. A model that learnt all of it would reach an
-# AUC of about 0.79; most of it hangs on dense features and popular ids.
 
 DENSE_STD = 0.8
 """Standard deviation that the dense features bring to the logit."""
@@ -230,21 +248,13 @@ def _bias_for(rate: float, std: float) -> float:
     return (low + high) / 2
 
 
-# -----------------------------------------------------------------------------
-# A click stream of any shape, drawn from counters: unlimited, learnable, sliceable.
-#
-# Everything about sample i is a hash of (seed, i, feature, position in the bag), so any rank draws
-# any slice by itself, in any order, from any thread, and nothing repeats unless asked to.
-
-_HELD_OUT = 1 << 62
-"""First counter of held-out samples: no training sample is ever so far."""
 _SAMPLE, _BAG, _LENGTH, _VALUE, _WEIGHT, _DENSE, _LABEL, _ZIPF, _TEACHER, _ORDER = range(10)
 """Purposes: the second element of a key's path, after the seed."""
 
 
 @dataclass(frozen=True)
 class SyntheticSpec:
-    """What the stream looks like. Raises ConfigError that names the key.
+    """What the stream looks like.
 
     `table_rows`: rows of each table, read by one feature each; `bag_size`: ids per bag, an int is
     fixed, a float the mean of Poisson lengths, a sequence gives one per table; `zipf`: exponent
@@ -264,35 +274,6 @@ class SyntheticSpec:
     seed: int = 0
     dtype: torch.dtype = torch.float32
 
-    def __post_init__(self) -> None:
-        if not self.table_rows or any(rows < 1 for rows in self.table_rows):
-            raise ConfigError(
-                f"data.table_rows={list(self.table_rows)}: give the rows of each table, "
-                "at least one table of at least 1 row"
-            )
-        for key in ("samples", "eval_samples"):
-            number = getattr(self, key)
-            if number is not None and number < 1:
-                raise ConfigError(
-                    f"data.{key}={number}: give at least 1, or null for an unlimited stream"
-                )
-        if self.dense_features < 0:
-            raise ConfigError(f"data.dense_features={self.dense_features} is negative")
-        if self.dtype not in (torch.float32, torch.float64):
-            raise ConfigError(f"data comes in float32 or float64, not {self.dtype}")
-        if len(self.bag_sizes) != len(self.table_rows):
-            raise ConfigError(
-                f"data.bag_size has {len(self.bag_sizes)} entries for {len(self.table_rows)} "
-                "tables: give one number for all, or one per table"
-            )
-        for size in self.bag_sizes:
-            number = isinstance(size, int | float) and not isinstance(size, bool)
-            if not number or not math.isfinite(size) or size < 0:
-                raise ConfigError(
-                    f"data.bag_size: {size!r} is not a number >= 0 (an int is fixed, a float "
-                    "is a mean)"
-                )
-
     @property
     def bag_sizes(self) -> tuple[float, ...]:
         """Ids per bag of each table: an int is fixed, a float a mean."""
@@ -307,6 +288,8 @@ class SyntheticSource(SlicedSource):
     Held-out samples have counters of their own, which training never reaches.
     """
 
+    first_held_out = 1 << 62
+
     def __init__(self, spec: SyntheticSpec) -> None:
         self.spec = spec
         self.table_rows = tuple(int(rows) for rows in spec.table_rows)
@@ -316,7 +299,7 @@ class SyntheticSource(SlicedSource):
         self.identity = {f"data.{key}": str(getattr(spec, key)) for key in keys}
         self.vocabulary = f"synthetic, zipf {spec.zipf}, seed {spec.seed}"  # fix which ids are hot
         super().__init__(spec.samples, spec.eval_samples, spec.global_batch_size)
-        self._order = SampleOrder(spec.samples, key_of(spec.seed, _ORDER))
+        self.order = SampleOrder(spec.samples, key_of(spec.seed, _ORDER))
         self._tables = ZipfTables(self.table_rows, spec.zipf, key_of(spec.seed, _ZIPF))
         sizes = spec.bag_sizes
         self._teacher = Teacher(
@@ -339,12 +322,6 @@ class SyntheticSource(SlicedSource):
     def hottest(self, table: int, count: int) -> np.ndarray:
         """The `count` likeliest ids of a table, int64, the likeliest first."""
         return self._tables.ids_of_ranks(table, np.arange(count))
-
-    def read(self, part: BatchSlice) -> Batch:
-        """See `SlicedSource.read`."""
-        if part.kind == "train":
-            return self.take(self._order.positions(part.span.epoch, part.start, part.stop), part)
-        return self.take(np.arange(part.start, part.stop, dtype=np.int64) + _HELD_OUT, part)
 
     def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
         """See `SlicedSource.take`."""

@@ -187,8 +187,7 @@ class PlanExchange:
                 batch = asking.flight.batch
                 header[_KIND] = KINDS.index(batch.kind) if batch.kind in KINDS else len(KINDS)
                 header[_INDEX], header[SAMPLES] = batch.index, batch.ids.batch_size
-                counts = [len(rows) for of_group in asking.flight.asked for rows in of_group]
-                header[LEAD : LEAD + groups * size] = counts
+                header[LEAD : LEAD + groups * size] = asking.flight.asked_counts.reshape(-1)
         if deciding is not None:
             header[DECIDED], header[_DECIDED_STEP] = deciding.status, deciding.step
             numbers = header[LEAD + groups * size :].reshape(groups, 3)
@@ -255,7 +254,7 @@ class PlanExchange:
 
     def _lengths(self, numbers: np.ndarray, deciding: Part) -> np.ndarray:
         """Of the pieces of each home's decisions, `[W, 3 G]`."""
-        asked = _counts(deciding)
+        asked = deciding.flight.asked_counts
         lengths = np.concatenate([numbers[:, :, :2], asked.T[:, :, None]], axis=2)
         if self._sharded:
             lengths[:, list(self._sharded), :2] = 0
@@ -278,7 +277,7 @@ class PlanExchange:
 
     def _take(self, told: Told, numbers: np.ndarray, deciding: Part, pieces: Pieces) -> None:
         """What all homes decided, from the `pieces` of each; mixed into the digest of them all."""
-        asked = _counts(deciding)
+        asked = deciding.flight.asked_counts
         for group in range(self._groups):
             homes = []
             for home, of_home in enumerate(pieces):
@@ -299,12 +298,6 @@ def _step(asking: Part | None, deciding: Part | None) -> str:
     """Where an exchange stands, for errors."""
     part = asking or deciding
     return "no step" if part is None else f"step {part.step}"
-
-
-def _counts(deciding: Part) -> np.ndarray:
-    """The rows that this rank asked for in the step that is decided, `[G, W]`."""
-    asked = () if deciding.flight is None else deciding.flight.asked
-    return np.array([[len(rows) for rows in of_group] for of_group in asked])
 
 
 def _point(header: np.ndarray) -> str:

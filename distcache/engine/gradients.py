@@ -27,7 +27,7 @@ from distcache.comm.link import DENSE, PLANNING, ROWS, CollectiveCounters, Link,
 from distcache.comm.world import current_world, require_group
 from distcache.engine.groups import GroupBags, TableGroup
 from distcache.errors import ConfigError
-from distcache.ops.copies import put
+from distcache.ops.reference import put
 from distcache.step_plan import ShardPlan, StepPlan, Transfer
 from distcache.streams import COMMUNICATION, Mark, Streams
 

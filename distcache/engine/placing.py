@@ -26,36 +26,28 @@ from distcache.popularity.statistics import Popularity, Statistics
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Window:
-    """Ids of a few global batches. `hottest`: for each table its ids that were seen, the most
-    frequent first, int64, and `uses`: how often each occurs; `rows`: for each group and step the
-    rows that each rank names, int64."""
-
-    hottest: tuple[np.ndarray, ...]
-    uses: tuple[np.ndarray, ...]
-    rows: tuple[list[list[np.ndarray]], ...]
+Rows = list[list[np.ndarray]]
+"""The rows of a group that each rank names in each step, int64."""
 
 
 @dataclass(frozen=True)
 class Known:
     """What is known before training: the `tables`, their C slots by group, and the use of rows, by
-    `statistics` of the tables, in order, or else by the first batches."""
+    `statistics` of the tables, in order. `window`: the rows of the first batches by group, where
+    these are what was counted."""
 
     tables: Sequence[TableSpec]
     slots: Sequence[int]
-    statistics: Statistics | None
-    window: Window | None
+    statistics: Statistics
+    window: list[Rows] | None = None
 
 
 def counted_demand(
     known: Known, update: RowUpdate, batch: float, world_size: int, local_ranks: int
 ) -> Demand:
     """What a step of `batch` samples a rank needs, from the statistics; `local_ranks` on a node."""
-    tables, statistics = known.tables, known.statistics
-    if statistics is None:
-        raise RuntimeError("no statistics")
-    sources = counted_sources(statistics, [table.dim for table in tables])
+    tables = known.tables
+    sources = counted_sources(known.statistics, [table.dim for table in tables])
     named = [replace(own, name=of.name) for own, of in zip(sources, tables, strict=True)]
     widths = [update.state_width(table.dim) for table in tables]
     return demand_at(named, widths, batch, world_size, local_ranks)
@@ -125,40 +117,22 @@ def replicated_counts(rows: Mapping[str, Any], tables: Sequence[TableSpec]) -> l
 def rows_of_share(share: float, known: Known) -> list[int]:
     """How many rows of each table are among the most frequent `share` of all rows."""
     wanted = max(1, round(share * sum(table.rows for table in known.tables)))
-    if known.statistics is not None:
-        found = [table.histogram() for table in known.statistics.tables]
-    else:  # each row by itself
-        uses = () if known.window is None else known.window.uses
-        found = [(own, np.ones(len(own))) for own in uses]
-    counts, rows = zip(*found, strict=True)
+    counts, rows = zip(*(table.histogram() for table in known.statistics.tables), strict=True)
     return [int(count) for count in top_rows(counts, rows, wanted)]
-
-
-def _hottest(known: Known) -> list[np.ndarray]:
-    """The ids of each table that were looked up, the most frequent first."""
-    if known.statistics is not None:
-        return [table.order for table in known.statistics.tables]
-    return [] if known.window is None else list(known.window.hottest)
 
 
 def placed(state: str, kind: str, counts: Sequence[int], known: Known) -> Placement:
     """The placement with its hot rows: the most frequent `counts` of each table, then any."""
     if kind != MIXED:
         return Placement(kind, state)
-    hot = tuple(
-        np.sort(_filled(ids, count, table.rows))
-        for ids, count, table in zip(_hottest(known), counts, known.tables, strict=True)
-    )
+    hot = []
+    for table, count in zip(known.statistics.tables, counts, strict=True):
+        ids = table.hottest(count).astype(np.int64)
+        if len(ids) < count:  # fewer were looked up: then others, from 0 on
+            others = np.setdiff1d(np.arange(min(table.rows, count + len(ids))), ids)
+            ids = np.concatenate((ids, others[: count - len(ids)]))
+        hot.append(np.sort(ids))
     digest = hashlib.sha256(b"".join(ids.tobytes() for ids in hot)).hexdigest()[:16]
     total = sum(table.rows for table in known.tables)
     log.info("replicated rows: %d of %d", sum(map(len, hot)), total)
-    return Placement(MIXED, state, hot, digest)
-
-
-def _filled(ids: np.ndarray, count: int, rows: int) -> np.ndarray:
-    """The first `count` of `ids`; where there are fewer, then others from 0 on, below `rows`."""
-    chosen = ids[:count].astype(np.int64)
-    if len(chosen) == count:
-        return chosen
-    others = np.setdiff1d(np.arange(min(rows, count + len(ids))), ids, assume_unique=False)
-    return np.concatenate((chosen, others[: count - len(chosen)]))
+    return Placement(MIXED, state, tuple(hot), digest)

@@ -116,6 +116,7 @@ class StreamPlanner:
         self.alone = False  # whether planning failed where other ranks go on
         sharded = [place for place, region in enumerate(self.regions) if region.sharded]
         self._exchange = PlanExchange(link, len(self.regions), settings.fingerprint, sharded)
+        self._planners = [region.planner for region in self.regions if region is not None]
         self._move_after = [-1] * len(self.groups)
         self._early = settings.shares_early(link.world)
         self._hot = [None if group.hot is None else HotRows(group.hot) for group in self.groups]
@@ -189,6 +190,7 @@ class StreamPlanner:
         for region in self.regions:
             request = requests[region.group]
             flight.asked.append(request.sharded if region.sharded else request.rows)
+        flight.asked_counts = np.array([[len(rows) for rows in of] for of in flight.asked])
         flight.note("ingest", LANE, began)
         return Part(step, flight=flight)
 
@@ -277,7 +279,7 @@ class StreamPlanner:
             error = caught
         flight.note("load", LANE, began)
         began, decisions, status = time.perf_counter(), [], Status.OK
-        planners = [region.planner for region in self.regions]
+        planners = self._planners
         rows = [planner.due_rows for planner in planners]
         if any([count > of.slots for count, of in zip(rows, planners, strict=True)]):
             status, error = Status.TOO_LARGE, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -62,7 +63,9 @@ class StepStream:
         self._world = planner.link.world
         self._mover, self._moves, self._shake = mover, mover is not None, shake
         self._depth, self._prefetch = DEPTH if mover else max(1, depth), planner.settings.prefetch
-        self._change = threading.Condition()
+        # One lock, and a condition for each thread, so that nobody wakes up for another's news.
+        self._lock = threading.Lock()
+        self._room, self._work, self._news = (threading.Condition(self._lock) for _ in range(3))
         # Planned steps: those that training has not taken, and those that have not moved.
         self._known: deque[Flight] = deque()
         self._unmoved: deque[Flight] = deque()
@@ -124,24 +127,25 @@ class StepStream:
             self._error = error
             if not isinstance(error, DistcacheError):
                 error.add_note(f"on the planner's thread, {self._planner.ingested} steps read")
-        with self._change:  # no more steps come
+        with self._lock:  # no more steps come
             self._ended = True
             if self._planner.alone:
                 # Others move the rows of the next step before they exchange those of the last one,
                 # so this rank may not exchange them at all.
                 self._broken = self._error
-            self._change.notify_all()
+            self._tell_all()
 
     def _put(self, flight: Flight) -> None:
         """Hand in a planned step; waits for room, and drops it once stopping."""
-        with self._change:
+        with self._lock:
             while not (self.stopping or self._has_room()):
-                self._wait(time.monotonic())
+                self._wait(self._room)
             if not self.stopping:
                 self._known.append(flight)
                 self._unmoved.append(flight)
                 self._coming = flight.step + 1
-                self._change.notify_all()
+                self._work.notify()
+                self._news.notify()
 
     def _has_room(self) -> bool:
         if self._moves:
@@ -158,24 +162,25 @@ class StepStream:
             while self._mover is not None and (flight := self._next_unmoved()) is not None:
                 self._mover.move(flight, MOVEMENT_LANE, self._shake)
                 self._pause()
-                with self._change:  # its rows are on the device
+                with self._lock:  # its rows are on the device
                     self._unmoved.popleft()
                     flight.moved, self._moving = True, False
-                    self._change.notify_all()
+                    self._room.notify()
+                    self._news.notify()
         except BaseException as error:
-            with self._change:  # on this rank alone: nothing moves any more
+            with self._lock:  # on this rank alone: nothing moves any more
                 self._moving, self._broken = False, error
-                self._change.notify_all()
+                self._tell_all()
 
     def _next_unmoved(self) -> Flight | None:
         """Wait for the next step that may move; None when none will."""
-        with self._change:
+        with self._lock:
             while True:
                 if self.stopping or (self._ended and not self._unmoved):
                     return None
                 if self._may_move():
                     break
-                self._wait(time.monotonic())
+                self._wait(self._work)
             self._moving = True
             flight = self._unmoved[0]
             for done, mark in self._applied:  # of the steps from move_after on, the first known
@@ -197,20 +202,22 @@ class StepStream:
     def __next__(self) -> Flight:
         """The next planned step, moved or not. Raises what ended the stream."""
         started = time.perf_counter()
-        with self._change:
-            self._wanted = True
-            self._change.notify_all()
-            began = time.monotonic()
-            while not (self._known or self._ended or self._broken):
-                self._wait(began)
-            self._wanted = False
+        with self._lock:
+            if not self._known:
+                self._wanted = True
+                self._room.notify()
+                began = time.monotonic()
+                while not (self._known or self._ended or self._broken):
+                    self._wait(self._news, began)
+                self._wanted = False
             if not self._known:
                 self._raise_if_broken()
                 if self._error is not None:
                     raise self._error
                 raise StopIteration
             flight = self._known.popleft()
-            self._change.notify_all()
+            if not self._moves:
+                self._room.notify()
         flight.waited(started)
         return flight
 
@@ -219,27 +226,27 @@ class StepStream:
         device it was; `last`: of the steps that may move before `release_rest` is called (None:
         all). Nothing to do where the loop moves rows itself."""
         if self._moves:
-            with self._change:
+            with self._lock:
                 self._released = done
                 self._last = _ALL if last is None else last
                 self._applied.append((done, mark))
-                self._change.notify_all()
+                self._work.notify()
 
     def release_rest(self) -> None:
         """Let the steps move that `release` held back by their number."""
-        with self._change:
+        with self._lock:
             self._last = _ALL
-            self._change.notify_all()
+            self._work.notify()
 
     def arrive(self, flight: Flight) -> None:
         """Wait for the rows of the step just taken, for which all is released."""
         if not self._moves:
             return
         started = time.perf_counter()
-        with self._change:
+        with self._lock:
             began = time.monotonic()
             while not (flight.moved or self._broken or (self.stopping and not self._moving)):
-                self._wait(began)
+                self._wait(self._news, began)
             self._raise_if_broken()
             if not flight.moved:
                 raise PlanError(f"the look-ahead was stopped before step {flight.step}")
@@ -256,12 +263,12 @@ class StepStream:
             return None
         last: Flight | None = None
         began = time.monotonic()
-        with self._change:
+        with self._lock:
             while not self._is_settled():
                 last = self._unmoved[0] if self._unmoved else last
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError("rows that may move do not")
-                self._wait(began)
+                self._wait(self._news, began)
             self._raise_if_broken()
         return last
 
@@ -283,28 +290,32 @@ class StepStream:
         What has moved by then is the same on all ranks.
         """
         self.settle()
-        with self._change:
+        with self._lock:
             self._released = _HELD
             began = time.monotonic()
             while self._moving:
-                self._wait(began)
+                self._wait(self._news, began)
             self._raise_if_broken()
 
     def tell(self) -> None:
         """Tell the threads to end: no more is planned or moved; what is moving ends first."""
-        with self._change:
+        with self._lock:
             self.stopping = True
-            self._change.notify_all()
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        for condition in (self._room, self._work, self._news):
+            condition.notify_all()
 
     # --- waits ------------------------------------------------------------------------------
 
-    def _wait(self, began: float) -> None:
-        """Wait for a change, in a wait that `began` then.
+    def _wait(self, on: threading.Condition, began: float = math.inf) -> None:
+        """Wait for a change that `on` tells of, in a wait that `began` then.
 
         Raises PlanError when a thread has gone without a word, and PeerError in a long wait when
         another rank has failed: its planner will not come, and this rank's may be waiting for data.
         """
-        if self._change.wait(_POLL_S):
+        if on.wait(_POLL_S):
             return
         if not (self._ended or self.stopping or self._plans.is_alive()):
             raise PlanError("a thread of the look-ahead pipeline has ended without a word")

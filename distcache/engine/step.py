@@ -125,6 +125,8 @@ class Flight:
     """By group, until the step is planned."""
     asked: list[tuple[np.ndarray, ...]] = field(default_factory=list)
     """The rows of `requests` by region, for each home, until then."""
+    asked_counts: np.ndarray | None = None
+    """How many these are, `[regions, W]`."""
     plans: list[StepPlan] = field(default_factory=list)
     """By group."""
     move_after: int = -1

@@ -52,7 +52,7 @@ from distcache.engine.whole import (
 )
 from distcache.errors import PeerError, PlanError
 from distcache.layout import TableSpec
-from distcache.ops.copies import put
+from distcache.ops.reference import put
 from distcache.optim import RowUpdate
 from distcache.popularity.statistics import GroupPopularity, Popularity, share_popularity
 from distcache.streams import COMMUNICATION, COMPUTE, Streams

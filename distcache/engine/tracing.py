@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,40 +61,28 @@ def share_clock(
     the middle of the fastest round trip, as NTP does (Mills, 1991): wrong by at most half of it,
     and by what the two clocks drift apart later. `here`: what `machine` says.
     """
-    place = here or machine()
-    told = together(world, lambda: (place, now()))
-    start = told[0][1]
-    offset, error = 0.0, 0.0
+    told = together(world, lambda: (here or machine(), now()))
+    (first, start), (offset, error) = told[0], (0.0, 0.0)
     for rank, (other, _) in enumerate(told):
-        if other == told[0][0]:
+        if other == first:
             continue
+        message = torch.zeros(1, dtype=torch.float64)
         if world.is_first:
-            _answer(world, rank, now)
+            for _ in range(ROUNDS):
+                dist.recv(message, src=rank, group=world.host_group)
+                message[0] = now()
+                dist.send(message, dst=rank, group=world.host_group)
         elif world.rank == rank:
-            offset, error = _ask(world, now)
+            rounds = []
+            for _ in range(ROUNDS):
+                asked = now()
+                dist.send(message, dst=0, group=world.host_group)
+                dist.recv(message, src=0, group=world.host_group)
+                heard = now()
+                rounds.append((heard - asked, float(message) - (asked + heard) / 2))
+            trip, offset = min(rounds)
+            error = trip / 2
     return SharedClock(start, offset, error)
-
-
-def _answer(world: World, rank: int, now: Callable[[], float]) -> None:
-    message = torch.zeros(1, dtype=torch.float64)
-    for _ in range(ROUNDS):
-        dist.recv(message, src=rank, group=world.host_group)
-        message[0] = now()
-        dist.send(message, dst=rank, group=world.host_group)
-
-
-def _ask(world: World, now: Callable[[], float]) -> tuple[float, float]:
-    """Rank 0's clock less this rank's, and how wrong that may be, seconds."""
-    message = torch.zeros(1, dtype=torch.float64)
-    rounds = []
-    for _ in range(ROUNDS):
-        asked = now()
-        dist.send(message, dst=0, group=world.host_group)
-        dist.recv(message, src=0, group=world.host_group)
-        heard = now()
-        rounds.append((heard - asked, float(message) - (asked + heard) / 2))
-    trip, offset = min(rounds)
-    return offset, trip / 2
 
 
 # -----------------------------------------------------------------------------
@@ -111,14 +99,9 @@ LANES = ("training", "movement", "planner")
 _MOST_LANES = 10
 
 
-def open_path(folder: Path, rank: int) -> Path:
-    """The part of a rank that still writes it."""
-    return folder / f"trace.rank{rank}.open"
-
-
-def done_path(folder: Path, rank: int) -> Path:
-    """The part of a rank that has ended."""
-    return folder / f"trace.rank{rank}.done"
+def part_of(folder: Path, rank: int, end: str) -> Path:
+    """The part of a rank, which it still writes (`open`) or which has ended (`done`)."""
+    return folder / f"trace.rank{rank}.{end}"
 
 
 def remove_trace(folder: Path) -> None:
@@ -138,7 +121,7 @@ class TracePart:
         """Begin the part in `folder`. Raises OSError where that is not possible."""
         self.folder, self.rank, self.clock = folder, rank, clock
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = open_path(folder, rank).open("w", encoding="utf-8")
+        self._file = part_of(folder, rank, "open").open("w", encoding="utf-8")
         self._lanes: dict[str, int] = {}
         self._broken = False
         # From 1 on: viewers take process 0 for the machine's idle one.
@@ -154,7 +137,7 @@ class TracePart:
     def _lines(self, span: Span, kind: str) -> Iterator[dict[str, Any]]:
         if span.lane not in self._lanes:
             yield from self._new_lane(span.lane)
-        event = {
+        yield {
             "name": f"{span.name} {span.step}",
             "cat": span.name,
             "ph": "X",
@@ -163,10 +146,9 @@ class TracePart:
             "pid": self._process,
             "tid": self._lanes[span.lane],
             "args": {"step": span.step, "kind": kind},
+            # chrome://tracing's red
+            **({"cname": "terrible"} if span.name == WAIT else {}),
         }
-        if span.name == WAIT:
-            event["cname"] = "terrible"  # chrome://tracing's red
-        yield event
 
     def _new_lane(self, lane: str) -> Iterator[dict[str, Any]]:
         others = len(LANES) + sum(name not in LANES for name in self._lanes)
@@ -199,7 +181,7 @@ class TracePart:
             self._stop(error)
         # Gone where rank 0 did not wait for it any longer.
         with contextlib.suppress(FileNotFoundError):
-            open_path(self.folder, self.rank).replace(done_path(self.folder, self.rank))
+            part_of(self.folder, self.rank, "open").replace(part_of(self.folder, self.rank, "done"))
 
 
 # -----------------------------------------------------------------------------
@@ -234,8 +216,20 @@ def tracing(
     gave for a trace, and for its folder. Raises ConfigError where a part cannot be written.
     """
     clock = share_clock(world)
-    part = _begin(world, folder, clock, asked)
-    clocks = together(world, lambda: clock)
+    parts: list[TracePart] = []
+
+    def begin() -> SharedClock:
+        try:
+            parts.append(TracePart(folder, world.rank, clock))
+        except OSError as error:
+            raise ConfigError(
+                f"{asked[0]} cannot write into {folder} ({error.strerror}): name another "
+                f"{asked[1]}, or leave the trace out"
+            ) from error
+        return clock
+
+    clocks = together(world, begin)
+    (part,) = parts
     watch(part)
     patience = _FAILED_S
     try:
@@ -247,24 +241,7 @@ def tracing(
             collect(folder, world.size, about(clocks), patience)
         elif patience == _FAILED_S:
             # Rank 0 may be on its way: torchrun ends it soon after this rank is gone.
-            _until(lambda: not done_path(folder, world.rank).exists(), patience)
-
-
-def _begin(world: World, folder: Path, clock: SharedClock, asked: tuple[str, str]) -> TracePart:
-    """This rank's part; called by all ranks. Raises ConfigError."""
-    parts: list[TracePart] = []
-
-    def open_part() -> None:
-        try:
-            parts.append(TracePart(folder, world.rank, clock))
-        except OSError as error:
-            raise ConfigError(
-                f"{asked[0]} cannot write into {folder} ({error.strerror}): name another "
-                f"{asked[1]}, or leave the trace out"
-            ) from error
-
-    together(world, open_part)
-    return parts[0]
+            _until(lambda: not part_of(folder, world.rank, "done").exists(), patience)
 
 
 def about(clocks: Sequence[SharedClock]) -> dict[str, Any]:
@@ -294,10 +271,10 @@ def collect(folder: Path, size: int, header: dict[str, Any], patience_s: float) 
     Waits up to `patience_s` for parts that are still written, then takes what there is. None, and
     the parts stay, where the file cannot be written.
     """
-    _until(lambda: all(done_path(folder, rank).exists() for rank in range(size)), patience_s)
+    _until(lambda: all(part_of(folder, rank, "done").exists() for rank in range(size)), patience_s)
     parts: list[Path] = []
     for rank in range(size):
-        found = [path(folder, rank) for path in (done_path, open_path)]
+        found = [part_of(folder, rank, end) for end in ("done", "open")]
         existing = [path for path in found if path.exists()]
         parts += existing[:1]
         if not existing:
@@ -321,30 +298,19 @@ def collect(folder: Path, size: int, header: dict[str, Any], patience_s: float) 
 def join(parts: Sequence[Path], path: Path, header: dict[str, Any]) -> None:
     """Write the events of `parts` as one JSON object, so that `path` is whole or not there."""
     partial = path.with_name(path.name + ".partial")
-    with _opened(partial, packed=path.suffix == ".gz") as file:
+    packed = path.suffix == ".gz"
+    with gzip.open(partial, "wt", 3) if packed else partial.open("w", encoding="utf-8") as file:
         opening = {"displayTimeUnit": "ms", "otherData": header}
         file.write(json.dumps(opening)[:-1] + ', "traceEvents": [')
         separator = "\n"
         for part in parts:
-            for line in _whole_lines(part):
-                file.write(separator + line)
-                separator = ",\n"
+            with part.open(encoding="utf-8") as lines:
+                for line in lines:
+                    if line.endswith("\n"):  # else it was being written
+                        file.write(separator + line[:-1])
+                        separator = ",\n"
         file.write("\n]}\n")
     partial.replace(path)
-
-
-def _opened(path: Path, packed: bool) -> IO[str]:
-    if packed:
-        return gzip.open(path, "wt", compresslevel=3, encoding="utf-8")
-    return path.open("w", encoding="utf-8")
-
-
-def _whole_lines(part: Path) -> Iterator[str]:
-    """The lines of a part without their ends; not one that was being written."""
-    with part.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield line[:-1]
 
 
 def _until(reached: Callable[[], bool], patience_s: float) -> None:

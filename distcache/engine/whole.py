@@ -348,12 +348,12 @@ class _Route:
     def __init__(self, world: World, store: RowStore, wanted: Sequence[np.ndarray]) -> None:
         mine = range(world.first_local, world.first_local + world.local_size)
         parts = [
-            NONE if rank in mine else rows[store.part.homes(rows) == world.rank]
+            NONE if rank in mine else rows[store.layout.home(rows) == world.rank]
             for rank, rows in enumerate(wanted)
         ]
         self.sent = torch.from_numpy(np.concatenate(parts))
         self.sends = [len(part) for part in parts]
-        homes = store.part.homes(wanted[world.rank])
+        homes = store.layout.home(wanted[world.rank])
         inside = (homes >= mine.start) & (homes < mine.stop)
         self.near = np.flatnonzero(inside)
         far = np.flatnonzero(~inside)

@@ -2,16 +2,16 @@
 
 Bits: `pooled_lookup` adds a bag's rows first to last, `update_rows` rounds as its `Rule` says: both
 equal to the reference (but for weights, where CPU bodies of `embedding_bag` may fuse product and
-sum). `row_gradients` adds as `segments.py` says: equal to `reference.chunked_row_gradients`, and
-to `reference.row_gradients` for rows of at most `segments.CHUNK` occurrences.
+sum). `row_gradients` adds as `reference.segment_chunks` says: equal to
+`reference.row_gradients` for rows of at most `reference.CHUNK` occurrences.
 
 Nothing here waits for the device, except `row_gradients` without `chunks`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -105,32 +105,20 @@ def update_rows(
         if tensor is not None and tensor.shape[1] > 1 and tensor.stride(1) != 1:
             raise ConfigError(f"`{name}` has columns {tensor.stride(1)} elements apart, not 1")
     gradient = _unit_columns(gradient)
-    tile, block, warps = _tile(dim)
     held = weight if state is None else state
-    kernel: Any = triton_kernels.update_rows
-    with _device(weight):
-        kernel[(_programs(count, tile),)](
-            weight,
-            held,
-            slots.contiguous(),
-            gradient,
-            weight if enabled is None else enabled.view(torch.uint8),
-            count,
-            rule.rate,
-            rule.eps,
-            rule.take1,
-            rule.take2,
-            WEIGHT_STRIDE=weight.stride(0),
-            STATE_STRIDE=held.stride(0),
-            GRADIENT_STRIDE=gradient.stride(0),
-            D=dim,
-            N=tile,
-            BLOCK=block,
-            STEPS=block.bit_length() - 1,
-            RULE=rule.name,
-            MASKED=enabled is not None,
-            **_options(warps),
-        )
+    flag = weight if enabled is None else enabled.view(torch.uint8)
+    numbers = (rule.rate, rule.eps, rule.take1, rule.take2)
+    _launch(
+        triton_kernels.update_rows,
+        (weight, held, slots.contiguous(), gradient, flag, count, *numbers),
+        (weight, count, dim),
+        WEIGHT_STRIDE=weight.stride(0),
+        STATE_STRIDE=held.stride(0),
+        GRADIENT_STRIDE=gradient.stride(0),
+        STEPS=(dim - 1).bit_length(),
+        RULE=rule.name,
+        MASKED=enabled is not None,
+    )
 
 
 def copy_rows(
@@ -152,23 +140,16 @@ def copy_rows(
                 f"`{name}` {list(tensor.shape)} of {tensor.dtype}: contiguous rows of {dim} "
                 f"{target.dtype} are copied"
             )
-    tile, block, warps = _tile(dim)
     index = source if places is None else places
-    kernel: Any = triton_kernels.copy_rows
-    with _device(source if source.is_cuda else target):
-        kernel[(_programs(count, tile),)](
-            source,
-            index if source_rows is None else source_rows.contiguous(),
-            target,
-            index if target_rows is None else target_rows.contiguous(),
-            count,
-            D=dim,
-            N=tile,
-            BLOCK=block,
-            FROM=source_rows is not None,
-            TO=target_rows is not None,
-            **_options(warps),
-        )
+    start = index if source_rows is None else source_rows.contiguous()
+    end = index if target_rows is None else target_rows.contiguous()
+    _launch(
+        triton_kernels.copy_rows,
+        (source, start, target, end, count),
+        (source if source.is_cuda else target, count, dim),
+        FROM=source_rows is not None,
+        TO=target_rows is not None,
+    )
 
 
 def _segment_sums(
@@ -185,60 +166,41 @@ def _segment_sums(
     starts, ends = bounds
     if len(starts) == 0:
         return
-    dim = values.shape[1]
-    tile, block, warps = _tile(dim)
     if weights is not None:
         weights = weights.detach().to(values.dtype).contiguous()
-    kernel: Any = triton_kernels.segment_sums
-    with _device(values):
-        kernel[(_programs(len(starts), tile),)](
-            values,
-            starts,
-            ends,
-            starts if outer is None else outer.contiguous(),
-            starts if inner is None else inner.contiguous(),
-            values if weights is None else weights,
-            starts if to is None else to,
-            out,
-            len(starts),
-            STRIDE=values.stride(0),
-            D=dim,
-            N=tile,
-            BLOCK=block,
-            HOPS=(inner is not None) + (outer is not None),
-            WEIGHTED=weights is not None,
-            SCATTER=to is not None,
-            MOST=most,
-            **_options(warps),
-        )
+    ids = [starts if given is None else given.contiguous() for given in (outer, inner)]
+    scales, places = values if weights is None else weights, starts if to is None else to
+    _launch(
+        triton_kernels.segment_sums,
+        (values, starts, ends, *ids, scales, places, out, len(starts)),
+        (values, len(starts), values.shape[1]),
+        STRIDE=values.stride(0),
+        HOPS=(inner is not None) + (outer is not None),
+        WEIGHTED=weights is not None,
+        SCATTER=to is not None,
+        MOST=most,
+    )
 
 
-def _tile(dim: int) -> tuple[int, int, int]:
-    """N, the power of two that D is rounded up to, and warps of a program for width D."""
+def _launch(
+    kernel: Any, arguments: Sequence[Any], about: tuple[Tensor, int, int], **constants: Any
+) -> None:
+    """Run a kernel over `count` rows of width D in tiles; `about`: a tensor of the device, and
+    these two numbers."""
+    where, count, dim = about
     block = 1 << (dim - 1).bit_length()
     tile = max(1, min(MOST_ROWS, TILE // block))
-    return tile, block, max(1, min(4, tile * block // 256))
-
-
-def _programs(count: int, tile: int) -> int:
-    """Programs for `count` rows in tiles of `tile`."""
-    return (count + tile - 1) // tile
-
-
-def _options(warps: int) -> dict[str, Any]:
-    """How a kernel is compiled: products and sums are rounded separately."""
-    return {"num_warps": warps, "enable_fp_fusion": False}
+    warps = max(1, min(4, tile * block // 256))
+    # Without fused multiply-adds: products and sums are rounded separately.
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    # Kernels are launched on the current device; Triton's interpreter is one for all threads, which
+    # take turns in it.
+    with torch.cuda.device(where.device) if where.is_cuda else _INTERPRETER:
+        programs = (count + tile - 1) // tile
+        kernel[(programs,)](*arguments, D=dim, N=tile, BLOCK=block, **constants, **options)
 
 
 def _unit_columns(values: Tensor) -> Tensor:
     """`values` with columns one element apart, outside autograd."""
     values = values.detach()
     return values if values.stride(1) == 1 else values.contiguous()
-
-
-def _device(tensor: Tensor) -> contextlib.AbstractContextManager:
-    """Kernels are launched on the current device: make it that of `tensor`.
-
-    Triton's interpreter is one for all threads, which take turns in it.
-    """
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else _INTERPRETER

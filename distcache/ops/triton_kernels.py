@@ -141,7 +141,7 @@ def update_rows(
     RULE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One step of `RULE` (see `rule.Rule`) on the rows at `slots`: read, update, write, once."""
+    """One step of `RULE` (`reference.Rule`) on the rows at `slots`: read, update, write, once."""
     at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     column = tl.arange(0, BLOCK)
     inside = at < count

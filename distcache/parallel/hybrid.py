@@ -29,7 +29,7 @@ from distcache.data.batch import Batch, BatchCheck, JaggedIds, Prefetch
 from distcache.engine.gradients import agreement, words
 from distcache.engine.movement import MoveCounts
 from distcache.engine.step import WAIT, Span, StageClock, Watcher
-from distcache.errors import ConfigError, DataError, DistcacheError, PeerError
+from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
 from distcache.optim import dense_optimizer, row_update, state_tensors
 from distcache.parallel.base import (
@@ -297,13 +297,7 @@ def agreed_batches(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
         return drawn[0].ids.batch_size if drawn else None
 
     while True:
-        try:
-            sizes = together(world, draw)
-        except DistcacheError as error:
-            if (rank := error.from_rank) is None:
-                raise
-            told = str(error).removeprefix(f"rank {rank}: ")
-            raise PeerError(f"stopped because rank {rank} failed: {told}") from error
+        sizes = together(world, draw)
         ended = [rank for rank, size in enumerate(sizes) if size is None]
         if ended:
             if drawn:

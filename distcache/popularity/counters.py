@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distcache.data.hashing import mix64
+from distcache.data.samplers import mix64
 from distcache.errors import ConfigError, DataError
 from distcache.popularity.statistics import TableCounts
 
@@ -17,7 +17,7 @@ from distcache.popularity.statistics import TableCounts
 # Counting in bounded memory: frequent items with a known error, and how many ids are distinct.
 # All of it takes the distinct ids of many lookups at once, so that NumPy's sorting is the loop.
 
-COUNTER_BYTES = 176
+COUNTER_BYTES = 112
 """Of one counter of a `SketchCounter`: those of the part and of the whole, a lookup that waits, and
 the scratch of merging, which is most."""
 
@@ -43,10 +43,12 @@ class FrequentItems:
     def add(self, ids: np.ndarray, counts: np.ndarray, error: int = 0) -> None:
         """Add int64 `counts` of int64 `ids` (distinct), each of them at most `error` too small."""
         both = np.concatenate((self.ids, ids))
-        found, place = np.unique(both, return_inverse=True)
-        # Float64 weights are exact: no count reaches 2^53.
-        total = np.bincount(place, np.concatenate((self.counts, counts)), len(found))
-        total = total.astype(np.int64)
+        order = np.argsort(both, kind="stable")  # of two runs that rise this is one merge
+        both, counts = both[order], np.concatenate((self.counts, counts))[order]
+        del order
+        first = np.flatnonzero(np.diff(both, prepend=-1))
+        found, total = both[first], np.add.reduceat(counts, first) if len(first) else counts
+        del both, counts, first
         if len(found) > self._most:
             last = len(found) - self._most - 1
             least = int(np.partition(total, last)[last])
@@ -57,80 +59,41 @@ class FrequentItems:
 
 
 class Bitmap:
-    """Distinct ids of a table of `rows` rows, exactly: one bit a row."""
+    """How many distinct ids of a table of `rows` rows were seen, in at most so many `bytes`.
 
-    relative_error = 0.0
+    Exactly, by one bit a row, where that fits; else ids share bits by a hash, and their number is
+    m ln(m / z) for z of m bits that are not set: linear counting (Whang et al. 1990).
+    """
 
-    def __init__(self, rows: int) -> None:
-        self._bits = np.zeros(-(-rows // 8), dtype=np.uint8)
+    def __init__(self, rows: int, bytes: int) -> None:
+        self.exact = -(-rows // 8) <= bytes
+        self._bits = np.zeros(-(-rows // 8) if self.exact else bytes, dtype=np.uint8)
+        self.bytes = len(self._bits)
 
     def add(self, ids: np.ndarray) -> None:
         """See `ids` (int64, inside the table)."""
+        if not self.exact:
+            ids = (mix64(ids.astype(np.uint64)) % np.uint64(8 * self.bytes)).astype(np.int64)
         np.bitwise_or.at(self._bits, ids >> 3, np.left_shift(1, ids & 7).astype(np.uint8))
 
-    def estimate(self) -> int:
-        """How many distinct ids were seen."""
+    @property
+    def _set(self) -> int:
         return int(np.bitwise_count(self._bits).sum(dtype=np.int64))
 
-
-class HyperLogLog:
-    """About how many distinct ids were seen, in 2^p bytes (Flajolet et al. 2007), with Ertl's
-    improved estimator (2017, arXiv:1702.01284), which has no bias to correct at any count.
-
-    A hash's first p bits name its register, which keeps the largest 1 + leading zeros of the rest.
-    `relative_error`: its standard error, 1.04 / sqrt(2^p), as a share of the estimate.
-    """
-
-    def __init__(self, bits: int) -> None:
-        if not 4 <= bits <= 20:
-            raise ValueError(f"{bits} bits: give 4 to 20")
-        self._rest = 64 - 11 - bits  # of a hash 53 bits count, for float64 holds these exactly
-        self._registers = np.zeros(1 << bits, dtype=np.uint8)
-        self.relative_error = 1.04 / math.sqrt(len(self._registers))
-
-    def add(self, ids: np.ndarray) -> None:
-        """See `ids` (int64)."""
-        hashed = mix64(ids.astype(np.uint64)) >> np.uint64(11)
-        rest = hashed & np.uint64((1 << self._rest) - 1)
-        length = np.frexp(rest.astype(np.float64))[1]  # bits up to the highest one; 0 has none
-        ranks = (self._rest - length + 1).astype(np.uint8)
-        np.maximum.at(self._registers, (hashed >> np.uint64(self._rest)).astype(np.int64), ranks)
-
     def estimate(self) -> int:
-        """About how many distinct ids were seen."""
-        m, last = len(self._registers), self._rest
-        held = np.bincount(self._registers, minlength=last + 2).astype(np.float64)
-        total = m * _tau(1 - held[last + 1] / m)
-        for rank in range(last, 0, -1):
-            total = 0.5 * (total + held[rank])
-        total += m * _sigma(held[0] / m)
-        return round(m * m / (2 * math.log(2)) / total) if math.isfinite(total) else 0
+        """How many distinct ids were seen; where no bit is left, at least so many."""
+        if self.exact:
+            return self._set
+        bits = 8 * self.bytes
+        return round(bits * math.log(bits / max(bits - self._set, 1)))
 
-
-def _sigma(x: float) -> float:
-    """Ertl's correction for registers that are still 0; infinite where all are."""
-    if x == 1.0:
-        return math.inf
-    y, total, before = 1.0, x, -1.0
-    while total != before:
-        x *= x
-        before = total
-        total += x * y
-        y += y
-    return total
-
-
-def _tau(x: float) -> float:
-    """Ertl's correction for registers that are full."""
-    if x in (0.0, 1.0):
-        return 0.0
-    y, total, before = 1.0, 1 - x, -1.0
-    while total != before:
-        x = math.sqrt(x)
-        before = total
-        y *= 0.5
-        total -= (1 - x) ** 2 * y
-    return total / 3
+    @property
+    def relative_error(self) -> float:
+        """Standard error of the estimate, as a share of it; 0: exact."""
+        load = self.estimate() / (8 * self.bytes)
+        if self.exact or not load:
+            return 0.0
+        return math.sqrt((math.expm1(load) - load) / (8 * self.bytes)) / load
 
 
 # -----------------------------------------------------------------------------
@@ -210,25 +173,27 @@ LEAST_BYTES = 1 << 16
 """The least memory that one table is given, unless it needs less."""
 
 _MOST = np.iinfo(np.uint32).max
-_HLL_BITS = 14
 _LEAST_COUNTERS = 16
 
 
 class TableCounter(ABC):
     """What counts the lookups of a table of `rows` rows, read by `feature`.
 
-    `bytes`: memory that it takes; `distinct_error`: standard error of its distinct rows, as a share
-    (0: exact).
+    `bytes`: memory that it takes.
     """
 
     bytes: int
-    distinct_error = 0.0
 
     def __init__(self, feature: str, rows: int) -> None:
         self.feature, self.rows = feature, rows
         self.lookups = 0
         self.drift = Drift(rows)
         self._in_part = 0
+
+    @property
+    def distinct_error(self) -> float:
+        """Standard error of its distinct rows, as a share of them; 0: exact."""
+        return 0.0
 
     def add(self, ids: np.ndarray) -> None:
         """Count `ids` (int64 `[n]`). Raises DataError for one outside the table."""
@@ -287,8 +252,7 @@ class DenseCounter(TableCounter):
 
     def result(self) -> TableCounts:
         """See `TableCounter.result`."""
-        distinct = int(np.count_nonzero(self._whole))
-        return TableCounts(self.feature, self.rows, self.lookups, distinct, self._whole)
+        return TableCounts.of(self.feature, self._whole)
 
 
 class SketchCounter(TableCounter):
@@ -296,13 +260,9 @@ class SketchCounter(TableCounter):
 
     def __init__(self, feature: str, rows: int, memory: int) -> None:
         super().__init__(feature, rows)
-        self.seen: Bitmap | HyperLogLog = HyperLogLog(_HLL_BITS)
-        own = 1 << _HLL_BITS
-        if -(-rows // 8) <= memory // 2:
-            self.seen, own = Bitmap(rows), -(-rows // 8)
-        self.distinct_error = self.seen.relative_error
-        self._most = max(_LEAST_COUNTERS, (memory - own) // COUNTER_BYTES)
-        self.bytes = own + COUNTER_BYTES * self._most
+        self._seen = Bitmap(rows, memory // 2)
+        self._most = max(_LEAST_COUNTERS, (memory - self._seen.bytes) // COUNTER_BYTES)
+        self.bytes = self._seen.bytes + COUNTER_BYTES * self._most
         self._part, self._whole = FrequentItems(self._most), FrequentItems(self._most)
         self._waiting: list[np.ndarray] = []
         self._held = 0  # lookups that wait
@@ -320,7 +280,7 @@ class SketchCounter(TableCounter):
         if self._waiting:
             ids, counts = np.unique(np.concatenate(self._waiting), return_counts=True)
             self._waiting, self._held = [], 0
-            self.seen.add(ids)
+            self._seen.add(ids)
             self._part.add(ids, counts)
 
     def _end_part(self) -> tuple[np.ndarray, np.ndarray]:
@@ -330,10 +290,15 @@ class SketchCounter(TableCounter):
         self._part.clear()
         return ids, counts
 
+    @property
+    def distinct_error(self) -> float:
+        """See `TableCounter`."""
+        return self._seen.relative_error
+
     def result(self) -> TableCounts:
         """See `TableCounter.result`."""
         ids, counts = self._whole.ids, self._whole.counts
-        distinct = min(max(self.seen.estimate(), len(ids)), self.rows, self.lookups)
+        distinct = min(max(self._seen.estimate(), len(ids)), self.rows, self.lookups)
         return TableCounts(
             self.feature, self.rows, self.lookups, distinct, counts, ids, self._whole.error
         )

@@ -271,16 +271,9 @@ class StaticSet:
         sums = (rows[order], (counts * rows)[order], (np.concatenate(step.use) * rows)[order])
         return cls(*(np.concatenate(([0.0], np.cumsum(values))) for values in sums))
 
-    def hit_rate(self, rows: float) -> float:
-        """Share of the distinct rows of a batch that the `rows` most frequent rows hold."""
-        return self._share(self.touched, rows)
-
-    def lookup_rate(self, rows: float) -> float:
-        """Share of the lookups that they hold."""
-        return self._share(self.lookups, rows)
-
-    def _share(self, sums: np.ndarray, rows: float) -> float:
-        return float(np.interp(rows, self.rows, sums)) / sums[-1] if sums[-1] else 0.0
+    def held(self, what: str, rows: float) -> float:
+        """Of `lookups`, or of rows `touched` by a batch, those of the `rows` most frequent rows."""
+        return float(np.interp(rows, self.rows, getattr(self, what)))
 
 
 # -----------------------------------------------------------------------------

@@ -13,16 +13,14 @@ from tqdm import tqdm
 
 from distcache.comm.agreement import together
 from distcache.comm.world import World
-from distcache.data.batch import Batch, JaggedIds, slice_bounds
-from distcache.data.hashing import digest_of
+from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource, slice_bounds
+from distcache.data.files import digest_of
 from distcache.data.samplers import (
-    BatchSlice,
     BatchSpans,
     BlockOrder,
     ReadAhead,
     SampleOrdering,
     SampleSpan,
-    SlicedSource,
     Subset,
     both,
 )
@@ -57,14 +55,13 @@ class HotSet:
         self._offsets = np.concatenate(([0], np.cumsum((rows + 7) // 8 * 8)))
         self._bits = np.zeros(int(self._offsets[-1]) // 8, dtype=np.uint8)
         counts = []
-        starts = (self._offsets[:-1] // 8).tolist()
-        for table, start, count in zip(statistics.tables, starts, hot_rows, strict=True):
+        for table, start, count in zip(statistics.tables, self._offsets, hot_rows, strict=False):
             chosen = table.hottest(count)
             counts.append(len(chosen))
-            mask = np.zeros((table.rows + 7) // 8 * 8, dtype=bool)
+            mask = np.zeros(table.rows, dtype=bool)
             mask[chosen] = True
             packed = np.packbits(mask, bitorder="little")
-            self._bits[start : start + len(packed)] = packed
+            self._bits[start // 8 : start // 8 + len(packed)] = packed
         self.hot_rows: tuple[int, ...] = tuple(counts)
 
     @property
@@ -78,14 +75,9 @@ class HotSet:
         return self._bits.nbytes
 
     @property
-    def digest(self) -> str:
-        """A digest of which rows are hot."""
-        return digest_of(self._bits)
-
-    @property
     def named(self) -> str:
         """How many rows are hot, and which, in short."""
-        return f"{self.rows} ({self.digest[:12]})"
+        return f"{self.rows} ({digest_of(self._bits)[:12]})"
 
     def has(self, table: int, ids: np.ndarray) -> np.ndarray:
         """Whether each of `ids` int64 `[n]` is a hot row of `table`; bool.
@@ -231,18 +223,19 @@ class KindSamples:
 
 @dataclass(frozen=True)
 class HotColdEpoch:
-    """What an epoch holds of both kinds."""
+    """What an epoch holds of both kinds: their samples, global batches (`sizes`: hot, cold), and
+    the `share` of all samples that are hot."""
 
     kinds: dict[str, KindSamples]
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Hot and cold global batches."""
+        """See the class."""
         return self.kinds[HOT].batches, self.kinds[COLD].batches
 
     @property
     def share(self) -> float:
-        """Hot samples as a share of all."""
+        """See the class."""
         hot, cold = (self.kinds[kind].chosen.count for kind in (HOT, COLD))
         return hot / (hot + cold)
 
@@ -288,15 +281,6 @@ class HotColdSource:
     def steps_per_epoch(self) -> int:
         """Training steps of the first epoch; others may have one more or less."""
         return sum(self.epoch(0).sizes)
-
-    @property
-    def eval_batches(self) -> int | None:
-        """See `BatchSource.eval_batches`."""
-        return self.source.eval_batches
-
-    def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
-        """See `BatchSource.eval_batch`."""
-        return self.source.eval_batch(index, rank, world_size)
 
     def train_batch(self, step: int, rank: int, world_size: int) -> Batch:
         """See `BatchSource.train_batch`: the hot batches of each epoch, then the cold ones."""
@@ -381,17 +365,10 @@ def classify(
     first, last = part or (0, source.samples_per_epoch or 0)
     samples = max(last - first, 0)
     bits = np.zeros((samples + 63) // 64 * 8, dtype=np.uint8)
-    quiet = not show or samples < _BAR_SAMPLES
     often = 0.2 if sys.stderr.isatty() else 10.0
-    with tqdm(
-        total=samples,
-        desc="hot samples",
-        unit="sample",
-        unit_scale=True,
-        disable=quiet,
-        mininterval=often,
-        maxinterval=often,
-    ) as bar:
+    how = {"unit": "sample", "unit_scale": True, "mininterval": often, "maxinterval": often}
+    quiet = not show or samples < _BAR_SAMPLES
+    with tqdm(total=samples, desc="hot samples", disable=quiet, **how) as bar:
         for start in range(0, samples, _CHUNK):
             some = np.arange(first + start, min(first + start + _CHUNK, last), dtype=np.int64)
             after = first + start + len(some)

@@ -61,13 +61,16 @@ def cache_slots(
     """
     given = {"rows": rows, "ratio": ratio, "bytes": bytes}
     given = {key: value for key, value in given.items() if value is not None}
-    if len(given) > 1:
-        named = " and ".join(f"cache.{key}={value}" for key, value in given.items())
-        raise ConfigError(f"{named}: give at most one of cache.rows, cache.ratio, cache.bytes")
+    _check(given)
     key, value = next(iter(given.items()), ("", 0))
-    if key:
-        _check(key, value)
     all_rows = sum(v for v, _, _ in groups)
+    full = [-(-v // world_size) * world_size for v, _, _ in groups]
+    largest = {"rows": all_rows, "bytes": cache_bytes(full, groups, itemsize)}
+    if value > largest.get(key, value):
+        log.warning(
+            "cache larger than the tables: capped (cache.%s=%d, all rows take %d)",
+            *(key, value, largest[key]),
+        )
     if not key:
         wanted = _by_default(groups, itemsize, expected)
     elif key == "ratio":
@@ -75,15 +78,12 @@ def cache_slots(
         wanted = [math.ceil(share * v) for v, _, _ in groups]
     elif key == "rows":
         wanted = [-(-int(value) * v // all_rows) for v, _, _ in groups]
-        _say_capped(key, int(value), all_rows)
     else:
-        full = [-(-v // world_size) * world_size for v, _, _ in groups]
         wanted = _split_bytes(int(value), groups, full, itemsize)
-        _say_capped(key, int(value), cache_bytes(full, groups, itemsize))
         wanted = [slots // world_size * world_size for slots in wanted]
     return [
-        min(max(-(-slots // world_size), 1), -(-v // world_size)) * world_size
-        for slots, (v, _, _) in zip(wanted, groups, strict=True)
+        min(max(-(-slots // world_size) * world_size, world_size), most)
+        for slots, most in zip(wanted, full, strict=True)
     ]
 
 
@@ -105,15 +105,19 @@ def cache_bytes(slots: Sequence[int], groups: Sequence[tuple[int, int, int]], it
     return sum(count * (dim + state) * itemsize for count, (_, dim, state) in pairs)
 
 
-def _check(key: str, value: float) -> None:
-    """ConfigError unless a ratio is in (0, 1], rows and bytes are whole and at least 1."""
-    if key == "ratio":
-        if not 0 < value <= 1:
+def _check(given: Mapping[str, float]) -> None:
+    """ConfigError for two sizes, a ratio outside (0, 1], or rows and bytes that are not whole and
+    at least 1."""
+    if len(given) > 1:
+        named = " and ".join(f"cache.{key}={value}" for key, value in given.items())
+        raise ConfigError(f"{named}: give at most one of cache.rows, cache.ratio, cache.bytes")
+    for key, value in given.items():
+        if key == "ratio" and not 0 < value <= 1:
             raise ConfigError(
                 f"cache.ratio={value} is not in (0, 1]: it is a share of the rows, 0.015 for 1.5 %"
             )
-    elif value != int(value) or value < 1:
-        raise ConfigError(f"cache.{key}={value} must be a whole number of at least 1")
+        if key != "ratio" and (value != int(value) or value < 1):
+            raise ConfigError(f"cache.{key}={value} must be a whole number of at least 1")
 
 
 def _split_bytes(
@@ -135,17 +139,6 @@ def _split_bytes(
         budget -= sum(full[g] * row_bytes[g] for g in filled)
         open_groups -= filled
     return slots
-
-
-def _say_capped(key: str, value: int, largest: int) -> None:
-    """Log it when a cache of `value` is larger than the tables, which take `largest`."""
-    if value > largest:
-        log.warning(
-            "cache larger than the tables: capped (cache.%s=%d, all rows take %d)",
-            key,
-            value,
-            largest,
-        )
 
 
 # -----------------------------------------------------------------------------
@@ -237,24 +230,6 @@ def given_rows(split: Mapping[str, Any], tables: Sequence[TableSpec]) -> list[in
     return rows
 
 
-def slots_as_given(hot_rows: Sequence[int], tables: Sequence[TableSpec], world: int) -> list[int]:
-    """Slots C of each group for each table's rows, up to a multiple of W = `world`.
-
-    Raises ConfigError for a group without a row.
-    """
-    slots = []
-    for members in group_tables(tables):
-        total = sum(hot_rows[table] for table in members)
-        if total == 0:
-            names = ", ".join(tables[table].name for table in members[:10])
-            raise ConfigError(
-                f"cache.split gives no row to the tables of width {tables[members[0]].dim} "
-                f"({names}), which have slots of their own: give them the rows of a step at least"
-            )
-        slots.append(-(-total // world) * world)
-    return slots
-
-
 def _listed(values: Sequence[int]) -> str:
     return " + ".join(map(str, values))
 
@@ -309,7 +284,7 @@ def plan_slots(
     and their group as many slots. Raises ConfigError where the split does not fit the tables, the
     budget, or lacks statistics.
     """
-    groups = group_tables(tables)
+    groups, world, item = group_tables(tables), budget.world_size, budget.itemsize
     sizes = []
     for members in groups:
         rows = sum(tables[table].rows for table in members)
@@ -324,16 +299,18 @@ def plan_slots(
             f"cache.split={split} is unknown: choose {' or '.join(SPLITS)}, or give "
             "{table: rows} for each table"
         )
-    world, item = budget.world_size, budget.itemsize
-    expected = budget.expected or _expected_rows(groups, statistics, budget)
+    if statistics is None and split != PROPORTIONAL:
+        raise ConfigError(
+            f"cache.split={split} needs to know how often rows are looked up: give "
+            "cache.statistics=<folder of python -m distcache.analyze or preprocess>, or use "
+            f"cache.split={PROPORTIONAL}"
+        )
+    expected = budget.expected
+    if not expected and statistics is not None and budget.batch > 1 and budget.by_default:
+        samples = min(budget.batch * budget.steps, statistics.samples)
+        expected = [StepCurves.of(statistics, members, samples).expected for members in groups]
     slots = cache_slots(budget.rows, budget.ratio, budget.bytes, sizes, item, world, expected)
     if statistics is None:
-        if split != PROPORTIONAL:
-            raise ConfigError(
-                f"cache.split={split} needs to know how often rows are looked up: give "
-                "cache.statistics=<folder of python -m distcache.analyze or preprocess>, or use "
-                f"cache.split={PROPORTIONAL}"
-            )
         return SlotPlan(tuple(slots), (0,) * len(tables))
     if split == BY_CURVE:
         steps = [StepCurves.of(statistics, members, budget.batch) for members in groups]
@@ -343,39 +320,37 @@ def plan_slots(
     return SlotPlan(tuple(slots), likeliest_rows(tables, slots, statistics, budget))
 
 
-def _expected_rows(
-    groups: Sequence[Sequence[int]], statistics: Statistics | None, budget: Budget
-) -> tuple[float, ...]:
-    """Distinct rows of each group that `budget.steps` steps are expected to name, by statistics;
-    empty where they, or the batch, are not known."""
-    if statistics is None or budget.batch <= 1 or not budget.by_default:
-        return ()
-    samples = min(budget.batch * budget.steps, statistics.samples)
-    return tuple(StepCurves.of(statistics, members, samples).expected for members in groups)
-
-
 def _as_given(
     tables: Sequence[TableSpec],
     sizes: Sequence[tuple[int, int, int]],
     budget: Budget,
     split: Mapping[str, Any],
 ) -> SlotPlan:
-    """The split of a user; its total may not exceed `cache.rows` or `cache.bytes`."""
-    hot = given_rows(split, tables)
-    slots = slots_as_given(hot, tables, budget.world_size)
-    taken = cache_bytes(slots, sizes, budget.itemsize)
+    """The split of a user: slots for each table's rows, up to a multiple of W in each group.
+
+    Its total may not exceed `cache.rows` or `cache.bytes`, and every group has a row.
+    """
+    hot, slots, world = given_rows(split, tables), list[int](), budget.world_size
+    for members in group_tables(tables):
+        total = sum(hot[table] for table in members)
+        if total == 0:
+            names = ", ".join(tables[table].name for table in members[:10])
+            raise ConfigError(
+                f"cache.split gives no row to the tables of width {tables[members[0]].dim} "
+                f"({names}), which have slots of their own: give them the rows of a step at least"
+            )
+        slots.append(-(-total // world) * world)
     if budget.ratio is not None:
         raise ConfigError(
             f"cache.ratio={budget.ratio} and rows by table (cache.split) contradict each other: "
             "leave cache.ratio out"
         )
-    for key, limit, total, what in (
-        ("rows", budget.rows, sum(hot), "rows"),
-        ("bytes", budget.bytes, taken, "bytes"),
-    ):
+    taken = {"rows": sum(hot), "bytes": cache_bytes(slots, sizes, budget.itemsize)}
+    for key, total in taken.items():
+        limit = getattr(budget, key)
         if limit is not None and total > limit:
             raise ConfigError(
-                f"cache.split gives the tables {total} {what}, more than cache.{key}={limit}: "
+                f"cache.split gives the tables {total} {key}, more than cache.{key}={limit}: "
                 f"give fewer rows, or set cache.{key}={total} or more"
             )
     return SlotPlan(tuple(slots), tuple(hot))
@@ -386,12 +361,7 @@ def likeliest_rows(
 ) -> tuple[int, ...]:
     """How many of each table's most frequent rows are among the likeliest of its group, of which
     there are as many as `slots` of the group."""
-    hot = [0] * len(tables)
-    for members, count in zip(group_tables(tables), slots, strict=True):
-        step = StepCurves.of(statistics, members, budget.batch)
-        for table, rows in zip(members, step.likeliest(count), strict=True):
-            hot[table] = rows
-    return tuple(hot)
+    return _by_table(tables, slots, statistics, budget, StepCurves.likeliest)
 
 
 def pinned_rows(
@@ -405,13 +375,26 @@ def pinned_rows(
 
     `slots`: C of each group; `steps`: steps whose other rows the remaining slots hold at once.
     """
-    pinned = [0] * len(tables)
+
+    def pinned(step: StepCurves, count: int) -> list[int]:
+        return step.pinned(count, steps, budget.world_size)
+
+    return _by_table(tables, slots, statistics, budget, pinned)
+
+
+def _by_table(
+    tables: Sequence[TableSpec],
+    slots: Sequence[int],
+    statistics: Statistics,
+    budget: Budget,
+    rows_of: Callable[[StepCurves, int], list[int]],
+) -> tuple[int, ...]:
+    """`rows_of` the tables of each group and its slots, by table."""
+    found = dict[int, int]()
     for members, count in zip(group_tables(tables), slots, strict=True):
-        step = StepCurves.of(statistics, members, budget.batch)
-        found = step.pinned(count, steps, budget.world_size)
-        for table, rows in zip(members, found, strict=True):
-            pinned[table] = rows
-    return tuple(pinned)
+        rows = rows_of(StepCurves.of(statistics, members, budget.batch), count)
+        found |= dict(zip(members, rows, strict=True))
+    return tuple(found[table] for table in range(len(tables)))
 
 
 def _check_room(
@@ -443,9 +426,11 @@ def statistics_of(statistics: Statistics, tables: Sequence[TableSpec], given: st
             features = [feature for table in tables for feature in table.features]
             rows = [table.rows for table in tables for _ in table.features]
             wanted = fingerprint_of(features, rows, statistics.vocabulary)
+            pairs = zip(statistics.features, statistics.table_rows, strict=True)
+            described = ", ".join(f"{feature} ({count} rows)" for feature, count in pairs)
             raise ConfigError(
                 f"{given} (fingerprint {statistics.fingerprint}) are statistics of the features "
-                f"{_described(statistics)}; table {table.name!r} has {table.rows} rows, read by "
+                f"{described}; table {table.name!r} has {table.rows} rows, read by "
                 f"{', '.join(table.features)} (all tables: fingerprint {wanted}): count this "
                 "model's data with python -m distcache.analyze"
             )
@@ -453,21 +438,10 @@ def statistics_of(statistics: Statistics, tables: Sequence[TableSpec], given: st
     return replace(statistics, tables=tuple(counts))
 
 
-def _described(statistics: Statistics) -> str:
-    pairs = zip(statistics.features, statistics.table_rows, strict=True)
-    return ", ".join(f"{feature} ({rows} rows)" for feature, rows in pairs)
-
-
 def _added(table: TableSpec, parts: Sequence[TableCounts]) -> TableCounts:
     counts = np.sum([part.dense() for part in parts], axis=0)
-    return TableCounts(
-        feature=table.name,
-        rows=table.rows,
-        lookups=sum(part.lookups for part in parts),
-        distinct=int(np.count_nonzero(counts)),
-        counts=counts,
-        error=sum(part.error for part in parts),
-    )
+    found = TableCounts.of(table.name, counts, sum(part.error for part in parts))
+    return replace(found, lookups=sum(part.lookups for part in parts))  # of sketches there are more
 
 
 # -----------------------------------------------------------------------------

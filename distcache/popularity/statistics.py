@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,6 @@ import torch
 from distcache.comm.agreement import agree_on, together
 from distcache.comm.world import World
 from distcache.data.raw.settings import NAME as MANIFEST
-from distcache.data.raw.settings import read_manifest
 from distcache.errors import ConfigError, DataError
 from distcache.layout import RowLayout
 from distcache.planner.victims import PINNED
@@ -56,6 +55,12 @@ class TableCounts:
     counts: np.ndarray
     ids: np.ndarray | None = None
     error: int = 0
+
+    @classmethod
+    def of(cls, feature: str, counts: np.ndarray, error: int = 0) -> TableCounts:
+        """Of a table whose every row has its count, unsigned or int64 `[rows]`."""
+        total, distinct = int(counts.sum(dtype=np.int64)), int(np.count_nonzero(counts))
+        return cls(feature, len(counts), total, distinct, counts, error=error)
 
     def dense(self) -> np.ndarray:
         """Counts of every row, int64 `[rows]`; 0 for rows that are not in `ids`."""
@@ -235,15 +240,12 @@ def _read_table(folder: Path, index: int, about: dict[str, Any]) -> TableCounts:
 
 
 def _read_preprocessed(folder: Path) -> Statistics:
-    from distcache.data.criteo import BatchSettings, CriteoArrays
+    from distcache.data.criteo import CriteoArrays, CriteoSpec
 
-    source = CriteoArrays(folder, BatchSettings())
-    tables = []
-    for index, rows in enumerate(read_manifest(folder).table_rows):
-        counts = source.counts(index)
-        lookups, distinct = int(counts.sum()), int(np.count_nonzero(counts))
-        tables.append(TableCounts(source.features[index], rows, lookups, distinct, counts))
-    return Statistics(tuple(tables), vocabulary_of(source), source.train_samples)
+    source = CriteoArrays(CriteoSpec(folder))
+    counted = enumerate(source.features)
+    tables = tuple(TableCounts.of(feature, source.counts(index)) for index, feature in counted)
+    return Statistics(tables, vocabulary_of(source), source.train_samples)
 
 
 # -----------------------------------------------------------------------------
@@ -340,20 +342,6 @@ def share_popularity(
     ConfigError where the ranks' statistics differ, MemoryTooSmallError on every rank where some
     node's memory does not hold the arrays.
     """
-    _agree(world, popularity)
-    shared, total = [], 0
-    for layout, tables in zip(layouts, members, strict=True):
-        group, fill, size = _make(world, layout, tables, popularity)
-        together(world, fill)
-        _check_nodes(world, group)
-        shared.append(group)
-        total += size
-    if world.is_first and total:
-        log.info("popularity of rows: %s of host memory on each node", describe_bytes(total))
-    return shared
-
-
-def _agree(world: World, popularity: Popularity) -> None:
     statistics = popularity.statistics
     agree_on(
         world,
@@ -365,6 +353,15 @@ def _agree(world: World, popularity: Popularity) -> None:
             "cache.warm_start": popularity.warm_start,
         },
     )
+    shared, total = [], 0
+    for layout, tables in zip(layouts, members, strict=True):
+        group, size = _share_group(world, layout, tables, popularity)
+        _check_nodes(world, group)
+        shared.append(group)
+        total += size
+    if world.is_first and total:
+        log.info("popularity of rows: %s of host memory on each node", describe_bytes(total))
+    return shared
 
 
 def _check_nodes(world: World, group: GroupPopularity) -> None:
@@ -383,43 +380,34 @@ def _check_nodes(world: World, group: GroupPopularity) -> None:
             )
 
 
-def _make(
+def _share_group(
     world: World, layout: RowLayout, tables: Sequence[int], popularity: Popularity
-) -> tuple[GroupPopularity, Callable[[], None], int]:
-    """The arrays of a group, zero yet; what fills them, on every rank; their bytes."""
+) -> tuple[GroupPopularity, int]:
+    """The arrays of a group, filled, and their bytes."""
     hot = sum(popularity.hot_rows[table] for table in tables) if popularity.warm_start else 0
-    classed = popularity.classes or popularity.pinned_rows is not None
-    sizes = [(hot, np.dtype(np.int64)), (layout.rows if classed else 0, np.dtype(np.uint8))]
-    size = sum(count * kind.itemsize for count, kind in sizes)
+    pinned = popularity.pinned_rows
+    classed = layout.rows if popularity.classes or pinned is not None else 0
+    size = 8 * hot + classed
     if size == 0:
-        return GroupPopularity(), _nothing, 0
+        return GroupPopularity(), 0
     memory = SharedMemory.create(size, world, "the popularity of the rows", _WAY_OUT)
-    parts, offset = [], 0
-    for count, kind in sizes:
-        own = torch.from_numpy(np.empty(0, kind)).dtype
-        parts.append(memory.tensor(offset, (count,), own).numpy() if count else None)
-        offset += count * kind.itemsize
+    hottest = memory.tensor(0, (hot,), torch.int64).numpy() if hot else None
+    classes = memory.tensor(8 * hot, (classed,), torch.uint8).numpy() if classed else None
     memory.close()  # from here on the arrays hold the mapping
-    hottest, classes = parts
-    group = GroupPopularity(classes, hottest)
 
     def fill() -> None:
         if world.local_rank:
             return
         statistics = popularity.statistics
         if classes is not None:
-            pinned = popularity.pinned_rows
             own = None if pinned is None else [pinned[table] for table in tables]
             classes[:] = row_classes(statistics, tables, own)
         if hottest is not None:
             found = hot_rows(statistics, tables, popularity.hot_rows, layout)
             hottest[: len(found)], hottest[len(found) :] = found, -1
 
-    return group, fill, size
-
-
-def _nothing() -> None:
-    pass
+    together(world, fill)
+    return GroupPopularity(classes, hottest), size
 
 
 def hot_rows(

@@ -11,8 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import islice
-from typing import Protocol, runtime_checkable
+from itertools import islice, pairwise
 
 import numpy as np
 import torch
@@ -24,55 +23,12 @@ from distcache.comm.failure import first_line
 from distcache.comm.world import World
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
 from distcache.layout import RowLayout
-from distcache.ops.copies import RowTaker, check_rows, put_rows
+from distcache.ops.reference import check_rows, put_rows, take_rows
 from distcache.store.memory import SharedMemory, describe_bytes, require_memory
 from distcache.streams import Mark
 
-# -----------------------------------------------------------------------------
-# The interface of a row store: whole tables of one group, wherever they live.
-
 Rows = tuple[Tensor, Tensor | None]
 """Weights `[m, D]` and optimizer state `[m, S]`, or None where S = 0."""
-
-
-@runtime_checkable
-class Store(Protocol):
-    """All rows of one group, each with its optimizer state. Row numbers are the layout's.
-
-    Only its home rank reads or writes a row while training runs (DESIGN, section 4).
-    """
-
-    layout: RowLayout
-    state_width: int
-    dtype: torch.dtype
-
-    def initialise(
-        self, seed: int, table_indices: Sequence[int], initial_state: float = 0.0
-    ) -> None:
-        """Give every row its initial weight and state; called by all ranks, and a barrier.
-
-        `table_indices`: for each table of the layout, its index in the model.
-        """
-        ...
-
-    def gather(self, rows: Tensor, out: Rows | None = None) -> Rows:
-        """Copies of `rows` (int64 `[m]`, on the CPU), into `out` when it is given."""
-        ...
-
-    def scatter(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
-        """Write `rows` (int64 `[m]`, distinct, on the CPU) from `weight` `[m, D]`, `state`."""
-        ...
-
-    def table(self, index: int) -> Rows:
-        """Table `index` of the layout in original ids: `[rows, D]` and `[rows, S]` or None.
-
-        PlanError where this store holds only the rows at home on its node.
-        """
-        ...
-
-    def close(self) -> None:
-        """Let go of the rows; safe to call twice."""
-        ...
 
 
 # -----------------------------------------------------------------------------
@@ -133,15 +89,11 @@ class NodePart:
             return cls(layout, 0, layout.world_size)
         return cls(layout, world.first_local, world.local_size)
 
-    def homes(self, rows: np.ndarray) -> np.ndarray:
-        """Home rank of each row, int64 `[n]`."""
-        return self.layout.home(rows)
-
     def holds(self, rows: np.ndarray) -> np.ndarray:
         """Whether each row is at home on this node, bool `[n]`."""
         if self.is_whole:
             return np.ones(len(rows), dtype=np.bool_)
-        homes = self.homes(rows)
+        homes = self.layout.home(rows)
         return (homes >= self.first) & (homes < self.first + self.count)
 
     def places(self, rows: np.ndarray) -> np.ndarray:
@@ -360,6 +312,9 @@ _PAGE = mmap.PAGESIZE
 _MOST_THREADS = 8
 """More gather no faster."""
 
+_PART_BYTES = 1 << 19
+"""Least bytes of a part that is worth a thread."""
+
 _WAY_OUT = (
     "use fewer or narrower rows (data.table_rows, model.embedding_dim), an optimizer with less "
     "state per row (optim), more nodes, or a machine or control group with more memory"
@@ -401,12 +356,42 @@ def create_stores(
     stores: list[RowStore] = []
     try:
         for layout, width in zip(layouts, state_widths, strict=True):
-            stores.append(RowStore.create(layout, width, dtype, world))
+            stores.append(RowStore(layout, width, dtype, world))
     except DistcacheError:
         for store in stores:
             store.close()
         raise
     return stores
+
+
+class RowTaker:
+    """`take_rows` by up to `threads` threads, which wait for work until this is closed."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = max(1, threads)
+        self._pool: ThreadPoolExecutor | None = None
+
+    def take(self, source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
+        """See `take_rows`."""
+        parts = min(self._threads, out.nbytes // _PART_BYTES)
+        if parts < 2:
+            take_rows(source, rows, out)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, "distcache-gather")
+        cuts = [len(rows) * part // parts for part in range(parts + 1)]
+        jobs = [
+            self._pool.submit(take_rows, source, rows[start:stop], out[start:stop])
+            for start, stop in pairwise(cuts)
+        ]
+        for job in jobs:
+            job.result()
+
+    def close(self) -> None:
+        """End the threads; safe to call twice."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
 
 
 class RowStore:
@@ -424,7 +409,11 @@ class RowStore:
         dtype: torch.dtype,
         world: World,
     ) -> None:
-        """Make and map the memory; called by all ranks. See `create`."""
+        """A store of zeros; called by all ranks, mapped by the local ranks of each node.
+
+        `state_width`: S; `dtype`: float32 or float64. Raises MemoryTooSmallError on all ranks if
+        some node cannot hold its part.
+        """
         if dtype not in (torch.float32, torch.float64):
             raise ConfigError(f"rows of {dtype}: trainer.dtype must be float32 or float64")
         self.layout, self.state_width, self.dtype = layout, state_width, dtype
@@ -442,21 +431,6 @@ class RowStore:
         self.nbytes = first + second
         self._taker = RowTaker(_gather_threads(world))
         self.direct: DirectRows | None = None
-
-    @classmethod
-    def create(
-        cls,
-        layout: RowLayout,
-        state_width: int,
-        dtype: torch.dtype,
-        world: World,
-    ) -> RowStore:
-        """A store of zeros; called by all ranks, mapped by the local ranks of each node.
-
-        `state_width`: S; `dtype`: float32 or float64. Raises MemoryTooSmallError on all ranks if
-        some node cannot hold its part.
-        """
-        return cls(layout, state_width, dtype, world)
 
     @property
     def weight(self) -> Tensor:
@@ -562,7 +536,7 @@ class RowStore:
         """Views, in original ids, of table `index` of the layout: `[rows, D]`, `[rows, S]` or None.
 
         On one node only: PlanError on several, where no store has a whole table
-        (`pipeline.whole` brings its rows together).
+        (`engine.whole` brings its rows together).
         """
         if not self.part.is_whole:
             raise PlanError(
@@ -587,7 +561,7 @@ class RowStore:
             ("state", state, self.state_width),
         ):
             got = None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device)
-            want = ((len(rows), width), self.dtype, rows.device) if width else None
+            want = ((rows.shape[0], width), self.dtype, rows.device) if width else None
             if got != want:
                 raise PlanError(f"{name} of {len(rows)} rows must be {want}, got {got}")
 

@@ -16,7 +16,7 @@ from distcache.comm.agreement import agree_on
 from distcache.comm.world import World
 from distcache.config.tree import Config
 from distcache.data.batch import BatchSource
-from distcache.data.criteo import BatchSettings, CriteoArrays, CriteoSource, CriteoSpec
+from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.raw.settings import KAGGLE_ROWS
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.engine.groups import SHARDED, warn_if_too_small
@@ -71,7 +71,7 @@ def dtype_of(config: Config) -> torch.dtype:
 def build_source(config: Config) -> BatchSource:
     """The data of group `data`. Raises ConfigError where pyarrow is missing."""
     data, dtype = config.data, dtype_of(config)
-    own = {"seed": config.trainer.seed, "dtype": dtype, "paths": data.path or ""}
+    own: dict[str, Any] = {"seed": config.trainer.seed, "dtype": dtype, "paths": data.path or ""}
     own["held_out"] = 1 / 7 if data.held_out is None else data.held_out
     if data.name == "synthetic":
         return SyntheticSource(_settings(SyntheticSpec, data, own))
@@ -91,11 +91,10 @@ def build_source(config: Config) -> BatchSource:
 
         own["sampling"] = data.negative_sampling
         return InteractionsSource(_settings(InteractionsSpec, data, own))
-    batches, path = _settings(BatchSettings, data, own), str(own["paths"])
-    if Path(path).is_dir():
-        return CriteoArrays(path, batches, data.table_rows or None)
-    rows = data.table_rows or KAGGLE_ROWS
-    return CriteoSource(CriteoSpec.of(path, rows, data.on_bad_line, batches))
+    folder = Path(data.path or "").is_dir()
+    own["table_rows"] = data.table_rows or (() if folder else KAGGLE_ROWS)
+    spec = _settings(CriteoSpec, data, own)
+    return CriteoArrays(spec) if folder else CriteoSource(spec)
 
 
 def _settings(kind: type[T], group: Any, own: Mapping[str, Any]) -> T:

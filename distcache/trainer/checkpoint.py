@@ -61,10 +61,20 @@ def blind_ranks(world: World, folder: Path) -> list[int]:
     there; called by all ranks. None on one node."""
     if world.nodes.count == 1:
         return []
-    name = on_first(world, lambda: _leave_mark(folder))
-    seen = together(world, lambda: world.local_rank > 0 or _sees(folder / name))
+    name = f".shared-{on_first(world, lambda: uuid.uuid4().hex)}"
+    on_first(world, (folder / name).touch)
+
+    def sees() -> bool:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (folder / name).exists():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    seen = together(world, lambda: world.local_rank > 0 or sees())
     on_first(world, lambda: (folder / name).unlink(missing_ok=True))
-    return [rank for rank, sees in enumerate(seen) if not sees]
+    return [rank for rank, found in enumerate(seen) if not found]
 
 
 def check_run_folder(world: World, folder: Path, needed_by: str | None) -> None:
@@ -86,30 +96,6 @@ def check_run_folder(world: World, folder: Path, needed_by: str | None) -> None:
         )
     if world.is_first:
         log.warning("%s: nothing can be saved should this run be stopped", where)
-
-
-def require_shared(world: World, folder: Path) -> None:
-    """Raise DistcacheError where not all nodes see `folder`, before anything is written there."""
-    if blind := blind_ranks(world, folder):
-        raise DistcacheError(
-            f"not saved: {folder} is not the same folder on the node(s) of ranks {blind} as on "
-            "rank 0's; set run.dir to one that all nodes share"
-        )
-
-
-def _leave_mark(folder: Path) -> str:
-    name = f".shared-{uuid.uuid4().hex}"
-    (folder / name).touch()
-    return name
-
-
-def _sees(path: Path) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
-    while not path.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_S)
-    return True
 
 
 # -----------------------------------------------------------------------------
@@ -176,16 +162,11 @@ def split(item: WriteItem, block_bytes: int) -> Iterator[WriteItem]:
 
 
 class CompleteLoadPlanner(DefaultLoadPlanner):
-    """Refuses to load when the checkpoint holds a value that no rank asks for.
+    """Refuses to load when the checkpoint holds a value that no rank asks for, but its header.
 
     The default planner refuses the reverse, a value asked for that is not there. Ranks may ask
     for different values: those that share memory need to read it only once.
     """
-
-    def __init__(self, other: set[str]) -> None:
-        """`other`: stored names that are read elsewhere."""
-        super().__init__()
-        self.other = other
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Raises ConfigError naming what would be left unread."""
@@ -194,7 +175,7 @@ class CompleteLoadPlanner(DefaultLoadPlanner):
         unread = sorted(
             name
             for name, value in stored.items()
-            if name not in wanted | self.other
+            if name not in wanted | {TRAINER_KEY}
             and not (isinstance(value, TensorStorageMetadata) and value.size.numel() == 0)
         )
         if unread:
@@ -345,7 +326,11 @@ def save(
     Raises DistcacheError when a rank cannot write; an older checkpoint is then still in place.
     """
     on_first(world, lambda: folder.parent.mkdir(parents=True, exist_ok=True))
-    require_shared(world, folder.parent)
+    if blind := blind_ranks(world, folder.parent):  # before anything is written there
+        raise DistcacheError(
+            f"not saved: {folder.parent} is not the same folder on the node(s) of ranks {blind} as "
+            "on rank 0's; set run.dir to one that all nodes share"
+        )
     started = time.monotonic()
     values = mode.state_dict()
     values[TRAINER_KEY] = describe(identity, state)
@@ -387,8 +372,9 @@ def compare(
             state_dict_loader.load(header, storage_reader=reader, process_group=group)
         except CheckpointException as error:
             fail(f"the checkpoint {folder} cannot be read", error)
-    state = check(folder, header[TRAINER_KEY], identity)
-    other = other_data(header[TRAINER_KEY], identity)
+    saved = json.loads(header[TRAINER_KEY])
+    check(folder, saved, identity)
+    other = other_data(saved["run"], identity)
     if other and same_data:
         raise ConfigError(
             f"{folder} is a checkpoint of training on other data: {other}. Give the data it was "
@@ -397,7 +383,9 @@ def compare(
         )
     if other and world.is_first:
         logger.warning("resuming on other data than those of %s: %s", folder, other)
-    return state
+    phase = saved.get("phase")  # checkpoints of older versions have none
+    digest = bytes.fromhex(saved["loss_digest"])
+    return TrainerState(saved["step"], digest, Phase(**phase) if phase else None)
 
 
 def load(
@@ -418,7 +406,7 @@ def load(
     values = mode.blank_state() | (extra or {})
     with file_group(world, identity) as group:
         try:
-            reader, planner = FileSystemReader(folder), CompleteLoadPlanner(other={TRAINER_KEY})
+            reader, planner = FileSystemReader(folder), CompleteLoadPlanner()
             state_dict_loader.load(
                 values, storage_reader=reader, planner=planner, process_group=group
             )
@@ -519,9 +507,8 @@ def describe(identity: RunIdentity, state: TrainerState) -> str:
     )
 
 
-def check(folder: Path, text: str, identity: RunIdentity) -> TrainerState:
-    """The trainer's state of a checkpoint; ConfigError where it does not belong to this run."""
-    header = json.loads(text)
+def check(folder: Path, header: Mapping[str, Any], identity: RunIdentity) -> None:
+    """Raise ConfigError where a checkpoint, by its header, does not belong to this run."""
     if header["format"] != FORMAT:
         raise ConfigError(
             f"{folder} has checkpoint format {header['format']}, this version reads {FORMAT}: "
@@ -532,41 +519,28 @@ def check(folder: Path, text: str, identity: RunIdentity) -> TrainerState:
         was, now = saved[name], getattr(identity, name)
         if was != now and not (name == "mode" and {was, now} <= ONE_FORMAT):
             wrong.append(f"{key} was {was}, is {now}")
-    wrong += compare_tables([tuple(table) for table in saved["tables"]], list(identity.tables))
+    before, after = [tuple(table) for table in saved["tables"]], list(identity.tables)
+    if len(before) != len(after):
+        wrong.append(f"the number of tables was {len(before)}, is {len(after)}")
+    elif before != after:
+        old, new = next(pair for pair in zip(before, after, strict=True) if pair[0] != pair[1])
+        wrong.append("a table was {} with {} rows x {}, is {} with {} rows x {}".format(*old, *new))
     if wrong:
         raise ConfigError(
             f"{folder} is a checkpoint of another run: {'; '.join(wrong)}. Set what it was made "
             "with, or leave trainer.resume out"
         )
-    phase = header.get("phase")  # checkpoints of older versions have none
-    digest = bytes.fromhex(header["loss_digest"])
-    return TrainerState(header["step"], digest, Phase(**phase) if phase else None)
 
 
-def other_data(text: str, identity: RunIdentity) -> str:
-    """In words, how the data of a checkpoint differ from those of `identity`; empty if they do
+def other_data(saved: Mapping[str, Any], identity: RunIdentity) -> str:
+    """In words, how the data of the `saved` run differ from those of `identity`; empty if they do
     not."""
-    saved = json.loads(text)["run"]
-    was, now = dict(map(tuple, saved["data"])), dict(identity.data)
-    if saved["steps_per_epoch"] != identity.steps_per_epoch:
-        was["steps of an epoch (data.samples, data.path)"] = saved["steps_per_epoch"]
-        now["steps of an epoch (data.samples, data.path)"] = identity.steps_per_epoch
+    epoch = "steps of an epoch (data.samples, data.path)"
+    was = dict(map(tuple, saved["data"])) | {epoch: saved["steps_per_epoch"]}
+    now = dict(identity.data) | {epoch: identity.steps_per_epoch}
     differ = [key for key in was | now if was.get(key) != now.get(key)]
     shown = ((key, was.get(key, "not set"), now.get(key, "not set")) for key in differ)
     return "; ".join(f"{key} was {old}, is {new}" for key, old, new in shown)
-
-
-def compare_tables(was: list[tuple], now: list[tuple]) -> list[str]:
-    """In words, the first difference between two lists of (name, rows, dim)."""
-    if len(was) != len(now):
-        return [f"the number of tables was {len(was)}, is {len(now)}"]
-    for old, new in zip(was, now, strict=True):
-        if old != new:
-            return [
-                f"a table was {old[0]} with {old[1]} rows x {old[2]}, is {new[0]} with "
-                f"{new[1]} rows x {new[2]}"
-            ]
-    return []
 
 
 def find(path: Path) -> Path:

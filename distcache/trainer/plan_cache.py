@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from distcache.comm.agreement import together
+from distcache.comm.agreement import on_first, together
 from distcache.comm.world import World
 from distcache.config.tree import CacheConfig, Config
 from distcache.cost.cluster import Cluster, Link, check_world, read_cluster
@@ -25,7 +25,7 @@ from distcache.engine import placing
 from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
 from distcache.engine.placing import (
     Known,
-    Window,
+    Rows,
     cheapest,
     counted_demand,
     placed,
@@ -43,7 +43,13 @@ from distcache.popularity.slots import (
     decide,
     statistics_of,
 )
-from distcache.popularity.statistics import Popularity, Statistics, check_fits, read_statistics
+from distcache.popularity.statistics import (
+    Popularity,
+    Statistics,
+    TableCounts,
+    check_fits,
+    read_statistics,
+)
 from distcache.store.memory import available_memory, describe_bytes
 from distcache.trace import rows_by_rank, source_groups
 from distcache.trainer.measure import DensePart, measure
@@ -254,17 +260,12 @@ def prefetch_of(config: Config) -> int:
     return PREFETCH if config.cache.prefetch == AUTO else config.cache.prefetch
 
 
-def state_widths(config: Config, tables: Sequence[TableSpec]) -> list[int]:
-    """S of each table's rows."""
-    update = row_update(config.optim.name, 0.0)
-    return [update.state_width(table.dim) for table in tables]
-
-
 def slot_state(config: Config, tables: Sequence[TableSpec], world_size: int) -> list[int]:
     """Floats of state that a slot of each table takes on one of so many ranks: S, or a share of it
     where rows are on every rank and their homes keep the state."""
     homes = world_size if shares_state(config) else 1
-    return [-(-width // homes) for width in state_widths(config, tables)]
+    update = row_update(config.optim.name, 0.0)
+    return [-(-update.state_width(table.dim) // homes) for table in tables]
 
 
 def shares_state(config: Config) -> bool:
@@ -325,8 +326,9 @@ def read_window(
     steps: int,
     world_size: int,
     on_bad_id: str = "error",
-) -> Window:
-    """Read the first `steps` global training batches of `source`; on one rank alone.
+) -> tuple[Statistics, list[Rows]]:
+    """The first `steps` global training batches of `source`, counted by table, and the rows of each
+    group; on one rank alone.
 
     `on_bad_id`: what becomes of ids outside their tables, as in training. Raises ConfigError for a
     source that cannot be read before training; DataError for ids that training would refuse.
@@ -340,134 +342,37 @@ def read_window(
     if source.steps_per_epoch is not None:
         steps = min(steps, source.steps_per_epoch)
     groups, check = source_groups(source, tables), BatchCheck(tables, source.features, on_bad_id)
-    rows: list[list[list[np.ndarray]]] = [[] for _ in groups]
+    rows: list[Rows] = [[] for _ in groups]
+    samples = 0
     for step in range(steps):
         ids = check(source.train_batch(step, 0, 1)).ids
+        samples += ids.batch_size
         values, offsets = ids.values.numpy(), ids.offsets.numpy()
         for place, group in enumerate(groups):
             parts = rows_by_rank(group, values, offsets, ids.batch_size, world_size)
             rows[place].append(parts)
-    hottest: dict[int, np.ndarray] = {}
-    uses: dict[int, np.ndarray] = {}
+    counts: dict[int, TableCounts] = {}
     for members, of_group in zip(group_tables(tables), rows, strict=True):
-        layout = RowLayout([tables[table] for table in members], world_size)
-        found, counts = _by_use(of_group, layout)
-        hottest |= dict(zip(members, found, strict=True))
-        uses |= dict(zip(members, counts, strict=True))
-    places = range(len(tables))
-    ids, times = (tuple(of[place] for place in places) for of in (hottest, uses))
-    return Window(ids, times, tuple(rows))
-
-
-def _by_use(
-    rows: list[list[np.ndarray]], layout: RowLayout
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """For each table of a group the ids that occur, the most frequent first, and how often."""
-    flat = np.concatenate([part for parts in rows for part in parts])
-    seen, counts = np.unique(flat, return_counts=True)
-    hottest, uses = [], []
-    for place, (low, high) in enumerate(pairwise(np.searchsorted(seen, layout.offsets))):
-        order = np.argsort(-counts[low:high], kind="stable")
-        hottest.append(seen[low:high][order] - layout.offsets[place])
-        uses.append(counts[low:high][order])
-    return hottest, uses
-
-
-# -----------------------------------------------------------------------------
-# Which placement is predicted to be the best for this run, on these ranks.
-
-_UNMEASURED = Link(1e10, 1e-5, "any")
-"""Bytes do not depend on it."""
-
-
-def measured_cluster(
-    config: Config,
-    world: World,
-    tables: Sequence[TableSpec],
-    model: nn.Module,
-    features: int | None,
-) -> Cluster:
-    """The links and the speed of these ranks, timed where `cache.objective` is `time`; all call it.
-
-    `features`: dense ones, None where that is not known. The model and the state of random numbers
-    are left as they are. With `cache.cluster` nothing is timed; raises ConfigError where that
-    describes other ranks, and where the model would be timed and `features` is None.
-    """
-    if config.cache.cluster is not None:
-        return _described(config.cache.cluster, world)
-    if config.cache.objective != "time":
-        return Cluster(world.size, _UNMEASURED, _UNMEASURED)
-    if features is None:
-        raise ConfigError(
-            f"cache.placement={config.cache.placement} with cache.objective=time runs the dense "
-            "model to time it, and how many dense features it takes is not known of batches that "
-            "are read once: give cache.cluster=<cluster.json of distcache.plan>, "
-            "cache.objective=bytes, or a placement with its replicated rows"
-        )
-    update = row_update(config.optim.name, 0.0)
-    widest = max(table.dim for table in tables)
-    width = sum(table.dim * len(table.features) for table in tables)
-    batch = max(1, config.data.global_batch_size // world.size)
-    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
-        own = copy.deepcopy(model).to(world.device, torch.float32)
-        return measure(world, widest, update, DensePart(own, features, width, batch)).cluster(world)
-
-
-def _described(path: str, world: World) -> Cluster:
-    """The cluster of a file as rank 0 reads it; raises ConfigError on all ranks."""
-
-    def read() -> Cluster | None:
-        if not world.is_first:
-            return None
-        found = read_cluster(path)
-        try:
-            check_world(found, world.nodes.sizes)
-        except ConfigError as error:
-            raise ConfigError(f"cache.cluster={path}: {error}") from error
-        return found
-
-    found = together(world, read)[0]
-    if found is None:
-        raise RuntimeError("rank 0 reads the cluster")
-    return found
-
-
-def demand_of(config: Config, world: World, known: Known, local_ranks: int) -> Demand:
-    """What a step needs, from the statistics, or from the window; `local_ranks` on each node."""
-    tables, update = known.tables, row_update(config.optim.name, 0.0)
-    batch = config.data.global_batch_size / world.size
-    if known.statistics is not None:
-        return counted_demand(known, update, batch, world.size, local_ranks)
-    if known.window is None:
-        raise RuntimeError("neither statistics nor a window")
-    windows = []
-    for members, rows in zip(group_tables(tables), known.window.rows, strict=True):
-        layout = RowLayout([tables[table] for table in members], world.size)
-        windows.append(GroupWindow(layout, rows, update.state_width(layout.dim)))
-    return demand_of_window(windows, batch, local_ranks)
-
-
-def choose(
-    config: Config, world: World, known: Known, cluster: Cluster, model: nn.Module
-) -> Choice:
-    """The placement that `cache.objective` makes best; of `cache.placement=mixed`, the best K."""
-    cache = config.cache
-    settings = Settings(
-        tuple(known.slots),
-        cache.state,
-        cache.lookahead,
-        prefetch_of(config),
-        itemsize=8 if config.trainer.dtype == "float64" else 4,
-        dense_parameters=sum(math.prod(p.shape) for p in model.parameters()),
-    )
-    demand = demand_of(config, world, known, cluster.local_ranks)
-    return cheapest(cache.placement, demand, cluster, settings, cache.objective)
+        flat = np.concatenate([part for parts in of_group for part in parts])
+        seen, times = np.unique(flat, return_counts=True)
+        offsets = RowLayout([tables[table] for table in members], world_size).offsets
+        cuts = pairwise(np.searchsorted(seen, offsets))
+        for table, first, (low, high) in zip(members, offsets, cuts, strict=False):
+            own, spec = times[low:high], tables[table]
+            counts[table] = TableCounts(
+                spec.name, spec.rows, int(own.sum()), len(own), own, seen[low:high] - first
+            )
+    found = tuple(counts[place] for place in range(len(tables)))
+    return Statistics(found, "", samples), rows
 
 
 # -----------------------------------------------------------------------------
 # From the config to how cached rows lie over the ranks: `cache.placement` and its `auto`.
 
 AUTO_PLACEMENT = "auto"
+
+_UNMEASURED = Link(1e10, 1e-5, "any")
+"""Bytes do not depend on it."""
 
 
 def resolve_placement(
@@ -492,44 +397,114 @@ def resolve_placement(
     if cache.placement in (REPLICATED, SHARDED):
         return Placement(cache.placement, cache.state)
     tables, slots, statistics = known
+    given = cache.replicated_rows is not None or cache.replicated_share is not None
     cluster = None
-    if _is_open(cache):
+    if cache.placement == AUTO_PLACEMENT or not given:  # a prediction decides something
         features = getattr(source, "dense_features", None)  # which `distcache.fit` is not told
         cluster = measured_cluster(config, world, tables, model, features)
 
-    def on_first() -> Placement | None:
+    def decide() -> Placement | None:
         if not world.is_first:
             return None
-        window = None
-        if statistics is None:
-            bad = config.data.on_bad_id
-            window = read_window(source, tables, window_steps(cache), world.size, bad)
-        facts = Known(tables, slots, statistics, window)
-        kind, counts = _kind_and_counts(config, world, facts, cluster, model)
-        return placed(cache.state, kind, counts, facts)
+        if statistics is not None:
+            facts = Known(tables, slots, statistics)
+        else:
+            bad, steps = config.data.on_bad_id, window_steps(cache)
+            facts = Known(tables, slots, *read_window(source, tables, steps, world.size, bad))
+        return _decided(config, world, facts, cluster, model)
 
-    decided = together(world, on_first)[0]
+    decided = together(world, decide)[0]
     if decided is None:
         raise RuntimeError("rank 0 decides the placement")
     return decided
 
 
-def _is_open(cache: CacheConfig) -> bool:
-    """Whether a prediction decides something."""
-    given = cache.replicated_rows is not None or cache.replicated_share is not None
-    return cache.placement == AUTO_PLACEMENT or not given
-
-
-def _kind_and_counts(
-    config: Config, world: World, known: Known, cluster: Cluster | None, model: nn.Module
-) -> tuple[str, list[int]]:
-    """The placement, and how many rows of each table it replicates."""
-    cache, tables = config.cache, known.tables
+def _decided(
+    config: Config, world: World, facts: Known, cluster: Cluster | None, model: nn.Module
+) -> Placement:
+    """The placement and its replicated rows, by prediction where there is a `cluster`."""
+    cache, tables = config.cache, facts.tables
     if cluster is not None:
-        choice = choose(config, world, known, cluster, model)
+        choice = choose(config, world, facts, cluster, model)
         chosen = "" if cache.placement == choice.placement else f" is {choice.placement}"
         log.info("cache.placement=%s%s: %s", cache.placement, chosen, choice.why)
-        return choice.placement, [choice.replicated_rows.get(table.name, 0) for table in tables]
+        counts = [choice.replicated_rows.get(table.name, 0) for table in tables]
+        return placed(cache.state, choice.placement, counts, facts)
     if cache.replicated_rows is not None:
-        return MIXED, replicated_counts(cache.replicated_rows, tables)
-    return MIXED, rows_of_share(cache.replicated_share or 0.0, known)
+        counts = replicated_counts(cache.replicated_rows, tables)
+    else:
+        counts = rows_of_share(cache.replicated_share or 0.0, facts)
+    return placed(cache.state, MIXED, counts, facts)
+
+
+def measured_cluster(
+    config: Config,
+    world: World,
+    tables: Sequence[TableSpec],
+    model: nn.Module,
+    features: int | None,
+) -> Cluster:
+    """The links and the speed of these ranks, timed where `cache.objective` is `time`; all call it.
+
+    `features`: dense ones, None where that is not known. The model and the state of random numbers
+    are left as they are. With `cache.cluster` nothing is timed; raises ConfigError where that
+    describes other ranks, and where the model would be timed and `features` is None.
+    """
+    path = config.cache.cluster
+    if path is not None:
+
+        def described() -> Cluster:
+            found = read_cluster(path)
+            try:
+                check_world(found, world.nodes.sizes)
+            except ConfigError as error:
+                raise ConfigError(f"cache.cluster={path}: {error}") from error
+            return found
+
+        return on_first(world, described)
+    if config.cache.objective != "time":
+        return Cluster(world.size, _UNMEASURED, _UNMEASURED)
+    if features is None:
+        raise ConfigError(
+            f"cache.placement={config.cache.placement} with cache.objective=time runs the dense "
+            "model to time it, and how many dense features it takes is not known of batches that "
+            "are read once: give cache.cluster=<cluster.json of distcache.plan>, "
+            "cache.objective=bytes, or a placement with its replicated rows"
+        )
+    update = row_update(config.optim.name, 0.0)
+    widest = max(table.dim for table in tables)
+    width = sum(table.dim * len(table.features) for table in tables)
+    batch = max(1, config.data.global_batch_size // world.size)
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+        own = copy.deepcopy(model).to(world.device, torch.float32)
+        return measure(world, widest, update, DensePart(own, features, width, batch)).cluster(world)
+
+
+def demand_of(config: Config, world: World, known: Known, local_ranks: int) -> Demand:
+    """What a step needs, from the statistics, or from the window; `local_ranks` on each node."""
+    tables, update = known.tables, row_update(config.optim.name, 0.0)
+    batch = config.data.global_batch_size / world.size
+    if known.window is None:
+        return counted_demand(known, update, batch, world.size, local_ranks)
+    windows = []
+    for members, rows in zip(group_tables(tables), known.window, strict=True):
+        layout = RowLayout([tables[table] for table in members], world.size)
+        windows.append(GroupWindow(layout, rows, update.state_width(layout.dim)))
+    return demand_of_window(windows, batch, local_ranks)
+
+
+def choose(
+    config: Config, world: World, known: Known, cluster: Cluster, model: nn.Module
+) -> Choice:
+    """The placement that `cache.objective` makes best; of `cache.placement=mixed`, the best K."""
+    cache = config.cache
+    settings = Settings(
+        tuple(known.slots),
+        cache.state,
+        cache.lookahead,
+        prefetch_of(config),
+        itemsize=8 if config.trainer.dtype == "float64" else 4,
+        dense_parameters=sum(math.prod(p.shape) for p in model.parameters()),
+    )
+    demand = demand_of(config, world, known, cluster.local_ranks)
+    return cheapest(cache.placement, demand, cluster, settings, cache.objective)

@@ -1,4 +1,4 @@
-"""What a run writes about itself: `metrics.jsonl`, a dense line per logged step, step times."""
+"""What a run says of itself: metrics of evaluations, `metrics.jsonl`, a line per logged step."""
 
 from __future__ import annotations
 
@@ -6,68 +6,174 @@ import json
 import logging
 import math
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distcache.comm.world import World
 from distcache.engine.step import WAIT
 from distcache.parallel.base import Durations, Parallel, StepResult
-from distcache.trainer.evaluate import EvalResult
 from distcache.trainer.schedule import Phase, Schedule
+
+# -----------------------------------------------------------------------------
+# AUC, log loss and normalised entropy of click predictions: NumPy, float64, exact.
+#
+# torchmetrics' `binary_auroc` squeezes logits through a float32 sigmoid and sums a float32
+# trapezoid, which merges scores that differ and depends on their range; the rank formula does not.
+
+
+def auc(scores: np.ndarray, labels: np.ndarray) -> float | None:
+    """Area under the ROC curve: the share of (positive, negative) pairs that are in order.
+
+    `scores` `[n]` on any monotone scale (logits), `labels` `[n]`, positive above 0.5. Tied pairs
+    count one half; pairs are counted in integers. None where a class is missing or a score is NaN.
+    """
+    positive = labels > 0.5
+    total = int(positive.sum())
+    if total in (0, len(labels)) or np.isnan(scores).any():
+        return None
+    _, level = np.unique(scores, return_inverse=True)
+    positives = np.bincount(level, weights=positive).astype(np.int64)
+    negatives = np.bincount(level, weights=~positive).astype(np.int64)
+    below = np.cumsum(negatives) - negatives
+    twice = int((positives * (2 * below + negatives)).sum())
+    return twice / (2 * total * (len(labels) - total))
+
+
+def log_loss(logits: np.ndarray, labels: np.ndarray) -> float | None:
+    """Mean binary cross-entropy in nats of `logits` `[n]` against `labels` `[n]` in [0, 1].
+
+    None for no samples or where it is not finite (a NaN logit, or an infinite one that is wrong).
+    """
+    if len(logits) == 0:
+        return None
+    logits = logits.astype(np.float64)
+    with np.errstate(all="ignore"):
+        negative, positive = np.logaddexp(0.0, logits), np.logaddexp(0.0, -logits)
+        mixed = (1.0 - labels) * negative + labels * positive
+        hard = np.where(labels == 1, positive, negative)  # 0 * inf would be NaN
+        mean = float(np.where((labels == 0) | (labels == 1), hard, mixed).mean())
+    return mean if np.isfinite(mean) else None
+
+
+def normalized_entropy(loss: float | None, labels: np.ndarray) -> float | None:
+    """`loss` over the entropy of the base rate of `labels` (He et al., 2014); below 1 is useful.
+
+    None where the loss is, or where only one class is there (the entropy is 0).
+    """
+    if loss is None or len(labels) == 0:
+        return None
+    rate = float(labels.mean())
+    if rate in (0.0, 1.0):
+        return None
+    return loss / -(rate * np.log(rate) + (1.0 - rate) * np.log1p(-rate))
+
+
+# -----------------------------------------------------------------------------
+# Evaluation on held-out batches: logits and labels of all ranks, exact metrics on rank 0.
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Metrics over `samples` held-out samples of all ranks; None where one does not exist."""
+
+    auc: float | None
+    logloss: float | None
+    ne: float | None
+    samples: int
+
+
+class Evaluation:
+    """Collects this rank's logits and labels of one evaluation; the same batches on all ranks."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self._parts: list[Tensor] = []
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Keep the logits `[b]` (any device) and labels `[b]` of one slice (b may be 0)."""
+        pair = [logits.detach().reshape(-1), labels.reshape(-1)]
+        self._parts.append(torch.stack([part.to("cpu", torch.float64) for part in pair]))
+        self.batches += 1
+
+    def finish(self, world: World) -> EvalResult:
+        """The metrics over all ranks, equal on every rank; all ranks call this."""
+        local = torch.cat(self._parts, dim=1) if self._parts else torch.zeros(2, 0).double()
+        gathered = gather_columns(local, world)
+        values = torch.full((4,), torch.nan, dtype=torch.float64)
+        if gathered is not None:
+            logits, labels = gathered.numpy()
+            result = measure(logits, labels)
+            found = (result.auc, result.logloss, result.ne)
+            values = torch.tensor(
+                [torch.nan if value is None else value for value in found] + [result.samples],
+                dtype=torch.float64,
+            )
+        dist.broadcast(values, src=0, group=world.host_group)
+        *found, samples = values.tolist()
+        area, loss, ne = (None if np.isnan(value) else value for value in found)
+        return EvalResult(area, loss, ne, int(samples))
+
+
+def gather_columns(local: Tensor, world: World) -> Tensor | None:
+    """Float64 `[k, n_r]` of every rank side by side in rank order on rank 0; None on the others.
+
+    gloo refuses to gather uneven shapes, so columns are padded to the longest and cut again.
+    """
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
+    dist.all_gather(lengths, torch.tensor([local.shape[1]]), group=world.host_group)
+    longest = max(int(length) for length in lengths)
+    padded = torch.zeros(local.shape[0], longest, dtype=torch.float64)
+    padded[:, : local.shape[1]] = local
+    parts = [torch.empty_like(padded) for _ in range(world.size)] if world.is_first else None
+    dist.gather(padded, parts, dst=0, group=world.host_group)
+    if parts is None:
+        return None
+    return torch.cat([p[:, : int(n)] for p, n in zip(parts, lengths, strict=True)], dim=1)
+
+
+def measure(logits: np.ndarray, labels: np.ndarray) -> EvalResult:
+    """All metrics of float64 `logits` `[n]` and `labels` `[n]`, warning of what does not exist."""
+    bad = int(np.isnan(logits).sum())
+    positives = int((labels > 0.5).sum())
+    if bad:
+        logger.warning(
+            "evaluation: %d of %d logits are NaN, so AUC, log loss and NE do not exist",
+            bad,
+            len(logits),
+        )
+    elif positives in (0, len(labels)):
+        logger.warning(
+            "evaluation: %d of %d held-out labels are 1, so AUC and NE do not exist: both classes "
+            "are needed; raise trainer.eval_steps or data.global_batch_size",
+            positives,
+            len(labels),
+        )
+    loss = log_loss(logits, labels)
+    return EvalResult(auc(logits, labels), loss, normalized_entropy(loss, labels), len(labels))
+
 
 # -----------------------------------------------------------------------------
 # What a run writes about itself: `metrics.jsonl`, a line at a time, and `summary.json`.
 
 SUMMARY_KEYS = (
-    "mode",
-    "world_size",
-    "first_step",
-    "steps",
-    "global_batch_size",
-    "final_loss",
-    "eval_auc",
-    "eval_logloss",
-    "eval_ne",
-    "samples_per_second",
-    "step_ms",
-    "stage_ms",
-    "stage_hidden_ms",
-    "hit_rate",
-    "hit_rate_lookups",
-    "rows_fetched",
-    "rows_written_back",
-    "warm_start_rows",
-    "hot_rows_by_table",
-    "host_to_device_bytes",
-    "device_to_host_bytes",
-    "collective_bytes",
-    "dense_collective_bytes",
-    "planning_bytes",
-    "inter_node_bytes",
-    "peak_device_bytes",
-    "embedding_device_bytes",
-    "cache_rows",
-    "lookahead",
-    "prefetch",
-    "placement",
-    "cache_state",
-    "home_rows_mean",
-    "home_rows_max",
-    "early_rows",
-    "exchange_ms",
-    "exchange_hidden",
-    "hot_samples",
-    "phase_rate",
-    "hot_steps",
-    "cold_steps",
-    "hot_rows_fetched",
-    "cold_rows_fetched",
-    "hot_host_bytes",
-    "cold_host_bytes",
-    "table_rows",
-    "loss_digest",
+    "mode", "world_size", "first_step", "steps", "global_batch_size", "final_loss", "eval_auc",
+    "eval_logloss", "eval_ne", "samples_per_second", "step_ms", "stage_ms", "stage_hidden_ms",
+    "hit_rate", "hit_rate_lookups", "rows_fetched", "rows_written_back", "warm_start_rows",
+    "hot_rows_by_table", "host_to_device_bytes", "device_to_host_bytes", "collective_bytes",
+    "dense_collective_bytes", "planning_bytes", "inter_node_bytes", "peak_device_bytes",
+    "embedding_device_bytes", "cache_rows", "lookahead", "prefetch", "placement", "cache_state",
+    "home_rows_mean", "home_rows_max", "early_rows", "exchange_ms", "exchange_hidden",
+    "hot_samples", "phase_rate", "hot_steps", "cold_steps", "hot_rows_fetched",
+    "cold_rows_fetched", "hot_host_bytes", "cold_host_bytes", "table_rows", "loss_digest",
     "state_digest",
-)
+)  # fmt: skip
 """The keys of `summary.json`, in order, in every mode."""
 
 
@@ -93,23 +199,6 @@ def write_json(path: Path, value: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
-
-
-class MetricsFile:
-    """`metrics.jsonl`: one JSON object per line, on disk as soon as it is written."""
-
-    def __init__(self, path: Path, append: bool) -> None:
-        """Open `path`; `append` keeps the lines of the run that is resumed in its own folder."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a" if append else "w", encoding="utf-8", buffering=1)
-
-    def write(self, **values: Any) -> None:
-        """Add one line."""
-        self._file.write(json.dumps(plain(values), allow_nan=False) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 # -----------------------------------------------------------------------------
@@ -170,7 +259,11 @@ class Progress:
 
         The file is begun anew, unless steps that another process did are in it.
         """
-        self._file = MetricsFile(path, append=schedule.first_step > 0) if path else None
+        self._file = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            mode = "a" if schedule.first_step > 0 else "w"
+            self._file = path.open(mode, encoding="utf-8", buffering=1)  # a line at a time
         self._steps, self._log_every = schedule.steps, max(log_every, 1)
 
     def __enter__(self) -> Progress:
@@ -198,7 +291,7 @@ class Progress:
             return
         interval_s, rate = times.lap()
         live = mode.progress()
-        self._file.write(
+        self._write(
             step=done,
             epoch=epoch,
             loss=result.loss,
@@ -220,6 +313,10 @@ class Progress:
         if live.get("stage_ms"):
             logger.info("%s", stages(live["stage_ms"], live["stage_hidden_ms"]))
 
+    def _write(self, **values: Any) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(plain(values), allow_nan=False) + "\n")
+
     def _done(self, done: int) -> str:
         """`done` of how many steps, where that is known."""
         return f"{done:,}" if self._steps is None else f"{done:,}/{self._steps:,}"
@@ -235,7 +332,7 @@ class Progress:
             return
         values = {"eval_auc": result.auc, "eval_logloss": result.logloss, "eval_ne": result.ne}
         rate = {} if phase is None else {"phase_rate": phase.rate}
-        self._file.write(step=done, **values, **rate)
+        self._write(step=done, **values, **rate)
         shown = ("none" if value is None else f"{value:.6f}" for value in values.values())
         logger.info(
             "step %s  AUC %s  log loss %s  NE %s  on %s held-out samples",

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,8 +42,15 @@ from distcache.trainer.checkpoint import (
     state_digest,
     wants_state_digest,
 )
-from distcache.trainer.evaluate import EvalResult, Evaluation
-from distcache.trainer.record import SUMMARY_KEYS, Progress, StepTimes, plain, write_json
+from distcache.trainer.record import (
+    SUMMARY_KEYS,
+    EvalResult,
+    Evaluation,
+    Progress,
+    StepTimes,
+    plain,
+    write_json,
+)
 from distcache.trainer.schedule import (
     PhasedSchedule,
     Schedule,
@@ -322,10 +329,19 @@ class Run:
             with StopRequest() as stop, tf32(self.config.trainer.tf32), self.traced():
                 outcome = self.run_steps(start, schedule, rates, stop)
                 stopped_by = stop.agreed(self.world)
-                self.announce(outcome, stopped_by)
+                if stopped_by is not None and self.world.is_first:
+                    # At once: the checkpoint of large tables takes its time.
+                    logger.warning(
+                        "%s: stopping after step %s, with a checkpoint in %s",
+                        signal.Signals(stopped_by).name,
+                        f"{outcome.state.step:,}",
+                        self.run_dir / "model",
+                    )
                 measured = self.mode.summary()
                 self.save(outcome, stopped_by)
-                digest = self.digest()
+                digest, dtype = None, build.dtype_of(self.config)
+                if wants_state_digest(self.config.run.digest, self.tables, dtype):
+                    digest = state_digest(self.mode, self.tables, dtype, self.world)
                 summary = self.summarise(start, outcome, measured, digest)
             return TrainResult(summary, stopped_by)
         finally:
@@ -400,13 +416,16 @@ class Run:
         """Save the steps before one that could not be planned, where all ranks stand after them."""
         if outcome.state.step == outcome.start_step or not self.mode.errors_are_common():
             return
-        folder = self.run_dir / "model"
         try:
             self.mode.flush()
-            extra = self.own_state(outcome.state)
-            checkpoint.save(folder, self.mode, self.identity(), outcome.state, self.world, extra)
+            self.write(outcome.state)
         except DistcacheError as error:
             logger.warning("the steps before the error are not saved: %s", error)
+
+    def write(self, state: TrainerState) -> None:
+        """Write `model/`, after `flush`."""
+        folder, extra = self.run_dir / "model", self.own_state(state)
+        checkpoint.save(folder, self.mode, self.identity(), state, self.world, extra)
 
     def progress(self, schedule: Schedule) -> Progress:
         """The report to screen and `metrics.jsonl`, which only rank 0 writes."""
@@ -420,11 +439,15 @@ class Run:
         """
         self.mode.flush()
         if self.config.run.save or stopped_by is not None or outcome.bad is not None:
-            folder = self.run_dir / "model"
-            extra = self.own_state(outcome.state)
-            checkpoint.save(folder, self.mode, self.identity(), outcome.state, self.world, extra)
+            self.write(outcome.state)
         if outcome.bad is not None:
-            self.refuse(outcome)
+            ranks = ", ".join(map(str, outcome.bad.bad_ranks))
+            raise NonFiniteLossError(
+                f"step {outcome.state.step}: the loss is not finite"
+                f"{f' on rank {ranks}' if ranks else ' when summed over ranks'}; nothing was "
+                f"applied, and the state before this step is in {self.run_dir / 'model'}. Lower "
+                "optim.dense_lr or optim.embedding_lr, or look at the data of this step"
+            )
         if stopped_by is not None and self.world.is_first:
             logger.warning(
                 "stopped by %s after step %s; go on with trainer.resume=%s",
@@ -432,33 +455,6 @@ class Run:
                 f"{outcome.state.step:,}",
                 self.run_dir,
             )
-
-    def announce(self, outcome: Outcome, stopped_by: int | None) -> None:
-        """Say at once that a stop was heard: the checkpoint of large tables takes its time."""
-        if stopped_by is not None and self.world.is_first:
-            logger.warning(
-                "%s: stopping after step %s, with a checkpoint in %s",
-                signal.Signals(stopped_by).name,
-                f"{outcome.state.step:,}",
-                self.run_dir / "model",
-            )
-
-    def refuse(self, outcome: Outcome) -> NoReturn:
-        """Say which step and which ranks, and where the state is."""
-        ranks = ", ".join(map(str, outcome.bad.bad_ranks)) if outcome.bad else ""
-        raise NonFiniteLossError(
-            f"step {outcome.state.step}: the loss is not finite"
-            f"{f' on rank {ranks}' if ranks else ' when summed over ranks'}; nothing was applied, "
-            f"and the state before this step is in {self.run_dir / 'model'}. Lower optim.dense_lr "
-            "or optim.embedding_lr, or look at the data of this step"
-        )
-
-    def digest(self) -> str | None:
-        """The state digest where `run.digest` asks for it."""
-        dtype = build.dtype_of(self.config)
-        if not wants_state_digest(self.config.run.digest, self.tables, dtype):
-            return None
-        return state_digest(self.mode, self.tables, dtype, self.world)
 
     def summarise(
         self,

@@ -7,7 +7,7 @@ import torch
 from benchmark_checks import of, read_report
 
 from benchmarks import kernels
-from benchmarks.kernels import KernelOptions, main, make_work, moved_bytes, slots_of
+from benchmarks.kernels import KernelOptions, main, make_work, slots_of
 from distcache import ops
 from distcache.ops import reference
 
@@ -47,19 +47,6 @@ def test_steps_are_the_sums_of_their_pieces(report):
     assert "| reference, sgd: lookup |" in out.read_text()
 
 
-def test_bars_are_for_the_kernels_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
-    def bar(above, below):
-        return kernels._bar({"numerator": above, "denominator": below})
-
-    assert bar("triton, sgd", "fbgemm, sgd") == 1.3
-    assert bar("triton, adam", "triton, sgd") == 1.5
-    assert bar("triton, sgd", "reference, sgd") is bar("reference, sgd", "fbgemm, sgd") is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert bar("triton, sgd", "fbgemm, sgd") is None
-
-
 def test_work_is_a_plan_with_everything_cached():
     options = KernelOptions(tables=2, rows=30, width=4, batch=5, pooling=3, seed=7)
     work = make_work(options, 0, torch.device("cpu"))
@@ -79,16 +66,6 @@ def test_work_is_a_plan_with_everything_cached():
     assert torch.equal(by_table, work.upstream)
 
 
-def test_bytes_of_a_step():
-    options = KernelOptions(tables=1, rows=10, width=4, batch=3, pooling=2)
-    moved = moved_bytes(options, 5, "sgd")
-    assert moved["gather"] == 5 * (8 + 32)
-    assert moved["lookup"] == 6 * 8 + 6 * 16 + 3 * 8 + 3 * 16
-    assert moved["gradient"] == 6 * 16 + 6 * 16 + 5 * 8 + 5 * 16
-    assert moved["update"] == 5 * (8 + 3 * 16)
-    assert moved_bytes(options, 5, "adam")["update"] == 5 * (8 + 7 * 16)
-
-
 @pytest.mark.parametrize(
     ("argument", "says"),
     [
@@ -103,12 +80,6 @@ def test_bytes_of_a_step():
 def test_what_cannot_be_measured_is_refused(capsys, argument, says):
     assert main([*ARGUMENTS, argument]) == 1
     assert says in capsys.readouterr().err
-
-
-def test_nobody_left_is_an_error(capsys, monkeypatch):
-    monkeypatch.setattr(ops, "triton_bodies", lambda: None)
-    assert main([*ARGUMENTS, "contenders=triton"]) == 1
-    assert "none can run here" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from launching import CHECKOUT
 
 from benchmarks import links, step
 from benchmarks.links import NONE, cable
-from benchmarks.ranks import End, rank_environment, run_ranks
+from benchmarks.ranks import End, run_ranks
 from distcache.errors import ConfigError
 
 BATCH, WIDTH = 32, 8
@@ -71,21 +71,11 @@ def test_bad_rates_are_refused(capsys, arguments, says):
     assert says in capsys.readouterr().err
 
 
-def test_help(capsys):
-    assert links.main(["--help"]) == 0
-    assert "rate=10gbit" in capsys.readouterr().out
-
-
-def test_without_iproute2_there_is_no_cable(monkeypatch):
-    monkeypatch.setattr(links.shutil, "which", lambda word: None)
-    with pytest.raises(ConfigError, match="iproute2"), cable("1gbit"):
-        pass
-
-
-def test_without_root_there_is_no_cable(monkeypatch):
-    monkeypatch.setattr(links.shutil, "which", lambda word: word)
-    monkeypatch.setattr(links.os, "geteuid", lambda: 1000)
-    with pytest.raises(ConfigError, match="root"), cable("1gbit"):
+@pytest.mark.parametrize(("tool", "user", "says"), [(None, 0, "iproute2"), ("ip", 1000, "root")])
+def test_without_iproute2_or_root_there_is_no_cable(monkeypatch, tool, user, says):
+    monkeypatch.setattr(links.shutil, "which", lambda word: tool)
+    monkeypatch.setattr(links.os, "geteuid", lambda: user)
+    with pytest.raises(ConfigError, match=says), cable("1gbit"):
         pass
 
 
@@ -126,17 +116,6 @@ def test_a_cable_is_throttled_at_both_ends_and_goes_with_an_error(error):
         pytest.skip(str(reason))
     else:
         pytest.fail("the error did not come through")
-
-
-def test_ranks_are_two_nodes_or_one():
-    first, second = (rank_environment(rank, LOOPBACK, 1234) for rank in (0, 1))
-    assert first["LOCAL_WORLD_SIZE"] == second["LOCAL_WORLD_SIZE"] == "1"
-    assert (first["GROUP_RANK"], second["GROUP_RANK"]) == ("0", "1")
-    assert first["MASTER_PORT"] == second["MASTER_PORT"] == "1234"
-    assert first["GLOO_SOCKET_IFNAME"] == "lo"
-    mates = [rank_environment(rank, LOOPBACK, 1234, one_node=True) for rank in (0, 1)]
-    assert [mate["LOCAL_RANK"] for mate in mates] == ["0", "1"]
-    assert {mate["LOCAL_WORLD_SIZE"] for mate in mates} == {"2"}
 
 
 def test_when_a_rank_fails_the_other_is_ended(tmp_path, monkeypatch):

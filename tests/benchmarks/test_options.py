@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmarks.options import option, parse, usage
+from benchmarks.options import option, parse
 from distcache.errors import ConfigError
 
 
@@ -61,11 +61,3 @@ def test_rules_hold_for_what_is_given(argument, says):
     with pytest.raises(ConfigError, match=says):
         parse(Ruled, [argument])
     assert parse(Ruled, ["counts=2", "kind=b", "kinds=b,a"])[0].kinds == ("b", "a")
-
-
-def test_help_shows_every_key_with_its_default_and_choices():
-    text = usage(Sample, "a.module", "What it is for.")
-    assert "python -m a.module" in text and "  names=a,b" in text
-    for name in Sample.__dataclass_fields__:
-        assert f"\n  {name}=" in text
-    assert "(of a, b)" in usage(Ruled, "a.module", "") and "(of" not in text

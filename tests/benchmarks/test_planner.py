@@ -72,12 +72,6 @@ def test_index_and_eviction(report):
     assert plan["sent_per_step"] == {"0": 0.0}
 
 
-def test_compiling_is_reported_apart_from_loading(report):
-    _, records = report
-    assert [record["loops"] for record in of(records, "start")] == ["compiled", "loaded from disk"]
-    assert all(r["import_s"] > 0 and r["loops_s"] > 0 for r in of(records, "start"))
-
-
 def two_ranks(rank, world_size, out):
     """Both ranks run the bench; the exit code."""
     words = (f"placements={','.join(KINDS)}", "pin=false", "cache.ratio=0.05", f"out={out}")
@@ -101,13 +95,6 @@ def test_two_ranks_plan_every_placement(tmp_path):
     assert 0 < sent[0] < sent[1] < sum(found["replicated"]["sent_per_step"].values())
     inside = {record["mode"]: set(record["ms"]) for record in of(records, "loops")}
     assert "divide" in inside["plan, sharded"] and "find_rows" in inside["plan, replicated"]
-
-
-def test_all_ways_find_the_same_number_of_rows():
-    ids = np.random.default_rng(2).integers(0, 50, 400)
-    for name, find in distinct_ways(50).items():
-        found = find(ids)
-        assert len(found[0] if isinstance(found, tuple) else found) == len(np.unique(ids)), name
 
 
 def test_what_cannot_be_measured_is_refused(capsys):

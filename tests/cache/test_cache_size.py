@@ -15,24 +15,6 @@ ONE = [(1000, 16, 0)]
 TWO = [(3000, 16, 16), (1000, 4, 1)]  # 128 and 20 bytes a row in float32
 
 
-@pytest.mark.parametrize(
-    ("groups", "world_size", "expected"),
-    [
-        (ONE, 1, [15]),
-        (ONE, 2, [16]),
-        (ONE, 4, [16]),
-        (ONE, 7, [21]),
-        (TWO, 1, [45, 15]),
-        ([(10, 16, 0)], 1, [1]),
-        ([(10, 16, 0)], 4, [4]),
-        ([(3, 16, 0)], 4, [4]),
-        ([(1, 16, 0)], 1, [1]),
-    ],
-)
-def test_ratio_is_of_each_group(groups, world_size, expected) -> None:
-    assert cache_slots(None, 0.015, None, groups, 4, world_size) == expected
-
-
 MIB = 1 << 20
 
 
@@ -56,59 +38,41 @@ def test_default(groups, itemsize, world_size, expected, slots) -> None:
     assert given == cache_slots(None, 0.015, None, groups, itemsize, world_size, expected)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "world_size", "expected"),
-    [
-        (1.0, 1, 100),
-        (1.0, 3, 102),
-        (0.07, 1, 7),
-        (0.29, 1, 29),
-        (0.071, 1, 8),
-        (1e-9, 1, 1),
-        (1, 1, 100),
-    ],
-)
-def test_ratio_is_the_decimal_that_was_typed(ratio, world_size, expected, caplog) -> None:
-    assert cache_slots(None, ratio, None, [(100, 4, 0)], 4, world_size) == [expected]
-    assert "capped" not in caplog.text
+def hundred(world_size: int = 1) -> tuple[list, int, int]:
+    """Groups, bytes of an element, ranks: 100 rows."""
+    return [(100, 4, 0)], 4, world_size
 
 
 @pytest.mark.parametrize(
-    ("rows", "groups", "world_size", "expected"),
+    ("key", "value", "of", "expected"),
     [
-        (100, ONE, 1, [100]),
-        (100, ONE, 3, [102]),
-        (1, ONE, 4, [4]),
-        (400, TWO, 1, [300, 100]),
-        (400, TWO, 7, [301, 105]),
-        (401, TWO, 1, [301, 101]),
-        (4000, TWO, 1, [3000, 1000]),
-    ],
-)
-def test_rows_are_split_by_rows(rows, groups, world_size, expected, caplog) -> None:
-    assert cache_slots(rows, None, None, groups, 4, world_size) == expected
-    assert "capped" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("budget", "groups", "itemsize", "world_size", "expected"),
-    [
-        (6400, ONE, 4, 1, [100]),
-        (6463, ONE, 4, 1, [100]),
-        (6400, ONE, 8, 1, [50]),
-        (6400, ONE, 4, 3, [99]),
-        (1, ONE, 4, 3, [3]),
+        *(("ratio", 0.015, (ONE, 4, w), [n]) for w, n in ((1, 15), (2, 16), (4, 16), (7, 21))),
+        ("ratio", 0.015, (TWO, 4, 1), [45, 15]),  # of each group
+        *(("ratio", 0.015, ([(10, 16, 0)], 4, w), [w]) for w in (1, 4)),
+        ("ratio", 0.015, ([(3, 16, 0)], 4, 4), [4]),
+        *(("ratio", r, hundred(), [n]) for r, n in ((1.0, 100), (1, 100), (0.07, 7), (0.29, 29))),
+        ("ratio", 1.0, hundred(3), [102]),
+        *(("ratio", r, hundred(), [n]) for r, n in ((0.071, 8), (1e-9, 1))),  # as it was typed
+        *(("rows", r, (ONE, 4, w), [n]) for r, w, n in ((100, 1, 100), (100, 3, 102), (1, 4, 4))),
+        ("rows", 400, (TWO, 4, 1), [300, 100]),
+        ("rows", 400, (TWO, 4, 7), [301, 105]),
+        ("rows", 401, (TWO, 4, 1), [301, 101]),
+        ("rows", 4000, (TWO, 4, 1), [3000, 1000]),
+        *(("bytes", b, (ONE, 4, w), [n]) for b, w, n in ((6400, 1, 100), (6400, 3, 99), (1, 3, 3))),
+        ("bytes", 6463, (ONE, 4, 1), [100]),
+        ("bytes", 6400, (ONE, 8, 1), [50]),
         # 3/4 of 40,960 bytes at 128, 1/4 at 20: 240 and 512 slots
-        (40_960, TWO, 4, 1, [240, 512]),
-        (40_960, TWO, 4, 100, [200, 500]),
+        ("bytes", 40_960, (TWO, 4, 1), [240, 512]),
+        ("bytes", 40_960, (TWO, 4, 100), [200, 500]),
         # a quarter of 200,000 is 50,000, but the narrow group's 1,000 rows need 20,000; the wide
         # one gets the 180,000 that are left: 1406 slots
-        (200_000, TWO, 4, 1, [1406, 1000]),
-        (3000 * 128 + 1000 * 20, TWO, 4, 1, [3000, 1000]),
+        ("bytes", 200_000, (TWO, 4, 1), [1406, 1000]),
+        ("bytes", 3000 * 128 + 1000 * 20, (TWO, 4, 1), [3000, 1000]),
     ],
 )
-def test_bytes_are_split_by_rows(budget, groups, itemsize, world_size, expected, caplog) -> None:
-    assert cache_slots(None, None, budget, groups, itemsize, world_size) == expected
+def test_slots_of_what_is_given(key, value, of, expected, caplog) -> None:
+    given_ = {"rows": None, "ratio": None, "bytes": None} | {key: value}
+    assert cache_slots(*given_.values(), *of) == expected
     assert "capped" not in caplog.text
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distcache.cache import FOREIGN, FREE, DeviceCache
+from distcache.cache import FOREIGN, FREE, DeviceCache, StateSlots
 from distcache.errors import MemoryTooSmallError, PlanError
 from distcache.store import memory as available
 
@@ -85,37 +85,6 @@ def write(cache: DeviceCache, slots, weight, state) -> None:
     cache.mark_dirty(slots)
 
 
-def test_fill_write_evict(cache: DeviceCache) -> None:
-    slots, rows = ints(7, 2, 9), ints(100, 5, 33)
-    fill(cache, slots, rows)
-    assert_rows(cache, slots, rows, 0)
-    assert cache.slot_row[[7, 2, 9]].tolist() == [100, 5, 33]
-    assert not cache.dirty.any()
-
-    write(cache, ints(9, 7), *rows_of(ints(33, 100), 1, cache.state_width))
-    assert_rows(cache, ints(7, 9), ints(100, 33), 1)
-    assert_rows(cache, ints(2), ints(5), 0)
-    assert cache.dirty_slots().tolist() == [7, 9]
-
-    out_slots, out_rows = cache.evict(ints(2, 9), ints(5, 33))
-    assert (out_slots.tolist(), out_rows.tolist()) == ([9], [33])
-    assert torch.equal(cache.read(out_slots)[0].cpu(), rows_of(ints(33), 1, 0)[0])
-    assert cache.slot_row[[2, 9]].tolist() == [FREE, FREE]
-    assert cache.dirty_slots().tolist() == [7]
-
-    fill(cache, ints(9), ints(6))
-    assert torch.equal(cache.gather(ints(9)).cpu(), rows_of(ints(6), 0, 0)[0])
-    assert cache.dirty_slots().tolist() == [7], "a filled slot is clean"
-
-
-def test_clean_keeps_the_row(cache: DeviceCache) -> None:
-    fill(cache, ints(1, 2), ints(10, 20))
-    write(cache, ints(1, 2), *rows_of(ints(10, 20), 1, cache.state_width))
-    cache.clean(ints(1))
-    assert cache.dirty_slots().tolist() == [2]
-    assert cache.evict(ints(1, 2), ints(10, 20))[1].tolist() == [20]
-
-
 def test_numpy_indices_and_nothing_to_do(cache: DeviceCache) -> None:
     empty = np.empty(0, dtype=np.int64)
     cache.fill(empty, empty, *rows_of(torch.from_numpy(empty), 0, cache.state_width))
@@ -127,22 +96,6 @@ def test_numpy_indices_and_nothing_to_do(cache: DeviceCache) -> None:
     assert_rows(cache, ints(3, 4), ints(8, 9), 2)
     slots[:] = 0
     assert cache.slot_row.tolist() == [FREE] * 3 + [8, 9] + [FREE] * 5
-
-
-def test_ensure_keeps_what_is_there(cache: DeviceCache) -> None:
-    fill(cache, ints(0, 9), ints(1, 2))
-    write(cache, ints(9), *rows_of(ints(2), 3, cache.state_width))
-    cache.ensure(4)
-    assert cache.slots == 10
-    cache.ensure(25)
-    assert cache.slots == 25 and cache.weight.shape == (25, DIM)
-    assert_rows(cache, ints(0), ints(1), 0)
-    assert_rows(cache, ints(9), ints(2), 3)
-    assert cache.dirty_slots().tolist() == [9]
-    fill(cache, ints(24), ints(77))
-    assert_rows(cache, ints(24), ints(77), 0)
-    assert cache.device_bytes == 25 * (DIM + cache.state_width) * 8
-    assert (cache.slot_row[10:24] == FREE).all()
 
 
 @pytest.mark.parametrize("bad", [-1, 10, 1 << 40])
@@ -207,8 +160,6 @@ def test_host_memory_is_checked_before_it_is_taken(monkeypatch: pytest.MonkeyPat
     assert cache.slots == 4 and torch.equal(cache.weight, fill_bits)
     for part in ("(2400 bytes)", "(2399 bytes)", "100 slots x (4 + 2 of state)", "cache.rows"):
         assert part in str(caught.value)
-    with pytest.raises(MemoryTooSmallError, match="say less"):
-        DeviceCache(100, DIM, 2, torch.float32, "cpu", "say less")
     cache.ensure(99)
 
 
@@ -224,12 +175,13 @@ def test_refusal_of_the_allocator_is_translated(monkeypatch: pytest.MonkeyPatch)
     assert "long story" not in str(caught.value)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @examples(60)
 @given(st.data())
-def test_against_a_dictionary(data: st.DataObject) -> None:
+def test_against_a_dictionary(device: str, data: st.DataObject) -> None:
     """Random fills, writes and evictions: the cache is a dictionary slot -> (row, version)."""
     state_width = data.draw(st.sampled_from([0, 3]))
-    cache = DeviceCache(6, DIM, state_width, torch.float64, "cpu")
+    cache = DeviceCache(6, DIM, state_width, torch.float64, device)
     held: dict[int, tuple[int, int]] = {}
     dirty: set[int] = set()
     next_row = 0
@@ -278,3 +230,88 @@ def test_rows_of_other_homes_come_and_go_without_a_name() -> None:
     assert cache.gather(ints(0, 1, 2))[:, 0].tolist() == [1.0, 2.0, 2.0]
     with pytest.raises(PlanError, match="slot 0 still holds row 7"):
         cache.fill(ints(0), ints(9), one[:1], None)
+
+
+# Optimizer state in some slots alone: those of the own home, and sharded ones.
+
+WIDTH = 3
+SLOTS = StateSlots(first=6, count=3, tail=9)
+"""Three homes with three replicated slots each, of which this one is the last, and sharded slots
+from 9 on."""
+
+
+def values(rows: list[int], width: int, sign: int = 1) -> Tensor:
+    return (sign * torch.tensor(rows, dtype=torch.float64)[:, None] * 10) + torch.arange(width)
+
+
+@pytest.fixture(params=[0, WIDTH])
+def partial(request: pytest.FixtureRequest) -> DeviceCache:
+    """A cache with state in some slots alone."""
+    return DeviceCache(13, DIM, request.param, torch.float64, "cpu", state_slots=SLOTS)
+
+
+def state_of(cache: DeviceCache, rows: list[int]) -> Tensor | None:
+    return values(rows, WIDTH, -1) if cache.state_width else None
+
+
+def test_state_lies_once_for_each_slot_that_has_one() -> None:
+    assert SLOTS.rows(13) == 3 + 4
+    assert SLOTS.of(np.array([6, 8, 9, 12])).tolist() == [0, 2, 3, 6]
+    cache = DeviceCache(13, DIM, WIDTH, torch.float64, "cpu", state_slots=SLOTS)
+    assert cache.weight.shape == (13, DIM) and cache.state.shape == (7, WIDTH)
+    assert cache.device_bytes == (13 * DIM + 7 * WIDTH) * 8
+
+
+def test_own_rows_come_with_state_and_those_of_others_without(partial: DeviceCache) -> None:
+    cache = partial
+    slots, rows = ints(0, 7, 3, 6), [50, 71, 53, 60]
+    names = np.array([FOREIGN, 71, FOREIGN, 60])
+    cache.fill(slots, names, values(rows, DIM), state_of(cache, [71, 60]))
+    cache.fill(ints(12, 9), ints(92, 95), values([92, 95], DIM), state_of(cache, [92, 95]))
+    assert torch.equal(cache.gather(slots), values(rows, DIM))
+    weight, state = cache.read(ints(6, 9, 7, 12))
+    assert torch.equal(weight, values([60, 95, 71, 92], DIM))
+    if cache.state_width:
+        assert torch.equal(state, values([60, 95, 71, 92], WIDTH, -1))
+    else:
+        assert state is None
+    cache.mark_dirty(ints(0, 6, 12))
+    left, leaving = cache.evict(ints(6, 7, 12), ints(60, 71, 92))
+    assert left.tolist() == [6, 12] and leaving.tolist() == [60, 92]
+    weight, state = cache.read(left)
+    assert torch.equal(weight, values([60, 92], DIM))
+    if state is not None:
+        assert torch.equal(state, values([60, 92], WIDTH, -1))
+
+
+def test_parts_are_views_whose_changes_are_those_of_the_slots(partial: DeviceCache) -> None:
+    cache = partial
+    cache.fill(ints(6, 8), ints(60, 80), values([60, 80], DIM), state_of(cache, [60, 80]))
+    cache.fill(ints(10), ints(100), values([100], DIM), state_of(cache, [100]))
+    for part, slot in ((slice(6, 9), 8), (slice(9, 13), 10)):
+        weight, state = cache.part(part)
+        assert len(weight) == part.stop - part.start
+        weight[slot - part.start] += 1000
+        if state is not None:
+            assert len(state) == len(weight)
+            state[slot - part.start] -= 1000
+    weight, state = cache.read(ints(6, 8, 10))
+    shift = torch.tensor([0.0, 1000, 1000], dtype=torch.float64)[:, None]
+    assert torch.equal(weight, values([60, 80, 100], DIM) + shift)
+    if state is not None:
+        assert torch.equal(state, values([60, 80, 100], WIDTH, -1) - shift)
+
+
+def test_state_for_rows_of_other_homes_is_refused() -> None:
+    cache = DeviceCache(13, DIM, WIDTH, torch.float64, "cpu", state_slots=SLOTS)
+    names = np.array([FOREIGN, 60])
+    with pytest.raises(PlanError, match=r"state for .* must be \(\(1, 3\)"):
+        cache.fill(ints(0, 6), names, values([0, 60], DIM), values([0, 60], WIDTH))
+    assert (cache.slot_row < 0).all()
+
+
+def test_a_cache_of_sharded_slots_alone_or_of_one_home() -> None:
+    none_here = StateSlots(first=2, count=2, tail=4)
+    assert none_here.rows(4) == 2 and none_here.of(np.array([2, 3])).tolist() == [0, 1]
+    every = StateSlots(first=0, count=4, tail=4)
+    assert every.rows(4) == 4 and every.of(np.arange(4)).tolist() == [0, 1, 2, 3]

@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 from analyses import SMALL, run
 
-from distcache import analyze as entry
 from distcache.analyze import main
+from distcache.cli import analyze_run
 from distcache.cli.analyze_run import SizeSearch, rounded_up
+from distcache.cli.compose import checked_config, compose_overrides
+from distcache.comm.rendezvous import Place
 from distcache.planner.victims import Policy
 from distcache.popularity.counters import Drift
 from distcache.popularity.curve import Curve, TableProfile, ZipfFit
 from distcache.popularity.statistics import TableCounts, read_statistics
 from distcache.replay import Case
+from distcache.trainer.build import build_source
 from distcache.trainer.prediction import Estimate, Sizes
 
 
@@ -58,7 +61,7 @@ def test_the_statistics_are_those_of_the_data(tmp_path: Path) -> None:
     run(tmp_path, *SMALL)
     found = read_statistics(tmp_path / "out")
     assert found.samples == 60 * 256 and found.share == 1
-    source = entry.build_source(entry.checked_config(entry.compose_overrides(SMALL), entry.Place()))
+    source = build_source(checked_config(compose_overrides(SMALL), Place()))
     true = np.zeros(20_000, dtype=np.int64)
     for step in range(60):
         np.add.at(true, source.train_batch(step, 0, 1).ids.values.numpy()[:256], 1)
@@ -194,13 +197,13 @@ def test_ctrl_c_reports_what_was_read(
 def test_ctrl_c_ends_the_recording_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    record = entry.record_run
+    record = analyze_run.record_run
 
     def press(*arguments):
         os.kill(os.getpid(), signal.SIGINT)
         return record(*arguments)
 
-    monkeypatch.setattr(entry, "record_run", press)
+    monkeypatch.setattr(analyze_run, "record_run", press)
     assert main([*SMALL, f"output={tmp_path}"]) == 130
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["read"]["steps"] == 60 and report["prediction"]["replayed_steps"] == 4

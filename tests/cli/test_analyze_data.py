@@ -9,7 +9,7 @@ import pytest
 from criteo_lines import ROWS, make_lines, preprocessed, write_lines
 
 from distcache.analyze import main
-from distcache.data.criteo import BatchSettings, CriteoArrays, CriteoSource, CriteoSpec
+from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.popularity.statistics import check_fits, read_statistics, vocabulary_of
 
@@ -35,19 +35,18 @@ def test_counts_of_preprocessing_are_those_of_an_analysis(
 
 def test_the_same_vocabulary_and_others(tmp_path: Path) -> None:
     days = [write_lines(tmp_path / f"{d}.txt", make_lines(300, seed=d)) for d in (0, 1)]
-    settings = BatchSettings(64)
     hashed = []
     for number, day in enumerate(days):
         preprocessed(day, tmp_path / f"h{number}")
-        hashed.append(CriteoArrays(tmp_path / f"h{number}", settings))
-    text = CriteoSource(CriteoSpec.of(days[0], ROWS, "error", settings))
+        hashed.append(CriteoArrays(CriteoSpec(tmp_path / f"h{number}")))
+    text = CriteoSource(CriteoSpec(days[0], ROWS))
     assert len({vocabulary_of(source) for source in (*hashed, text)}) == 1
     check_fits(read_statistics(tmp_path / "h0"), hashed[1], "h0")
     check_fits(read_statistics(tmp_path / "h0"), text, "h0")
     preprocessed(days[0], tmp_path / "bags", multi_hot=[2] * 26)
     for number, day in enumerate([*days, days[0]]):
         preprocessed(day, tmp_path / f"v{number}", mode="vocabulary")
-    made = [CriteoArrays(tmp_path / name, settings) for name in ("bags", "v0", "v1", "v2")]
+    made = [CriteoArrays(CriteoSpec(tmp_path / name)) for name in ("bags", "v0", "v1", "v2")]
     names = [vocabulary_of(source) for source in (text, *made)]
     assert names[2] == names[4] and len(set(names)) == 4
 
@@ -64,8 +63,8 @@ def test_what_fixes_the_hot_ids_of_a_synthetic_stream() -> None:
 def test_file_order_has_the_same_samples(tmp_path: Path, mode: str) -> None:
     text = write_lines(tmp_path / "a.txt", make_lines(300))
     preprocessed(text, tmp_path / "made", mode=mode)
-    source = CriteoArrays(tmp_path / "made", BatchSettings(40, shuffle_block=8))
-    plain = CriteoArrays(tmp_path / "made", BatchSettings(40, shuffle=False))
+    source = CriteoArrays(CriteoSpec(tmp_path / "made", (), 40, shuffle_block=8))
+    plain = CriteoArrays(CriteoSpec(tmp_path / "made", (), 40, shuffle=False))
     ordered = source.in_file_order()
     for step in range(7):
         batch, wanted = ordered.train_batch(step, 0, 1), plain.train_batch(step, 0, 1)

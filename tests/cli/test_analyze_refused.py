@@ -8,7 +8,7 @@ import pytest
 from analyses import SMALL, refused
 
 from distcache.analyze import main
-from distcache.cli.analyze_run import AnalyzeConfig, parse_request
+from distcache.cli.analyze_run import AnalyzeConfig, check_line
 from distcache.cli.compose import read_line
 from distcache.errors import ConfigError
 from distcache.store import memory as available
@@ -80,4 +80,4 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixt
     said = refused(capsys, *SMALL, f"output={tmp_path / 'file/out'}")
     assert "output=" in said and "name another folder" in said
     with pytest.raises(ConfigError, match="nothing is trained"):
-        parse_request(read_line("analyze", AnalyzeConfig, ["parallel=host"]))
+        check_line(read_line("analyze", AnalyzeConfig, ["parallel=host"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,24 +11,25 @@ from analyses import SMALL, refused, run
 from distcache.cli.analyze_run import (
     DEFAULT_SIZES,
     AnalyzeConfig,
+    binding_holds,
     cases_of,
-    parse_request,
     policy_named,
 )
 from distcache.cli.compose import read_line
 from distcache.planner.victims import Policy
+from distcache.replay import Case, replay
+from distcache.trace import Trace, record_ids
 
 
 def test_policies_and_cases() -> None:
     assert policy_named("lookahead-frequency") == Policy("lookahead", "frequency")
     words = ["simulate=true", "analyze.policies=all", "analyze.lookaheads=[2,8]"]
     line = read_line("analyze", AnalyzeConfig, [*words, "analyze.world_sizes=1,3"])
-    request = parse_request(line)
-    options = replace(request.options, sizes=DEFAULT_SIZES)
-    assert len(request.policies) == 7
+    options = line.values.analyze
+    assert len(options.chosen_policies) == 7
     cases = cases_of(
-        request.policies,
         options,
+        DEFAULT_SIZES,
         lambda size, world: (int(1000 * size),),
         lambda slots, world: int(slots[0] > 5),
     )
@@ -88,3 +88,38 @@ def test_a_bad_trace(tmp_path: Path, capsys: pytest.CaptureFixture, text: str, n
     path.write_text(text)
     said = refused(capsys, "simulate=true", f"trace={path}", f"output={tmp_path / 'o'}")
     assert "trace: " in said and named in said and "name another one" in said
+
+
+def recorded(share: float, steps: int = 150) -> tuple[Trace, int]:
+    """A stream of ids that come again at random, and slots of which a step's rows are `share`."""
+    rng = np.random.default_rng(1)
+    ids = [(2000 * rng.random(150) ** 1.5).astype(np.int64) for _ in range(steps)]
+    return record_ids(ids, 2000), int(np.mean([len(np.unique(step)) for step in ids]) / share)
+
+
+@pytest.mark.parametrize(
+    ("share", "ahead", "binds"), [(0.4, 1, True), (0.4, 0, False), (0.1, 1, False)]
+)
+def test_holds_that_bind_are_told(share: float, ahead: int, binds: bool) -> None:
+    """Where a step's rows are much of the slots, P costs fetches at any window; P = 0 does not."""
+    trace, slots = recorded(share)
+    cases = [Case(None, (slots,), 0, ahead)]
+    cases += [Case(Policy(), (slots,), window, ahead) for window in (4, 8)]
+    outcomes = replay(trace, cases)
+    found = binding_holds([trace], outcomes, lambda *_: None)
+    assert len(found) == binds
+    for hold in found:
+        assert hold.rows == pytest.approx(share * slots, rel=0.02)
+        assert hold.fetched > 1.05 and hold.without == pytest.approx(1.0, abs=0.005)
+        deepest = replay(trace, [Case(Policy(), (slots,), trace.steps, ahead)])[0]
+        assert hold.fetched == pytest.approx(deepest.fetched / outcomes[0].fetched, abs=0.01)
+
+
+def test_the_report_says_which_holds_bind(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ("data.table_rows=[2000]", "data.zipf=0.5", "data.global_batch_size=150")
+    run(tmp_path, "data=synthetic", *words, "trainer.steps=120", "simulate=true",
+        "analyze.sizes=350", "cache.prefetch=1")  # fmt: skip
+    text, shown = (tmp_path / "out/report.md").read_text(), capsys.readouterr().out
+    for told in (text, shown):
+        assert "the holds of moving ahead bind: with cache.prefetch=1 a window of 64" in told
+        assert "No deeper window helps there; more slots do." in told

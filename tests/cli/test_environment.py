@@ -84,13 +84,3 @@ def test_other_ranks_warn_and_name_themselves(speak):
     assert speak("ERROR", 2, 4) == ([], ["rank 2: error: a error"])
     out, _ = speak("DEBUG", 2, 4)
     assert len(out) == 2
-
-
-def test_this_checkout_is_found(checkout):
-    if not (checkout / ".git").exists():
-        pytest.skip("not a git checkout")
-    found = describe_environment(1)["commit"]
-    head = subprocess.run(
-        ["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True
-    )
-    assert head.returncode != 0 or found["commit"] == head.stdout.strip()

@@ -101,7 +101,7 @@ def test_training_takes_the_overrides(tmp_path: Path) -> None:
 @pytest.mark.parametrize("placement", [*CACHED, "table_wise", "row_wise"])
 def test_every_choice_is_a_configuration(placement: str) -> None:
     request = parse_request([*SMALL, "replicated_rows={t_cat_0: 7, t_cat_1: 5}", "state=home"])
-    plan = make_plan(request, None, False)
+    plan = make_plan(request)
     best = plan.here.of(placement)
     assert best is not None
     object.__setattr__(plan, "here", Point(plan.here.cluster, plan.here.demand, (best,), best))
@@ -213,10 +213,10 @@ def test_help_names_every_preset(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_cards_are_shared_by_the_ranks_of_a_node() -> None:
-    one = make_plan(parse_request([*SMALL, "nodes=1", "cards=1"]), None, False)
+    one = make_plan(parse_request([*SMALL, "nodes=1", "cards=1"]))
     assert one.here.cluster.between is not None
     assert one.here.cluster.between.bandwidth == PRESETS["400gbe"].bandwidth / 4
-    each = make_plan(parse_request([*SMALL, "nodes=1"]), None, False)
+    each = make_plan(parse_request([*SMALL, "nodes=1"]))
     assert each.here.cluster.between == PRESETS["400gbe"]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ranks import run_ranks
 
-from distcache.comm.agreement import agree_on, differences, together
+from distcache.comm.agreement import agree_on, on_first, together
 from distcache.comm.failure import is_secondary
+from distcache.comm.rendezvous import differences
 from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError, PeerError
 
@@ -14,14 +15,14 @@ def outcomes(rank: int, size: int) -> list[str]:
     world = open_world("cpu", timeout_s=60)
     seen = []
 
-    def fail(kind: type[Exception], *ranks: int):
+    def fail(kind: type[Exception], *ranks: int, first: bool = False):
         def work() -> int:
             if rank in ranks:
                 raise kind(f"no {rank}")
             return rank
 
         try:
-            seen.append(str(together(world, work)))
+            seen.append(str((on_first if first else together)(world, work)))
         except Exception as error:
             seen.append(f"{type(error).__name__}: {error}")
             assert is_secondary(error) == (rank not in ranks), "which rank was the cause"
@@ -29,7 +30,8 @@ def outcomes(rank: int, size: int) -> list[str]:
     fail(ConfigError)
     fail(ConfigError, 1)
     fail(KeyError, 0, 2)
-    fail(ConfigError)
+    fail(ConfigError, first=True)
+    fail(ConfigError, 0, first=True)
     close_world(world)
     return seen
 
@@ -40,15 +42,17 @@ def test_all_ranks_learn_of_a_failure() -> None:
         "[0, 1, 2]",
         "ConfigError: rank 1: no 1",
         "KeyError: 'no 0'",
-        "[0, 1, 2]",
+        "0",
+        "ConfigError: no 0",
     ]
     assert second == [
         "[0, 1, 2]",
         "ConfigError: no 1",
         f"{PeerError.__name__}: rank 0: KeyError: 'no 0'",
-        "[0, 1, 2]",
+        "0",
+        "ConfigError: rank 0: no 0",
     ]
-    assert third[1:] == ["ConfigError: rank 1: no 1", "KeyError: 'no 2'", "[0, 1, 2]"]
+    assert third[1:] == ["ConfigError: rank 1: no 1", "KeyError: 'no 2'", *second[3:]]
 
 
 def test_a_difference_names_every_value_and_its_ranks() -> None:

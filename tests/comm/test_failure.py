@@ -9,14 +9,17 @@ import pytest
 import torch.distributed as dist
 
 from distcache.comm.failure import (
+    Failure,
     cause_of,
     describe,
-    first_failure,
-    first_traceback,
     is_secondary,
     record_failure,
+    recorded_failures,
 )
 from distcache.errors import ConfigError, DataError, PeerError
+
+GLOO = RuntimeError("[/src/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+MISSING = PeerError("rank 2 is missing")
 
 
 @pytest.fixture
@@ -24,85 +27,70 @@ def store():
     return dist.HashStore()
 
 
-def test_nothing_failed_yet(store):
-    assert first_failure(store) is None
-    assert first_failure(None) is None
-
-
-def test_the_first_record_wins(store):
-    record_failure(store, 2, DataError("bad id"))
-    record_failure(store, 0, DataError("later"))
-    assert first_failure(store) == (2, "bad id")
-
-
-def test_a_cause_goes_before_its_consequences(store):
-    record_failure(store, 0, PeerError("rank 2 is missing"))
-    record_failure(store, 1, RuntimeError("[gloo/tcp] Connection closed by peer"))
-    record_failure(store, 2, ValueError("a bug"))
-    assert first_failure(store) == (2, "ValueError: a bug")
+@pytest.mark.parametrize(
+    ("errors", "first"),
+    [
+        ([(2, DataError("bad id")), (0, DataError("later"))], (2, "bad id")),
+        ([(0, MISSING), (1, GLOO), (2, ValueError("a bug"))], (2, "ValueError: a bug")),
+        ([(1, MISSING), (0, PeerError("rank 2 is missing, too"))], (1, "rank 2 is missing")),
+    ],
+)
+def test_a_cause_goes_before_its_consequences(store, errors, first):
+    assert recorded_failures(store) == recorded_failures(None) == []
+    for rank, error in errors:
+        record_failure(store, rank, error)
+    found = recorded_failures(store)
+    assert len(found) == len(errors) and (found[0].rank, found[0].text) == first
 
 
 def test_a_bug_is_told_with_its_place_and_a_mistake_without(store):
-    assert first_traceback(store) == first_traceback(None) == ""
-    record_failure(store, 0, PeerError("rank 2 is missing"))
-    assert first_traceback(store) == ""
+    assert Failure.of(0, MISSING).traceback == ""
     try:
         [][1]
     except IndexError as error:
         error.add_note("in stage gather of step 7")
         record_failure(store, 2, error)
-    where = first_traceback(store)
-    assert where.startswith("Traceback (most recent call last)")
-    assert "[][1]" in where and "in stage gather of step 7" in where
-    assert "(in stage gather of step 7)" in first_failure(store)[1]
+    (found,) = recorded_failures(store)
+    assert found.traceback.startswith("Traceback (most recent call last)")
+    assert "[][1]" in found.traceback and "in stage gather of step 7" in found.traceback
+    assert "(in stage gather of step 7)" in found.text
 
 
-def test_only_consequences(store):
-    record_failure(store, 1, PeerError("rank 2 is missing"))
-    record_failure(store, 0, PeerError("rank 2 is missing, too"))
-    assert first_failure(store) == (1, "rank 2 is missing")
-
-
-def test_a_consequence_waits_for_its_cause(store):
+def test_a_consequence_waits_for_its_cause_and_a_cause_tells_itself(store):
     def fail_later() -> None:
         time.sleep(0.2)
         record_failure(store, 1, DataError("the cause"))
 
     thread = threading.Thread(target=fail_later)
     thread.start()
-    assert cause_of(store, 0, PeerError("rank 1 sent an error"), grace_s=20) == (1, "the cause")
+    found = cause_of(store, 0, PeerError("rank 1 sent an error"), grace_s=20)
     thread.join()
-
-
-def test_a_cause_tells_itself(store):
-    assert cause_of(store, 3, DataError("mine"), grace_s=20) == (3, "mine")
-    assert cause_of(store, 1, PeerError("theirs"), grace_s=20) == (3, "mine")
-    assert cause_of(None, 0, ConfigError("alone")) == (0, "alone")
+    assert (found.rank, found.text) == (1, "the cause")
+    again = dist.HashStore()
+    assert cause_of(again, 3, DataError("mine"), grace_s=20).rank == 3
+    assert cause_of(again, 1, PeerError("theirs"), grace_s=20).text == "mine"
+    assert cause_of(None, 0, ConfigError("alone")) == Failure(0, "alone", False)
 
 
 def test_a_store_that_died_leaves_the_own_error():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     del server
-    assert cause_of(client, 1, DataError("mine")) == (1, "mine")
+    assert cause_of(client, 1, DataError("mine")) == Failure(1, "mine", False)
 
 
 @pytest.mark.parametrize(
-    ("error", "secondary"),
+    ("error", "secondary", "words"),
     [
-        (PeerError("x"), True),
-        (dist.DistNetworkError("x"), True),
-        (RuntimeError("[/src/gloo/transport/tcp/pair.cc:547] Connection closed by peer"), True),
-        (RuntimeError("shapes do not match"), False),
-        (ValueError("socket"), False),
-        (DataError("x"), False),
+        (PeerError("x"), True, "x"),
+        (dist.DistNetworkError("x"), True, "DistNetworkError: x"),
+        (GLOO, True, f"RuntimeError: {GLOO}"),
+        (RuntimeError("shapes do not match"), False, "RuntimeError: shapes do not match"),
+        (ValueError("socket"), False, "ValueError: socket"),
+        (DataError("line 3"), False, "line 3"),
+        (DataError(), False, "DataError"),
+        (KeyError("k"), False, "KeyError: 'k'"),
     ],
 )
-def test_which_errors_are_consequences(error, secondary):
-    assert is_secondary(error) is secondary
-
-
-def test_messages():
-    assert describe(DataError("line 3")) == "line 3"
-    assert describe(KeyError("k")) == "KeyError: 'k'"
-    assert describe(DataError()) == "DataError"
+def test_which_errors_are_consequences_and_what_they_say(error, secondary, words):
+    assert is_secondary(error) is secondary and describe(error) == words

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 import torch
@@ -18,31 +17,32 @@ from node_cases import open_nodes
 from ranks import run_ranks
 
 from distcache.comm import rendezvous
+from distcache.comm.rendezvous import exchange
 from distcache.comm.world import (
     Claim,
     Nodes,
-    agree_on_nodes,
+    agree_on_claims,
     close_world,
     current_world,
-    exchange_claims,
-    leave_world,
     nodes_of_names,
     open_world,
 )
 from distcache.errors import ConfigError, DistcacheError, PeerError
 
+COMMAND = (["a=1", "b=2"], {"distcache": "1", "numpy": "5"})
+
 
 def claims(*sizes: int) -> list[Claim]:
     """What ranks on nodes of `sizes` ranks say."""
     return [
-        Claim(local, size, f"host{node}", str(node), "cpu", "gloo")
+        Claim(local, size, f"host{node}", str(node), "cpu", "gloo", None, sum(sizes), *COMMAND)
         for node, size in enumerate(sizes)
         for local in range(size)
     ]
 
 
 def test_places() -> None:
-    nodes = agree_on_nodes(claims(2, 1, 3))
+    nodes = agree_on_claims(claims(2, 1, 3))
     assert nodes == Nodes((2, 1, 3))
     assert [nodes.of(rank) for rank in range(6)] == [0, 0, 1, 2, 2, 2]
     assert [list(nodes.ranks(node)) for node in range(3)] == [[0, 1], [2], [3, 4, 5]]
@@ -60,7 +60,7 @@ def test_bytes_between_nodes() -> None:
 
 def test_two_agents_of_one_machine_are_two_nodes() -> None:
     here = [replace(claim, host="here") for claim in claims(2, 2)]
-    assert agree_on_nodes(here) == Nodes((2, 2))
+    assert agree_on_claims(here) == Nodes((2, 2))
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,23 @@ def test_two_agents_of_one_machine_are_two_nodes() -> None:
         (2, {"backend": "nccl"}, "backend is gloo on rank 0 .host0. and nccl on rank 2 .host1."),
         (2, {"device": "cuda"}, "set trainer.device to one that all nodes have"),
         (3, {"error": "no GPU here"}, "rank 3 .host1.: no GPU here"),
+        (3, {"size": 5}, "WORLD_SIZE is '4' on ranks 0-2 and '5' on rank 3: start all with one"),
+        (3, {"arguments": ["a=1"]}, "command lines differ: b is '2' on ranks 0-2 .* on rank 3;"),
+        (3, {"versions": {"distcache": "2", "numpy": "5"}}, "and '2' on rank 3; install the same"),
     ],
 )
 def test_what_cannot_work_is_refused(rank: int, change: dict, message: str) -> None:
     found = claims(2, 2)
     found[rank] = replace(found[rank], **change)
     with pytest.raises(ConfigError, match=message):
-        agree_on_nodes(found)
+        agree_on_claims(found)
+
+
+def test_what_need_not_be_the_same(caplog) -> None:
+    found = claims(2)
+    found[1] = replace(found[1], arguments=["b=2", "a=1"], versions=COMMAND[1] | {"numba": "7"})
+    assert agree_on_claims(found, rank=0) == agree_on_claims(found, rank=1) == Nodes((2,))
+    assert caplog.text.count("the ranks' versions differ: numba is") == 1
 
 
 def test_ranks_that_go_round_the_nodes_are_refused() -> None:
@@ -90,12 +100,14 @@ def test_ranks_that_go_round_the_nodes_are_refused() -> None:
     assert nodes_of_names(["a", "a", "b"]) == Nodes((2, 1))
 
 
+def meet(store: dist.Store, rank: int, size: int = 2, limit_s: float = 20) -> list:
+    return exchange(store, "a test", (rank, size), {"of": rank}, limit_s)
+
+
 def test_missing_ranks_are_named() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
-    store.set_timeout(dist.distributed_c10d.timedelta(seconds=1))
-    with pytest.raises(PeerError, match=r"rank 1 of 3 waited .* rank 0, rank 2 did not come"):
-        exchange_claims(store, 1, 3, claims(3)[1])
+    says = r"rank 1 of 3 waited .* rank 0, rank 2 did not come within trainer.timeout_s \(0.2 s\)"
+    with pytest.raises(PeerError, match=says):
+        meet(dist.HashStore(), 1, 3, 0.2)
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.6])
@@ -103,24 +115,21 @@ def test_ranks_that_come_late_are_waited_for_and_told(late_s, monkeypatch, caplo
     monkeypatch.setattr(rendezvous, "NOTICE_S", 0.2 if late_s else 10)
     caplog.set_level(logging.INFO)
     store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=20))
-    late = threading.Timer(late_s, lambda: exchange_claims(store, 1, 2, claims(2)[1]))
+    late = threading.Timer(late_s, lambda: meet(store, 1))
     late.start()
-    found = exchange_claims(store, 0, 2, claims(2)[0])
+    found = meet(store, 0)
     late.join()
-    assert found == claims(2)
+    assert found == [{"of": 0}, {"of": 1}]
     told = [line for line in caplog.messages if "waits for" in line]
     assert len(told) == (late_s > 0.5)
     assert not told or "waits for rank 1 to start (20 s at most)" in told[0]
 
 
 def test_ctrl_c_ends_the_wait_for_the_others() -> None:
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=60))
     began = time.monotonic()
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        exchange_claims(store, 0, 2, claims(2)[0])
+        meet(dist.HashStore(), 0, limit_s=60)
     assert time.monotonic() - began < 20
 
 
@@ -165,7 +174,7 @@ def in_a_part(rank: int, size: int) -> tuple | None:
         for world in worlds:
             group = dist.get_process_group_ranks(world.node_group)
             found = (world.rank, world.nodes.sizes, world.local_rank, group)
-            leave_world(world)
+            close_world(world)
     dist.barrier()
     dist.destroy_process_group()
     return found

@@ -53,19 +53,27 @@ def test_torchruns_variables(launched):
     assert find_place() == Place(5, 8, 1, 4)
 
 
-def test_half_an_environment_is_refused(launched):
-    launched(RANK=1)
-    with pytest.raises(ConfigError, match="WORLD_SIZE and MASTER_ADDR are not"):
-        find_place()
-    launched(WORLD_SIZE=2)
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 .* but RANK is not: start ranks with"):
-        find_place()
+TWO = {"WORLD_SIZE": 2, "MASTER_ADDR": "h"}
 
 
-@pytest.mark.parametrize("rank", [-1, 2, 7])
-def test_a_rank_beyond_the_world_is_refused(launched, rank) -> None:
-    launched(RANK=rank, WORLD_SIZE=2, MASTER_ADDR="h")
-    with pytest.raises(ConfigError, match=rf"RANK={rank} .* not among the 2 of WORLD_SIZE=2"):
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"RANK": 1}, "WORLD_SIZE and MASTER_ADDR are not"),
+        ({"WORLD_SIZE": 2}, r"WORLD_SIZE=2 .* but RANK is not: start ranks with"),
+        *(
+            (TWO | {"RANK": rank}, rf"RANK={rank} .* not among the 2 of WORLD_SIZE=2")
+            for rank in (-1, 2, 7)
+        ),
+        *(
+            ({"RANK": 0} | TWO | {name: "two"}, f"{name}='two' in the environment is no whole num")
+            for name in NAMES[:4]
+        ),
+    ],
+)
+def test_a_wrong_environment_is_refused(launched, values, says) -> None:
+    launched(**values)
+    with pytest.raises(ConfigError, match=says):
         find_place()
 
 
@@ -73,13 +81,6 @@ def test_ranks_wait_for_a_start_as_long_as_the_command_line_says() -> None:
     assert start_timeout(["trainer.steps=3"]) == start_timeout(["trainer.timeout_s=x"]) == TIMEOUT_S
     assert start_timeout(["trainer.timeout_s=60", "a=b", "trainer.timeout_s=90.5"]) == 90.5
     assert start_timeout(["trainer.timeout_s=2"]) == LEAST_TIMEOUT_S
-
-
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
-def test_words_for_numbers_are_refused(launched, name):
-    launched(**{"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "h", name: "two"})
-    with pytest.raises(ConfigError, match=f"{name}='two' in the environment is no whole number"):
-        find_place()
 
 
 def test_what_rank_0_publishes_all_receive():

@@ -12,9 +12,14 @@ from distcache.comm.link import (
     Link,
     count_collectives,
     spread,
-    spread_flat,
 )
 from distcache.comm.world import close_world
+
+
+def spread_flat(link: Link, rows: torch.Tensor, counts: list[int], *about: str) -> torch.Tensor:
+    """`spread` in one all-to-all: a copy for every rank."""
+    size = link.world.size
+    return link.all_to_all(rows.repeat(size, 1), [len(rows)] * size, counts, *about)
 
 
 def both(rank: int, size: int, layouts: list[tuple[int, ...]]) -> list[dict]:

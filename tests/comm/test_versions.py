@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
-import threading
 
 import pytest
 import torch
@@ -15,11 +13,8 @@ from ranks import run_ranks
 
 import distcache
 from distcache import versions
-from distcache.comm import rendezvous
-from distcache.comm.agreement import agree_before_world, agree_on_versions
-from distcache.comm.rendezvous import Place
-from distcache.comm.world import close_world, current_world, open_world
-from distcache.errors import ConfigError, PeerError
+from distcache.comm.rendezvous import compare_versions
+from distcache.errors import ConfigError
 from distcache.layout import TableSpec
 
 INSTALLED = versions.installed
@@ -30,135 +25,33 @@ def pretend(**given: str | None) -> None:
     versions.installed = lambda name: given[name] if name in given else INSTALLED(name)
 
 
-def compared(rank: int, size: int) -> list[tuple[str, list[str]]]:
-    """What rank 1 pretends to have, one case after the other: the error and what is logged."""
-    world = open_world("cpu", timeout_s=60)
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())
-    logging.getLogger("distcache").addHandler(handler)
-    found = []
-    for given, hybrid in (
-        ({}, False),
-        ({"numpy": "9.9.9"}, False),
-        ({"numba": None, "triton": "0.1"}, False),
-        ({"torchrec": "0.1"}, False),
-        ({"torchrec": "0.1"}, True),
-        ({"distcache": "0.0.1"}, False),
-    ):
-        pretend(**(given if rank else {}))
-        logged.clear()
-        try:
-            agree_on_versions(world, hybrid)
-            error = ""
-        except ConfigError as caught:
-            error = str(caught)
-        found.append((error, list(logged)))
-    pretend()
-    real = torch.__version__
-    if rank:
-        torch.__version__ = "2.12.1+cu130"
-        versions.source_checksum = lambda: "0badc0de"
-    with pytest.raises(ConfigError) as caught:
-        agree_on_versions(world)
-    torch.__version__ = real
-    found.append((str(caught.value), []))
-    close_world(world)
-    return found
-
-
-def test_versions_that_differ() -> None:
-    first, second = run_ranks(compared, 2)
-    assert [error for error, _ in first] == [error for error, _ in second]
-    same, numpy, speed, unused, used, own, torches = first
-    assert same == ("", [])
-    assert f"numpy is {INSTALLED('numpy')!r} on rank 0 and '9.9.9' on rank 1" in numpy[0]
-    assert "install the same packages on all nodes" in numpy[0]
-    assert speed[0] == "" and len(speed[1]) == 1
-    assert "'not installed' on rank 1" in speed[1][0] and "and '0.1' on rank 1" in speed[1][0]
-    assert unused[0] == "" and "torchrec is" in unused[1][0]
-    assert "torchrec is" in used[0] and "'0.1' on rank 1" in used[0] and used[1] == []
-    assert "distcache is" in own[0] and "'0.0.1' on rank 1" in own[0]
-    assert f"torch is '{torch.__version__}' on rank 0 and '2.12.1+cu130' on rank 1" in torches[0]
-    assert re.search("distcache's source is '[0-9a-f]{8}' on rank 0 and '0badc0de'", torches[0])
-    assert all(not logged for _, logged in second), "rank 0 alone warns"
-
-
-def test_one_rank_has_nobody_to_differ_from() -> None:
-    world = current_world(torch.device("cpu"))
-    agree_on_versions(world)
-    agree_before_world(None, Place())
+HERE = versions.versions_here()
 
 
 def test_versions_are_words() -> None:
-    here = versions.versions_here()
-    assert here["torch"] == torch.__version__ and here["python"].startswith("3.")
-    assert all(isinstance(value, str) and value for value in here.values())
-    assert json.loads(json.dumps(here)) == here
+    assert HERE["torch"] == torch.__version__ and HERE["python"].startswith("3.")
+    assert all(isinstance(value, str) and value for value in HERE.values())
+    assert json.loads(json.dumps(HERE)) == HERE
+    assert re.fullmatch("[0-9a-f]{8}", HERE[versions.SOURCE])
 
 
-def test_over_the_launchs_store_before_any_group(monkeypatch) -> None:
-    store, found = dist.HashStore(), {}
-    seen = {0: "1.0", 1: "1.0", 2: "2.0"}
-    own = threading.local()
-
-    def installed(name: str) -> str | None:
-        return seen[own.rank] if name == "distcache" else "5"
-
-    monkeypatch.setattr(versions, "installed", installed)
-
-    def run(rank: int) -> None:
-        own.rank = rank
-        try:
-            agree_before_world(store, Place(rank, 3), timeout_s=20)
-        except ConfigError as error:
-            found[rank] = str(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in (2, 1, 0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert sorted(found) == [0, 1, 2]
-    for text in found.values():
-        assert "distcache is '1.0' on ranks 0, 1 and '2.0' on rank 2" in text
+@pytest.mark.parametrize("name", ["distcache", "torch", "numpy", versions.SOURCE])
+def test_versions_that_matter_are_refused(name: str) -> None:
+    says = rf"{name} is .* on rank 0 and '9.9' on rank 1; install the same packages on all nodes"
+    with pytest.raises(ConfigError, match=says):
+        compare_versions([HERE, HERE | {name: "9.9"}], False, False, True)
 
 
-def test_command_lines_that_differ_are_named() -> None:
-    store, found = dist.HashStore(), {}
-    given = (["a=1", "b=2"], ["b=2", "a=1"], ["a=1"])
-
-    def start(rank: int, lines: tuple[list[str], ...], name: str) -> None:
-        own = dist.PrefixStore(name, store)
-        try:
-            agree_before_world(own, Place(rank, 3), 20, lines[rank])
-        except ConfigError as error:
-            found[name, rank] = str(error)
-
-    for name, lines in (("differ", given), ("same", (*given[:2], given[1]))):
-        threads = [threading.Thread(target=start, args=(rank, lines, name)) for rank in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-    assert sorted(found) == [("differ", rank) for rank in range(3)], "the order does not matter"
-    for text in found.values():
-        assert "the ranks' command lines differ: b is '2' on ranks 0, 1 and " in text
-        assert "on rank 2; start all" in text and "a is" not in text
-        assert "nodes with the same arguments" in text
-
-
-def test_a_rank_that_does_not_start_is_named(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(rendezvous, "NOTICE_S", 0.02)
-    store = dist.HashStore()
-    store.set("versions/1", "{}")
-    with pytest.raises(PeerError, match=r"ranks \[2, 3\] did not start within 0 s"):
-        agree_before_world(store, Place(0, 4), timeout_s=0.1)
-    assert caplog.text.count("waits for ranks [2, 3] to start") == 1
-    caplog.clear()
-    with pytest.raises(PeerError, match=r"ranks \[0\] did not start"):
-        agree_before_world(dist.HashStore(), Place(2, 4), timeout_s=0.1)
-    assert not caplog.text, "rank 0 says for whom all wait"
+def test_other_versions_are_told_by_rank_0(caplog) -> None:
+    for name, where in (("torchrec", (True, False)), ("triton", (False, True))):
+        other = [HERE, HERE | {name: "0.1", "numba": "not installed"}]
+        compare_versions(other, False, False, warn=False)
+        assert not caplog.text
+        compare_versions(other, False, False, warn=True)
+        assert f"{name} is " in caplog.text and "and 'not installed' on rank 1" in caplog.text
+        caplog.clear()
+        with pytest.raises(ConfigError, match=f"{name} is .* and '0.1' on rank 1"):
+            compare_versions(other, *where, warn=True)
 
 
 def library(rank: int, size: int) -> dict[str, str]:

@@ -242,3 +242,14 @@ def test_groups_of_an_own_folder_are_hydras_to_judge(where, monkeypatch, tmp_pat
         composed = compose_command_line(Place(0, 1, 0, 1))
         assert composed.text is not None and to_config(composed.text).trainer.steps == steps
     assert (root.level, root.handlers) == before  # Hydra's own would show what libraries say
+
+
+def test_the_packaged_folder_comes_first(tmp_path: Path) -> None:
+    package = tmp_path / "distcache"
+    package.mkdir()
+    with pytest.raises(ConfigError, match=r"no configuration folder at .*reinstall"):
+        conf_dir(package)
+    (tmp_path / "conf").mkdir()
+    assert conf_dir(package) == tmp_path / "conf"
+    (package / "conf").mkdir()
+    assert conf_dir(package) == package / "conf"

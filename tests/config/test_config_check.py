@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import re
 from functools import lru_cache
 
 import pytest
@@ -10,11 +13,14 @@ from omegaconf import OmegaConf
 
 from distcache.cli.compose import compose_overrides, given_keys, to_config
 from distcache.config import checks as config_check
-from distcache.config.checks import check
+from distcache.config import rules_of
+from distcache.config.checks import check, check_values
 from distcache.config.keys import without_use
-from distcache.config.tree import CacheConfig
+from distcache.config.tree import CacheConfig, Config
 from distcache.errors import ConfigError
 from distcache.planner.victims import DEFAULT, Policy
+
+PARQUET = "data=parquet data.id_columns=[a,b] data.table_rows=[5,6] "
 
 REFUSED = {
     "cache.rows=5 cache.ratio=0.1": ("cache.rows=5 and cache.ratio=0.1", "one of them"),
@@ -22,60 +28,25 @@ REFUSED = {
     "cache.ratio=0": ("cache.ratio=0", "cache.rows=<"),
     "cache.ratio=1.01": ("cache.ratio=1.01", "at most 1"),
     "cache.ratio=nan": ("cache.ratio=nan", "at most 1"),
-    "cache.rows=0": ("cache.rows=0", "at least 1"),
-    "cache.bytes=-1": ("cache.bytes=-1", "at least 1"),
-    "cache.lookahead=-1": ("cache.lookahead=-1", "at least 0"),
-    "cache.prefetch=-1": ("cache.prefetch=-1", "at least 0"),
-    "cache.lookahead=far": ("cache.lookahead=far", "auto"),
-    "cache.prefetch=true": ("cache.prefetch=True", "auto"),
-    "trainer.threads=0": ("trainer.threads=0", "at least 1"),
-    "trainer.schedule=fast": ("trainer.schedule=fast", "overlapped or serial"),
-    "trainer.shake_ms=-1": ("trainer.shake_ms=-1", "at least 0"),
-    "cache.policy=mru": ("cache.policy=mru", "lookahead or lfu or lru or frequency or static"),
-    "cache.tail=mru": ("cache.tail=mru", "choose lru or lfu or frequency"),
     "cache.policy=lru cache.tail=frequency cache.statistics=.": (
         "cache.tail=frequency",
         "leave one of them out",
     ),
-    "cache.policy=static": ("cache.policy=static", "cache.statistics=<folder>"),
-    "cache.tail=frequency": ("cache.tail=frequency", "distcache.analyze"),
     "cache.tail=lfu cache.half_life=0": ("cache.half_life=0", "give auto, or steps from 1"),
     "cache.tail=lfu cache.half_life=long": ("cache.half_life=long", "give auto"),
     "cache.tail=lru cache.half_life=9": ("cache.half_life=9", "cache.tail=lfu or cache.policy=lfu"),
-    "cache.placement=spread": ("cache.placement=spread", "replicated or sharded"),
     "cache.replicated_share=0.1": ("cache.replicated_share=0.1", "cache.placement=mixed"),
-    "cache.reduction=fast": ("cache.reduction=fast", "ordered or native"),
-    "store.name=disk": ("store.name=disk", "memory"),
-    "parallel.mode=ddp": ("parallel.mode=ddp", "resident"),
-    "parallel.sharding=rows": ("parallel.sharding=rows", "row_wise"),
-    "optim.name=lamb": ("optim.name=lamb", "adagrad"),
     "optim.betas=[0.9]": ("optim.betas=[0.9]", "two numbers"),
     "optim.betas=[0.9,1.0]": ("optim.betas=[0.9, 1.0]", "two numbers"),
     "optim=adam optim.eps=0": ("optim.eps=0", "1e-8"),
     "optim=adagrad optim.eps=0": ("optim.eps=0", "1e-8"),
-    "optim.dense_lr=-1": ("optim.dense_lr=-1", "at least 0"),
-    "optim.embedding_lr=inf": ("optim.embedding_lr=inf", "at least 0"),
     "optim.warmup_steps=10 optim.decay_start=5 optim.decay_steps=9": ("optim.decay_start=5", "10"),
-    "trainer.dtype=bfloat16": ("trainer.dtype=bfloat16", "float64"),
-    "trainer.amp=fp16": ("trainer.amp=fp16", "off or bf16"),
     "trainer.amp=bf16 trainer.dtype=float64": ("trainer.amp=bf16", "trainer.dtype=float32"),
-    "trainer.backend=mpi": ("trainer.backend=mpi", "gloo or nccl"),
-    "trainer.device=tpu": ("trainer.device=tpu", "cpu or cuda"),
-    "trainer.steps=0": ("trainer.steps=0", "at least 1"),
     "trainer.steps=null": ("trainer.steps=null", "data.samples=<"),
-    "trainer.eval_every=0": ("trainer.eval_every=0", "at least 1"),
     "trainer.eval_every=5 trainer.eval_steps=0": ("trainer.eval_every=5", "eval_steps=<"),
-    "trainer.eval_steps=-1": ("trainer.eval_steps=-1", "at least 0"),
-    "trainer.log_every=0": ("trainer.log_every=0", "at least 1"),
     "trainer.log_level=loud": ("trainer.log_level=LOUD", "DEBUG"),
     "trainer.timeout_s=0": ("trainer.timeout_s=0", "above 0"),
-    "trainer.seed=-1": ("trainer.seed=-1", "at least 0"),
     "trainer.resume=/no/such/run": ("trainer.resume=/no/such/run", "run folder"),
-    "run.digest=maybe": ("run.digest=maybe", "auto or true"),
-    "run.sweep_ranks=0": ("run.sweep_ranks=0", "at least 1"),
-    "model.name=bert": ("model.name=bert", "dlrm or dcn_v2"),
-    "model.pooling=max": ("model.pooling=max", "sum or mean"),
-    "model.embedding_dim=0": ("model.embedding_dim=0", "at least 1"),
     "model.over_arch=[64,2]": ("model.over_arch=[64, 2]", "append a 1"),
     "model.over_arch=[]": ("model.over_arch=[]", "at least 1"),
     "model.dense_arch=[64,8]": ("model.dense_arch=[64, 8]", "model.embedding_dim=16"),
@@ -84,19 +55,12 @@ REFUSED = {
     "model=dcn_v2 model.table_dims=[16,8]": ("model.table_dims has 2", "data.table_rows has 8"),
     "model=dcn_v2 model.cross_layers=0": ("model.cross_layers=0", "at least 1"),
     "model=dcn_v2 model.cross_rank=0": ("model.cross_rank=0", "at least 1"),
-    "data.name=avazu": ("data.name=avazu", "criteo"),
     "data.table_rows=[]": ("data.table_rows=[]", "at least 1"),
     "data.table_rows=[5,0]": ("data.table_rows=[5, 0]", "at least 1"),
-    "data.global_batch_size=0": ("data.global_batch_size=0", "at least 1"),
-    "data.dense_features=0": ("data.dense_features=0", "at least 1"),
-    "data.zipf=-1": ("data.zipf=-1", "at least 0"),
-    "data.samples=0": ("data.samples=0", "at least 1"),
     "data.bag_size=many": ("data.bag_size=many", "give an int"),
     "data.bag_size=true": ("data.bag_size=True", "give an int"),
     "data.bag_size=-2": ("data.bag_size=-2", "at least 0"),
     "data.bag_size=[1,2]": ("data.bag_size has 2", "data.table_rows has 8"),
-    "data.on_bad_id=drop": ("data.on_bad_id=drop", "error or hash"),
-    "data.on_bad_line=fix": ("data.on_bad_line=fix", "error or skip"),
     "data.weighted=true model.pooling=mean": ("data.weighted=true", "model.pooling=sum"),
     "data.path=x": ("data.path=x", "data=criteo"),
     "data=criteo": ("data.path", "data=synthetic"),
@@ -116,6 +80,41 @@ REFUSED = {
     "parallel=hybrid trainer.dtype=float64": ("trainer.dtype=float64", "parallel=data"),
     "parallel=hybrid optim=adam trainer.device=cpu": ("optim=adam", "rowwise_adagrad"),
     "trainer.backend=nccl trainer.device=cpu": ("2 ranks on this machine, 0 GPUs", "gloo"),
+    "data=parquet": ("data.path is not set, and data=parquet reads files", "=<file or glob>"),
+    PARQUET + "data.path=none*": ("data.path=none*: no such file",),
+    PARQUET + "data.path=.": ("data.path=. is a folder", "'./*'"),
+    "data=parquet data.path=HERE": ("data.id_columns is empty",),
+    PARQUET + "data.path=HERE data.table_rows=[5]": ("2 entries, data.table_rows 1",),
+    PARQUET + "data.path=HERE data.table_rows=[5,0]": ("data.table_rows=[5, 0]",),
+    PARQUET + "data.path=HERE data.label_column=null": ("data.label_column is not set",),
+    PARQUET + "data.path=HERE data.weight_columns={c:~w}": ("its keys from data.id_columns",),
+    PARQUET + "data.path=HERE data.on_bad_line=skip": ("Parquet has no lines",),
+    PARQUET + "data.path=HERE data.held_out=1": ("data.held_out=1.0: give a share",),
+    PARQUET + "data.path=HERE data.held_out=0.1 data.held_out_path=HERE": ("contradict",),
+    PARQUET + "data.path=HERE data.weight_columns={a:~w} model.pooling=mean": (
+        "data.weight_columns with model.pooling=mean",
+    ),
+    PARQUET + "data.path=HERE data.negatives=2": ("is a key of data=interactions",),
+    PARQUET + "data.path=HERE data.samples=2": ("is a key of data=synthetic",),
+    "data=interactions data.path=HERE data.delimiter=''": ("data.delimiter is empty",),
+    "data=interactions data.path=HERE data.table_rows=[1,2,3]": ("rows of users and items",),
+    "data=interactions data.path=HERE data.held_out=0.1": ("data.held_out_by=last, which holds",),
+    "data=interactions data.path=HERE data.id_columns=[a]": ("is a key of data=parquet",),
+    "data.batching=hot_cold data.samples=9": ("needs to know which rows are hot: give cache.st",),
+    "data.batching=hot_cold cache.statistics=x": ("data.samples=null is a stream without",),
+    "data.batching=hot_cold data.hot_rows=-1": ("data.hot_rows=-1: give auto, a whole number",),
+    "data.batching=hot_cold data.hot_rows=1.5": ("data.hot_rows=1.5: give auto",),
+    "data.batching=hot_cold data.hot_rows=many": ("data.hot_rows=many: give auto",),
+    "data.batching=hot_cold data.phase_rate=0": ("data.phase_rate=0.0: give a share above 0",),
+    "data.batching=hot_cold data.phase_rate=1.1": ("data.phase_rate=1.1",),
+    "data.hot_rows=9": ("a key of data.batching=hot_cold",),
+    "data.held_out=0.1": ("is a key of data=parquet and data=interactions and means",),
+    "data=criteo data.path=FOLDER/ids.npy": (
+        "ids.npy is a file of",
+        "give the folder, data.path=FOLDER",
+    ),
+    "data=criteo data.path=/dev/zero": ("data.path=/dev/zero is no regular file but",),
+    "data=interactions data.path=FOLDER/pipe": ("pipe is no regular file but",),
 }
 
 
@@ -129,22 +128,61 @@ def composed(*groups: str) -> str:
     return compose_overrides(groups)
 
 
-def checked(overrides: list[str]) -> list[str]:
-    """The warnings of a configuration; groups are composed once, for speed."""
+def configured(overrides: list[str]) -> Config:
+    """A configuration whose groups are composed once, for speed."""
     base = composed(*(word for word in overrides if "." not in word.partition("=")[0]))
+    overrides = [word.replace("~", " ") for word in overrides]
     values = OmegaConf.from_dotlist([word for word in overrides if "." in word.partition("=")[0]])
     text = OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(base), values))
-    return check(to_config(text), world_size=2, local_size=2)
+    return to_config(text)
+
+
+def checked(overrides: list[str]) -> list[str]:
+    """The warnings of a configuration."""
+    return check(configured(overrides), world_size=2, local_size=2)
 
 
 @pytest.mark.parametrize("overrides", REFUSED)
 def test_refused_with_key_value_and_way_out(overrides, tmp_path, no_fbgemm):
     (tmp_path / "lines").write_text("")
+    if ".npy" in overrides:
+        (tmp_path / "manifest.json").touch()
+        (tmp_path / "ids.npy").touch()
+    os.mkfifo(tmp_path / "pipe")
+    words = overrides.replace("HERE", f"{tmp_path}/lines").replace("FOLDER", str(tmp_path))
     with pytest.raises(ConfigError) as caught:
-        words = overrides.replace("HERE", str(tmp_path / "lines"))
-        checked(words.replace("FOLDER", str(tmp_path)).split())
+        checked(words.split())
     for words in REFUSED[overrides]:
-        assert words in str(caught.value)
+        assert words.replace("FOLDER", str(tmp_path)) in str(caught.value)
+
+
+def test_rules_of_single_values():
+    """Each rule that stands beside a field of the tree, on both sides of its bound."""
+    config = to_config(composed())
+    rules = rules_of(Config)
+    assert len([key for key, rule in rules.items() if "choice" in rule]) > 25
+    for key, rule in rules.items():
+        section, name = key.split(".")
+        part = getattr(config, section)
+        before, wrong = getattr(part, name), []
+        if "choice" in rule:
+            wrong, fine = ["mru"], rule["choice"]
+        elif "least" in rule:
+            wrong, fine = [rule["least"] - 1, math.nan, math.inf], [rule["least"]]
+        elif "counted" in rule:
+            wrong, fine = [rule["counted"] - 1, "far", True, 1.5], ["auto", rule["counted"]]
+        for value in wrong:
+            setattr(part, name, value)
+            with pytest.raises(ConfigError, match=re.escape(f"{key}={value} is ")) as caught:
+                check_values(config)
+            assert "choose " in str(caught.value) or "at least " in str(caught.value)
+        for value in fine if wrong else ():
+            setattr(part, name, value)
+            check_values(config)
+        setattr(part, name, before)
+    config.data.batching = "split"
+    with pytest.raises(ConfigError, match=r"data\.batching=split is no longer there: "):
+        check_values(config)
 
 
 @pytest.mark.parametrize(
@@ -160,10 +198,16 @@ def test_refused_with_key_value_and_way_out(overrides, tmp_path, no_fbgemm):
         "parallel=hybrid optim=adagrad",
         "trainer.log_level=debug",
         "trainer.eval_every=5 trainer.eval_steps=1",
+        PARQUET + "data.path=HERE data.weight_columns={a:~w} data.nulls=zero",
+        "data=interactions data.path=HERE",
+        "data=criteo data.path=FOLDER/day_*",
     ],
 )
-def test_accepted(overrides, no_fbgemm):
-    assert checked(overrides.split()) == []
+def test_accepted(overrides, no_fbgemm, tmp_path):
+    for name in ("lines", "day_0", "day_1"):
+        (tmp_path / name).write_text("")
+    words = overrides.replace("HERE", f"{tmp_path}/lines").replace("FOLDER", str(tmp_path))
+    assert checked(words.split()) == []
 
 
 def test_gpus_are_counted(monkeypatch):
@@ -233,7 +277,7 @@ IDLE = [
 @pytest.mark.parametrize(("overrides", "ranks", "told"), IDLE)
 def test_keys_without_use_are_told(overrides, ranks, told):
     words = overrides.split()
-    config = to_config(compose_overrides(words))
+    config = configured(words)
     assert ", ".join(without_use(config, ranks, given_keys(words))) == told
 
 
@@ -254,12 +298,6 @@ def test_a_preprocessed_folder_says_its_own_rows(tmp_path):
     assert checked([*words, *dims]) == []
     with pytest.raises(ConfigError, match=r"model\.table_dims has 2 entries.*has 26"):
         checked([*words, "model=dcn_v2", "model.table_dims=[8,8]"])
-
-
-def test_a_glob_of_files_is_found(tmp_path):
-    for day in range(2):
-        (tmp_path / f"day_{day}").write_text("")
-    assert checked(["data=criteo", f"data.path={tmp_path}/day_*"]) == []
 
 
 def test_the_tree_and_the_planner_have_the_same_policies() -> None:

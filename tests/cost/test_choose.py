@@ -21,7 +21,6 @@ from distcache.cost.predict import (
     powers_of_two,
     predict,
     ranks_per_node,
-    sweep,
     winner,
 )
 from distcache.cost.traffic import (
@@ -177,7 +176,7 @@ def test_a_sweep_finds_where_the_winner_changes() -> None:
         found = cluster(world, nodes, collective_s=1e-4)
         return demand(world, nodes=nodes), found, settings(5340)
 
-    points = sweep(powers_of_two(32), at, "time")
+    points = [compare(*at(world), "time") for world in powers_of_two(32)]
     assert [point.world_size for point in points] == [1, 2, 4, 8, 16, 32]
     for found in crossovers(points, "time"):
         assert isinstance(found, Crossover) and found.old != found.new

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from counting import count_steps
 from source_runs import summaries
 
+from distcache.cli.compose import compose_overrides, to_config
 from distcache.cost.cluster import Cluster, Link
-from distcache.cost.demand import demand_at, zipf_sources
+from distcache.cost.demand import TableSource, counted_sources, demand_at, zipf_sources
 from distcache.cost.predict import Prediction, Settings, predict
 from distcache.cost.traffic import HYBRID
+from distcache.trainer.build import build_source
 
 ROWS, BATCH, STEPS = (3000, 400, 60), 64, 60
 RUN = (
@@ -49,8 +53,22 @@ def cluster(world: int, nodes: int = 1) -> Cluster:
     return Cluster(world, link, link, link, nodes)
 
 
-def predicted(layout: str, world: int, nodes: int = 1) -> Prediction:
-    sources = zipf_sources(ROWS, [4] * 3, [1.0] * 3, [1.05] * 3)
+def by_law() -> list[TableSource]:
+    return zipf_sources(ROWS, [4] * 3, [1.0] * 3, [1.05] * 3)
+
+
+def by_counts(world: int) -> list[TableSource]:
+    """The lookups of the steps that are trained."""
+    size = f"data.global_batch_size={BATCH * world}"
+    source = build_source(to_config(compose_overrides(["trainer.device=cpu", *RUN, size])))
+    found = counted_sources(count_steps(source, range(STEPS)), [4] * 3)
+    return [replace(own, name=f"t_cat_{place}") for place, own in enumerate(found)]
+
+
+def predicted(
+    layout: str, world: int, nodes: int = 1, sources: list[TableSource] | None = None
+) -> Prediction:
+    sources = sources or by_law()
     demand = demand_at(sources, [4] * 3, BATCH, world, world // nodes)
     settings = Settings((800,), window=4, prefetch=1, steps=STEPS, dense_parameters=DENSE)
     return predict(layout, demand, cluster(world, nodes), settings, PREFIXES)
@@ -75,10 +93,12 @@ def check(found: dict[str, Any], expected: Prediction, world: int, tolerance: fl
 def test_bytes_are_those_of_runs(world: int, tmp_path: Path) -> None:
     size = f"data.global_batch_size={BATCH * world}"
     runs = [(*RUN, size, *layout) for layout in LAYOUTS.values()]
+    counted = by_counts(world)
     for layout, found in zip(LAYOUTS, summaries(runs, tmp_path, world), strict=True):
         # Hybrid sends vectors, whose number is known; rows are expectations.
         tolerance = 1e-9 if layout in HYBRID else 0.03
-        check(found, predicted(layout, world), world, tolerance)
+        for sources in (by_law(), counted):
+            check(found, predicted(layout, world, sources=sources), world, tolerance)
 
 
 @pytest.fixture(scope="module")

@@ -93,8 +93,7 @@ def test_counts_say_what_the_law_says() -> None:
     tables, low = [], 0
     for index, rows in enumerate(ROWS):
         counts = np.bincount(drawn[(drawn >= low) & (drawn < low + rows)] - low, minlength=rows)
-        total, distinct = int(counts.sum()), int(np.count_nonzero(counts))
-        tables.append(TableCounts(f"cat_{index}", rows, total, distinct, counts))
+        tables.append(TableCounts.of(f"cat_{index}", counts))
         low += rows
     statistics = Statistics(tuple(tables), "ids", samples // BATCH * BATCH)
     counted = demand_at(counted_sources(statistics, [8] * 3), [0] * 3, BATCH, 4)

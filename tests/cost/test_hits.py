@@ -26,7 +26,7 @@ def test_fetched_rows_are_about_those_of_the_planner(trace, slots: int) -> None:
     case = Case(DEFAULT, (slots // WORLD * WORLD,), 8, 1, WORLD)
     counted = replay(trace, [case])[0]
     assert counted.refused is None
-    found = expected_hits(demand(WORLD).groups, [slots], 8, 1, STEPS)
+    found = expected_hits(demand(WORLD).groups[0], slots, 8, 1, STEPS)
     assert found.touched == pytest.approx(counted.distinct / STEPS, rel=0.01)
     assert found.fetched == pytest.approx(counted.fetched / STEPS, rel=0.03)
     assert found.written_back == pytest.approx(
@@ -38,23 +38,23 @@ def test_fetched_rows_are_about_those_of_the_planner(trace, slots: int) -> None:
 def test_what_holds_everything_misses_only_what_is_new() -> None:
     groups = demand(WORLD).groups
     everything = float(sum(group.rows for group in groups))
-    cold = expected_hits(groups, [everything], 8, 1, 50)
+    cold = expected_hits(groups[0], everything, 8, 1, 50)
     met = groups[0].tables
     seen = sum(float(t.count @ (1 - (1 - t.world) ** 50)) for t in met)
     assert cold.fetched == pytest.approx(seen / 50)
     assert cold.written_back == pytest.approx(0, abs=1e-9)
-    warm = expected_hits(groups, [everything], 8, 1)
+    warm = expected_hits(groups[0], everything, 8, 1)
     assert warm.fetched == pytest.approx(0, abs=1e-9) and warm.rate == pytest.approx(1)
 
 
 def test_more_slots_and_longer_windows_miss_less() -> None:
     groups = demand(WORLD).groups
-    by_slots = [expected_hits(groups, [c], 8, 1).fetched for c in (300, 600, 1200, 2400, 4800)]
+    by_slots = [expected_hits(groups[0], c, 8, 1).fetched for c in (300, 600, 1200, 2400, 4800)]
     assert by_slots == sorted(by_slots, reverse=True)
-    assert expected_hits(groups, [900], 0, 1).fetched > expected_hits(groups, [900], 4, 1).fetched
+    assert expected_hits(groups[0], 900, 0, 1).fetched > expected_hits(groups[0], 900, 4, 1).fetched
 
 
 def test_nothing_touched_is_nothing_missed() -> None:
     hot, _ = demand(WORLD).groups[0].split([0.0, 0.0, 0.0])
-    found = expected_hits([hot], [0], 8, 1)
+    found = expected_hits(hot, 0, 8, 1)
     assert (found.touched, found.fetched, found.rate) == (0.0, 0.0, 1.0)

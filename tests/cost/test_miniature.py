@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distcache.cost import miniature as module
-from distcache.cost.miniature import miniature
+from distcache.cost import traffic as module
+from distcache.cost.traffic import miniature
 
 ROWS = np.array([1.0, 3.0, 50.0, 400.0, 3000.0, 20000.0])
 CHANCE = np.array([1.0, 0.9, 0.3, 0.05, 0.02, 0.001])

@@ -30,9 +30,7 @@ def by_lookups(steps: list[list[np.ndarray]]) -> GroupDemand:
     counts = np.bincount(np.concatenate([r for step in steps for r in step]), minlength=offsets[-1])
     tables = []
     for table, (low, high) in enumerate(pairwise(offsets)):
-        own = counts[low:high]
-        used = int((own > 0).sum())
-        tables.append(TableCounts(f"cat_{table}", len(own), int(own.sum()), used, own))
+        tables.append(TableCounts.of(f"cat_{table}", counts[low:high]))
     known = Statistics(tuple(tables), "ids", BATCH * WORLD * len(steps))
     sources = counted_sources(known, [8] * len(tables))
     return demand_at(sources, [STATE] * len(tables), BATCH, WORLD).groups[0]

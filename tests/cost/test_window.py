@@ -52,8 +52,8 @@ def test_prefixes_are_of_the_rows_named_most_often() -> None:
 
 def test_hit_rates_see_beyond_the_window() -> None:
     _, found = window(30)
-    law = expected_hits(demand(WORLD).groups, [2000], 8, 1)
-    seen = expected_hits(found.groups, [2000], 8, 1)
+    law = expected_hits(demand(WORLD).groups[0], 2000, 8, 1)
+    seen = expected_hits(found.groups[0], 2000, 8, 1)
     assert seen.touched == pytest.approx(law.touched, rel=0.05)
     assert seen.rate == pytest.approx(law.rate, abs=0.01)
     grown = found.tables[0].reuse

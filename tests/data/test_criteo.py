@@ -1,160 +1,337 @@
-"""Criteo batches: the real sample, orders, values of fields, files, settings."""
+"""Criteo batches: of text and of preprocessed folders, read by memory map, damage noticed."""
 
 from __future__ import annotations
 
+import gc
+import json
 import math
+import os
+import re
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from batch_checks import check_slices
-from criteo_files import ROWS, line, lines, source, write
+from batch_sources import samples_of
+from criteo_lines import ROWS, counted_lines, make_lines, preprocessed, write_lines
 
-from distcache.data.criteo import CriteoSource, CriteoSpec
-from distcache.data.files import find_files
+from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
+from distcache.data.files import MappedRows, write_json
+from distcache.data.raw.settings import (
+    IDS,
+    INTEGERS,
+    MLPERF_BAGS,
+    TERABYTE_ROWS,
+    ArrayFile,
+    Manifest,
+    bags,
+)
 from distcache.errors import ConfigError, DataError
 
 
-def test_real_sample_as_batches(shared_data):
-    stream = source(shared_data / "criteo_kaggle_sample.txt", batch=128)
+def text_source(path, **spec) -> CriteoSource:
+    return CriteoSource(CriteoSpec(path, ROWS, **spec))
+
+
+def folder_source(folder: Path, batch: int = 64, **spec) -> CriteoArrays:
+    return CriteoArrays(CriteoSpec(folder, global_batch_size=batch, **spec))
+
+
+def prepare(folder: Path, lines: list[bytes], **settings) -> tuple[Path, Path]:
+    """A text file and the folder made from it."""
+    text = write_lines(folder / "a.txt", lines)
+    preprocessed(text, folder / "out", **settings)
+    return text, folder / "out"
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> tuple[Path, Path]:
+    return prepare(tmp_path_factory.mktemp("both"), make_lines(350))
+
+
+def test_the_real_sample_read_by_hand(shared_data):
+    """The held-out lines are the last seventh, in order."""
+    path = shared_data / "criteo_kaggle_sample.txt"
+    stream = text_source(path, global_batch_size=128)
     assert stream.steps_per_epoch == math.ceil(1713 / 128) and stream.eval_batches == 3
-    assert stream.bad_lines.count == 0 and stream.dense_features == 13
-    check_slices(stream, 0, "train")
-    check_slices(stream, stream.steps_per_epoch - 1, "train")
-    check_slices(stream, stream.steps_per_epoch, "train")
-    check_slices(stream, 2, "eval", world_sizes=(1, 2, 3, 40))
-    # The held-out lines are the last 286, in order; the first of them, read by hand:
-    text = (shared_data / "criteo_kaggle_sample.txt").read_text().splitlines()
-    fields = text[1713].split("\t")
-    first = stream.eval_batch(0, 0, 1)
+    fields = path.read_text().splitlines()[1713].split("\t")
+    first = stream.eval_batch(0, 0, 1).loaded()
     assert first.labels[0].item() == float(fields[0])
     expected = [math.log(1 + max(int(x), 0)) if x else 0.0 for x in fields[1:14]]
     np.testing.assert_allclose(first.dense[0].numpy(), expected, rtol=1e-6)
     ids = first.ids.values.reshape(26, 128)[:, 0].tolist()
-    assert ids == [int(x or "0", 16) % int(r) for x, r in zip(fields[14:], ROWS, strict=True)]
+    assert ids == [int(x or "0", 16) % r for x, r in zip(fields[14:], ROWS, strict=True)]
 
 
 def test_an_epoch_shuffles_the_first_six_sevenths(tmp_path):
-    path = write(tmp_path / "a.txt", lines(70))
-    stream = source(path, batch=25)
-    assert (stream.steps_per_epoch, stream.eval_batches) == (3, 1)
+    path = write_lines(tmp_path / "a.txt", counted_lines(70))
+    stream = text_source(path, global_batch_size=25)
 
-    def seen(steps):
-        return [
-            round(math.expm1(x))
-            for s in steps
-            for x in stream.train_batch(s, 0, 1).dense[:, 0].tolist()
-        ]
+    def numbers(batches) -> list[int]:
+        return [round(math.expm1(x)) for b in batches for x in b.loaded().dense[:, 0].tolist()]
 
-    first, second = seen(range(3)), seen(range(3, 6))
-    assert sorted(first) == sorted(second) == list(range(60))
-    assert first != second and first != list(range(60))
-    assert [stream.train_batch(s, 0, 1).global_size for s in range(3)] == [25, 25, 10]
-    assert stream.train_batch(4, 0, 1).epoch == 1
-    held_out = stream.eval_batch(0, 0, 1)
-    assert [round(math.expm1(x)) for x in held_out.dense[:, 0].tolist()] == list(range(60, 70))
-    with pytest.raises(DataError, match="batch 1 of 1"):
-        stream.eval_batch(1, 0, 1)
-    again, other = source(path, batch=25), source(path, batch=25, seed=1)
-    assert torch.equal(again.train_batch(1, 0, 1).dense, stream.train_batch(1, 0, 1).dense)
-    assert not torch.equal(other.train_batch(1, 0, 1).dense, stream.train_batch(1, 0, 1).dense)
+    first = numbers(stream.train_batch(step, 0, 1) for step in range(3))
+    assert sorted(first) == list(range(60)) != first
+    assert numbers([stream.eval_batch(0, 0, 1)]) == list(range(60, 70))
 
 
-def test_world_size_larger_than_the_batch(tmp_path):
-    stream = source(write(tmp_path / "a.txt", lines(14)), batch=4)
-    check_slices(stream, 1, "train", world_sizes=(1, 4, 9))
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("shuffle_block", [1, 4096])
+def test_folders_give_the_batches_of_their_text(both, shuffle, shuffle_block, monkeypatch):
+    monkeypatch.setattr("distcache.data.samplers.POOL_BLOCKS", 32)
+    spec = {"global_batch_size": 64, "seed": 3, "shuffle": shuffle, "shuffle_block": shuffle_block}
+    lines, arrays = text_source(both[0], **spec), CriteoArrays(CriteoSpec(both[1], **spec))
+    assert arrays.table_rows == lines.table_rows == ROWS and arrays.steps_per_epoch == 5
+    for kind, count in (("train_batch", 7), ("eval_batch", 1)):
+        for step in range(count):
+            one, other = (getattr(s, kind)(step, 1, 2).loaded() for s in (arrays, lines))
+            assert samples_of(one) == samples_of(other) and one.first_sample == other.first_sample
+            assert (one.global_size, one.epoch) == (other.global_size, other.epoch)
+    if not shuffle:
+        first = arrays.train_batch(0, 0, 1).ids.values.reshape(26, 64)
+        assert np.array_equal(first.numpy(), np.load(both[1] / "ids.npy")[:64].T)
 
 
-def test_values_of_fields(tmp_path):
-    integers = ["", "-3", "0", "7", "-0", "999999999999999999", *["1"] * 7]
-    ids = ["", "0", "FFFFFFFF", "ffffffff", "00000000000000000000000000ff", "1" * 20, *["a"] * 20]
-    text = [line("1", integers, ids), *lines(6)]
-    for end in ("\n", "\r\n"):
-        stream = source(write(tmp_path / "a.txt", text, end), batch=7, dtype=torch.float64)
-        where = np.flatnonzero(stream._labels == 1)[0]
-        assert stream._dense[where, :6].tolist() == [
-            0.0,
-            0.0,
-            0.0,
-            float(np.float32(math.log(8))),
-            0.0,
-            float(np.float32(math.log1p(999999999999999999))),
-        ]
-        assert stream._ids[where, :7].tolist() == [
-            0,
-            0,
-            0xFFFFFFFF % 10131227,
-            0xFFFFFFFF % 2202608,
-            255,
-            int("1" * 20, 16) % 24,
-            10,
-        ]
-        batch = stream.train_batch(0, 0, 1)
-        assert batch.dense.dtype == batch.labels.dtype == torch.float64
-
-
-def test_large_tables_keep_their_ids(tmp_path):
-    rows = ROWS.copy()
-    rows[0] = 2**32
-    path = write(tmp_path / "a.txt", [line(ids=["fffffffe", *["0"] * 25])] * 7)
-    stream = CriteoSource(CriteoSpec(path, rows, 6))
-    stream.deferred = False
-    assert stream.train_batch(0, 0, 1).ids.values[0].item() == 0xFFFFFFFE
-
-
-def test_globs_read_files_in_natural_order(tmp_path):
-    text = lines(30)
-    for name, part in (("day_10", text[20:]), ("day_2", text[10:20]), ("day_1", text[:10])):
-        write(tmp_path / name, part)
-    found = find_files("data.path", str(tmp_path / "day_*"), "days")
-    assert [file.path.name for file in found] == ["day_1", "day_2", "day_10"]
-    whole = source(write(tmp_path / "all.txt", text))
-    for paths in (
-        str(tmp_path / "day_*"),
-        [tmp_path / "day_1", tmp_path / "day_2", str(tmp_path / "day_1?")],
-    ):
-        assert np.array_equal(source(paths)._ids, whole._ids)
-    write(tmp_path / "day_2", [*text[:3], "broken"])
+def test_files_of_text_in_natural_order(tmp_path):
+    lines = counted_lines(30)
+    for name, part in (("day_10", lines[20:]), ("day_2", lines[10:20]), ("day_1", lines[:10])):
+        write_lines(tmp_path / name, part)
+    whole = text_source(write_lines(tmp_path / "all.txt", lines)).identity
+    two = [tmp_path / "day_1", tmp_path / "day_2", str(tmp_path / "day_1?")]
+    for paths in (str(tmp_path / "day_*"), two):
+        assert text_source(paths).identity == whole
+    write_lines(tmp_path / "day_2", [*lines[:3], b"broken"])
     with pytest.raises(DataError, match=r"day_2:4: 1 tab"):
-        source(str(tmp_path / "day_*"))
+        text_source(str(tmp_path / "day_*"))
 
 
-def test_missing_and_empty_files_are_named(tmp_path):
-    with pytest.raises(DataError, match="no such file"):
-        source(tmp_path / "nowhere.txt")
-    with pytest.raises(DataError, match="no such file and nothing matches"):
-        source(str(tmp_path / "*.txt"))
-    with pytest.raises(DataError, match="is a folder, not a file; for all of its files"):
-        source(tmp_path)
-    with pytest.raises(DataError, match="names no file"):
-        source([])
-    empty = tmp_path / "empty.txt"
-    empty.touch()
-    with pytest.raises(DataError, match=r"empty\.txt is empty"):
-        source(empty)
+def test_too_few_lines(tmp_path):
+    one = write_lines(tmp_path / "one.txt", make_lines(1))
     with pytest.raises(DataError, match="1 good lines"):
-        source(write(tmp_path / "one.txt", lines(1)))
-    with pytest.raises(
-        DataError, match=r"0 good .* \(skipped: 2 malformed lines, the first .*d\.txt:1: 1 t"
-    ):
-        source(write(tmp_path / "bad.txt", ["bad", "bad"]), on_bad_line="skip")
+        text_source(one)
+    skipped = r"0 good .* \(skipped: 2 malformed lines, the first .*d\.txt:1: 1 t"
+    with pytest.raises(DataError, match=skipped):
+        text_source(write_lines(tmp_path / "bad.txt", [b"bad", b"bad"]), on_bad_line="skip")
 
 
-def test_bad_settings_are_named(tmp_path):
-    path = write(tmp_path / "a.txt", lines(7))
-    with pytest.raises(ConfigError, match="26 tables"):
-        CriteoSource(CriteoSpec(path, [10] * 25))
-    with pytest.raises(ConfigError, match=r"data\.on_bad_line='drop'"):
-        source(path, on_bad_line="drop")
-    with pytest.raises(ConfigError, match="float16"):
-        source(path, dtype=torch.float16)
+def test_text_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "distcache.data.raw.parts")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"pyarrow, which is not installed.*distcache\[data\]"):
+        text_source(write_lines(tmp_path / "a.txt", make_lines(9)))
 
 
-def test_more_zeros_than_python_reads(tmp_path):
-    """Leading zeros are no digits; Python's own limit is at 4,300."""
-    fields = line().split("\t")
-    fields[1], fields[2], fields[20] = "0" * 5000 + "7", "-" + "0" * 5000 + "3", "0" * 5000 + "f"
-    stream = source(write(tmp_path / "a.txt", ["\t".join(fields)] * 7), 6)
+def test_look_ahead_reads_ids_alone(both, monkeypatch):
+    stream, read = folder_source(both[1]), []
+    real = MappedRows.take
+    monkeypatch.setattr(
+        MappedRows,
+        "take",
+        lambda self, rows: read.append((self._file.path.name, len(rows))) or real(self, rows),
+    )
+    batches = [stream.train_batch(step, 1, 4) for step in range(3)]
+    assert read == [("ids.npy", 16)] * 3
+    batches[1].loaded()
+    assert sorted(read[3:]) == [("dense.npy", 16), ("labels.npy", 16)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_source_that_is_dropped_lets_go_of_its_files(both, shuffle):
+    def in_use() -> int:
+        return Path("/proc/self/maps").read_text().count(f"{both[1]}/")
+
+    before, handles = in_use(), len(os.listdir("/proc/self/fd"))
+    stream = folder_source(both[1], shuffle=shuffle)
+    batch = stream.train_batch(0, 0, 1).loaded()
+    assert in_use() >= before + 3
+    gc.disable()
+    try:
+        del stream, batch  # without waiting for the garbage collector
+        assert in_use() == before and len(os.listdir("/proc/self/fd")) <= handles
+    finally:
+        gc.enable()
+
+
+def test_bags_of_several_ids(tmp_path):
+    _, folder = prepare(tmp_path, make_lines(70), multi_hot=MLPERF_BAGS)
+    stream = folder_source(folder, 12, shuffle=False)
+    batch, ids = stream.train_batch(1, 0, 1), np.load(folder / "ids.npy")[12:24]
+    assert len(batch.ids.values) == 12 * sum(MLPERF_BAGS) == 12 * 214
+    for table, size in enumerate(MLPERF_BAGS):
+        low, high = (int(batch.ids.offsets[12 * (table + more)]) for more in (0, 1))
+        expected = bags(ids[:, table].astype(np.int64), table, ROWS[table], size)
+        assert np.array_equal(batch.ids.values[low:high].reshape(12, size).numpy(), expected)
+    every = stream.ids_of(np.arange(60), 0)
+    low, high = (int(every.offsets[60 * at]) for at in (20, 21))
+    seen = np.bincount(every.values[low:high].numpy(), minlength=ROWS[20])
+    assert np.array_equal(stream.counts(20), seen)
+
+
+def test_rows_of_the_folder_and_of_the_config(both):
+    assert folder_source(both[1], table_rows=ROWS).table_rows == ROWS
+    with pytest.raises(ConfigError, match=r"data\.table_rows=.*was preprocessed to"):
+        folder_source(both[1], table_rows=[10] * 26)
+
+
+def test_damage_is_named(tmp_path):
+    _, folder = prepare(tmp_path, make_lines(70))
+    labels = np.load(folder / "labels.npy", mmap_mode="r+")
+    labels[13] = 77
+    labels.flush()
+    with pytest.raises(DataError, match=r"sample 13 has the label 77, not 0 or 1.*verify=true"):
+        folder_source(folder, 16, shuffle=False).train_batch(0, 0, 1).loaded()
+    stream = folder_source(folder, 16)
     batch = stream.train_batch(0, 0, 1)
-    assert batch.dense[0, :2].tolist() == pytest.approx([np.log(8), 0])
-    assert batch.ids.values[6 * 6].item() == 15 % ROWS[6]
+    os.truncate(folder / "dense.npy", (folder / "dense.npy").stat().st_size - 1000)
+    with pytest.raises(DataError, match=r"dense\.npy shrank while it was read"):
+        batch.loaded()
+    with pytest.raises(DataError, match=r"dense\.npy has .* run the same command of"):
+        folder_source(folder)
+    (folder / "ids.npy").unlink()
+    with pytest.raises(DataError, match=r"ids\.npy cannot be read any more"):
+        stream.train_batch(1, 0, 1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for broken, message in (
+        ("{", "cannot be read"),
+        ("[]", "not a manifest of format 1"),
+        (json.dumps(manifest | {"format": 2}), "not a manifest of format 1"),
+        (json.dumps({"format": 1}), "lacks or misspells"),
+        (json.dumps(manifest | {"train_samples": 61}), "does not have its fingerprint"),
+    ):
+        (folder / "manifest.json").write_text(broken)
+        with pytest.raises(DataError, match=message):
+            folder_source(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(DataError, match=r"no manifest\.json.*unfinished"):
+        folder_source(folder)
+
+
+def mapped(path: Path, array: np.ndarray) -> MappedRows:
+    np.save(path, array)
+    return MappedRows(path, np.load(path, mmap_mode="r"))
+
+
+@pytest.mark.parametrize("shape", [(5000,), (5000, 26), (5000, 2, 3)])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.int64])
+def test_mapped_rows_are_those_of_the_array(tmp_path, shape, dtype):
+    random = np.random.default_rng(0)
+    array = random.integers(0, 200, shape).astype(dtype)
+    rows = mapped(tmp_path / "a.npy", array)
+    for wanted in (
+        random.permutation(5000),  # more pieces than a system call takes
+        np.arange(4999, -1, -1),
+        np.array([7, 7, 8, 9, 9, 0, 4999]),
+        np.repeat(np.arange(100, 3100), 2),
+        np.empty(0, dtype=np.int64),
+    ):
+        taken = rows.take(wanted)
+        assert taken.dtype == dtype and np.array_equal(taken, array[wanted])
+    for wanted in ([5000], [-1]):
+        with pytest.raises(IndexError):
+            rows.take(np.array(wanted))
+
+
+CUT = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from distcache.data.files import InputFile, MappedRows
+from distcache.errors import DataError
+
+path, wanted = Path(sys.argv[1]), np.array(eval(sys.argv[2]))
+rows = MappedRows(path, np.load(path, mmap_mode="r"))
+check = InputFile.check_unchanged
+
+def check_and_cut(self, stream=None):
+    check(self, stream)
+    os.truncate(path, 8192)
+
+InputFile.check_unchanged = check_and_cut
+try:
+    rows.take(wanted)
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("wanted", ["[90_000]", "range(99_999, 0, -7)"])
+def test_a_file_that_is_cut_between_check_and_read_is_an_error(tmp_path, wanted):
+    """In a process of its own, which a page beyond the end would kill."""
+    path = tmp_path / "a.npy"
+    np.save(path, np.arange(100_000))
+    words = [sys.executable, "-c", CUT, str(path), wanted]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert f"{path} shrank while it was read: 800,128 bytes at the start, 8,192 now" in done.stdout
+
+
+SAMPLES, BATCH = 2_000_000_000, 2048
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory) -> Path:
+    """A folder as distcache.preprocess leaves it, 314 GB that are all zero, without counts."""
+    folder, arrays = tmp_path_factory.mktemp("sparse"), {}
+    shapes = {"labels": (SAMPLES,), "dense": (SAMPLES, INTEGERS), "ids": (SAMPLES, IDS)}
+    for (name, shape), dtype in zip(shapes.items(), ("|u1", "<f4", "<i4"), strict=True):
+        with (folder / f"{name}.npy").open("wb") as file:
+            about = {"descr": dtype, "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, about)
+            size = file.tell() + np.dtype(dtype).itemsize * int(np.prod(shape))
+            try:
+                file.truncate(size)
+            except OSError as error:
+                pytest.skip(f"the file system takes no sparse files of 314 GB: {error}")
+        arrays[f"{name}.npy"] = ArrayFile(dtype, shape, size, "not taken")
+    skipped = {"count": 0, "first": []}
+    about = (SAMPLES, SAMPLES * 6 // 7, TERABYTE_ROWS, "hash", None, arrays, [], skipped, {}, {})
+    write_json(folder / "manifest.json", asdict(Manifest(*about).with_fingerprint()))
+    return folder
+
+
+def mapped_bytes(folder: Path) -> int:
+    """Bytes of the folder's files that this process has in its memory maps now."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.endswith(".npy") and str(folder) in line
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) << 10
+    return total
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_first_batch_of_two_billion_samples(sparse, shuffle):
+    """What is read and held for it does not grow with them."""
+    for path in sparse.glob("*.npy"):  # their pages may be in memory from the other test
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    tracemalloc.start()
+    try:
+        stream = folder_source(sparse, BATCH, shuffle=shuffle)
+        stream.train_batch(0, 0, 1).loaded()
+        stream.train_batch(stream.steps_per_epoch - 1, 0, 1).loaded()
+        allocated, held = tracemalloc.get_traced_memory()[1], mapped_bytes(sparse)
+    finally:
+        tracemalloc.stop()
+    # Two batches of three arrays, each of two pools; or neighbours, which share their pages, and
+    # what the kernel maps around a page (16 of 4096 bytes).
+    sample = 26 * 4 + 13 * 4 + 1
+    assert held <= (2 * 256 * 4096 * sample if shuffle else 2 * BATCH * sample + 6 * 2 * 16 * 4096)
+    # Not a byte per thousand samples, let alone an index of them.
+    assert allocated < 64 * BATCH * (26 + 13 + 1) < SAMPLES / 300
+
+
+def test_any_step_of_any_epoch_is_as_near(sparse):
+    stream = folder_source(sparse, BATCH)
+    assert stream.train_samples == 1_714_285_714
+    steps = stream.steps_per_epoch
+    for step in (0, 12_345, steps - 1, steps, 3 * steps + 7):
+        batch = stream.train_batch(step, 1, 3).loaded()
+        assert batch.dense.shape == (len(batch.labels), 13) and batch.epoch == step // steps
+        assert not batch.dense.any() and not batch.ids.values.any()
+    last = stream.eval_batch(stream.eval_batches - 1, 0, 1)
+    assert last.global_size == (SAMPLES - stream.train_samples) % BATCH

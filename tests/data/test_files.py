@@ -12,14 +12,8 @@ from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distcache.data.criteo_text import MAX_LINE, TOO_LONG
-from distcache.data.files import inspect
-from distcache.data.raw.text import Spool, gunzip, read_range, read_text, whole_lines
+from distcache.data.files import Spool, find_files, inspect, read_range, read_text, whole_lines
 from distcache.errors import DataError
-
-
-def text_of(path: Path, start: int, stop: int, block: int) -> bytes:
-    return b"".join(read_range(inspect(path), start, stop, block))
 
 
 @given(
@@ -35,92 +29,83 @@ def test_ranges_cover_every_line_once(tmp_path_factory, lines, end, block, size)
         return
     path = tmp_path_factory.mktemp("ranges") / "a.txt"
     path.write_bytes(text)
-    cuts = [*range(0, len(text), size), len(text)]
-    parts = [text_of(path, a, b, block) for a, b in pairwise(cuts)]
-    assert b"".join(parts) == text
-    assert all(part.endswith(b"\n") for part in [part for part in parts if part][:-1])
-    blocks = list(whole_lines(read_range(inspect(path), 0, len(text), block)))
-    assert b"".join(piece.text for piece in blocks) == text
-    assert all(piece.text.endswith(b"\n") for piece in blocks[:-1])
+    file, cuts = inspect(path), [*range(0, len(text), size), len(text)]
+    parts = [b"".join(read_range(file, block, a, b)) for a, b in pairwise(cuts)]
+    blocks = list(whole_lines(read_range(file, block), 100))
+    for pieces in (parts, blocks):
+        assert b"".join(pieces) == text
+        assert all(piece.endswith(b"\n") for piece in [p for p in pieces if p][:-1])
 
 
 @pytest.mark.parametrize("block", [1 << 16, 1 << 20, 8 << 20])
 @pytest.mark.parametrize("last", [b"", b"\n", b"\nb\n"])
-def test_a_line_of_ten_megabytes_is_not_kept(tmp_path, block, last):
-    path = tmp_path / "long.txt"
+def test_of_a_long_line_only_a_little_more_than_allowed_is_kept(tmp_path, block, last):
+    path, longest = tmp_path / "long.txt", 1 << 20
     path.write_bytes(b"a\n" + b"x" * 10_000_000 + last)
-    seen, long_lines, number = [], [], 0
-    for piece in read_text(inspect(path), block):
-        assert len(piece.text) <= MAX_LINE + 2 * block
-        lines = piece.text.removesuffix(b"\n").split(b"\n")
-        long_lines += [number + at for at in piece.too_long]
-        long_lines += [number + at for at, line in enumerate(lines) if len(line) > MAX_LINE]
-        number += len(lines)
-        seen += [line for line in lines if len(line) < 10]
-        assert (
-            str(piece.explain(piece.too_long[0], DataError("x"))) == TOO_LONG
-            if (piece.too_long)
-            else str(piece.explain(0, DataError("x"))) == "x"
-        )
-    assert long_lines == [1] and number == (3 if last == b"\nb\n" else 2)
-    assert [line for line in seen if line] == ([b"a", b"b"] if number == 3 else [b"a"])
+    blocks = list(read_text(inspect(path), block, longest))
+    assert max(map(len, blocks)) <= longest + 2 * block
+    lines = b"".join(blocks).split(b"\n")
+    assert [lines[0], *lines[2:]] == (
+        [b"a", b"b", b""] if b"b" in last else [b"a"] + [b""] * len(last)
+    )
+    assert len(lines[1]) > longest
 
 
-def test_missing_empty_and_folder(tmp_path):
-    with pytest.raises(DataError, match=r"nowhere cannot be read"):
-        inspect(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="is a folder, not a file"):
-        inspect(tmp_path)
+def test_what_is_no_file_with_something_in_it(tmp_path):
     os.mkfifo(tmp_path / "pipe")  # opening it would wait for ever
-    with pytest.raises(DataError, match="is not a file but a pipe or device"):
-        inspect(tmp_path / "pipe")
     (tmp_path / "empty").touch()
-    with pytest.raises(DataError, match="empty is empty"):
-        inspect(tmp_path / "empty")
+    for name, message in (
+        ("nowhere", "there is no such file and nothing matches"),
+        ("*.txt", "there is no such file and nothing matches"),
+        ("", "is a folder, not a file; for all of its files give a glob"),
+        ("pipe", "is not a file but a pipe or device"),
+        ("empty", "empty is empty"),
+    ):
+        with pytest.raises(DataError, match=f"data.path.*{message}"):
+            find_files("data.path", str(tmp_path / name), "text")
+    with pytest.raises(DataError, match="names no file"):
+        find_files("data.path", [], "text")
+    (tmp_path / "empty.gz").write_bytes(gzip.compress(b""))
+    with pytest.raises(DataError, match=r"empty\.gz is empty: there is nothing in the gzip data"):
+        list(read_text(inspect(tmp_path / "empty.gz"), 10, 10))
+
+
+def test_the_matches_of_a_glob_are_in_natural_order(tmp_path):
+    for name in ("day_10", "day_2", "day_1"):
+        (tmp_path / name).write_text("x")
+    found = find_files("data.path", [str(tmp_path / "day_*"), tmp_path / "day_2"], "days")
+    assert [file.path.name for file in found] == ["day_1", "day_2", "day_10", "day_2"]
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_file_that_vanishes_shrinks_or_changes(tmp_path, packed):
-    def fresh() -> tuple[Path, object]:
-        path = tmp_path / "a.txt"
-        body = os.urandom(300_000).hex().encode()
+    path = tmp_path / "a.txt"
+    body = os.urandom(300_000).hex().encode()
+    for change, message, begun in (
+        (path.unlink, "cannot be read any more", False),
+        (lambda: os.truncate(path, 100), "shrank while it was read", False),
+        (lambda: os.truncate(path, 200_000), "shrank while it was read", True),
+        (lambda: os.utime(path, ns=(1, 1)), "changed while it was read", True),
+    ):
         path.write_bytes(gzip.compress(body) if packed else body)
-        return path, read_text(file := inspect(path), 1000) if packed else read_range(
-            (file := inspect(path)), 0, file.bytes, 1000
-        )
-
-    path, chunks = fresh()
-    path.unlink()
-    with pytest.raises(DataError, match=r"a\.txt cannot be read any more"):
-        list(chunks)
-    path, chunks = fresh()
-    os.truncate(path, 100)
-    with pytest.raises(DataError, match=r"a\.txt shrank while it was read"):
-        list(chunks)
-    path, _ = fresh()
-    file = inspect(path)
-    chunks = iter(gunzip(file, 1000) if packed else read_range(file, 0, file.bytes, 1000))
-    next(chunks)
-    os.truncate(path, 200_000)
-    with pytest.raises(DataError, match=r"a\.txt shrank while it was read"):
-        list(chunks)
-    path, _ = fresh()
-    file = inspect(path)
-    chunks = iter(gunzip(file, 1000) if packed else read_range(file, 0, file.bytes, 1000))
-    next(chunks)
-    os.utime(path, ns=(1, 1))
-    with pytest.raises(DataError, match=r"a\.txt changed while it was read"):
-        list(chunks)
+        blocks = read_text(inspect(path), 1000, 100)
+        if begun:
+            body = body[:5000] + b"\n" + body[5001:]  # so that there is a first block
+            path.write_bytes(gzip.compress(body) if packed else body)
+            blocks = read_text(inspect(path), 1000, 100)
+            next(blocks)
+        change()
+        with pytest.raises(DataError, match=rf"a\.txt {message}"):
+            list(blocks)
 
 
 def test_truncated_gzip_names_the_line(tmp_path):
     path = tmp_path / "a.gz"
     packed = gzip.compress(b"".join(os.urandom(20).hex().encode() + b"\n" for _ in range(5000)))
     path.write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(
-        DataError, match=r"a\.gz: the gzip data is damaged or cut off at line \d+ or after"
-    ):
-        list(read_text(inspect(path), 1000))
+    damaged = r"a\.gz: the gzip data is damaged or cut off at line \d+ or after"
+    with pytest.raises(DataError, match=damaged):
+        list(read_text(inspect(path), 1000, 100))
 
 
 @pytest.mark.parametrize("size", [1, 50, 333, 100_000])
@@ -143,12 +128,24 @@ def test_spooled_pieces_are_whole_lines_cut_the_same_again(tmp_path, size):
 
 
 def pieces(folder: Path, size: int, files: list, done: set) -> dict[tuple[int, int], bytes]:
-    spool = Spool(folder, size, ahead=3)
-    found = {}
-    for number, index, piece, _ in spool.pieces(files, lambda *key: key in done, threads=2):
+    spool, found, read = Spool(folder, size, ahead=3), {}, 0
+    for number, index, piece, packed in spool.pieces(files, lambda *key: key in done, threads=2):
         found[number, index] = Path(piece.path).read_bytes()
         spool.finished(piece)
+        read += packed
     for number, _ in files:
         known = {index for at, index in found.keys() | done if at == number}
         assert spool.known_pieces(number) == len(known)
+    assert done or read <= sum(file.bytes for _, file in files)
     return found
+
+
+def test_pieces_that_nobody_takes_end_with_their_reader(tmp_path):
+    """A reader that stops in the middle stops the threads, which wait for room."""
+    path = tmp_path / "a.gz"
+    path.write_bytes(gzip.compress(b"0123456789\n" * 1000))
+    spool = Spool(tmp_path / "spool", 100, ahead=2)
+    found = spool.pieces([(0, inspect(path))], lambda *key: False, threads=1)
+    next(found)
+    found.close()
+    assert spool.known_pieces(0) is None

@@ -6,19 +6,16 @@ import logging
 import re
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from criteo_lines import ROWS, make_lines, preprocessed, write_lines
+from batch_sources import NAMES, make_source, samples_of
+from criteo_lines import make_lines, preprocessed, write_lines
 from hot_cold_cases import SYNTHETIC, count
-from parquet_files import columns, source, write
 
-from distcache.data.batch import Batch
-from distcache.data.criteo import BatchSettings, CriteoArrays, CriteoSource, CriteoSpec
-from distcache.data.interactions import InteractionsSource, InteractionsSpec
-from distcache.data.samplers import SlicedSource
+from distcache.data.batch import Batch, SlicedSource
+from distcache.data.criteo import CriteoArrays, CriteoSpec
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError
 from distcache.popularity import hot_cold
@@ -33,36 +30,9 @@ from distcache.popularity.hot_cold import (
 )
 
 
-def clicks(folder: Path) -> InteractionsSource:
-    """40 users with 8 of 60 items each, and their negatives."""
-    rng = np.random.default_rng(0)
-    lines = [" ".join(map(str, [user, *np.unique(rng.zipf(1.4, 12) % 60)])) for user in range(40)]
-    (folder / "users.txt").write_text("\n".join(lines) + "\n")
-    return InteractionsSource(InteractionsSpec(folder / "users.txt", global_batch_size=16))
-
-
-def make_source(name: str, folder: Path) -> SlicedSource:
-    """A small source of each kind."""
-    if name == "synthetic":
-        return SyntheticSource(SyntheticSpec(**SYNTHETIC, weighted=True))
-    if name == "interactions":
-        return clicks(folder)
-    if name.startswith("parquet"):
-        window = 40 if "window" in name else 0 if "file order" in name else 1 << 20
-        return source(write(folder / "a.parquet", columns(300), 17), shuffle_rows=window)
-    text = write_lines(folder / "a.txt", make_lines(420))
-    if name == "text":
-        return CriteoSource(CriteoSpec(text, ROWS, 16))
-    words = {"mode": "vocabulary", "min_count": 2, "multi_hot": (1, 3) * 13}
-    preprocessed(text, folder / "out", **(words if "bags" in name else {}))
-    settings = BatchSettings(16, shuffle="file order" not in name, shuffle_block=1)
-    return CriteoArrays(folder / "out", settings)
-
-
-NAMES = (
-    *("synthetic", "text", "arrays", "arrays, bags", "arrays, file order", "interactions"),
-    *("parquet", "parquet, window", "parquet, file order"),
-)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sources")
 
 
 def hot_set(of: SlicedSource, share: float | None = None) -> HotSet:
@@ -72,19 +42,6 @@ def hot_set(of: SlicedSource, share: float | None = None) -> HotSet:
     known = count(of)
     curves = [Curve.of(table, known.samples) for table in known.tables]
     return HotSet(known, hottest(curves, int(share * sum(t.distinct for t in known.tables))))
-
-
-def samples_of(batch: Batch) -> list[tuple]:
-    """Each sample of a loaded batch, as something that can be compared."""
-    found, size = [], batch.ids.batch_size
-    values, offsets = batch.ids.values.tolist(), batch.ids.offsets.tolist()
-    weights = None if batch.ids.weights is None else batch.ids.weights.tolist()
-    for at in range(size):
-        places = [(offsets[f], offsets[f + 1]) for f in range(at, len(offsets) - 1, size)]
-        bags = tuple(tuple(values[low:high]) for low, high in places)
-        heavy = weights and tuple(tuple(weights[low:high]) for low, high in places)
-        found.append((tuple(batch.dense[at].tolist()), batch.labels[at].item(), bags, heavy))
-    return found
 
 
 def batches_of(of: HotColdSource, epoch: int, rank: int = 0, size: int = 1) -> list[Batch]:
@@ -98,9 +55,9 @@ def batches_of(of: HotColdSource, epoch: int, rank: int = 0, size: int = 1) -> l
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_sample_once_and_of_its_kind(tmp_path, monkeypatch, name):
+def test_every_sample_once_and_of_its_kind(folder, monkeypatch, name):
     monkeypatch.setattr(hot_cold, "_CHUNK", 64)
-    plain = make_source(name, tmp_path)
+    plain = make_source(name, folder)
     hot = hot_set(plain)
     tables = zip(count(plain).tables, hot.hot_rows, strict=True)
     own = [set(table.hottest(rows).tolist()) for table, rows in tables]
@@ -125,8 +82,8 @@ def test_every_sample_once_and_of_its_kind(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_slices_make_the_global_batch(tmp_path, name):
-    plain = make_source(name, tmp_path)
+def test_slices_make_the_global_batch(folder, name):
+    plain = make_source(name, folder)
     of = HotColdSource(plain, hot_set(plain))
     again = HotColdSource(plain, of.hot)
     for size in (2, 3):
@@ -142,8 +99,8 @@ def test_slices_make_the_global_batch(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["synthetic", "arrays", "parquet, window", "interactions"])
-def test_steps_in_order_are_hot_ones_then_cold_ones(tmp_path, name):
-    plain = make_source(name, tmp_path)
+def test_steps_in_order_are_hot_ones_then_cold_ones(folder, name):
+    plain = make_source(name, folder)
     of = HotColdSource(plain, hot_set(plain))
     first = of.steps_per_epoch
     for step in (0, first - 1, first, first + 1):
@@ -164,18 +121,13 @@ def test_what_the_source_says_beyond_its_batches():
     assert (of.features, of.table_rows) == (plain.features, plain.table_rows)
     added = dict(of.identity.items() - plain.identity.items())
     assert set(added) == {"data.batching", "data.hot_rows"}
-    other = HotColdSource(plain, hot_set(plain, 0.3))
-    assert other.identity != of.identity
-
-
-def test_an_order_of_a_seed():
-    def order(seed: int) -> list:
-        plain = SyntheticSource(SyntheticSpec(**SYNTHETIC, seed=seed))
-        batches = batches_of(HotColdSource(plain, hot_set(plain)), 0)
-        return [samples_of(batch) for batch in batches]
-
-    assert order(0) == order(0)
-    assert order(0) != order(1)
+    assert HotColdSource(plain, hot_set(plain, 0.3)).identity != of.identity
+    seeded = SyntheticSource(SyntheticSpec(**SYNTHETIC, seed=1))
+    orders = [
+        list(map(samples_of, batches_of(HotColdSource(one, of.hot), 0)))
+        for one in (plain, plain, seeded)
+    ]
+    assert orders[0] == orders[1] != orders[2]
 
 
 def test_neighbours_on_the_disk_stay_near_each_other(tmp_path, monkeypatch):
@@ -185,7 +137,7 @@ def test_neighbours_on_the_disk_stay_near_each_other(tmp_path, monkeypatch):
     monkeypatch.setattr(samplers, "POOL_BLOCKS", 4)
     text = write_lines(tmp_path / "a.txt", make_lines(3000))
     preprocessed(text, tmp_path / "out")
-    plain = CriteoArrays(tmp_path / "out", BatchSettings(64, shuffle_block=16))
+    plain = CriteoArrays(CriteoSpec(tmp_path / "out", (), 64, shuffle_block=16))
     hinted = []
     plain.will_need = lambda start, stop: hinted.append((start, stop))
     of = HotColdSource(plain, hot_set(plain, 0.6))
@@ -202,15 +154,10 @@ def test_neighbours_on_the_disk_stay_near_each_other(tmp_path, monkeypatch):
     assert max(spread) <= 8  # four blocks, each across two of these; without blocks about 40
 
 
-def unlimited() -> SyntheticSource:
-    """A stream without an end."""
-    return SyntheticSource(SyntheticSpec(**SYNTHETIC | {"samples": None}))
-
-
 def test_a_stream_without_an_end_is_refused():
     hot = hot_set(SyntheticSource(SyntheticSpec(**SYNTHETIC)))
     with pytest.raises(ConfigError, match=r"known number of samples.*data\.samples"):
-        HotColdSource(unlimited(), hot)
+        HotColdSource(SyntheticSource(SyntheticSpec(**SYNTHETIC | {"samples": None})), hot)
     with pytest.raises(ConfigError, match="known number of samples"):
         HotColdSource(object(), hot)
 
@@ -226,14 +173,6 @@ def test_all_of_one_kind_trains_as_it_is_with_a_warning(caplog, share, kind):
     found = [s for batch in batches_of(of, 0) for s in samples_of(batch)]
     as_is = [s for step in range(44) for s in samples_of(plain.train_batch(step, 0, 1))]
     assert Counter(found) == Counter(as_is)
-
-
-def test_memory_is_bits():
-    plain = SyntheticSource(SyntheticSpec(**SYNTHETIC))
-    of = HotColdSource(plain, hot_set(plain))
-    both = [of.epoch(0).kinds[kind].chosen for kind in (HOT, COLD)]
-    assert sum(one.count for one in both) == 700
-    assert sum(one.nbytes for one in both) <= 700 * 3 / 8 + 24
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 50])

@@ -1,15 +1,53 @@
-"""Users and items: positives, negatives, held-out parts, ids and tables, settings."""
+"""Users and items: their text, positives, negatives, held-out parts, ids and tables, settings."""
 
 from __future__ import annotations
 
+import gzip
+import logging
+import random
+from pathlib import Path
+
 import numpy as np
 import pytest
-from batch_checks import check_slices
-from interaction_files import CSV, HEADER, LINES, samples, source, write
+from damaged import damage
 
-from distcache.errors import ConfigError, DataError
+from distcache.data import interactions
+from distcache.data.files import BadLines, inspect
+from distcache.data.interactions import (
+    InteractionsSource,
+    InteractionsSpec,
+    csv_numbers,
+    line_numbers,
+    read_csv,
+    read_user_lines,
+)
+from distcache.errors import DataError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+LINES = ["0 1 2 3", "1 2", "2 0 1\t4 5", "4 5 5 1", "0 7"]
+CSV = ["3,1,4.0,50", "3,2,2.5,10", "0,1,5.0,40", "0,3,3.0,40", "1,4,1.0,20", "3,0,4.5,30"]
+HEADER = "userId,movieId,rating,timestamp"
+
+
+def write(path: Path, lines: list[str], end: str = "\n") -> Path:
+    """A file of these lines."""
+    path.write_bytes((end.join(lines) + end).encode())
+    return path
+
+
+def source(path, batch=8, **changes) -> InteractionsSource:
+    """The source of a file."""
+    return InteractionsSource(InteractionsSpec(path, global_batch_size=batch, **changes))
+
+
+def samples(stream, kind="train", epoch=0) -> list[tuple[int, int, int]]:
+    """(user, item, label) of a whole epoch."""
+    found, steps = [], stream.steps_per_epoch
+    for at in range(steps if kind == "train" else stream.eval_batches):
+        take = stream.train_batch if kind == "train" else stream.eval_batch
+        batch = take(at + (epoch * steps if kind == "train" else 0), 0, 1)
+        users, items = batch.ids.values.reshape(2, -1).tolist()
+        found += list(zip(users, items, batch.labels.int().tolist(), strict=True))
+    return found
 
 
 def positives(found) -> list[tuple[int, int]]:
@@ -24,11 +62,9 @@ def test_lines_with_each_users_last_item_held_out(tmp_path):
         assert positives(samples(stream, epoch=epoch)) == train
     assert [s[:2] for s in samples(stream, "eval") if s[2]] == [(2, 5), (4, 1), (0, 7)]
     assert stream.steps_per_epoch == 4 and stream.eval_batches == 2  # 27 and 9 samples
-    for step in (0, 3, 5):
-        check_slices(stream, step, "train")
-    check_slices(stream, 1, "eval")
-    batch = stream.train_batch(0, 0, 1)
-    assert batch.dense.tolist() == [[1.0]] * 8
+    assert stream.train_batch(0, 0, 1).dense.tolist() == [[1.0]] * 8
+    alone = source(write(tmp_path / "b.txt", ["0 0 1 2", "1 0 1"]))
+    assert len(samples(alone)) == 15  # a user with every item still gets negatives
 
 
 @pytest.mark.parametrize("sampling", ["uniform", "popularity"])
@@ -40,39 +76,24 @@ def test_negatives(tmp_path, sampling):
     found = samples(stream)
     train = set(positives(found))
     negatives = [(user, item) for user, item, label in found if not label]
-    assert len(negatives) == 3 * len(positives(found))
-    assert not set(negatives) & train
+    assert len(negatives) == 3 * len(positives(found)) and not set(negatives) & train
     items = {item for _, item in train}
     assert {item for _, item in negatives} <= items  # 7000 is not in training
     share = np.mean([item == 6000 for _, item in negatives])
     expected = 30 / 280 if sampling == "popularity" else 1 / len(items)
     assert abs(share - expected) < 0.03
-    assert samples(stream) == found  # the same again
     other = [s[:2] for s in samples(stream, epoch=1) if not s[2]]
     assert sorted(other) != sorted(negatives)
     every = train | set(positives(samples(stream, "eval")))
     held_out = [s for s in samples(stream, "eval") if not s[2]]
     assert held_out and not {s[:2] for s in held_out} & every
-    assert (
-        source(tmp_path / "a.txt", 64, negatives=3, sampling=sampling, seed=1)
-        .train_batch(0, 0, 1)
-        .ids.values.tolist()
-        != stream.train_batch(0, 0, 1).ids.values.tolist()
-    )
-
-
-def test_a_user_with_every_item_still_gets_negatives(tmp_path):
-    stream = source(write(tmp_path / "a.txt", ["0 0 1 2", "1 0 1"]))
-    assert len(samples(stream)) == 15
 
 
 @pytest.mark.parametrize("header", [True, False])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_csv_by_time(tmp_path, header, end):
-    lines = [HEADER] * header + CSV
-    stream = source(
-        write(tmp_path / "a.csv", lines, end), held_out_by="time", held_out=0.5, negatives=1
-    )
+    path = write(tmp_path / "a.csv", [HEADER] * header + CSV, end)
+    stream = source(path, held_out_by="time", held_out=0.5, negatives=1)
     assert positives(samples(stream)) == [(1, 4), (3, 0), (3, 2)]
     held_out = [s[:2] for s in samples(stream, "eval") if s[2]]
     assert held_out == [(0, 1), (0, 3), (3, 1)]  # in order of time, ties in file order
@@ -105,17 +126,192 @@ def test_ids_and_tables(tmp_path):
     assert source(far, table_rows=(100, 100), on_bad_id="hash").table_rows == (100, 100)
 
 
-def test_settings_are_checked(tmp_path):
-    path = write(tmp_path / "a.txt", LINES)
-    for changes, message in (
-        ({"format": "tsv"}, "data.format='tsv'"),
-        ({"sampling": "hard"}, "data.negative_sampling='hard'"),
-        ({"held_out_by": "user"}, "data.held_out_by='user'"),
-        ({"negatives": 0}, "data.negatives=0"),
-        ({"held_out": 1.5}, "data.held_out=1.5"),
-        ({"delimiter": ""}, "data.delimiter is empty"),
-        ({"table_rows": (3,)}, r"data.table_rows=\[3\]"),
-        ({"on_bad_line": "no"}, "data.on_bad_line='no'"),
+def test_the_fast_way_is_the_definition():
+    rng = np.random.default_rng(0)
+    ids, rest = rng.integers(0, 10**9, (500, 2)), rng.integers(0, 2**40, (500, 2))
+    rows = [f"{a},{b},{c % 11 / 2},{d}" for (a, b), (c, d) in zip(ids, rest, strict=True)]
+    block = ("\n".join(rows) + "\n").encode()
+    found = interactions._fast_block(block, b",", 4)
+    assert found is not None
+    assert found.tolist() == [list(csv_numbers(row.encode(), b",", 4)) for row in rows]
+    odds = ["1,2,,3", "1,2,nan,3", "1,2,1e3,3", "-1,2,3,4", "1,2,3", "", '"1",2,3,4', "1.5,2,3,4"]
+    for odd in odds:
+        assert interactions._fast_block(block + odd.encode() + b"\n", b",", 4) is None, odd
+
+
+BAD_LINES = {
+    "word": ("7 x3 4", "item 'x3' is not a whole number"),
+    "negative": ("-7 3", "user '-7' is not a whole number"),
+    "fraction": ("7 3.5", "item '3.5' is not a whole number"),
+    "no items": ("7 ", "user '7' has no items"),
+    "empty": ("", "the line is empty"),
+    "nul": ("7 3\0 4", r"item '3\\x00' is not"),
+    "too many digits": ("7 " + "1" * 19, "is not a whole number from 0 to"),
+    "underscore": ("7 1_0", "item '1_0'"),
+    "too long": ("9 " + "1 " * (1 << 20), "the line is longer than"),
+}
+BAD_CSV = {
+    "word": ("7,x,1,1", "item 'x' is not a whole number"),
+    "negative": ("7,-1,1,1", "item '-1' is not a whole number"),
+    "far": (f"7,{2**53},1,1", r"id 9007199254740992 is beyond 2\^53 - 1"),
+    "no rating": ("7,1,,1", "rating '' is not a finite number"),
+    "time": ("7,1,1,yesterday", "time 'yesterday' is not a finite number"),
+    "fields": ("7,1,1", r"3 fields instead of 4 \(user, item, rating, time\)"),
+    "header": (HEADER, "the header stands here again"),
+    "empty": ("", "1 fields instead of 4"),
+    "too long": ("7,1,1," + "0" * (1 << 21), "the line is longer than"),
+}
+for rating in ("1_0", " 4", "4 ", "nan", "inf", "1e400", "9" * 400):
+    BAD_CSV[f"rating {rating[:6]}"] = (f"7,1,{rating},1", "rating .* is not a finite number")
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "message"),
+    [(LINES, *case) for case in BAD_LINES.values()]
+    + [([HEADER, *CSV], *case) for case in BAD_CSV.values()],
+    ids=[*BAD_LINES, *(f"csv {name}" for name in BAD_CSV)],
+)
+def test_a_malformed_line_is_named_or_skipped(tmp_path, caplog, monkeypatch, good, bad, message):
+    monkeypatch.setattr(interactions, "LONGEST", 1 << 20)
+    name = "a.csv" if good[0] == HEADER else "a.txt"
+    path = write(tmp_path / name, [*good[:3], bad, *good[3:]])
+    with pytest.raises(DataError, match=message) as error:
+        source(path)
+    assert f"{path}:4: " in str(error.value) and "data.on_bad_line=skip" in str(error.value)
+    with caplog.at_level(logging.WARNING, logger="distcache"):
+        stream = source(path, on_bad_line="skip")
+    assert stream.bad_lines.count == 1
+    assert "skipped 1 malformed lines" in caplog.text and f"{path}:4: " in caplog.text
+    (tmp_path / "clean").mkdir()
+    assert samples(stream) == samples(source(write(tmp_path / "clean" / name, good)))
+
+
+def test_the_report_quotes_the_first_ten(tmp_path):
+    stream = source(write(tmp_path / "a.txt", [*LINES, *["bad"] * 30]), on_bad_line="skip")
+    assert stream.bad_lines.count == 30 and len(stream.bad_lines.first) == 10
+    assert stream.bad_lines.first[0].startswith(f"{tmp_path}/a.txt:6: ")
+
+
+def test_gzip_is_read_by_its_content(tmp_path):
+    """Told by its first bytes; the name without .gz says whether it is CSV."""
+    for name, content in (("a.txt", LINES), ("a.csv", [HEADER, *CSV])):
+        plain = write(tmp_path / name, content)
+        for packed in (tmp_path / f"{name}.gz", tmp_path / "b" / name):
+            packed.parent.mkdir(exist_ok=True)
+            packed.write_bytes(gzip.compress(plain.read_bytes()))
+            assert source(packed).identity == source(plain).identity
+    packed = tmp_path / "worse.gz"
+    packed.write_bytes(gzip.compress("\n".join([*LINES, "bad", *LINES]).encode()))
+    with pytest.raises(DataError, match=r"worse\.gz:6: user 'bad' is not a whole"):
+        source(packed)
+    assert source(packed, on_bad_line="skip").bad_lines.count == 1
+
+
+def test_damaged_gzip_is_never_skipped(tmp_path):
+    whole = gzip.compress("".join(f"{n} {n * n}\n" for n in range(20_000)).encode())
+    path = tmp_path / "a.txt.gz"
+    crc = whole[:-6] + bytes([whole[-6] ^ 1]) + whole[-5:]
+    flipped = whole[:30_000] + bytes(64) + whole[30_064:]
+    broken = r"the gzip data is damaged or cut off at line \d+ or"
+    for damaged in (whole[:-2000], whole[:5], crc, flipped):
+        path.write_bytes(damaged)
+        # What is unpacked of flipped bytes may be a bad line before it breaks off.
+        for how in ("skip",) if damaged is flipped else ("error", "skip"):
+            with pytest.raises(DataError, match=broken):
+                source(path, on_bad_line=how)
+
+
+def test_lines_that_look_like_csv_are_told_apart(tmp_path):
+    for line, hint in (
+        ("1::1193::5::978300760", r"'1::1193.* for CSV give data\.format=csv data\.delimiter='::'"),
+        ("1,1193,5", r"data\.format=csv; correct the line"),
+        ("1;1193", r"data\.delimiter=';'"),
+        ("a b", r"10\^18 - 1; correct the line"),
     ):
-        with pytest.raises(ConfigError, match=message):
-            source(path, **changes)
+        path = write(tmp_path / "ratings.dat", [line])
+        with pytest.raises(DataError, match=hint):
+            source(path)
+    write(path, ["1::1193::5", "2::5::5"])
+    with pytest.raises(DataError, match=r"2 malformed lines, the first .*dat:1: user .*format=csv"):
+        source(path, on_bad_line="skip")
+    write(path, ["1::3::5", "1::4::5", "2::5::5"])
+    assert source(path, format="csv", delimiter="::").table_rows == (3, 6)
+
+
+def test_files_with_nothing_to_use_and_several_files(tmp_path):
+    with pytest.raises(DataError, match="no interaction that could be used"):
+        source(write(tmp_path / "a.csv", [HEADER]))
+    with pytest.raises(DataError, match="no interaction that could be used"):
+        source(write(tmp_path / "b.csv", CSV), min_rating=9)
+    with pytest.raises(DataError, match="5 fields separated by"):
+        source(write(tmp_path / "c.csv", ["1,2,3,4,5"]))
+    for first in ("-1,5,3.0,9", "\ufeff1,5,3.0,9", "\x001,5,3.0,9"):  # is no header
+        with pytest.raises(DataError, match=r"d\.csv:1: user .* is not a whole number"):
+            source(write(tmp_path / "d.csv", [first, *CSV]))
+    for part in (2, 10):
+        write(tmp_path / f"part-{part}.txt", [f"{part} 1 2 3"])
+    both = source(str(tmp_path / "part-*.txt"))
+    assert [s[0] for s in samples(both, "eval") if s[2]] == [2, 10]
+
+
+def test_leading_zeros_are_no_digits(tmp_path):
+    path, zeros = tmp_path / "a", b"0" * 5000
+    path.write_bytes(b"1 " + zeros + b"7 8\n")
+    found = read_user_lines([inspect(path)], BadLines("error"))
+    assert (found.users.tolist(), found.items.tolist()) == ([1, 1], [7, 8])
+    for odd in (b"", b"2, 3,4,5\n"):  # read the fast way, and line by line
+        path.write_bytes(zeros + b"7,00012,1,2\n" + odd)
+        found = read_csv([inspect(path)], ",", BadLines("skip"))
+        assert (found.users.tolist(), found.items.tolist()) == ([7], [12])
+
+
+DRAWN = np.random.default_rng(0).integers(0, 90, (30, 6))
+TEXTS = {
+    "csv": "".join(f"{a},{b},{c / 2},{10**9 + d}\n" for a, b, c, d, *_ in DRAWN).encode(),
+    "lines": "".join(" ".join(map(str, line)) + "\n" for line in DRAWN[:20]).encode(),
+}
+
+
+def read_plainly(text: bytes, kind: str) -> tuple[np.ndarray, list[int]]:
+    """Numbers of the good lines by the definitions, and the numbers of the bad lines."""
+    good, bad = [], []
+    for number, line in enumerate(text.removesuffix(b"\n").split(b"\n"), start=1):
+        line = line.removesuffix(b"\r")
+        try:
+            if kind == "csv":
+                good.append(csv_numbers(line, b",", 4))
+            else:
+                user, *items = line_numbers(line)
+                good += [(user, item, 0.0, 0.0) for item in items]
+        except DataError:
+            bad.append(number)
+    return np.array(good, dtype=np.float64).reshape(-1, 4), bad
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(400), pytest.param(range(400, 12_000), marks=pytest.mark.slow)], ids=str
+)
+def test_damaged_files_are_read_as_line_by_line(tmp_path, monkeypatch, seeds):
+    """The first line of a CSV stays whole: it says how many fields there are."""
+    monkeypatch.setattr(interactions, "_BLOCK_BYTES", 300)
+    path = tmp_path / "a.txt"
+    for seed in seeds:
+        dice, kind = random.Random(seed), ("csv", "lines")[seed % 2]
+        text = damage(TEXTS[kind], dice)
+        first = b"7,7,1.5,7\n" if kind == "csv" else b""
+        after = 1 if seed % 4 == 0 else 0
+        path.write_bytes((HEADER.encode() + b"\n") * after + first + text)
+        expected, bad = read_plainly(first + text, kind)
+        lines = BadLines("skip")
+        if kind == "csv":
+            found = read_csv([inspect(path)], ",", lines)
+            parts = (found.users, found.items, found.ratings, found.times)
+        else:
+            found = read_user_lines([inspect(path)], lines)
+            parts = (found.users, found.items)
+        got = np.stack([part.astype(np.float64) for part in parts], axis=1)
+        assert np.array_equal(got, expected[:, : len(parts)]), seed
+        assert lines.count == len(bad) + (after if kind == "lines" else 0), seed
+        if kind == "csv":
+            numbers = [number + after for number in bad][:5]
+            assert [int(line.split(":")[1]) for line in lines.first[:5]] == numbers, seed

@@ -12,7 +12,7 @@ from source_runs import digests, summaries
 from distcache.cli.compose import compose_overrides, to_config
 from distcache.store.rows import initial_rows
 from distcache.trainer import build
-from distcache.trainer.evaluate import auc
+from distcache.trainer.record import auc
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

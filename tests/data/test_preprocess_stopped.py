@@ -1,160 +1,120 @@
-"""Preprocessing jobs that are stopped or killed: going on without redoing, to the same bytes."""
+"""Preprocessing jobs that are stopped, killed or started again: on to the same bytes."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import logging
 import os
 import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
-from criteo_lines import ROWS, make_lines, write_lines
-from preprocess_runs import command, run, same_files
+from criteo_lines import ROWS, command, in_parts, make_lines, same_files, write_lines
 
 from distcache.data.raw import job
-from distcache.data.raw.job import preprocess
-from distcache.data.raw.settings import PreprocessSettings, read_manifest, verify
-from distcache.errors import ConfigError
+from distcache.data.raw.settings import read_manifest, verify
+from distcache.errors import ConfigError, DataError
 
 
 class StoppedError(Exception):
     pass
 
 
+class Stopping:
+    """Bars that stop the job after some updates, that is after some finished tasks."""
+
+    def __init__(self, updates: int, stage: str | None = None) -> None:
+        self.left, self.stage = updates, stage
+        self.starts: dict[str, tuple[int, int]] = {}
+        self.ends: dict[str, int] = {}
+
+    def __call__(self, stage: str, total: int, unit: str, done: int):
+        self.starts[stage], self.ends[stage], self.at = (done, total), done, stage
+        return nullcontext(self)
+
+    def update(self, n: int = 1) -> None:
+        self.ends[self.at] += n
+        self.left -= self.stage in (None, self.at)
+        if self.left < 0:
+            raise StoppedError
+
+
+def run_in_pieces(text: Path, out: Path, every: int, **settings) -> list[Stopping]:
+    """Stop after each number of updates; no manifest is there until the job is through."""
+    runs: list[Stopping] = []
+    while True:
+        runs.append(Stopping(every * len(runs)))
+        try:
+            in_parts(text, out, runs[-1], **settings)
+        except StoppedError:
+            assert not (out / "manifest.json").exists()
+        else:
+            return runs
+
+
 @pytest.mark.parametrize("mode", ["hash", "vocabulary"])
 def test_stopped_anywhere_it_goes_on_without_redoing(text, tmp_path, monkeypatch, mode):
-    """Stop after each number of updates of the bars, that is after each finished task."""
-    whole = tmp_path / "whole"
-    done = {}
-
-    settings = {"mode": mode, "part": 40_000, "workers": 1}
-    run(text, whole, **settings)
+    whole, out, done = tmp_path / "whole", tmp_path / "out", {}
+    settings = {"mode": mode, "part": 40_000}
+    in_parts(text, whole, **settings)
     real = job.parse_part
     monkeypatch.setattr(
         job,
         "parse_part",
         lambda task: done.update({task.name: done.get(task.name, 0) + 1}) or real(task),
     )
-    stops = 0
-    while True:
-        left = [stops]
-
-        class StoppingBar:
-            def update(self, n=1, left=left):
-                left[0] -= 1
-                if left[0] < 0:
-                    raise StoppedError
-
-        values = settings | {"rows": ROWS if mode == "hash" else None}
-        job_settings = PreprocessSettings([str(text)], str(tmp_path / "out"), **values)
-        try:
-            preprocess(job_settings, lambda *_: nullcontext(StoppingBar()))
-            break
-        except StoppedError:
-            assert not (tmp_path / "out/manifest.json").exists()
-            stops += 3
-    assert stops > 5
+    assert len(run_in_pieces(text, out, 3, **settings)) > 2
     assert len(done) > 3 and set(done.values()) == {1}, "a finished part was parsed again"
-    assert same_files(whole, tmp_path / "out")
-    assert read_manifest(whole) == read_manifest(tmp_path / "out")
-    run(text, tmp_path / "out", **settings)
+    assert same_files(whole, out) and read_manifest(whole) == read_manifest(out)
+    in_parts(text, out, **settings)
     assert set(done.values()) == {1}
 
 
 def test_making_a_damaged_result_again_may_be_stopped(text, tmp_path):
     """At any task: until it is whole nobody takes it for whole, and the same command goes on."""
     whole, out = tmp_path / "whole", tmp_path / "out"
-    run(text, whole)
-    run(text, out)
+    in_parts(text, whole)
+    in_parts(text, out)
     os.truncate(out / "labels.npy", 200)
-    starts, stops = [], 0
-    while True:
-        left = [stops]
-
-        class StoppingBar:
-            def update(self, n=1, left=left):
-                left[0] -= 1
-                if left[0] < 0:
-                    raise StoppedError
-
-        def progress(stage, total, unit, done):
-            starts.append((stage, done, total))
-            return nullcontext(StoppingBar())
-
-        settings = PreprocessSettings([str(text)], str(out), "hash", ROWS, workers=1, part=20_000)
-        try:
-            preprocess(settings, progress)
-            break
-        except StoppedError:
-            assert not (out / "manifest.json").exists()
-            stops += 5
-    assert len(starts) > 8 and same_files(whole, out) and verify(out) == read_manifest(whole)
-    assert starts[0] == ("parse", 0, text.stat().st_size)
+    runs = run_in_pieces(text, out, 5)
+    assert len(runs) > 4 and same_files(whole, out) and verify(out) == read_manifest(whole)
+    assert runs[0].starts["parse"] == (0, text.stat().st_size)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_bars_begin_where_the_last_run_was_stopped(text, tmp_path, packed):
-    path, sums, starts = tmp_path / "a.txt", {}, {}
+    path, runs = tmp_path / "a.txt", {}
     path.write_bytes(gzip.compress(text.read_bytes()) if packed else text.read_bytes())
     for stage in ("parse", "count", "write"):  # stopped in each of them, but for the first task
-
-        class Bar:
-            def __init__(self, at: str, stop: bool) -> None:
-                self.at, self.stop = at, stop
-
-            def update(self, n=1):
-                sums[self.at] = sums.get(self.at, 0) + n
-                if self.stop:
-                    raise StoppedError
-
-        def progress(at, total, unit, done, stage=stage, bar=Bar):
-            starts.setdefault(stage, {})[at] = done, total
-            sums[at] = done
-            return nullcontext(bar(at, at == stage))
-
-        settings = PreprocessSettings(
-            [str(path)], str(tmp_path / "out"), "vocabulary", workers=1, part=20_000
-        )
+        runs[stage] = Stopping(0, stage)
         with pytest.raises(StoppedError):
-            preprocess(settings, progress)
+            in_parts(path, tmp_path / "out", runs[stage], mode="vocabulary")
     size = path.stat().st_size
-    assert starts["count"]["parse"] == ((0 if packed else 20_000), size)
-    assert starts["write"]["parse"] == (size, size) and starts["write"]["count"] == (1, 26)
-    ends = {}
-
-    def last(at, total, unit, done):
-        sums[at], ends[at] = done, (done, total)
-        return nullcontext(Bar(at, False))
-
-    preprocess(settings, last)
-    assert ends["parse"] == (size, size) and ends["count"] == (26, 26)
-    assert ends["write"][0] > 0 and ends["write"][1] == 700
-    assert all(sums[at] == total for at, (_, total) in ends.items()), (sums, ends)
+    assert runs["count"].starts["parse"] == ((0 if packed else 20_000), size)
+    assert runs["write"].starts["parse"] == (size, size)
+    assert runs["write"].starts["count"] == (1, 26)
+    last = Stopping(10**9)
+    in_parts(path, tmp_path / "out", last, mode="vocabulary")
+    assert last.starts["parse"] == (size, size) and last.starts["count"] == (26, 26)
+    assert last.starts["write"][0] > 0 and last.starts["write"][1] == 700
+    assert all(last.ends[stage] == total for stage, (_, total) in last.starts.items())
 
 
 def test_a_changed_input_does_not_go_on(text, tmp_path):
     path = tmp_path / "a.txt"
     shutil.copy(text, path)
-
-    class StoppingBar:
-        def update(self, n=1):
-            raise StoppedError
-
-    def start():
-        settings = PreprocessSettings([str(path)], str(tmp_path / "out"), "hash", ROWS, workers=1)
-        preprocess(settings, lambda *_: nullcontext(StoppingBar()))
-
     with pytest.raises(StoppedError):
-        start()
+        in_parts(path, tmp_path / "out", Stopping(0))
     os.utime(path, ns=(5, 5))
     with pytest.raises(ConfigError, match="unfinished work of another job, or the input has chang"):
-        start()
+        in_parts(path, tmp_path / "out")
 
 
 def finished(out: Path) -> dict[str, tuple[int, int]]:
@@ -173,10 +133,8 @@ def kill_at_random(arguments: tuple[str, ...], out: Path, seconds: float, dice) 
 
     Its workers are left to notice by themselves. What was complete before stays what it was.
     """
-    before = finished(out)
-    process = subprocess.Popen(
-        command(*arguments, f"output={out}"), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    )
+    before, quiet = finished(out), subprocess.DEVNULL
+    process = subprocess.Popen(command(*arguments, f"output={out}"), stderr=quiet, stdout=quiet)
     with suppress(subprocess.TimeoutExpired):
         process.wait(dice.uniform(0.0, seconds))
     process.send_signal(signal.SIGKILL)
@@ -212,8 +170,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kills, sett
     while done < kills or not any(count for count, _ in states):
         if kill_at_random(arguments, out, seconds, dice):
             done += 1
-            names = finished(out)
-            states.add((len(names), (out / "manifest.json").exists()))
+            states.add((len(finished(out)), (out / "manifest.json").exists()))
             assert not (out / "manifest.json").exists() or same_files(whole, out)
             continue
         assert same_files(whole, out)
@@ -222,5 +179,84 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kills, sett
     assert last.returncode == 0, last.stderr
     assert same_files(whole, out) and not (out / "work").exists()
     manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (whole, out)]
-    assert manifests[0] == manifests[1]
-    assert not list(out.glob("*.partial"))
+    assert manifests[0] == manifests[1] and not list(out.glob("*.partial"))
+
+
+def test_a_second_start_leaves_the_first_alone(text, tmp_path, monkeypatch):
+    """The same command again while a job is at it: refused, and nothing of the first is touched."""
+    monkeypatch.setattr(job, "_STARTING_S", 0.0)
+    out, seen = tmp_path / "out", []
+
+    class SecondStart(Stopping):
+        def update(self, n=1):
+            unfinished = out / "work/parts/0000-0000099.partial-1"
+            unfinished.mkdir(exist_ok=True)
+            with pytest.raises(ConfigError, match="another process is working on it"):
+                in_parts(text, out)
+            seen.append(unfinished.is_dir())
+            unfinished.rmdir()
+
+    manifest = in_parts(text, out, SecondStart(0))
+    assert len(seen) > 5 and all(seen)
+    assert manifest == in_parts(text, tmp_path / "alone")
+
+
+def test_workers_of_a_killed_run_are_waited_for(text, tmp_path, monkeypatch):
+    """A worker that still writes holds a lock: the next run waits, or says so."""
+    out = tmp_path / "out"
+    holder = f"""
+import os, sys
+from pathlib import Path
+from distcache.data.raw import job
+job._start_worker(os.getppid(), Path({str(out / "work/workers")!r}))
+print("held", flush=True)
+sys.stdin.read()
+"""
+    (out / "work").mkdir(parents=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    worker = subprocess.Popen([sys.executable, "-c", holder], **pipes)
+    assert worker.stdout.readline() == "held\n"
+    monkeypatch.setattr(job, "_LEAVING_S", 0.3)
+    with pytest.raises(ConfigError, match=r"workers of a run that was killed .* after 0\.3 s"):
+        in_parts(text, out)
+    monkeypatch.setattr(job, "_LEAVING_S", 60.0)
+    waits = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        worker.stdin.close()
+        worker.wait()
+
+    monkeypatch.setattr(job.time, "sleep", sleep)
+    in_parts(text, out)
+    assert len(waits) == 1
+
+
+def test_a_result_with_a_cut_or_missing_file_is_made_again(text, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="distcache")
+    out, settings = tmp_path / "out", {"mode": "vocabulary", "min_count": 2}
+    manifest = in_parts(text, tmp_path / "whole", **settings)
+    for _ in range(2):
+        in_parts(text, out, **settings)
+    assert f"{out} is complete already" in caplog.text and "made again" not in caplog.text
+    damages = {
+        "ids.npy has 1,000 bytes, not ": lambda: os.truncate(out / "ids.npy", 1000),
+        "dense.npy cannot be read (": (out / "dense.npy").unlink,
+        "counts/cat_3.npy has": lambda: os.truncate(out / "counts/cat_3.npy", 0),
+        "cat_25.npy has": lambda: (out / "vocabulary/cat_25.npy").open("ab").write(b"more"),
+    }
+    for said, damage in damages.items():
+        damage()
+        with pytest.raises(DataError):
+            verify(out)
+        caplog.clear()
+        assert in_parts(text, out, **settings) == manifest == verify(out)
+        assert f"output={out} is damaged, so all of it is made again: {out}" in caplog.text
+        assert said in caplog.text and "complete already" not in caplog.text
+        assert same_files(tmp_path / "whole", out) and not (out / "work").exists()
+    os.truncate(out / "ids.npy", 1000)
+    with pytest.raises(ConfigError, match="result of another job"):
+        in_parts(text, out, mode="vocabulary")
+    os.truncate(out / "manifest.json", 1000)
+    with pytest.raises(ConfigError, match=r"output=.*manifest\.json cannot be .*remove the folder"):
+        in_parts(text, out, **settings)

@@ -1,114 +1,67 @@
-"""The synthetic stream: sliceable, repeatable, unlimited, learnable."""
+"""The synthetic stream: unlimited, learnable, its ids and numbers distributed as stated."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
 import torch
-from batch_checks import check_slices, equal, joined
+from batch_sources import samples_of
 
-from distcache.data import synthetic as teacher_module
-from distcache.data.synthetic import SyntheticSource, SyntheticSpec
-from distcache.errors import ConfigError, DataError
-
-SHAPES = {
-    "single": {"table_rows": [7, 100_000, 1]},
-    "fixed": {"table_rows": [7, 1000], "bag_size": [3, 1], "zipf": 1.0},
-    "mean": {"table_rows": [7, 1000, 50], "bag_size": 1.5, "weighted": True},
-    "mixed": {"table_rows": [7, 1000, 50], "bag_size": [2, 0.7, 0], "zipf": 0, "weighted": True},
-    "no dense": {"table_rows": [7, 1000], "dense_features": 0},
-    "ragged": {"table_rows": [7, 1000], "samples": 100, "eval_samples": 50},
-    "float64": {"table_rows": [7, 1000], "bag_size": 2.0, "weighted": True, "dtype": torch.float64},
-}
+from distcache.data import synthetic
+from distcache.data.synthetic import SyntheticSource, SyntheticSpec, ZipfTables
+from distcache.errors import ConfigError
 
 
 def source(batch: int = 37, **spec) -> SyntheticSource:
     return SyntheticSource(SyntheticSpec(global_batch_size=batch, **spec))
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_slices_of_any_world_size_are_the_same_batch(shape):
-    stream = source(**shape)
-    for index in (0, 2, 5):
-        check_slices(stream, index, "train")
-    for index in (0, 1):
-        check_slices(stream, index, "eval")
-
-
-def test_world_size_larger_than_the_batch_gives_empty_slices():
-    stream = source(batch=3, table_rows=[10, 20], bag_size=[1, 2.0], weighted=True)
-    check_slices(stream, 4, "train", world_sizes=(1, 3, 8))
-    sizes = [stream.train_batch(4, rank, 8).ids.batch_size for rank in range(8)]
-    assert sorted(sizes) == [0] * 5 + [1] * 3
-    empty = stream.train_batch(4, 0, 8)
-    assert empty.dense.shape == (0, 13) and empty.ids.offsets.tolist() == [0]
-
-
-def test_same_seed_same_stream_other_seed_another():
-    spec = {"table_rows": [50, 1000], "bag_size": 1.5, "weighted": True}
-    one, same, other = source(**spec), source(**spec), source(seed=1, **spec)
-    assert equal(joined([one.train_batch(3, 0, 1)]), joined([same.train_batch(3, 0, 1)]))
-    for key in ("dense", "labels", "lengths", "weights"):
-        mine, theirs = (joined([s.train_batch(3, 0, 1)])[key] for s in (one, other))
-        assert not torch.equal(mine, theirs), key
-
-
-def test_float32_and_float64_are_the_same_numbers():
-    spec = {"table_rows": [50, 1000], "bag_size": 1.5, "weighted": True}
-    single = joined([source(**spec).train_batch(1, 0, 1)])
-    double = joined([source(dtype=torch.float64, **spec).train_batch(1, 0, 1)])
-    assert single["dense"].dtype == torch.float32 and double["dense"].dtype == torch.float64
-    assert equal(
-        {key: value.double() for key, value in single.items()},
-        {key: value.double() for key, value in double.items()},
-    )
-
-
-def dense_rows(batches) -> list[bytes]:
-    return [row.numpy().tobytes() for batch in batches for row in batch.dense]
-
-
-def test_epochs_are_permutations_of_the_same_samples():
-    stream = source(batch=40, table_rows=[50, 1000], samples=100)
-    assert stream.steps_per_epoch == 3
-    epochs = [
-        [stream.train_batch(3 * epoch + step, 0, 1) for step in range(3)] for epoch in range(3)
-    ]
-    assert [batch.global_size for batch in epochs[0]] == [40, 40, 20]
-    assert [batch.epoch for batches in epochs for batch in batches] == [0] * 3 + [1] * 3 + [2] * 3
-    rows = [dense_rows(batches) for batches in epochs]
-    assert len(set(rows[0])) == 100
-    assert set(rows[0]) == set(rows[1]) == set(rows[2])
-    assert rows[0] != rows[1] != rows[2]
-
-
-def test_unlimited_stream_does_not_repeat_and_held_out_samples_are_others():
-    stream = source(batch=500, table_rows=[50, 1000])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"table_rows": [7, 1000], "bag_size": [3, 1], "zipf": 1.0},
+        {"table_rows": [7, 1000, 50], "bag_size": [2, 0.7, 0], "zipf": 0, "weighted": True},
+        {"table_rows": [7, 100_000, 1], "dense_features": 0},
+    ],
+)
+def test_an_unlimited_stream_in_slices_of_any_number_of_ranks(spec):
+    stream = source(**spec)
     assert stream.steps_per_epoch is None and stream.eval_batches is None
-    steps = [0, 1, 2, 3, 10**9]
-    rows = dense_rows([stream.train_batch(step, 0, 1) for step in steps])
-    held_out = dense_rows([stream.eval_batch(index, 0, 1) for index in range(3)])
-    assert len(set(rows) | set(held_out)) == len(rows) + len(held_out)
+    for take in (stream.train_batch, stream.eval_batch):
+        whole = samples_of(take(10**9, 0, 1))
+        parts = [take(10**9, rank, 40) for rank in range(40)]
+        assert [sample for part in parts for sample in samples_of(part)] == whole
+        assert sorted(len(part.labels) for part in parts) == [0] * 3 + [1] * 37
 
 
-def test_limited_evaluation():
-    stream = source(batch=40, table_rows=[50], samples=100, eval_samples=50)
-    assert stream.eval_batches == 2
-    assert [stream.eval_batch(index, 0, 1).global_size for index in range(2)] == [40, 10]
-    with pytest.raises(DataError, match="batch 2 of 2"):
-        stream.eval_batch(2, 0, 1)
+def test_an_unlimited_stream_does_not_repeat_and_held_out_samples_are_others():
+    stream = source(batch=500, table_rows=[50, 1000])
+    batches = [stream.train_batch(step, 0, 1) for step in (0, 1, 2, 3, 10**9)]
+    batches += [stream.eval_batch(index, 0, 1) for index in range(3)]
+    rows = [row.numpy().tobytes() for batch in batches for row in batch.dense]
+    assert len(set(rows)) == len(rows)
+
+
+def test_every_number_depends_on_the_seed():
+    spec = {"table_rows": [50, 1000], "bag_size": 1.5, "weighted": True}
+    one, other = (source(seed=seed, **spec).train_batch(3, 0, 1) for seed in (0, 1))
+    for name in ("dense", "labels"):
+        assert not torch.equal(getattr(one, name), getattr(other, name))
+    for name in ("values", "offsets", "weights"):
+        assert not torch.equal(getattr(one.ids, name), getattr(other.ids, name))
 
 
 def test_bag_lengths_and_weights_have_their_distributions():
     stream = source(batch=20_000, table_rows=[50] * 4, bag_size=[2, 0.5, 30.0, 0], weighted=True)
-    batch = joined([stream.train_batch(0, 0, 1)])
-    lengths = batch["lengths"].double()
+    ids = stream.train_batch(0, 0, 1).ids
+    lengths, weights = ids.offsets.diff().reshape(4, -1).double(), ids.weights
     assert torch.all(lengths[0] == 2) and torch.all(lengths[3] == 0)
     for table, mean in ((1, 0.5), (2, 30.0)):
         assert lengths[table].mean().item() == pytest.approx(mean, rel=0.03)
         assert lengths[table].var().item() == pytest.approx(mean, rel=0.05)
     assert (lengths[1] == 0).double().mean().item() == pytest.approx(np.exp(-0.5), abs=0.02)
-    weights = batch["weights"]
     assert 0.5 <= weights.min() < 0.501 and 1.499 < weights.max() < 1.5
     assert weights.mean().item() == pytest.approx(1.0, abs=0.005)
 
@@ -153,9 +106,9 @@ def auc(labels: np.ndarray, scores: np.ndarray) -> float:
 )
 def test_teacher_has_the_stated_rate_and_attainable_auc(spec, monkeypatch):
     chances = []
-    plain = teacher_module.Teacher.probabilities
+    plain = synthetic.Teacher.probabilities
     monkeypatch.setattr(
-        teacher_module.Teacher,
+        synthetic.Teacher,
         "probabilities",
         lambda self, *args: chances.append(plain(self, *args)) or chances[-1],
     )
@@ -199,24 +152,102 @@ def test_popular_ids_are_learnt_in_two_hundred_steps():
     assert auc(labels, np.concatenate(both)) > auc(labels, np.concatenate(dense_only)) + 0.04
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ({"table_rows": []}, r"data\.table_rows"),
-        ({"table_rows": [5, 0]}, r"data\.table_rows"),
-        ({"table_rows": [5], "samples": 0}, r"data\.samples=0"),
-        ({"table_rows": [5], "eval_samples": 0}, "eval_samples=0"),
-        ({"table_rows": [5], "bag_size": [1, 2]}, "2 entries for 1"),
-        ({"table_rows": [5], "bag_size": -1}, r"data\.bag_size: -1"),
-        ({"table_rows": [5], "bag_size": float("nan")}, r"data\.bag_size: nan"),
-        ({"table_rows": [5], "bag_size": True}, r"data\.bag_size: True"),
-        ({"table_rows": [5], "bag_size": "x"}, r"data\.bag_size: 'x'"),
-        ({"table_rows": [5], "zipf": -1.0}, r"data\.zipf"),
-        ({"table_rows": [5], "dense_features": -1}, r"data\.dense_features"),
-        ({"table_rows": [5], "global_batch_size": 0}, r"data\.global_batch_size=0"),
-        ({"table_rows": [5], "dtype": torch.float16}, "float16"),
-    ],
-)
-def test_bad_settings_are_named(spec, message):
-    with pytest.raises(ConfigError, match=message):
-        SyntheticSource(SyntheticSpec(**spec))
+EXPONENTS = [0.0, 0.5, 0.999999, 1.0, 1.05, 2.0]
+
+
+def theory(rows: int, exponent: float) -> np.ndarray:
+    """Masses of x^-a on [k + .5, k + 1.5), by fine numerical integration, k in [0, rows)."""
+    nodes, weights = np.polynomial.legendre.leggauss(20)
+    x = 1.0 + np.arange(rows)[:, None] + nodes / 2
+    mass = (x**-exponent * weights).sum(axis=1)
+    return mass / mass.sum()
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 1000])
+def test_masses_are_those_of_the_integrated_distribution(rows, exponent):
+    tables = ZipfTables([rows], exponent, seed=0)
+    mass = np.diff(tables.mass_below(0, np.arange(rows + 1)))
+    np.testing.assert_allclose(mass, theory(rows, exponent), rtol=1e-7, atol=1e-12)
+    assert tables.mass_below(0, np.array([rows]))[0] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_drawn_ids_follow_the_distribution(exponent):
+    rows, n = 1000, 400_000
+    tables = ZipfTables([7, rows], exponent, seed=5)
+    ids = tables.draw_ids(np.random.default_rng(0).random(n + 3), np.array([3, n]))[3:]
+    by_rank = np.bincount(ids, minlength=rows)[tables.ids_of_ranks(1, np.arange(rows))]
+    expected = theory(rows, exponent) * n
+    # Pearson's statistic has mean 999 and deviation 45; pool cells of fewer than 5.
+    large = expected >= 5
+    chi = np.sum((by_rank - expected)[large] ** 2 / expected[large])
+    freedom = large.sum()
+    assert abs(chi - freedom) < 5 * math.sqrt(2 * freedom)
+    rest = expected[~large].sum()
+    assert abs(by_rank[~large].sum() - rest) <= 5 * math.sqrt(rest + 1)
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_inverse_meets_every_boundary_of_a_large_table(exponent):
+    rows = 40_000_000
+    tables = ZipfTables([rows], exponent, seed=1)
+    ranks = np.unique(np.geomspace(1, rows - 1, 2000).astype(np.int64))
+    if exponent == 2.0:
+        ranks = ranks[ranks < 1_000_000]  # beyond, a float64 has few numbers left below 1
+    middle = tables.mass_below(0, ranks + 0.5)
+    ids = tables.draw_ids(middle, np.array([len(ranks)]))
+    assert np.array_equal(ids, tables.ids_of_ranks(0, ranks))
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_the_ends_of_the_unit_interval_stay_inside(exponent):
+    for rows in (1, 2, 3, 4096, 10_131_227, 3_000_000_000):
+        tables = ZipfTables([rows], exponent, seed=1)
+        ids = tables.draw_ids(np.array([0.0, 1 - 2.0**-53]), np.array([2]))
+        assert ids[0] == tables.ids_of_ranks(0, np.array([0]))[0]
+        assert np.all((ids >= 0) & (ids < rows))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 12, 97, 1000, 5461])
+def test_ranks_to_ids_is_a_bijection(rows):
+    for seed in range(5):
+        ids = ZipfTables([rows], 1.0, seed).ids_of_ranks(0, np.arange(rows))
+        assert np.array_equal(np.sort(ids), np.arange(rows))
+
+
+def test_hot_ids_are_scattered_and_differ_between_tables():
+    tables = ZipfTables([100_000] * 4, 1.0, seed=2)
+    hot = [tables.ids_of_ranks(table, np.arange(100)) for table in range(4)]
+    for table, ids in enumerate(hot):
+        # Every quarter of the table holds some of the hundred hottest ids.
+        assert np.bincount(ids // 25_000, minlength=4).min() >= 10
+        for other in hot[:table]:
+            assert len(np.intersect1d(ids, other)) < 20
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+@pytest.mark.parametrize("rows", [1, 3, 5000, 200_000])
+@pytest.mark.parametrize("lookups", [0, 1, 50, 100_000])
+def test_expected_distinct_is_the_sum_over_rows(rows, lookups, exponent):
+    tables = ZipfTables([rows], exponent, seed=0)
+    mass = np.clip(np.diff(tables.mass_below(0, np.arange(rows + 1))), 0, 1)
+    with np.errstate(divide="ignore"):
+        exact = np.sum(-np.expm1(lookups * np.log1p(-mass))) if lookups else 0.0
+    assert tables.expected_distinct(0, lookups) == pytest.approx(exact, rel=1e-4)
+
+
+def test_expected_distinct_is_what_is_drawn():
+    rows, n = 10_000_000, 200_000
+    tables = ZipfTables([rows], 1.05, seed=0)
+    drawn = [
+        len(np.unique(tables.draw_ids(np.random.default_rng(s).random(n), np.array([n]))))
+        for s in range(3)
+    ]
+    assert tables.expected_distinct(0, n) == pytest.approx(np.mean(drawn), rel=0.01)
+
+
+@pytest.mark.parametrize("exponent", [-0.1, math.nan, math.inf])
+def test_bad_exponents_are_refused(exponent):
+    with pytest.raises(ConfigError, match=r"data\.zipf"):
+        ZipfTables([10], exponent, seed=0)

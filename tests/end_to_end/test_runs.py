@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import run as forked
+from launching import environment, train
 
 SMALL = (
     "data.table_rows=[4000,300,50,3]",
@@ -26,35 +25,13 @@ SMALL = (
 )
 
 
-def command(folder: Path, ranks: int, *overrides: str) -> list[str]:
-    launch = [sys.executable]
-    if ranks > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [*launch, "-m", "distcache.train", *SMALL, f"run.dir={folder}", *overrides]
+PROGRAM = ("-m", "distcache.train")
 
 
-def environment(checkout: Path) -> dict[str, str]:
-    paths = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def run(
-    checkout: Path,
-    folder: Path,
-    ranks: int,
-    *overrides: str,
-    code: int = 0,
-    fresh: bool = False,
-) -> str:
-    start = subprocess.run if fresh else forked
-    done = start(
-        command(folder, ranks, *overrides),
-        env=environment(checkout),
-        cwd=folder.parent,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+def run(folder: Path, ranks: int, *overrides: str, code: int = 0, fresh: bool = False) -> str:
+    """A run in `folder`: what it said."""
+    words = [*SMALL, f"run.dir={folder}", *overrides]
+    done = train(words, folder.parent, ranks, PROGRAM, fresh)
     output = done.stdout + done.stderr
     assert done.returncode == code, output
     return output
@@ -81,42 +58,42 @@ def traced(folder: Path) -> dict[int, set[str]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_modes_and_resume_have_the_same_digests(checkout: Path, tmp_path: Path, ranks) -> None:
+def test_modes_and_resume_have_the_same_digests(tmp_path: Path, ranks) -> None:
     adam = ("optim=adam", "optim.embedding_lr=0.01", "optim.dense_lr=0.01", "trainer.steps=24")
     evaluated = ("trainer.eval_every=7", "trainer.eval_steps=2")
-    run(checkout, tmp_path / "data", ranks, *adam)
-    run(checkout, tmp_path / "resident", ranks, *adam, "parallel=resident", *evaluated)
+    run(tmp_path / "data", ranks, *adam)
+    run(tmp_path / "resident", ranks, *adam, "parallel=resident", *evaluated)
     expected = digests(tmp_path / "data")
     assert digests(tmp_path / "resident") == expected
     assert summary(tmp_path / "resident")["eval_auc"] > 0.4
-    run(checkout, tmp_path / "first", ranks, *adam, "trainer.steps=10")
+    run(tmp_path / "first", ranks, *adam, "trainer.steps=10")
     resume = f"trainer.resume={tmp_path / 'first'}"
-    run(checkout, tmp_path / "second", ranks, *adam, resume, "cache.rows=500")
+    run(tmp_path / "second", ranks, *adam, resume, "cache.rows=500")
     assert digests(tmp_path / "second") == expected
     found = summary(tmp_path / "second")
     assert (found["first_step"], found["steps"]) == (10, 14)
 
 
-def test_hybrid_agrees_and_resumes(checkout: Path, tmp_path: Path) -> None:
+def test_hybrid_agrees_and_resumes(tmp_path: Path) -> None:
     settings = ("optim=adagrad", "optim.initial_accumulator=0.1", "trainer.steps=16")
     rows = ("parallel=hybrid", "parallel.sharding=row_wise")
-    run(checkout, tmp_path / "data", 2, *settings)
-    run(checkout, tmp_path / "hybrid", 2, *settings, *rows, "trainer.trace=true")
+    run(tmp_path / "data", 2, *settings)
+    run(tmp_path / "hybrid", 2, *settings, *rows, "trainer.trace=true")
     assert traced(tmp_path / "hybrid") == {key: {"wait", "step", "forward"} for key in (1, 2)}
     one, other = summary(tmp_path / "data"), summary(tmp_path / "hybrid")
     assert one["final_loss"] == pytest.approx(other["final_loss"], rel=1e-5)
     assert set(one) == set(other)
-    run(checkout, tmp_path / "first", 2, *settings, *rows, "trainer.steps=9")
+    run(tmp_path / "first", 2, *settings, *rows, "trainer.steps=9")
     resume = f"trainer.resume={tmp_path / 'first'}"
-    run(checkout, tmp_path / "second", 2, *settings, *rows, resume)
+    run(tmp_path / "second", 2, *settings, *rows, resume)
     assert digests(tmp_path / "second") == digests(tmp_path / "hybrid")
 
 
-def test_ctrl_c_leaves_a_checkpoint_that_goes_on(checkout: Path, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
     folder, steps = tmp_path / "stopped", "trainer.steps=100000"
     process = subprocess.Popen(
-        command(folder, 1, steps, "trainer.trace=true"),
-        env=environment(checkout),
+        [sys.executable, *PROGRAM, *SMALL, f"run.dir={folder}", steps, "trainer.trace=true"],
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -134,36 +111,19 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on(checkout: Path, tmp_path: Path)
     stopped = summary(folder)["steps"]
     assert {"plan", "gather", "forward_backward", "wait"} <= traced(folder)[1]
     total = f"trainer.steps={stopped + 5}"
-    run(checkout, tmp_path / "second", 1, total, f"trainer.resume={folder}")
-    run(checkout, tmp_path / "whole", 1, total)
+    run(tmp_path / "second", 1, total, f"trainer.resume={folder}")
+    run(tmp_path / "whole", 1, total)
     assert digests(tmp_path / "second") == digests(tmp_path / "whole")
 
 
-def test_errors_name_the_way_out_on_two_ranks(checkout: Path, tmp_path: Path) -> None:
-    output = run(checkout, tmp_path / "tight", 2, "cache.rows=20", code=1, fresh=True)
+def test_errors_name_the_way_out_on_two_ranks(tmp_path: Path) -> None:
+    output = run(tmp_path / "tight", 2, "cache.rows=20", code=1, fresh=True)
     assert output.index("set cache.rows=") < output.index("Traceback"), "torchrun's own comes last"
-    output = run(checkout, tmp_path / "both", 2, "cache.ratio=0.5", code=1)
+    output = run(tmp_path / "both", 2, "cache.ratio=0.5", code=1)
     assert "cache.rows" in output and "cache.ratio" in output
 
 
-def test_criteo_lines_train_in_every_cached_mode(checkout, tmp_path, shared_data) -> None:
-    rows = "[100,583,9000,2000,305,24,900,633,3,900,900,8000,900,27,900,5000,10,900,900,4,7000,18,15,900,105,900]"  # noqa: E501
-    data = (
-        "data=criteo",
-        f"data.path={shared_data / 'criteo_kaggle_sample.txt'}",
-        f"data.table_rows={rows}",
-        "cache.rows=4000",
-        "trainer.steps=40",
-        "trainer.eval_steps=3",
-    )
-    for mode in ("data", "resident", "host"):
-        run(checkout, tmp_path / mode, 1, *data, f"parallel={mode}")
-    assert digests(tmp_path / "data") == digests(tmp_path / "resident")
-    assert digests(tmp_path / "host") == digests(tmp_path / "resident")
-    assert summary(tmp_path / "data")["eval_auc"] == summary(tmp_path / "resident")["eval_auc"]
-
-
-def test_models_widths_and_bags_from_the_command_line(checkout: Path, tmp_path: Path) -> None:
+def test_models_widths_and_bags_from_the_command_line(tmp_path: Path) -> None:
     shape = (
         "model=dcn_v2",
         "model.table_dims=[8,4,8,4]",
@@ -179,26 +139,9 @@ def test_models_widths_and_bags_from_the_command_line(checkout: Path, tmp_path: 
         "trainer.amp=bf16",
     )
     for mode in ("data", "resident"):
-        output = run(checkout, tmp_path / mode, 2, *shape, f"parallel={mode}", "trainer.trace=true")
+        output = run(tmp_path / mode, 2, *shape, f"parallel={mode}", "trainer.trace=true")
         assert "trace of 2 rank(s)" in output and "  stall " in output and "| hidden: " in output
         assert set(traced(tmp_path / mode)) == {1, 2}
     assert digests(tmp_path / "data") == digests(tmp_path / "resident")
     found = summary(tmp_path / "data")
     assert 0 < found["hit_rate"] < 1 and found["collective_bytes"] > 0
-
-
-@pytest.mark.slow
-def test_hybrid_has_the_losses_of_data_over_200_steps_of_sgd(checkout, tmp_path) -> None:
-    settings = ("trainer.steps=200", "trainer.log_every=1", "optim=sgd", "run.save=false")
-
-    def losses(name: str, *overrides: str) -> list[float]:
-        run(checkout, tmp_path / name, 2, *settings, *overrides)
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        found = [json.loads(line) for line in lines]
-        return [line["loss"] for line in found if "loss" in line]
-
-    expected = losses("data")
-    assert len(expected) == 200
-    for sharding in ("table_wise", "row_wise", "column_wise"):
-        found = losses(sharding, "parallel=hybrid", f"parallel.sharding={sharding}")
-        assert found == pytest.approx(expected, rel=1e-5)

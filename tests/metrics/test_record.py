@@ -1,14 +1,124 @@
-"""Files that a run writes, and step times."""
+"""What a run says of itself: metrics by definition and over ranks, files, times, log lines."""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
 
-from distcache.trainer.record import MetricsFile, StepTimes, plain, write_json
+from distcache.comm.world import close_world, open_world
+from distcache.parallel.base import StepResult
+from distcache.trainer.record import (
+    EvalResult,
+    Evaluation,
+    Progress,
+    StepTimes,
+    auc,
+    log_loss,
+    measure,
+    normalized_entropy,
+    plain,
+    stages,
+    write_json,
+)
+from distcache.trainer.schedule import Schedule
+
+
+def auc_by_pairs(scores, labels):
+    pairs = [(p, n) for p in scores[labels > 0] for n in scores[labels == 0]]
+    return sum((p > n) + 0.5 * (p == n) for p, n in pairs) / len(pairs)
+
+
+def test_auc_by_hand():
+    labels = np.array([0, 0, 1, 1])
+    assert auc(np.array([0.1, 0.4, 0.35, 0.8]), labels) == 0.75
+    assert auc(np.array([-9.0, -1.0, 2.0, 3.0]), labels) == 1.0
+    assert auc(np.array([3.0, 2.0, 1.0, 0.0]), labels) == 0.0
+    assert auc(np.zeros(4), labels) == 0.5
+    assert auc(np.array([40.0, 41.0, 42.0, 43.0]), labels) == 1.0  # a sigmoid would merge them
+    assert auc(np.array([-np.inf, 0.0, 1.0, np.inf]), labels) == 1.0
+
+
+@pytest.mark.parametrize("levels", [2, 5, 1000])
+def test_auc_equals_its_definition_with_ties(levels):
+    rng = np.random.default_rng(levels)
+    scores = rng.integers(levels, size=200) / 7
+    labels = (rng.random(200) < 0.3).astype(float)
+    assert auc(scores, labels) == pytest.approx(auc_by_pairs(scores, labels), abs=1e-15)
+
+
+def test_undefined_is_none():
+    for labels in (np.zeros(3), np.ones(3), np.zeros(0)):
+        scores = np.arange(float(len(labels)))
+        assert auc(scores, labels) is None
+        assert normalized_entropy(0.3, labels) is None
+    assert auc(np.array([0.0, np.nan]), np.array([0.0, 1.0])) is None
+    assert log_loss(np.array([0.0, np.nan]), np.array([0.0, 1.0])) is None
+    assert log_loss(np.zeros(0), np.zeros(0)) is None
+    assert normalized_entropy(None, np.array([0.0, 1.0])) is None
+
+
+def test_log_loss_by_hand_and_at_extremes():
+    logits = np.array([0.3, 2.0, -1.0, -2.0, 5.0])
+    chance = 1 / (1 + np.exp(-logits))
+    for labels in ([1, 1, 0, 0, 1], [0.25, 1, 0, 0.9, 1]):  # probabilities as in training
+        given = np.array(labels, dtype=float)
+        expected = -np.mean(given * np.log(chance) + (1 - given) * np.log(1 - chance))
+        assert log_loss(logits, given) == pytest.approx(expected, rel=1e-12)
+    assert log_loss(np.array([800.0]), np.array([0.0])) == 800.0
+    assert log_loss(np.array([np.inf]), np.array([1.0])) == 0.0
+    assert log_loss(np.array([np.inf]), np.array([0.0])) is None
+
+
+@pytest.mark.parametrize("labels", [[1.0, 0.0, 0.0, 0.0], [0.25] * 4])
+def test_normalized_entropy_of_the_base_rate_is_one(labels):
+    given, base = np.array(labels), math.log(0.25 / 0.75)
+    assert normalized_entropy(log_loss(np.full(4, base), given), given) == pytest.approx(1.0)
+
+
+LENGTHS = [[3, 0, 7], [0, 0, 0], [11, 1, 0]]
+"""Samples of each batch by rank; rank 1 of three has none at all."""
+
+
+def data(rank: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * rank + batch)
+    count = LENGTHS[rank][batch]
+    logits = torch.randn(count, generator=generator)
+    return logits, (torch.rand(count, generator=generator) < 0.4).float()
+
+
+def evaluate(rank: int, world_size: int) -> tuple:
+    """One evaluation of three batches, one of none, one with a NaN."""
+    world, results = open_world("cpu", timeout_s=60), []
+    for batches, poison in ((range(3), False), ((), False), (range(3), True)):
+        evaluation = Evaluation()
+        for batch in batches:
+            logits, labels = data(rank, batch)
+            if poison and rank == 2:
+                logits = logits * torch.nan
+            evaluation.add(logits, labels)
+        results.append(evaluation.finish(world))
+    close_world(world)
+    return tuple(results)
+
+
+def test_three_ranks_equal_one():
+    ranks = run_ranks(evaluate, 3)
+    assert ranks[0] == ranks[1] == ranks[2]
+    pairs = [data(rank, batch) for rank in range(3) for batch in range(3)]
+    logits, labels = (np.concatenate([p[i].double().numpy() for p in pairs]) for i in (0, 1))
+    whole, nothing, poisoned = ranks[0]
+    assert whole == measure(logits, labels)
+    assert whole.samples == 22
+    assert (nothing.auc, nothing.logloss, nothing.ne, nothing.samples) == (None, None, None, 0)
+    assert (poisoned.auc, poisoned.logloss, poisoned.ne) == (None, None, None)
 
 
 def test_json_is_strict_and_whole(tmp_path):
@@ -19,14 +129,14 @@ def test_json_is_strict_and_whole(tmp_path):
     assert plain({1: (np.float32("nan"), np.int64(3))}) == {"1": [None, 3]}
 
 
-def test_metrics_file_appends_or_begins_anew(tmp_path):
-    path = tmp_path / "run" / "metrics.jsonl"
-    for append, expected in ((False, [1]), (True, [1, 2]), (False, [3])):
-        file = MetricsFile(path, append)
-        file.write(step=expected[-1])
-        lines = path.read_text().splitlines()  # readable before it is closed
-        file.close()
-        assert [json.loads(line)["step"] for line in lines] == expected
+def test_metrics_of_a_resumed_run_are_added(tmp_path):
+    path, result = tmp_path / "run" / "metrics.jsonl", EvalResult(0.5, math.nan, None, 3)
+    for first, expected in ((0, [1]), (1, [1, 2]), (0, [3])):
+        with Progress(path, Schedule(first, 9, None, 1), 1) as report:
+            report.evaluation(expected[-1], result)
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [line["step"] for line in lines] == expected  # readable before it is closed
+        assert lines[0]["eval_logloss"] is None
 
 
 def test_times_leave_out_the_first_ten_steps():
@@ -43,3 +153,64 @@ def test_times_leave_out_the_first_ten_steps():
     for step in (10, 11):
         times.add(step / 1000, 16)
     assert times.lap() == pytest.approx((0.0105, 32 / 0.021))
+
+
+CLOCK = len("14:01:56 ")
+TOOK = {
+    "ingest": 24.42,
+    "load": 0.01,
+    "plan": 9.61,
+    "write_back": 0.71,
+    "gather": 1.52,
+    "fill": 5.74,
+    "forward_backward": 73.0,
+    "sync": 14.4,
+    "apply": 1.4,
+    "wait": 0.99,
+}
+BESIDE = ("ingest", "load", "plan", "write_back", "gather", "fill")
+HIDDEN = {name: TOOK[name] for name in BESIDE}
+LIVE = {"hit_rate": 0.5003, "stage_ms": TOOK, "stage_hidden_ms": HIDDEN, "stall_ms": 0.99}
+
+
+def logged(tmp_path, caplog, live: dict[str, Any], steps: int | None = 60) -> tuple[list, list]:
+    """Log lines and lines of the file after 40 steps of 100 ms with a line every 20."""
+    caplog.set_level(logging.INFO, "distcache.trainer.trainer")
+    times, mode = StepTimes(), SimpleNamespace(progress=lambda: live)
+    path = tmp_path / "metrics.jsonl"
+    with Progress(path, Schedule(0, steps, None, 0), 20) as report:
+        for done in range(1, 41):
+            times.add(0.1 if done > 20 else 0.2, 2048)
+            report.step(done, 0, StepResult(0.568925, (), False), times, mode)
+    values = [json.loads(line) for line in path.read_text().splitlines()]
+    return [record.getMessage() for record in caplog.records], values
+
+
+def test_stages_stall_and_hidden_share_are_in_every_line(tmp_path, caplog) -> None:
+    lines, values = logged(tmp_path, caplog, LIVE | {"hidden_share": 0.968})
+    assert lines[2:] == [
+        "step 40/60  loss 0.568925  20,480 samples/s  100.00 ms  stall 0.99 ms  hidden 97 %  "
+        "hit 50.03 %  ETA 0:00:02",
+        "  ms: forward_backward 73 sync 14 apply 1.4 | hidden: ingest 24 plan 9.6 "
+        "write_back 0.7 gather 1.5 fill 5.7",
+    ]
+    assert all(CLOCK + len(line) <= 120 for line in lines)
+    assert [line["step"] for line in values] == [20, 40]
+    assert values[0]["step_ms"] == pytest.approx(200)
+    assert values[1]["step_ms"] == pytest.approx(100), "since the line before"
+    assert values[1]["stage_ms"] == TOOK and values[1]["stage_hidden_ms"] == HIDDEN
+    assert (values[1]["stall_ms"], values[1]["hidden_share"]) == (0.99, 0.968)
+
+
+def test_a_mode_without_stages_shows_none(tmp_path, caplog) -> None:
+    lines, values = logged(tmp_path, caplog, {}, steps=None)
+    assert lines[1:] == ["step 40  loss 0.568925  20,480 samples/s  100.00 ms"]
+    assert not {"stage_ms", "stage_hidden_ms", "stall_ms"} & set(values[1])
+
+
+def test_what_was_waited_for_says_so() -> None:
+    hidden = {"ingest": 20.0, "plan": 9.6, "gather": 0.0}
+    took = {"ingest": 40.0, "plan": 9.61, "gather": 1.0, "fill": 3.0, "apply": 1.0, "wait": 21.0}
+    assert stages(took, hidden) == (
+        "  ms: fill 3.0 apply 1.0 | hidden: ingest 40 (50%) plan 9.6 gather 1.0 (0%)"
+    )

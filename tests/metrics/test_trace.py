@@ -21,8 +21,7 @@ from distcache.engine.tracing import (
     SharedClock,
     TracePart,
     collect,
-    done_path,
-    open_path,
+    part_of,
     remove_trace,
     tracing,
 )
@@ -122,13 +121,6 @@ def test_a_rank_that_fails_leaves_the_steps_before_it_of_all_ranks(tmp_path) -> 
         assert list(by_step(spans[f"rank {rank}", "training"])) == [0, 1, 2]
 
 
-@pytest.fixture
-def world():
-    world = open_world("cpu", "gloo", 60)
-    yield world
-    close_world(world)
-
-
 def test_an_interrupted_run_has_its_trace(world, tmp_path) -> None:
     mode = make(world)
     with pytest.raises(KeyboardInterrupt), tracing(world, tmp_path, mode.watch):
@@ -191,7 +183,7 @@ def test_what_a_killed_rank_wrote_is_kept_and_said(tmp_path, caplog) -> None:
     part(tmp_path, 0).close()
     killed = part(tmp_path, 1)
     killed._file.flush()
-    with open_path(tmp_path, 1).open("a") as file:
+    with part_of(tmp_path, 1, "open").open("a") as file:
         file.write('{"name":"torn')
     collect(tmp_path, 3, {}, 0.1)
     spans = spans_of(read(tmp_path))
@@ -217,14 +209,14 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, caplog, monkeypatc
             made(step, "train", [Span("apply", "training", step, 0.0, 1.0)])
         made.close()
     assert caplog.text.count("the trace of this rank ends here") >= 1
-    assert done_path(tmp_path, 0).exists(), "rank 0 need not wait for it"
+    assert part_of(tmp_path, 0, "done").exists(), "rank 0 need not wait for it"
 
     def fails(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(trace, "join", fails)
     assert collect(tmp_path, 1, {}, 0.0) is None
-    assert "its parts stay" in caplog.text and done_path(tmp_path, 0).exists()
+    assert "its parts stay" in caplog.text and part_of(tmp_path, 0, "done").exists()
 
 
 def test_memory_does_not_grow_with_the_steps(tmp_path) -> None:
@@ -241,7 +233,7 @@ def test_memory_does_not_grow_with_the_steps(tmp_path) -> None:
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     made.close()
-    written = done_path(tmp_path, 0).stat().st_size
+    written = part_of(tmp_path, 0, "done").stat().st_size
     assert written > 2_000_000 and grown < written / 20
 
 

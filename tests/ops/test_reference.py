@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from jagged import bag_of, random_bags, segments_of
+from jagged import bag_of, chunked_row_gradients, random_bags, segments_of
 
 from distcache import ops
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, PlanError
 from distcache.ops import reference
-from distcache.ops.reference import Rule, segment_chunks
+from distcache.ops.reference import Rule, put, put_rows, segment_chunks, take_rows
+from distcache.store.rows import RowTaker
 
 DTYPES = [torch.float32, torch.float64]
 DIMS = [1, 3, 4, 12, 16, 20, 33]
@@ -40,7 +42,7 @@ def test_lookup_and_gradients_equal_a_loop(seed, bags, rows, dim, dtype, weighte
     table, positions, offsets, weights = random_bags(seed, bags, rows, dim, dtype, weighted)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-13
     pooled = ops.pooled_lookup(table, positions, offsets, weights)
-    assert pooled.dtype == dtype and pooled.shape == (bags, dim)
+    assert pooled.dtype == dtype and pooled.shape == (bags, dim) and not pooled.requires_grad
     expected = loop_lookup(table, positions, offsets, weights)
     torch.testing.assert_close(pooled, expected, rtol=tolerance, atol=tolerance)
 
@@ -54,27 +56,11 @@ def test_lookup_and_gradients_equal_a_loop(seed, bags, rows, dim, dtype, weighte
     torch.testing.assert_close(gradient, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_gradients_are_those_of_autograd():
-    table, positions, offsets, weights = random_bags(3, 40, 9, 5, torch.float64, True)
-    table.requires_grad_()
-    weights.requires_grad_()
-    bag, upstream = bag_of(offsets), torch.randn(40, 5, dtype=torch.float64)
-    pooled = torch.zeros(40, 5, dtype=torch.float64).index_add(
-        0, bag, table[positions] * weights.unsqueeze(1)
-    )
-    pooled.backward(upstream)
-    order, segments = segments_of(positions, 9)
-    rows = ops.row_gradients(upstream, bag, order, segments, weights)
-    assert not rows.requires_grad
-    assert not ops.pooled_lookup(table, positions, offsets, weights).requires_grad
-    torch.testing.assert_close(rows, table.grad, rtol=1e-13, atol=1e-13)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_bits_do_not_depend_on_labels(dim, dtype, weighted):
-    """Permuted rows, relabelled positions, more rows around: every bag keeps its bits."""
+def test_bits_do_not_depend_on_labels_or_company(dim, dtype, weighted):
+    """Permuted rows, relabelled positions, more rows around, strides, company: the same bits."""
     rows, bags = 50, 300
     table, positions, offsets, weights = random_bags(7, bags, rows, dim, dtype, weighted, 20)
     pooled = ops.pooled_lookup(table, positions, offsets, weights)
@@ -82,8 +68,14 @@ def test_bits_do_not_depend_on_labels(dim, dtype, weighted):
     label = torch.randperm(3 * rows, generator=generator)[:rows]
     larger = torch.randn(3 * rows, dim, generator=generator).to(dtype)
     larger[label] = table
-    again = ops.pooled_lookup(larger, label[positions], offsets, weights)
-    assert torch.equal(pooled, again)
+    for other in (larger, larger.t().contiguous().t(), torch.cat([larger, larger], dim=1)[:, :dim]):
+        again = ops.pooled_lookup(other, label[positions], offsets, weights)
+        assert torch.equal(pooled, again)
+    for bag in range(0, bags, 5):  # and alone
+        at = slice(int(offsets[bag]), int(offsets[bag + 1]))
+        own = None if weights is None else weights[at]
+        ends = torch.tensor([0, at.stop - at.start])
+        assert torch.equal(ops.pooled_lookup(table, positions[at], ends, own)[0], pooled[bag])
 
     upstream = torch.randn(bags, dim, generator=generator).to(dtype)
     order, segments = segments_of(positions, rows)
@@ -92,18 +84,6 @@ def test_bits_do_not_depend_on_labels(dim, dtype, weighted):
     relabelled = ops.row_gradients(upstream, bag_of(offsets), order, segments, weights)
     assert torch.equal(gradient, relabelled[label])
     assert relabelled.count_nonzero() == relabelled[label].count_nonzero()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_bag_alone_has_the_bits_it_has_in_company(dtype):
-    table, positions, offsets, weights = random_bags(11, 64, 30, 20, dtype, True, 9)
-    pooled = ops.pooled_lookup(table, positions, offsets, weights)
-    for bag in range(64):
-        start, stop = int(offsets[bag]), int(offsets[bag + 1])
-        alone = ops.pooled_lookup(
-            table, positions[start:stop], torch.tensor([0, stop - start]), weights[start:stop]
-        )
-        assert torch.equal(alone[0], pooled[bag])
 
 
 def test_repeats_bit_for_bit_with_two_threads():
@@ -121,16 +101,6 @@ def test_repeats_bit_for_bit_with_two_threads():
         torch.set_num_threads(threads)
     for pooled, gradient in results[1:]:
         assert torch.equal(pooled, results[0][0]) and torch.equal(gradient, results[0][1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_strides(dtype):
-    table, positions, offsets, weights = random_bags(9, 40, 15, 12, dtype, True)
-    pooled = ops.pooled_lookup(table, positions, offsets, weights)
-    column_major = table.t().contiguous().t()
-    inside = torch.cat([table, table], dim=1)[:, :12]
-    assert torch.equal(ops.pooled_lookup(column_major, positions, offsets, weights), pooled)
-    assert torch.equal(ops.pooled_lookup(inside, positions, offsets, weights), pooled)
 
 
 def test_nothing_to_look_up():
@@ -167,7 +137,7 @@ def test_chunks_sum_the_same_numbers_in_another_order(chunk, weighted):
     upstream = torch.randn(300, 7, dtype=torch.float64)
     call = (upstream, bag_of(offsets), order, segments, weights)
     expected = reference.row_gradients(*call)
-    found = reference.chunked_row_gradients(*call, chunks)
+    found = chunked_row_gradients(*call, chunks)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert lengths[4] == 0 and not found[4].any()
 
@@ -212,3 +182,79 @@ def test_what_makes_no_sense_is_refused():
         segment_chunks(torch.tensor([0, 2]), 1)
     with pytest.raises(ConfigError, match="adagrad keeps state"):
         reference.update(Rule("adagrad", 0.1), weight, None, weight)
+
+
+# Rows in and out of host memory.
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 16, 17, 64, 511])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("count", [0, 1, 7, 900])
+def test_rows_are_those_of_plain_indexing(width, dtype, count) -> None:
+    rng = np.random.default_rng(width * 1000 + count)
+    source = rng.standard_normal((1000, width)).astype(dtype)
+    source[::7] = np.nan
+    rows = rng.permutation(1000)[:count]
+    out = np.empty((count, width), dtype)
+    take_rows(source, rows, out)
+    assert out.tobytes() == source[rows].tobytes()
+    target, expected = source.copy(), source.copy()
+    values = rng.standard_normal((count, width)).astype(dtype)
+    put_rows(target, rows, values)
+    expected[rows] = values
+    assert target.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_share_a_large_gather(threads) -> None:
+    rng = np.random.default_rng(threads)
+    source = rng.standard_normal((5000, 64)).astype(np.float32)
+    rows = rng.integers(0, 5000, 20_011)
+    out = np.empty((len(rows), 64), np.float32)
+    taker = RowTaker(threads)
+    taker.take(source, rows, out)
+    assert np.array_equal(out, source[rows])
+    with pytest.raises(PlanError, match="row 5000 is outside"):
+        taker.take(source, np.append(rows, 5000), np.empty((len(rows) + 1, 64), np.float32))
+    taker.close()
+    taker.close()
+
+
+@pytest.mark.parametrize("bad", [-1, 10])
+def test_a_row_outside_is_refused_before_anything_is_written(bad) -> None:
+    target = np.zeros((10, 4), np.float32)
+    with pytest.raises(PlanError, match=rf"row {bad} is outside \[0, 10\)"):
+        put_rows(target, np.array([3, bad]), np.ones((2, 4), np.float32))
+    assert not target.any()
+    with pytest.raises(PlanError, match=f"row {bad}"):
+        take_rows(target, np.array([bad]), np.empty((1, 4), np.float32))
+
+
+@examples(100)
+@given(st.integers(0, 2**32), st.sampled_from([torch.float32, torch.float64]), st.booleans())
+def test_put_is_index_copy(seed: int, dtype: torch.dtype, strided: bool) -> None:
+    """Also into a part of a larger table, and where values are not contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    total, width, first = (int(n) for n in torch.randint(1, 40, (3,), generator=generator))
+    table = torch.randn(total + first, width, generator=generator).to(dtype)
+    count = int(torch.randint(0, total + 1, (1,), generator=generator))
+    rows = torch.randperm(total, generator=generator)[:count]
+    values = torch.randn(count, 2 * width, generator=generator).to(dtype)
+    values = values[:, ::2] if strided else values[:, :width].contiguous()
+    want = table.clone()
+    want[first:].index_copy_(0, rows, values)
+    part = table[first:]
+    assert put(part, rows, values) is part
+    assert torch.equal(table, want)
+
+
+@pytest.mark.parametrize(
+    "values", [torch.ones(2, 4), torch.ones(4, 4), torch.ones(3, 5), torch.ones(3, 4).double()]
+)
+def test_put_refuses_what_does_not_fit(values: torch.Tensor) -> None:
+    table = torch.zeros(6, 4)
+    with pytest.raises(PlanError, match=r"for [23] rows of float32"):
+        put(table, torch.tensor([0, 2, 4]), values)
+    with pytest.raises(PlanError, match=r"row 6 is outside \[0, 6\)"):
+        put(table, torch.tensor([0, 6]), torch.ones(2, 4))
+    assert not table.any()

@@ -22,6 +22,11 @@ def spec(name):
     return row_update(name, LR, EPS, BETAS, INITIAL)
 
 
+def update(optimizer, weight, state, gradient, lr, step):
+    """One step on gathered rows [U, D] and their state [U, S], in place."""
+    reference.update(optimizer.rule(lr, step), weight, state, gradient)
+
+
 def new_state(optimizer, count, dim, dtype=torch.float64):
     width = optimizer.state_width(dim)
     return torch.full((count, width), optimizer.initial_state(dim), dtype=dtype) if width else None
@@ -76,7 +81,7 @@ def test_equal_to_torch_over_random_rows(name, seed, count, dim):
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(count, dim, generator=generator, dtype=torch.float64)
     parameter = torch.nn.Parameter(weight.clone())
-    reference, optimizer = torch_optimizer(name, parameter), spec(name)
+    theirs, optimizer = torch_optimizer(name, parameter), spec(name)
     state = new_state(optimizer, count, dim)
     for step in range(1, 9):
         touched = (torch.rand(count, generator=generator) < 0.4).nonzero().squeeze(1)
@@ -86,16 +91,16 @@ def test_equal_to_torch_over_random_rows(name, seed, count, dim):
         gradient[: len(touched) // 3] = 0
         parameter.grad = torch.sparse_coo_tensor(touched.unsqueeze(0), gradient, weight.shape)
         lr = LR / step
-        set_rate(reference, lr)
-        reference.step()
+        set_rate(theirs, lr)
+        theirs.step()
         order = torch.randperm(len(touched), generator=generator)
         apply_rows(optimizer, weight, state, touched[order], gradient[order], lr, step)
     torch.testing.assert_close(weight, parameter.detach(), rtol=1e-14, atol=1e-15)
     for key, columns in optimizer.state_columns(dim).items():
         if name == "rowwise_adagrad":
-            expected = torch.tensor(reference.sums, dtype=torch.float64).unsqueeze(1)
+            expected = torch.tensor(theirs.sums, dtype=torch.float64).unsqueeze(1)
         else:
-            expected = reference.state[parameter].get(key, state[:, columns])
+            expected = theirs.state[parameter].get(key, state[:, columns])
         torch.testing.assert_close(state[:, columns], expected, rtol=1e-14, atol=1e-15)
 
 
@@ -140,17 +145,17 @@ def test_a_row_alone_has_the_bits_it_has_in_company(name, dim, dtype):
     width = optimizer.state_width(dim)
     state = torch.rand(count, width, generator=generator, dtype=torch.float64).to(dtype)
     together, together_state = weight.clone(), state.clone()
-    optimizer.update(together, together_state if width else None, gradient, LR, 3)
+    update(optimizer, together, together_state if width else None, gradient, LR, 3)
     assert not torch.equal(together, weight)
     for row in range(count):
         one, one_state = weight[row : row + 1].clone(), state[row : row + 1].clone()
-        optimizer.update(one, one_state if width else None, gradient[row : row + 1].clone(), LR, 3)
+        update(optimizer, one, one_state if width else None, gradient[row : row + 1].clone(), LR, 3)
         assert torch.equal(one[0], together[row]) and torch.equal(one_state[0], together_state[row])
     wide = torch.randn(count, dim + 3, generator=generator).to(dtype)
     wide[:, 2 : dim + 2] = gradient
     for other in (wide[:, 2 : dim + 2], column_major(gradient)):
         again, again_state = column_major(weight), column_major(state)
-        optimizer.update(again, again_state if width else None, other, LR, 3)
+        update(optimizer, again, again_state if width else None, other, LR, 3)
         assert torch.equal(again, together) and torch.equal(again_state, together_state)
 
 
@@ -162,7 +167,7 @@ def test_blocks_and_slots_change_no_bit(name, monkeypatch):
     state = new_state(optimizer, count, dim, torch.float32)
     expected = weight.clone()
     kept = gradient.clone()
-    optimizer.update(expected, None if state is None else state.clone(), gradient, LR, 1)
+    update(optimizer, expected, None if state is None else state.clone(), gradient, LR, 1)
     assert torch.equal(gradient, kept)
     for elements in (1, 5 * dim, 1 << 20):
         monkeypatch.setitem(reference.BLOCK_ELEMENTS, "cpu", elements)
@@ -191,7 +196,7 @@ def test_no_rows_and_state_shapes(name):
     empty = torch.zeros(0, dtype=torch.int64)
     weight, state = torch.ones(3, 6), new_state(optimizer, 3, 6, torch.float32)
     apply_rows(optimizer, weight, state, empty, torch.zeros(0, 6), LR, 1)
-    optimizer.update(torch.zeros(0, 6), None if state is None else state[:0], weight[:0], LR, 1)
+    update(optimizer, torch.zeros(0, 6), None if state is None else state[:0], weight[:0], LR, 1)
     assert (weight == 1).all()
 
 
@@ -207,7 +212,7 @@ def test_specs_are_frozen_and_checked():
         (lambda: RowWiseAdagrad(0.1, initial_accumulator=-1), "initial_accumulator=-1"),
         (lambda: Adam(0.1, betas=(0.9, 1.0)), "betas"),
         (lambda: row_update("lamb", 0.1), "'lamb'"),
-        (lambda: Adam(0.1).update(torch.ones(1, 1), None, torch.ones(1, 1), 0.1, 1), "state"),
+        (lambda: update(Adam(0.1), torch.ones(1, 1), None, torch.ones(1, 1), 0.1, 1), "state"),
     ]:
         with pytest.raises(ConfigError, match=words):
             make()

@@ -195,7 +195,7 @@ def test_an_error_in_a_step_reaches_the_others_within_seconds(all_ends) -> None:
             assert "rank 1 failed: ValueError: the model fails in step 2" in end.value["error"]
             assert "in stage forward_backward of step 2" in end.value["error"]
         text = "ValueError: the model fails in step 2 (in stage forward_backward of step 2)"
-        assert end.value["cause"] == (1, text)
+        assert (end.value["cause"].rank, end.value["cause"].text) == (1, text)
         assert end.value["steps"] == 2 and end.value["applied"] == 2
         assert end.value["took"] < 30
 

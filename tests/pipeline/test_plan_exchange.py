@@ -78,6 +78,8 @@ def talks(rank: int, size: int, case: str) -> tuple[str, bool, bool]:
     mode = make(world)
     asking, deciding = SAID[case](rank)
     told, error = None, ""
+    if case == "other digests":
+        mode.tables.planner._exchange._digest += rank
     try:
         told = mode.tables.planner._exchange.exchange(asking, deciding)
     except PeerError as caught:
@@ -102,6 +104,7 @@ SAID = {
         Part(0, Status.STOP if rank else Status.OK),
     ),
     "all stop": lambda rank: (Part(3, Status.STOP), Part(0, Status.STOP)),
+    "other digests": lambda rank: (None, Part(0)),
     "at different steps": lambda rank: (failed(0, 3 + rank), None),
 }
 
@@ -121,3 +124,9 @@ def test_what_went_wrong_is_told_where_the_ranks_differ_too() -> None:
     for error, *_ in run_ranks(talks, 2, "at different steps"):
         assert "plans step 4 (error)" in error or "plans step 3 (error)" in error
         assert error.endswith("; rank 0 failed: OSError: no batch")
+
+
+def test_decisions_that_differ_are_noticed() -> None:
+    for error, *_ in run_ranks(talks, 2, "other digests"):
+        assert "the ranks run different configurations" in error
+        assert error.count("the decisions of step 0 with digest") == 2

@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from plan_streams import make_layout, streams
 from planner_bodies import BODIES, using
+from protocol_cases import CASE, SLOTS, make, train
+from ranks import run_ranks
 from simulator import PlannerSettings, simulate
 
+from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.planner.victims import PINNED, POLICIES, TAILS, Policy
 from distcache.replay import Case, GroupCounts, Outcome, replay
-from distcache.trace import Recorder, Trace, record_ids
+from distcache.trace import Recorder, Trace, record_ids, record_source
 
 
 def recorded(steps: Sequence[Sequence[np.ndarray]], rows: int, world: int) -> Trace:
@@ -137,24 +142,6 @@ def test_groups_are_summed_and_refused_by_name() -> None:
     assert refused.refused is not None and "of group 1" in refused.refused
 
 
-def miss_curve(trace: Trace, sizes: Sequence[int], case: Case) -> list[float | None]:
-    """Rows fetched / distinct rows for each size; None where training would refuse it."""
-    outcomes = replay(trace, [replace(case, slots=(size,)) for size in sizes])
-    return [None if found.refused else found.fetched / found.distinct for found in outcomes]
-
-
-def test_a_miss_curve_falls_with_the_size_under_the_optimum() -> None:
-    rng = np.random.default_rng(1)
-    trace = record_ids([(rng.random(30) ** 3 * 200).astype(int) for _ in range(40)], 200)
-    sizes = (5, 40, 80, 200)
-    least = miss_curve(trace, sizes, Case(None, (1,)))
-    lru = miss_curve(trace, sizes, Case(Policy("lru"), (1,), prefetch=0))
-    assert least[0] is None and lru[0] is None
-    assert least[1:] == sorted(least[1:], reverse=True)
-    assert all(a <= b for a, b in zip(least[1:], lru[1:], strict=True))
-    assert least[-1] == lru[-1]  # all rows fit: only first uses miss
-
-
 def test_outcomes_are_told_one_by_one() -> None:
     trace = record_ids([np.arange(4), np.arange(2, 6)])
     told: list[Outcome] = []
@@ -185,6 +172,77 @@ def test_an_index_takes_memory_for_the_rows_that_are_named_alone() -> None:
     trace = record_ids([np.array([5, 10**9])])
     for policy in (Policy(tail="lru"), Policy("lfu")):
         assert replay(trace, [Case(policy, (2,))])[0].fetched == 2
+
+
+# What training counts.
+
+
+def check(found: dict[str, Any], expected: Outcome, row_bytes: list[int]) -> None:
+    assert expected.refused is None
+    assert 0 < expected.fetched < expected.distinct, "nothing is fetched, or nothing found"
+    assert expected.written_back > 0
+    assert (
+        found
+        | {
+            "rows_fetched": expected.fetched,
+            "rows_written_back": expected.written_back,
+            "hit_rate": expected.hit_rate,
+            "hit_rate_lookups": expected.hit_rate_lookups,
+            "host_to_device_bytes": expected.host_to_device_bytes(row_bytes),
+            "device_to_host_bytes": expected.device_to_host_bytes(row_bytes),
+        }
+        == found
+    )
+
+
+STEPS = 24
+
+
+class _Source:
+    """`CASE` as a batch source."""
+
+    features = CASE.features
+    train_batch = staticmethod(CASE.batch)
+
+    @staticmethod
+    def eval_batch(index: int, rank: int, world: int) -> Any:
+        return CASE.batch(index, rank, world, "eval")
+
+
+def _train(rank: int, world_size: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    world = open_world("cpu", timeout_s=60)
+    found = []
+    for evals in (False, True):
+        mode = make(world, lookahead=2, prefetch=1)
+        order = _order(evals)
+        draw = {"train": CASE.batch, "eval": _Source.eval_batch}
+        train(mode, (draw[kind](step, rank, world_size) for kind, step in order))
+        before = mode.summary()
+        mode.flush()
+        after = mode.summary()
+        left = after["rows_written_back"] - before["rows_written_back"]
+        found.append(before | {"left_dirty": left})
+        mode.close()
+    close_world(world)
+    return found
+
+
+def _order(evals: bool) -> list[tuple[str, int]]:
+    kinds = ("train", "eval") if evals else ("train",)
+    return [(kind, step) for step in range(STEPS) for kind in kinds]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_two_groups_bags_and_the_rows_that_are_left(world: int) -> None:
+    for evals, found in zip((False, True), run_ranks(_train, world)[0], strict=True):
+        traces = record_source(_Source(), CASE.tables, (world,), _order(evals))
+        case = Case(Policy(), SLOTS, lookahead=2, prefetch=1, world_size=world)
+        (expected,) = replay(traces, [case])
+        check(found, expected, [(8 + 8) * 4, (4 + 4) * 4])
+        assert found["left_dirty"] == expected.left_dirty > 0
+        (other,) = replay(traces, [replace(case, lookahead=0)])
+        assert other.fetched != expected.fetched, "the window decides nothing here"
 
 
 def test_the_page_on_replay_runs_as_it_stands(

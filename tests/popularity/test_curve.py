@@ -15,7 +15,7 @@ COUNTS = np.array([5, 0, 100_000, 1, 1, 70_000, 5, 0, 2], dtype=np.uint32)
 
 
 def table(counts: np.ndarray) -> TableCounts:
-    return TableCounts("a", len(counts), int(counts.sum()), int((counts > 0).sum()), counts)
+    return TableCounts.of("a", counts)
 
 
 def curve_of(counted: TableCounts) -> Curve:
@@ -51,12 +51,17 @@ def test_distinct_rows_of_a_part_of_the_lookups(lookups: int) -> None:
     assert curve_of(table(counts)).expected(10 * total) == pytest.approx(8)
 
 
-def test_many_lookups_give_the_form_with_probabilities() -> None:
-    rng = np.random.default_rng(0)
-    counts = rng.integers(1, 10_000, 3000)
-    shares = counts / counts.sum()
-    plain = float(np.sum(-np.expm1(2048 * np.log1p(-shares))))
-    assert curve_of(table(counts)).expected(2048) == pytest.approx(plain, rel=1e-3)
+@pytest.mark.parametrize("n", [1, 7, 60])
+def test_use_is_the_chance_that_some_lookup_names_the_row(n: int) -> None:
+    counts = np.array([100.0, 30, 9, 2, 1])
+    exact = [1 - math.comb(100 - int(c), n) / math.comb(100, n) for c in counts]
+    use = Curve(counts, np.ones(5), 100.0, 6).touched(n)
+    assert use[-1] == pytest.approx(n / 100) and use[0] == 1
+    assert np.allclose(use, exact, atol=2e-3)
+    many = Curve(counts * 1e7, np.ones(5), 1e9, 6)
+    assert np.allclose(many.touched(n), 1 - (1 - counts / 100) ** n, rtol=1e-6)
+    law = Curve(counts / 100, np.ones(5), math.inf, 6)
+    assert np.allclose(law.touched(n), many.touched(n), rtol=1e-6)
 
 
 def test_an_endless_stream_is_estimated_without_bias() -> None:
@@ -102,9 +107,8 @@ def test_the_best_fixed_set_of_several_tables() -> None:
     order = np.argsort(-joint, kind="stable")
     for rows in (1, 7, 30, 65):
         best = order[:rows]
-        assert found.lookup_rate(rows) == pytest.approx(joint[best].sum() / joint.sum())
-        expected = chances[best].sum() / chances.sum()
-        assert found.hit_rate(rows) == pytest.approx(expected, rel=0.02)
+        assert found.held("lookups", rows) == pytest.approx(joint[best].sum())
+        assert found.held("touched", rows) == pytest.approx(chances[best].sum(), rel=0.02)
         parts = most_frequent(curves, rows, shared=True)
         assert sum(parts) == pytest.approx(min(rows, (joint > 0).sum()))
         least = joint[best].min()

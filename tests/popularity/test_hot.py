@@ -19,12 +19,8 @@ from distcache.popularity.statistics import Statistics, TableCounts
 
 def statistics(*counts, samples: int = 100) -> Statistics:
     """Tables with these counts of each row."""
-    tables = []
-    for index, own in enumerate(counts):
-        own = np.asarray(own, dtype=np.int64)
-        seen = int(np.count_nonzero(own))
-        tables.append(TableCounts(f"f{index}", len(own), int(own.sum()), seen, own))
-    return Statistics(tuple(tables), "ids", samples)
+    arrays = enumerate(np.asarray(own, dtype=np.int64) for own in counts)
+    return Statistics(tuple(TableCounts.of(f"f{i}", own) for i, own in arrays), "ids", samples)
 
 
 def curves(known: Statistics) -> list[Curve]:

@@ -24,12 +24,9 @@ TABLES = [TableSpec("a", 5, 4, ("a_0",)), TableSpec("b", 601, 4, ("b_0",))]
 
 
 def counted(feature: str, counts: np.ndarray, sparse: bool = False) -> TableCounts:
-    counts = np.asarray(counts, np.int64)
-    total, distinct = int(counts.sum()), int((counts > 0).sum())
-    if not sparse:
-        return TableCounts(feature, len(counts), total, distinct, counts)
-    ids = np.flatnonzero(counts)
-    return TableCounts(feature, len(counts), total, distinct, counts[ids], ids)
+    found = TableCounts.of(feature, np.asarray(counts, np.int64))
+    ids = np.flatnonzero(found.counts)
+    return replace(found, counts=found.counts[ids], ids=ids) if sparse else found
 
 
 def some(sparse: bool = False) -> Statistics:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from counting import count_steps
 from ranks import run_ranks
 from source_runs import digests
 
@@ -15,12 +16,7 @@ from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
 from distcache.config.checks import check
 from distcache.errors import ConfigError
-from distcache.popularity.statistics import (
-    Statistics,
-    TableCounts,
-    vocabulary_of,
-    write_statistics,
-)
+from distcache.popularity.statistics import write_statistics
 from distcache.trainer.build import build_source
 from distcache.trainer.plan_cache import read_checked
 from distcache.trainer.trainer import train
@@ -55,29 +51,13 @@ def config_of(*overrides: str):
     return to_config(compose_overrides([*BASE, *overrides]))
 
 
-def count_source(steps: range) -> Statistics:
-    """The lookups of some training steps, as a run reads them."""
-    source = build_source(config_of())
-    counts = [np.zeros(rows, np.int64) for rows in source.table_rows]
-    for step in steps:
-        ids = source.train_batch(step, 0, 1).ids
-        cuts = ids.offsets.numpy()[:: ids.batch_size][1:-1]
-        for table, values in zip(counts, np.split(ids.values.numpy(), cuts), strict=True):
-            table += np.bincount(values, minlength=len(table))
-    tables = tuple(
-        TableCounts(feature, len(c), int(c.sum()), int((c > 0).sum()), c)
-        for feature, c in zip(source.features, counts, strict=True)
-    )
-    return Statistics(tables, vocabulary_of(source), 32 * len(steps))
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
     """Statistics of the first ten steps, and of five others."""
     found = {}
     for name, steps in (("one", range(10)), ("other", range(20, 25))):
         path = tmp_path_factory.mktemp(name)
-        write_statistics(path, count_source(steps))
+        write_statistics(path, count_steps(build_source(config_of()), steps))
         found[name] = str(path)
     return found
 
@@ -136,7 +116,7 @@ def several(rank: int, size: int, folders: dict[str, str], home: str) -> dict[st
 @pytest.mark.parametrize("batching", ["as_is", "hot_cold"])
 def test_a_table_that_nothing_looks_up(batching: str, tmp_path) -> None:
     """It has no hot row, and changes nothing for the others."""
-    counted = count_source(range(10))
+    counted = count_steps(build_source(config_of()), range(10))
     empty = replace(counted.tables[1], counts=np.zeros(ROWS[1], np.int64), lookups=0, distinct=0)
     tables = (counted.tables[0], empty, counted.tables[2])
     write_statistics(tmp_path / "counts", replace(counted, tables=tables))

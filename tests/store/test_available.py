@@ -16,10 +16,10 @@ KIB, MIB = 1 << 10, 1 << 20
 class FakeSystem:
     """A /proc and cgroup folders below `root`."""
 
-    def __init__(self, root: Path, mem_available_kib: int = 1 << 30) -> None:
+    def __init__(self, root: Path) -> None:
         self.root, self.proc = root, root / "proc"
         (self.proc / "self").mkdir(parents=True)
-        meminfo = f"MemTotal:  99999999999 kB\nMemFree: 17 kB\nMemAvailable: {mem_available_kib} kB"
+        meminfo = f"MemTotal:  99999999999 kB\nMemFree: 17 kB\nMemAvailable: {1 << 30} kB"
         (self.proc / "meminfo").write_text(meminfo + "\nHugePages_Total:       0\n")
         self.cgroup(["0::/"], [])
 
@@ -53,100 +53,77 @@ def system(tmp_path: Path) -> FakeSystem:
     return FakeSystem(tmp_path)
 
 
-def test_without_limits_it_is_mem_available(tmp_path: Path) -> None:
-    assert FakeSystem(tmp_path, mem_available_kib=12345).available == 12345 * KIB
+def limits(most: object, use: int, version: int = 2, **more: object) -> dict[str, object]:
+    """The files of a control group."""
+    names = ("memory__max", "memory__current")
+    if version == 1:
+        names = ("memory__limit_in_bytes", "memory__usage_in_bytes")
+    return dict(zip(names, (most, use), strict=True)) | more
 
 
-def test_no_cgroup_files_at_all(system: FakeSystem) -> None:
+STAT_V2 = f"anon {5 * MIB}\ninactive_file {20 * MIB}\nactive_file {8 * MIB}\nshmem {3 * MIB}"
+STAT_V1 = f"inactive_file 1\ntotal_inactive_file {10 * MIB}\ntotal_active_file 0"
+DOCKER_V1 = [("/docker/abc", "mem", "cgroup cgroup rw,memory")]
+DOCKER_V2 = [("/docker/abc", "cg", "cgroup2 none rw")]
+
+
+@pytest.mark.parametrize(
+    ("lines", "mounts", "files", "expected_mib"),
+    [
+        (["0::/job/rank"], V2, {"cg/job/rank": limits(100 * MIB, 30 * MIB)}, 70),
+        (  # a parent is tighter
+            ["0::/job/rank"],
+            V2,
+            {"cg/job/rank": limits("max", 30 * MIB), "cg/job": limits(100 * MIB, 90 * MIB)},
+            10,
+        ),
+        (["0::/job"], V2, {"cg/job": limits(100 * MIB, 30 * MIB, memory__high=80 * MIB)}, 50),
+        (  # page cache that can be had back is not use
+            ["0::/job"],
+            V2,
+            {"cg/job": limits(100 * MIB, 60 * MIB, memory__stat=STAT_V2)},
+            100 - (60 - 20 - 4),
+        ),
+        (["0::/job"], V2, {"cg/job": limits(10 * MIB, 11 * MIB)}, 0),
+        (
+            ["9:cpu:/other", "4:cpuset,memory:/slurm/job", "0::/"],
+            V1,
+            {
+                "mem/slurm/job": limits(UNLIMITED_V1, 50 * MIB, 1, memory__stat=STAT_V1),
+                "mem/slurm": limits(100 * MIB, 60 * MIB, 1, memory__stat=STAT_V1),
+            },
+            50,
+        ),
+        *(  # a container's own group is at the mount point, wherever the process says that it is
+            ([f"4:memory:{path}"], DOCKER_V1, {"mem": limits(100 * MIB, 40 * MIB, 1)}, 60)
+            for path in ("/docker/abc", "/../../elsewhere", "/docker", "/kube/pod")
+        ),
+        (["0::/docker/abc/inner"], DOCKER_V2, {"cg/inner": limits(5 * MIB, 0)}, 5),
+        (["0::/job"], [("/", "c g", V2[0][2])], {"c g/job": limits(5 * MIB, MIB)}, 4),
+        (
+            ["4:memory:/a", "0::/b"],
+            V1 + V2,
+            {"mem/a": limits(50 * MIB, MIB, 1), "cg/b": limits(40 * MIB, MIB)},
+            39,
+        ),
+        (["4:memory:/a"], V1, {"mem/a": limits(UNLIMITED_V1, 1 << 40, 1)}, 1 << 20),
+    ],
+)
+def test_control_groups(
+    system: FakeSystem, lines: list, mounts: list, files: dict, expected_mib: int
+) -> None:
+    system.cgroup(lines, mounts)
+    for folder, own in files.items():
+        system.write(folder, **own)
+    assert system.available == expected_mib * MIB
+
+
+def test_without_limits_it_is_mem_available(system: FakeSystem) -> None:
+    assert system.available == (1 << 30) * KIB
     (system.proc / "self/cgroup").unlink()
     assert system.available == (1 << 30) * KIB
-
-
-def test_old_kernel_without_mem_available(system: FakeSystem) -> None:
-    (system.proc / "meminfo").write_text("MemTotal: 100 kB\nMemFree: 17 kB\n")
+    (system.proc / "meminfo").write_text("MemTotal: 100 kB\nMemFree: 17 kB\n")  # an old kernel
     assert system.available == 17 * KIB
-
-
-def test_v2_own_group(system: FakeSystem) -> None:
-    system.cgroup(["0::/job/rank"], V2)
-    system.write("cg/job/rank", memory__max=100 * MIB, memory__current=30 * MIB)
-    assert system.available == 70 * MIB
-
-
-def test_v2_a_parent_is_tighter(system: FakeSystem) -> None:
-    system.cgroup(["0::/job/rank"], V2)
-    system.write("cg/job/rank", memory__max="max", memory__current=30 * MIB)
-    system.write("cg/job", memory__max=100 * MIB, memory__current=90 * MIB)
-    assert system.available == 10 * MIB
-
-
-def test_v2_high_throttles_before_max(system: FakeSystem) -> None:
-    system.cgroup(["0::/job"], V2)
-    limits = {"memory__max": 100 * MIB, "memory__high": 80 * MIB, "memory__current": 30 * MIB}
-    system.write("cg/job", **limits)
-    assert system.available == 50 * MIB
-
-
-def test_v2_reclaimable_page_cache_is_not_use(system: FakeSystem) -> None:
-    system.cgroup(["0::/job"], V2)
-    stat = f"anon {5 * MIB}\ninactive_file {20 * MIB}\nactive_file {8 * MIB}\nshmem {3 * MIB}"
-    limits = {"memory__max": 100 * MIB, "memory__current": 60 * MIB, "memory__stat": stat}
-    system.write("cg/job", **limits)
-    assert system.available == (100 - (60 - 20 - 4)) * MIB
-
-
-def test_v2_use_above_the_limit_leaves_nothing(system: FakeSystem) -> None:
-    system.cgroup(["0::/job"], V2)
-    system.write("cg/job", memory__max=10 * MIB, memory__current=11 * MIB)
-    assert system.available == 0
-
-
-def test_v1_nested(system: FakeSystem) -> None:
-    system.cgroup(["9:cpu:/other", "4:cpuset,memory:/slurm/job", "0::/"], V1)
-    stat = f"inactive_file 1\ntotal_inactive_file {10 * MIB}\ntotal_active_file 0"
-    own = {"memory__limit_in_bytes": UNLIMITED_V1, "memory__usage_in_bytes": 50 * MIB}
-    system.write("mem/slurm/job", **own, memory__stat=stat)
-    parent = {"memory__limit_in_bytes": 100 * MIB, "memory__usage_in_bytes": 60 * MIB}
-    system.write("mem/slurm", **parent, memory__stat=stat)
-    assert system.available == 50 * MIB
-
-
-def test_v1_unlimited_everywhere(tmp_path: Path) -> None:
-    system = FakeSystem(tmp_path, mem_available_kib=77)
-    system.cgroup(["4:memory:/a"], V1)
-    for folder in ("mem", "mem/a"):
-        none = {"memory__limit_in_bytes": UNLIMITED_V1, "memory__usage_in_bytes": 1 << 40}
-        system.write(folder, **none)
-    assert system.available == 77 * KIB
-
-
-@pytest.mark.parametrize("path", ["/docker/abc", "/../../elsewhere", "/docker", "/kube/pod"])
-def test_container_sees_its_own_group_at_the_mount_point(system: FakeSystem, path: str) -> None:
-    """The mount's root is the container's group, wherever the process says that it is."""
-    system.cgroup([f"4:memory:{path}"], [("/docker/abc", "mem", "cgroup cgroup rw,memory")])
-    limit = {"memory__limit_in_bytes": 100 * MIB, "memory__usage_in_bytes": 40 * MIB}
-    system.write("mem", **limit)
-    assert system.available == 60 * MIB
-
-
-def test_mount_root_prefix_is_by_component(system: FakeSystem) -> None:
-    system.cgroup(["0::/docker/abc/inner"], [("/docker/abc", "cg", "cgroup2 none rw")])
-    system.write("cg/inner", memory__max=5 * MIB, memory__current=0)
-    assert system.available == 5 * MIB
-
-
-def test_mount_point_with_a_space(system: FakeSystem) -> None:
-    system.cgroup(["0::/job"], [("/", "c g", "cgroup2 none rw")])
-    system.write("c g/job", memory__max=5 * MIB, memory__current=1 * MIB)
-    assert system.available == 4 * MIB
-
-
-def test_both_versions_at_once(system: FakeSystem) -> None:
-    system.cgroup(["4:memory:/a", "0::/b"], V1 + V2)
-    limit = {"memory__limit_in_bytes": 50 * MIB, "memory__usage_in_bytes": 1 * MIB}
-    system.write("mem/a", **limit)
-    system.write("cg/b", memory__max=40 * MIB, memory__current=1 * MIB)
-    assert system.available == 39 * MIB
 
 
 def test_the_real_system_has_some() -> None:

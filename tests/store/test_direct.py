@@ -37,7 +37,7 @@ def world():
 @pytest.mark.parametrize("width", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_read_and_written_in_place_are_those_of_the_store(world, device, width, dtype) -> None:
-    store = RowStore.create(LAYOUT, width, dtype, world)
+    store = RowStore(LAYOUT, width, dtype, world)
     store.initialise(3, (0, 1), 0.5)
     store.open_to(torch.device(device))
     rows_here = store.direct
@@ -64,7 +64,7 @@ def test_rows_read_and_written_in_place_are_those_of_the_store(world, device, wi
 
 
 def test_wrong_use_is_refused(world: World) -> None:
-    store = RowStore.create(LAYOUT, 2, torch.float32, world)
+    store = RowStore(LAYOUT, 2, torch.float32, world)
     assert store.direct is None
     store.open_to(torch.device("cpu"))
     rows_here = store.direct
@@ -223,11 +223,3 @@ def test_a_host_table_and_a_gpu_take_a_kernel(monkeypatch) -> None:
     monkeypatch.setattr(ops, "choice", lambda: "reference")
     with pytest.raises(ConfigError, match=r"ruled out by DISTCACHE_OPS: set store\.access=staged"):
         ops.copy_kernel()
-
-
-def test_the_numbers_are_those_of_numpy(world: World) -> None:
-    rng = np.random.default_rng(0)
-    table = torch.from_numpy(rng.random((40, 5)))
-    one = DirectRows(table, None, same, torch.device("cpu"))
-    places = rng.permutation(40)[:11]
-    assert np.array_equal(one.read(torch.from_numpy(places))[0].numpy(), table.numpy()[places])

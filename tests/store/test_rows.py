@@ -1,4 +1,4 @@
-"""The row store in shared memory: the store contract, and what several ranks see."""
+"""The row store in shared memory: what it holds and refuses, and what several ranks see."""
 
 from __future__ import annotations
 
@@ -12,13 +12,27 @@ import torch
 import torch.distributed as dist
 from node_cases import open_nodes
 from ranks import run_ranks
-from store.store_contract import NARROW, WIDE, StoreContract, expected_weight
+from torch import Tensor
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
 from distcache.layout import RowLayout, TableSpec
 from distcache.store import memory as available
-from distcache.store.rows import RowStore, Store, create_stores, store_bytes
+from distcache.store.rows import RowStore, create_stores, initial_rows, store_bytes
+
+# Width 100,000: a block is 2 rows, so that these tables span many blocks, the last one ragged.
+WIDE = [TableSpec("a", 7, 100_000, ("a",)), TableSpec("b", 2, 100_000, ("b",))]
+NARROW = [TableSpec("a", 50, 4, ("a",)), TableSpec("b", 1, 4, ("b",)), TableSpec("c", 9, 4, ("c",))]
+ROWS = torch.arange(60)
+
+
+def expected_weight(layout: RowLayout, seed: int, indices: list[int]) -> Tensor:
+    """Initial weights of a whole group, drawn table by table at once."""
+    drawn = [
+        initial_rows(seed, index, table.rows, table.dim, 0, table.rows)
+        for index, table in zip(indices, layout.tables, strict=True)
+    ]
+    return torch.cat(drawn)
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +42,98 @@ def world():
     close_world(world)
 
 
-class TestRowStore(StoreContract):
-    @pytest.fixture(autouse=True)
-    def use_world(self, world: World) -> None:
-        self.world = world
+@pytest.fixture(params=[(0, torch.float32), (1, torch.float32), (8, torch.float64)])
+def store(request: pytest.FixtureRequest, world: World):
+    """A store of zeros; of no state, row-wise state, and state of float64."""
+    store = RowStore(RowLayout(NARROW, 1), *request.param, world)
+    yield store
+    store.close()
 
-    def make(self, layout: RowLayout, state_width: int, dtype: torch.dtype) -> Store:
-        return RowStore.create(layout, state_width, dtype, self.world)
+
+def values(store: RowStore, count: int) -> tuple[Tensor, Tensor | None]:
+    """Random weights and state of so many rows."""
+    rng = torch.Generator().manual_seed(count)
+    weight = torch.rand(count, 4, dtype=store.dtype, generator=rng)
+    width = store.state_width
+    return weight, torch.rand(count, width, dtype=store.dtype, generator=rng) if width else None
+
+
+def test_initial_values(store: RowStore, world: World, caplog) -> None:
+    with caplog.at_level(logging.INFO, "distcache"):
+        store.initialise(3, [5, 0, 2], 0.25)
+    assert "60 rows of 3 tables" in caplog.text and "GB/s" in caplog.text
+    weight, state = store.gather(ROWS)
+    assert weight.dtype == store.dtype and weight.shape == (60, 4)
+    assert torch.equal(weight, expected_weight(store.layout, 3, [5, 0, 2]).to(store.dtype))
+    assert (state is None) == (store.state_width == 0)
+    assert state is None or (state.shape == (60, store.state_width) and (state == 0.25).all())
+    with pytest.raises(ConfigError, match="2 table indices for 3 tables"):
+        store.initialise(0, [0, 1])
+
+
+def test_initial_values_over_blocks(world: World) -> None:
+    store = RowStore(RowLayout(WIDE, 1), 1, torch.float32, world)
+    store.initialise(1, [0, 1], 2.0)
+    weight, state = store.gather(torch.arange(9))
+    assert torch.equal(weight, expected_weight(store.layout, 1, [0, 1])) and (state == 2.0).all()
+    store.close()
+
+
+def test_rows_are_written_and_copied_out(store: RowStore) -> None:
+    store.initialise(0, [0, 1, 2])
+    rows, (whole, whole_state) = torch.tensor([59, 0, 50, 3, 49]), store.gather(ROWS)
+    new, new_state = values(store, 5)
+    store.scatter(rows, new, new_state)
+    whole[rows] = new  # a copy, not the store's
+    out = torch.full((60, 4), 9.0, dtype=store.dtype), values(store, 60)[1]
+    got, got_state = store.gather(ROWS, out)
+    assert got.data_ptr() == out[0].data_ptr() and torch.equal(out[0], whole)
+    if new_state is not None:
+        whole_state[rows] = new_state
+        assert torch.equal(got_state, whole_state) and torch.equal(out[1], whole_state)
+    none, no_state = store.gather(ROWS[:0])
+    assert none.shape == (0, 4)
+    store.scatter(ROWS[:0], none, no_state)
+    assert torch.equal(store.gather(torch.tensor([7, 7]))[0], whole[[7, 7]])
+
+
+def test_tables_are_views_in_original_ids(store: RowStore) -> None:
+    store.initialise(0, [0, 1, 2])
+    whole, _ = store.gather(ROWS)
+    for index, (start, stop) in enumerate([(0, 50), (50, 51), (51, 60)]):
+        weight, state = store.table(index)
+        assert torch.equal(weight, whole[start:stop])
+        assert (state is None) == (store.state_width == 0)
+        assert state is None or state.shape == (stop - start, store.state_width)
+    weight += 1
+    assert torch.equal(store.gather(ROWS[51:])[0], whole[51:] + 1)
+
+
+@pytest.mark.parametrize("bad", [-1, 60, 1 << 40])
+def test_row_out_of_range(store: RowStore, bad: int) -> None:
+    rows = torch.tensor([1, bad, 2])
+    with pytest.raises(PlanError, match=str(bad)):
+        store.gather(rows)
+    with pytest.raises(PlanError, match=str(bad)):
+        store.scatter(rows, *values(store, 3))
+    assert not store.gather(ROWS)[0].any()
+
+
+def test_wrong_shapes_and_dtypes(store: RowStore, world: World) -> None:
+    rows, (good, state) = torch.tensor([1, 2]), values(store, 2)
+    other = torch.zeros(2, store.state_width + 1, dtype=store.dtype)
+    for weight, wrong in [(good[:1], state), (good[:, :3], state), (good, other)]:
+        with pytest.raises(PlanError):
+            store.scatter(rows, weight, wrong)
+        with pytest.raises(PlanError):
+            store.gather(rows, (weight, wrong))
+    with pytest.raises(PlanError, match="weight"):
+        store.scatter(rows, good.to(torch.bfloat16), state)
+    with pytest.raises(PlanError, match="int64"):
+        store.gather(rows.to(torch.int32))
+    assert not store.gather(ROWS)[0].any()
+    with pytest.raises(ConfigError, match="float16"):
+        RowStore(RowLayout(NARROW, 1), 0, torch.float16, world)
 
 
 def mapped() -> int:
@@ -54,24 +153,18 @@ def open_files() -> int:
     return sum("memfd:distcache" in link for link in links)
 
 
-def test_mapping_goes_with_the_last_view(world: World) -> None:
+def test_the_mapping_goes_with_the_last_view(world: World) -> None:
     before, files = mapped(), open_files()
-    store = RowStore.create(RowLayout(NARROW, 1), 2, torch.float32, world)
+    store = RowStore(RowLayout(NARROW, 1), 2, torch.float32, world)
     view = store.table(1)[1]
     assert mapped() == before + 1
     store.close()
-    assert mapped() == before + 1
-    assert view.sum() == 0
-    del view
-    assert mapped() == before
-    assert open_files() == files
-
-
-def test_closed_store_says_so(world: World) -> None:
-    store = RowStore.create(RowLayout(NARROW, 1), 2, torch.float32, world)
     store.close()
+    assert mapped() == before + 1 and view.sum() == 0
     with pytest.raises(DistcacheError, match="closed"):
         store.gather(torch.tensor([0]))
+    del view
+    assert mapped() == before and open_files() == files
 
 
 def test_store_bytes_by_hand(world: World) -> None:
@@ -108,7 +201,7 @@ def test_one_store_refused_before_it_is_made(world: World, monkeypatch: pytest.M
     monkeypatch.setattr("os.memfd_create", lambda name: made.append(name))
     huge = RowLayout([TableSpec("huge", 1 << 42, 128, ("x",))], 1)
     with pytest.raises(MemoryTooSmallError, match="128 \\+ 1 of state"):
-        RowStore.create(huge, 1, torch.float32, world)
+        RowStore(huge, 1, torch.float32, world)
     assert made == []
 
 
@@ -128,23 +221,6 @@ def test_first_store_is_closed_when_the_second_fails(
         create_stores(layouts, [0, 0], torch.float32, world)
     assert len(calls) == 3
     assert mapped() == before
-
-
-def test_wrong_dtype_and_table_indices(world: World) -> None:
-    with pytest.raises(ConfigError, match="float16"):
-        RowStore.create(RowLayout(NARROW, 1), 0, torch.float16, world)
-    store = RowStore.create(RowLayout(NARROW, 1), 0, torch.float32, world)
-    with pytest.raises(ConfigError, match="2 table indices for 3 tables"):
-        store.initialise(0, [0, 1])
-    store.close()
-
-
-def test_speed_of_initialisation_is_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    store = RowStore.create(RowLayout(NARROW, 1), 0, torch.float32, world)
-    with caplog.at_level(logging.INFO, "distcache"):
-        store.initialise(0, [0, 1, 2])
-    assert "60 rows of 3 tables" in caplog.text and "GB/s" in caplog.text
-    store.close()
 
 
 def shared_by_ranks(rank: int, size: int) -> dict[str, object]:
@@ -198,7 +274,7 @@ def two_nodes(rank: int, size: int, sizes: tuple[int, ...]) -> dict:
     """Nodes of `sizes` ranks: a store each, of the rows at home there."""
     world = open_nodes(rank, sizes)
     layout = RowLayout(NARROW, size)
-    store = RowStore.create(layout, 1, torch.float32, world)
+    store = RowStore(layout, 1, torch.float32, world)
     store.initialise(7, [0, 1, 2], 0.5)
     rows = np.arange(60)
     homes = layout.home(rows)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from toy_parallel import TABLES, toy_config
 
-from distcache.comm.world import close_world, open_world
 from distcache.errors import MemoryTooSmallError
 from distcache.planner.victims import WINDOW_BYTES, auto_lookahead
 from distcache.trainer import plan_cache as ahead
@@ -29,13 +28,6 @@ class Known:
 
     def expected_distinct(self, table: int, lookups: int) -> float:
         return 12.0
-
-
-@pytest.fixture(scope="module")
-def world():
-    world = open_world("cpu", "gloo", 60)
-    yield world
-    close_world(world)
 
 
 def ahead_of(world, slots=(1000,), source=None, **changes) -> tuple[int, int]:

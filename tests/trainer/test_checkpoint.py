@@ -37,14 +37,6 @@ IDENTITY = RunIdentity(
 STATE = TrainerState(8, b"\1" * 32)
 
 
-@pytest.fixture
-def world():
-    """A world of this process alone."""
-    world = open_world("cpu", timeout_s=60)
-    yield world
-    close_world(world)
-
-
 def resumed(path, mode, identity, world, same_data=True):
     """Compare, then load, as a run does; the state of training."""
     state = checkpoint.compare(path, identity, world, same_data)
@@ -297,4 +289,4 @@ def test_two_ranks_share_the_writing_and_need_not_all_read(tmp_path):
     assert min(sizes) > 60_000
     assert "could not be written: rank 1" in second["error"] == first["error"]
     assert first["first"].startswith("FileExistsError")
-    assert second["first"].startswith("DistcacheError: rank 0: FileExistsError")
+    assert second["first"].startswith("PeerError: rank 0: FileExistsError")

@@ -17,7 +17,7 @@ from ranks import run_ranks
 
 from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
-from distcache.data.criteo import BatchSettings, CriteoArrays, CriteoSource, CriteoSpec
+from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.interactions import InteractionsSource, InteractionsSpec
 from distcache.data.parquet_files import ColumnRules
 from distcache.errors import ConfigError
@@ -111,9 +111,9 @@ def test_what_a_source_depends_on(tmp_path):
     """Content, what is made of it and its order; not names, nor what no batch can show."""
     text = write_lines(tmp_path / "a.txt", make_lines(70))
     preprocessed(text, tmp_path / "one")
-    plain = CriteoArrays(tmp_path / "one", BatchSettings(16)).identity
+    plain = CriteoArrays(CriteoSpec(tmp_path / "one", (), 16)).identity
     assert set(plain) == {"data.path", "data.shuffle", "data.shuffle_block"}
-    in_order = CriteoArrays(tmp_path / "one", BatchSettings(16, shuffle=False)).identity
+    in_order = CriteoArrays(CriteoSpec(tmp_path / "one", (), 16, shuffle=False)).identity
     assert in_order == {"data.path": plain["data.path"], "data.shuffle": "False"}
     lines = CriteoSource(CriteoSpec(text, ROWS)).identity
     shutil.copy(text, tmp_path / "c.txt")
@@ -141,48 +141,6 @@ def test_what_parquet_depends_on(tmp_path):
     ):
         found = source(path, **change).identity
         assert {name for name in plain if found[name] != plain[name]} == {key}
-
-
-def clicks(rank: int, size: int, folder: str) -> dict[str, str]:
-    """What is said of other negatives and held-out parts on resuming."""
-    torch.set_num_threads(1)
-    world, seen = open_world("cpu", timeout_s=60), {}
-    base = [*SMALL[1:], "data=interactions", f"data.path={folder}/a.csv", "cache.ratio=1"]
-
-    def start(name: str, *more: str) -> dict[str, Any]:
-        config = to_config(compose_overrides([*base, *more]))
-        return train(config, world, Path(folder) / name).summary
-
-    start("half", "trainer.steps=3")
-    rest = ("trainer.steps=6", f"trainer.resume={folder}/half")
-    tries = {
-        "negatives": ["data.negatives=3"],
-        "sampling": ["data.negative_sampling=popularity"],
-        "time": ["data.held_out_by=time"],
-        "rating": ["data.min_rating=2"],
-    }
-    for name, changed in tries.items():
-        try:
-            start(name, *rest, *changed)
-        except ConfigError as error:
-            seen[name] = str(error)
-    seen["same"] = start("same", *rest)["state_digest"]
-    seen["whole"] = start("whole", "trainer.steps=6")["state_digest"]
-    close_world(world)
-    return seen
-
-
-def test_a_resumed_run_keeps_its_negatives_and_its_held_out_part(tmp_path):
-    dice = np.random.default_rng(3)
-    columns = [dice.integers(0, top, 300) for top in (20, 90, 5, 1000)]
-    rows = "\n".join(",".join(map(str, row)) for row in zip(*columns, strict=True))
-    (tmp_path / "a.csv").write_text(rows + "\n")
-    (seen,) = run_ranks(clicks, 1, str(tmp_path), timeout=100)
-    assert "other data: " in seen["time"] and "data.path was" in seen["time"]
-    assert "data.path was" in seen["rating"]
-    assert "data.negatives was 4, is 3" in seen["negatives"]
-    assert "data.negative_sampling was uniform, is popularity" in seen["sampling"]
-    assert seen["same"] == seen["whole"]
 
 
 def test_what_interactions_depend_on(tmp_path):

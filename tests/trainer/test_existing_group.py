@@ -9,39 +9,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from own_items import digests, fit, item
 from ranks import run_ranks
-from scenarios import Scenario, table
 
-import distcache
 from distcache.errors import DistcacheError
-from distcache.parallel.base import OptimizerSpec
 
-SCENARIO = Scenario((table("t", 300, 8, 3),), OptimizerSpec("adagrad"), steps=8, weighted=False)
 MODES = ("data", "resident", "hybrid")
+CPU = {"trainer__device": "cpu"}
 
 
 def loader(rank: int, world: int, bad: bool = False):
     for step in range(8):
         if bad and step == 5:
             raise ValueError("disk on fire")
-        batch = SCENARIO.batch(step, rank, world)
-        yield batch.dense, (batch.ids.values, batch.ids.offsets), batch.labels
-
-
-def fit(folder: Path, rank: int, world: int, mode: str, bad: bool = False) -> tuple[str, str]:
-    settings = {"cache.rows": 160, "cache.lookahead": 3, "run.dir": str(folder), "run.save": True}
-    settings |= {"optim.dense_lr": 0.1, "optim.embedding_lr": 0.1, "trainer.device": "cpu"}
-    items = loader(rank, world, bad)
-    model = SCENARIO.model()
-    summary = distcache.fit(items, SCENARIO.tables, model, parallel=mode, settings=settings).summary
-    assert summary["world_size"] == world
-    return summary["loss_digest"], summary["state_digest"]
+        yield item(step, rank, world)
 
 
 def alone(rank: int, size: int, folder: str) -> dict[str, Any]:
     """Runs in fit's own world, which it leaves."""
     torch.set_num_threads(1)
-    seen = {mode: fit(Path(folder, f"own-{mode}"), rank, size, mode) for mode in MODES}
+    home, seen = Path(folder), {}
+    for mode in MODES:
+        seen[mode] = digests(fit(None, home / f"own-{mode}", loader(rank, size), mode, **CPU))
     assert not dist.is_initialized()
     return seen
 
@@ -56,13 +45,14 @@ def play(rank: int, size: int, folder: str, launched: bool) -> dict[str, Any]:
             os.environ.pop(name)
     groups = len(dist.distributed_c10d._world.pg_map)
     for mode in MODES:
-        seen[f"existing {mode}"] = fit(home / f"existing-{mode}", rank, size, mode)
+        found = fit(None, home / f"existing-{mode}", loader(rank, size), mode, **CPU)
+        seen[f"existing {mode}"] = digests(found)
     for mode in MODES:
         try:
-            fit(home / f"bad-{mode}", rank, size, mode, bad=rank == size - 1)
+            fit(None, home / f"bad-{mode}", loader(rank, size, rank == size - 1), mode, **CPU)
         except DistcacheError as error:
             seen[f"bad {mode}"] = str(error)
-    seen["again"] = fit(home / "again", rank, size, "data")
+    seen["again"] = digests(fit(None, home / "again", loader(rank, size), **CPU))
     seen["groups"] = len(dist.distributed_c10d._world.pg_map) - groups
     number = torch.tensor([rank + 1.0])
     dist.all_reduce(number)

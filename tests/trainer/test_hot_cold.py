@@ -16,15 +16,11 @@ import torch
 from hot_cold_cases import RUN, SYNTHETIC, count, counted
 from ranks import run_ranks
 
-from distcache.cli.compose import checked_config, compose_overrides, to_config
-from distcache.comm.rendezvous import Place
+from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
-from distcache.config.tree import Config
 from distcache.data.interactions import InteractionsSource, InteractionsSpec
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError
-from distcache.fitting import fit
-from distcache.layout import TableSpec
 from distcache.parallel.cached import CachedParallel
 from distcache.popularity.statistics import write_statistics
 from distcache.trainer.trainer import train
@@ -209,65 +205,32 @@ def reported(summary: dict[str, Any], lines: list[dict[str, Any]]) -> None:
 
 
 REFUSED = {
-    "unknown": (["data.batching=hot"], "data.batching=hot is unknown: choose as_is or hot_cold"),
-    "no statistics": (["cache.statistics=null"], "needs to know which rows are hot: give cache.st"),
     "no such folder": (["cache.statistics=nowhere"], "holds neither statistics.json nor"),
-    "split": (["data.batching=split"], "split is no longer there: .* slower"),
-    "no end": (["data.samples=null"], "data.samples=null is a stream without an end"),
-    "rows": (["data.hot_rows=-1"], r"data\.hot_rows=-1: give auto, a whole number"),
-    "share": (["data.hot_rows=1.5"], r"data\.hot_rows=1\.5: give auto"),
-    "word": (["data.hot_rows=many"], r"data\.hot_rows=many: give auto"),
-    "rate": (["data.phase_rate=0"], r"data\.phase_rate=0\.0: give a share above 0"),
-    "too fast": (["data.phase_rate=1.1"], r"data\.phase_rate=1\.1"),
-    "key": (["data.batching=as_is", "data.hot_rows=9"], "a key of data.batching=hot_cold"),
     "slots": (["data.hot_rows=300"], "300 hot rows of the tables of width 4 leave no room"),
     "tables": (["data.table_rows=[300,40,500,4]"], "fingerprint"),
 }
 
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED.values(), ids=REFUSED)
-def test_refused(tmp_path, counts, overrides, message):
+def test_refused(world, tmp_path, counts, overrides, message):
     given = [*QUIET, *RUN, f"cache.statistics={counts}", *overrides]
-    world = open_world("cpu", timeout_s=60)
-    try:
-        with pytest.raises(ConfigError, match=message):
-            train(checked_config(compose_overrides(given), Place(0, 1, 0, 1)), world, tmp_path)
-    finally:
-        close_world(world)
-
-
-def test_own_loaders_are_refused():
-    tables = [TableSpec("t", 10, 4, ("f",))]
-    settings = {"data.batching": "hot_cold", "cache.statistics": "x"}
-    with pytest.raises(ConfigError, match="batches of your own loader"):
-        fit(torch.nn.Linear(1, 1), tables, [], settings=settings)
+    with pytest.raises(ConfigError, match=message):
+        train(to_config(compose_overrides(given)), world, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("overrides", "share"),
     [(["data.hot_rows=0"], 0.0), (["cache.ratio=1", "cache.rows=null"], 1.0)],
 )
-def test_all_of_one_kind(tmp_path, counts, overrides, share):
-    world = open_world("cpu", timeout_s=60)
-    try:
-        found = run(world, tmp_path, f"cache.statistics={counts}", "trainer.steps=null", *overrides)
-    finally:
-        close_world(world)
+def test_all_of_one_kind(world, tmp_path, counts, overrides, share):
+    found = run(world, tmp_path, f"cache.statistics={counts}", "trainer.steps=null", *overrides)
     assert (found["hot_samples"], found["steps"]) == (share, 44)
     assert found["hot_steps"] == (44 if share else 0)
 
 
-def test_the_default_is_as_it_was():
-    assert Config().data.batching == "as_is"
-
-
-def test_statistics_of_a_sample_do(tmp_path):
+def test_statistics_of_a_sample_do(world, tmp_path):
     """Rows that were not counted are cold."""
     source = SyntheticSource(SyntheticSpec(**SYNTHETIC | {"samples": 100}))
     write_statistics(tmp_path / "some", count(source))
-    world = open_world("cpu", timeout_s=60)
-    try:
-        found = run(world, tmp_path / "run", f"cache.statistics={tmp_path / 'some'}")
-    finally:
-        close_world(world)
+    found = run(world, tmp_path / "run", f"cache.statistics={tmp_path / 'some'}")
     assert 0 < found["hot_samples"] < 1

@@ -87,37 +87,20 @@ def cases(rank: int, size: int, folder: str) -> dict:
     return seen
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def seen(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(f"world{request.param}")
-    return run_ranks(cases, request.param, str(folder), timeout=300)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_run_is_the_same(seen, optimizer) -> None:
-    for rank in seen:
-        at_once, late = rank[optimizer, "whole"]
-        assert late == at_once and late["steps"] == 14
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_stop_comes_after_the_same_step_everywhere_and_resumes(seen, optimizer) -> None:
-    for rank in seen:
-        by, steps = rank[optimizer, "stopped"]
-        assert by == signal.SIGINT
-        assert STOP < steps <= STOP + 1 + 2
-        assert steps == seen[0][optimizer, "stopped"][1]
-        whole, rest = rank[optimizer, "whole"][0], rank[optimizer, "resumed"]
-        for key in ("loss_digest", "state_digest", "final_loss", "eval_auc"):
-            assert rest[key] == whole[key], key
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_bad_step_leaves_the_state_before_it(seen, optimizer) -> None:
-    for rank in seen:
-        at_once, late = rank[optimizer, "bad"]
-        assert late == at_once
-        assert late.startswith(f"step {BAD}: the loss is not finite on rank {len(seen) - 1};")
-        whole, repaired = rank[optimizer, "whole"][0], rank[optimizer, "repaired"]
-        for key in ("loss_digest", "state_digest", "final_loss", "eval_auc"):
-            assert repaired[key] == whole[key], key
+@pytest.mark.parametrize("size", [1, 2])
+def test_same_run_same_stop_and_the_state_before_a_bad_step(tmp_path, size) -> None:
+    ranks = run_ranks(cases, size, str(tmp_path), timeout=300)
+    for rank in ranks:
+        for optimizer in OPTIMIZERS:
+            at_once, late = rank[optimizer, "whole"]
+            assert late == at_once and late["steps"] == 14
+            by, steps = rank[optimizer, "stopped"]
+            assert by == signal.SIGINT and STOP < steps <= STOP + 1 + 2
+            assert steps == ranks[0][optimizer, "stopped"][1]
+            for name in ("resumed", "repaired"):
+                found = rank[optimizer, name]
+                for key in ("loss_digest", "state_digest", "final_loss", "eval_auc"):
+                    assert found[key] == at_once[key], (name, key)
+            at_once, late = rank[optimizer, "bad"]
+            assert late == at_once
+            assert late.startswith(f"step {BAD}: the loss is not finite on rank {size - 1};")

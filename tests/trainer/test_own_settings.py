@@ -14,7 +14,7 @@ from scenarios import SmallNet
 import distcache
 from distcache.config.keys import flat_settings
 from distcache.errors import ConfigError, StepTooLargeError
-from distcache.trainer.own import own_config
+from distcache.fitting import own_config
 
 
 def test_wrong_settings_are_named(tmp_path):
@@ -46,6 +46,10 @@ def test_wrong_settings_are_named(tmp_path):
         ({"settings": {"cache.split": "by_curve"}}, r"cache.split=by_curve .* give settings"),
         ({"settings": {"cache.policy": "static"}}, r"cache.policy=static .* give settings"),
         ({"settings": {"trainer.eval_every": 3}}, "there is no eval_loader"),
+        (
+            {"settings": {"data.batching": "hot_cold", "cache.statistics": "x"}},
+            "batches of your own loader",
+        ),
         ({"settings": {"trainer.resume": str(tmp_path / "no")}}, "is no folder"),
         ({"epochs": 0}, "epochs=0"),
     ):
@@ -105,7 +109,7 @@ def test_what_does_not_fit_is_named(tmp_path):
 def test_torchrec_configs_are_tables():
     from torchrec import EmbeddingBagConfig, PoolingType
 
-    from distcache.trainer.own import table_specs
+    from distcache.fitting import table_specs
 
     config = EmbeddingBagConfig(
         name="t", embedding_dim=8, num_embeddings=50, feature_names=["a"], pooling=PoolingType.MEAN

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from distcache.trainer.schedule import (
     PhaseClock,
     PhasedSchedule,
     Schedule,
-    phase_at,
 )
 
 
@@ -103,24 +101,6 @@ def test_no_phase_becomes_shorter_than_an_evaluation():
         schedule.learn(sum(lengths), next(losses))
     assert lengths[:4] == [11, 6, 6, 3]
     assert lengths[-8:] == lengths[-16:-8] == [3, 2, 3, 2, 3, 1, 2, 1]
-
-
-def test_a_phase_survives_json():
-    phase = Phase(0.1, 3, 4, 5, COLD, 2, 0.30000000000000004, 1, 0.6931471805599453, False)
-    assert Phase(**json.loads(json.dumps(phase.values()))) == phase
-
-
-def test_where_steps_without_losses_lead():
-    def sizes(epoch):
-        return 5 + epoch, 3
-
-    for step in range(30):
-        clock, done = PhaseClock(Phase(0.4), 0, sizes), 0
-        while done < step:
-            phase = clock.begin(done)
-            done = min(done + phase.left, step)
-        assert phase_at(step, 0.4, sizes) == replace(clock.at(step), due=False)
-    assert phase_at(0, 0.4, sizes) == Phase(0.4)
 
 
 class Source:

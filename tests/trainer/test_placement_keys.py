@@ -20,9 +20,9 @@ from distcache.config.checks import check
 from distcache.cost.cluster import Cluster, Compute, Link, read_cluster, write_cluster
 from distcache.engine.groups import Placement
 from distcache.errors import ConfigError, DataError
+from distcache.fitting import OwnSource
 from distcache.layout import TableSpec
 from distcache.trainer.build import build_source, build_tables
-from distcache.trainer.own import OwnSource
 from distcache.trainer.plan_cache import (
     Known,
     choose,
@@ -110,18 +110,18 @@ def test_the_window_knows_the_hottest_rows_and_what_ranks_name() -> None:
     config = config_of()
     source = build_source(config)
     tables = build_tables(config, source)
-    window = read_window(source, tables, 5, 2)
+    statistics, window = read_window(source, tables, 5, 2)
     counts = [np.zeros(table.rows, np.int64) for table in tables]
     for step in range(5):
         ids = source.train_batch(step, 0, 1).ids
         cuts = ids.offsets.numpy()[:: ids.batch_size][1:-1]
         for count, values in zip(counts, np.split(ids.values.numpy(), cuts), strict=True):
             count += np.bincount(values, minlength=len(count))
-    for count, hottest, uses in zip(counts, window.hottest, window.uses, strict=True):
-        assert np.array_equal(count[hottest], uses)
-        assert (np.diff(uses) <= 0).all() and uses.sum() == count.sum()
-    assert [len(group) for group in window.rows] == [5] * len(window.rows)
-    named = sum(len(rank) for group in window.rows for step in group for rank in step)
+    for count, found in zip(counts, statistics.tables, strict=True):
+        assert np.array_equal(found.dense(), count)
+        assert (np.diff(count[found.order]) <= 0).all() and found.lookups == count.sum()
+    assert [len(group) for group in window] == [5] * len(window)
+    named = sum(len(rank) for group in window for step in group for rank in step)
     assert named == sum(int(count.sum()) for count in counts)
 
 
@@ -144,10 +144,10 @@ class Shifted:
 def test_the_window_takes_ids_as_training_does() -> None:
     source = build_source(config_of())
     tables = build_tables(config_of(), source)
-    want = read_window(source, tables, 3, 2)
-    found = read_window(Shifted(source), tables, 3, 2, "hash")
-    for mine, other in zip(found.hottest + found.uses, want.hottest + want.uses, strict=True):
-        assert np.array_equal(mine, other)
+    want, _ = read_window(source, tables, 3, 2)
+    found, _ = read_window(Shifted(source), tables, 3, 2, "hash")
+    for mine, other in zip(found.tables, want.tables, strict=True):
+        assert np.array_equal(mine.dense(), other.dense())
     with pytest.raises(DataError, match=r"train batch 0: .* -"):
         read_window(Shifted(source), tables, 3, 2)
 
@@ -181,8 +181,9 @@ def test_mixed_takes_the_hottest_rows_of_the_first_batches_on_every_rank() -> No
     first, second = run_ranks(resolved, 2, cases)
     config = config_of()
     source = build_source(config)
-    window = read_window(source, build_tables(config, source), 10, 1)
-    assert first[0] == second[0] == ("mixed", [sorted(window.hottest[0][:6].tolist()), [], []])
+    window, _ = read_window(source, build_tables(config, source), 10, 1)
+    hottest = window.tables[0].hottest(6).tolist()
+    assert first[0] == second[0] == ("mixed", [sorted(hottest), [], []])
     assert first[1] == second[1] and sum(map(len, first[1][1])) == 8
     assert first[2][1] == [[], [], list(range(30))]  # all rows, whether they were seen or not
     assert "t_cat_9=6 names no table: choose from t_cat_0, t_cat_1, t_cat_2" in first[3]
@@ -195,7 +196,7 @@ def test_mixed_that_will_not_hold_a_step_is_said_before_training(slots, warned, 
     config = config_of("cache.placement=mixed", "cache.state=home")
     source = build_source(config)
     tables = build_tables(config, source)
-    facts = Known(tables, slots, None, read_window(source, tables, 4, 2))
+    facts = Known(tables, slots, *read_window(source, tables, 4, 2))
     world, cluster = SimpleNamespace(size=2), Cluster(2, Link(1e9), Link(1e9))
     choice = choose(config, world, facts, cluster, torch.nn.Linear(1, 1))
     assert choice.placement == "mixed"

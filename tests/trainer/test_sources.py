@@ -10,7 +10,15 @@ import pyarrow as pa
 import pytest
 from criteo_lines import ROWS, make_lines, preprocessed, write_lines
 from parquet_files import write
+from ranks import run_ranks
+from source_runs import SMALL as QUIET
 from source_runs import digests, summaries
+
+from distcache.cli.compose import compose_overrides, to_config
+from distcache.comm.world import close_world, open_world
+from distcache.data.criteo import CriteoArrays
+from distcache.errors import DataError
+from distcache.trainer.trainer import train
 
 SMALL = (
     "model.embedding_dim=4",
@@ -150,3 +158,37 @@ def test_what_was_skipped_is_in_the_run_folder(tmp_path, world_size):
         (line,) = report["first"]
         assert report["count"] == 1 and line.startswith(f"{clicks}:31: item 'x' is not a whole")
     assert not found[3].exists()
+
+
+def fail_to_load(rank: int, world_size: int, folder: str, runs: str) -> str:
+    """What this rank raises when rank 1 cannot read the dense features of its fourth batch."""
+    world, reads = open_world("cpu", "gloo", 60.0), []
+    real = CriteoArrays.read_rest
+
+    def read_rest(self, lines):
+        reads.append(len(lines))
+        if rank == 1 and len(reads) == 4:
+            raise DataError("dense.npy is gone")
+        return real(self, lines)
+
+    CriteoArrays.read_rest = read_rest
+    given = [
+        "data=criteo",
+        f"data.path={folder}",
+        "data.table_rows=[]",
+        "data.global_batch_size=32",
+    ]
+    try:
+        train(to_config(compose_overrides([*QUIET, *SMALL, *given])), world, Path(runs))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        close_world(world, orderly=False)
+    return "nothing"
+
+
+def test_a_rank_that_cannot_load_is_named(tmp_path):
+    preprocessed(write_lines(tmp_path / "a.txt", make_lines(400)), tmp_path / "out")
+    first, second = run_ranks(fail_to_load, 2, str(tmp_path / "out"), str(tmp_path))
+    assert second == "DataError: dense.npy is gone"
+    assert first.startswith("PeerError") and "rank 1" in first and "dense.npy is gone" in first

@@ -1,12 +1,21 @@
-"""One part of the text, parsed: columns, arrays of its samples and counts of its ids."""
+"""Criteo text parsed: blocks of lines to arrays, and parts of the text as raw files.
+
+A line is `label`, 13 integers, 26 hexadecimal ids, separated by tabs; integers and ids may be
+empty. `parse_line` is the definition. pyarrow reads whole blocks (it splits fields and reads
+integers; ids are decoded here); a block in which it meets something odd is halved, until the few
+lines around that are left to `parse_line`.
+
+An id becomes a row of its table at once (its value modulo the table's rows), or stays a value for
+a vocabulary, which knows missing ids from the id 0.
+"""
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,29 +23,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from distcache.data.criteo_text import (
-    FIELDS,
-    IDS,
-    INTEGERS,
-    MAX_LINE,
-    CriteoRows,
-    dense_of,
-    id_dtype,
-    parse_block,
-)
-from distcache.data.files import InputFile
-from distcache.data.raw.text import Block, read_range, whole_lines
+from distcache.data.files import InputFile, read_json, read_range, show, whole_lines, write_json
+from distcache.data.raw.settings import IDS, INTEGERS
 from distcache.errors import DataError
 
-# -----------------------------------------------------------------------------
-# Criteo text to columns with pyarrow: the fast twin of `criteo_text.parse_block`.
-#
-# `parse_columns` either understands a whole block, and then its rows are those of `parse_line` for
-# every line, or says nothing; the caller then takes the exact way. pyarrow splits fields and reads
-# integers; ids are decoded here, eight hexadecimal digits to a word.
+FIELDS = 1 + INTEGERS + IDS
+_HEX_DIGITS, _DECIMAL_DIGITS = 16, 18
+_INTEGER = re.compile(rb"(-?)0*([0-9]{1,%d})" % _DECIMAL_DIGITS)
+_HEX = re.compile(rb"[0-9a-fA-F]+")
 
+MAX_LINE = 1 << 20
+"""Bytes of the longest line; a longer one is malformed, whatever is in it."""
+_FEW = 64
+"""Lines that are parsed one by one when a block has something odd in it."""
 _ALLOWED = b"0123456789abcdefABCDEF-\t\n\r"
-_MOST = 10**18
 _NAMES = [f"c{index}" for index in range(FIELDS)]
 _TYPES = {name: pa.binary() for name in _NAMES}
 _TYPES |= {name: pa.int64() for name in _NAMES[1 : 1 + INTEGERS]}
@@ -50,12 +50,128 @@ _WORD = np.uint64
 _ZEROS = _WORD(0x3030303030303030)
 
 
-def parse_columns(block: bytes, table_rows: np.ndarray | None) -> CriteoRows | None:
-    """The rows of a block of whole lines, as `parse_block` gives them; None: not understood.
+@dataclass(frozen=True)
+class CriteoRows:
+    """Parsed lines: `labels` uint8 `[n]`, `dense` float32 `[n, 13]` (missing: 0), `ids` `[n, 26]`.
 
-    `integers` are dense features already, float32 `[n, 13]`. Without `table_rows` ids are values,
-    uint32 where all fit, else uint64.
+    Ids are rows of their tables, int32 where the tables allow it, else int64; or values, uint32
+    where all fit, else uint64, and then `missing` bool `[n, 26]` says which were empty (value 0).
     """
+
+    labels: np.ndarray
+    dense: np.ndarray
+    ids: np.ndarray
+    missing: np.ndarray | None = None
+
+
+def dense_of(integers: np.ndarray) -> np.ndarray:
+    """Dense features float32 of int64 `integers` of any shape: log(1 + max(x, 0))."""
+    return np.log1p(np.maximum(integers, 0)).astype(np.float32)
+
+
+def id_dtype(table_rows: Sequence[int] | None) -> np.dtype:
+    """The narrowest of int32 and int64 that holds every row of the tables; uint32 for values, the
+    first choice."""
+    if table_rows is None:
+        return np.dtype(np.uint32)
+    return np.dtype(np.int32 if int(max(table_rows)) <= 2**31 else np.int64)
+
+
+def parse_line(line: bytes, table_rows: Sequence[int] | None) -> tuple[int, list[int], list[int]]:
+    """Label, 13 integers and 26 rows or values of one line, without its line end.
+
+    An id becomes its hexadecimal value modulo its table's rows, an empty one row 0; without
+    `table_rows` its value. A missing integer is 0. Raises DataError that names the field.
+    """
+    if len(line) > MAX_LINE:
+        raise DataError(f"the line is longer than {MAX_LINE:,} bytes")
+    fields = line.removesuffix(b"\r").split(b"\t")
+    if len(fields) != FIELDS:
+        raise DataError(
+            f"{len(fields)} tab-separated fields instead of {FIELDS} "
+            f"(label, {INTEGERS} integers, {IDS} ids)"
+        )
+    if fields[0] not in (b"0", b"1"):
+        raise DataError(f"field 1 (label) is {show(fields[0])}, not 0 or 1")
+    integers, ids = [], []
+    for index, entry in enumerate(fields[1 : 1 + INTEGERS]):
+        number = _INTEGER.fullmatch(entry or b"0")
+        if number is None:
+            raise DataError(
+                f"field {2 + index} (integer {index + 1}) is {show(entry)}, not an integer of "
+                f"at most {_DECIMAL_DIGITS} digits"
+            )
+        # Without its leading zeros: Python reads at most 4,300 digits.
+        integers.append(int(number[1] + number[2]))
+    for index, entry in enumerate(fields[1 + INTEGERS :]):
+        if entry and not _HEX.fullmatch(entry):
+            raise DataError(
+                f"field {2 + INTEGERS + index} (id {index + 1}, feature cat_{index}) is "
+                f"{show(entry)}, not hexadecimal"
+            )
+        if table_rows is None and len(entry.lstrip(b"0")) > _HEX_DIGITS:
+            raise DataError(
+                f"field {2 + INTEGERS + index} (id {index + 1}, feature cat_{index}) is "
+                f"{show(entry)}, longer than the {_HEX_DIGITS} digits that a vocabulary holds"
+            )
+        value = int(entry or b"0", 16)
+        ids.append(value if table_rows is None else value % int(table_rows[index]))
+    return int(fields[0]), integers, ids
+
+
+def parse_blocks(
+    blocks: Iterable[bytes],
+    table_rows: Sequence[int] | None,
+    on_error: Callable[[int, DataError], None],
+) -> Iterator[tuple[CriteoRows, bytes]]:
+    """The rows of `blocks` of whole lines, piece by piece, each with the text that it is of.
+
+    `table_rows`: of the 26 tables, or None for values. A malformed line is left out after
+    `on_error(line number from 0 over all blocks, error)` returned; `on_error` may raise instead.
+    """
+    lines = 0
+    for block in blocks:
+        todo = [block]
+        while todo:
+            text = todo.pop()
+            rows, count = _parse_columns(text, table_rows), text.count(b"\n")
+            cut = text.find(b"\n", len(text) // 2) + 1
+            if rows is None and count > _FEW and 0 < cut < len(text):
+                todo += [text[cut:], text[:cut]]
+                continue
+            yield rows or _parse_each(text, table_rows, on_error, lines), text
+            lines += count
+
+
+def _parse_each(
+    text: bytes,
+    table_rows: Sequence[int] | None,
+    on_error: Callable[[int, DataError], None],
+    first: int,
+) -> CriteoRows:
+    """The rows of lines by their definition; `first`: number of the first line."""
+    labels, integers, ids, missing = [], [], [], []
+    for number, line in enumerate(text.removesuffix(b"\n").split(b"\n"), start=first):
+        try:
+            label, own, values = parse_line(line, table_rows)
+        except DataError as error:
+            on_error(number, error)
+            continue
+        labels.append(label)
+        integers.append(own)
+        ids.append(values)
+        missing.append([not entry for entry in line.removesuffix(b"\r").split(b"\t")[-IDS:]])
+    wide = table_rows is None and any(max(values) >= 2**32 for values in ids)
+    return CriteoRows(
+        np.array(labels, dtype=np.uint8),
+        dense_of(np.array(integers, dtype=np.int64).reshape(-1, INTEGERS)),
+        np.array(ids, dtype=np.uint64 if wide else id_dtype(table_rows)).reshape(-1, IDS),
+        np.array(missing, dtype=bool).reshape(-1, IDS) if table_rows is None else None,
+    )
+
+
+def _parse_columns(block: bytes, table_rows: Sequence[int] | None) -> CriteoRows | None:
+    """The rows of a block as those of `parse_line` for every line; None: something in it is odd."""
     if block.translate(None, _ALLOWED) or (len(block) > MAX_LINE and b"0" * 64 in block):
         return None
     returns = block.count(b"\r")
@@ -91,21 +207,19 @@ def _dense(columns: list[pa.Array]) -> np.ndarray | None:
     dense = np.empty((len(columns[0]), INTEGERS), dtype=np.float32)
     for index, column in enumerate(columns):
         values = pc.fill_null(column, 0).to_numpy(zero_copy_only=False)
-        if len(values) and not -_MOST < int(values.min()) <= int(values.max()) < _MOST:
+        if len(values) and max(-int(values.min()), int(values.max())) >= 10**_DECIMAL_DIGITS:
             return None
         dense[:, index] = dense_of(values)
     return dense
 
 
 def _ids(
-    columns: list[pa.Array], table_rows: np.ndarray | None
+    columns: list[pa.Array], table_rows: Sequence[int] | None
 ) -> tuple[np.ndarray, np.ndarray | None] | None:
     """Rows (or values, and which are missing) `[n, 26]`."""
     count = len(columns[0])
-    if table_rows is None:
-        ids, missing = np.empty((count, IDS), dtype=np.uint32), np.empty((count, IDS), dtype=bool)
-    else:
-        ids, missing = np.empty((count, IDS), dtype=id_dtype(table_rows)), None
+    ids = np.empty((count, IDS), dtype=id_dtype(table_rows))
+    missing = np.empty((count, IDS), dtype=bool) if table_rows is None else None
     for index, column in enumerate(columns):
         offsets, data = _binary(column)
         lengths = np.diff(offsets)
@@ -113,7 +227,9 @@ def _ids(
         if values is None:
             return None
         if table_rows is not None:
-            ids[:, index] = _modulo(values, int(table_rows[index]))
+            rows = int(table_rows[index])  # in the width of the values where that is exact
+            beyond = rows > np.iinfo(values.dtype).max
+            ids[:, index] = values if beyond else values % values.dtype.type(rows)
             continue
         if missing is not None:
             missing[:, index] = lengths == 0
@@ -121,13 +237,6 @@ def _ids(
             ids = ids.astype(np.uint64)
         ids[:, index] = values
     return ids, missing
-
-
-def _modulo(values: np.ndarray, rows: int) -> np.ndarray:
-    """Unsigned `values` modulo `rows`, in the width of the values where that is exact."""
-    if rows > np.iinfo(values.dtype).max:
-        return values
-    return values % values.dtype.type(rows)
 
 
 def _binary(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
@@ -181,36 +290,22 @@ def _windows(padded: np.ndarray, ends: np.ndarray, lengths: np.ndarray) -> np.nd
 
 def _decode(words: np.ndarray) -> np.ndarray:
     """uint32 of eight hexadecimal digits each, the first in the lowest byte of a word."""
-    digits = words & _WORD(0x0F0F0F0F0F0F0F0F)
-    letters = words >> _WORD(6)
-    letters &= _WORD(0x0101010101010101)
-    letters *= _WORD(9)
-    digits += letters
-    for shift, mask in ((8, 0x00FF00FF00FF00FF), (16, 0x0000FFFF0000FFFF), (32, 0xFFFFFFFF)):
-        high = digits << _WORD(shift // 2)
-        digits >>= _WORD(shift)
-        digits |= high
-        digits &= _WORD(mask)
-    return digits.astype(np.uint32)
+    return np.frombuffer(bytes.fromhex(words.tobytes().decode()), dtype=">u4").astype(np.uint32)
 
-
-# -----------------------------------------------------------------------------
-# The raw files of a part: written block by block, read back piece by piece, never held whole.
 
 PIECE = 1 << 18
 """Samples that are read back at once."""
 
 
 class PartWriter:
-    """Writes blocks of rows, `integers` as dense features, to the files of a part in `folder`.
+    """Writes blocks of rows to the files of a part in `folder`.
 
-    Ids are written as `dtype`; values (without table rows) as uint32 until one needs uint64, when
-    what was written is widened. `samples`: rows written so far.
+    Ids are written as `dtype`; values (uint32) are widened to uint64 when one needs it.
+    `samples`: rows written so far.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype) -> None:
-        self.folder, self.samples = folder, 0
-        self.dtype = np.dtype(np.uint32) if dtype == np.uint64 else dtype
+        self.folder, self.samples, self.dtype = folder, 0, dtype
         names = ("labels", "dense", "ids", "missing")
         self._files = {name: (folder / f"{name}.bin").open("wb") for name in names}
 
@@ -223,13 +318,14 @@ class PartWriter:
 
     def add(self, rows: CriteoRows) -> None:
         """Write one block."""
-        if self.dtype == np.uint32 and not _fits(rows.ids):
+        narrow = self.dtype == np.uint32 and rows.ids.dtype == np.uint64
+        if narrow and int(rows.ids.max(initial=0)) >= 2**32:
             self._widen()
         rows.labels.tofile(self._files["labels"])
-        rows.integers.tofile(self._files["dense"])
+        rows.dense.tofile(self._files["dense"])
         rows.ids.astype(self.dtype, copy=False).tofile(self._files["ids"])
         if rows.missing is not None:
-            pack_missing(rows.missing).tofile(self._files["missing"])
+            _pack_missing(rows.missing).tofile(self._files["missing"])
         self.samples += len(rows.labels)
 
     def _widen(self) -> None:
@@ -244,12 +340,7 @@ class PartWriter:
         self.dtype = np.dtype(np.uint64)
 
 
-def _fits(ids: np.ndarray) -> bool:
-    """Whether every value is below 2^32."""
-    return ids.dtype == np.uint32 or not len(ids) or int(ids.max()) < 2**32
-
-
-def pack_missing(missing: np.ndarray) -> np.ndarray:
+def _pack_missing(missing: np.ndarray) -> np.ndarray:
     """uint32 `[n]`: bit t says that the id of table t is missing. `missing`: bool `[n, 26]`."""
     bits = np.zeros(len(missing), dtype=np.uint32)
     for table in range(missing.shape[1]):
@@ -260,7 +351,7 @@ def pack_missing(missing: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True)
 class PartPiece:
     """Samples [first, first + n) of a part: `labels` uint8 `[n]`, `dense` float32 `[n, 13]`, `ids`
-    `[n, 26]`, `missing` uint32 `[n]` (`pack_missing`) or None."""
+    `[n, 26]`, `missing` uint32 `[n]` (bit t: the id of table t is missing) or None."""
 
     first: int
     labels: np.ndarray
@@ -315,11 +406,6 @@ def write_runs(
     return lengths, absent
 
 
-# -----------------------------------------------------------------------------
-# One part of the text, parsed: arrays of its samples and counts of its ids, as raw files.
-#
-# A part is complete when its folder has its final name; `report.json` in it says what it holds.
-
 BLOCK_BYTES = 4 << 20
 """Bytes of text that are parsed at once."""
 SHOWN = 10
@@ -365,93 +451,44 @@ class PartReport:
 
 
 def parse_part(task: PartTask) -> PartReport:
-    """Parse a part into its folder. Raises DataError for a file that changed meanwhile."""
-    parser = _Parser(task)
+    """Parse a part into its folder, or up to its first malformed line unless they are skipped.
+
+    A part is complete when its folder has its final name; `report.json` in it says what it holds.
+    Raises DataError for a file that changed meanwhile.
+    """
     partial = Path(task.folder, f"{task.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    bad: list[tuple[int, str]] = []
+    text_bytes = lines = bad_lines = 0
+
+    def on_error(line: int, error: DataError) -> None:
+        nonlocal bad_lines
+        bad_lines += 1
+        if len(bad) < SHOWN:
+            bad.append((line, str(error)))
+
+    chunks = read_range(task.file, BLOCK_BYTES, task.start, task.stop)
+    blocks = whole_lines(chunks, MAX_LINE)
     with PartWriter(partial, id_dtype(task.table_rows)) as part:
-        for rows in parser.rows():
+        for rows, text in parse_blocks(blocks, task.table_rows, on_error):
+            text_bytes += len(text)
+            lines += text.count(b"\n") + (not text.endswith(b"\n"))
+            if bad and not task.skip_bad:
+                break
             part.add(rows)
-    if parser.bad and not task.skip_bad:
+    report = PartReport(task.name, text_bytes, lines, part.samples, bad_lines, bad, part.dtype.str)
+    if bad and not task.skip_bad:
         shutil.rmtree(partial)
-        return parser.report(complete=False)
+        return replace(report, complete=False)
     lengths, missing = write_runs(partial, partial, part.samples, part.dtype)
-    report = parser.report(
-        samples=part.samples,
-        id_dtype=part.dtype.str,
-        lengths=lengths,
-        missing=missing,
-    )
-    (partial / "report.json").write_text(json.dumps(asdict(report)))
+    report = replace(report, lengths=lengths, missing=missing)
+    write_json(partial / "report.json", asdict(report))
     partial.rename(Path(task.folder, task.name))
     return report
 
 
 def read_report(folder: Path) -> PartReport | None:
     """The report of a complete part; None where there is none."""
-    try:
-        return PartReport(**json.loads((folder / "report.json").read_text()))
-    except FileNotFoundError:
-        return None
-
-
-class _Parser:
-    """Parses a part block by block, and notes malformed lines."""
-
-    def __init__(self, task: PartTask) -> None:
-        self.task = task
-        rows = task.table_rows
-        self.table_rows = None if rows is None else np.array(rows, dtype=np.int64)
-        self.text_bytes = self.lines = self.bad_lines = 0
-        self.bad: list[tuple[int, str]] = []
-
-    def rows(self) -> Iterator[CriteoRows]:
-        """Rows of each block, `integers` as dense features; ends at the first malformed line
-        unless they are skipped."""
-        task = self.task
-        chunks = read_range(task.file, task.start, task.stop, BLOCK_BYTES)
-        for block in whole_lines(chunks):
-            self.text_bytes += len(block.text)
-            rows = None if block.too_long else parse_columns(block.text, self.table_rows)
-            if rows is None:
-                rows, lines = self._exactly(block)
-                self.lines += lines
-            else:
-                self.lines += len(rows.labels)
-            if self.bad and not task.skip_bad:
-                return
-            yield rows
-
-    def _exactly(self, block: Block) -> tuple[CriteoRows, int]:
-        """The rows of a block that has something odd in it, and its number of lines."""
-
-        def on_error(line: int, error: DataError) -> None:
-            if len(self.bad) < SHOWN:
-                self.bad.append((self.lines + line, str(block.explain(line, error))))
-            self.bad_lines += 1
-
-        rows, lines = parse_block(block.text, self.table_rows, on_error)
-        return CriteoRows(rows.labels, dense_of(rows.integers), rows.ids, rows.missing), lines
-
-    def report(
-        self,
-        samples: int = 0,
-        id_dtype: str = "",
-        lengths: list[int] | None = None,
-        missing: list[int] | None = None,
-        complete: bool = True,
-    ) -> PartReport:
-        """The report of what was parsed."""
-        return PartReport(
-            name=self.task.name,
-            text_bytes=self.text_bytes,
-            lines=self.lines,
-            samples=samples,
-            bad_lines=self.bad_lines,
-            bad=self.bad,
-            id_dtype=id_dtype,
-            lengths=lengths or [],
-            missing=missing or [],
-            complete=complete,
-        )
+    found = read_json(folder / "report.json")
+    return found and PartReport(**found)

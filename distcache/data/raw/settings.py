@@ -6,17 +6,18 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from distcache.data.criteo_text import IDS
+from distcache.data.files import read_json
+from distcache.data.samplers import hash_counters, key_of
 from distcache.errors import ConfigError, DataError
 
-# -----------------------------------------------------------------------------
-# What to make of which text: the settings of one preprocessing job, checked.
+INTEGERS, IDS = 13, 26
+"""Columns of a line of Criteo text, after its label."""
 
 KAGGLE_ROWS = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
@@ -29,6 +30,26 @@ TERABYTE_ROWS = (
 PRESETS = {"kaggle": KAGGLE_ROWS, "terabyte": TERABYTE_ROWS}
 MLPERF_BAGS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 """Ids per sample of each table in MLPerf's multi-hot Criteo data."""
+
+_PURPOSE = 0x6D756C7469  # "multi": keeps these keys apart from those of other random numbers
+
+
+def bags(ids: np.ndarray, table: int, rows: int, size: int) -> np.ndarray:
+    """Bags int64 `[n, size]` of int64 `ids` `[n]` of table number `table`, a fixed function.
+
+    MLPerf's multi-hot Criteo data has such bags drawn once for every id; the sizes are its own, the
+    rule is this project's: the bag of id r in table t of R rows with h ids is r itself, then for
+    k = 1 to h - 1 the id hash(r * h + k under the key of t) modulo R.
+    """
+    result = np.empty((len(ids), size), dtype=np.int64)
+    result[:, 0] = ids
+    if size > 1:
+        places = np.arange(1, size, dtype=np.uint64)
+        counters = ids.astype(np.uint64)[:, None] * np.uint64(size) + places
+        hashed = hash_counters(counters, key_of(_PURPOSE, table))
+        result[:, 1:] = (hashed % np.uint64(rows)).astype(np.int64)
+    return result
+
 
 OUT_OF_VOCABULARY, MISSING, FIRST = 0, 1, 2
 """Rows of a vocabulary: ids outside it, missing ids, and the first of its ids."""
@@ -109,53 +130,28 @@ class PreprocessSettings:
     def identity(self) -> dict[str, object]:
         """All that the result depends on, as JSON values."""
         return {
-            "mode": self.mode,
-            "rows": None if self.rows is None else list(self.rows),
-            "min_count": self.min_count,
-            "split": self.split,
-            "multi_hot": None if self.multi_hot is None else list(self.multi_hot),
-            "on_bad_line": self.on_bad_line,
-            "part": self.part,
+            key: list(value) if key in ("rows", "multi_hot") and value else value
+            for key, value in vars(self).items()
+            if key not in ("input", "output", "workers", "memory")
         }
 
-
-# -----------------------------------------------------------------------------
-# Checksums that many processes make together: a hash over the hashes of a file's blocks.
 
 HASHED_BYTES = 16 << 20
 """Bytes under one hash of a file's checksum."""
 
 
-@dataclass(frozen=True)
-class HashTask:
-    """Hashes of consecutive blocks of a file from byte `start` on, `blocks` of them."""
-
-    path: str
-    start: int
-    blocks: int
-
-
-def hash_blocks(task: HashTask) -> bytes:
-    """The SHA-256 of each block, one after the other."""
-    digests = b""
-    with open(task.path, "rb") as file:
-        file.seek(task.start)
-        for _ in range(task.blocks):
-            digests += hashlib.sha256(file.read(HASHED_BYTES)).digest()
-    return digests
+def hash_block(block: tuple[str, int]) -> bytes:
+    """The SHA-256 of the block of a file (path) that begins at some byte."""
+    path, start = block
+    with open(path, "rb") as file:
+        file.seek(start)
+        return hashlib.sha256(file.read(HASHED_BYTES)).digest()
 
 
-def hash_tasks(path: Path, blocks: int = 16) -> list[HashTask]:
-    """Tasks that together hash a whole file, in order."""
-    total = -(-path.stat().st_size // HASHED_BYTES)
-    return [
-        HashTask(str(path), start * HASHED_BYTES, min(blocks, total - start))
-        for start in range(0, total, blocks)
-    ]
+def hash_blocks(path: Path) -> list[tuple[str, int]]:
+    """The blocks of a file, in order, for many processes to hash together."""
+    return [(str(path), start) for start in range(0, path.stat().st_size, HASHED_BYTES)]
 
-
-# -----------------------------------------------------------------------------
-# `manifest.json`: what a folder of preprocessed data holds. Written last: then all is there.
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -210,30 +206,19 @@ class Manifest:
         return replace(self, fingerprint=hashlib.sha256(text.encode()).hexdigest())
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write it, so that it is either whole or not there."""
-    partial = folder / f"{NAME}.partial"
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(asdict(manifest), file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(folder / NAME)
-
-
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder. Raises DataError where there is none or it cannot be understood."""
     path = folder / NAME
     try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        values = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.path: {path} cannot be read ({error})") from error
+    if values is None:
         raise DataError(
             f"data.path={folder} has no {NAME}: it is no result of python -m distcache.preprocess, "
             "or an unfinished one (run the same command again to go on); for text files give a "
             f"glob such as '{folder}/*.txt'"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"data.path: {path} cannot be read ({error})") from error
+        )
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise DataError(f"data.path: {path} is not a manifest of format {FORMAT}")
     try:
@@ -313,9 +298,8 @@ def verify(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     for name, expected in manifest.arrays.items():
         open_array(folder, manifest, name)
-        found = describe_array(
-            folder / name, [hash_blocks(task) for task in hash_tasks(folder / name)]
-        )
+        path = folder / name
+        found = describe_array(path, [hash_block(block) for block in hash_blocks(path)])
         if found != expected:
             raise DataError(
                 f"data.path: {folder / name} has checksum {found.checksum}, not "

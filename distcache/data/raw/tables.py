@@ -1,24 +1,31 @@
-"""One table's counts over all parts and, in mode `vocabulary`, its rows."""
+"""One table's counts over all parts and, in mode `vocabulary`, its rows.
+
+Runs of sorted ids on disk are merged range by range. Memory grows with neither the samples nor the
+distinct ids: ranges are chosen from a sample of the runs so that each holds at most a given number
+of entries. Row 0 of a vocabulary is every id outside it and row 1 a missing id; then come the ids
+that occur often enough in training samples, by falling count, equal counts by rising id.
+"""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
-from distcache.data.hashing import bags
-from distcache.data.raw.settings import FIRST
-
-# -----------------------------------------------------------------------------
-# Counts of a table's ids over all parts: sorted runs on disk, merged range by range.
-#
-# Memory grows with neither the samples nor the distinct ids: ranges of ids are chosen from a
-# sample
-# of the runs so that each holds at most a given number of entries.
+from distcache.data.files import read_json, write_json
+from distcache.data.raw.parts import PartReport, read_pieces
+from distcache.data.raw.settings import (
+    FIRST,
+    IDS,
+    INTEGERS,
+    MISSING,
+    OUT_OF_VOCABULARY,
+    bags,
+)
 
 ENTRY_BYTES = 64
 """Memory of an entry while its range is merged."""
@@ -136,12 +143,6 @@ def _merge(values: list[np.ndarray], counts: list[np.ndarray]) -> tuple[np.ndarr
     return joined[starts], np.add.reduceat(summed[order], starts)
 
 
-# -----------------------------------------------------------------------------
-# One table's counts and, in mode `vocabulary`, its rows: the most frequent id comes first.
-#
-# Row 0 is every id outside the vocabulary and row 1 a missing id; then come the ids that occur
-# often enough in training samples, by falling count, equal counts by rising id.
-
 _CHUNK = 1 << 20
 """Entries that are handled at once."""
 
@@ -187,18 +188,14 @@ def build_table(task: TableTask) -> TableReport:
     shutil.rmtree(folder / "runs", ignore_errors=True)
     if task.bag > 1:
         _count_bags(Path(task.counts_path), task.table, task.bag)
-    partial = folder / "report.json.partial"
-    partial.write_text(json.dumps(asdict(report)))
-    partial.rename(folder / "report.json")
+    write_json(folder / "report.json", asdict(report))
     return report
 
 
 def read_table_report(folder: Path) -> TableReport | None:
     """The report of a finished table; None where there is none."""
-    try:
-        return TableReport(**json.loads((folder / "report.json").read_text()))
-    except FileNotFoundError:
-        return None
+    found = read_json(folder / "report.json")
+    return found and TableReport(**found)
 
 
 def _hashed(task: TableTask) -> TableReport:
@@ -290,3 +287,92 @@ def _count_bags(path: Path, table: int, size: int) -> None:
         np.add.at(total, bags(ids, table, len(single), size), single[ids][:, None])
     array = np.lib.format.open_memmap(path, "r+")
     array[:] = total
+
+
+@dataclass(frozen=True)
+class AssembleTask:
+    """Write one part's samples from place `first` of the arrays in `arrays` on.
+
+    `folder`: of the part; `tables`: work folders of the vocabularies with their reports, or empty
+    where the part's ids are rows already.
+    """
+
+    folder: str
+    report: PartReport
+    first: int
+    arrays: str
+    tables: Sequence[tuple[str, TableReport]]
+
+
+def make_arrays(folder: Path, samples: int, id_dtype: np.dtype) -> None:
+    """Files of the final shape for labels uint8, dense float32 and ids, without their values."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shapes: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
+        "labels": (np.dtype(np.uint8), (samples,)),
+        "dense": (np.dtype(np.float32), (samples, INTEGERS)),
+        "ids": (id_dtype, (samples, IDS)),
+    }
+    for name, (dtype, shape) in shapes.items():
+        np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, shape)
+
+
+def assemble_part(task: AssembleTask) -> None:
+    """Write one part's samples, and remove what they were made from."""
+    folder, arrays, report = Path(task.folder), Path(task.arrays), task.report
+    # Killed after this part was marked but before its files were gone: nothing is left to do.
+    if not is_assembled(folder):
+        for piece in read_pieces(folder, report.samples, np.dtype(report.id_dtype)):
+            ids = piece.ids
+            if piece.missing is not None:
+                ids = _rows_of(ids, piece.missing, task.tables)
+            for name, values in (("labels", piece.labels), ("dense", piece.dense), ("ids", ids)):
+                _write_at(arrays / f"{name}.npy", task.first + piece.first, values)
+        (folder / "assembled").touch()
+    for name in ("ids", "missing", "labels", "dense", "values", "counts"):
+        (folder / f"{name}.bin").unlink(missing_ok=True)
+
+
+def is_assembled(folder: Path) -> bool:
+    """Whether the part in `folder` is in the arrays."""
+    return (folder / "assembled").exists()
+
+
+def _rows_of(
+    values: np.ndarray, missing: np.ndarray, tables: Sequence[tuple[str, TableReport]]
+) -> np.ndarray:
+    """Rows `[n, 26]` of id values by the vocabularies."""
+    dtype = max((np.dtype(report.row_dtype) for _, report in tables), key=lambda d: d.itemsize)
+    rows = np.empty(values.shape, dtype=dtype)
+    for table, (folder, report) in enumerate(tables):
+        column = np.ascontiguousarray(values[:, table])
+        found = look_up(column, Path(folder), report)
+        found[(missing >> np.uint32(table)) & np.uint32(1) == 1] = MISSING
+        rows[:, table] = found
+    return rows
+
+
+def look_up(values: np.ndarray, folder: Path, report: TableReport) -> np.ndarray:
+    """Rows of `values` `[n]` by the sorted vocabulary of a table; OUT_OF_VOCABULARY for others."""
+    if report.entries == 0 or len(values) == 0:
+        return np.full(len(values), OUT_OF_VOCABULARY, dtype=report.row_dtype)
+    known = np.memmap(folder / "values.bin", np.dtype(report.value_dtype), "r")
+    rows = np.memmap(folder / "rows.bin", np.dtype(report.row_dtype), "r")
+    coded = pa.array(values).dictionary_encode()
+    distinct, codes = coded.dictionary.to_numpy(), coded.indices.to_numpy()
+    order = np.argsort(distinct)  # neighbours lie on the same pages of the vocabulary
+    wanted = distinct[order].astype(known.dtype)
+    places = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+    found = np.empty(len(distinct), dtype=rows.dtype)
+    found[order] = np.where(known[places] == distinct[order], rows[places], OUT_OF_VOCABULARY)
+    return found[codes]
+
+
+def _write_at(path: Path, first: int, values: np.ndarray) -> None:
+    """Write rows of an array file from row `first` on."""
+    with path.open("r+b") as file:
+        version = np.lib.format.read_magic(file)
+        if version != (1, 0):
+            raise ValueError(f"{path}: array file of version {version}")
+        np.lib.format.read_array_header_1_0(file)
+        file.seek(file.tell() + first * values[:1].nbytes)
+        values.tofile(file)

@@ -1,11 +1,15 @@
-"""Ids outside their tables, and malformed bags, are named."""
+"""Ids outside their tables and malformed bags are named; batches are loaded ahead of a step."""
 
 from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from distcache.data.batch import JaggedIds, check_ids
+from distcache.data.batch import Batch, JaggedIds, Prefetch, check_ids, unloaded
 from distcache.errors import ConfigError, DataError
 
 ROWS, NAMES = [10, 5], ["t_item", "t_user"]
@@ -23,13 +27,8 @@ def test_good_ids_pass_through_untouched():
     assert check_ids(ids, ROWS, NAMES) is ids
     assert check_ids(ids, ROWS, NAMES, on_bad_id="hash") is ids
 
-
-def test_int32_ids_become_int64():
     found = check_ids(jagged(dtype=torch.int32), ROWS, NAMES)
     assert found.values.dtype == torch.int64 and found.values.tolist() == [1, 9, 0, 4, 2]
-
-
-def test_empty_slices_pass():
     empty = JaggedIds(("item", "user"), torch.empty(0, dtype=torch.int64), torch.tensor([0]))
     assert check_ids(empty, ROWS, NAMES) is empty
     no_ids = jagged(values=(), offsets=(0, 0, 0, 0, 0))
@@ -96,3 +95,48 @@ def test_bad_arguments_are_named():
         check_ids(jagged(), ROWS, NAMES, on_bad_id="drop")
     with pytest.raises(DataError, match="2 features, but 1 tables"):
         check_ids(jagged(), [10], NAMES)
+
+
+def deferred(index: int) -> Batch:
+    ids = JaggedIds(("a",), torch.arange(3), torch.arange(4))
+    rest = torch.full((3, 2), float(index)), torch.ones(3)
+    return Batch(unloaded(3, 2), ids, unloaded(3), 3, index, 0, 0, load=lambda: rest)
+
+
+def test_what_is_not_loaded_cannot_be_read():
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        deferred(7).dense.to("cpu")
+
+
+def test_prefetch_keeps_the_order_and_runs_a_bounded_way_ahead():
+    drawn: list[int] = []
+
+    def source() -> Iterator[Batch]:
+        for index in range(20):
+            drawn.append(index)
+            yield deferred(index)
+
+    with Prefetch(source(), depth=2) as ahead:
+        for count, batch in enumerate(ahead):
+            assert batch.index == count and batch.dense[0, 0].item() == count
+            assert len(drawn) <= count + 1 + 2 + 2  # taken, in the queue, in the thread's hand
+            assert ahead.wait_s >= 0 and ahead.load_s >= 0
+    assert count == 19
+
+
+def test_prefetch_raises_in_order_what_went_wrong():
+    def source() -> Iterator[Batch]:
+        yield deferred(0)
+        raise DataError("a.txt:3: broken")
+
+    with Prefetch(source()) as ahead:
+        batches = iter(ahead)
+        assert next(batches).index == 0
+        with pytest.raises(DataError, match=r"a\.txt:3"):
+            next(batches)
+
+
+def test_leaving_early_stops_the_thread():
+    with Prefetch(map(deferred, itertools.count())) as ahead:
+        assert next(iter(ahead)).index == 0
+    assert not any(thread.name == "distcache-load" for thread in threading.enumerate())

@@ -1,0 +1,156 @@
+"""Numbers of a step made up by hand: what stages took and hid, device times on the host's clock,
+durations of long runs, and what all ranks make of the words of each at a step's end.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from distcache.engine.gradients import Agreement, agreement, words
+from distcache.engine.step import WAIT, Span, StageClock
+from distcache.parallel.base import Durations, stage_values
+from distcache.streams import DeviceClock
+
+
+def step(clock: StageClock, number: int, gather_lane: str, waited: float, kind="train") -> None:
+    """A plan of 4 s, a gather of 2 s, compute of 3 s; the loop waited from the gather's start."""
+    start = 100.0 * number
+    spans = [
+        Span("plan", "planner", number, start, start + 4),
+        Span("gather", gather_lane, number, start + 10, start + 12),
+        Span("forward_backward", "training", number, start + 20, start + 23),
+    ]
+    waits = [Span(WAIT, "training", number, start + 10, start + 10 + waited)]
+    clock.add(number, kind, spans, waits)
+
+
+def test_a_lap_holds_the_steps_since_the_one_before() -> None:
+    clock = StageClock()
+    step(clock, 0, "movement", 2)  # all of the gather was waited for
+    step(clock, 1, "movement", 1)
+    took, hidden = clock.lap()
+    assert took == {"plan": 4000, "gather": 2000, "forward_backward": 3000, WAIT: 1500}
+    assert hidden == {"plan": 4000, "gather": 500}
+    step(clock, 2, "movement", 0)
+    step(clock, 3, "movement", 5, kind="eval")
+    took, hidden = clock.lap()
+    assert took == {"plan": 4000, "gather": 2000, "forward_backward": 3000, WAIT: 0}
+    assert hidden == {"plan": 4000, "gather": 2000}
+    assert set(clock.lap()[0].values()) == {0.0}, "no step since"
+    assert clock.mean_ms() == pytest.approx(
+        {"plan": 4000, "gather": 2000, "forward_backward": 3000, WAIT: 1000}
+    )
+    assert clock.hidden_ms() == pytest.approx({"plan": 4000, "gather": 1000})
+
+
+def test_the_hidden_share_counts_movement_in_the_loop_as_waited_for() -> None:
+    overlapped, serial = StageClock(), StageClock()
+    step(overlapped, 0, "movement", 0.5)
+    step(serial, 0, "training", 0)
+    found = stage_values(overlapped)
+    assert (found["hidden_share"], found["stall_ms"]) == ((4 + 1.5) / 6, 500)
+    found = stage_values(serial)
+    assert (found["hidden_share"], found["stage_hidden_ms"]) == (4 / 6, {"plan": 4000})
+    assert stage_values(StageClock())["hidden_share"] is None
+
+
+def test_watchers_see_every_step_with_its_waits() -> None:
+    clock, seen = StageClock(), []
+    clock.watchers.append(lambda number, kind, spans: seen.append((number, kind, len(spans))))
+    step(clock, 0, "movement", 1)
+    step(clock, 1, "movement", 1, kind="eval")
+    assert seen == [(0, "train", 4), (1, "eval", 4)]
+    assert clock.steps == 1
+
+
+class Event:
+    """As a CUDA event: times between two are float32 milliseconds."""
+
+    def __init__(self, at_s: float) -> None:
+        self.at_s = at_s
+
+    def elapsed_time(self, other: Event) -> float:
+        assert other.at_s >= self.at_s, "an event from before the zero"
+        return float(np.float32(1e3 * (other.at_s - self.at_s)))
+
+
+@pytest.mark.parametrize("step_s", [0.0137, 7.3, 100.0])
+def test_a_stage_of_one_millisecond_is_told_after_hours(step_s: float) -> None:
+    clock = DeviceClock(Event(0.0), 50.0)
+    at, worst = 0.0, 0.0
+    while at < 10 * 3600:
+        at += step_s if at % 600 > 3 * step_s else 600.0  # now and then a long pause
+        start, end = clock.seconds(Event(at)), clock.seconds(Event(at + 0.001))
+        worst = max(worst, abs(end - start - 0.001))
+        if step_s < 1 and at > 120:
+            at += 60 * step_s
+        assert abs(start - 50.0 - at) < 1.0
+        clock.seconds(Event(max(0.0, at - 30.0)))  # movement runs ahead: not all come in order
+    assert worst < 1.3e-4  # a float32 of 20 minutes in milliseconds
+
+
+def test_exact_while_all_are_kept_and_without_the_first() -> None:
+    found, values = Durations(skip=3, keep=100), [9.0, 9.0, 9.0]
+    assert found.percentiles((50,)) is None
+    for value in values:
+        assert not found.add(value)
+    assert found.percentiles((50,)) is None and found.count == 0
+    values = [random.Random(1).random() for _ in range(100)]
+    assert all(found.add(value) for value in values)
+    assert found.percentiles((50, 90)) == np.percentile(values, (50, 90)).tolist()
+    assert (found.count, found.skipped) == (100, [9.0, 9.0, 9.0])
+
+
+def test_beyond_that_a_uniform_sample() -> None:
+    """Values 0 to N - 1, so that a value is its own place among all; in rising order, as when a
+    run grows slower, and in random order."""
+    keep, many = 1_000, 50_000
+    shuffled = list(range(many))
+    random.Random(2).shuffle(shuffled)
+    for values in (range(many), shuffled):
+        found = Durations(skip=0, keep=keep)
+        for value in values:
+            found.add(float(value))
+        assert len(found.kept) == keep and len(set(found.kept)) == keep
+        assert (found.count, found.total) == (many, many * (many - 1) / 2)
+        for share in (0.5, 0.9):
+            deviation = (share * (1 - share) / keep) ** 0.5
+            (place,) = found.percentiles((100 * share,))
+            assert abs(place / many - share) < 4 * deviation
+        eighths = np.histogram(found.kept, 8, (0, many))[0]
+        assert np.abs(eighths - keep / 8).max() < 4 * (keep / 8 * 7 / 8) ** 0.5
+
+
+def said(*parts: tuple[float, bool]) -> torch.Tensor:
+    """The words of ranks with these losses and wishes."""
+    return torch.stack([words(torch.tensor([loss]), stop) for loss, stop in parts])
+
+
+def test_losses_add_up_in_rank_order_and_in_float64() -> None:
+    shares = (0.1, 0.2, 0.7)
+    exact = [float(torch.tensor(share)) for share in shares]  # float32, as the model gave them
+    found = agreement(said(*((share, False) for share in shares)))
+    assert found == Agreement((exact[0] + exact[1]) + exact[2], (), False)
+    assert words(torch.tensor(0.5), False).dtype is torch.float64
+
+
+def test_one_rank_that_wants_to_stop_stops_all() -> None:
+    assert agreement(said((1.0, False), (1.0, True), (0.0, False))).stop is True
+    assert agreement(said((1.0, False), (1.0, False))).stop is False
+
+
+def test_who_has_a_loss_that_is_not_finite() -> None:
+    found = agreement(said((1.0, False), (math.nan, False), (2.0, False), (-math.inf, False)))
+    assert found.bad_ranks == (1, 3) and math.isnan(found.loss)
+    assert agreement(said((math.inf, True), (1.0, False))) == Agreement(math.inf, (0,), True)
+
+
+def test_a_sum_that_overflows_is_nobodys_or_everybodys() -> None:
+    large = torch.full((2, 2), 1e308, dtype=torch.float64)
+    large[:, 1] = 0
+    assert agreement(large) == Agreement(math.inf, (0, 1), False)
