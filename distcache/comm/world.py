@@ -8,7 +8,7 @@ import socket
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from functools import cached_property
 from itertools import accumulate
@@ -344,7 +344,14 @@ def _meet(
     found = exchange(store, f"distcache/claim/{number}", (rank, own.size), asdict(own), timeout_s)
     if own.error is not None:
         raise ConfigError(own.error)
-    return agree_on_claims([Claim(**claim) for claim in found], rank, hybrid)
+    if len(found) != own.size:
+        raise ConfigError(
+            f"the ranks differ: WORLD_SIZE is {own.size} on rank {rank}, {len(found)} on rank 0: "
+            "start all with one number"
+        )
+    known = {of.name for of in fields(Claim)}  # another version's may have others, and is refused
+    claims = [Claim(**{k: v for k, v in claim.items() if k in known}) for claim in found]
+    return agree_on_claims(claims, rank, hybrid)
 
 
 def make_node_group(

@@ -363,8 +363,8 @@ class CollectionTables:
         alive += [] if stream in alive else [stream]
         self._streams = [weakref.ref(one) for one in alive]
         if self._window_is_open:
-            self._window_is_open = False
             self._choose_window(source.first_sizes())
+            self._window_is_open = False
 
     def _choose_window(self, first: tuple[int, int]) -> None:
         """Fix L by the ids and the bytes that the first plan's batches have on all ranks."""
@@ -559,6 +559,7 @@ class CollectionTables:
         engine, clock = self.engine, self.record_all()
         parts = (self.world, self.rows, engine.counters, clock, engine.placement)
         values = self.statistics.summary(*parts) | {"steps": self.steps}
+        values["lookahead"] = engine.settings.lookahead
         return values | {"warm_start_rows": max(engine.warmed, 0)}
 
     # --- whole tables -----------------------------------------------------------------------

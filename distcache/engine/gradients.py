@@ -26,7 +26,7 @@ from distcache.comm.agreement import agree_on
 from distcache.comm.link import DENSE, PLANNING, ROWS, CollectiveCounters, Link, spread
 from distcache.comm.world import current_world, require_group
 from distcache.engine.groups import GroupBags, TableGroup
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, PlanError
 from distcache.ops.reference import put
 from distcache.step_plan import ShardPlan, StepPlan, Transfer
 from distcache.streams import COMMUNICATION, Mark, Streams
@@ -403,7 +403,9 @@ class DenseGradients:
         if gradient_reduction not in ("mean", "sum"):
             raise ConfigError(f"gradient_reduction={gradient_reduction!r} is not 'mean' or 'sum'")
         own = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-        self.parameters = [p for p in own if p.requires_grad and p.numel()]
+        self._given = [p for p in own if p.numel()]
+        self.parameters = [p for p in self._given if p.requires_grad]
+        self._frozen = [p for p in self._given if not p.requires_grad]
         kinds = {(p.dtype, p.device) for p in self.parameters}
         if len(kinds) > 1:
             shown = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
@@ -429,16 +431,25 @@ class DenseGradients:
         """Sum the parameters' gradients over the ranks, in place (then times 1/W for `mean`).
 
         Called by all ranks after the last backward pass of a step; parameters without a gradient
-        count as zeros. Raises ConfigError at first where the ranks' weights differ.
+        count as zeros, and those that are frozen have none after it. Raises ConfigError at first
+        where the ranks' weights differ, PlanError where a parameter trains that did not at the
+        start.
         """
         if self._link is None:
             self._link = self._joined()
+        thawed = next((p for p in self._frozen if p.requires_grad), None)
+        if thawed is not None:
+            raise PlanError(
+                f"a parameter of shape {list(thawed.shape)} was frozen when DenseGradients was "
+                "made and trains now, so nobody sums its gradient: make another DenseGradients"
+            )
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad is not view:  # zero_grad() lets go of it, backward makes another
                 view.copy_(parameter.grad)
-            parameter.grad = view
+            # An optimizer would move a frozen one by a gradient of zeros (momentum, Adam, decay).
+            parameter.grad = view if parameter.requires_grad else None
         self.start_sum()()
         size = self._link.world.size
         if self._is_mean and size > 1:
@@ -448,9 +459,10 @@ class DenseGradients:
         """A link of groups of its own; the ranks compare what they are about to train."""
         require_group("DenseGradients.sum")
         world = current_world(self.flat.device, self._group, self._timeout_s)
-        bits = [p.detach().cpu().reshape(-1).view(torch.uint8).numpy() for p in self.parameters]
+        bits = [p.detach().cpu().reshape(-1).view(torch.uint8).numpy() for p in self._given]
         said = {
-            "the shapes of dense parameters": [tuple(p.shape) for p in self.parameters],
+            "the shapes of dense parameters": [tuple(p.shape) for p in self._given],
+            "which of them train": [p.requires_grad for p in self._given],
             "the checksums of their weights": [zlib.crc32(own.tobytes()) for own in bits],
             "gradient_reduction is mean": self._is_mean,
         }

@@ -179,7 +179,7 @@ class CachedTables:
 
     def look_ahead(self, steps: int) -> None:
         """Let L be `steps` from the next stream on; by all ranks, while none is open."""
-        self.planner.settings = replace(self.planner.settings, lookahead=steps)
+        self.settings = self.planner.settings = replace(self.planner.settings, lookahead=steps)
 
     def quiet(self) -> None:
         """Between two steps: let no row move until the next step is opened."""

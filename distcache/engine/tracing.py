@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distcache.comm.agreement import together
+from distcache.comm.agreement import on_first, together
 from distcache.comm.world import World
 from distcache.engine.step import WAIT, Span, Watcher
 from distcache.errors import ConfigError
@@ -228,7 +228,14 @@ def tracing(
             ) from error
         return clock
 
-    clocks = together(world, begin)
+    # A part that a trace before left here would be taken for one of this trace.
+    on_first(world, lambda: remove_trace(folder))
+    try:
+        clocks = together(world, begin)
+    except BaseException:
+        for part in parts:
+            part.close()
+        raise
     (part,) = parts
     watch(part)
     patience = _FAILED_S
