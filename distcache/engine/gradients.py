@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from distcache import ops
 from distcache.comm.agreement import agree_on
 from distcache.comm.link import DENSE, PLANNING, ROWS, CollectiveCounters, Link, spread
-from distcache.comm.world import current_world, require_group
+from distcache.comm.world import close_world, current_world, require_group
 from distcache.engine.groups import GroupBags, TableGroup
 from distcache.errors import ConfigError, PlanError
 from distcache.ops.reference import put
@@ -411,7 +411,7 @@ class DenseGradients:
             shown = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
             raise ConfigError(f"parameters are {shown}: make one DenseGradients for each kind")
         self._link, self._group, self._timeout_s = link, process_group, timeout_s
-        self._is_mean = gradient_reduction == "mean"
+        self._made_link, self._is_mean = link is None, gradient_reduction == "mean"
         first = self.parameters[0] if self.parameters else torch.empty(0)
         total = sum(p.numel() for p in self.parameters)
         self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
@@ -468,6 +468,12 @@ class DenseGradients:
         }
         agree_on(world, said)
         return Link(world, world.device_group, CollectiveCounters(), "the dense gradients' group")
+
+    def close(self) -> None:
+        """Let go of the groups that the first `sum` made; called by all ranks."""
+        if self._made_link and self._link is not None:
+            close_world(self._link.world)
+            self._link = None
 
     def start_sum(self) -> Callable[[], None]:
         """Sum over the ranks, in place; they are there when it has been called."""

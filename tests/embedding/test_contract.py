@@ -24,7 +24,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 import distcache
 from distcache.comm.world import close_world, open_world
 from distcache.data.batch import Batch
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, PlanError
 from distcache.optim import dense_optimizer, row_update
 from distcache.parallel.cached import CachedSettings
 from distcache.popularity.statistics import Statistics
@@ -246,6 +246,13 @@ def dense_apart(rank: int, size: int) -> dict:
         assert all(
             p.grad.untyped_storage().data_ptr() == means.flat.data_ptr() for p in means.parameters
         )
+    model[1].weight.requires_grad_(False)
+    means.sum()
+    assert model[1].weight.grad is None, "an optimizer would move it by zeros"
+    model[0].bias.requires_grad_(True)
+    with pytest.raises(PlanError, match=r"shape \[2\] was frozen when DenseGradients was made"):
+        means.sum()
+    means.close()
     other = nn.Linear(3, 1)
     torch.nn.init.constant_(other.weight, float(rank))
     apart = distcache.DenseGradients(other.parameters(), gradient_reduction="sum")
