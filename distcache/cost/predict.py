@@ -427,12 +427,11 @@ def choose_placement(
 ) -> Choice:
     """The placement of cached rows with the lowest predicted cost on `cluster`.
 
-    `demand`: of one step, by `demand_at` (from statistics or Zipf laws) or `demand_of_window` (from
-    the first batches); `objective`: `time` or `bytes`. Compares sharded, replicated and mixed at
-    its best K. Placements that would be refused (too few slots, too little device memory) are out;
-    the first of equals in that order wins, and mixed only where it saves one per cent. Pure and
-    deterministic: ranks that call it with equal arguments choose alike. Raises ConfigError where
-    no placement fits, with the reason of each.
+    `demand`: of one step, by `demand_at`; `objective`: `time` or `bytes`. Compares sharded,
+    replicated and mixed at its best K. Placements that would be refused (too few slots, too little
+    device memory) are out; the first of equals in that order wins, and mixed only where it saves
+    one per cent. Pure and deterministic: ranks that call it with equal arguments choose alike.
+    Raises ConfigError where no placement fits, with the reason of each.
     """
     if objective not in OBJECTIVES:
         raise ConfigError(
