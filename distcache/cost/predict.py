@@ -36,12 +36,12 @@ from distcache.cost.traffic import (
     hybrid_exchanges,
     hybrid_memory,
     hybrid_rows,
-    region_slots,
     replicated_exchanges,
     sharded_exchanges,
     split,
 )
 from distcache.errors import ConfigError
+from distcache.layout import split_slots
 
 # -----------------------------------------------------------------------------
 # Seconds of a step: exposed latencies + bytes / bandwidth per link - what hides behind compute.
@@ -258,10 +258,10 @@ def _cached(
     world, item = demand.world_size, settings.itemsize
     pairs = [g.split(k) for g, k in zip(demand.groups, prefixes, strict=True)]
     hot, cold = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    regions = [
-        region_slots(h, c, slots, world)
-        for h, c, slots in zip(hot, cold, settings.slots, strict=True)
-    ]
+    regions = []
+    for group, h, c, slots in zip(demand.groups, hot, cold, settings.slots, strict=True):
+        homes = (-(-h.rows // world), -(-group.rows // world))  # rows are spread evenly
+        regions.append(split_slots(slots, *homes, world) if c.rows else (slots, 0))
     ahead = (settings.window, settings.prefetch, settings.steps)
     parts = [(g, slots, True) for g, (slots, _) in zip(hot, regions, strict=True)]
     parts += [(g, world * slots, False) for g, (_, slots) in zip(cold, regions, strict=True)]
