@@ -13,7 +13,6 @@ from distcache.cost.demand import GroupDemand, TableSource, demand_at, zipf_curv
 from distcache.cost.predict import choose_placement
 from distcache.cost.traffic import expected_hits
 from distcache.errors import ConfigError
-from distcache.popularity.curve import Curve
 
 STEPS = 400
 
@@ -41,12 +40,6 @@ def test_distinct_rows_are_those_of_drawn_ids() -> None:
     rank, whole, _ = found.groups[0].buffers(world)
     assert max(ranks) < rank and max(every) < whole
     assert rank < found.rank_rows + 12 * np.std(ranks)
-
-
-def test_chances_are_exact_where_they_are_tiny_or_certain() -> None:
-    chances = Curve(np.array([1.0, 0.5, 1e-12]), np.ones(3), math.inf, 3)
-    assert chances.touched(3).tolist() == [1.0, 0.875, pytest.approx(3e-12, rel=1e-9)]
-    assert chances.touched(0).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_large_tables_take_few_buckets() -> None:

@@ -222,3 +222,17 @@ def test_statistics_by_feature_for_tables_of_several() -> None:
     for wrong in (TableSpec("both", 4, 4, ("x", "y")), TableSpec("w", 3, 4, ("x", "w"))):
         with pytest.raises(ConfigError, match=r"here \(fingerprint [0-9a-f]{16}\).* fingerprint"):
             statistics_of(Statistics((other, b, a), "ids", 9), [wrong], "here")
+
+
+@pytest.mark.parametrize("homes", [1, 4])
+def test_pinned_rows_leave_room_for_those_of_the_next_steps(homes: int) -> None:
+    rng = np.random.default_rng(2)
+    tables = [counted("x", rng.zipf(1.3, 4000).clip(max=10**4)) for _ in range(2)]
+    step = StepCurves(tuple(map(Curve.of, tables)), (200, 200))
+    for slots in (900, 2000, 8000):
+        pinned = step.pinned(slots, 2, homes)
+        others = 2 * step.misses(pinned)
+        assert sum(pinned) + others <= slots
+        assert slots == 8000 or sum(pinned) + others > 0.5 * slots
+        assert pinned == step.likeliest(sum(pinned))
+    assert step.pinned(10, 2, homes) == [0, 0], "a cache that holds no step pins nothing"
