@@ -48,15 +48,13 @@ def zipf_sources(
     dims: Sequence[int],
     lookups: Sequence[float],
     exponents: Sequence[float],
-    names: Sequence[str] | None = None,
 ) -> list[TableSource]:
-    """Tables by Zipf's law; all sequences have an entry for each (`names`: t_cat_0, ...)."""
-    found = []
-    for index, rows in enumerate(table_rows):
-        name = f"t_cat_{index}" if names is None else names[index]
-        law = zipf_curve(rows, exponents[index])
-        found.append(TableSource(name, rows, dims[index], lookups[index], law))
-    return found
+    """Tables t_cat_0, ... by Zipf's law; all sequences have an entry for each."""
+    each = enumerate(zip(table_rows, dims, lookups, exponents, strict=True))
+    return [
+        TableSource(f"t_cat_{index}", rows, dim, count, zipf_curve(rows, exponent))
+        for index, (rows, dim, count, exponent) in each
+    ]
 
 
 def counted_sources(statistics: Statistics, dims: Sequence[int]) -> list[TableSource]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -162,8 +162,7 @@ class Settings:
     `slots`: C per rank of each group; `state`: where the optimizer state of replicated rows lies,
     `replicated` (on every rank) or `home`; `window` L, `prefetch` P; `steps`: of the run, from an
     empty cache, None: a warm cache; `itemsize`: bytes of an element; `dense_parameters`: of the
-    dense part; `fetched`: rows fetched per step over all homes, by placement, where they are known
-    (from a replay) instead of estimated.
+    dense part.
     """
 
     slots: tuple[int, ...]
@@ -173,7 +172,6 @@ class Settings:
     steps: int | None = None
     itemsize: int = 4
     dense_parameters: int = 0
-    fetched: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -266,18 +264,17 @@ def _cached(
     parts = [(g, slots, True) for g, (slots, _) in zip(hot, regions, strict=True)]
     parts += [(g, world * slots, False) for g, (_, slots) in zip(cold, regions, strict=True)]
     found = [expected_hits(group, slots, *ahead) for group, slots, _ in parts]
-    hits, scale = _known(sum(found, Hits(0.0, 0.0, 0.0)), settings.fetched.get(placement))
+    hits = sum(found, Hits(0.0, 0.0, 0.0))
     exchanges: list[Exchange] = []
     host_in = host_out = 0.0
     for (group, _, copied), own in zip(parts, found, strict=True):
-        fetched = own.fetched * scale
         if copied:
-            exchanges += replicated_exchanges(group, world, fetched, item, settings.state)
+            exchanges += replicated_exchanges(group, world, own.fetched, item, settings.state)
         else:
             exchanges += sharded_exchanges(group, world, item, cluster.nodes)
         row = (group.dim + group.state_width) * item
-        host_in += fetched / world * row
-        host_out += own.written_back * scale / world * row
+        host_in += own.fetched / world * row
+        host_out += own.written_back / world * row
     exchanges = [e for e in exchanges if e.nbytes > 0]
     exchanges.append(dense_exchange(settings.dense_parameters, world, item))
     traffic = Traffic(tuple(exchanges), host_in, host_out)
@@ -300,14 +297,6 @@ def _cached(
         memory,
         refused,
     )
-
-
-def _known(hits: Hits, fetched: float | None) -> tuple[Hits, float]:
-    """`hits` with the known number of fetched rows, and that over the estimated one."""
-    if fetched is None:
-        return hits, 1.0
-    scale = fetched / hits.fetched if hits.fetched else 1.0
-    return replace(hits, fetched=fetched, written_back=hits.written_back * scale), scale
 
 
 def _work(
@@ -411,13 +400,11 @@ _CLEARLY = 0.01
 
 @dataclass(frozen=True)
 class Choice:
-    """The placement to use. `replicated_rows`: {table: K} of `mixed`, else empty; `state`: as in
-    the settings; `predictions`: of all placements that were compared, the chosen one first; `why`:
-    in a sentence."""
+    """The placement to use. `replicated_rows`: {table: K} of `mixed`, else empty; `predictions`: of
+    all placements that were compared, the chosen one first; `why`: in a sentence."""
 
     placement: str
     replicated_rows: dict[str, int]
-    state: str
     predictions: tuple[Prediction, ...]
     why: str
 
@@ -437,18 +424,28 @@ def choose_placement(
         raise ConfigError(
             f"cache.objective={objective} is unknown: choose {' or '.join(OBJECTIVES)}"
         )
-    found = [predict(name, demand, cluster, settings) for name in (SHARDED, REPLICATED)]
-    mixed = best_mixed(demand, cluster, settings, objective)
-    if mixed is not None:
-        found.append(mixed)
+    found = _cached_placements(demand, cluster, settings, objective)
     best = winner(found, objective)
     if best is None:
         reasons = "; ".join(f"{p.placement}: {p.refused}" for p in found)
         raise ConfigError(f"cache.placement=auto: no placement fits: {reasons}")
     order = [best, *(p for p in found if p is not best)]
-    return Choice(
-        best.placement, best.replicated_rows, settings.state, tuple(order), _why(order, objective)
-    )
+    return Choice(best.placement, best.replicated_rows, tuple(order), _why(order, objective))
+
+
+def _cached_placements(
+    demand: Demand,
+    cluster: Cluster,
+    settings: Settings,
+    objective: str,
+    replicated_rows: Mapping[str, int] | None = None,
+) -> list[Prediction]:
+    """Sharded, replicated and mixed, with `replicated_rows` or at its best K where it has one."""
+    found = [predict(name, demand, cluster, settings) for name in (SHARDED, REPLICATED)]
+    if replicated_rows is not None:
+        return [*found, predict(MIXED, demand, cluster, settings, replicated_rows)]
+    mixed = best_mixed(demand, cluster, settings, objective)
+    return found if mixed is None else [*found, mixed]
 
 
 def winner(predictions: Sequence[Prediction], objective: str) -> Prediction | None:
@@ -583,12 +580,7 @@ def compare(
 ) -> Point:
     """Every placement of cached rows (mixed with `replicated_rows`, None: at its best K) and every
     hybrid layout."""
-    found = [predict(name, demand, cluster, settings) for name in (SHARDED, REPLICATED)]
-    if replicated_rows is not None:
-        found.append(predict(MIXED, demand, cluster, settings, replicated_rows))
-    else:
-        mixed = best_mixed(demand, cluster, settings, objective)
-        found += [] if mixed is None else [mixed]
+    found = _cached_placements(demand, cluster, settings, objective, replicated_rows)
     found += [predict(name, demand, cluster, settings) for name in HYBRID]
     return Point(cluster, demand, tuple(found), winner(found, objective))
 

@@ -61,7 +61,7 @@ def cheapest(
             best.refused,
         )
     why = f"the best rows to replicate, by {objective}"
-    return Choice(MIXED, best.replicated_rows, settings.state, (best,), why)
+    return Choice(MIXED, best.replicated_rows, (best,), why)
 
 
 def of_all_homes(
