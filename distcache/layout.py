@@ -102,3 +102,14 @@ def group_tables(tables: Sequence[TableSpec]) -> list[list[int]]:
     for index, table in enumerate(tables):
         groups.setdefault(table.dim, []).append(index)
     return list(groups.values())
+
+
+def split_slots(slots: int, hot: int, local_rows: int, world_size: int) -> tuple[int, int]:
+    """The slots C of a device split into those of its replicated and of its sharded rows.
+
+    `hot`: replicated rows on the fullest home, of its `local_rows`. They get a slot each, on all
+    devices, as long as half of the slots are left for the sharded ones, which need no more than a
+    home has rows.
+    """
+    replicated = max(1, min(hot, slots // 2 // world_size)) * world_size if hot else 0
+    return replicated, max(1, min(slots - replicated, local_rows))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from distcache.cost.cluster import Cluster, Compute, Link
-from distcache.cost.demand import Demand, TableSource, demand_at, zipf_sources
+from distcache.cost.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
 from distcache.cost.predict import Settings
 from distcache.data.synthetic import ZipfTables
 from distcache.layout import RowLayout, TableSpec
+from distcache.popularity.statistics import Statistics, TableCounts
 
 ROWS, BAGS, ZIPF = (5000, 300, 40), (1.0, 3.0, 2.0), (1.05, 0.8, 0.0)
 DIM, STATE, BATCH = 8, 8, 64
@@ -60,3 +63,15 @@ def draw(world: int, steps: int, seed: int = 0) -> list[list[np.ndarray]]:
             ranks.append(np.concatenate(parts))
         found.append(ranks)
     return found
+
+
+def counted(steps: list[list[np.ndarray]], world: int = 1, batch: float = BATCH) -> Demand:
+    """The demand of `world` ranks as the counts of drawn `steps` have it."""
+    offsets = layout(1).offsets
+    counts = np.bincount(np.concatenate([r for step in steps for r in step]), minlength=offsets[-1])
+    tables = [
+        TableCounts.of(f"cat_{table}", counts[low:high])
+        for table, (low, high) in enumerate(pairwise(offsets))
+    ]
+    statistics = Statistics(tuple(tables), "ids", BATCH * sum(map(len, steps)))
+    return demand_at(counted_sources(statistics, [DIM] * 3), [STATE] * 3, batch, world)

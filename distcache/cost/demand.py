@@ -10,7 +10,6 @@ import numpy as np
 
 from distcache.data.synthetic import ZipfTables
 from distcache.errors import ConfigError
-from distcache.layout import RowLayout
 from distcache.popularity.curve import Curve, room_for
 from distcache.popularity.statistics import Statistics
 
@@ -49,15 +48,13 @@ def zipf_sources(
     dims: Sequence[int],
     lookups: Sequence[float],
     exponents: Sequence[float],
-    names: Sequence[str] | None = None,
 ) -> list[TableSource]:
-    """Tables by Zipf's law; all sequences have an entry for each (`names`: t_cat_0, ...)."""
-    found = []
-    for index, rows in enumerate(table_rows):
-        name = f"t_cat_{index}" if names is None else names[index]
-        law = zipf_curve(rows, exponents[index])
-        found.append(TableSource(name, rows, dims[index], lookups[index], law))
-    return found
+    """Tables t_cat_0, ... by Zipf's law; all sequences have an entry for each."""
+    each = enumerate(zip(table_rows, dims, lookups, exponents, strict=True))
+    return [
+        TableSource(f"t_cat_{index}", rows, dim, count, zipf_curve(rows, exponent))
+        for index, (rows, dim, count, exponent) in each
+    ]
 
 
 def counted_sources(statistics: Statistics, dims: Sequence[int]) -> list[TableSource]:
@@ -107,8 +104,7 @@ class TableDemand:
     `count` float64 `[k]`: rows of each bucket; `rank`, `world` float64 `[k]`: q and Q of its rows.
     `start`, `end` float64 `[k]`: the rows [start, end) of the table, in the order in which prefixes
     are taken, among which they lie. `lookups`: of one rank and step; `features`: that read it.
-    `before` float64 `[k]`: the probability that a row which is touched was so in the step before,
-    None: Q, as steps are independent; `reuse`: None: the same rows (see `demand_of_window`).
+    `reuse`: None: the same rows (see `with_mixture`).
     `node` float64 `[k]`: the probability that any of the G ranks of a node touches a row in a step;
     None: q, as where each rank is a node.
     """
@@ -122,7 +118,6 @@ class TableDemand:
     end: np.ndarray
     lookups: float
     features: int = 1
-    before: np.ndarray | None = None
     reuse: Reuse | None = None
     node: np.ndarray | None = None
 
@@ -157,7 +152,6 @@ class TableDemand:
             start=self.start[kept],
             end=self.end[kept],
             lookups=lookups,
-            before=None if self.before is None else self.before[kept],
             reuse=reuse,
             node=None if self.node is None else self.node[kept],
         )
@@ -185,17 +179,14 @@ class TableDemand:
 
     @property
     def late_rows(self) -> float:
-        """Of a rank's distinct rows those that some rank touched in the step before, too."""
-        return self._late(self.rank)
+        """Of a rank's distinct rows those that some rank touched in the step before, too; steps are
+        independent."""
+        return float((self.rank * self.world) @ self.count)
 
     @property
     def late_node_rows(self) -> float:
         """The same of a node's distinct rows."""
-        return self._late(self.rank if self.node is None else self.node)
-
-    def _late(self, touched: np.ndarray) -> float:
-        before = self.world if self.before is None else self.before
-        return float((touched * before) @ self.count)
+        return self.late_rows if self.node is None else float((self.node * self.world) @ self.count)
 
     @property
     def variances(self) -> tuple[float, float]:
@@ -311,34 +302,32 @@ _LEAST = 1e-3
 is left out."""
 
 
-def with_mixture(
-    table: TableDemand, uses: np.ndarray, counted: float, by_step: bool = False
-) -> Reuse | None:
-    """A table's rows as a cache will meet them, over `counted` steps as many as were counted.
+def with_mixture(table: TableDemand, uses: np.ndarray, counted: float) -> Reuse | None:
+    """A table's rows as a cache will meet them, over S = `counted` steps as many as were counted.
 
-    `uses` float64 `[k]`: how often the rows of each bucket were counted, whole numbers; by lookup,
-    or `by_step`: in how many of the `counted` steps. Rows counted c <= `FEW` times (of steps: in
-    half of them at most) have the rates m that those counts leave likely, by Poisson's law with
-    mean m (of steps: binomial with Q = 1 - exp(-m / S)). As likelihoods are highest where as many
-    rows have each count as there are, the rows that `counted` steps of the mixture touch, the sum
-    of 1 - (1 - Q)^S, are as many as were counted, and so are those of fewer steps. All rows of the
-    table take part, for how many were not counted is known; Q is scaled so that a step touches what
-    it did. None where there are no such rows.
+    `uses` float64 `[k]`: how often the rows of each bucket were looked up, whole numbers. Rows
+    counted c <= `FEW` times have the rates m that those counts leave likely, by Poisson's law with
+    mean m. As likelihoods are highest where as many rows have each count as there are, the rows
+    that S steps of the mixture touch, the sum of 1 - (1 - Q)^S with Q = 1 - exp(-m / S), are as
+    many as were counted, and so are those of fewer steps. All rows of the table take part, for how
+    many were not counted is known; Q is scaled so that a step touches what it did. None where there
+    are no such rows.
     """
-    few = min(FEW, int(counted / 2)) if by_step else FEW
-    low, kept = np.flatnonzero(uses <= few), np.flatnonzero(uses > few)
+    low, kept = np.flatnonzero(uses <= FEW), np.flatnonzero(uses > FEW)
     touched = float(table.count[low] @ table.world[low])
-    if few < 1 or not touched:
+    if not touched:
         return None
     seen = float(table.count.sum())
     rows = np.append(table.count[low], max(table.rows - seen, 0.0))
     counts = np.append(np.rint(uses[low]), 0.0).astype(np.int64)
     start = np.append(table.start[low], seen)
     end = np.append(table.end[low], max(float(table.rows), seen))
-    rates = _rates(table.rows, few, counted, by_step)
+    # Up to the rows counted `FEW` times; with the lowest rate, all rows of the table together would
+    # be counted once.
+    number = int(np.ceil(_PER_OCTAVE * np.log2(max(FEW * table.rows, 2))))
+    rates = FEW * 2.0 ** (-np.arange(number, -1, -1) / _PER_OCTAVE)
     chance = -np.expm1(-rates / counted)
-    kernel = _binomial(few, counted, chance) if by_step else _poisson(few, rates)
-    shares = _posterior(np.bincount(counts, rows, few + 1), kernel)[counts]
+    shares = _posterior(np.bincount(counts, rows, FEW + 1), _poisson(rates))[counts]
     shares[shares < _LEAST] = 0.0
     shares /= shares.sum(axis=1, keepdims=True)
     bucket, rate = np.nonzero(shares * rows[:, None])
@@ -351,33 +340,15 @@ def with_mixture(
     )
 
 
-def _rates(rows: int, few: int, counted: float, by_step: bool) -> np.ndarray:
-    """Expected counts, up to those of the rows counted `few` times; float64 `[m]`, rising. With the
-    lowest, all rows of the table together would be counted once."""
-    top = -counted * np.log1p(-few / counted) if by_step else float(few)
-    number = int(np.ceil(_PER_OCTAVE * np.log2(max(top * rows, 2.0))))
-    return top * 2.0 ** (-np.arange(number, -1, -1) / _PER_OCTAVE)
-
-
-def _log_factorials(few: int) -> np.ndarray:
-    return np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, few + 1)))))
-
-
-def _poisson(few: int, rates: np.ndarray) -> np.ndarray:
-    """Probability of the counts 0 to `few` by rate; float64 `[few + 1, m]`."""
-    counts = np.arange(few + 1)[:, None]
-    return np.exp(counts * np.log(rates) - rates - _log_factorials(few)[:, None])
-
-
-def _binomial(few: int, steps: float, chance: np.ndarray) -> np.ndarray:
-    """The same of steps that a row is named in, up to a factor of each count."""
-    counts = np.arange(few + 1)[:, None]
-    ways = np.cumprod(np.append(1.0, (steps - np.arange(few)) / np.arange(1, few + 1)))
-    return ways[:, None] * np.exp(counts * np.log(chance) + (steps - counts) * np.log1p(-chance))
+def _poisson(rates: np.ndarray) -> np.ndarray:
+    """Probability of the counts 0 to `FEW` by rate; float64 `[FEW + 1, m]`."""
+    counts = np.arange(FEW + 1)
+    factorials = np.cumsum(np.log(np.maximum(counts, 1)))  # their logarithms
+    return np.exp(counts[:, None] * np.log(rates) - rates - factorials[:, None])
 
 
 def _posterior(rows: np.ndarray, kernel: np.ndarray) -> np.ndarray:
-    """Shares `[few + 1, m]` of the rates among rows of each count, of which there are `rows`."""
+    """Shares `[FEW + 1, m]` of the rates among rows of each count, of which there are `rows`."""
     weights = np.full(kernel.shape[1], 1.0 / kernel.shape[1])
     share = rows / rows.sum()
     for _ in range(_ROUNDS):
@@ -440,101 +411,3 @@ def _table(source: TableSource, batch: float, world_size: int, local_ranks: int)
         return found
     steps = curve.lookups / (world_size * lookups) if lookups else 0.0
     return replace(found, reuse=with_mixture(found, curve.counts, steps) if steps > 1 else None)
-
-
-# -----------------------------------------------------------------------------
-# Demand measured from the ids of a few steps, as they are at hand when training starts.
-
-
-@dataclass(frozen=True)
-class GroupWindow:
-    """The ids of one group over S steps. `rows_by_step[s][r]`: row numbers (int64 `[n]`) of all
-    lookups of rank r, in any order; `state_width` S; `features` that read each table."""
-
-    layout: RowLayout
-    rows_by_step: Sequence[Sequence[np.ndarray]]
-    state_width: int
-    features: Sequence[int] | None = None
-
-
-def demand_of_window(windows: Sequence[GroupWindow], batch: float, local_ranks: int = 1) -> Demand:
-    """The demand of the steps of a window, `batch` samples of a rank on average.
-
-    `local_ranks`: ranks of each node, which are consecutive. Distinct rows per rank and step, of
-    a node, and of all ranks, are exact averages. Prefixes are of the rows
-    that the window names most often. What the cache meets again (`TableDemand.reuse`) is an
-    estimate, for the window has not seen all rows (`mixture.with_mixture`). Raises ConfigError for
-    a window without a step, or of another number of ranks than the layout has.
-    """
-    groups = []
-    for window in windows:
-        if not window.rows_by_step:
-            raise ConfigError("the window of ids has no step: give at least one")
-        world = window.layout.world_size
-        for step, ranks in enumerate(window.rows_by_step):
-            if len(ranks) != world:
-                raise ConfigError(
-                    f"step {step} of the window has ids of {len(ranks)} ranks, the layout is of "
-                    f"{world}: give those of every rank"
-                )
-        check_nodes(world, local_ranks)
-        groups.append(_group(window, local_ranks))
-    if not groups:
-        raise ConfigError("the window of ids has no group of tables")
-    return Demand(tuple(groups), windows[0].layout.world_size, batch, local_ranks)
-
-
-def _group(window: GroupWindow, local_ranks: int) -> GroupDemand:
-    """Counts per row over the window: how many ranks' steps, nodes' steps, and steps name it."""
-    layout, steps = window.layout, len(window.rows_by_step)
-    world = layout.world_size
-    together = [1, world, *([local_ranks] if 1 < local_ranks < world else [])]
-    named = [_named(window, ranks) for ranks in together]
-    rows = named[0][0]
-    shares = [
-        count / (steps * (world // ranks))
-        for ranks, (_, count) in zip(together, named, strict=True)
-    ]
-    lookups = np.zeros(len(layout.tables))
-    for ranks in window.rows_by_step:
-        for part in ranks:
-            lookups += _by_table(part, layout)
-    tables = []
-    features = window.features or [len(table.features) for table in layout.tables]
-    for index, table in enumerate(layout.tables):
-        low, high = np.searchsorted(rows, layout.offsets[index : index + 2])
-        count, q, whole, *node = _merged([share[low:high] for share in shares])
-        end = np.cumsum(count)
-        start = end - count
-        before = None if steps < 2 else np.rint(whole * steps - 1) / (steps - 1)
-        each = float(lookups[index]) / (steps * world)
-        found = TableDemand(
-            table.name, table.rows, count, q, whole, start, end, each, features[index], before
-        )
-        found = replace(found, node=node[0] if node else None)
-        reuse = None if steps < 2 else with_mixture(found, np.rint(whole * steps), steps, True)
-        tables.append(replace(found, reuse=reuse))
-    return GroupDemand(tuple(tables), layout.dim, window.state_width)
-
-
-def _named(window: GroupWindow, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of a window, ascending, and how often so many ranks in a row name each in a step."""
-    world = window.layout.world_size
-    parts = [
-        np.unique(np.concatenate(step[first : first + ranks]))
-        for step in window.rows_by_step
-        for first in range(0, world, ranks)
-    ]
-    return np.unique(np.concatenate(parts), return_counts=True)
-
-
-def _by_table(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
-    tables = np.searchsorted(layout.offsets, rows, side="right") - 1
-    return np.bincount(tables, minlength=len(layout.tables)).astype(np.float64)
-
-
-def _merged(shares: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Rows with equal `shares` (q, Q, and of nodes) as one bucket, by falling q: the rows of each,
-    and its shares; float64 `[k]`."""
-    found, count = np.unique(-np.stack(shares), axis=1, return_counts=True)
-    return count.astype(np.float64), *(-found)

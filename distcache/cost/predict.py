@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,12 +36,12 @@ from distcache.cost.traffic import (
     hybrid_exchanges,
     hybrid_memory,
     hybrid_rows,
-    region_slots,
     replicated_exchanges,
     sharded_exchanges,
     split,
 )
 from distcache.errors import ConfigError
+from distcache.layout import split_slots
 
 # -----------------------------------------------------------------------------
 # Seconds of a step: exposed latencies + bytes / bandwidth per link - what hides behind compute.
@@ -162,8 +162,7 @@ class Settings:
     `slots`: C per rank of each group; `state`: where the optimizer state of replicated rows lies,
     `replicated` (on every rank) or `home`; `window` L, `prefetch` P; `steps`: of the run, from an
     empty cache, None: a warm cache; `itemsize`: bytes of an element; `dense_parameters`: of the
-    dense part; `fetched`: rows fetched per step over all homes, by placement, where they are known
-    (from a replay) instead of estimated.
+    dense part.
     """
 
     slots: tuple[int, ...]
@@ -173,7 +172,6 @@ class Settings:
     steps: int | None = None
     itemsize: int = 4
     dense_parameters: int = 0
-    fetched: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -258,26 +256,25 @@ def _cached(
     world, item = demand.world_size, settings.itemsize
     pairs = [g.split(k) for g, k in zip(demand.groups, prefixes, strict=True)]
     hot, cold = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    regions = [
-        region_slots(h, c, slots, world)
-        for h, c, slots in zip(hot, cold, settings.slots, strict=True)
-    ]
+    regions = []
+    for group, h, c, slots in zip(demand.groups, hot, cold, settings.slots, strict=True):
+        homes = (-(-h.rows // world), -(-group.rows // world))  # rows are spread evenly
+        regions.append(split_slots(slots, *homes, world) if c.rows else (slots, 0))
     ahead = (settings.window, settings.prefetch, settings.steps)
     parts = [(g, slots, True) for g, (slots, _) in zip(hot, regions, strict=True)]
     parts += [(g, world * slots, False) for g, (_, slots) in zip(cold, regions, strict=True)]
     found = [expected_hits(group, slots, *ahead) for group, slots, _ in parts]
-    hits, scale = _known(sum(found, Hits(0.0, 0.0, 0.0)), settings.fetched.get(placement))
+    hits = sum(found, Hits(0.0, 0.0, 0.0))
     exchanges: list[Exchange] = []
     host_in = host_out = 0.0
     for (group, _, copied), own in zip(parts, found, strict=True):
-        fetched = own.fetched * scale
         if copied:
-            exchanges += replicated_exchanges(group, world, fetched, item, settings.state)
+            exchanges += replicated_exchanges(group, world, own.fetched, item, settings.state)
         else:
             exchanges += sharded_exchanges(group, world, item, cluster.nodes)
         row = (group.dim + group.state_width) * item
-        host_in += fetched / world * row
-        host_out += own.written_back * scale / world * row
+        host_in += own.fetched / world * row
+        host_out += own.written_back / world * row
     exchanges = [e for e in exchanges if e.nbytes > 0]
     exchanges.append(dense_exchange(settings.dense_parameters, world, item))
     traffic = Traffic(tuple(exchanges), host_in, host_out)
@@ -300,14 +297,6 @@ def _cached(
         memory,
         refused,
     )
-
-
-def _known(hits: Hits, fetched: float | None) -> tuple[Hits, float]:
-    """`hits` with the known number of fetched rows, and that over the estimated one."""
-    if fetched is None:
-        return hits, 1.0
-    scale = fetched / hits.fetched if hits.fetched else 1.0
-    return replace(hits, fetched=fetched, written_back=hits.written_back * scale), scale
 
 
 def _work(
@@ -411,13 +400,11 @@ _CLEARLY = 0.01
 
 @dataclass(frozen=True)
 class Choice:
-    """The placement to use. `replicated_rows`: {table: K} of `mixed`, else empty; `state`: as in
-    the settings; `predictions`: of all placements that were compared, the chosen one first; `why`:
-    in a sentence."""
+    """The placement to use. `replicated_rows`: {table: K} of `mixed`, else empty; `predictions`: of
+    all placements that were compared, the chosen one first; `why`: in a sentence."""
 
     placement: str
     replicated_rows: dict[str, int]
-    state: str
     predictions: tuple[Prediction, ...]
     why: str
 
@@ -427,29 +414,38 @@ def choose_placement(
 ) -> Choice:
     """The placement of cached rows with the lowest predicted cost on `cluster`.
 
-    `demand`: of one step, by `demand_at` (from statistics or Zipf laws) or `demand_of_window` (from
-    the first batches); `objective`: `time` or `bytes`. Compares sharded, replicated and mixed at
-    its best K. Placements that would be refused (too few slots, too little device memory) are out;
-    the first of equals in that order wins, and mixed only where it saves one per cent. Pure and
-    deterministic: ranks that call it with equal arguments choose alike. Raises ConfigError where
-    no placement fits, with the reason of each.
+    `demand`: of one step, by `demand_at`; `objective`: `time` or `bytes`. Compares sharded,
+    replicated and mixed at its best K. Placements that would be refused (too few slots, too little
+    device memory) are out; the first of equals in that order wins, and mixed only where it saves
+    one per cent. Pure and deterministic: ranks that call it with equal arguments choose alike.
+    Raises ConfigError where no placement fits, with the reason of each.
     """
     if objective not in OBJECTIVES:
         raise ConfigError(
             f"cache.objective={objective} is unknown: choose {' or '.join(OBJECTIVES)}"
         )
-    found = [predict(name, demand, cluster, settings) for name in (SHARDED, REPLICATED)]
-    mixed = best_mixed(demand, cluster, settings, objective)
-    if mixed is not None:
-        found.append(mixed)
+    found = _cached_placements(demand, cluster, settings, objective)
     best = winner(found, objective)
     if best is None:
         reasons = "; ".join(f"{p.placement}: {p.refused}" for p in found)
         raise ConfigError(f"cache.placement=auto: no placement fits: {reasons}")
     order = [best, *(p for p in found if p is not best)]
-    return Choice(
-        best.placement, best.replicated_rows, settings.state, tuple(order), _why(order, objective)
-    )
+    return Choice(best.placement, best.replicated_rows, tuple(order), _why(order, objective))
+
+
+def _cached_placements(
+    demand: Demand,
+    cluster: Cluster,
+    settings: Settings,
+    objective: str,
+    replicated_rows: Mapping[str, int] | None = None,
+) -> list[Prediction]:
+    """Sharded, replicated and mixed, with `replicated_rows` or at its best K where it has one."""
+    found = [predict(name, demand, cluster, settings) for name in (SHARDED, REPLICATED)]
+    if replicated_rows is not None:
+        return [*found, predict(MIXED, demand, cluster, settings, replicated_rows)]
+    mixed = best_mixed(demand, cluster, settings, objective)
+    return found if mixed is None else [*found, mixed]
 
 
 def winner(predictions: Sequence[Prediction], objective: str) -> Prediction | None:
@@ -584,12 +580,7 @@ def compare(
 ) -> Point:
     """Every placement of cached rows (mixed with `replicated_rows`, None: at its best K) and every
     hybrid layout."""
-    found = [predict(name, demand, cluster, settings) for name in (SHARDED, REPLICATED)]
-    if replicated_rows is not None:
-        found.append(predict(MIXED, demand, cluster, settings, replicated_rows))
-    else:
-        mixed = best_mixed(demand, cluster, settings, objective)
-        found += [] if mixed is None else [mixed]
+    found = _cached_placements(demand, cluster, settings, objective, replicated_rows)
     found += [predict(name, demand, cluster, settings) for name in HYBRID]
     return Point(cluster, demand, tuple(found), winner(found, objective))
 

@@ -277,23 +277,6 @@ def total(exchanges: Sequence[Exchange], stage: str) -> float:
 # Device memory of a placement: slots or shards, and the buffers of a step.
 
 
-def region_slots(
-    hot: GroupDemand, cold: GroupDemand, slots: int, world_size: int
-) -> tuple[int, int]:
-    """The slots C of a rank split into those of its replicated and of its sharded rows.
-
-    As training splits them: replicated rows get a slot each, a multiple of W, as long as half of
-    the slots are left for the sharded ones, which need no more than a home has rows.
-    """
-    if not cold.rows:
-        return slots, 0
-    local = -(-(hot.rows + cold.rows) // world_size)
-    first = 0
-    if hot.rows:
-        first = max(1, min(-(-hot.rows // world_size), slots // 2 // world_size)) * world_size
-    return first, max(1, min(slots - first, local))
-
-
 def cache_memory(
     hot: Sequence[GroupDemand],
     cold: Sequence[GroupDemand],

@@ -240,7 +240,7 @@ def decide_rows(
     if settings.placement in (REPLICATED, SHARDED) or popularity is None:
         found = Placement(settings.placement, state)
     else:
-        known = Known(tables, slots, popularity.statistics, None)
+        known = Known(tables, slots, popularity.statistics)
 
         def choose() -> Placement:
             kind, counts = _kind_and_counts(world, known, update, settings, state)

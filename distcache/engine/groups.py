@@ -19,7 +19,7 @@ from distcache.cache import StateSlots
 from distcache.comm.world import World
 from distcache.data.batch import JaggedIds
 from distcache.errors import ConfigError, DataError, StepTooLargeError
-from distcache.layout import RowLayout, TableSpec, group_tables
+from distcache.layout import RowLayout, TableSpec, group_tables, split_slots
 from distcache.planner.victims import DEFAULT, Policy
 from distcache.popularity.curve import LIKELY, room_for
 from distcache.store.rows import STAGED
@@ -285,20 +285,13 @@ class RegionSlots:
 
 
 def region_slots(group: TableGroup, slots: int) -> RegionSlots:
-    """`slots` per device, C, over the regions of a group.
-
-    Replicated hot rows get a slot each, as long as half of the slots are left for the sharded ones,
-    which need no more than a home has rows.
-    """
+    """`slots` per device, C, over the regions of a group (`split_slots`)."""
     layout = group.layout
     world, hot = layout.world_size, group.hot
     if hot is None:
         return RegionSlots(slots)
     most = int(np.bincount(layout.home(hot), minlength=world).max())
-    replicated = min(most, slots // 2 // world) * world
-    if len(hot) and not replicated:
-        replicated = world  # a slot for each home
-    return RegionSlots(replicated, max(1, min(slots - replicated, layout.local_rows)))
+    return RegionSlots(*split_slots(slots, most, layout.local_rows, world))
 
 
 def state_slots(slots: RegionSlots, world: World, placement: Placement) -> StateSlots | None:

@@ -26,20 +26,14 @@ from distcache.popularity.statistics import Popularity, Statistics
 log = logging.getLogger(__name__)
 
 
-Rows = list[list[np.ndarray]]
-"""The rows of a group that each rank names in each step, int64."""
-
-
 @dataclass(frozen=True)
 class Known:
     """What is known before training: the `tables`, their C slots by group, and the use of rows, by
-    `statistics` of the tables, in order. `window`: the rows of the first batches by group, where
-    these are what was counted."""
+    `statistics` of the tables, in order, or of the first batches alone."""
 
     tables: Sequence[TableSpec]
     slots: Sequence[int]
     statistics: Statistics
-    window: list[Rows] | None = None
 
 
 def counted_demand(
@@ -67,7 +61,7 @@ def cheapest(
             best.refused,
         )
     why = f"the best rows to replicate, by {objective}"
-    return Choice(MIXED, best.replicated_rows, settings.state, (best,), why)
+    return Choice(MIXED, best.replicated_rows, (best,), why)
 
 
 def of_all_homes(

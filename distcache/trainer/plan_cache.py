@@ -18,14 +18,12 @@ from distcache.comm.agreement import on_first, together
 from distcache.comm.world import World
 from distcache.config.tree import CacheConfig, Config
 from distcache.cost.cluster import Cluster, Link, check_world, read_cluster
-from distcache.cost.demand import Demand, GroupWindow, demand_of_window
 from distcache.cost.predict import Choice, Settings
 from distcache.data.batch import BatchCheck, BatchSource
 from distcache.engine import placing
 from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
 from distcache.engine.placing import (
     Known,
-    Rows,
     cheapest,
     counted_demand,
     placed,
@@ -33,7 +31,7 @@ from distcache.engine.placing import (
     rows_of_share,
 )
 from distcache.errors import ConfigError, MemoryTooSmallError
-from distcache.layout import RowLayout, TableSpec, group_tables
+from distcache.layout import TableSpec, group_tables
 from distcache.optim import row_update
 from distcache.planner.victims import WINDOWS, Policy, auto_lookahead
 from distcache.popularity.hot_cold import HotSet
@@ -51,7 +49,6 @@ from distcache.popularity.statistics import (
     read_statistics,
 )
 from distcache.store.memory import available_memory, describe_bytes
-from distcache.trace import rows_by_rank, source_groups
 from distcache.trainer.measure import DensePart, measure
 
 # -----------------------------------------------------------------------------
@@ -312,7 +309,7 @@ def read_checked(
 
 
 # -----------------------------------------------------------------------------
-# The first batches of a run, read before it starts: which rows are hot, and what a step needs.
+# The first batches of a run, read before it starts: how often each row is looked up.
 
 
 def window_steps(cache: CacheConfig) -> int:
@@ -321,14 +318,9 @@ def window_steps(cache: CacheConfig) -> int:
 
 
 def read_window(
-    source: BatchSource,
-    tables: Sequence[TableSpec],
-    steps: int,
-    world_size: int,
-    on_bad_id: str = "error",
-) -> tuple[Statistics, list[Rows]]:
-    """The first `steps` global training batches of `source`, counted by table, and the rows of each
-    group; on one rank alone.
+    source: BatchSource, tables: Sequence[TableSpec], steps: int, on_bad_id: str = "error"
+) -> Statistics:
+    """The lookups of `tables` in the first `steps` global training batches of `source`.
 
     `on_bad_id`: what becomes of ids outside their tables, as in training. Raises ConfigError for a
     source that cannot be read before training; DataError for ids that training would refuse.
@@ -341,29 +333,21 @@ def read_window(
         )
     if source.steps_per_epoch is not None:
         steps = min(steps, source.steps_per_epoch)
-    groups, check = source_groups(source, tables), BatchCheck(tables, source.features, on_bad_id)
-    rows: list[Rows] = [[] for _ in groups]
+    check = BatchCheck(tables, source.features, on_bad_id)
+    ids_of: dict[str, list[np.ndarray]] = {feature: [] for feature in source.features}
     samples = 0
     for step in range(steps):
         ids = check(source.train_batch(step, 0, 1)).ids
         samples += ids.batch_size
-        values, offsets = ids.values.numpy(), ids.offsets.numpy()
-        for place, group in enumerate(groups):
-            parts = rows_by_rank(group, values, offsets, ids.batch_size, world_size)
-            rows[place].append(parts)
-    counts: dict[int, TableCounts] = {}
-    for members, of_group in zip(group_tables(tables), rows, strict=True):
-        flat = np.concatenate([part for parts in of_group for part in parts])
-        seen, times = np.unique(flat, return_counts=True)
-        offsets = RowLayout([tables[table] for table in members], world_size).offsets
-        cuts = pairwise(np.searchsorted(seen, offsets))
-        for table, first, (low, high) in zip(members, offsets, cuts, strict=False):
-            own, spec = times[low:high], tables[table]
-            counts[table] = TableCounts(
-                spec.name, spec.rows, int(own.sum()), len(own), own, seen[low:high] - first
-            )
-    found = tuple(counts[place] for place in range(len(tables)))
-    return Statistics(found, "", samples), rows
+        cuts = ids.offsets[:: ids.batch_size].tolist()
+        for feature, (low, high) in zip(source.features, pairwise(cuts), strict=True):
+            ids_of[feature].append(ids.values[low:high].numpy())
+    found = []
+    for table in tables:
+        every = np.concatenate([part for feature in table.features for part in ids_of[feature]])
+        seen, times = np.unique(every, return_counts=True)
+        found.append(TableCounts(table.name, table.rows, len(every), len(seen), times, seen))
+    return Statistics(tuple(found), "", samples)
 
 
 # -----------------------------------------------------------------------------
@@ -406,12 +390,10 @@ def resolve_placement(
     def decide() -> Placement | None:
         if not world.is_first:
             return None
-        if statistics is not None:
-            facts = Known(tables, slots, statistics)
-        else:
-            bad, steps = config.data.on_bad_id, window_steps(cache)
-            facts = Known(tables, slots, *read_window(source, tables, steps, world.size, bad))
-        return _decided(config, world, facts, cluster, model)
+        counted = statistics
+        if counted is None:
+            counted = read_window(source, tables, window_steps(cache), config.data.on_bad_id)
+        return _decided(config, world, Known(tables, slots, counted), cluster, model)
 
     decided = together(world, decide)[0]
     if decided is None:
@@ -480,19 +462,6 @@ def measured_cluster(
         return measure(world, widest, update, DensePart(own, features, width, batch)).cluster(world)
 
 
-def demand_of(config: Config, world: World, known: Known, local_ranks: int) -> Demand:
-    """What a step needs, from the statistics, or from the window; `local_ranks` on each node."""
-    tables, update = known.tables, row_update(config.optim.name, 0.0)
-    batch = config.data.global_batch_size / world.size
-    if known.window is None:
-        return counted_demand(known, update, batch, world.size, local_ranks)
-    windows = []
-    for members, rows in zip(group_tables(tables), known.window, strict=True):
-        layout = RowLayout([tables[table] for table in members], world.size)
-        windows.append(GroupWindow(layout, rows, update.state_width(layout.dim)))
-    return demand_of_window(windows, batch, local_ranks)
-
-
 def choose(
     config: Config, world: World, known: Known, cluster: Cluster, model: nn.Module
 ) -> Choice:
@@ -506,5 +475,7 @@ def choose(
         itemsize=8 if config.trainer.dtype == "float64" else 4,
         dense_parameters=sum(math.prod(p.shape) for p in model.parameters()),
     )
-    demand = demand_of(config, world, known, cluster.local_ranks)
+    batch = config.data.global_batch_size / world.size
+    update = row_update(config.optim.name, 0.0)
+    demand = counted_demand(known, update, batch, world.size, cluster.local_ranks)
     return cheapest(cache.placement, demand, cluster, settings, cache.objective)

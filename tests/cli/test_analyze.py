@@ -1,4 +1,4 @@
-"""The command line of the analysis: what it leaves and what it advises."""
+"""The command line of the analysis: what it leaves, what it advises, and what it refuses."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from analyses import SMALL, run
+from analyses import SMALL, refused, run
 
 from distcache.analyze import main
 from distcache.cli import analyze_run
-from distcache.cli.analyze_run import SizeSearch, rounded_up
-from distcache.cli.compose import checked_config, compose_overrides
-from distcache.comm.rendezvous import Place
+from distcache.cli.analyze_run import AnalyzeConfig, SizeSearch, check_line, rounded_up
+from distcache.cli.compose import read_line
+from distcache.data.synthetic import SyntheticSource
+from distcache.errors import ConfigError
 from distcache.planner.victims import Policy
 from distcache.popularity.counters import Drift
 from distcache.popularity.curve import Curve, TableProfile, ZipfFit
 from distcache.popularity.statistics import TableCounts, read_statistics
 from distcache.replay import Case
-from distcache.trainer.build import build_source
+from distcache.store import memory as available
 from distcache.trainer.prediction import Estimate, Sizes
 
 
@@ -55,18 +56,6 @@ def test_everything_is_left(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert len(table["drift"]["own"]) == 8 and 0.5 < table["drift"]["kept"] <= 1.05
     rates = [point["hit_rate_lookups"] for point in report["sizes"]]
     assert rates[0] < rates[-1] == pytest.approx(advice["whole_tables_hit_rate"])
-
-
-def test_the_statistics_are_those_of_the_data(tmp_path: Path) -> None:
-    run(tmp_path, *SMALL)
-    found = read_statistics(tmp_path / "out")
-    assert found.samples == 60 * 256 and found.share == 1
-    source = build_source(checked_config(compose_overrides(SMALL), Place()))
-    true = np.zeros(20_000, dtype=np.int64)
-    for step in range(60):
-        np.add.at(true, source.train_batch(step, 0, 1).ids.values.numpy()[:256], 1)
-    assert found.tables[0].dense().tolist() == true.tolist()
-    assert found.vocabulary == source.vocabulary
 
 
 def test_a_sample_and_a_sketch_say_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -171,40 +160,97 @@ def test_without_matplotlib(
     assert ".png" not in (tmp_path / "out/report.md").read_text()
 
 
-def test_ctrl_c_reports_what_was_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize("reading", [True, False])
+def test_ctrl_c_reports_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, reading: bool
 ) -> None:
-    from distcache.data.synthetic import SyntheticSource
-
-    whole = SyntheticSource.train_batch
-
-    def press(self: SyntheticSource, step: int, rank: int, world_size: int):
-        if step == 20:
-            os.kill(os.getpid(), signal.SIGINT)
-        return whole(self, step, rank, world_size)
-
-    monkeypatch.setattr(SyntheticSource, "train_batch", press)
-    run_to = ("trainer.steps=19", *SMALL[:3], "data.samples=15000", "cache.ratio=0.1")
-    assert main([*run_to, f"output={tmp_path}"]) == 130
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["read"]["stopped"] and report["read"]["steps"] == 21
-    shown = capsys.readouterr()
-    assert "stopped: the report is of the 21 of 59 steps read" in shown.err
-    assert "the reading was stopped" in shown.out
-    assert read_statistics(tmp_path).samples == 21 * 256
-
-
-def test_ctrl_c_ends_the_recording_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    record = analyze_run.record_run
+    """While the data is read, and while the run's first steps are recorded."""
+    where, name = (SyntheticSource, "train_batch") if reading else (analyze_run, "record_run")
+    whole = getattr(where, name)
 
     def press(*arguments):
-        os.kill(os.getpid(), signal.SIGINT)
-        return record(*arguments)
+        if not reading or arguments[1] == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+        return whole(*arguments)
 
-    monkeypatch.setattr(analyze_run, "record_run", press)
+    monkeypatch.setattr(where, name, press)
     assert main([*SMALL, f"output={tmp_path}"]) == 130
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["read"]["steps"] == 60 and report["prediction"]["replayed_steps"] == 4
-    assert "stopped: the first 4 steps of the run are replayed" in capsys.readouterr().err
+    report, shown = json.loads((tmp_path / "report.json").read_text()), capsys.readouterr()
+    steps = 21 if reading else 60
+    assert report["read"]["stopped"] == reading and report["read"]["steps"] == steps
+    assert read_statistics(tmp_path).samples == steps * 256
+    if reading:
+        assert "stopped: the report is of the 21 of 60 steps read" in shown.err
+        assert "the reading was stopped" in shown.out
+    else:
+        assert report["prediction"]["replayed_steps"] == 4
+        assert "stopped: the first 4 steps of the run are replayed" in shown.err
+
+
+def test_data_without_a_lookup(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    said = refused(capsys, *SMALL, "data.bag_size=0", f"output={tmp_path}")
+    assert "look up no id at all" in said and "data.bag_size" in said
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    source = ("data=criteo", f"data.path={empty}", f"output={tmp_path}")
+    assert "empty.txt is empty" in refused(capsys, *source)
+
+
+def test_memory_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(available, "available_memory", lambda: 100_000)
+    said = refused(capsys, *SMALL, f"output={tmp_path}")
+    assert "counts of all lookups" in said and "lower analyze.memory" in said
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("analyze.target_hit_rate=1", "analyze.target_hit_rate=1.0: give a share"),
+        ("analyze.sample=1.5", "analyze.sample=1.5: give auto, or a share"),
+        ("analyze.sample=some", "analyze.sample=some: give auto"),
+        ("analyze.memory=4x", "analyze.memory=4x: give a number of bytes"),
+        ("analyze.memory=100", "analyze.memory=100 is too little"),
+        ("analyze.replay=0", "analyze.replay=0 is out of range"),
+        ("analyze.policies=[lru]", "analyze.policies says what simulate=true replays"),
+        (
+            "simulate=true analyze.policies=best",
+            "analyze.policies=best is unknown: choose among lookahead",
+        ),
+        ("simulate=true analyze.policies=lru-lfu", "analyze.policies=lru-lfu is unknown"),
+        ("analyze.sizes=0", "analyze.sizes=0.0: give shares"),
+        ("analyze.sizes=1.5", "analyze.sizes=1.5: give shares"),
+        ("analyze.world_sizes=0", "analyze.world_sizes="),
+        (
+            "analyze.hit_rate=1",
+            "analyze.hit_rate: no such key: did you mean analyze.target",
+        ),
+        ("run.dir=here", "run.dir: nothing is trained"),
+        ("trace=x.txt", "trace=x.txt is a trace to simulate: give simulate=true"),
+        ("--simulate", "--simulate: write simulate=..."),
+        ("analyze.output=x", "analyze.output: no such key: did you mean output?"),
+        ("analyze.replay=many", "analyze.replay=many: give a whole number"),
+        ("data.nonsense=1", "nonsense"),
+        ("cache.ratio=2", "cache.ratio=2"),
+    ],
+)
+def test_what_makes_no_sense(
+    tmp_path: Path, capsys: pytest.CaptureFixture, word: str, named: str
+) -> None:
+    assert named in refused(capsys, f"output={tmp_path}", *SMALL, *word.split())
+
+
+def test_help_names_every_key(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for key in ("analyze.target_hit_rate=0.95", "analyze.sample=auto", "simulate=false", "trace="):
+        assert key in shown
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    said = refused(capsys, *SMALL, f"output={tmp_path / 'file/out'}")
+    assert "output=" in said and "name another folder" in said
+    with pytest.raises(ConfigError, match="nothing is trained"):
+        check_line(read_line("analyze", AnalyzeConfig, ["parallel=host"]))

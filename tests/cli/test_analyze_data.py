@@ -14,8 +14,9 @@ from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.popularity.statistics import check_fits, read_statistics, vocabulary_of
 
 
-@pytest.mark.parametrize("multi_hot", [None, (3, 1, 2, *[1] * 23)])
-@pytest.mark.parametrize("mode", ["hash", "vocabulary"])
+@pytest.mark.parametrize(
+    ("mode", "multi_hot"), [("hash", (3, 1, 2, *[1] * 23)), ("vocabulary", None)]
+)
 def test_counts_of_preprocessing_are_those_of_an_analysis(
     tmp_path: Path, mode: str, multi_hot: tuple[int, ...] | None
 ) -> None:
@@ -59,10 +60,9 @@ def test_what_fixes_the_hot_ids_of_a_synthetic_stream() -> None:
     assert len({name(), name(seed=1), name(zipf=0.8)}) == 3
 
 
-@pytest.mark.parametrize("mode", ["hash", "vocabulary"])
-def test_file_order_has_the_same_samples(tmp_path: Path, mode: str) -> None:
+def test_file_order_has_the_same_samples(tmp_path: Path) -> None:
     text = write_lines(tmp_path / "a.txt", make_lines(300))
-    preprocessed(text, tmp_path / "made", mode=mode)
+    preprocessed(text, tmp_path / "made")
     source = CriteoArrays(CriteoSpec(tmp_path / "made", (), 40, shuffle_block=8))
     plain = CriteoArrays(CriteoSpec(tmp_path / "made", (), 40, shuffle=False))
     ordered = source.in_file_order()

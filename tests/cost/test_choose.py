@@ -114,20 +114,16 @@ def test_hybrid_needs_the_tables_on_the_devices() -> None:
 
 
 def test_state_at_home_sends_no_state_and_holds_it_once() -> None:
-    world, warm = 4, settings(2000, fetched={REPLICATED: 50.0})
+    world, warm = 4, settings(2000)
     everywhere = predict(REPLICATED, demand(world), cluster(world), warm)
     at_home = predict(REPLICATED, demand(world), cluster(world), replace(warm, state="home"))
-    fills = 3 / 4 * 50 * STATE * 4
+    fetched = everywhere.hits.fetched
+    fills = 3 / 4 * fetched * STATE * 4
     assert everywhere.collective_bytes - at_home.collective_bytes == pytest.approx(fills)
     saved = 2000 * STATE * 4 * 3 / 4
     assert everywhere.device_bytes - at_home.device_bytes == pytest.approx(saved)
-    assert everywhere.traffic.host_in == at_home.traffic.host_in == 50 / 4 * (DIM + STATE) * 4
-
-
-def test_known_fetches_take_the_place_of_estimates() -> None:
-    known = predict(SHARDED, demand(2), cluster(2), settings(fetched={SHARDED: 30.0}))
-    assert known.hits is not None and known.hits.fetched == 30
-    assert known.traffic.host_in == pytest.approx(15 * (DIM + STATE) * 4)
+    assert everywhere.traffic.host_in == at_home.traffic.host_in > 0
+    assert at_home.traffic.host_in == pytest.approx(fetched / 4 * (DIM + STATE) * 4)
 
 
 def test_faster_links_and_hidden_movement_make_faster_steps() -> None:

@@ -65,10 +65,7 @@ def by_counts(world: int) -> list[TableSource]:
     return [replace(own, name=f"t_cat_{place}") for place, own in enumerate(found)]
 
 
-def predicted(
-    layout: str, world: int, nodes: int = 1, sources: list[TableSource] | None = None
-) -> Prediction:
-    sources = sources or by_law()
+def predicted(layout: str, world: int, nodes: int, sources: list[TableSource]) -> Prediction:
     demand = demand_at(sources, [4] * 3, BATCH, world, world // nodes)
     settings = Settings((800,), window=4, prefetch=1, steps=STEPS, dense_parameters=DENSE)
     return predict(layout, demand, cluster(world, nodes), settings, PREFIXES)
@@ -89,39 +86,25 @@ def check(found: dict[str, Any], expected: Prediction, world: int, tolerance: fl
     assert host == pytest.approx(each["host_to_device_bytes"], rel=0.05)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_bytes_are_those_of_runs(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "nodes"), [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), (4, 2)]
+)
+def test_bytes_are_those_of_runs(world: int, nodes: int, tmp_path: Path) -> None:
+    """By the law and by counts; between nodes, where the counter has the dense gradients' share."""
     size = f"data.global_batch_size={BATCH * world}"
     runs = [(*RUN, size, *layout) for layout in LAYOUTS.values()]
+    each = None if nodes == 1 else (world // nodes,) * nodes
     counted = by_counts(world)
-    for layout, found in zip(LAYOUTS, summaries(runs, tmp_path, world), strict=True):
+    for layout, run in zip(LAYOUTS, summaries(runs, tmp_path, world, 240, each), strict=True):
         # Hybrid sends vectors, whose number is known; rows are expectations.
         tolerance = 1e-9 if layout in HYBRID else 0.03
         for sources in (by_law(), counted):
-            check(found, predicted(layout, world, sources=sources), world, tolerance)
-
-
-@pytest.fixture(scope="module")
-def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Summaries by layout, of two nodes of two ranks."""
-    runs = [(*RUN, f"data.global_batch_size={BATCH * 4}", *layout) for layout in LAYOUTS.values()]
-    found = summaries(runs, tmp_path_factory.mktemp("nodes"), 4, 240, (2, 2))
-    return dict(zip(LAYOUTS, found, strict=True))
-
-
-def test_bytes_on_two_nodes_are_those_of_runs(two_nodes: dict[str, dict[str, Any]]) -> None:
-    for layout, found in two_nodes.items():
-        check(found, predicted(layout, 4, 2), 4, 1e-9 if layout in HYBRID else 0.03)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_bytes_between_nodes_are_those_of_runs(
-    layout: str, two_nodes: dict[str, dict[str, Any]]
-) -> None:
-    """The counter has the dense gradients' share, too."""
-    found, expected = two_nodes[layout], predicted(layout, 4, 2)
-    tolerance = 1e-4 if layout in HYBRID else 0.03
-    between = found["inter_node_bytes"] / STEPS
-    assert expected.traffic.inter_node_bytes(cluster(4, 2)) == pytest.approx(between, rel=tolerance)
-    dense = expected.traffic.dense_bytes / 2  # a ring through both nodes: one rank of two sends on
-    assert expected.between == pytest.approx(between - dense, rel=tolerance)
+            found = predicted(layout, world, nodes, sources)
+            check(run, found, world, tolerance)
+        if nodes == 1:
+            continue
+        between, tolerance = run["inter_node_bytes"] / STEPS, max(tolerance, 1e-4)
+        crossing = found.traffic.inter_node_bytes(cluster(world, nodes))
+        assert crossing == pytest.approx(between, rel=tolerance)
+        dense = found.traffic.dense_bytes / 2  # a ring through both nodes: one rank of two sends on
+        assert found.between == pytest.approx(between - dense, rel=tolerance)

@@ -7,18 +7,12 @@ import math
 
 import numpy as np
 import pytest
-from cost_cases import BAGS, BATCH, ROWS, demand, draw
+from cost_cases import BAGS, BATCH, ROWS, cluster, counted, demand, draw, settings
 
-from distcache.cost.demand import (
-    TableSource,
-    counted_sources,
-    demand_at,
-    zipf_curve,
-    zipf_sources,
-)
+from distcache.cost.demand import GroupDemand, TableSource, demand_at, zipf_curve, zipf_sources
+from distcache.cost.predict import choose_placement
+from distcache.cost.traffic import expected_hits
 from distcache.errors import ConfigError
-from distcache.popularity.curve import Curve
-from distcache.popularity.statistics import Statistics, TableCounts
 
 STEPS = 400
 
@@ -46,12 +40,6 @@ def test_distinct_rows_are_those_of_drawn_ids() -> None:
     rank, whole, _ = found.groups[0].buffers(world)
     assert max(ranks) < rank and max(every) < whole
     assert rank < found.rank_rows + 12 * np.std(ranks)
-
-
-def test_chances_are_exact_where_they_are_tiny_or_certain() -> None:
-    chances = Curve(np.array([1.0, 0.5, 1e-12]), np.ones(3), math.inf, 3)
-    assert chances.touched(3).tolist() == [1.0, 0.875, pytest.approx(3e-12, rel=1e-9)]
-    assert chances.touched(0).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_large_tables_take_few_buckets() -> None:
@@ -86,22 +74,55 @@ def test_a_prefix_and_the_rest_are_the_whole() -> None:
 
 
 def test_counts_say_what_the_law_says() -> None:
-    samples = 20_000
-    drawn = np.concatenate([np.concatenate(step) for step in draw(1, samples // BATCH, 5)])
-    tables, low = [], 0
-    for index, rows in enumerate(ROWS):
-        counts = np.bincount(drawn[(drawn >= low) & (drawn < low + rows)] - low, minlength=rows)
-        tables.append(TableCounts.of(f"cat_{index}", counts))
-        low += rows
-    statistics = Statistics(tuple(tables), "ids", samples // BATCH * BATCH)
-    counted = demand_at(counted_sources(statistics, [8] * 3), [0] * 3, BATCH, 4)
-    law = demand(4)
-    assert counted.rank_rows == pytest.approx(law.rank_rows, rel=0.01)
-    assert counted.world_rows == pytest.approx(law.world_rows, rel=0.01)
-    assert [t.name for t in counted.tables] == [t.name for t in law.tables]
+    drawn = draw(1, 312, 5)
+    found, law = counted(drawn, 4), demand(4)
+    assert found.rank_rows == pytest.approx(law.rank_rows, rel=0.01)
+    assert found.world_rows == pytest.approx(law.world_rows, rel=0.01)
+    assert [t.name for t in found.tables] == [t.name for t in law.tables]
     # More lookups than were counted: all rows that were seen, and no more.
-    many = demand_at(counted_sources(statistics, [8] * 3), [0] * 3, samples, 4)
-    assert many.world_rows == pytest.approx(sum(table.distinct for table in tables))
+    every = len(np.unique(np.concatenate([step[0] for step in drawn])))
+    assert counted(drawn, 4, 20_000).world_rows == pytest.approx(every)
+
+
+def union(group: GroupDemand, steps: int) -> float:
+    """Distinct rows that so many steps are expected to name."""
+    return sum(float(t.met[0] @ (1 - (1 - t.met[1]) ** steps)) for t in group.tables)
+
+
+def test_as_many_rows_are_met_as_were_counted() -> None:
+    """And about as many as the law says, in fewer steps and in more."""
+    steps, law = draw(2, 40, 5), demand(2).groups[0]
+    found = counted(steps, 2).groups[0]
+    every = len(np.unique(np.concatenate([rows for step in steps for rows in step])))
+    assert union(found, 40) == pytest.approx(every, rel=0.005)
+    for others, bound in ((5, 0.03), (20, 0.03), (160, 0.06)):
+        assert union(found, others) == pytest.approx(union(law, others), rel=bound)
+    for table in found.tables:
+        rows, chance = table.met
+        assert rows.sum() == pytest.approx(table.rows)
+        assert rows @ chance == pytest.approx(table.world_rows)
+    hot, cold = found.split([100.0, 50.0, 10.0])
+    assert union(hot, 40) + union(cold, 40) == pytest.approx(union(found, 40))
+    assert hot.tables[0].met[0].sum() == pytest.approx(100.0)
+
+
+def test_a_few_steps_are_enough_to_choose() -> None:
+    """As the first batches are, where no statistics are given."""
+    found, law = counted(draw(3, 9, 2), 3), demand(3)
+    for objective in ("time", "bytes"):
+        choices = [choose_placement(d, cluster(3), settings(3000), objective) for d in (found, law)]
+        assert choices[0].placement == choices[1].placement
+    costs = [choice.predictions[0].cost["bytes"] for choice in choices]
+    assert costs[0] == pytest.approx(costs[1], rel=0.05)
+    hits = [expected_hits(d.groups[0], 2000, 8, 1) for d in (counted(draw(3, 30, 2), 3), law)]
+    assert hits[0].touched == pytest.approx(hits[1].touched, rel=0.05)
+    assert hits[0].rate == pytest.approx(hits[1].rate, abs=0.01)
+
+
+def test_one_step_of_counts_says_nothing_of_the_next() -> None:
+    one = counted(draw(3, 1, 2), 3)
+    assert one.rank_rows > 0 and all(table.reuse is None for table in one.tables)
+    assert choose_placement(one, cluster(3), settings(3000)).predictions
 
 
 def test_tables_of_one_width_are_a_group() -> None:
@@ -116,5 +137,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         demand_at([source], [0], 0, 1)
     with pytest.raises(ConfigError, match=r"world_size=0"):
         demand_at([source], [0], 1, 0)
+    with pytest.raises(ConfigError, match=r"local_ranks=3 does not divide world_size=4"):
+        demand_at([source], [0], 1, 4, 3)
     with pytest.raises(ConfigError, match=r"a table of 0 rows"):
         zipf_curve(0, 1.0)

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cost_cases import BATCH, DIM, STATE, cluster, demand, draw, layout, settings
+from cost_cases import DIM, cluster, demand, draw, layout, settings
 
 from distcache.comm.world import Nodes
 from distcache.cost.cluster import Cluster, Link
-from distcache.cost.demand import GroupDemand, GroupWindow, demand_of_window
+from distcache.cost.demand import GroupDemand
 from distcache.cost.predict import exchange_seconds, predict
 from distcache.cost.traffic import (
     EACH,
@@ -28,7 +28,6 @@ from distcache.cost.traffic import (
     split,
     total,
 )
-from distcache.errors import ConfigError
 
 ITEM, STEPS = 4, 120
 ROW = DIM * ITEM
@@ -136,46 +135,6 @@ def test_sharded_rows_cross_once_for_each_node(shape: tuple[int, int]) -> None:
     near(by_link([back], shape), gradients, STEPS)
 
 
-@pytest.mark.parametrize("shape", [(4, 2), (6, 2), (6, 3)])
-def test_what_nodes_touch_in_a_window_is_counted(shape: tuple[int, int]) -> None:
-    """And what is left of it after a replicated prefix."""
-    world, nodes = shape
-    local, steps = world // nodes, draw(world, 9, 2)
-    groups = [GroupWindow(layout(world), steps, STATE)]
-    found = demand_of_window(groups, BATCH, local)
-    parts = [
-        np.unique(np.concatenate(step[first : first + local]))
-        for step in steps
-        for first in range(0, world, local)
-    ]
-    group = found.groups[0]
-    assert group.node_rows == pytest.approx(np.mean([len(rows) for rows in parts]))
-    assert found.local_ranks == local
-    assert group.rank_rows < group.node_rows < group.world_rows
-    alone = demand_of_window(groups, BATCH).groups[0]
-    for what in ("rank_rows", "world_rows", "late_rows"):
-        assert getattr(alone, what) == pytest.approx(getattr(group, what))
-
-    # Rows of the first table that ranks named in a third of their steps or more.
-    named = np.concatenate([rows for step in distinct(steps) for rows in step])
-    rows, touches = np.unique(named[named < layout(world).offsets[1]], return_counts=True)
-    hot = rows[touches >= 3 * world]
-    assert 3 < len(hot) < len(rows) / 2
-    _, cold = group.split([float(len(hot)), 0.0, 0.0])
-    left = [np.setdiff1d(part, hot) for part in parts]
-    assert cold.node_rows == pytest.approx(np.mean([len(part) for part in left]))
-
-
-def test_late_rows_of_a_node_in_a_window() -> None:
-    # Nodes of two ranks. In the other of the two steps a row is named always, or never.
-    ids = [[[5], [5], [6], [7]], [[5], [8], [9], [9]]]
-    steps = [[np.array(rows) for rows in step] for step in ids]
-    group = demand_of_window([GroupWindow(layout(4), steps, 0)], 1.0, 2).groups[0]
-    assert group.node_rows == pytest.approx((1 + 2 + 2 + 1) / 4)
-    assert group.late_node_rows == pytest.approx((1 + 1) / 4)
-    assert group.late_rows == pytest.approx((1 + 1 + 1) / 8)
-
-
 def test_a_node_touches_more_rows_the_more_ranks_it_has() -> None:
     found = [demand(8, nodes=nodes).groups[0] for nodes in (8, 4, 2, 1)]
     rows = [group.node_rows for group in found]
@@ -202,8 +161,7 @@ def test_rows_of_nodes_that_do_not_hand_on_cross_for_each_rank() -> None:
 def test_predictions_have_the_sums_of_their_exchanges() -> None:
     shape, prefix = (8, 2), {"t_cat_0": 30, "t_cat_2": 40}
     there, each = cluster(*shape), demand(8, nodes=2)
-    known = settings(fetched={REPLICATED: 400.0, MIXED: 100.0, SHARDED: 100.0})
-    found = {p: predict(p, each, there, known, prefix) for p in (REPLICATED, SHARDED, MIXED)}
+    found = {p: predict(p, each, there, settings(), prefix) for p in (REPLICATED, SHARDED, MIXED)}
     for prediction in found.values():
         parts = prediction.inside + prediction.between
         assert parts == pytest.approx(prediction.collective_bytes)
@@ -241,8 +199,3 @@ def test_rows_are_handed_on_by_a_second_collective() -> None:
         flat = Cluster(8, Link(1e9), Link(100.0, 0.5), Link(10.0, 2.0), shape[1], collective_s=7.0)
         each = exchange_seconds(Exchange("fill", 700.0), flat)
         assert exchange_seconds(spread, flat) == pytest.approx(each)
-
-
-def test_nodes_that_are_no_nodes_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"local_ranks=3 does not divide world_size=4"):
-        demand_of_window([GroupWindow(layout(4), draw(4, 1), STATE)], BATCH, 3)

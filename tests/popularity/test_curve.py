@@ -63,6 +63,9 @@ def test_use_is_the_chance_that_some_lookup_names_the_row(n: int) -> None:
     assert np.allclose(many.touched(n), 1 - (1 - counts / 100) ** n, rtol=1e-6)
     law = Curve(counts / 100, np.ones(5), math.inf, 6)
     assert np.allclose(law.touched(n), many.touched(n), rtol=1e-6)
+    ends = Curve(np.array([1.0, 0.5, 1e-12]), np.ones(3), math.inf, 3)
+    assert ends.touched(3).tolist() == [1.0, 0.875, pytest.approx(3e-12, rel=1e-9)]
+    assert ends.touched(0).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_an_endless_stream_is_estimated_without_bias() -> None:

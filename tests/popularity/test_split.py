@@ -7,10 +7,9 @@ import itertools
 
 import numpy as np
 import pytest
-from simulator import PlannerSettings, simulate
 
 from distcache.errors import ConfigError
-from distcache.layout import RowLayout, TableSpec
+from distcache.layout import TableSpec
 from distcache.planner.victims import Policy
 from distcache.popularity.curve import Curve, StepCurves
 from distcache.popularity.slots import (
@@ -22,6 +21,8 @@ from distcache.popularity.slots import (
     statistics_of,
 )
 from distcache.popularity.statistics import Statistics, TableCounts
+from distcache.replay import Case, replay
+from distcache.trace import record_ids
 
 
 def counted(feature: str, counts: np.ndarray) -> TableCounts:
@@ -104,28 +105,21 @@ def test_fewer_bytes_are_fetched_than_with_a_proportional_split(policy: str) -> 
         for _ in range(600)
     ]
     before, after = steps[:300], steps[300:]
-    statistics = Statistics(
-        tuple(
-            counted(
-                t.features[0], np.bincount(np.concatenate([s[i] for s in before]), None, t.rows)
-            )
-            for i, t in enumerate(tables)
-        ),
-        "ids",
-        300 * batch,
-        share=0.5,
-    )
+    counts = [
+        np.bincount(np.concatenate([step[i] for step in before]), minlength=t.rows)
+        for i, t in enumerate(tables)
+    ]
+    each = (counted(t.features[0], own) for t, own in zip(tables, counts, strict=True))
+    statistics = Statistics(tuple(each), "ids", 300 * batch, share=0.5)
     budget = Budget(None, None, 90_000, 4, 1, batch)
 
     def fetched_bytes(plan: SlotPlan) -> int:
         assert cache_bytes(plan.slots, [(6000, 32, 0), (3000, 4, 0)], 4) <= 90_000
         total = 0
         for index, (spec, slots) in enumerate(zip(tables, plan.slots, strict=True)):
-            layout = RowLayout([spec], 1)
-            plans = simulate(
-                layout, PlannerSettings(slots, 8, 1, Policy(policy)), ([s[index]] for s in after)
-            )
-            total += sum(plan.misses for (plan,) in plans) * spec.dim * 4
+            trace = record_ids((step[index] for step in after), spec.rows)
+            (found,) = replay(trace, [Case(Policy(policy), (slots,), 8, 1)])
+            total += found.fetched * spec.dim * 4
         return total
 
     proportional = plan_slots(tables, [0, 0], budget, "proportional", statistics)
@@ -222,3 +216,17 @@ def test_statistics_by_feature_for_tables_of_several() -> None:
     for wrong in (TableSpec("both", 4, 4, ("x", "y")), TableSpec("w", 3, 4, ("x", "w"))):
         with pytest.raises(ConfigError, match=r"here \(fingerprint [0-9a-f]{16}\).* fingerprint"):
             statistics_of(Statistics((other, b, a), "ids", 9), [wrong], "here")
+
+
+@pytest.mark.parametrize("homes", [1, 4])
+def test_pinned_rows_leave_room_for_those_of_the_next_steps(homes: int) -> None:
+    rng = np.random.default_rng(2)
+    tables = [counted("x", rng.zipf(1.3, 4000).clip(max=10**4)) for _ in range(2)]
+    step = StepCurves(tuple(map(Curve.of, tables)), (200, 200))
+    for slots in (900, 2000, 8000):
+        pinned = step.pinned(slots, 2, homes)
+        others = 2 * step.misses(pinned)
+        assert sum(pinned) + others <= slots
+        assert slots == 8000 or sum(pinned) + others > 0.5 * slots
+        assert pinned == step.likeliest(sum(pinned))
+    assert step.pinned(10, 2, homes) == [0, 0], "a cache that holds no step pins nothing"

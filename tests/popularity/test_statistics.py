@@ -1,23 +1,28 @@
-"""Statistics: written and read again, refused where they speak of other data."""
+"""Statistics: written, read again, refused where they are of other data; what a node shares."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from distcache.errors import ConfigError, DataError
+from distcache.comm.world import close_world, open_world
+from distcache.errors import ConfigError, DataError, MemoryTooSmallError
+from distcache.layout import RowLayout, TableSpec
 from distcache.planner.victims import PINNED
 from distcache.popularity.statistics import (
+    Popularity,
     Statistics,
     TableCounts,
     check_fits,
     read_statistics,
     row_classes,
+    share_popularity,
     write_statistics,
 )
+from distcache.store import memory as available
 
 
 @dataclass
@@ -113,3 +118,62 @@ def test_classes_rise_with_counts(statistics: Statistics) -> None:
     assert classes.dtype == np.uint8 and len(classes) == 14
     assert classes[:4].tolist() == [1, PINNED, 0, 1 + round(8 * np.log2(10))]
     assert np.flatnonzero(classes[4:]).tolist() == [3, 9]
+
+
+TABLES = [TableSpec("a", 5, 4, ("a_0",)), TableSpec("b", 601, 4, ("b_0",))]
+
+
+def some() -> Statistics:
+    counts = [np.array([3, 0, 9, 0, 9]), np.random.default_rng(0).zipf(1.4, 601).clip(max=999) - 1]
+    tables = [TableCounts.of(t.name, own) for t, own in zip(TABLES, counts, strict=True)]
+    return Statistics(tuple(tables), "ids", 500)
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = open_world("cpu", "gloo", 60)
+    yield world
+    close_world(world)
+
+
+@pytest.mark.parametrize("homes", [1, 3, 4])
+def test_each_home_reads_the_classes_of_its_rows(world, homes: int) -> None:
+    statistics, layout = some(), RowLayout(TABLES, homes)
+    popularity = Popularity(statistics, (2, 40), classes=True, pinned_rows=(1, 30))
+    (shared,) = share_popularity(world, [layout], [(0, 1)], popularity)
+    expected = row_classes(statistics, [0, 1], [1, 30])
+    assert np.array_equal(shared.classes, expected)
+    assert shared.hot is None
+    seen = 0
+    for home in range(homes):
+        found = shared.classes_at(layout, home)
+        for local, klass in enumerate(found.tolist()):
+            row = int(layout.row(home, np.array([local]))[0])
+            if row >= layout.rows:
+                assert klass == 0
+                continue
+            assert klass == expected[row]
+            seen += 1
+    assert seen == layout.rows
+
+
+def test_hot_rows_are_the_likeliest_of_the_group(world) -> None:
+    statistics, layout = some(), RowLayout(TABLES, 1)
+    popularity = Popularity(statistics, (3, 300), warm_start=0.5)
+    (shared,) = share_popularity(world, [layout], [(0, 1)], popularity)
+    counts = np.concatenate([table.dense() for table in statistics.tables])
+    known = shared.hot[shared.hot >= 0]
+    assert set(known[known < 5].tolist()) == {0, 2, 4}
+    assert len(known) == 3 + min(300, statistics.tables[1].distinct)
+    assert (np.diff(counts[known]) <= 0).all(), "per step and sample a count is a likelihood"
+    assert (shared.hot[len(known) :] == -1).all()
+    nothing = share_popularity(world, [layout], [(0, 1)], replace(popularity, warm_start=0.0))
+    assert nothing[0].hot is None and nothing[0].classes is None
+
+
+def test_a_node_without_memory_for_the_classes_says_so(world, monkeypatch) -> None:
+    monkeypatch.setattr(available, "available_memory", lambda: 605)
+    with pytest.raises(MemoryTooSmallError, match=r"popularity of the rows.*cache\.warm_start=0"):
+        share_popularity(
+            world, [RowLayout(TABLES, 1)], [(0, 1)], Popularity(some(), (0, 0), classes=True)
+        )

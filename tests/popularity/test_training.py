@@ -62,53 +62,40 @@ def folders(tmp_path_factory) -> dict[str, str]:
     return found
 
 
+GIVEN = ("cache.split={t_cat_0:250,cat_1:60,t_cat_2:30}", "cache.bytes=null")
+SHARDED = ("cache.placement=sharded", "cache.bytes=8000")
+FOUND = ("cache.placement=auto", "cache.objective=bytes")  # sharded rows need the fewest
+RUNS = {
+    "cold": ("cache.warm_start=0",),
+    "warm": ("cache.warm_start=1",),
+    "auto": (),
+    "by_curve": ("cache.split=by_curve",),
+    "static": ("cache.policy=static",),
+    "frequency": ("cache.tail=frequency",),
+    "sharded": (*SHARDED, "cache.warm_start=1"),
+    "sharded_static": (*SHARDED, "cache.policy=static"),
+    "found_sharded": (*FOUND, "cache.bytes=8000", "cache.warm_start=1"),
+    "first": ("trainer.steps=7",),
+}
+"""Runs with statistics."""
+
+
 def several(rank: int, size: int, folders: dict[str, str], home: str) -> dict[str, dict]:
     torch.set_num_threads(1)
     world = open_world("cpu", timeout_s=60)
+    counts = f"cache.statistics={folders['one']}"
+    runs = {"plain": (), "given": GIVEN, "sharded_given": ("cache.placement=sharded", *GIVEN)}
+    runs |= {name: (counts, *words) for name, words in RUNS.items()}
+    first = f"trainer.resume={home}/first"
+    runs["resumed"] = (f"cache.statistics={folders['other']}", first)
+    runs["resumed_without"] = (first,)
     found = {}
-
-    def run(name: str, *overrides: str) -> None:
-        config = config_of("run.save=true", *overrides)
+    for name, words in runs.items():
+        config = config_of("run.save=true", *words)
         check(config, size, size)
         folder = Path(home) / name
-        if rank == 0:
-            folder.mkdir(parents=True)
-        world_barrier(world)
+        folder.mkdir(parents=True, exist_ok=True)
         found[name] = train(config, world, folder).summary
-
-    known = f"cache.statistics={folders['one']}"
-    run("plain")
-    run("cold", known, "cache.warm_start=0")
-    run("warm", known, "cache.warm_start=1")
-    run("auto", known)
-    run("half", known, "cache.warm_start=0.5")
-    run("by_curve", known, "cache.split=by_curve")
-    run("given", "cache.split={t_cat_0:250,cat_1:60,t_cat_2:30}", "cache.bytes=null")
-    run("static", known, "cache.policy=static")
-    run("frequency", known, "cache.tail=frequency")
-    sharded = (known, "cache.placement=sharded", "cache.bytes=8000")
-    run("sharded", *sharded, "cache.warm_start=1")
-    run("sharded_static", *sharded, "cache.policy=static")
-    run(
-        "sharded_given",
-        *sharded[1:2],
-        "cache.split={t_cat_0:250,cat_1:60,t_cat_2:30}",
-        "cache.bytes=null",
-    )
-    bytes_alone = "cache.objective=bytes"  # of which sharded rows need the least
-    run(
-        "found_sharded",
-        *sharded[2:],
-        known,
-        "cache.placement=auto",
-        bytes_alone,
-        "cache.warm_start=1",
-    )
-    run("first", known, "trainer.steps=7")
-    other = f"cache.statistics={folders['other']}"
-    first = f"trainer.resume={home}/first"
-    run("resumed", other, first)
-    run("resumed_without", first)
     close_world(world)
     return found
 
@@ -128,10 +115,6 @@ def test_a_table_that_nothing_looks_up(batching: str, tmp_path) -> None:
         close_world(world)
     assert summary["steps"] == 16 and summary["hot_rows_by_table"]["t_cat_1"] == 0
     assert summary["hot_rows_by_table"]["t_cat_0"] > 0
-
-
-def world_barrier(world) -> None:
-    torch.distributed.barrier(group=world.host_group)
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])

@@ -106,11 +106,11 @@ def test_where_the_state_lies_follows_the_optimizer(overrides, state) -> None:
     assert with_state(config_of(*overrides)).cache.state == state
 
 
-def test_the_window_knows_the_hottest_rows_and_what_ranks_name() -> None:
+def test_the_window_knows_how_often_rows_are_named() -> None:
     config = config_of()
     source = build_source(config)
     tables = build_tables(config, source)
-    statistics, window = read_window(source, tables, 5, 2)
+    statistics = read_window(source, tables, 5)
     counts = [np.zeros(table.rows, np.int64) for table in tables]
     for step in range(5):
         ids = source.train_batch(step, 0, 1).ids
@@ -120,9 +120,7 @@ def test_the_window_knows_the_hottest_rows_and_what_ranks_name() -> None:
     for count, found in zip(counts, statistics.tables, strict=True):
         assert np.array_equal(found.dense(), count)
         assert (np.diff(count[found.order]) <= 0).all() and found.lookups == count.sum()
-    assert [len(group) for group in window] == [5] * len(window)
-    named = sum(len(rank) for group in window for step in group for rank in step)
-    assert named == sum(int(count.sum()) for count in counts)
+    assert statistics.samples == 5 * 32
 
 
 class Shifted:
@@ -144,12 +142,12 @@ class Shifted:
 def test_the_window_takes_ids_as_training_does() -> None:
     source = build_source(config_of())
     tables = build_tables(config_of(), source)
-    want, _ = read_window(source, tables, 3, 2)
-    found, _ = read_window(Shifted(source), tables, 3, 2, "hash")
+    want = read_window(source, tables, 3)
+    found = read_window(Shifted(source), tables, 3, "hash")
     for mine, other in zip(found.tables, want.tables, strict=True):
         assert np.array_equal(mine.dense(), other.dense())
     with pytest.raises(DataError, match=r"train batch 0: .* -"):
-        read_window(Shifted(source), tables, 3, 2)
+        read_window(Shifted(source), tables, 3)
 
 
 def resolved(rank: int, size: int, cases: list[tuple[str, ...]], own: bool = False) -> list[object]:
@@ -181,7 +179,7 @@ def test_mixed_takes_the_hottest_rows_of_the_first_batches_on_every_rank() -> No
     first, second = run_ranks(resolved, 2, cases)
     config = config_of()
     source = build_source(config)
-    window, _ = read_window(source, build_tables(config, source), 10, 1)
+    window = read_window(source, build_tables(config, source), 10)
     hottest = window.tables[0].hottest(6).tolist()
     assert first[0] == second[0] == ("mixed", [sorted(hottest), [], []])
     assert first[1] == second[1] and sum(map(len, first[1][1])) == 8
@@ -196,7 +194,7 @@ def test_mixed_that_will_not_hold_a_step_is_said_before_training(slots, warned, 
     config = config_of("cache.placement=mixed", "cache.state=home")
     source = build_source(config)
     tables = build_tables(config, source)
-    facts = Known(tables, slots, *read_window(source, tables, 4, 2))
+    facts = Known(tables, slots, read_window(source, tables, 4))
     world, cluster = SimpleNamespace(size=2), Cluster(2, Link(1e9), Link(1e9))
     choice = choose(config, world, facts, cluster, torch.nn.Linear(1, 1))
     assert choice.placement == "mixed"
@@ -244,7 +242,7 @@ def test_rows_beyond_a_table_are_refused_at_one_rank_too() -> None:
 def test_batches_that_are_read_once_need_statistics() -> None:
     tables = [TableSpec("t", 10, 4, ("f",))]
     with pytest.raises(ConfigError, match=r"cache.statistics=<folder"):
-        read_window(SimpleNamespace(dense_features=1), tables, 3, 2)
+        read_window(SimpleNamespace(dense_features=1), tables, 3)
     assert replicated_counts({"t": 10}, tables) == [10]
 
 
