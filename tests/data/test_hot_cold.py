@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from batch_sources import NAMES, make_source, samples_of
 from criteo_lines import make_lines, preprocessed, write_lines
 from hot_cold_cases import SYNTHETIC, count
@@ -182,12 +181,3 @@ def test_parts_of_a_classification_make_the_whole(ranks):
     cuts = [64 * (rank * 11 // ranks) for rank in range(ranks)] + [700]
     parts = [hot_cold.classify(plain, hot, 0, pair) for pair in pairwise(cuts)]
     assert np.array_equal(np.concatenate(parts), hot_cold.classify(plain, hot, 0))
-
-
-def test_weights_do_not_change_what_is_hot():
-    plain = SyntheticSource(SyntheticSpec(**SYNTHETIC))
-    heavy = SyntheticSource(SyntheticSpec(**SYNTHETIC, weighted=True))
-    hot = hot_set(plain)
-    found = [hot_cold.classify(of, hot, 0) for of in (plain, heavy)]
-    assert np.array_equal(*found)
-    assert torch.equal(*(of.ids_of(np.arange(50), 0).values for of in (plain, heavy)))

@@ -44,15 +44,6 @@ def test_an_unlimited_stream_does_not_repeat_and_held_out_samples_are_others():
     assert len(set(rows)) == len(rows)
 
 
-def test_every_number_depends_on_the_seed():
-    spec = {"table_rows": [50, 1000], "bag_size": 1.5, "weighted": True}
-    one, other = (source(seed=seed, **spec).train_batch(3, 0, 1) for seed in (0, 1))
-    for name in ("dense", "labels"):
-        assert not torch.equal(getattr(one, name), getattr(other, name))
-    for name in ("values", "offsets", "weights"):
-        assert not torch.equal(getattr(one.ids, name), getattr(other.ids, name))
-
-
 def test_bag_lengths_and_weights_have_their_distributions():
     stream = source(batch=20_000, table_rows=[50] * 4, bag_size=[2, 0.5, 30.0, 0], weighted=True)
     ids = stream.train_batch(0, 0, 1).ids
@@ -235,16 +226,6 @@ def test_expected_distinct_is_the_sum_over_rows(rows, lookups, exponent):
     with np.errstate(divide="ignore"):
         exact = np.sum(-np.expm1(lookups * np.log1p(-mass))) if lookups else 0.0
     assert tables.expected_distinct(0, lookups) == pytest.approx(exact, rel=1e-4)
-
-
-def test_expected_distinct_is_what_is_drawn():
-    rows, n = 10_000_000, 200_000
-    tables = ZipfTables([rows], 1.05, seed=0)
-    drawn = [
-        len(np.unique(tables.draw_ids(np.random.default_rng(s).random(n), np.array([n]))))
-        for s in range(3)
-    ]
-    assert tables.expected_distinct(0, n) == pytest.approx(np.mean(drawn), rel=0.01)
 
 
 @pytest.mark.parametrize("exponent", [-0.1, math.nan, math.inf])
