@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from damaged import damage
 from parquet_files import ROWS, columns, seen, source, write
 
 from distcache.errors import ConfigError, DataError
@@ -271,6 +272,8 @@ def test_files_of_two_schemas_and_a_column_twice(tmp_path):
     twice = table.append_column("a", table.column("a"))
     with pytest.raises(DataError, match="2 columns 'a'"):
         source(write(tmp_path / "c.parquet", twice))
+    with pytest.raises(ConfigError, match="names 'a' twice"):
+        source(first, id_columns=("a", "a", "c"))
 
 
 def test_files_that_are_no_parquet(tmp_path):
@@ -319,12 +322,6 @@ def test_files_and_row_groups_without_rows(tmp_path):
         source(write(tmp_path / "c.parquet", columns(1)), held_out=0.5)
 
 
-def test_a_column_that_is_named_twice(tmp_path):
-    path = write(tmp_path / "a.parquet", columns(4))
-    with pytest.raises(ConfigError, match="names 'a' twice"):
-        source(path, id_columns=("a", "a", "c"))
-
-
 def everything(path: Path) -> list[bytes]:
     """All that training and evaluation see of a Parquet file."""
     stream, found = source(path), []
@@ -334,23 +331,6 @@ def everything(path: Path) -> list[bytes]:
         for part in (batch.dense, batch.labels, batch.ids.values, batch.ids.offsets):
             found.append(part.numpy().tobytes())
     return found
-
-
-def damage_bytes(content: bytes, dice: random.Random) -> bytes:
-    """Changed bytes anywhere or in the footer, a piece missing, or the end."""
-    text, size = bytearray(content), len(content)
-    match dice.randrange(4):
-        case 0:
-            for _ in range(dice.randint(1, 4)):
-                text[dice.randrange(size)] = dice.randrange(256)
-        case 1:
-            text[dice.randrange(size - 3000, size)] = dice.randrange(256)
-        case 2:
-            at = dice.randrange(size)
-            del text[at : at + dice.randint(1, 50)]
-        case 3:
-            del text[dice.randrange(size) :]
-    return bytes(text)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +343,7 @@ def test_damaged_files_give_a_named_error_or_the_intact_values(tmp_path, seeds):
     pq.write_table(pq.read_table(good), good, row_group_size=10, write_page_checksum=True)
     whole, content = everything(good), good.read_bytes()
     for seed in seeds:
-        bad.write_bytes(damage_bytes(content, random.Random(seed)))
+        bad.write_bytes(damage(content, random.Random(seed)))
         try:
             assert everything(bad) == whole, seed
         except DataError as error:

@@ -43,11 +43,11 @@ def test_values_are_widened_when_one_needs_it(tmp_path, monkeypatch, where):
     assert report.id_dtype == ("<u4" if where is None else "<u8") and report.samples == 700
     labels, dense, ids, _ = read_plainly(path.read_bytes(), None)
     pieces = list(read_pieces(tmp_path / "p", 700, np.dtype(report.id_dtype)))
-    assert [piece.first for piece in pieces] == list(range(0, 700, 37))
+    assert [first for first, _ in pieces] == list(range(0, 700, 37))
     for name, expected in (("labels", labels), ("dense", dense), ("ids", ids)):
-        assert np.array_equal(np.concatenate([getattr(p, name) for p in pieces]), expected)
+        assert np.array_equal(np.concatenate([getattr(p, name) for _, p in pieces]), expected)
     empty = np.array([[field == b"" for field in line.split(b"\t")[14:]] for line in lines])
-    bits = np.concatenate([piece.missing for piece in pieces])
+    bits = np.concatenate([rows.missing for _, rows in pieces])
     assert np.array_equal(bits[:, None] >> np.arange(26) & 1, empty)
     (tmp_path / "some").mkdir()
     dtype = np.dtype(report.id_dtype)

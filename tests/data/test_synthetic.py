@@ -12,6 +12,7 @@ from batch_sources import samples_of
 from distcache.data import synthetic
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec, ZipfTables
 from distcache.errors import ConfigError
+from distcache.trainer.record import auc
 
 
 def source(batch: int = 37, **spec) -> SyntheticSource:
@@ -78,15 +79,6 @@ def test_expected_distinct_is_what_a_batch_holds():
         )
 
 
-def auc(labels: np.ndarray, scores: np.ndarray) -> float:
-    ranks = np.empty(len(scores))
-    ranks[np.argsort(scores)] = np.arange(1, len(scores) + 1)
-    positive = labels.sum()
-    return (ranks[labels > 0].sum() - positive * (positive + 1) / 2) / (
-        positive * (len(labels) - positive)
-    )
-
-
 @pytest.mark.parametrize(
     "spec",
     [
@@ -107,7 +99,7 @@ def test_teacher_has_the_stated_rate_and_attainable_auc(spec, monkeypatch):
     labels = stream.train_batch(0, 0, 1).labels.numpy()
     assert set(labels) == {0.0, 1.0}
     assert 0.25 < labels.mean() < 0.30
-    assert 0.75 < auc(labels, chances[0]) < 0.81
+    assert 0.75 < auc(chances[0], labels) < 0.81
     assert labels.mean() == pytest.approx(chances[0].mean(), abs=0.01)
 
 
@@ -139,8 +131,8 @@ def test_popular_ids_are_learnt_in_two_hundred_steps():
         dense_only.append(dense @ dense_weight)
         both.append(dense_only[-1] + ids_weight[ids].sum(axis=0))
     labels = np.concatenate([y for _, _, y in held_out])
-    assert auc(labels, np.concatenate(both)) > 0.74
-    assert auc(labels, np.concatenate(both)) > auc(labels, np.concatenate(dense_only)) + 0.04
+    assert auc(np.concatenate(both), labels) > 0.74
+    assert auc(np.concatenate(both), labels) > auc(np.concatenate(dense_only), labels) + 0.04
 
 
 EXPONENTS = [0.0, 0.5, 0.999999, 1.0, 1.05, 2.0]
