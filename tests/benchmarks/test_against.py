@@ -16,6 +16,7 @@ from launching import CHECKOUT
 
 from benchmarks import against_rank, step
 from benchmarks.against import SIDES
+from distcache import layout
 
 SPEC = {
     "table_rows": [300, 40, 7], "zipf": 1.05, "batch": 24, "batches": 30, "width": 4,
@@ -68,6 +69,27 @@ def test_training_stands_still_between_blocks(tmp_path, monkeypatch):
         assert all(ms >= 0 for ms in block["cpu_ms"].values())
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 30 and summary["final_loss"] == loss
+
+
+def test_calls_are_counted_by_thread_and_package():
+    calls = against_rank.Calls()
+
+    def work() -> None:
+        for index in range(5):
+            layout.TableSpec(f"t{index}", 10, 4, (f"f{index}",))
+
+    threading.setprofile(calls)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    threading.setprofile(None)
+    (package,) = calls.package.values()
+    (everything,) = calls.all.values()
+    assert everything > package >= 5  # TableSpec checks itself, in a function of the package
+    assert against_rank.role_of(threading.main_thread()) == "training"
+    named = {"distcache-planner": "planning", "distcache-movement": "movement", "x": "other"}
+    for name, role in named.items():
+        assert against_rank.role_of(threading.Thread(name=name)) == role
 
 
 @pytest.mark.slow

@@ -111,10 +111,13 @@ class PreprocessSettings:
             )
         if self.mode == "hash" and self.min_count != 1:
             raise ConfigError(f"min_count={self.min_count} is a key of mode=vocabulary alone")
-        for key, values in (("rows", self.rows), ("multi_hot", self.multi_hot)):
-            if values is not None and (len(values) != IDS or min(values) < 1):
+        for key, more in (("rows", "kaggle or terabyte"), ("multi_hot", "true or false")):
+            values = getattr(self, key)
+            listed = isinstance(values, list | tuple) and len(values) == IDS
+            counts = listed and all(type(value) is int and value >= 1 for value in values)
+            if values is not None and not counts:
                 raise ConfigError(
-                    f"{key}={list(values)}: give {IDS} whole numbers of at least 1, one per table"
+                    f"{key}={values}: give {IDS} whole numbers of at least 1 [a,b,...], {more}"
                 )
 
     @property
