@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("distcache.preprocess")
 
-_PRESETS = {"rows": ", kaggle or terabyte", "multi_hot": ", true or false"}
-
 
 @dataclass
 class PreprocessConfig:
@@ -113,28 +111,17 @@ def make_settings(given: PreprocessConfig) -> PreprocessSettings:
 
     if not given.input:
         raise ConfigError("input is not set: give input=<text files or a quoted glob>")
-    rows = PRESETS.get(given.rows) if isinstance(given.rows, str) else given.rows
-    if rows is None and given.rows is not None:
-        raise ConfigError(f"rows={given.rows}: give 26 whole numbers [a,b,...], kaggle or terabyte")
-    bags = MLPERF_BAGS if given.multi_hot is True else given.multi_hot or None
-    for key, values in (("rows", rows), ("multi_hot", bags)):
-        if values is not None and not _are_counts(values):
-            raise ConfigError(f"{key}={values}: give 26 whole numbers [a,b,...]{_PRESETS[key]}")
     if given.workers is not None:
         auto_or_count("workers", given.workers, 1)
     checked = {
-        "rows": rows,
+        "rows": PRESETS.get(given.rows, given.rows) if isinstance(given.rows, str) else given.rows,
         "workers": None if given.workers == "auto" else given.workers,
         "memory": byte_count("memory", given.memory),
-        "multi_hot": bags,
+        "multi_hot": MLPERF_BAGS if given.multi_hot is True else given.multi_hot or None,
         "part": byte_count("part", given.part),
     }
     same = {key: value for key, value in vars(given).items() if key != "verify"}
     return PreprocessSettings(**same | checked)
-
-
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list | tuple) and all(type(value) is int for value in values)
 
 
 @contextmanager

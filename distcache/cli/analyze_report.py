@@ -14,11 +14,12 @@ import numpy as np
 from distcache.cli.analyze_run import CLOSE, GRID, Analysis, BindingHold, SizePoint, Target, optima
 from distcache.cli.report import Table, human_bytes, machine_text, percent, plain_numbers, tidy
 from distcache.cli.run import describe_environment, new_figure
+from distcache.data.files import write_json
 from distcache.popularity.curve import TOP_SHARES, TableProfile, most_frequent
 from distcache.replay import Case, Outcome
 from distcache.trace import Trace
 from distcache.trainer.prediction import Estimate, Sizes
-from distcache.trainer.record import write_json
+from distcache.trainer.record import plain
 
 # -----------------------------------------------------------------------------
 # The tables of an analysis, as rows of text.
@@ -513,7 +514,7 @@ def write_report(analysis: Analysis, out: Path, command: Sequence[str]) -> str:
         "drift": plot_drift(out / "drift.png", profiles),
     }
     advice, environment = advise(analysis), describe_environment(1) | {"command": [*command]}
-    write_json(out / "report.json", values(analysis, advice, environment))
+    write_json(out / "report.json", plain(values(analysis, advice, environment)))
     tables = [
         access_table(profiles),
         use_table(profiles, analysis.options.world_sizes, advice.table_rows),
@@ -689,7 +690,7 @@ def write_simulation(
         "read": {"ids": trace.ids, "steps": trace.steps, "rows": trace.rows},
         "simulated": outcome_values(outcomes, [_ROW_BYTES]),
     }
-    write_json(out / "report.json", record)
+    write_json(out / "report.json", plain(record))
     said = list(map(str, holds))
     parts = ["# A simulated trace", f"`{' '.join(command)}`", read, table.section, *said]
     parts += ["![misses](misses.png)"] if drawn else []

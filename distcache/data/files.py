@@ -264,10 +264,13 @@ def show(text: bytes) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file, so that it is either whole or not there."""
+    """Write `value` so that `path` holds either the old text or the whole new one.
+
+    ValueError for NaN and infinities.
+    """
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=1) + "\n")
+        file.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -16,16 +15,9 @@ import torch
 
 from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource, unloaded
 from distcache.data.files import find_files
-from distcache.data.parquet_files import (
-    IDS,
-    NUMBERS,
-    BagColumn,
-    ColumnRules,
-    ParquetFiles,
-    WantedColumn,
-)
+from distcache.data.parquet_files import BagColumn, ParquetFiles, ParquetSpec
 from distcache.data.samplers import SampleOrder, SampleOrdering, Subset, key_of
-from distcache.errors import ConfigError, DataError
+from distcache.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -152,50 +144,6 @@ class RowGroupOrder:
         return made
 
 
-@dataclass(frozen=True)
-class ParquetSpec:
-    """Which files to read, and how. Raises ConfigError that names the key.
-
-    `paths`, `held_out_paths`: a file, a glob, or a sequence of either, in order of time;
-    `id_columns`: one feature and one table each, of `table_rows` rows; `weight_columns`: id column
-    -> column with a weight for each of its ids; `held_out`: share of the samples, the last ones,
-    that is evaluated on (with `held_out_paths`: those files instead); `shuffle_rows`: samples that
-    are shuffled together (0: file order); `rules`: what values mean; `dtype`: torch.float32 or
-    torch.float64, of dense features and labels (the features have float32's precision in both).
-    """
-
-    paths: str | Path | Sequence[str | Path]
-    label_column: str
-    id_columns: Sequence[str]
-    table_rows: Sequence[int]
-    dense_columns: Sequence[str] = ()
-    weight_columns: Mapping[str, str] = field(default_factory=dict)
-    held_out: float = 1 / 7
-    held_out_paths: str | Path | Sequence[str | Path] | None = None
-    global_batch_size: int = 2048
-    seed: int = 0
-    shuffle_rows: int = 1 << 20
-    rules: ColumnRules = field(default_factory=ColumnRules)
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        ids = list(self.id_columns)
-        twice = sorted(name for name in set(ids) if ids.count(name) > 1)
-        if twice:
-            raise ConfigError(f"data.id_columns names {twice[0]!r} twice: leave one out")
-
-    def wanted(self) -> list[WantedColumn]:
-        """The columns to read, and what they may be."""
-        found = [WantedColumn(self.label_column, "data.label_column", NUMBERS)]
-        found += [WantedColumn(name, "data.dense_columns", NUMBERS) for name in self.dense_columns]
-        found += [WantedColumn(name, "data.id_columns", IDS, True) for name in self.id_columns]
-        found += [
-            WantedColumn(name, "data.weight_columns", ("float", "integer"), True)
-            for name in self.weight_columns.values()
-        ]
-        return found
-
-
 class ParquetSource(SlicedSource):
     """The `BatchSource` of a `ParquetSpec`; features have the names of their columns.
 
@@ -217,7 +165,7 @@ class ParquetSource(SlicedSource):
         own = len(files)
         if spec.held_out_paths is not None:
             files += find_files("data.held_out_path", spec.held_out_paths, "a Parquet file")
-        self.files = ParquetFiles(files, spec.wanted())
+        self.files = ParquetFiles(files, spec)
         groups = self.files.row_groups
         rows = np.array([group.rows for group in groups], dtype=np.int64)
         trains = sum(group.file < own for group in groups)
@@ -233,7 +181,7 @@ class ParquetSource(SlicedSource):
                 "of which all are held out; lower data.held_out or give more rows"
             )
         self._split(rows, train)
-        self.vocabulary = f"parquet columns, strings by {spec.rules.string_ids}"
+        self.vocabulary = f"parquet columns, strings by {spec.string_ids}"
         self.identity = self._identity(train)
         largest = int(rows.max())
         limit = self.order.widest + largest
@@ -252,13 +200,14 @@ class ParquetSource(SlicedSource):
         """See `BatchSource.identity`: the samples, what is made of them, and their order."""
         spec = self.spec
         found = {"data.path": f"{self.files.digest()} with {train} training samples"}
-        for key in ("label_column", "dense_columns", "id_columns", "shuffle_rows"):
+        for key in (
+            *("label_column", "dense_columns", "id_columns", "shuffle_rows"),
+            *("dense_transform", "nulls", "string_ids", "on_bad_id"),
+        ):
             value = getattr(spec, key)
             found[f"data.{key}"] = str(value if isinstance(value, str | int) else list(value))
         found["data.weight_columns"] = str(sorted(spec.weight_columns.items()))
-        rules = {"data.dense_transform": "log1p" if spec.rules.log1p else "none"}
-        rules |= {f"data.{key}": getattr(spec.rules, key) for key in ("nulls", "string_ids")}
-        return found | rules | {"data.on_bad_id": spec.rules.on_bad_id}
+        return found
 
     def _split(self, rows: np.ndarray, train: int) -> None:
         """Orders of the first `train` samples and of those after them."""
@@ -358,7 +307,7 @@ class ParquetSource(SlicedSource):
         def decode() -> list[BagColumn]:
             weights = spec.weight_columns
             names = dict.fromkeys((*spec.id_columns, *weights.values()))
-            columns = self.files.read(group, list(names), spec.rules)
+            columns = self.files.read(group, list(names))
             return [
                 columns[name].bags(rows, columns[weights[name]] if name in weights else None)
                 for name, rows in zip(spec.id_columns, self.table_rows, strict=True)
@@ -372,7 +321,7 @@ class ParquetSource(SlicedSource):
 
         def decode() -> tuple[np.ndarray, np.ndarray]:
             names = dict.fromkeys((spec.label_column, *spec.dense_columns))
-            columns = self.files.read(group, list(names), spec.rules)
+            columns = self.files.read(group, list(names))
             dense = np.empty((group.rows, len(spec.dense_columns)), dtype=np.float32)
             for at, name in enumerate(spec.dense_columns):
                 dense[:, at] = columns[name].dense()

@@ -8,16 +8,17 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import torch
 
 from distcache.data.files import InputFile
-from distcache.errors import DataError
+from distcache.errors import ConfigError, DataError
 
 _HEX = re.compile(rb"[0-9a-fA-F]*")
 
@@ -64,21 +65,74 @@ class BagColumn:
         return self.values[at].astype(np.int64, copy=False), lengths, weights
 
 
-@dataclass(frozen=True)
-class ColumnRules:
-    """How values become numbers.
+NUMBERS = ("integer", "float", "bool")
+IDS = ("integer", "string")
 
-    `nulls`: `error`; `zero`: a dense value or weight that is missing is 0 (NaN counts as missing),
-    an id is row 0, a list is an empty bag; `empty`: the same, but a missing id leaves its bag.
-    `string_ids`: `hash` or `hex` (see `string_ids`); `on_bad_id`: an integer outside its table is
-    an `error`, or taken modulo the table's rows (`hash`); `log1p`: dense values become
-    log(1 + max(x, 0)).
+
+@dataclass(frozen=True)
+class WantedColumn:
+    """A column by name: the kinds that it may have, and whether it may be a list.
+
+    `key`: the config key that names it, for messages.
     """
 
+    name: str
+    key: str
+    kinds: tuple[str, ...]
+    may_be_list: bool = False
+
+
+@dataclass(frozen=True)
+class ParquetSpec:
+    """Which files to read, and how. Raises ConfigError that names the key.
+
+    `paths`, `held_out_paths`: a file, a glob, or a sequence of either, in order of time;
+    `id_columns`: one feature and one table each, of `table_rows` rows; `weight_columns`: id column
+    -> column with a weight for each of its ids; `held_out`: share of the samples, the last ones,
+    that is evaluated on (with `held_out_paths`: those files instead); `shuffle_rows`: samples that
+    are shuffled together (0: file order); `dtype`: torch.float32 or torch.float64, of dense
+    features and labels (the features have float32's precision in both).
+
+    How values become numbers: `nulls`: `error`; `zero`: a dense value or weight that is missing is
+    0 (NaN counts as missing), an id is row 0, a list is an empty bag; `empty`: the same, but a
+    missing id leaves its bag. `string_ids`: `hash` or `hex` (see `hashed`, `hexadecimal`);
+    `on_bad_id`: an integer outside its table is an `error`, or taken modulo the table's rows
+    (`hash`); `dense_transform`: `none`, or `log1p`: log(1 + max(x, 0)).
+    """
+
+    paths: str | Path | Sequence[str | Path]
+    label_column: str
+    id_columns: Sequence[str]
+    table_rows: Sequence[int]
+    dense_columns: Sequence[str] = ()
+    weight_columns: Mapping[str, str] = field(default_factory=dict)
+    held_out: float = 1 / 7
+    held_out_paths: str | Path | Sequence[str | Path] | None = None
+    global_batch_size: int = 2048
+    seed: int = 0
+    shuffle_rows: int = 1 << 20
     nulls: str = "error"
     string_ids: str = "hash"
     on_bad_id: str = "error"
-    log1p: bool = False
+    dense_transform: str = "none"
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        ids = list(self.id_columns)
+        twice = sorted(name for name in set(ids) if ids.count(name) > 1)
+        if twice:
+            raise ConfigError(f"data.id_columns names {twice[0]!r} twice: leave one out")
+
+    def wanted(self) -> list[WantedColumn]:
+        """The columns to read, and what they may be."""
+        found = [WantedColumn(self.label_column, "data.label_column", NUMBERS)]
+        found += [WantedColumn(name, "data.dense_columns", NUMBERS) for name in self.dense_columns]
+        found += [WantedColumn(name, "data.id_columns", IDS, True) for name in self.id_columns]
+        found += [
+            WantedColumn(name, "data.weight_columns", ("float", "integer"), True)
+            for name in self.weight_columns.values()
+        ]
+        return found
 
 
 _KINDS = {
@@ -112,7 +166,7 @@ _NULL = "there is no value (null); data.nulls=zero or data.nulls=empty says what
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a row group, which `rules` turn into numbers.
+    """A column of a row group, which `spec` says how to turn into numbers.
 
     `path`, `name`, `first_row`: its file, its name and the file's row at which it begins, for
     messages. Every method raises DataError that names file, row (from 1) and column.
@@ -122,7 +176,7 @@ class Column:
     path: Path
     name: str
     first_row: int
-    rules: ColumnRules
+    spec: ParquetSpec
 
     def refuse(
         self, bad: np.ndarray, what: Callable[[int], str], row_of: np.ndarray | None = None
@@ -147,7 +201,7 @@ class Column:
         """Dense values float64 `[n]` that float32 can hold."""
         values, missing = _floats(self.values)
         self._refuse_nulls(missing)
-        if self.rules.log1p:
+        if self.spec.dense_transform == "log1p":
             values = np.log1p(np.maximum(values, 0.0))
         self.refuse(
             np.abs(values) > np.finfo(np.float32).max,
@@ -162,14 +216,14 @@ class Column:
         ids, missing = self._ids(flat, rows, row_of)
         weight = None if weights is None else weights._weights(lengths)
         self._refuse_nulls(missing, row_of)
-        if self.rules.nulls == "empty" and missing.any():
+        if self.spec.nulls == "empty" and missing.any():
             lengths = np.bincount(row_of[~missing], minlength=len(self.values))
             ids, weight = ids[~missing], None if weight is None else weight[~missing]
         offsets = None if lengths is None else np.concatenate(([0], np.cumsum(lengths)))
         return BagColumn(ids.astype(np.int32 if rows <= 2**31 else np.int64), offsets, weight)
 
     def _refuse_nulls(self, missing: np.ndarray, row_of: np.ndarray | None = None) -> None:
-        if self.rules.nulls == "error":
+        if self.spec.nulls == "error":
             self.refuse(missing, lambda at: _NULL, row_of)
 
     def _flat(self) -> tuple[pa.Array, np.ndarray | None]:
@@ -201,7 +255,7 @@ class Column:
         far = np.abs(values) > np.finfo(np.float32).max
         text = "the weight {} is not a finite number of float32; correct the data"
         self.refuse(
-            far | (missing if self.rules.nulls == "error" else False),
+            far | (missing if self.spec.nulls == "error" else False),
             lambda at: _NULL if missing[at] else text.format(values[at]),
             _rows_of(own, len(self.values)),
         )
@@ -215,7 +269,7 @@ class Column:
         bad = values >= rows
         if values.dtype.kind == "i":
             bad |= values < 0
-        if self.rules.on_bad_id == "error":
+        if self.spec.on_bad_id == "error":
             self.refuse(
                 bad,
                 lambda at: (
@@ -239,7 +293,7 @@ class Column:
             text.encode() if isinstance(text, str) else text
             for text in coded.dictionary.to_pylist()
         ]
-        convert = hashed if self.rules.string_ids == "hash" else hexadecimal
+        convert = hashed if self.spec.string_ids == "hash" else hexadecimal
         table = convert([text or b"" for text in words], rows)
         codes, missing = _decoded(coded.indices)
         if not len(words):
@@ -287,9 +341,6 @@ _OPEN_FILES = 16
 _DAMAGE = (pa.ArrowException, OSError, EOFError, UnicodeDecodeError)
 """What pyarrow raises for a damaged file."""
 
-NUMBERS = ("integer", "float", "bool")
-IDS = ("integer", "string")
-
 
 @dataclass(frozen=True)
 class RowGroup:
@@ -301,19 +352,6 @@ class RowGroup:
     first_row: int
 
 
-@dataclass(frozen=True)
-class WantedColumn:
-    """A column by name: the kinds that it may have, and whether it may be a list.
-
-    `key`: the config key that names it, for messages.
-    """
-
-    name: str
-    key: str
-    kinds: tuple[str, ...]
-    may_be_list: bool = False
-
-
 class ParquetFiles:
     """Files of one schema, read by row groups; may be used by several threads.
 
@@ -321,8 +359,8 @@ class ParquetFiles:
     type, no row at all; later when a file vanishes, changes or turns out to be damaged.
     """
 
-    def __init__(self, files: Sequence[InputFile], columns: Sequence[WantedColumn]) -> None:
-        self.files = list(files)
+    def __init__(self, files: Sequence[InputFile], spec: ParquetSpec) -> None:
+        self.files, self.spec, columns = list(files), spec, spec.wanted()
         self._lock = threading.Lock()
         self._open: OrderedDict[int, pq.ParquetFile] = OrderedDict()
         self.row_groups: list[RowGroup] = []
@@ -357,9 +395,7 @@ class ParquetFiles:
                 found.update(f"{file.bytes} {length} ".encode() + stream.read(length))
         return found.hexdigest()
 
-    def read(
-        self, group: RowGroup, columns: Sequence[str], rules: ColumnRules
-    ) -> Mapping[str, Column]:
+    def read(self, group: RowGroup, columns: Sequence[str]) -> Mapping[str, Column]:
         """Some columns of a row group, whole, by name."""
         file = self.files[group.file]
         with self._lock:
@@ -380,7 +416,7 @@ class ParquetFiles:
                 f"{len(found[short[0]])} values instead of {group.rows}: write the file again"
             )
         return {
-            name: Column(values, file.path, name, group.first_row, rules)
+            name: Column(values, file.path, name, group.first_row, self.spec)
             for name, values in found.items()
         }
 

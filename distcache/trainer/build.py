@@ -77,12 +77,11 @@ def build_source(config: Config) -> BatchSource:
         return SyntheticSource(_settings(SyntheticSpec, data, own))
     if data.name == "parquet":
         try:
-            from distcache.data.parquet import ColumnRules, ParquetSource, ParquetSpec
+            from distcache.data.parquet import ParquetSource, ParquetSpec
         except ImportError as error:
             raise ConfigError(
                 f"data=parquet needs pyarrow ({error}): pip install pyarrow"
             ) from error
-        own["rules"] = _settings(ColumnRules, data, {"log1p": data.dense_transform == "log1p"})
         own["weight_columns"], own["held_out_paths"] = data.weight_columns or {}, data.held_out_path
         own["shuffle_rows"] = data.shuffle_rows if data.shuffle else 0
         return ParquetSource(_settings(ParquetSpec, data, own))

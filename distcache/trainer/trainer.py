@@ -22,6 +22,7 @@ from distcache.comm.agreement import on_first
 from distcache.comm.world import World
 from distcache.config.tree import Config
 from distcache.data.batch import Batch, BatchSource
+from distcache.data.files import write_json
 from distcache.engine.tracing import tracing
 from distcache.errors import (
     DataError,
@@ -49,7 +50,6 @@ from distcache.trainer.record import (
     Progress,
     StepTimes,
     plain,
-    write_json,
 )
 from distcache.trainer.schedule import (
     PhasedSchedule,
@@ -491,7 +491,7 @@ class Run:
 
         def write() -> dict[str, Any]:
             summary = plain({key: values.get(key) for key in SUMMARY_KEYS})
-            write_json(self.run_dir / "summary.json", summary)
+            write_json(self.run_dir / "summary.json", plain(summary))
             return summary
 
         return on_first(self.world, write)

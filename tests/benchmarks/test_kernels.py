@@ -66,22 +66,6 @@ def test_work_is_a_plan_with_everything_cached():
     assert torch.equal(by_table, work.upstream)
 
 
-@pytest.mark.parametrize(
-    ("argument", "says"),
-    [
-        ("contenders=tf", "contenders=tf"),
-        ("contenders=triton,triton", "names one twice"),
-        ("optimizers=lamb", "optimizers=lamb"),
-        ("device=tpu", "device=tpu"),
-        ("repetitions=0", "repetitions=0"),
-        ("cache.rows=3", "cache.rows=3: no such key"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(capsys, argument, says):
-    assert main([*ARGUMENTS, argument]) == 1
-    assert says in capsys.readouterr().err
-
-
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
     out = tmp_path / "kernels.md"

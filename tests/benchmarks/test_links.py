@@ -57,20 +57,6 @@ def test_contenders_on_loopback(tmp_path, capsys):
     assert all(record["nodes"] == 2 for record in found.values())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["rate=fast"], "rate=fast"),
-        (["rate=0gbit"], "rate=0gbit"),
-        (["size=small"], "give rate=none"),
-        (["rate=none", "rate=1gbit"], "once"),
-    ],
-)
-def test_bad_rates_are_refused(capsys, arguments, says):
-    assert links.main(arguments) == 1
-    assert says in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("tool", "user", "says"), [(None, 0, "iproute2"), ("ip", 1000, "root")])
 def test_without_iproute2_or_root_there_is_no_cable(monkeypatch, tool, user, says):
     monkeypatch.setattr(links.shutil, "which", lambda word: tool)

@@ -95,15 +95,3 @@ def test_two_ranks_plan_every_placement(tmp_path):
     assert 0 < sent[0] < sent[1] < sum(found["replicated"]["sent_per_step"].values())
     inside = {record["mode"]: set(record["ms"]) for record in of(records, "loops")}
     assert "divide" in inside["plan, sharded"] and "find_rows" in inside["plan, replicated"]
-
-
-def test_what_cannot_be_measured_is_refused(capsys):
-    for arguments, says in (
-        (["placements=sharded,spread"], "placements=sharded,spread: choose from replicated"),
-        (["placements=mixed", "share=1.5"], "share=1.5"),
-        (["batch=5000", "cache.ratio=0.01", "repetitions=1"], "slots"),
-        (["size=big"], "size=big"),
-        (["placements=mixed", "against=."], "against= takes replicated and sharded"),
-    ):
-        assert main(["size=small", *arguments]) == 1
-        assert says in capsys.readouterr().err

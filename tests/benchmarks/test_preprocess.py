@@ -24,7 +24,7 @@ def test_lines_are_good_and_as_described(tmp_path) -> None:
     assert (tmp_path / "b.txt").read_bytes() == text
 
 
-def test_the_bench_reports_and_cleans_up(tmp_path, capsys) -> None:
+def test_the_bench_reports_and_cleans_up(tmp_path) -> None:
     out = tmp_path / "report.md"
     (tmp_path / "files").mkdir()
     arguments = ["bytes=300000", "jobs=vocabulary", "repetitions=2", f"folder={tmp_path / 'files'}"]
@@ -36,4 +36,3 @@ def test_the_bench_reports_and_cleans_up(tmp_path, capsys) -> None:
     assert first["output_bytes"] == second["output_bytes"] > 0
     assert str(tmp_path) not in out.read_text() and "MB/s per core" in out.read_text()
     assert not list((tmp_path / "files").iterdir())
-    assert bench.main(["jobs=other"]) == 1 and "jobs=other" in capsys.readouterr().err

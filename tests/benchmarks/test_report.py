@@ -88,15 +88,6 @@ def test_both_files_tell_the_same(tmp_path, capsys) -> None:
     assert head["command"][-2].endswith("test_report") and head["command"][-1] == "x=3,4"
 
 
-@pytest.mark.parametrize(
-    ("argument", "says"),
-    [("x=0", "x=0"), ("out=a.json", ".md"), ("a.b=1", "no such key"), ("nonsense", "key=value")],
-)
-def test_what_is_wrong_is_said(argument, says, capsys) -> None:
-    assert run_bench(BENCH, [argument]) == 1
-    assert says in capsys.readouterr().err
-
-
 def test_help_shows_what_the_module_says(capsys) -> None:
     assert run_bench(BENCH, ["--help"]) == 0
     said = capsys.readouterr().out

@@ -30,17 +30,3 @@ def test_a_report_of_both_parts(device: str, state: int, tmp_path) -> None:
             assert all(rate["count"] == 3 and rate["min"] > 0 for rate in rates.values())
             assert set(record["ratio"]) == {own for own, _ in rows.PAIRS[part]}
     assert "fetch, zero_copy / fetch, staged" in out.read_text()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_missing_device_is_told(capfd) -> None:
-    assert rows.main(["device=cuda", "parts=device"]) == 1
-    assert "cuda" in capfd.readouterr().err
-
-
-def test_wrong_options_are_refused(capfd) -> None:
-    for given in ("repetitions=0", "widths=0", "state_width=-1", "parts=disk"):
-        assert rows.main(["device=cpu", given]) == 1
-        assert given in capfd.readouterr().err
-    assert rows.main(["parts=memory", "table_rows=900000000000", "widths=64"]) == 1
-    assert "900000000000 rows of 64" in capfd.readouterr().err

@@ -124,29 +124,6 @@ def test_others_tables_train_the_same(tmp_path, monkeypatch, modes, given):
     assert first > 0 and (modes != FUSED or first != pytest.approx(0.6931, abs=1e-4))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["modes=bag", "optimizer=rowwise_adagrad"], "rowwise_adagrad"),
-        (["modes=fused", "optimizer=adam"], "adam"),
-        (["modes=fused", "optimizer=adagrad", "optim.initial_accumulator=0.1"], "accumulator"),
-        (["modes=bag", "trainer.dtype=float64"], "float32"),
-        (["modes=data,uvm"], "modes=uvm is FBGEMM's cache on a GPU: set device=cuda"),
-        (["modes=data", "ratio=0.001"], "cache.rows="),
-        (["modes=data,resident", "width=40000000"], "modes=data,resident"),
-        (["modes=data,dta"], "modes=data,dta: choose from"),
-        (["modes=data,data"], "names one twice"),
-        (["warmup=50", "warmup_most=10"], "warmup_most=10"),
-        (["against=/nowhere", "modes=data"], "against=/nowhere has no package distcache"),
-        (["against=.", "modes=mixed,fused"], "modes=mixed,fused: against= takes data"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(capsys, arguments, says):
-    assert main(["size=small", "batch=64", *arguments]) == 1
-    assert says in capsys.readouterr().err
-    assert not torch.distributed.is_initialized()
-
-
 def two_ranks(rank, world_size, modes, out):
     """Both ranks run the bench; the exit code."""
     arguments = (f"modes={modes}", "parallel.sharding=table_wise", "warmup=5", f"out={out}")

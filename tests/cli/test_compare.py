@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from launching import CHECKOUT, STUB, environment
+from launching import CHECKOUT, STUB
 
 from distcache import compare as entry
 from distcache.cli.compose import read_line
@@ -146,39 +143,3 @@ def test_nothing_runs_when_every_mode_is_refused(tmp_path, monkeypatch, capsys):
     assert entry.main() == 1
     assert "cache.row" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-INTERRUPTED = f"""
-import sys
-from distcache import compare
-launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-compare.train_command = lambda ranks, arguments: [*launcher, {STUB!r}, *arguments]
-sys.exit(compare.main())
-"""
-
-
-def processes_of(folder: Path) -> list[str]:
-    """Command lines that name a folder."""
-    lines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            lines.append(path.read_text().replace("\0", " "))
-        except OSError:
-            continue
-    return [line for line in lines if str(folder) in line]
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_no_process(tmp_path):
-    words = ["modes=data,host", f"output={tmp_path}/o", "trainer.seed=5"]
-    command = [sys.executable, "-c", INTERRUPTED, *words]
-    parent = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "o" / "data" / "asleep").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(processes_of(tmp_path)) >= 4  # the comparison, torchrun, two ranks
-    parent.send_signal(signal.SIGINT)
-    said = parent.communicate(timeout=60)[1]
-    assert (parent.returncode, "interrupted" in said) == (130, True)
-    assert processes_of(tmp_path) == []
-    assert not (tmp_path / "o" / "host").exists()

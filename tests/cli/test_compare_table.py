@@ -81,6 +81,10 @@ def test_the_table(tmp_path):
     assert cells(table, "rows and row gradients sent, KiB per rank and step")[0] == "1,855.5"
     assert "hybrid 12.20 ms" in table and "noise: the ranges overlap" in table
     assert "apart within one run; whether runs differ as much is not known: use repeats=4" in table
+    table = markdown(runs[:1])
+    assert "relative" not in table and "*" not in table
+    bare = run_of(tmp_path, "host", state_digest=None)
+    assert cells(markdown([runs[0], bare]), "bits of losses")[1] == "same / -"
 
 
 def test_what_auto_is_stands_below_the_table(tmp_path):
@@ -90,16 +94,6 @@ def test_what_auto_is_stands_below_the_table(tmp_path):
     assert "\n* auto is replicated and sharded\n" in markdown([*runs, again])
     alone = run_of(tmp_path, "auto", "auto-3", placement=None)
     assert "auto is" not in markdown([runs[0], alone])
-
-
-def test_one_mode_needs_no_relation(tmp_path):
-    table = markdown([run_of(tmp_path, "data")])
-    assert "relative" not in table and "*" not in table
-
-
-def test_no_digest_is_neither_same_nor_different(tmp_path):
-    runs = [run_of(tmp_path, "data"), run_of(tmp_path, "host", state_digest=None)]
-    assert cells(markdown(runs), "bits of losses")[1] == "same / -"
 
 
 def test_the_spread_of_windows_leaves_the_first_steps_out(tmp_path):

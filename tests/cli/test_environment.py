@@ -1,13 +1,16 @@
-"""What a run records about the machine, and how its ranks speak."""
+"""What a run records about the machine, how its ranks speak, and figures without a display."""
 
 from __future__ import annotations
 
 import json
 import logging
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from launching import environment as child_environment
+from launching import run
 
 from distcache.cli import run as environment
 from distcache.cli.run import commit, describe_environment, set_up_logging, write_environment
@@ -84,3 +87,27 @@ def test_other_ranks_warn_and_name_themselves(speak):
     assert speak("ERROR", 2, 4) == ([], ["rank 2: error: a error"])
     out, _ = speak("DEBUG", 2, 4)
     assert len(out) == 2
+
+
+DRAW = """
+import os, sys
+from distcache.cli.run import new_figure
+figure = new_figure(1, 1)
+figure.savefig(sys.argv[1])
+print(os.environ["MPLBACKEND"])
+"""
+
+
+def test_a_backend_that_is_not_there_does_not_matter(tmp_path) -> None:
+    """A notebook's kernel names its own backend to every command that it starts."""
+    pytest.importorskip("matplotlib")
+    name, path = "module://not_there.backend", tmp_path / "figure.png"
+    done = run(
+        [sys.executable, "-c", DRAW, str(path)],
+        env=child_environment(MPLBACKEND=name),
+        capture_output=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == name
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -73,22 +73,6 @@ def test_the_cause_is_told_before_its_consequences(tmp_path):
     assert done.stderr.index("the cause") < done.stderr.index("Traceback")  # torchrun's own
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("seed", "code", "first"),
-    [
-        (1, 1, "rank 1: error: feature f3, table t_3: id 99 is beyond its 10 rows"),
-        (3, 1, "rank 1: error: ZeroDivisionError: a bug"),
-        (4, 1, None),
-        (6, 1, None),
-    ],
-)
-def test_other_ends(tmp_path, seed, code, first):
-    done = train([f"trainer.seed={seed}", "run.dir=run"], tmp_path, ranks=2)
-    assert done.returncode == code
-    assert first is None or messages(done.stderr)[0] == first
-
-
 def by_hand(folder, arguments, sizes, port):
     """Ranks that nobody but their environment has brought together: exit codes and stderr."""
     ranks = []

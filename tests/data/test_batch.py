@@ -103,11 +103,6 @@ def deferred(index: int) -> Batch:
     return Batch(unloaded(3, 2), ids, unloaded(3), 3, index, 0, 0, load=lambda: rest)
 
 
-def test_what_is_not_loaded_cannot_be_read():
-    with pytest.raises((NotImplementedError, RuntimeError)):
-        deferred(7).dense.to("cpu")
-
-
 def test_prefetch_keeps_the_order_and_runs_a_bounded_way_ahead():
     drawn: list[int] = []
 

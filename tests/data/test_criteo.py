@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from batch_sources import samples_of
-from criteo_lines import ROWS, counted_lines, make_lines, preprocessed, write_lines
+from criteo_lines import ROWS, make_lines, preprocessed, write_lines
 
 from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.files import MappedRows, write_json
@@ -66,18 +66,6 @@ def test_the_real_sample_read_by_hand(shared_data):
     assert ids == [int(x or "0", 16) % r for x, r in zip(fields[14:], ROWS, strict=True)]
 
 
-def test_an_epoch_shuffles_the_first_six_sevenths(tmp_path):
-    path = write_lines(tmp_path / "a.txt", counted_lines(70))
-    stream = text_source(path, global_batch_size=25)
-
-    def numbers(batches) -> list[int]:
-        return [round(math.expm1(x)) for b in batches for x in b.loaded().dense[:, 0].tolist()]
-
-    first = numbers(stream.train_batch(step, 0, 1) for step in range(3))
-    assert sorted(first) == list(range(60)) != first
-    assert numbers([stream.eval_batch(0, 0, 1)]) == list(range(60, 70))
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("shuffle_block", [1, 4096])
 def test_folders_give_the_batches_of_their_text(both, shuffle, shuffle_block, monkeypatch):
@@ -93,19 +81,6 @@ def test_folders_give_the_batches_of_their_text(both, shuffle, shuffle_block, mo
     if not shuffle:
         first = arrays.train_batch(0, 0, 1).ids.values.reshape(26, 64)
         assert np.array_equal(first.numpy(), np.load(both[1] / "ids.npy")[:64].T)
-
-
-def test_files_of_text_in_natural_order(tmp_path):
-    lines = counted_lines(30)
-    for name, part in (("day_10", lines[20:]), ("day_2", lines[10:20]), ("day_1", lines[:10])):
-        write_lines(tmp_path / name, part)
-    whole = text_source(write_lines(tmp_path / "all.txt", lines)).identity
-    two = [tmp_path / "day_1", tmp_path / "day_2", str(tmp_path / "day_1?")]
-    for paths in (str(tmp_path / "day_*"), two):
-        assert text_source(paths).identity == whole
-    write_lines(tmp_path / "day_2", [*lines[:3], b"broken"])
-    with pytest.raises(DataError, match=r"day_2:4: 1 tab"):
-        text_source(str(tmp_path / "day_*"))
 
 
 def test_too_few_lines(tmp_path):
@@ -323,15 +298,3 @@ def test_the_first_batch_of_two_billion_samples(sparse, shuffle):
     assert held <= (2 * 256 * 4096 * sample if shuffle else 2 * BATCH * sample + 6 * 2 * 16 * 4096)
     # Not a byte per thousand samples, let alone an index of them.
     assert allocated < 64 * BATCH * (26 + 13 + 1) < SAMPLES / 300
-
-
-def test_any_step_of_any_epoch_is_as_near(sparse):
-    stream = folder_source(sparse, BATCH)
-    assert stream.train_samples == 1_714_285_714
-    steps = stream.steps_per_epoch
-    for step in (0, 12_345, steps - 1, steps, 3 * steps + 7):
-        batch = stream.train_batch(step, 1, 3).loaded()
-        assert batch.dense.shape == (len(batch.labels), 13) and batch.epoch == step // steps
-        assert not batch.dense.any() and not batch.ids.values.any()
-    last = stream.eval_batch(stream.eval_batches - 1, 0, 1)
-    assert last.global_size == (SAMPLES - stream.train_samples) % BATCH

@@ -13,16 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from criteo_lines import ROWS, counted_lines, make_lines, read_plainly, with_fields, write_lines
-from damaged import ODD, damage
-from drawing import examples
-from hypothesis import given
-from hypothesis import strategies as st
+from damaged import damage
 
 from distcache.data import criteo
 from distcache.data.criteo import CriteoSource, CriteoSpec
 from distcache.data.files import inspect
 from distcache.data.raw import parts
-from distcache.data.raw.parts import FIELDS, PartTask, parse_blocks, parse_part
+from distcache.data.raw.parts import PartTask, parse_blocks, parse_part
 from distcache.errors import DataError
 
 LINES = make_lines(14, seed=5)
@@ -58,11 +55,6 @@ def check_block(text: bytes) -> list[int]:
     return expected[3]
 
 
-def test_the_real_sample(shared_data):
-    text = (shared_data / "criteo_kaggle_sample.txt").read_bytes()
-    assert check_block(text) == [] and parts._parse_columns(text, ROWS) is not None
-
-
 @pytest.mark.parametrize("missing", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_ordinary_lines_take_the_fast_way(missing, end):
@@ -72,7 +64,8 @@ def test_ordinary_lines_take_the_fast_way(missing, end):
         assert parts._parse_columns(block, ROWS) is not None
         found = parts._parse_columns(block, None)
         empty = [[field == b"" for field in line.split(b"\t")[14:]] for line in lines]
-        assert found is not None and found.missing.tolist() == empty
+        assert found is not None
+        assert (found.missing[:, None] >> np.arange(26) & 1).tolist() == empty
 
 
 GOOD = [(5, value) for value in (b"-0", b"-12", b"0012", b"9" * 18, b"-" + b"9" * 18)]
@@ -100,18 +93,6 @@ def test_long_ids_are_rows_and_no_values():
     list(parse_blocks([block], None, lambda line, error: errors.append((line, str(error)))))
     assert [line for line, _ in errors] == [1] and check_block(block) == [2]
     assert "field 21" in errors[0][1] and "16 digits" in errors[0][1]
-
-
-ANY = st.lists(st.sampled_from(b"0123456789abcdefABCDEFxg+-_ \t\n\r\x00\xff\"'"), max_size=20)
-
-
-@given(st.lists(st.tuples(st.integers(0, FIELDS - 1), ANY.map(bytes)), max_size=12), st.booleans())
-@examples(200)
-def test_blocks_equal_lines_on_changed_fields(changes, ends):
-    lines = make_lines(5)
-    for number, (field, value) in enumerate(changes):
-        lines[number % 5] = with_fields(lines[number % 5], {field: value})
-    check_block(b"\n".join(lines) + b"\n" * ends)
 
 
 BAD_LINES = {
@@ -235,12 +216,6 @@ def test_damaged_files(tmp_path, seeds):
                 check_plain(tmp_path / "a.txt", damage(TEXT, dice))
         except Exception as error:
             raise AssertionError(f"seed {seed}") from error
-
-
-@pytest.mark.parametrize("odd", ODD, ids=repr)
-def test_one_odd_thing_in_each_place(tmp_path, odd):
-    for at in (0, 1, 2, TEXT.index(LINES[3]), TEXT.index(LINES[4]) + 60, len(TEXT) - 1, len(TEXT)):
-        check_plain(tmp_path / "a.txt", TEXT[:at] + odd + TEXT[at:])
 
 
 @pytest.mark.parametrize("filler", [b"a", b"0", b"\t", b"-", b"\x00"])

@@ -9,12 +9,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from batch_sources import NAMES, make_source, samples_of
 from criteo_lines import make_lines, preprocessed, write_lines
 from hot_cold_cases import SYNTHETIC, count
 
-from distcache.data.batch import Batch, SlicedSource
+from distcache.data.batch import Batch, SlicedSource, slice_bounds
 from distcache.data.criteo import CriteoArrays, CriteoSpec
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError
@@ -78,24 +77,14 @@ def test_every_sample_once_and_of_its_kind(folder, monkeypatch, name):
         assert min(of.epoch(epoch).sizes) > 1
         assert set(sizes[: hot_batches - 1]) | set(sizes[hot_batches:-1]) == {16}
         orders.append([samples for batch in found for samples in batch])
+        for size in (2, 3):
+            ranks = [batches_of(of, epoch, rank, size) for rank in range(size)]
+            for whole, parts in zip(batches, zip(*ranks, strict=True), strict=True):
+                assert samples_of(whole) == [s for part in parts for s in samples_of(part)]
+                assert all(part.global_size == whole.global_size for part in parts)
+                cuts = [slice_bounds(whole.global_size, rank, size)[0] for rank in range(size)]
+                assert [part.first_sample for part in parts] == cuts
     assert (orders[0] == orders[1]) == ("file order" in name)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_slices_make_the_global_batch(folder, name):
-    plain = make_source(name, folder)
-    of = HotColdSource(plain, hot_set(plain))
-    again = HotColdSource(plain, of.hot)
-    for size in (2, 3):
-        ranks = [batches_of(again, 1, rank, size) for rank in range(size)]
-        for whole, parts in zip(batches_of(of, 1), zip(*ranks, strict=True), strict=True):
-            assert samples_of(whole) == [s for part in parts for s in samples_of(part)]
-            first = 0
-            for part in parts:
-                assert part.global_size == whole.global_size
-                assert (part.index, part.epoch, part.kind) == (whole.index, 1, "train")
-                assert part.first_sample == first
-                first += part.ids.batch_size
 
 
 @pytest.mark.parametrize("name", ["synthetic", "arrays", "parquet, window", "interactions"])
@@ -182,12 +171,3 @@ def test_parts_of_a_classification_make_the_whole(ranks):
     cuts = [64 * (rank * 11 // ranks) for rank in range(ranks)] + [700]
     parts = [hot_cold.classify(plain, hot, 0, pair) for pair in pairwise(cuts)]
     assert np.array_equal(np.concatenate(parts), hot_cold.classify(plain, hot, 0))
-
-
-def test_weights_do_not_change_what_is_hot():
-    plain = SyntheticSource(SyntheticSpec(**SYNTHETIC))
-    heavy = SyntheticSource(SyntheticSpec(**SYNTHETIC, weighted=True))
-    hot = hot_set(plain)
-    found = [hot_cold.classify(of, hot, 0) for of in (plain, heavy)]
-    assert np.array_equal(*found)
-    assert torch.equal(*(of.ids_of(np.arange(50), 0).values for of in (plain, heavy)))

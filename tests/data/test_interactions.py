@@ -126,19 +126,6 @@ def test_ids_and_tables(tmp_path):
     assert source(far, table_rows=(100, 100), on_bad_id="hash").table_rows == (100, 100)
 
 
-def test_the_fast_way_is_the_definition():
-    rng = np.random.default_rng(0)
-    ids, rest = rng.integers(0, 10**9, (500, 2)), rng.integers(0, 2**40, (500, 2))
-    rows = [f"{a},{b},{c % 11 / 2},{d}" for (a, b), (c, d) in zip(ids, rest, strict=True)]
-    block = ("\n".join(rows) + "\n").encode()
-    found = interactions._fast_block(block, b",", 4)
-    assert found is not None
-    assert found.tolist() == [list(csv_numbers(row.encode(), b",", 4)) for row in rows]
-    odds = ["1,2,,3", "1,2,nan,3", "1,2,1e3,3", "-1,2,3,4", "1,2,3", "", '"1",2,3,4', "1.5,2,3,4"]
-    for odd in odds:
-        assert interactions._fast_block(block + odd.encode() + b"\n", b",", 4) is None, odd
-
-
 BAD_LINES = {
     "word": ("7 x3 4", "item 'x3' is not a whole number"),
     "negative": ("-7 3", "user '-7' is not a whole number"),
@@ -184,12 +171,6 @@ def test_a_malformed_line_is_named_or_skipped(tmp_path, caplog, monkeypatch, goo
     assert "skipped 1 malformed lines" in caplog.text and f"{path}:4: " in caplog.text
     (tmp_path / "clean").mkdir()
     assert samples(stream) == samples(source(write(tmp_path / "clean" / name, good)))
-
-
-def test_the_report_quotes_the_first_ten(tmp_path):
-    stream = source(write(tmp_path / "a.txt", [*LINES, *["bad"] * 30]), on_bad_line="skip")
-    assert stream.bad_lines.count == 30 and len(stream.bad_lines.first) == 10
-    assert stream.bad_lines.first[0].startswith(f"{tmp_path}/a.txt:6: ")
 
 
 def test_gzip_is_read_by_its_content(tmp_path):

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from damaged import damage
 from parquet_files import ROWS, columns, seen, source, write
 
-from distcache.data.parquet_files import ColumnRules
 from distcache.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -65,14 +65,13 @@ def test_strings_become_ids(tmp_path, type_, string_ids):
     words = ["ff", "", "0A", "1" * 20, "ff", "FFFFFFFFFFFFFFFFF"]
     data = columns(6)
     data["a"] = pa.array(words).cast(type_) if type_ else pa.array(words).dictionary_encode()
-    rules = ColumnRules(string_ids=string_ids)
     stream = source(
         write(tmp_path / "a.parquet", data, 4),
         6,
         id_columns=("a",),
         table_rows=(10**6,),
         **WHOLE,
-        rules=rules,
+        string_ids=string_ids,
     )
     convert = hash_of if string_ids == "hash" else lambda word, rows: int(word or "0", 16) % rows
     expected = [[convert(word, 10**6)] for word in words]
@@ -86,11 +85,11 @@ def test_nulls(tmp_path):
     data["b"] = pa.array([["w1", None], None, [], [None]])
     path = write(tmp_path / "a.parquet", data, 3)
     common = {"batch": 4, **WHOLE}
-    zero = source(path, **common, rules=ColumnRules(nulls="zero")).train_batch(0, 0, 1)
+    zero = source(path, **common, nulls="zero").train_batch(0, 0, 1)
     assert zero.dense[:, 0].tolist() == [0, 1.5, 0, 2]
     assert bags_of(zero, 0) == [[3], [0], [4], [0]]
     assert bags_of(zero, 1) == [[hash_of("w1", 1000), 0], [], [], [0]]
-    empty = source(path, **common, rules=ColumnRules(nulls="empty")).train_batch(0, 0, 1)
+    empty = source(path, **common, nulls="empty").train_batch(0, 0, 1)
     assert bags_of(empty, 0) == [[3], [], [4], []]
     assert bags_of(empty, 1) == [[hash_of("w1", 1000)], [], [], []]
     with pytest.raises(DataError, match=r"a\.parquet, row 1, column 'x'.*data\.nulls=zero"):
@@ -112,7 +111,7 @@ def test_weights(tmp_path):
         5,
         weight_columns={"a": "w", "c": "v"},
         **WHOLE,
-        rules=ColumnRules(nulls="empty"),
+        nulls="empty",
         dtype=torch.float64,
     )
     batch = stream.train_batch(0, 0, 1)
@@ -128,9 +127,9 @@ def test_log_of_dense_and_no_dense(tmp_path):
     data = columns(7)
     data["x"] = pa.array([-3, None, 0, 7, 1e300, 1, 2])
     path = write(tmp_path / "a.parquet", data)
-    rules = ColumnRules(nulls="zero", log1p=True)
+    rules = {"nulls": "zero", "dense_transform": "log1p"}
     common = {"batch": 7, **WHOLE, "dtype": torch.float64}
-    batch = source(path, **common, dense_columns=("x",), rules=rules).train_batch(0, 0, 1)
+    batch = source(path, **common, dense_columns=("x",), **rules).train_batch(0, 0, 1)
     expected = np.float32([0, 0, 0, math.log(8), math.log1p(1e300)]).tolist()
     assert batch.dense[:5, 0].tolist() == expected and batch.dense.dtype == torch.float64
     none = source(path, **common, dense_columns=())
@@ -142,7 +141,7 @@ def test_ids_outside_their_table_are_taken_modulo_if_asked(tmp_path):
     data["a"] = pa.array([-1, 50, 2**62, 3])
     data["c"] = pa.array([2**64 - 1, 0, 7, 1], type=pa.uint64())
     path = write(tmp_path / "a.parquet", data)
-    stream = source(path, 4, **WHOLE, rules=ColumnRules(on_bad_id="hash"))
+    stream = source(path, 4, **WHOLE, on_bad_id="hash")
     batch = stream.train_batch(0, 0, 1)
     assert bags_of(batch, 0) == [[49], [0], [2**62 % 50], [3]]
     assert bags_of(batch, 2) == [[(2**64 - 1) % 7], [0], [0], [1]]
@@ -201,7 +200,7 @@ def test_a_rank_reads_the_row_groups_of_its_slices(tmp_path):
 NOT_FLOAT32 = r"row 3, column 'x': .* is not a finite number of float32"
 BAGS = {"a": [[1], [1, 2], [3, 4], []]}
 WEIGHTS = {"weight_columns": {"a": "w"}}
-HEX = {"rules": ColumnRules(string_ids="hex"), "id_columns": ("a",), "table_rows": (50,)}
+HEX = {"string_ids": "hex", "id_columns": ("a",), "table_rows": (50,)}
 BAD_VALUES = {
     "label 2": ({"y": [0, 1, 2, 0]}, {}, r"row 3, column 'y': the label is 2, not 0 or 1"),
     "label null": ({"y": [0, None, 1, 0]}, {}, r"row 2, column 'y': the label is null"),
@@ -273,6 +272,8 @@ def test_files_of_two_schemas_and_a_column_twice(tmp_path):
     twice = table.append_column("a", table.column("a"))
     with pytest.raises(DataError, match="2 columns 'a'"):
         source(write(tmp_path / "c.parquet", twice))
+    with pytest.raises(ConfigError, match="names 'a' twice"):
+        source(first, id_columns=("a", "a", "c"))
 
 
 def test_files_that_are_no_parquet(tmp_path):
@@ -321,12 +322,6 @@ def test_files_and_row_groups_without_rows(tmp_path):
         source(write(tmp_path / "c.parquet", columns(1)), held_out=0.5)
 
 
-def test_a_column_that_is_named_twice(tmp_path):
-    path = write(tmp_path / "a.parquet", columns(4))
-    with pytest.raises(ConfigError, match="names 'a' twice"):
-        source(path, id_columns=("a", "a", "c"))
-
-
 def everything(path: Path) -> list[bytes]:
     """All that training and evaluation see of a Parquet file."""
     stream, found = source(path), []
@@ -336,23 +331,6 @@ def everything(path: Path) -> list[bytes]:
         for part in (batch.dense, batch.labels, batch.ids.values, batch.ids.offsets):
             found.append(part.numpy().tobytes())
     return found
-
-
-def damage_bytes(content: bytes, dice: random.Random) -> bytes:
-    """Changed bytes anywhere or in the footer, a piece missing, or the end."""
-    text, size = bytearray(content), len(content)
-    match dice.randrange(4):
-        case 0:
-            for _ in range(dice.randint(1, 4)):
-                text[dice.randrange(size)] = dice.randrange(256)
-        case 1:
-            text[dice.randrange(size - 3000, size)] = dice.randrange(256)
-        case 2:
-            at = dice.randrange(size)
-            del text[at : at + dice.randint(1, 50)]
-        case 3:
-            del text[dice.randrange(size) :]
-    return bytes(text)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +343,7 @@ def test_damaged_files_give_a_named_error_or_the_intact_values(tmp_path, seeds):
     pq.write_table(pq.read_table(good), good, row_group_size=10, write_page_checksum=True)
     whole, content = everything(good), good.read_bytes()
     for seed in seeds:
-        bad.write_bytes(damage_bytes(content, random.Random(seed)))
+        bad.write_bytes(damage(content, random.Random(seed)))
         try:
             assert everything(bad) == whole, seed
         except DataError as error:

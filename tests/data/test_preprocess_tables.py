@@ -14,14 +14,12 @@ import pytest
 from criteo_lines import ROWS, make_lines, read_plainly, with_fields, write_lines
 
 from distcache.data.files import inspect
-from distcache.data.raw import parts, tables
+from distcache.data.raw import parts
 from distcache.data.raw.job import Pool
 from distcache.data.raw.parts import PartTask, parse_part, read_pieces, write_runs
-from distcache.data.raw.settings import bags
 from distcache.data.raw.tables import (
     ENTRY_BYTES,
     Run,
-    fewer_runs,
     merge_runs,
 )
 from distcache.errors import MemoryTooSmallError
@@ -45,11 +43,11 @@ def test_values_are_widened_when_one_needs_it(tmp_path, monkeypatch, where):
     assert report.id_dtype == ("<u4" if where is None else "<u8") and report.samples == 700
     labels, dense, ids, _ = read_plainly(path.read_bytes(), None)
     pieces = list(read_pieces(tmp_path / "p", 700, np.dtype(report.id_dtype)))
-    assert [piece.first for piece in pieces] == list(range(0, 700, 37))
+    assert [first for first, _ in pieces] == list(range(0, 700, 37))
     for name, expected in (("labels", labels), ("dense", dense), ("ids", ids)):
-        assert np.array_equal(np.concatenate([getattr(p, name) for p in pieces]), expected)
+        assert np.array_equal(np.concatenate([getattr(p, name) for _, p in pieces]), expected)
     empty = np.array([[field == b"" for field in line.split(b"\t")[14:]] for line in lines])
-    bits = np.concatenate([piece.missing for piece in pieces])
+    bits = np.concatenate([rows.missing for _, rows in pieces])
     assert np.array_equal(bits[:, None] >> np.arange(26) & 1, empty)
     (tmp_path / "some").mkdir()
     dtype = np.dtype(report.id_dtype)
@@ -156,19 +154,6 @@ def test_merged_runs_are_the_counts_of_all(tmp_path, dtype, most):
         assert max(len(values) for values, _ in chunks) <= max(2 * most, len(columns))
 
 
-@pytest.mark.parametrize("fan_in", [2, 3, 7])
-def test_many_runs_are_merged_in_groups(tmp_path, monkeypatch, fan_in):
-    monkeypatch.setattr(tables, "FAN_IN", fan_in)
-    columns = [*draw("<u4", parts=15), np.array([2**40, 2**40, 7], dtype="<u8")]
-    runs = fewer_runs(make_runs(tmp_path, columns), 50, tmp_path / "groups")
-    assert len(runs) <= fan_in
-    assert len(list((tmp_path / "groups").iterdir())) == len(runs)
-    distinct, counts = np.unique(np.concatenate(columns).astype(np.uint64), return_counts=True)
-    chunks = list(merge_runs(runs, 50))
-    assert np.concatenate([v for v, _ in chunks]).tolist() == distinct.tolist()
-    assert np.concatenate([c for _, c in chunks]).tolist() == counts.tolist()
-
-
 def test_long_runs_are_merged_in_the_memory_of_a_range(tmp_path):
     """Runs are searched and sampled by memory map: what is held is one range, never a run."""
     runs, length = [], 1_000_000
@@ -188,13 +173,3 @@ def test_long_runs_are_merged_in_the_memory_of_a_range(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 2 * most * ENTRY_BYTES < runs[0].values().nbytes
     finally:
         tracemalloc.stop()
-
-
-def test_bags_are_a_function_of_table_and_id():
-    ids = np.array([4, 0, 4, 9_999_999], dtype=np.int64)
-    drawn = bags(ids, 2, 10**7, 8)
-    assert drawn.shape == (4, 8) and drawn[:, 0].tolist() == ids.tolist()
-    assert drawn[0].tolist() == drawn[2].tolist() == bags(ids[:1], 2, 10**7, 8)[0].tolist()
-    assert len(np.unique(drawn)) == 3 * 8 and 0 <= drawn.min() <= drawn.max() < 10**7
-    assert not np.array_equal(bags(ids, 3, 10**7, 8), drawn)
-    assert bags(ids, 2, 10**7, 1).tolist() == ids[:, None].tolist()

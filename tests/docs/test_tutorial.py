@@ -104,13 +104,6 @@ def test_all_blocks_run_and_say_something_where_the_text_shows_it(ran) -> None:
 
 
 @pytest.mark.slow
-def test_the_small_run_is_small(ran) -> None:
-    folder, _ = ran
-    found = json.loads((folder / "runs/resident/summary.json").read_text())
-    assert found["steps"] == 50 and found["table_rows"] == 158_110
-
-
-@pytest.mark.slow
 def test_the_files_that_the_text_names_are_there(ran) -> None:
     folder, _ = ran
     prose = "\n".join(part.body for part in PARTS if part.kind == "text")
@@ -160,18 +153,14 @@ def test_numbers_in_the_text_are_of_the_outputs() -> None:
     assert not {number for number in found if number.replace(",", "") not in known}
 
 
-def test_pictures_are_there_and_small() -> None:
+def test_links_and_pictures_are_there() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
+        assert target.startswith("https://") or (DOCS / target).exists(), target
     pictures = [part for part in PARTS if part.kind == "picture"]
-    assert len(pictures) >= 3
-    assert TEXT.count("![") == len(pictures)
+    assert TEXT.count("![") == len(pictures) >= 3
     for part in pictures:
         data = (DOCS / part.body).read_bytes()
         assert data.startswith(b"\x89PNG") and len(data) < 150_000, part.body
-
-
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
-        assert target.startswith("https://") or (DOCS / target).exists(), target
 
 
 def test_the_notebook_is_that_of_the_text() -> None:
@@ -202,12 +191,8 @@ def test_parts_and_outputs_of_a_text() -> None:
     assert tutorial.with_outputs(text, ["new\n", ""]) == text.replace("old", "new")
     bare = text.replace("```text\nold\n```\n\n", "")
     assert tutorial.with_outputs(bare, ["new\n", ""]) == text.replace("old", "new")
-    assert tutorial.with_outputs(text, ["", "1\n"]) == f"{bare[:-1]}\n\n```text\n1\n```\n"
-
-
-def test_lines_that_were_drawn_anew_are_shown_as_they_ended() -> None:
     assert tutorial.as_seen("a:  0%\ra: 100%\nb\n\nc") == "a: 100%\nb\n\nc\n"
-    assert tutorial.as_seen("") == ""
+    assert tutorial.with_outputs(text, ["", "1\n"]) == f"{bare[:-1]}\n\n```text\n1\n```\n"
 
 
 def test_a_block_that_fails_is_an_error(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from ranks import run_ranks
 
 from distcache.comm.world import close_world, open_world
+from distcache.data.files import write_json
 from distcache.parallel.base import StepResult
 from distcache.trainer.record import (
     EvalResult,
@@ -26,7 +27,6 @@ from distcache.trainer.record import (
     normalized_entropy,
     plain,
     stages,
-    write_json,
 )
 from distcache.trainer.schedule import Schedule
 
@@ -123,7 +123,7 @@ def test_three_ranks_equal_one():
 
 def test_json_is_strict_and_whole(tmp_path):
     path = tmp_path / "summary.json"
-    write_json(path, {"a": float("nan"), "b": [float("inf"), 1], "c": torch.tensor(2.0)})
+    write_json(path, plain({"a": float("nan"), "b": [float("inf"), 1], "c": torch.tensor(2.0)}))
     assert json.loads(path.read_text()) == {"a": None, "b": [None, 1], "c": 2.0}
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
     assert plain({1: (np.float32("nan"), np.int64(3))}) == {"1": [None, 3]}

@@ -19,7 +19,6 @@ from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
 from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.interactions import InteractionsSource, InteractionsSpec
-from distcache.data.parquet_files import ColumnRules
 from distcache.errors import ConfigError
 from distcache.trainer.trainer import train
 
@@ -134,8 +133,8 @@ def test_what_parquet_depends_on(tmp_path):
     assert source(tmp_path / "c.parquet").identity["data.path"] != plain["data.path"]
     for change, key in (
         ({"held_out": 0.5}, "data.path"),
-        ({"rules": ColumnRules(log1p=True)}, "data.dense_transform"),
-        ({"rules": ColumnRules(string_ids="hex")}, "data.string_ids"),
+        ({"dense_transform": "log1p"}, "data.dense_transform"),
+        ({"string_ids": "hex"}, "data.string_ids"),
         ({"shuffle_rows": 7}, "data.shuffle_rows"),
         ({"dense_columns": ("z", "x")}, "data.dense_columns"),
     ):

@@ -55,7 +55,8 @@ class CriteoRows:
     """Parsed lines: `labels` uint8 `[n]`, `dense` float32 `[n, 13]` (missing: 0), `ids` `[n, 26]`.
 
     Ids are rows of their tables, int32 where the tables allow it, else int64; or values, uint32
-    where all fit, else uint64, and then `missing` bool `[n, 26]` says which were empty (value 0).
+    where all fit, else uint64, and then `missing` uint32 `[n]` says which were empty (value 0): bit
+    t that of table t.
     """
 
     labels: np.ndarray
@@ -160,13 +161,14 @@ def _parse_each(
         labels.append(label)
         integers.append(own)
         ids.append(values)
-        missing.append([not entry for entry in line.removesuffix(b"\r").split(b"\t")[-IDS:]])
+        entries = line.removesuffix(b"\r").split(b"\t")[-IDS:]
+        missing.append(sum(1 << table for table, entry in enumerate(entries) if not entry))
     wide = table_rows is None and any(max(values) >= 2**32 for values in ids)
     return CriteoRows(
         np.array(labels, dtype=np.uint8),
         dense_of(np.array(integers, dtype=np.int64).reshape(-1, INTEGERS)),
         np.array(ids, dtype=np.uint64 if wide else id_dtype(table_rows)).reshape(-1, IDS),
-        np.array(missing, dtype=bool).reshape(-1, IDS) if table_rows is None else None,
+        np.array(missing, dtype=np.uint32) if table_rows is None else None,
     )
 
 
@@ -216,10 +218,10 @@ def _dense(columns: list[pa.Array]) -> np.ndarray | None:
 def _ids(
     columns: list[pa.Array], table_rows: Sequence[int] | None
 ) -> tuple[np.ndarray, np.ndarray | None] | None:
-    """Rows (or values, and which are missing) `[n, 26]`."""
+    """Rows `[n, 26]`; or values, and which are missing (bits of uint32 `[n]`)."""
     count = len(columns[0])
     ids = np.empty((count, IDS), dtype=id_dtype(table_rows))
-    missing = np.empty((count, IDS), dtype=bool) if table_rows is None else None
+    missing = np.zeros(count, dtype=np.uint32) if table_rows is None else None
     for index, column in enumerate(columns):
         offsets, data = _binary(column)
         lengths = np.diff(offsets)
@@ -232,7 +234,7 @@ def _ids(
             ids[:, index] = values if beyond else values % values.dtype.type(rows)
             continue
         if missing is not None:
-            missing[:, index] = lengths == 0
+            missing |= (lengths == 0).astype(np.uint32) << np.uint32(index)
         if values.dtype == np.uint64 and ids.dtype == np.uint32:
             ids = ids.astype(np.uint64)
         ids[:, index] = values
@@ -325,7 +327,7 @@ class PartWriter:
         rows.dense.tofile(self._files["dense"])
         rows.ids.astype(self.dtype, copy=False).tofile(self._files["ids"])
         if rows.missing is not None:
-            _pack_missing(rows.missing).tofile(self._files["missing"])
+            rows.missing.tofile(self._files["missing"])
         self.samples += len(rows.labels)
 
     def _widen(self) -> None:
@@ -340,28 +342,9 @@ class PartWriter:
         self.dtype = np.dtype(np.uint64)
 
 
-def _pack_missing(missing: np.ndarray) -> np.ndarray:
-    """uint32 `[n]`: bit t says that the id of table t is missing. `missing`: bool `[n, 26]`."""
-    bits = np.zeros(len(missing), dtype=np.uint32)
-    for table in range(missing.shape[1]):
-        bits |= missing[:, table].astype(np.uint32) << np.uint32(table)
-    return bits
-
-
-@dataclass(frozen=True)
-class PartPiece:
-    """Samples [first, first + n) of a part: `labels` uint8 `[n]`, `dense` float32 `[n, 13]`, `ids`
-    `[n, 26]`, `missing` uint32 `[n]` (bit t: the id of table t is missing) or None."""
-
-    first: int
-    labels: np.ndarray
-    dense: np.ndarray
-    ids: np.ndarray
-    missing: np.ndarray | None
-
-
-def read_pieces(folder: Path, samples: int, id_dtype: np.dtype) -> Iterator[PartPiece]:
-    """All samples of a part, `PIECE` at a time."""
+def read_pieces(folder: Path, samples: int, id_dtype: np.dtype) -> Iterator[tuple[int, CriteoRows]]:
+    """All samples of a part, `PIECE` at a time, each with the number of its first."""
+    packed = (folder / "missing.bin").stat().st_size > 0
     for first in range(0, samples, PIECE):
         count = min(PIECE, samples - first)
 
@@ -369,13 +352,14 @@ def read_pieces(folder: Path, samples: int, id_dtype: np.dtype) -> Iterator[Part
             path, offset = folder / f"{name}.bin", at * width * np.dtype(dtype).itemsize
             return np.fromfile(path, dtype, n * width, offset=offset)
 
-        packed = (folder / "missing.bin").stat().st_size > 0
-        yield PartPiece(
+        yield (
             first,
-            some("labels", np.uint8, 1),
-            some("dense", np.float32, INTEGERS).reshape(count, INTEGERS),
-            some("ids", id_dtype, IDS).reshape(count, IDS),
-            some("missing", np.uint32, 1) if packed else None,
+            CriteoRows(
+                some("labels", np.uint8, 1),
+                some("dense", np.float32, INTEGERS).reshape(count, INTEGERS),
+                some("ids", id_dtype, IDS).reshape(count, IDS),
+                some("missing", np.uint32, 1) if packed else None,
+            ),
         )
 
 

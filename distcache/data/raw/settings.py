@@ -111,10 +111,13 @@ class PreprocessSettings:
             )
         if self.mode == "hash" and self.min_count != 1:
             raise ConfigError(f"min_count={self.min_count} is a key of mode=vocabulary alone")
-        for key, values in (("rows", self.rows), ("multi_hot", self.multi_hot)):
-            if values is not None and (len(values) != IDS or min(values) < 1):
+        for key, more in (("rows", "kaggle or terabyte"), ("multi_hot", "true or false")):
+            values = getattr(self, key)
+            listed = isinstance(values, list | tuple) and len(values) == IDS
+            counts = listed and all(type(value) is int and value >= 1 for value in values)
+            if values is not None and not counts:
                 raise ConfigError(
-                    f"{key}={list(values)}: give {IDS} whole numbers of at least 1, one per table"
+                    f"{key}={values}: give {IDS} whole numbers of at least 1 [a,b,...], {more}"
                 )
 
     @property
@@ -256,43 +259,43 @@ def describe_array(path: Path, digests: Sequence[bytes]) -> ArrayFile:
 
 def open_array(folder: Path, manifest: Manifest, name: str) -> np.ndarray:
     """An array by memory map; DataError where the file is not what the manifest says."""
-    array, wrong = _map_array(folder, manifest, name)
-    if array is None:
+    try:
+        return _map_array(folder, manifest, name)
+    except DataError as error:
         raise DataError(
-            f"data.path: {wrong}: run the same command of python -m distcache.preprocess again, "
+            f"data.path: {error}: run the same command of python -m distcache.preprocess again, "
             "which makes the folder anew"
-        )
-    return array
+        ) from error
 
 
 def find_damage(folder: Path, manifest: Manifest) -> str | None:
     """What is wrong with the first file that is missing, cut, or of another shape; None if all
     are as the manifest says. Contents are not read: see `verify`."""
-    for name in manifest.arrays:
-        array, wrong = _map_array(folder, manifest, name)
-        if array is None:
-            return wrong
+    try:
+        for name in manifest.arrays:
+            _map_array(folder, manifest, name)
+    except DataError as error:
+        return str(error)
     return None
 
 
-def _map_array(folder: Path, manifest: Manifest, name: str) -> tuple[np.ndarray | None, str]:
-    """An array by memory map, or None and what is wrong with its file."""
+def _map_array(folder: Path, manifest: Manifest, name: str) -> np.ndarray:
     path, expected = folder / name, manifest.arrays.get(name)
     if expected is None:
-        return None, f"the manifest in {folder} has no {name}"
+        raise DataError(f"the manifest in {folder} has no {name}")
     try:
         size = path.stat().st_size
-        if size != expected.bytes:
-            return None, f"{path} has {size:,} bytes, not {expected.bytes:,}"
-        array = np.load(path, mmap_mode="r")
+        array = np.load(path, mmap_mode="r") if size == expected.bytes else None
     except (OSError, ValueError) as error:
-        return None, f"{path} cannot be read ({error})"
+        raise DataError(f"{path} cannot be read ({error})") from error
+    if array is None:
+        raise DataError(f"{path} has {size:,} bytes, not {expected.bytes:,}")
     if array.dtype.str != expected.dtype or array.shape != expected.shape:
-        return None, (
+        raise DataError(
             f"{path} holds {array.dtype} {array.shape}, and the manifest says {expected.dtype} "
             f"{expected.shape}"
         )
-    return array, ""
+    return array
 
 
 def verify(folder: Path) -> Manifest:

@@ -321,12 +321,12 @@ def assemble_part(task: AssembleTask) -> None:
     folder, arrays, report = Path(task.folder), Path(task.arrays), task.report
     # Killed after this part was marked but before its files were gone: nothing is left to do.
     if not is_assembled(folder):
-        for piece in read_pieces(folder, report.samples, np.dtype(report.id_dtype)):
-            ids = piece.ids
-            if piece.missing is not None:
-                ids = _rows_of(ids, piece.missing, task.tables)
-            for name, values in (("labels", piece.labels), ("dense", piece.dense), ("ids", ids)):
-                _write_at(arrays / f"{name}.npy", task.first + piece.first, values)
+        for first, rows in read_pieces(folder, report.samples, np.dtype(report.id_dtype)):
+            ids = rows.ids
+            if rows.missing is not None:
+                ids = _rows_of(ids, rows.missing, task.tables)
+            for name, values in (("labels", rows.labels), ("dense", rows.dense), ("ids", ids)):
+                _write_at(arrays / f"{name}.npy", task.first + first, values)
         (folder / "assembled").touch()
     for name in ("ids", "missing", "labels", "dense", "values", "counts"):
         (folder / f"{name}.bin").unlink(missing_ok=True)
