@@ -19,18 +19,12 @@ from distcache.comm.world import close_world, open_world
 from distcache.config.checks import check
 from distcache.cost.cluster import Cluster, Compute, Link, read_cluster, write_cluster
 from distcache.engine.groups import Placement
+from distcache.engine.placing import Known, replicated_counts
 from distcache.errors import ConfigError, DataError
 from distcache.fitting import OwnSource
 from distcache.layout import TableSpec
 from distcache.trainer.build import build_source, build_tables
-from distcache.trainer.plan_cache import (
-    Known,
-    choose,
-    read_window,
-    replicated_counts,
-    resolve_placement,
-    with_state,
-)
+from distcache.trainer.plan_cache import read_window, request_of, resolve_placement
 
 BASE = (
     "data=synthetic",
@@ -103,7 +97,7 @@ def test_every_placement_trains_to_the_same_bits(tmp_path) -> None:
     ],
 )
 def test_where_the_state_lies_follows_the_optimizer(overrides, state) -> None:
-    assert with_state(config_of(*overrides)).cache.state == state
+    assert request_of(config_of(*overrides)).state == state
 
 
 def test_the_window_knows_the_hottest_rows_and_what_ranks_name() -> None:
@@ -197,8 +191,7 @@ def test_mixed_that_will_not_hold_a_step_is_said_before_training(slots, warned, 
     source = build_source(config)
     tables = build_tables(config, source)
     facts = Known(tables, slots, *read_window(source, tables, 4, 2))
-    world, cluster = SimpleNamespace(size=2), Cluster(2, Link(1e9), Link(1e9))
-    choice = choose(config, world, facts, cluster, torch.nn.Linear(1, 1))
+    choice = request_of(config).choose(facts, Cluster(2, Link(1e9), Link(1e9)))
     assert choice.placement == "mixed"
     assert bool(choice.predictions[0].refused) == warned
     assert ("cache.placement=sharded has all slots" in caplog.text) == warned
