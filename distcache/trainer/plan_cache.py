@@ -165,13 +165,8 @@ def resolve_prefetch(
         return config.cache.prefetch
     if not slots or not hasattr(source, "expected_distinct"):
         return PREFETCH
-    batch, most = config.data.global_batch_size, math.inf
-    for members, count in zip(group_tables(tables), slots, strict=True):
-        rows = sum(
-            source.expected_distinct(table, round(batch * source.lookups_per_sample(table)))
-            for table in members
-        )
-        most = min(most, count / max(rows, 1.0))
+    named = _expected_distinct(source, tables, config.data.global_batch_size)
+    most = min(count / max(rows, 1.0) for rows, count in zip(named, slots, strict=True))
     return max(0, min(PREFETCH, int(most) - 1))
 
 
@@ -227,6 +222,11 @@ def expected_rows(config: Config, source: Any, tables: Sequence[TableSpec]) -> t
     if not all(hasattr(source, name) for name in ("lookups_per_sample", "expected_distinct")):
         return ()
     samples = config.data.global_batch_size * (prefetch_of(config.cache) + 2)
+    return _expected_distinct(source, tables, samples)
+
+
+def _expected_distinct(source: Any, tables: Sequence[TableSpec], samples: int) -> tuple[float, ...]:
+    """Of each group, what `source` expects so many samples to name."""
 
     def of_table(table: int) -> float:
         return source.expected_distinct(table, round(samples * source.lookups_per_sample(table)))
