@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
+from omegaconf import OmegaConf
 
 from distcache.cli.compose import (
     checked_config,
@@ -93,9 +93,10 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_experiments_have_the_published_settings(name, lines):
     config = compose(f"experiment={name}", *([lines] if name[:2] in ("cr", "in") else []))
-    for word in PUBLISHED[name].split():
-        key, _, value = word.partition("=")
-        assert lookup(config, key) == yaml.safe_load(value), key
+    words = PUBLISHED[name].split()
+    published = OmegaConf.from_dotlist(words)
+    for key in (word.partition("=")[0] for word in words):
+        assert lookup(config, key) == OmegaConf.select(published, key), key
     assert name != "mlperf" or sum(config.data.bag_size) == 214
 
 
