@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from counting import count_ids
+from source_runs import NET
 
 from distcache.data.batch import SlicedSource
 from distcache.popularity.statistics import (
@@ -46,9 +47,7 @@ RUN = (
     "data.dense_features=3",
     "data.global_batch_size=16",
     "data.batching=hot_cold",
-    "model.embedding_dim=4",
-    "model.dense_arch=[8,4]",
-    "model.over_arch=[8,1]",
+    *NET,
     "cache.rows=300",
     "optim=adagrad",
     "run.digest=true",

@@ -11,10 +11,25 @@ from node_cases import open_nodes
 from ranks import run_ranks
 
 from distcache.cli.compose import compose_overrides, to_config
-from distcache.comm.world import close_world
+from distcache.comm.world import World, close_world
+from distcache.config.tree import Config
 from distcache.trainer.trainer import train
 
+NET = ("model.embedding_dim=4", "model.dense_arch=[8,4]", "model.over_arch=[8,1]")
+"""The smallest dense network of the runs."""
+
 SMALL = ("trainer.device=cpu", "trainer.log_level=WARNING", "run.save=false", "trainer.steps=null")
+
+
+def configured(*overrides: str) -> Config:
+    """The configuration with these overrides."""
+    return to_config(compose_overrides(overrides))
+
+
+def run(world: World, home: Path, *overrides: str) -> dict[str, Any]:
+    """The summary of one run in `home`; all ranks call this."""
+    home.mkdir(parents=True, exist_ok=True)
+    return train(configured(*overrides), world, home).summary
 
 
 def _runs(
@@ -25,10 +40,7 @@ def _runs(
     summaries = []
     for number, overrides in enumerate(runs):
         home = Path(folder) / f"w{world_size}-{number}"
-        if rank == 0:
-            home.mkdir(parents=True, exist_ok=True)
-        config = to_config(compose_overrides([*SMALL, *overrides]))
-        summaries.append(train(config, world, home).summary)
+        summaries.append(run(world, home, *SMALL, *overrides))
     close_world(world)
     return summaries
 

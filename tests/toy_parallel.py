@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,7 @@ from distcache.config.tree import (
 from distcache.data.batch import Batch, JaggedIds, slice_bounds
 from distcache.layout import TableSpec
 from distcache.parallel.base import Parallel, Step, StepResult
+from distcache.trainer.trainer import Run, TrainResult
 
 TABLES = (TableSpec("t_cat_0", 31, 4, ("cat_0",)), TableSpec("t_cat_1", 7, 4, ("cat_1",)))
 BATCH, SAMPLES, READ_AHEAD = 16, 90, 3
@@ -205,3 +207,16 @@ class ToyParallel(Parallel):
     def close(self) -> None:
         """See Parallel."""
         self.closed += 1
+
+
+def toy_run(
+    world: World,
+    folder: Path,
+    mode: Parallel,
+    source: ToySource | None = None,
+    rates: Callable[[int], tuple[float, float]] = lambda step: (0.1, 0.1),
+    **changes: Any,
+) -> TrainResult:
+    """A whole run of `mode` in `folder`; `changes` of `toy_config`."""
+    run = Run(toy_config(**changes), world, folder, source or ToySource(), TABLES, mode)
+    return run.go(rates)

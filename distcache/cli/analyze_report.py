@@ -238,7 +238,7 @@ def advise(analysis: Analysis) -> Advice:
         parts.append(f"Most of the cache goes to {named} (`cache rows` in the table).")
     parts += [*_alike(profiles), *map(str, analysis.holds)]
     paste = [f"cache.ratio={point.ratio:.12g}"]
-    if len(sizes.groups) == 1:
+    if len(sizes.members) == 1:
         paste.append(f"cache.bytes={point.bytes}")
     return Advice(" ".join(parts), tuple(paste), tuple(rows))
 
@@ -247,11 +247,11 @@ def _beside(target: Target, sizes: Sizes, distinct: float) -> list[str]:
     """What a step of so many `distinct` rows takes on the device beside its slots, and whether rows
     can move ahead."""
     parts, case = [], target.point.estimate.case
-    if len(sizes.groups) == 1:
-        _, dim, _ = sizes.groups[0]
+    if len(sizes.members) == 1:
+        dim = sizes.tables[0].dim
         parts.append(
             f"A step's copies of its {distinct:,.0f} rows, their gradients and sums take about "
-            f"{human_bytes(round(3 * distinct * dim * sizes.itemsize))} beside it."
+            f"{human_bytes(round(3 * distinct * dim * sizes.request.itemsize))} beside it."
         )
     if case.prefetch == 0 and case.policy is not None and sum(case.slots) < 2 * distinct:
         parts.append(

@@ -24,6 +24,7 @@ from distcache.popularity.slots import BY_CURVE
 from distcache.replay import Case, Outcome, Popularity, popularity_of, replay
 from distcache.trace import Trace, read_steps, record_ids
 from distcache.trainer.build import build_source, build_tables
+from distcache.trainer.plan_cache import request_of
 from distcache.trainer.prediction import (
     CheckedSource,
     Counted,
@@ -490,7 +491,7 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
     run_steps = schedule.steps or 0
     steps = source.steps_per_epoch or run_steps
     counted = count_source(checked, steps, options.share, options.memory_bytes, progress_bar)
-    sizes = Sizes.of(config, tables, counted.statistics)
+    sizes = Sizes(tables, request_of(config), counted.statistics)
     most = min(options.replay, counted.lookups) if counted.stopped_by else options.replay
     with progress_bar("record", None, "step") as bar, StopRequest() as stop:
         traces = record_run(checked, tables, schedule, ranks, most, bar.update, stop)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -12,33 +11,20 @@ from typing import Any
 
 import torch
 
-from distcache.comm.agreement import on_first
 from distcache.comm.world import World, has_group
 from distcache.config import choice, counted, least
 from distcache.config.checks import check_cache
 from distcache.config.tree import CacheConfig
-from distcache.cost.cluster import Cluster, Link, check_world, read_cluster
-from distcache.cost.predict import Settings
 from distcache.embedding.ids import Lookups
-from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
-from distcache.engine.placing import (
-    Known,
-    cheapest,
-    counted_demand,
-    of_all_homes,
-    placed,
-    replicated_counts,
-    rows_of_share,
-)
+from distcache.engine.groups import REPLICATED, Placement
+from distcache.engine.placing import CacheRequest, Known
 from distcache.errors import ConfigError, DistcacheError
 from distcache.layout import TableSpec
 from distcache.optim import RowUpdate
 from distcache.planner.victims import DEFAULT, POLICIES, TAILS, WINDOWS, Policy
-from distcache.popularity.slots import Budget, Use, decide, plan_slots, statistics_of
+from distcache.popularity.slots import Budget, plan_slots, statistics_of
 from distcache.popularity.statistics import Popularity, Statistics, read_statistics
 from distcache.store.rows import ACCESS
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -201,10 +187,6 @@ class Recipe:
                 given_statistics(given, tables)
 
 
-# -----------------------------------------------------------------------------
-# Which rows lie where: slots, placement and popularity, by the trainer's rules.
-
-
 def decide_rows(
     world: World, tables: Sequence[TableSpec], update: RowUpdate, settings: CacheSettings
 ) -> tuple[tuple[int, ...], Placement, Popularity | None]:
@@ -213,43 +195,28 @@ def decide_rows(
 
     `tables`: with the keys that they read as features. Raises ConfigError on all ranks.
     """
-    state = settings.state
-    if state == "auto":
-        state = REPLICATED if settings.reduction == "native" else update.state_place
-    homes = world.size if state == "home" and settings.placement == REPLICATED else 1
-    widths = [-(-update.state_width(table.dim) // homes) for table in tables]
-    budget = Budget(
-        settings.rows,
-        settings.ratio,
-        settings.bytes,
-        settings.dtype.itemsize,
-        world.size,
+    request = CacheRequest(
+        settings,
+        update,
         settings.batch_size or 1,
-        settings.prefetch + 2,
+        settings.dtype.itemsize,
+        settings.window,
+        settings.prefetch,
+        "bytes" if settings.cluster is None else "time",
     )
-    use = Use(settings.policy_settings, settings.warm_start, settings.split, settings.prefetch)
+    slots, popularity = request.decide_slots(
+        world, tables, lambda: given_statistics(settings, tables)
+    )
 
-    def read() -> Statistics | None:
-        return given_statistics(settings, tables)
+    def known() -> Known:
+        if popularity is None:
+            raise ConfigError(f"placement={settings.placement!r} needs statistics")
+        return Known(tables, slots, popularity.statistics)
 
-    slots, popularity = decide(world, tables, widths, budget, use, read)
-    if settings.replicated_rows is not None:  # tables that are not there, on one rank too
-        replicated_counts(settings.replicated_rows, tables)
-    if world.size == 1:
-        return slots, Placement(), popularity
-    if settings.placement in (REPLICATED, SHARDED) or popularity is None:
-        found = Placement(settings.placement, state)
-    else:
-        known = Known(tables, slots, popularity.statistics)
-
-        def choose() -> Placement:
-            kind, counts = _kind_and_counts(world, known, update, settings, state)
-            return placed(state, kind, counts, known)
-
-        found = on_first(world, choose)
-    if found.kind != REPLICATED and popularity is not None and isinstance(settings.split, str):
-        popularity = of_all_homes(world, tables, budget, slots, popularity)
-    return slots, found, popularity
+    placement = request.placement(world, tables, known)
+    if placement.kind != REPLICATED:
+        popularity = request.of_all_homes(world, tables, slots, popularity)
+    return slots, placement, popularity
 
 
 def given_statistics(settings: CacheSettings, tables: Sequence[TableSpec]) -> Statistics | None:
@@ -258,27 +225,3 @@ def given_statistics(settings: CacheSettings, tables: Sequence[TableSpec]) -> St
     if given is None or isinstance(given, Statistics):
         return given and statistics_of(given, tables, "the given statistics")
     return statistics_of(read_statistics(given, "statistics"), tables, f"statistics={given}")
-
-
-def _kind_and_counts(
-    world: World, known: Known, update: RowUpdate, settings: CacheSettings, state: str
-) -> tuple[str, list[int]]:
-    """The placement, and how many rows of each table it replicates: as given, or the cheapest by
-    time where the links are known (`cluster`), else by the bytes that leave a rank."""
-    if settings.replicated_rows is not None:
-        return MIXED, replicated_counts(settings.replicated_rows, known.tables)
-    if settings.replicated_share is not None:
-        return MIXED, rows_of_share(settings.replicated_share, known)
-    link = Link(1e10, 1e-5, "any")
-    cluster, objective = Cluster(world.size, link, link), "bytes"
-    if settings.cluster is not None:
-        cluster, objective = read_cluster(settings.cluster, "cluster"), "time"
-        check_world(cluster, world.nodes.sizes)
-    batch = (settings.batch_size or 1) / world.size
-    demand = counted_demand(known, update, batch, world.size, world.local_size)
-    size = settings.dtype.itemsize
-    how = Settings(tuple(known.slots), state, settings.window, settings.prefetch, itemsize=size)
-    choice = cheapest(settings.placement, demand, cluster, how, objective)
-    log.info("placement=%r is %s: %s", settings.placement, choice.placement, choice.why)
-    counts = choice.replicated_rows
-    return choice.placement, [counts.get(table.name, 0) for table in known.tables]

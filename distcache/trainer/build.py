@@ -28,12 +28,11 @@ from distcache.parallel.base import OptimizerSpec, Parallel
 from distcache.parallel.cached import CachedParallel, CachedSettings
 from distcache.planner.victims import Policy
 from distcache.trainer.plan_cache import (
-    of_all_homes,
     plan_cache,
+    request_of,
     resolve_ahead,
     resolve_placement,
     resolve_prefetch,
-    with_state,
 )
 
 T = TypeVar("T")
@@ -167,16 +166,17 @@ def build_parallel(
     agree_on(world, dict(source.identity))
     if config.parallel.mode == "hybrid":
         return _hybrid(config, world, tables, model, source)
-    config = resolve_ahead(with_state(config), world, source, tables)
+    config = resolve_ahead(config, world, source, tables)
     cache, trainer, popularity, slots = config.cache, config.trainer, None, ()
     if config.parallel.mode == "data":
-        slots, popularity = plan_cache(config, world, tables, source, dtype_of(config).itemsize)
+        slots, popularity = plan_cache(config, world, tables, source)
     counted = None if popularity is None else popularity.statistics
     placement = resolve_placement(config, world, (tables, slots, counted), source, model)
     homes = 1
     if placement.kind == SHARDED:
         homes = world.size
-        popularity = of_all_homes(config, world, tables, source, slots, popularity)
+        if getattr(source, "hot", None) is None:  # the rows of hot batches stay as they are
+            popularity = request_of(config).of_all_homes(world, tables, slots, popularity)
     held = [count * homes for count in slots]  # rows that the devices hold together
     settings = CachedSettings(
         mode=config.parallel.mode,

@@ -14,33 +14,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from distcache.comm.agreement import on_first, together
+from distcache.comm.agreement import together
 from distcache.comm.world import World
 from distcache.config.tree import CacheConfig, Config
-from distcache.cost.cluster import Cluster, Link, check_world, read_cluster
-from distcache.cost.predict import Choice, Settings
+from distcache.cost.cluster import Cluster
 from distcache.data.batch import BatchCheck, BatchSource
-from distcache.engine import placing
-from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
-from distcache.engine.placing import (
-    Known,
-    cheapest,
-    counted_demand,
-    placed,
-    replicated_counts,
-    rows_of_share,
-)
+from distcache.engine.groups import Placement
+from distcache.engine.placing import CacheRequest, Known
 from distcache.errors import ConfigError, MemoryTooSmallError
 from distcache.layout import TableSpec, group_tables
 from distcache.optim import row_update
-from distcache.planner.victims import WINDOWS, Policy, auto_lookahead
+from distcache.planner.victims import WINDOWS, auto_lookahead
 from distcache.popularity.hot_cold import HotSet
-from distcache.popularity.slots import (
-    Budget,
-    Use,
-    decide,
-    statistics_of,
-)
+from distcache.popularity.slots import statistics_of
 from distcache.popularity.statistics import (
     Popularity,
     Statistics,
@@ -76,8 +62,7 @@ _SHARE = 0.5
 def most_ahead(cache: CacheConfig) -> int:
     """No more batches than this are read before their step is run."""
     lookahead = WINDOWS[-1] if cache.lookahead == AUTO else cache.lookahead
-    prefetch = PREFETCH if cache.prefetch == AUTO else cache.prefetch
-    return lookahead + 2 * prefetch + 16
+    return lookahead + 2 * prefetch_of(cache) + 16
 
 
 def opens_window(config: Config) -> bool:
@@ -179,13 +164,8 @@ def resolve_prefetch(
         return config.cache.prefetch
     if not slots or not hasattr(source, "expected_distinct"):
         return PREFETCH
-    batch, most = config.data.global_batch_size, math.inf
-    for members, count in zip(group_tables(tables), slots, strict=True):
-        rows = sum(
-            source.expected_distinct(table, round(batch * source.lookups_per_sample(table)))
-            for table in members
-        )
-        most = min(most, count / max(rows, 1.0))
+    named = _expected_distinct(source, tables, config.data.global_batch_size)
+    most = min(count / max(rows, 1.0) for rows, count in zip(named, slots, strict=True))
     return max(0, min(PREFETCH, int(most) - 1))
 
 
@@ -193,37 +173,34 @@ def resolve_prefetch(
 # From the config to the slots of each group, and what the cache takes from statistics.
 
 
-def with_state(config: Config) -> Config:
-    """`config` with `cache.state` decided, where it says `auto`."""
+def request_of(config: Config, dense_parameters: int = 0) -> CacheRequest:
+    """What the keys of `config` ask of a cache."""
     cache = config.cache
-    if cache.state != AUTO:
-        return config
-    state = row_update(config.optim.name, 0.0).state_place
-    if cache.reduction == "native":  # sums that all ranks have
-        state = "replicated"
-    return replace(config, cache=replace(cache, state=state))
+    return CacheRequest(
+        cache,
+        row_update(config.optim.name, 0.0),
+        config.data.global_batch_size,
+        itemsize=8 if config.trainer.dtype == "float64" else 4,
+        window=cache.lookahead,
+        prefetch=prefetch_of(cache),
+        objective=cache.objective,
+        dense_parameters=dense_parameters,
+    )
 
 
 def plan_cache(
-    config: Config, world: World, tables: Sequence[TableSpec], source: BatchSource, itemsize: int
+    config: Config, world: World, tables: Sequence[TableSpec], source: BatchSource
 ) -> tuple[tuple[int, ...], Popularity | None]:
     """Slots C of each group, and the popularity of rows where `cache.statistics` are given.
 
-    `itemsize`: bytes of an element. Called by all ranks; raises ConfigError on all of them.
+    Called by all ranks; raises ConfigError on all of them.
     """
     cache = config.cache
-    slots, popularity = decide(
+    slots, popularity = request_of(config).decide_slots(
         world,
         tables,
-        slot_state(config, tables, world.size),
-        budget_of(config, itemsize, world.size, expected_rows(config, source, tables)),
-        Use(
-            Policy(cache.policy, cache.tail),
-            cache.warm_start,
-            cache.split,
-            prefetch_of(config),
-        ),
         lambda: read_checked(config, tables, source),
+        expected_rows(config, source, tables),
     )
     hot: HotSet | None = getattr(source, "hot", None)
     if hot is not None and popularity is not None:  # the rows of hot batches stay for good
@@ -233,51 +210,9 @@ def plan_cache(
     return slots, popularity
 
 
-def of_all_homes(
-    config: Config,
-    world: World,
-    tables: Sequence[TableSpec],
-    source: BatchSource,
-    slots: Sequence[int],
-    popularity: Popularity | None,
-) -> Popularity | None:
-    """`popularity` for a sharded cache, whose W ranks hold W times as many rows as one has slots.
-
-    `slots`: C of each group. Rows that were given by table, and those of hot batches, stay as they
-    are. Called by all ranks.
-    """
-    given = not isinstance(config.cache.split, str) or getattr(source, "hot", None) is not None
-    if popularity is None or given or world.size == 1:
-        return popularity
-    return placing.of_all_homes(world, tables, budget_of(config, 0, world.size), slots, popularity)
-
-
-def prefetch_of(config: Config) -> int:
+def prefetch_of(cache: CacheConfig) -> int:
     """P, as slots are planned for."""
-    return PREFETCH if config.cache.prefetch == AUTO else config.cache.prefetch
-
-
-def slot_state(config: Config, tables: Sequence[TableSpec], world_size: int) -> list[int]:
-    """Floats of state that a slot of each table takes on one of so many ranks: S, or a share of it
-    where rows are on every rank and their homes keep the state."""
-    homes = world_size if shares_state(config) else 1
-    update = row_update(config.optim.name, 0.0)
-    return [-(-update.state_width(table.dim) // homes) for table in tables]
-
-
-def shares_state(config: Config) -> bool:
-    """Whether rows are on every rank and homes alone keep their state."""
-    cache = with_state(config).cache
-    return cache.state == "home" and cache.placement == "replicated"
-
-
-def budget_of(
-    config: Config, itemsize: int, world_size: int, expected: tuple[float, ...] = ()
-) -> Budget:
-    """What the keys of `cache` give the slots of a rank; `expected`: of `expected_rows`."""
-    cache, batch = config.cache, config.data.global_batch_size
-    sizes = (cache.rows, cache.ratio, cache.bytes)
-    return Budget(*sizes, itemsize, world_size, batch, prefetch_of(config) + 2, expected)
+    return PREFETCH if cache.prefetch == AUTO else cache.prefetch
 
 
 def expected_rows(config: Config, source: Any, tables: Sequence[TableSpec]) -> tuple[float, ...]:
@@ -285,7 +220,12 @@ def expected_rows(config: Config, source: Any, tables: Sequence[TableSpec]) -> t
     not know."""
     if not all(hasattr(source, name) for name in ("lookups_per_sample", "expected_distinct")):
         return ()
-    samples = config.data.global_batch_size * (prefetch_of(config) + 2)
+    samples = config.data.global_batch_size * (prefetch_of(config.cache) + 2)
+    return _expected_distinct(source, tables, samples)
+
+
+def _expected_distinct(source: Any, tables: Sequence[TableSpec], samples: int) -> tuple[float, ...]:
+    """Of each group, what `source` expects so many samples to name."""
 
     def of_table(table: int) -> float:
         return source.expected_distinct(table, round(samples * source.lookups_per_sample(table)))
@@ -314,7 +254,7 @@ def read_checked(
 
 def window_steps(cache: CacheConfig) -> int:
     """L + P + 1: the steps that are known when the first one is planned."""
-    return 1 + cache.lookahead + (PREFETCH if cache.prefetch == AUTO else cache.prefetch)
+    return 1 + cache.lookahead + prefetch_of(cache)
 
 
 def read_window(
@@ -353,11 +293,6 @@ def read_window(
 # -----------------------------------------------------------------------------
 # From the config to how cached rows lie over the ranks: `cache.placement` and its `auto`.
 
-AUTO_PLACEMENT = "auto"
-
-_UNMEASURED = Link(1e10, 1e-5, "any")
-"""Bytes do not depend on it."""
-
 
 def resolve_placement(
     config: Config,
@@ -372,51 +307,23 @@ def resolve_placement(
     first batches tell which rows are hot. Raises ConfigError on all ranks for rows or tables that
     there are not.
     """
-    cache = config.cache
     if config.parallel.mode != "data":
         return Placement()
-    replicated_counts(cache.replicated_rows or {}, known[0])  # before any batch is read
-    if world.size == 1:
-        return Placement()
-    if cache.placement in (REPLICATED, SHARDED):
-        return Placement(cache.placement, cache.state)
     tables, slots, statistics = known
-    given = cache.replicated_rows is not None or cache.replicated_share is not None
-    cluster = None
-    if cache.placement == AUTO_PLACEMENT or not given:  # a prediction decides something
-        features = getattr(source, "dense_features", None)  # which `distcache.fit` is not told
-        cluster = measured_cluster(config, world, tables, model, features)
 
-    def decide() -> Placement | None:
-        if not world.is_first:
-            return None
+    def facts() -> Known:
         counted = statistics
         if counted is None:
-            counted = read_window(source, tables, window_steps(cache), config.data.on_bad_id)
-        return _decided(config, world, Known(tables, slots, counted), cluster, model)
+            steps = window_steps(config.cache)
+            counted = read_window(source, tables, steps, config.data.on_bad_id)
+        return Known(tables, slots, counted)
 
-    decided = together(world, decide)[0]
-    if decided is None:
-        raise RuntimeError("rank 0 decides the placement")
-    return decided
+    def measured() -> Cluster:
+        features = getattr(source, "dense_features", None)  # which `distcache.fit` is not told
+        return measured_cluster(config, world, tables, model, features)
 
-
-def _decided(
-    config: Config, world: World, facts: Known, cluster: Cluster | None, model: nn.Module
-) -> Placement:
-    """The placement and its replicated rows, by prediction where there is a `cluster`."""
-    cache, tables = config.cache, facts.tables
-    if cluster is not None:
-        choice = choose(config, world, facts, cluster, model)
-        chosen = "" if cache.placement == choice.placement else f" is {choice.placement}"
-        log.info("cache.placement=%s%s: %s", cache.placement, chosen, choice.why)
-        counts = [choice.replicated_rows.get(table.name, 0) for table in tables]
-        return placed(cache.state, choice.placement, counts, facts)
-    if cache.replicated_rows is not None:
-        counts = replicated_counts(cache.replicated_rows, tables)
-    else:
-        counts = rows_of_share(cache.replicated_share or 0.0, facts)
-    return placed(cache.state, MIXED, counts, facts)
+    request = request_of(config, sum(math.prod(p.shape) for p in model.parameters()))
+    return request.placement(world, tables, facts, measured)
 
 
 def measured_cluster(
@@ -426,26 +333,11 @@ def measured_cluster(
     model: nn.Module,
     features: int | None,
 ) -> Cluster:
-    """The links and the speed of these ranks, timed where `cache.objective` is `time`; all call it.
+    """The links and the speed of these ranks, timed; all of them call this.
 
-    `features`: dense ones, None where that is not known. The model and the state of random numbers
-    are left as they are. With `cache.cluster` nothing is timed; raises ConfigError where that
-    describes other ranks, and where the model would be timed and `features` is None.
+    `features`: dense ones; ConfigError where that is None, for the model is timed too. The model
+    and the state of random numbers are left as they are.
     """
-    path = config.cache.cluster
-    if path is not None:
-
-        def described() -> Cluster:
-            found = read_cluster(path)
-            try:
-                check_world(found, world.nodes.sizes)
-            except ConfigError as error:
-                raise ConfigError(f"cache.cluster={path}: {error}") from error
-            return found
-
-        return on_first(world, described)
-    if config.cache.objective != "time":
-        return Cluster(world.size, _UNMEASURED, _UNMEASURED)
     if features is None:
         raise ConfigError(
             f"cache.placement={config.cache.placement} with cache.objective=time runs the dense "
@@ -460,22 +352,3 @@ def measured_cluster(
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         own = copy.deepcopy(model).to(world.device, torch.float32)
         return measure(world, widest, update, DensePart(own, features, width, batch)).cluster(world)
-
-
-def choose(
-    config: Config, world: World, known: Known, cluster: Cluster, model: nn.Module
-) -> Choice:
-    """The placement that `cache.objective` makes best; of `cache.placement=mixed`, the best K."""
-    cache = config.cache
-    settings = Settings(
-        tuple(known.slots),
-        cache.state,
-        cache.lookahead,
-        prefetch_of(config),
-        itemsize=8 if config.trainer.dtype == "float64" else 4,
-        dense_parameters=sum(math.prod(p.shape) for p in model.parameters()),
-    )
-    batch = config.data.global_batch_size / world.size
-    update = row_update(config.optim.name, 0.0)
-    demand = counted_demand(known, update, batch, world.size, cluster.local_ranks)
-    return cheapest(cache.placement, demand, cluster, settings, cache.objective)

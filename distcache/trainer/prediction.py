@@ -13,27 +13,24 @@ import numpy as np
 
 from distcache.config.tree import Config
 from distcache.data.batch import Batch, BatchCheck, BatchSource
+from distcache.engine.placing import CacheRequest
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec, group_tables
-from distcache.optim import row_update
-from distcache.planner.victims import WINDOWS, Policy, auto_lookahead
+from distcache.planner.victims import WINDOWS, auto_lookahead
 from distcache.popularity.counters import DENSE_BYTES, TableCounter, make_counters
 from distcache.popularity.curve import TableProfile, profile_of
-from distcache.popularity.slots import BY_CURVE, cache_bytes, cache_slots, plan_slots
+from distcache.popularity.slots import BY_CURVE, PROPORTIONAL, cache_bytes
 from distcache.popularity.statistics import Statistics, vocabulary_of
 from distcache.replay import Case, Outcome, popularity_of, replay
 from distcache.store.memory import require_memory
 from distcache.trace import Trace, record_source
-from distcache.trainer.build import dtype_of
 from distcache.trainer.plan_cache import (
     AUTO,
-    budget_of,
     expected_rows,
     ids_per_step,
     opens_window,
+    request_of,
     resolve_prefetch,
-    shares_state,
-    slot_state,
 )
 from distcache.trainer.schedule import Schedule
 from distcache.trainer.trainer import StopRequest
@@ -240,68 +237,56 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes and slots of a model's tables. `groups`: (V, D, S) of each group; `itemsize`: bytes of
-    an element; `shared`: each rank has a share of the state of its slots (`shares_state`)."""
+    """Bytes and slots of `tables` with the cache that is asked for; `statistics` of them share out
+    its slots where `cache.split=by_curve`."""
 
-    groups: tuple[tuple[int, int, int], ...]
-    members: tuple[tuple[int, ...], ...]
-    itemsize: int
-    by_curve: Callable[[float | None, int | None, int], tuple[int, ...]] | None = None
-    shared: bool = False
+    tables: Sequence[TableSpec]
+    request: CacheRequest
+    statistics: Statistics | None = None
 
-    @classmethod
-    def of(
-        cls, config: Config, tables: Sequence[TableSpec], statistics: Statistics | None = None
-    ) -> Sizes:
-        """Those of the tables with the optimizer of `config`; with `cache.split=by_curve` slots are
-        shared out by `statistics` of them."""
-        update = row_update(config.optim.name, 0.0)
-        members = tuple(tuple(group) for group in group_tables(tables))
-        groups = []
-        for group in members:
-            dim = tables[group[0]].dim
-            groups.append((sum(tables[i].rows for i in group), dim, update.state_width(dim)))
-        shared = shares_state(config)
-        found = cls(tuple(groups), members, dtype_of(config).itemsize, shared=shared)
-        if config.cache.split != BY_CURVE or statistics is None:
-            return found
+    @property
+    def members(self) -> list[list[int]]:
+        """The tables of each group."""
+        return group_tables(self.tables)
 
-        def by_curve(ratio: float | None, rows: int | None, world: int) -> tuple[int, ...]:
-            cache = replace(config.cache, ratio=ratio, rows=rows, bytes=None)
-            return slots_of(replace(config, cache=cache), tables, world, statistics)
-
-        return replace(found, by_curve=by_curve)
+    def _groups(self, world_size: int) -> list[tuple[int, int, int]]:
+        """(V, D, floats of state that a slot takes on one of so many ranks) of each group."""
+        tables, widths = self.tables, self.request.state_widths(self.tables, world_size)
+        return [
+            (sum(tables[table].rows for table in group), tables[group[0]].dim, widths[group[0]])
+            for group in self.members
+        ]
 
     @property
     def rows(self) -> int:
         """V of all groups."""
-        return sum(rows for rows, _, _ in self.groups)
+        return sum(table.rows for table in self.tables)
 
     @property
     def row_bytes(self) -> list[int]:
         """Bytes of a row and its optimizer state, by group."""
-        return [(dim + state) * self.itemsize for _, dim, state in self.groups]
+        return [(dim + state) * self.request.itemsize for _, dim, state in self._groups(1)]
 
     @property
     def bytes(self) -> int:
         """Bytes of all rows."""
-        return self.bytes_of([rows for rows, _, _ in self.groups])
+        return self.bytes_of([rows for rows, _, _ in self._groups(1)])
 
     def bytes_of(self, slots: Sequence[int], world_size: int = 1) -> int:
         """Bytes of slots of each group on one of so many ranks."""
-        homes = world_size if self.shared else 1
-        groups = [(rows, dim, -(-state // homes)) for rows, dim, state in self.groups]
-        return cache_bytes(slots, groups, self.itemsize)
+        return cache_bytes(slots, self._groups(world_size), self.request.itemsize)
 
     def slots(self, size: float, world_size: int) -> tuple[int, ...]:
         """Slots per rank for a share of the rows (at most 1), or for rows; by rows where the split
         by curves refuses so few."""
         ratio, rows = (size, None) if size <= 1 else (None, min(int(size), self.rows))
-        if self.by_curve is not None:
+        keys = replace(self.request.keys, ratio=ratio, rows=rows, bytes=None)
+        if keys.split == BY_CURVE and self.statistics is not None:
             with suppress(ConfigError):
-                return self.by_curve(ratio, rows, world_size)
-        found = cache_slots(rows, ratio, None, self.groups, self.itemsize, world_size)
-        return tuple(found)
+                by_curve = replace(self.request, keys=keys)
+                return by_curve.slots(self.tables, world_size, self.statistics)
+        plain = replace(self.request, keys=replace(keys, split=PROPORTIONAL))
+        return plain.slots(self.tables, world_size, None)
 
 
 def slots_of(
@@ -316,12 +301,9 @@ def slots_of(
     `statistics`: of `tables`, in order, read where the split goes by them; `source`: of batches,
     which may know its rows. Raises ConfigError for a split that training would refuse.
     """
+    known = statistics if config.cache.split == BY_CURVE else None  # others do not go by it
     expected = expected_rows(config, source, tables)
-    budget = budget_of(config, dtype_of(config).itemsize, world_size, expected)
-    split = config.cache.split
-    known = statistics if split == BY_CURVE else None  # others do not go by it
-    widths = slot_state(config, tables, world_size)
-    return plan_slots(tables, widths, budget, split, known).slots
+    return request_of(config).slots(tables, world_size, known, expected)
 
 
 class RecordedRun:
@@ -331,11 +313,7 @@ class RecordedRun:
     new rows still become fewer, too high where the cache was not full yet.
     """
 
-    def __init__(
-        self,
-        traces: Sequence[Trace],
-        steps: int,
-    ) -> None:
+    def __init__(self, traces: Sequence[Trace], steps: int) -> None:
         """`steps`: of the run. Policies that rank rows by statistics get those of the traces."""
         self.traces, self.steps = list(traces), steps
         self.classes = popularity_of(self.traces)
@@ -439,5 +417,5 @@ def configured_case(
     if lookahead == AUTO:
         ids = ids_per_step(source, tables, batch, world_size)
         lookahead = auto_lookahead(ids, prefetch) if opens_window(config) else WINDOWS[0]
-    policy = Policy.of(cache.policy, cache.tail, cache.half_life)
+    policy = request_of(config).policy
     return Case(policy, tuple(slots), lookahead, prefetch, world_size)

@@ -24,10 +24,8 @@ from distcache.popularity.hot_cold import (
     hottest,
     rows_that_fit,
 )
-from distcache.popularity.slots import plan_slots
 from distcache.popularity.statistics import Statistics
-from distcache.trainer.build import dtype_of
-from distcache.trainer.plan_cache import budget_of, read_checked, slot_state
+from distcache.trainer.plan_cache import read_checked, request_of
 
 # -----------------------------------------------------------------------------
 # Hot and cold phases of an epoch: how long each is, and what the held-out loss does to that.
@@ -339,9 +337,7 @@ def choose(
     groups, wanted = group_tables(tables), config.data.hot_rows
 
     def slots_of(ranks: int) -> tuple[int, ...]:
-        budget = budget_of(config, dtype_of(config).itemsize, ranks)
-        widths = slot_state(config, tables, ranks)
-        return plan_slots(tables, widths, budget, config.cache.split, statistics).slots
+        return request_of(config).slots(tables, ranks, statistics)
 
     if wanted == "auto":
         found = [0] * len(tables)  # the same at every number of ranks

@@ -17,8 +17,12 @@ from distcache.analyze import main
 from distcache.cli import analyze_run
 from distcache.cli.analyze_run import AnalyzeConfig, SizeSearch, check_line, rounded_up
 from distcache.cli.compose import read_line
+from distcache.config.tree import CacheConfig
 from distcache.data.synthetic import SyntheticSource
+from distcache.engine.placing import CacheRequest
 from distcache.errors import ConfigError
+from distcache.layout import TableSpec
+from distcache.optim import row_update
 from distcache.planner.victims import Policy
 from distcache.popularity.counters import Drift
 from distcache.popularity.curve import Curve, TableProfile, ZipfFit
@@ -138,7 +142,8 @@ class Served:
 @pytest.mark.parametrize("wanted", [0.3, 0.725, 0.74, 0.75, 0.9])
 def test_the_target_has_three_digits_where_few_sizes_differ(wanted: float) -> None:
     """Many shares give the same slots: the search ends, and names the one that it asked for."""
-    sizes = Sizes(((40, 4, 0),), ((0,),), 4)
+    request = CacheRequest(CacheConfig(), row_update("sgd", 0.0), 1, 4, 8, 1, "bytes")
+    sizes = Sizes([TableSpec("a", 40, 4, ("a",))], request)
     counts = np.ones(40, np.int64)
     table = TableCounts("a", 40, 40, 40, counts)
     profile = TableProfile(table, Curve.of(table), ZipfFit(None, None, 0), Drift(40), 0.0, 4.0, 0)

@@ -14,6 +14,7 @@ from source_runs import summaries
 from distcache.analyze import main
 from distcache.cli.compose import compose_overrides, to_config
 from distcache.trainer.build import build_source, build_tables
+from distcache.trainer.plan_cache import request_of
 from distcache.trainer.prediction import Sizes, slots_of
 
 TINY = ("model.dense_arch=[8,4]", "model.over_arch=[8,1]", "model.embedding_dim=4")
@@ -73,7 +74,7 @@ def test_bytes_of_rows_whose_state_lies_at_home(tmp_path: Path) -> None:
     check(prediction, found, EXACT)
     config = to_config(compose_overrides([*TINY, *run]))
     tables = build_tables(config, build_source(config))
-    sizes = Sizes.of(config, tables)
+    sizes = Sizes(tables, request_of(config))
     for size, slots in ((1, (2000,)), (2, (3000,))):  # so the advised bytes give the advised rows
         cache = replace(config.cache, bytes=sizes.bytes_of(slots, size))
         assert slots_of(replace(config, cache=cache), tables, size, None) == slots

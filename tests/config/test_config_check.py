@@ -21,6 +21,7 @@ from distcache.errors import ConfigError
 from distcache.planner.victims import DEFAULT, Policy
 
 PARQUET = "data=parquet data.id_columns=[a,b] data.table_rows=[5,6] "
+MIXED = "cache.placement=mixed "
 
 REFUSED = {
     "cache.rows=5 cache.ratio=0.1": ("cache.rows=5 and cache.ratio=0.1", "one of them"),
@@ -36,6 +37,13 @@ REFUSED = {
     "cache.tail=lfu cache.half_life=long": ("cache.half_life=long", "give auto"),
     "cache.tail=lru cache.half_life=9": ("cache.half_life=9", "cache.tail=lfu or cache.policy=lfu"),
     "cache.replicated_share=0.1": ("cache.replicated_share=0.1", "cache.placement=mixed"),
+    MIXED + "cache.replicated_share=1": ("cache.replicated_share=1.0", "above 0 and below 1"),
+    MIXED + "cache.replicated_rows=7": ("cache.replicated_rows=7", "t_cat_0:1000"),
+    MIXED + "cache.replicated_rows={t_cat_0:~-1}": ("t_cat_0=-1", "at least 0"),
+    MIXED + "cache.replicated_rows={a:~1} cache.replicated_share=0.1": ("give one of them",),
+    "cache.placement=sharded cache.reduction=native": ("native", "cache.placement=sharded"),
+    "cache.state=home cache.reduction=native": ("native", "cache.state=home"),
+    "cache.cluster=x": ("cache.cluster=x", "cache.placement=auto"),
     "optim.betas=[0.9]": ("optim.betas=[0.9]", "two numbers"),
     "optim.betas=[0.9,1.0]": ("optim.betas=[0.9, 1.0]", "two numbers"),
     "optim=adam optim.eps=0": ("optim.eps=0", "1e-8"),

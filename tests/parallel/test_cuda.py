@@ -1,7 +1,7 @@
 """The path on a GPU: the bits of `resident` there, the CPU's numbers, and nobody who waits.
 
 Run by hand where there is a GPU (`-m gpu`); the same order of work is tested on the CPU in
-tests/pipeline/test_stream_order.py, and late results in tests/trainer/test_late_results.py.
+tests/pipeline/test_stream_order.py, and late results in tests/trainer/test_trainer.py.
 """
 
 from __future__ import annotations

@@ -11,15 +11,14 @@ from oracle import OPTIMIZERS
 from placement_cases import KINDS, fitting_slots, placement_of
 from protocol_cases import CASE, batches, state, train
 from ranks import run_ranks
-from scenarios import Scenario
-from toy_parallel import TABLES, ToySource, toy_config
+from scenarios import Scenario, SmallNet
+from toy_parallel import TABLES, toy_run
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.engine.groups import Placement
 from distcache.models import initialise
 from distcache.parallel.base import OptimizerSpec
 from distcache.parallel.cached import CachedParallel, CachedSettings
-from distcache.trainer.trainer import Run
 
 BAD, STEPS = 3, 6
 TOY = Scenario(TABLES, OptimizerSpec("adam"))
@@ -110,28 +109,14 @@ def test_streams_that_are_left_early_go_on_to_the_same_bits(world: int) -> None:
         assert len({whole[1] for whole, _ in found}) == 1
 
 
-class Net(torch.nn.Module):
-    """The toy model's dense part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(
-            torch.nn.Linear(3 + 8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 1)
-        )
-
-    def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        return self.layers(torch.cat([dense, pooled], dim=1)).squeeze(1)
-
-
 def whole_run(world: World, folder: Path, placement: Placement, **changes: object) -> dict:
     """A run of the trainer with checkpoints; its digests."""
     settings = CachedSettings("data", (36,), 3, 2, dtype=torch.float64, placement=placement)
-    model = initialise(Net(), 0, torch.float64)
+    model = initialise(SmallNet(3, 8), 0, torch.float64)
     features = ("cat_0", "cat_1")
     mode = CachedParallel(world, TABLES, features, model, OptimizerSpec("adam"), settings)
-    config = toy_config(optim__name="adam", trainer__eval_every=5, trainer__eval_steps=2, **changes)
-    run = Run(config, world, folder, ToySource(), TABLES, mode)
-    summary = run.go(lambda step: (0.05, 0.05)).summary
+    changes |= {"optim__name": "adam", "trainer__eval_every": 5, "trainer__eval_steps": 2}
+    summary = toy_run(world, folder, mode, rates=lambda step: (0.05, 0.05), **changes).summary
     keys = ("loss_digest", "state_digest", "final_loss", "eval_auc")
     return {key: summary[key] for key in keys}
 

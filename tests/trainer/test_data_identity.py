@@ -10,24 +10,21 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import source_runs
 import torch
 from criteo_lines import ROWS, make_lines, preprocessed, write_lines
 from parquet_files import columns, source, write
 from ranks import run_ranks
 
-from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
 from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.interactions import InteractionsSource, InteractionsSpec
 from distcache.errors import ConfigError
-from distcache.trainer.trainer import train
 
 SMALL = (
     "data=criteo",
     "data.global_batch_size=32",
-    "model.embedding_dim=4",
-    "model.dense_arch=[8,4]",
-    "model.over_arch=[8,1]",
+    *source_runs.NET,
     "cache.ratio=0.5",
     "trainer.device=cpu",
     "trainer.log_level=ERROR",
@@ -38,10 +35,8 @@ SMALL = (
 
 def run(world, home: Path, name: str, path: str, *more: str) -> dict[str, Any]:
     """One run over the text or folder at `path`."""
-    (home / name).mkdir(parents=True, exist_ok=True)
     rows = f"data.table_rows={list(ROWS)}" if path.endswith(".txt") else "data.table_rows=[]"
-    config = to_config(compose_overrides([*SMALL, f"data.path={path}", rows, *more]))
-    return train(config, world, home / name).summary
+    return source_runs.run(world, home / name, *SMALL, f"data.path={path}", rows, *more)
 
 
 def play(rank: int, size: int, folder: str) -> dict[str, str]:

@@ -12,18 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import source_runs
 import torch
 from hot_cold_cases import RUN, SYNTHETIC, count, counted
 from ranks import run_ranks
 
-from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
 from distcache.data.interactions import InteractionsSource, InteractionsSpec
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError
 from distcache.parallel.cached import CachedParallel
 from distcache.popularity.statistics import write_statistics
-from distcache.trainer.trainer import train
 
 QUIET = ("trainer.device=cpu", "trainer.log_level=ERROR", "trainer.log_every=1")
 LONG = ("trainer.steps=60", "data.phase_rate=0.25", "optim.dense_lr=0.3", "run.save=false")
@@ -34,10 +33,8 @@ SAVED = "run.save=true"
 
 def run(world, home: Path, *overrides: str) -> dict[str, Any]:
     """One run in `home`: its digests and its summary."""
-    home.mkdir(parents=True, exist_ok=True)
-    config = to_config(compose_overrides([*QUIET, *RUN, *overrides]))
-    summary = train(config, world, home).summary
-    return summary | {"digests": (summary["loss_digest"], summary["state_digest"])}
+    summary = source_runs.run(world, home, *QUIET, *RUN, *overrides)
+    return summary | {"digests": source_runs.digests(summary)}
 
 
 def lines_of(home: Path) -> list[dict[str, Any]]:
@@ -213,9 +210,8 @@ REFUSED = {
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused(world, tmp_path, counts, overrides, message):
-    given = [*QUIET, *RUN, f"cache.statistics={counts}", *overrides]
     with pytest.raises(ConfigError, match=message):
-        train(to_config(compose_overrides(given)), world, tmp_path)
+        run(world, tmp_path, f"cache.statistics={counts}", *overrides)
 
 
 @pytest.mark.parametrize(

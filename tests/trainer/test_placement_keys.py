@@ -11,26 +11,18 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from source_runs import digests, summaries
+from source_runs import configured, digests, summaries
 from torch import nn
 
-from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
-from distcache.config.checks import check
 from distcache.cost.cluster import Cluster, Compute, Link, read_cluster, write_cluster
 from distcache.engine.groups import Placement
+from distcache.engine.placing import Known, replicated_counts
 from distcache.errors import ConfigError, DataError
 from distcache.fitting import OwnSource
 from distcache.layout import TableSpec
 from distcache.trainer.build import build_source, build_tables
-from distcache.trainer.plan_cache import (
-    Known,
-    choose,
-    read_window,
-    replicated_counts,
-    resolve_placement,
-    with_state,
-)
+from distcache.trainer.plan_cache import read_window, request_of, resolve_placement
 
 BASE = (
     "data=synthetic",
@@ -57,7 +49,7 @@ CLUSTER = Cluster(2, Link(1e9, 1e-6), Link(1e8, 1e-5), compute=Compute(1e-8, 1e-
 
 
 def config_of(*overrides: str):
-    return to_config(compose_overrides([*BASE, *overrides]))
+    return configured(*BASE, *overrides)
 
 
 def test_every_placement_trains_to_the_same_bits(tmp_path) -> None:
@@ -103,7 +95,7 @@ def test_every_placement_trains_to_the_same_bits(tmp_path) -> None:
     ],
 )
 def test_where_the_state_lies_follows_the_optimizer(overrides, state) -> None:
-    assert with_state(config_of(*overrides)).cache.state == state
+    assert request_of(config_of(*overrides)).state == state
 
 
 def test_the_window_knows_how_often_rows_are_named() -> None:
@@ -195,8 +187,7 @@ def test_mixed_that_will_not_hold_a_step_is_said_before_training(slots, warned, 
     source = build_source(config)
     tables = build_tables(config, source)
     facts = Known(tables, slots, read_window(source, tables, 4))
-    world, cluster = SimpleNamespace(size=2), Cluster(2, Link(1e9), Link(1e9))
-    choice = choose(config, world, facts, cluster, torch.nn.Linear(1, 1))
+    choice = request_of(config).choose(facts, Cluster(2, Link(1e9), Link(1e9)))
     assert choice.placement == "mixed"
     assert bool(choice.predictions[0].refused) == warned
     assert ("cache.placement=sharded has all slots" in caplog.text) == warned
@@ -256,29 +247,3 @@ def test_what_is_not_known_of_a_loader_of_ones_own_is_said() -> None:
         assert "cache.placement=auto with cache.objective=time" in timed
         assert "ConfigError" in mixed and "cache.placement=mixed" in mixed
         assert "give cache.statistics=<folder" in by_bytes
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (("cache.replicated_share=0.1",), "cache.placement=mixed"),
-        (("cache.placement=mixed", "cache.replicated_share=1"), "above 0 and below 1"),
-        (("cache.placement=mixed", "cache.replicated_rows=7"), "t_cat_0:1000"),
-        (("cache.placement=mixed", "cache.replicated_rows={t_cat_0:-1}"), "at least 0"),
-        (
-            (
-                "cache.placement=mixed",
-                "cache.replicated_rows={t_cat_0:1}",
-                "cache.replicated_share=0.1",
-            ),
-            "give one of them",
-        ),
-        (("cache.placement=sharded", "cache.reduction=native"), "cache.placement=sharded"),
-        (("cache.state=home", "cache.reduction=native"), "cache.state=home"),
-        (("cache.objective=money",), "choose time or bytes"),
-        (("cache.cluster=x",), "cache.placement=auto"),
-    ],
-)
-def test_keys_that_contradict_are_refused_before_ranks_start(overrides, words) -> None:
-    with pytest.raises(ConfigError, match=words):
-        check(config_of(*overrides), 2, 2)

@@ -1,29 +1,32 @@
-"""Every source trains in every mode, on one rank and on two, in the same order."""
+"""Every source trains in every mode, on one rank and on two, in the same order; dense features and
+labels of coming batches are loaded beside the steps."""
 
 from __future__ import annotations
 
 import json
+import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from criteo_lines import ROWS, make_lines, preprocessed, write_lines
 from parquet_files import write
 from ranks import run_ranks
+from source_runs import NET, configured, digests, run, summaries
 from source_runs import SMALL as QUIET
-from source_runs import digests, summaries
 
-from distcache.cli.compose import compose_overrides, to_config
 from distcache.comm.world import close_world, open_world
 from distcache.data.criteo import CriteoArrays
 from distcache.errors import DataError
-from distcache.trainer.trainer import train
+from distcache.trainer import build
+from distcache.trainer.trainer import Run
 
 SMALL = (
-    "model.embedding_dim=4",
-    "model.dense_arch=[8,4]",
-    "model.over_arch=[8,1]",
+    *NET,
     "cache.ratio=0.5",
     "optim=adagrad",
     "run.digest=true",
@@ -109,16 +112,16 @@ def modes_of(source: str, world: int) -> list[str]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_mode_trains_on_every_source(found, world):
     runs = found[world]
-    for (source, mode), run in runs.items():
+    for (source, mode), summary in runs.items():
         data = runs[source, "data"]
         assert None not in digests(data) and 0 < data["eval_auc"] < 1
-        assert run["steps"] == data["steps"] > 8
+        assert summary["steps"] == data["steps"] > 8
         if mode == "hybrid":
-            assert run["final_loss"] == pytest.approx(data["final_loss"], rel=1e-5), source
-            assert run["eval_logloss"] == pytest.approx(data["eval_logloss"], rel=1e-5), source
+            assert summary["final_loss"] == pytest.approx(data["final_loss"], rel=1e-5), source
+            assert summary["eval_logloss"] == pytest.approx(data["eval_logloss"], rel=1e-5), source
         else:
-            assert digests(run) == digests(data), (source, mode)
-        assert run["stage_ms"]["load"] >= 0 and run["stage_ms"]["wait"] >= 0, (source, mode)
+            assert digests(summary) == digests(data), (source, mode)
+        assert summary["stage_ms"]["load"] >= 0 and summary["stage_ms"]["wait"] >= 0, (source, mode)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -172,14 +175,9 @@ def fail_to_load(rank: int, world_size: int, folder: str, runs: str) -> str:
         return real(self, lines)
 
     CriteoArrays.read_rest = read_rest
-    given = [
-        "data=criteo",
-        f"data.path={folder}",
-        "data.table_rows=[]",
-        "data.global_batch_size=32",
-    ]
+    given = ("data=criteo", f"data.path={folder}", "data.table_rows=[]")
     try:
-        train(to_config(compose_overrides([*QUIET, *SMALL, *given])), world, Path(runs))
+        run(world, Path(runs), *QUIET, *SMALL, *given, "data.global_batch_size=32")
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -192,3 +190,97 @@ def test_a_rank_that_cannot_load_is_named(tmp_path):
     first, second = run_ranks(fail_to_load, 2, str(tmp_path / "out"), str(tmp_path))
     assert second == "DataError: dense.npy is gone"
     assert first.startswith("PeerError") and "rank 1" in first and "dense.npy is gone" in first
+
+
+STEPS, PATIENCE_S = 12, 30.0
+MODES = ("data", "resident", "host", "hybrid")
+
+
+class Meeting:
+    """The training step s and the load of batch s + 1 wait for each other: neither can end before
+    the other one began. `met`: (`step` or `load`, number) of those that found the other."""
+
+    def __init__(self) -> None:
+        self.steps = [threading.Event() for _ in range(STEPS + 1)]
+        self.loads = [threading.Event() for _ in range(STEPS + 1)]
+        self.met: list[tuple[str, int]] = []
+        self.threads: set[str] = set()
+
+    def load(self, number: int) -> None:
+        """Batch `number` is being loaded."""
+        self.loads[number].set()
+        self.threads.add(threading.current_thread().name)
+        if number and self.steps[number - 1].wait(PATIENCE_S):
+            self.met.append(("load", number))
+
+    def step(self, number: int) -> None:
+        """Step `number` is being trained."""
+        self.steps[number].set()
+        if number + 1 < STEPS and self.loads[number + 1].wait(PATIENCE_S):
+            self.met.append(("step", number))
+
+
+class Waiting:
+    """A source whose batches wait for the meeting when they are loaded."""
+
+    def __init__(self, source, meeting: Meeting) -> None:
+        self._source, self._meeting = source, meeting
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def train_batch(self, step: int, rank: int, world_size: int):
+        """A batch that is loaded late."""
+        batch = self._source.train_batch(step, rank, world_size).loaded()
+
+        def load():
+            self._meeting.load(step)
+            return batch.dense, batch.labels
+
+        return replace(
+            batch, dense=batch.dense.to("meta"), labels=batch.labels.to("meta"), load=load
+        )
+
+
+def load_late(rank: int, size: int, folder: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    world, seen = open_world("cpu", timeout_s=100), {}
+    for mode_name in MODES:
+        overrides = [
+            *("trainer.device=cpu", f"trainer.steps={STEPS}", "trainer.log_level=ERROR"),
+            *("trainer.eval_steps=0", "run.save=false", f"parallel={mode_name}"),
+            *("data.table_rows=[500,60]", "data.bag_size=1", "data.global_batch_size=16"),
+            *("cache.ratio=null", "cache.rows=200"),
+        ]
+        config, meeting = configured(*NET, *overrides), Meeting()
+        source = Waiting(build.build_source(config), meeting)
+        tables = build.build_tables(config, source)
+        model = build.build_dense(config, tables, source.dense_features)
+        mode = build.build_parallel(config, world, tables, model, source)
+        train = mode.train_step
+
+        def train_step(step, stop=False, train=train, meeting=meeting):
+            meeting.step(step.batch.index)
+            return train(step, stop=stop)
+
+        mode.train_step = train_step
+        home = Path(folder, mode_name)
+        home.mkdir(exist_ok=True)
+        summary = (
+            Run(config, world, home, source, tables, mode).go(build.build_rates(config)).summary
+        )
+        seen[mode_name] = sorted(meeting.met), meeting.threads, summary["stage_ms"]
+    close_world(world)
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_load_and_the_step_before_it_run_at_one_time(tmp_path, size):
+    expected = [("load", number) for number in range(1, STEPS)]
+    expected += [("step", number) for number in range(STEPS - 1)]
+    for found in run_ranks(load_late, size, str(tmp_path), timeout=250):
+        for mode in MODES:
+            met, threads, stages = found[mode]
+            assert met == expected, mode
+            assert "MainThread" not in threads
+            assert stages["load"] > 0 and stages["wait"] >= 0
