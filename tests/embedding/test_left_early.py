@@ -21,9 +21,9 @@ pytestmark = pytest.mark.usefixtures("kind")
 
 def broken(stream) -> None:
     """Its thread that moves rows has failed."""
-    with stream._change:
+    with stream._lock:
         stream._moving, stream._broken = False, ValueError("no memory to pin")
-        stream._change.notify_all()
+        stream._tell_all()
 
 
 ROOMY = {"ratio": 1.0, "rows": None, "prefetch": 5, "timeout_s": 20}
