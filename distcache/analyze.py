@@ -19,40 +19,36 @@ from pathlib import Path
 
 from distcache.cli.analyze_report import write_report, write_simulation
 from distcache.cli.analyze_run import AnalyzeConfig, analyze, check_line, simulate_trace
-from distcache.cli.compose import Line, checked_config, compose_overrides, override, read_line
-from distcache.cli.run import open_folder, set_up_logging, take_over_ctrl_c
+from distcache.cli.compose import (
+    Line,
+    checked_config,
+    compose_overrides,
+    override,
+    run_command,
+)
+from distcache.cli.run import open_folder
 from distcache.comm.rendezvous import Place
-from distcache.errors import DistcacheError
 from distcache.popularity.statistics import write_statistics
 
 log = logging.getLogger("distcache.analyze")
 
-INTERRUPTED = 130
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; its exit code, 130 (143) where Ctrl-C (SIGTERM) ended the reading."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    take_over_ctrl_c()
-    set_up_logging()
-    try:
-        line = read_line("analyze", AnalyzeConfig, given)
-        if line is None:
-            return 0
-        check_line(line)
-        output = Path(line.values.output or f"runs/analyze-{datetime.now():%Y-%m-%d_%H-%M-%S}")
-        open_folder(output, "output")
-        text, stopped_by = _run(line, output, ["python", "-m", "distcache.analyze", *given])
-        sys.stdout.write(f"\n{text}")
-        sys.stdout.flush()
-        log.info("the report is in %s", output)
-        return 128 + stopped_by if stopped_by else 0
-    except KeyboardInterrupt:
-        log.error("interrupted before there was anything to report")
-        return INTERRUPTED
-    except DistcacheError as error:
-        log.error("%s", error)
-        return 1
+    said = "interrupted before there was anything to report"
+    return run_command("analyze", AnalyzeConfig, run, arguments, said)
+
+
+def run(line: Line[AnalyzeConfig], command: Sequence[str]) -> int:
+    """Find everything out, write and say it."""
+    check_line(line)
+    output = Path(line.values.output or f"runs/analyze-{datetime.now():%Y-%m-%d_%H-%M-%S}")
+    open_folder(output, "output")
+    text, stopped_by = _run(line, output, command)
+    sys.stdout.write(f"\n{text}")
+    sys.stdout.flush()
+    log.info("the report is in %s", output)
+    return 128 + stopped_by if stopped_by else 0
 
 
 def _run(line: Line[AnalyzeConfig], output: Path, command: Sequence[str]) -> tuple[str, int | None]:

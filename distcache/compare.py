@@ -19,13 +19,19 @@ from itertools import combinations
 from pathlib import Path
 
 from distcache.cli.compare_report import ModeRun, markdown, read_run, write_files
-from distcache.cli.compose import Line, checked_config, compose_overrides, override, read_line
-from distcache.cli.run import run_job, set_up_logging, take_over_ctrl_c, train_command
+from distcache.cli.compose import (
+    Line,
+    checked_config,
+    compose_overrides,
+    override,
+    run_command,
+)
+from distcache.cli.run import run_job, train_command
 from distcache.comm.rendezvous import Place
 from distcache.config import option, rules_of
 from distcache.config.checks import at_least, one_of
 from distcache.config.tree import Config, RunConfig
-from distcache.errors import ConfigError, DistcacheError
+from distcache.errors import ConfigError
 
 log = logging.getLogger("distcache.compare")
 
@@ -101,17 +107,13 @@ class Job:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a comparison by the command line; 0, or 1 if a mode failed."""
-    take_over_ctrl_c()
-    set_up_logging()
-    try:
-        line = read_line("compare", CompareConfig, sys.argv[1:] if arguments is None else arguments)
-        return 0 if line is None else compare(parse(line))
-    except KeyboardInterrupt:
-        log.error("interrupted; the run that was going on has been stopped")
-        return 130
-    except DistcacheError as error:
-        log.error(str(error))
-        return 1
+    said = "interrupted; the run that was going on has been stopped"
+    return run_command("compare", CompareConfig, run, arguments, said)
+
+
+def run(line: Line[CompareConfig], command: Sequence[str]) -> int:
+    """Compare what the command line asks for."""
+    return compare(parse(line), shlex.join(command))
 
 
 def parse(line: Line[CompareConfig]) -> Request:
@@ -144,7 +146,7 @@ def _check_free(mode: str, overrides: Sequence[str]) -> None:
                 )
 
 
-def compare(request: Request) -> int:
+def compare(request: Request, command: str) -> int:
     """Run, read, report; 0, or 1 if a mode failed. Raises ConfigError if no mode can run."""
     jobs = prepare(request)
     request.output.mkdir(parents=True, exist_ok=True)
@@ -154,7 +156,6 @@ def compare(request: Request) -> int:
         for job in jobs
         if repeat == 0 or job.refusal is None
     ]
-    command = shlex.join([Path(sys.executable).name, "-m", "distcache.compare", *sys.argv[1:]])
     write_files(request.output, runs, command)
     sys.stdout.write(f"\n{markdown(runs)}\n")
     sys.stdout.flush()

@@ -12,18 +12,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from distcache.cli.run import set_up_logging, take_over_ctrl_c
 from distcache.config import option
 from distcache.data.raw.settings import MLPERF_BAGS, PRESETS, Manifest, PreprocessSettings, verify
-from distcache.errors import ConfigError, DataError, DistcacheError
+from distcache.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from distcache.cli.compose import Line
 
 log = logging.getLogger("distcache.preprocess")
 
-INTERRUPTED = 130
 _PRESETS = {"rows": ", kaggle or terabyte", "multi_hot": ", true or false"}
 
 
@@ -53,43 +54,36 @@ class PreprocessConfig:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; its exit code."""
-    from distcache.cli.compose import read_line  # not in the workers, which import this file
+    from distcache.cli.compose import run_command  # not in the workers, which import this file
 
-    take_over_ctrl_c()
-    set_up_logging()
+    said = "stopped; the same command goes on from here"
+    return run_command("preprocess", PreprocessConfig, go, arguments, said)
+
+
+def go(line: Line[PreprocessConfig], command: Sequence[str]) -> int:
+    """Preprocess, or verify what was; 1 where a file cannot be written."""
+    given = line.values
+    if not given.output:
+        raise ConfigError("output is not set: give output=<folder>")
+    if given.verify:
+        manifest = verified(Path(given.output))
+        log.info("%s is whole: fingerprint %s", given.output, manifest.fingerprint)
+        return 0
+    settings = make_settings(given)
     try:
-        line = read_line(
-            "preprocess", PreprocessConfig, sys.argv[1:] if arguments is None else arguments
-        )
-        if line is None:
-            return 0
-        given = line.values
-        if not given.output:
-            raise ConfigError("output is not set: give output=<folder>")
-        if given.verify:
-            manifest = verified(Path(given.output))
-            log.info("%s is whole: fingerprint %s", given.output, manifest.fingerprint)
-            return 0
-        settings = make_settings(given)
         manifest = run(settings)
-        log.info(
-            "%s: %s samples (%s train), %s rows in %d tables, fingerprint %s",
-            settings.output,
-            f"{manifest.samples:,}",
-            f"{manifest.train_samples:,}",
-            f"{sum(manifest.table_rows):,}",
-            len(manifest.table_rows),
-            manifest.fingerprint[:16],
-        )
-    except KeyboardInterrupt:
-        log.warning("stopped; the same command goes on from here")
-        return INTERRUPTED
-    except DistcacheError as error:
-        log.error("%s", error)
-        return 1
     except OSError as error:  # a full disk, most likely
         log.error("%s; the same command goes on from here", error)
         return 1
+    log.info(
+        "%s: %s samples (%s train), %s rows in %d tables, fingerprint %s",
+        settings.output,
+        f"{manifest.samples:,}",
+        f"{manifest.train_samples:,}",
+        f"{sum(manifest.table_rows):,}",
+        len(manifest.table_rows),
+        manifest.fingerprint[:16],
+    )
     return 0
 
 

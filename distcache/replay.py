@@ -71,11 +71,19 @@ class GroupCounts:
     left_dirty: int = 0
 
 
+def _over_groups(name: str) -> property:
+    """A count of `GroupCounts`, summed over the groups of an outcome."""
+    return property(lambda outcome: sum(getattr(group, name) for group in outcome.groups))
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """What a case came to. `refused`: why training would refuse it, with nothing counted then;
-    `tight_steps`: steps that found too few unheld slots, whose moves start later than P allows;
-    `seconds`: what replaying it took."""
+    """What a case came to: the counts of `GroupCounts` by group and, by the same names, of all.
+
+    `refused`: why training would refuse it, with nothing counted then; `tight_steps`: steps that
+    found too few unheld slots, whose moves start later than P allows; `seconds`: what replaying it
+    took.
+    """
 
     case: Case
     steps: int
@@ -84,35 +92,12 @@ class Outcome:
     tight_steps: int = 0
     seconds: float = field(default=0.0, compare=False)
 
-    @property
-    def ids(self) -> int:
-        """Lookups of all training steps."""
-        return sum(group.ids for group in self.groups)
-
-    @property
-    def lookups_hit(self) -> int:
-        """See `GroupCounts`, as for the others."""
-        return sum(group.lookups_hit for group in self.groups)
-
-    @property
-    def distinct(self) -> int:
-        """Distinct rows, summed over steps."""
-        return sum(group.distinct for group in self.groups)
-
-    @property
-    def fetched(self) -> int:
-        """Rows fetched."""
-        return sum(group.fetched for group in self.groups)
-
-    @property
-    def written_back(self) -> int:
-        """Rows written back."""
-        return sum(group.written_back for group in self.groups)
-
-    @property
-    def left_dirty(self) -> int:
-        """Dirty rows in the cache at the end."""
-        return sum(group.left_dirty for group in self.groups)
+    ids = _over_groups("ids")
+    lookups_hit = _over_groups("lookups_hit")
+    distinct = _over_groups("distinct")
+    fetched = _over_groups("fetched")
+    written_back = _over_groups("written_back")
+    left_dirty = _over_groups("left_dirty")
 
     @property
     def hit_rate(self) -> float | None:

@@ -143,9 +143,7 @@ def shard_laws(shard: ShardPlan, slots: int | None) -> dict[str, bool]:
     arriving = torch.cat([part.places for part in parts]).sort().values
     return {
         "two sharded rows share a slot": len(shard.slots.unique()) != len(shard.slots),
-        "a sharded row's slot lies outside the cache": slots is not None
-        and len(shard.slots) > 0
-        and not 0 <= int(shard.slots.min()) <= int(shard.slots.max()) < slots,
+        "a sharded row's slot lies outside the cache": not _inside(shard.slots, slots),
         "a sharded row arrives twice or never": not torch.equal(arriving, torch.arange(shard.rows)),
         "sharded rows are sent that nobody asked for": _sent_to_others(shard),
         "a sharded row goes to a run of ranks twice or never": not _sent_once(shard),
@@ -155,6 +153,11 @@ def shard_laws(shard: ShardPlan, slots: int | None) -> dict[str, bool]:
         ),
         "a sharded slot of the step is evicted without being filled": not _filled_again(shard),
     }
+
+
+def _inside(values: Tensor, limit: int | None) -> bool:
+    """Whether all lie in [0, limit); None is no limit."""
+    return limit is None or bool(((values >= 0) & (values < limit)).all())
 
 
 def _filled_again(part: StepPlan | ShardPlan) -> bool:
@@ -321,11 +324,8 @@ def check_plan_fully(plan: StepPlan, slots: int | None) -> None:
     check_plan(plan)
     laws = {
         "two rows share a slot": len(plan.slots.unique()) != plan.distinct,
-        "a slot lies outside the cache": slots is not None
-        and plan.distinct > 0
-        and not 0 <= int(plan.slots.min()) <= int(plan.slots.max()) < slots,
-        "a position names no canonical row": len(plan.positions) > 0
-        and not 0 <= int(plan.positions.min()) <= int(plan.positions.max()) < plan.leaf_rows,
+        "a slot lies outside the cache": not _inside(plan.slots, slots),
+        "a position names no canonical row": not _inside(plan.positions, plan.leaf_rows),
         "a fetched row is named twice": len(plan.fetch.unique()) != plan.misses,
         "touched rows are not those of the ids": not torch.equal(
             plan.touched, plan.positions.unique()

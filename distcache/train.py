@@ -28,7 +28,13 @@ from distcache.cli.compose import (
     given_keys,
     to_config,
 )
-from distcache.cli.run import leave, set_up_logging, take_over_ctrl_c, write_environment
+from distcache.cli.run import (
+    INTERRUPTED,
+    leave,
+    set_up_logging,
+    take_over_ctrl_c,
+    write_environment,
+)
 from distcache.comm.failure import cause_of, describe
 from distcache.comm.rendezvous import (
     TIMEOUT_S,
@@ -46,9 +52,6 @@ from distcache.engine.tracing import remove_trace
 from distcache.errors import ConfigError, DistcacheError
 
 log = logging.getLogger("distcache.train")
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
 
 _OF_A_RUN = ("summary.json", "metrics.jsonl", "model", "model.old")
 """What a run folder holds that another run must not take the place of by accident."""

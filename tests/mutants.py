@@ -52,7 +52,7 @@ victims-in-use: movement waits for the last uses of the rows that leave
 moves-late: where slots are not short, rows move P steps ahead, whatever the window
   - max(step - prefetch - 1, before, -1, *latest_uses)
   + max(step - 1, before, -1, *latest_uses)
-  tests/planner/test_laws.py -k sharded
+  tests/planner/test_laws.py -k tight_caches
 
 victims-of-own-home: movement waits for the victims' last uses over all homes, not the own one's
   - told.latest_use = numbers[:, :, 2].max(0).tolist()

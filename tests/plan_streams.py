@@ -37,20 +37,24 @@ def policies(draw: st.DrawFn, rows: int) -> tuple:
 
 
 @st.composite
-def streams(draw: st.DrawFn, longest: int = 14) -> tuple:
-    """Steps by rank, at most `longest`, with a layout and settings whose slots hold every step."""
-    world = draw(st.sampled_from([1, 1, 2, 3, 4]))
-    rows = draw(st.integers(1, 60))
-    steps = draw(st.integers(1, longest))
-    most = draw(st.integers(0, 12))
-    seed = draw(st.integers(0, 2**32 - 1))
-    rng = np.random.default_rng(seed)
+def steps_of(draw: st.DrawFn, world: int, rows: int, longest: int, most: int) -> tuple:
+    """Steps of at most `most` ids a rank, few of them or skewed at times, and their generator."""
+    steps, most = draw(st.integers(1, longest)), draw(st.integers(0, most))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     skew = draw(st.sampled_from([1.0, 3.0]))
     stream = [
         [(rng.random(rng.integers(0, most + 1)) ** skew * rows).astype(np.int64)
          for _ in range(world)]
         for _ in range(steps)
     ]  # fmt: skip
+    return stream, rng
+
+
+@st.composite
+def streams(draw: st.DrawFn, longest: int = 14) -> tuple:
+    """Steps by rank, at most `longest`, with a layout and settings whose slots hold every step."""
+    world, rows = draw(st.sampled_from([1, 1, 2, 3, 4])), draw(st.integers(1, 60))
+    stream, _ = draw(steps_of(world, rows, longest, 12))
     layout = make_layout(rows, world)
     need = 1
     for step in stream:
@@ -80,14 +84,8 @@ def sharded_streams(
     hold every step, often just so. On nodes of one of `shapes`, any where there are none."""
     nodes = draw(st.sampled_from(shapes)) if shapes else draw(st.integers(1, 5).flatmap(nodes_of))
     world = sum(nodes)
-    rows, steps = draw(st.integers(1, 40)), draw(st.integers(1, longest))
-    most, skew = draw(st.integers(0, 10)), draw(st.sampled_from([1.0, 3.0]))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    stream = [
-        [(rng.random(rng.integers(0, most + 1)) ** skew * rows).astype(np.int64)
-         for _ in range(world)]
-        for _ in range(steps)
-    ]  # fmt: skip
+    rows = draw(st.integers(1, 40))
+    stream, rng = draw(steps_of(world, rows, longest, 10))
     layout = make_layout(rows, world)
     share = draw(st.sampled_from([0.0, 0.0, 0.2, 0.7, 1.0]))
     hot = np.flatnonzero(rng.random(rows) < share)

@@ -12,7 +12,7 @@ import numpy as np
 
 from distcache.comm.world import Nodes
 from distcache.layout import RowLayout
-from distcache.planner.assemble import HomePart, Request, assemble, make_request, next_move_after
+from distcache.planner.assemble import HomePart, RowRequest, assemble, make_request, next_move_after
 from distcache.planner.home import HomeDecision, HomePlanner
 from distcache.planner.shard import (
     HotLayout,
@@ -69,7 +69,7 @@ class SimulatedWorld:
 
     def __init__(self, layout: RowLayout, settings: PlannerSettings) -> None:
         self._layout, self._settings = layout, settings
-        self._step, self._move_after, self._waiting = 0, -1, list[list[Request]]()
+        self._step, self._move_after, self._waiting = 0, -1, list[list[RowRequest]]()
         world, hot = layout.world_size, settings.hot
         self.replicated, self.sharded = list[HomeRun](), list[HomeRun]()
         if hot is None:
@@ -115,7 +115,7 @@ class SimulatedWorld:
         while self._waiting:
             yield self._plan(self._waiting.pop(0))
 
-    def _plan(self, requests: list[Request]) -> list[StepPlan]:
+    def _plan(self, requests: list[RowRequest]) -> list[StepPlan]:
         """Decide the oldest ingested step, of which all ranks' requests are given."""
         both = [[run.decide() for run in runs] for runs in (self.replicated, self.sharded)]
         shared, own = ([decision for decision, _ in found] for found in both)

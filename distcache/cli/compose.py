@@ -21,7 +21,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from distcache.cli.run import run_job, train_command
+from distcache.cli.run import (
+    INTERRUPTED,
+    run_job,
+    set_up_logging,
+    take_over_ctrl_c,
+    train_command,
+)
 from distcache.comm.rendezvous import Place
 from distcache.config.checks import as_words, check
 from distcache.config.keys import (
@@ -37,7 +43,7 @@ from distcache.config.keys import (
     usage,
 )
 from distcache.config.tree import Config
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, DistcacheError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -178,6 +184,30 @@ def read_line(command: str, schema: type[T], arguments: Sequence[str]) -> Line[T
     own, overrides = own_keys(schema), get_args_parser().parse_args(typed).overrides
     theirs = [text for text in overrides if text.lstrip("+").partition("=")[0] not in own]
     return Line(values, frozenset(given_keys(typed)), tuple(theirs))  # type: ignore[arg-type]
+
+
+def run_command(
+    name: str,
+    schema: type[T],
+    go: Callable[[Line[T], Sequence[str]], int],
+    arguments: Sequence[str] | None = None,
+    interrupted: str = "interrupted",
+) -> int:
+    """`python -m distcache.<name>`: what `go` makes of the line that was read and of the command as
+    it was typed, an exit code. `interrupted`: what is said after a Ctrl-C."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    take_over_ctrl_c()
+    set_up_logging()
+    logger = logging.getLogger(f"distcache.{name}")
+    try:
+        line = read_line(name, schema, given)
+        return 0 if line is None else go(line, ["python", "-m", f"distcache.{name}", *given])
+    except KeyboardInterrupt:
+        logger.warning(interrupted)
+        return INTERRUPTED
+    except DistcacheError as error:
+        logger.error("%s", error)
+        return 1
 
 
 def _as_hydra(text: str, schema: type) -> str:

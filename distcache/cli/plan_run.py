@@ -183,16 +183,23 @@ def parse_request(line: Line[Options]) -> Request:
     least |= {"prefetch": 0, "steps": 0, "most_ranks": 1, "cards": 0, "measure_ranks": 1}
     for key, bound in least.items():
         at_least(key, getattr(options, key), bound)
-    if options.world_size % options.nodes:
-        raise ConfigError(
-            f"nodes={options.nodes} does not divide world_size={options.world_size}: every node "
-            "has as many ranks; give numbers that do"
-        )
     _check_choices(options, given)
     measured = options.measure and "device_memory" not in given and "device" not in given
     memory = None if measured else int(DEVICES[options.device][0])
     if options.device_memory:
-        memory = _device_memory(options.device_memory)
+        memory = byte_count("device_memory", options.device_memory, kilo=1000)
+        if memory < _LEAST_MEMORY:
+            raise ConfigError(
+                f"device_memory={options.device_memory}: give bytes, at least "
+                f"{_LEAST_MEMORY:,.0f}, such as 80g"
+            )
+    rows = options.replicated_rows
+    if rows is not None:
+        if not isinstance(rows, dict) or any(type(count) is not int for count in rows.values()):
+            raise ConfigError(
+                f"replicated_rows={rows}: give the rows of each table, '{{t_cat_0: 1000}}'"
+            )
+        rows = {str(name): count for name, count in rows.items()}
     name = f"runs/plan-{datetime.now():%Y-%m-%d_%H-%M-%S}"
     return Request(
         options,
@@ -202,7 +209,7 @@ def parse_request(line: Line[Options]) -> Request:
         parse_link("between", options.between),
         parse_link("host", options.host),
         memory,
-        _replicated(options.replicated_rows),
+        rows,
         Path(options.output or name),
     )
 
@@ -293,26 +300,6 @@ def _each(key: str, values: Sequence[Any], count: int) -> list[Any]:
     if key == "width" and min(values) < 1:
         raise ConfigError(f"width={min(values)}: give at least 1")
     return list(values) * (count if len(values) == 1 else 1)
-
-
-def _replicated(rows: Any) -> dict[str, int] | None:
-    if rows is None:
-        return None
-    whole = isinstance(rows, dict) and all(type(count) is int for count in rows.values())
-    if not whole:
-        raise ConfigError(
-            f"replicated_rows={rows}: give the rows of each table, '{{t_cat_0: 1000}}'"
-        )
-    return {str(name): count for name, count in rows.items()}
-
-
-def _device_memory(text: str) -> int:
-    count = byte_count("device_memory", text, kilo=1000)
-    if count < _LEAST_MEMORY:
-        raise ConfigError(
-            f"device_memory={text}: give bytes, at least {_LEAST_MEMORY:,.0f}, such as 80g"
-        )
-    return count
 
 
 # -----------------------------------------------------------------------------

@@ -23,6 +23,10 @@ from distcache.versions import FBGEMM_DISTRIBUTIONS, installed
 # Logging of one rank: rank 0 speaks on stdout, all ranks' warnings and errors go to stderr.
 
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
 def take_over_ctrl_c() -> None:
     """From here on Ctrl-C is a KeyboardInterrupt, as `distcache/__init__` has left it until the
     imports of a command were done."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -213,48 +212,29 @@ def _share(buckets: TableDemand | Reuse, prefix: float, first: bool) -> np.ndarr
     return inside if first else 1.0 - inside
 
 
+def _sum_of(parts: str, name: str) -> property:
+    """A number of all `parts`, tables or groups, summed."""
+    return property(lambda whole: sum(getattr(part, name) for part in getattr(whole, parts)))
+
+
 @dataclass(frozen=True)
 class GroupDemand:
-    """Tables of one width. `dim` D; `state_width` S: floats of optimizer state per row."""
+    """Tables of one width, and of all of them what `TableDemand` says of one (`rows`: V).
+
+    `dim` D; `state_width` S: floats of optimizer state per row.
+    """
 
     tables: tuple[TableDemand, ...]
     dim: int
     state_width: int
 
-    @cached_property
-    def rows(self) -> int:
-        """V of the group."""
-        return sum(table.rows for table in self.tables)
-
-    @property
-    def rank_rows(self) -> float:
-        """See `TableDemand.rank_rows`."""
-        return sum(table.rank_rows for table in self.tables)
-
-    @property
-    def world_rows(self) -> float:
-        """See `TableDemand.world_rows`."""
-        return sum(table.world_rows for table in self.tables)
-
-    @property
-    def node_rows(self) -> float:
-        """See `TableDemand.node_rows`."""
-        return sum(table.node_rows for table in self.tables)
-
-    @property
-    def late_rows(self) -> float:
-        """See `TableDemand.late_rows`."""
-        return sum(table.late_rows for table in self.tables)
-
-    @property
-    def late_node_rows(self) -> float:
-        """See `TableDemand.late_node_rows`."""
-        return sum(table.late_node_rows for table in self.tables)
-
-    @property
-    def lookups(self) -> float:
-        """Lookups of one rank and step."""
-        return sum(table.lookups for table in self.tables)
+    rows = _sum_of("tables", "rows")
+    rank_rows = _sum_of("tables", "rank_rows")
+    world_rows = _sum_of("tables", "world_rows")
+    node_rows = _sum_of("tables", "node_rows")
+    late_rows = _sum_of("tables", "late_rows")
+    late_node_rows = _sum_of("tables", "late_node_rows")
+    lookups = _sum_of("tables", "lookups")
 
     def split(self, prefixes: Sequence[float]) -> tuple[GroupDemand, GroupDemand]:
         """The replicated prefixes of all tables, and the rest."""
@@ -279,7 +259,8 @@ class GroupDemand:
 
 @dataclass(frozen=True)
 class Demand:
-    """What one step of W = `world_size` ranks needs, `batch` samples (b) on each.
+    """What one step of W = `world_size` ranks needs, `batch` samples (b) on each: `rank_rows` and
+    `world_rows` distinct rows over all groups.
 
     `local_ranks`: G, of the nodes that the tables' `node` is about; of no account on one node.
     """
@@ -294,32 +275,20 @@ class Demand:
         """The tables of all groups, group by group."""
         return tuple(table for group in self.groups for table in group.tables)
 
-    @property
-    def rank_rows(self) -> float:
-        """Distinct rows of a rank, over all groups."""
-        return sum(group.rank_rows for group in self.groups)
-
-    @property
-    def world_rows(self) -> float:
-        """Distinct rows of all ranks, over all groups."""
-        return sum(group.world_rows for group in self.groups)
+    rank_rows = _sum_of("groups", "rank_rows")
+    world_rows = _sum_of("groups", "world_rows")
 
     def prefixes(self, rows: dict[str, int]) -> list[list[float]]:
         """A replicated prefix for each table of each group, from {table: rows}; others 0.
 
-        Raises ConfigError for a name that is no table, or rows beyond one.
+        Raises ConfigError for a name that is no table.
         """
-        known = {table.name: table.rows for table in self.tables}
-        for name, count in rows.items():
+        known = {table.name for table in self.tables}
+        for name, count in rows.items():  # how many a table has, its `split` says
             if name not in known:
-                names = ", ".join(list(known)[:20])
+                names = ", ".join([table.name for table in self.tables][:20])
                 raise ConfigError(
                     f"replicated_rows: {name}={count} names no table: choose from {names}"
-                )
-            if not 0 <= count <= known[name]:
-                raise ConfigError(
-                    f"replicated_rows: {name}={count}, but the table has {known[name]} "
-                    f"rows: give 0 to {known[name]}"
                 )
         return [[float(rows.get(t.name, 0)) for t in group.tables] for group in self.groups]
 

@@ -175,16 +175,6 @@ class Settings:
     dense_parameters: int = 0
     fetched: Mapping[str, float] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.state not in (REPLICATED, AT_HOME):
-            raise ConfigError(
-                f"cache.state={self.state} is unknown: choose {REPLICATED}, {AT_HOME}"
-            )
-        if not self.slots or min(self.slots) < 1:
-            raise ConfigError(f"cache.rows: slots {self.slots}: give at least one for each group")
-        if self.steps is not None and self.steps < 1:
-            raise ConfigError(f"steps={self.steps}: give at least 1")
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -293,11 +283,9 @@ def _cached(
     traffic = Traffic(tuple(exchanges), host_in, host_out)
     work = _work(hot, cold, demand, settings.state)
     memory = cache_memory(hot, cold, regions, (item, settings.state), world)
-    names = [[table.name for table in group.tables] for group in demand.groups]
     replicated = {}
-    if placement == MIXED:
-        for group_names, group_rows in zip(names, prefixes, strict=True):
-            replicated |= {n: int(k) for n, k in zip(group_names, group_rows, strict=True) if k}
+    for group, rows in zip(demand.groups, prefixes if placement == MIXED else (), strict=False):
+        replicated |= {t.name: int(k) for t, k in zip(group.tables, rows, strict=True) if k}
     refused = _too_small(hot, cold, regions, world) or _too_large(memory, cluster)
     return Prediction(
         placement,

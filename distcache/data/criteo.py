@@ -184,16 +184,9 @@ class CriteoArrays(CriteoBatches):
             manifest.fingerprint[:16],
         )
 
-    def in_file_order(self) -> CriteoArrays:
-        """See `CriteoBatches.in_file_order`."""
-        other = copy.copy(self)
-        other.order = SampleOrder(self.train_samples, 0, shuffle=False)
-        other._ahead = None
-        return other
-
     def read(self, part: BatchSlice) -> Batch:
         """See `SlicedSource.read`."""
-        if self._ahead is not None and part.kind == "train":
+        if self._ahead is not None and part.kind == "train" and isinstance(self.order, BlockOrder):
             self._ahead.reach(part.span.epoch, part.span.start, part.span.stop)
         return super().read(part)
 

@@ -11,7 +11,7 @@ import math
 import re
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -258,9 +258,7 @@ class InteractionsSource(SlicedSource):
     def __init__(self, spec: InteractionsSpec) -> None:
         self.spec = spec
         self.bad_lines = BadLines(spec.on_bad_line)
-        found = self._read()
-        self.table_rows = self._rows_of(found)
-        found = self._inside(found)
+        found, self.table_rows = self._in_tables(self._read())
         held_out = self._held_out(found)
         train, rest = found.take(~held_out), found.take(held_out)
         if not len(train.users):
@@ -352,32 +350,25 @@ class InteractionsSource(SlicedSource):
             )
         return found
 
-    def _rows_of(self, found: Interactions) -> tuple[int, int]:
-        """Rows of the tables of users and items."""
-        rows = self.spec.table_rows or (found.users.max() + 1, found.items.max() + 1)
-        users, items = (int(count) for count in rows)
+    def _in_tables(self, found: Interactions) -> tuple[Interactions, tuple[int, int]]:
+        """The interactions with every id inside its table, and the rows of both tables."""
+        spec, largest = self.spec, (int(found.users.max()), int(found.items.max()))
+        users, items = (int(rows) for rows in spec.table_rows or (at + 1 for at in largest))
         if users * items >= 2**62:
             raise DataError(
                 f"data.path: the ids reach {users - 1} (user) and {items - 1} (item), too far for "
                 "tables of a row per id; number them from 0, or give data.table_rows=[users,items] "
                 "with data.on_bad_id=hash"
             )
-        return users, items
-
-    def _inside(self, found: Interactions) -> Interactions:
-        """The interactions with every id inside its table."""
-        columns = []
-        for ids, rows, name in zip(
-            (found.users, found.items), self.table_rows, FEATURES, strict=True
-        ):
-            if self.spec.on_bad_id == "error" and ids.max() >= rows:
+        for name, at, rows in zip(FEATURES, largest, (users, items), strict=True):
+            if spec.on_bad_id == "error" and at >= rows:
                 raise DataError(
-                    f"data.path: {name} {ids.max()} is not in its table, which has {rows} rows "
+                    f"data.path: {name} {at} is not in its table, which has {rows} rows "
                     "(data.table_rows); leave data.table_rows out, or take such ids modulo the "
                     "rows with data.on_bad_id=hash"
                 )
-            columns.append(ids % rows)
-        return Interactions(columns[0], columns[1], found.ratings, found.times)
+        inside = replace(found, users=found.users % users, items=found.items % items)
+        return inside, (users, items)
 
     def _held_out(self, found: Interactions) -> np.ndarray:
         """A mask of the held-out interactions."""

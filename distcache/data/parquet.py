@@ -20,10 +20,8 @@ from distcache.data.parquet_files import (
     IDS,
     NUMBERS,
     BagColumn,
-    ColumnReader,
     ColumnRules,
     ParquetFiles,
-    RowGroup,
     WantedColumn,
 )
 from distcache.data.samplers import SampleOrder, SampleOrdering, Subset, key_of
@@ -360,14 +358,11 @@ class ParquetSource(SlicedSource):
         def decode() -> list[BagColumn]:
             weights = spec.weight_columns
             names = dict.fromkeys((*spec.id_columns, *weights.values()))
-            columns = self.files.read(group, list(names))
-            decoded = []
-            for name, rows in zip(spec.id_columns, self.table_rows, strict=True):
-                weight = None
-                if name in weights:
-                    weight = self._reader(group, weights[name]), columns[weights[name]]
-                decoded.append(self._reader(group, name).bags(columns[name], rows, weight))
-            return decoded
+            columns = self.files.read(group, list(names), spec.rules)
+            return [
+                columns[name].bags(rows, columns[weights[name]] if name in weights else None)
+                for name, rows in zip(spec.id_columns, self.table_rows, strict=True)
+            ]
 
         return self._ids.get(index, group.rows, decode)
 
@@ -377,18 +372,13 @@ class ParquetSource(SlicedSource):
 
         def decode() -> tuple[np.ndarray, np.ndarray]:
             names = dict.fromkeys((spec.label_column, *spec.dense_columns))
-            columns = self.files.read(group, list(names))
+            columns = self.files.read(group, list(names), spec.rules)
             dense = np.empty((group.rows, len(spec.dense_columns)), dtype=np.float32)
             for at, name in enumerate(spec.dense_columns):
-                dense[:, at] = self._reader(group, name).dense(columns[name])
-            label = spec.label_column
-            return dense, self._reader(group, label).labels(columns[label])
+                dense[:, at] = columns[name].dense()
+            return dense, columns[spec.label_column].labels()
 
         return self._rest.get(index, group.rows, decode)
-
-    def _reader(self, group: RowGroup, column: str) -> ColumnReader:
-        path = self.files.files[group.file].path
-        return ColumnReader(path, column, group.first_row, self.spec.rules)
 
 
 def _gather(

@@ -111,13 +111,14 @@ _NULL = "there is no value (null); data.nulls=zero or data.nulls=empty says what
 
 
 @dataclass(frozen=True)
-class ColumnReader:
-    """Turns a column of a row group into numbers by `rules`.
+class Column:
+    """A column of a row group, which `rules` turn into numbers.
 
     `path`, `name`, `first_row`: its file, its name and the file's row at which it begins, for
     messages. Every method raises DataError that names file, row (from 1) and column.
     """
 
+    values: pa.Array
     path: Path
     name: str
     first_row: int
@@ -133,18 +134,18 @@ class ColumnReader:
             row = self.first_row + int(at if row_of is None else row_of[at]) + 1
             raise DataError(f"{self.path}, row {row}, column {self.name!r}: {what(at)}")
 
-    def labels(self, column: pa.Array) -> np.ndarray:
+    def labels(self) -> np.ndarray:
         """Labels uint8 `[n]`, each 0 or 1."""
-        values, missing = _decoded(column)
+        values, missing = _decoded(self.values)
         self.refuse(
             missing | ~((values == 0) | (values == 1)),
             lambda at: f"the label is {'null' if missing[at] else f'{values[at]:g}'}, not 0 or 1",
         )
         return values.astype(np.uint8)
 
-    def dense(self, column: pa.Array) -> np.ndarray:
+    def dense(self) -> np.ndarray:
         """Dense values float64 `[n]` that float32 can hold."""
-        values, missing = _floats(column)
+        values, missing = _floats(self.values)
         self._refuse_nulls(missing)
         if self.rules.log1p:
             values = np.log1p(np.maximum(values, 0.0))
@@ -154,19 +155,15 @@ class ColumnReader:
         )
         return values
 
-    def bags(
-        self, column: pa.Array, rows: int, weights: tuple[ColumnReader, pa.Array] | None = None
-    ) -> BagColumn:
-        """The bags of an id column over a table of `rows` rows; `weights`: of a column of them."""
-        flat, lengths = self._flat(column)
-        row_of = _rows_of(lengths, len(column))
+    def bags(self, rows: int, weights: Column | None = None) -> BagColumn:
+        """The bags of an id column over a table of `rows` rows; `weights`: of each id, or None."""
+        flat, lengths = self._flat()
+        row_of = _rows_of(lengths, len(self.values))
         ids, missing = self._ids(flat, rows, row_of)
-        weight = None
-        if weights is not None:
-            weight = weights[0]._weights(weights[1], lengths)
+        weight = None if weights is None else weights._weights(lengths)
         self._refuse_nulls(missing, row_of)
         if self.rules.nulls == "empty" and missing.any():
-            lengths = np.bincount(row_of[~missing], minlength=len(column))
+            lengths = np.bincount(row_of[~missing], minlength=len(self.values))
             ids, weight = ids[~missing], None if weight is None else weight[~missing]
         offsets = None if lengths is None else np.concatenate(([0], np.cumsum(lengths)))
         return BagColumn(ids.astype(np.int32 if rows <= 2**31 else np.int64), offsets, weight)
@@ -175,17 +172,18 @@ class ColumnReader:
         if self.rules.nulls == "error":
             self.refuse(missing, lambda at: _NULL, row_of)
 
-    def _flat(self, column: pa.Array) -> tuple[pa.Array, np.ndarray | None]:
-        """The values of a column and the lengths of its lists int64 `[n]`; None if it has none."""
+    def _flat(self) -> tuple[pa.Array, np.ndarray | None]:
+        """The values in a row and the lengths of the lists int64 `[n]`; None if there are none."""
+        column = self.values
         if not kind_of(column.type)[1]:
             return column, None
         self._refuse_nulls(column.is_null().to_numpy(zero_copy_only=False))
         lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
         return column.flatten(), lengths.astype(np.int64)
 
-    def _weights(self, column: pa.Array, lengths: np.ndarray | None) -> np.ndarray:
+    def _weights(self, lengths: np.ndarray | None) -> np.ndarray:
         """Weights float64, one per id, for bags of `lengths` (None: one id each)."""
-        flat, own = self._flat(column)
+        flat, own = self._flat()
         kinds = ("one number", "a list")
         self.refuse(
             np.array([(own is None) != (lengths is None)]),
@@ -205,7 +203,7 @@ class ColumnReader:
         self.refuse(
             far | (missing if self.rules.nulls == "error" else False),
             lambda at: _NULL if missing[at] else text.format(values[at]),
-            _rows_of(own, len(column)),
+            _rows_of(own, len(self.values)),
         )
         return values
 
@@ -359,7 +357,9 @@ class ParquetFiles:
                 found.update(f"{file.bytes} {length} ".encode() + stream.read(length))
         return found.hexdigest()
 
-    def read(self, group: RowGroup, columns: Sequence[str]) -> Mapping[str, pa.Array]:
+    def read(
+        self, group: RowGroup, columns: Sequence[str], rules: ColumnRules
+    ) -> Mapping[str, Column]:
         """Some columns of a row group, whole, by name."""
         file = self.files[group.file]
         with self._lock:
@@ -379,7 +379,10 @@ class ParquetFiles:
                 f"{file.path}: column {short[0]!r} of row group {group.number} has "
                 f"{len(found[short[0]])} values instead of {group.rows}: write the file again"
             )
-        return found
+        return {
+            name: Column(values, file.path, name, group.first_row, rules)
+            for name, values in found.items()
+        }
 
     def _opened(self, index: int) -> pq.ParquetFile:
         """The file's reader, the same file as was found; the least recently used one is closed."""

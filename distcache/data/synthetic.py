@@ -319,10 +319,6 @@ class SyntheticSource(SlicedSource):
         """Expected distinct rows of `table` among `lookups` ids of it."""
         return self._tables.expected_distinct(table, lookups)
 
-    def hottest(self, table: int, count: int) -> np.ndarray:
-        """The `count` likeliest ids of a table, int64, the likeliest first."""
-        return self._tables.ids_of_ranks(table, np.arange(count))
-
     def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
         """See `SlicedSource.take`."""
         keys = hash_counters(samples.view(np.uint64), key_of(self.spec.seed, _SAMPLE))

@@ -20,11 +20,11 @@ from torchrec.modules.embedding_configs import (
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
+    get_embedding_names_by_table,
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from distcache.comm.world import current_world, has_group, require_group
-from distcache.data.batch import JaggedIds
 from distcache.embedding.ids import IdReader, checked_configs, lookups_of
 from distcache.embedding.settings import CacheSettings, Recipe, check_names
 from distcache.embedding.step import CollectionTables, OpenStep
@@ -464,10 +464,8 @@ class CachedCollection(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        """Whole tables in original ids, as views of the store, after a flush; by all ranks.
-
-        On several nodes copies, one on each node.
-        """
+        """Whole tables in original ids, after a flush, as views of the store (on several nodes
+        copies, one on each); by all ranks."""
         for table, (weight, _) in self.tables.views():
             destination[f"{prefix}{self._tables_key}.{table.name}.weight"] = weight
 
@@ -676,11 +674,7 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
 
     def embedding_names_by_table(self) -> list[list[str]]:
         """The keys of the output, by table: `feature`, or `feature@table` for a shared feature."""
-        lookups = self.reader.lookups
-        pairs = list(zip(lookups.tables, lookups.names, strict=True))
-        return [
-            [name for own, name in pairs if own == at] for at in range(len(self._recipe.configs))
-        ]
+        return get_embedding_names_by_table(self._recipe.configs)
 
     @torch.compiler.disable
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
@@ -690,29 +684,17 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         for ids or keys that do not fit, StepTooLargeError when the cache does not hold the step.
         """
         step, micro = self._open(features)
-        ids, rows = step.reads[micro].ids, step.rows(micro)
-        given = features.lengths_or_none()
-        lengths, offsets = _by_lookup(ids, torch.int64 if given is None else given.dtype)
-        lengths, offsets = (to_device(part, self._recipe.device) for part in (lengths, offsets))
-        indices = self._indices(ids, [len(part) for part in rows])
-        out = {}
-        for at, name in enumerate(self.reader.lookups.names):
-            out[name] = JaggedTensor(
-                values=rows[at], weights=indices[at], lengths=lengths[at], offsets=offsets[at]
-            )
-        return out
-
-    def _indices(self, ids: JaggedIds, counts: list[int]) -> Sequence[Tensor | None]:
-        """The ids of every lookup, on the device, if they are wanted."""
-        if not self._need_indices:
-            return [None] * len(counts)
-        return to_device(ids.values, self._recipe.device).split(counts)
-
-
-def _by_lookup(ids: JaggedIds, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Lengths `[F, b]` and offsets `[F, b + 1]` of every lookup's sequences."""
-    size = ids.batch_size
-    lengths = ids.offsets.diff().view(len(ids.features), size)
-    offsets = torch.zeros(len(ids.features), size + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 1, out=offsets[:, 1:])
-    return lengths.to(dtype), offsets.to(dtype)
+        ids, rows, device = step.reads[micro].ids, step.rows(micro), self._recipe.device
+        given, names = features.lengths_or_none(), self.reader.lookups.names
+        dtype = torch.int64 if given is None else given.dtype
+        by_lookup = ids.offsets.diff().view(len(names), ids.batch_size)
+        ends = torch.zeros(len(names), ids.batch_size + 1, dtype=torch.int64)
+        torch.cumsum(by_lookup, 1, out=ends[:, 1:])
+        lengths, offsets = (to_device(part.to(dtype), device) for part in (by_lookup, ends))
+        indices: Sequence[Tensor | None] = [None] * len(rows)
+        if self._need_indices:
+            indices = to_device(ids.values, device).split([len(part) for part in rows])
+        return {
+            name: JaggedTensor(rows[at], indices[at], lengths[at], offsets[at])
+            for at, name in enumerate(names)
+        }

@@ -14,6 +14,7 @@ import torch
 
 from distcache.comm.agreement import on_first
 from distcache.comm.world import World, has_group
+from distcache.config import choice, counted, least
 from distcache.config.checks import check_cache
 from distcache.config.tree import CacheConfig
 from distcache.cost.cluster import Cluster, Link, check_world, read_cluster
@@ -35,25 +36,9 @@ from distcache.optim import RowUpdate
 from distcache.planner.victims import DEFAULT, POLICIES, TAILS, WINDOWS, Policy
 from distcache.popularity.slots import Budget, Use, decide, plan_slots, statistics_of
 from distcache.popularity.statistics import Popularity, Statistics, read_statistics
-from distcache.store.rows import ACCESS, STAGED
+from distcache.store.rows import ACCESS
 
 log = logging.getLogger(__name__)
-
-_LEAST = {"rows": 1, "bytes": 1, "lookahead": 0, "prefetch": 0, "batch_size": 1, "seed": 0}
-_MAY_BE = {"rows": None, "bytes": None, "batch_size": None, "lookahead": "auto"}
-_CHOICES = {
-    "policy": POLICIES,
-    "tail": TAILS,
-    "schedule": ("overlapped", "serial"),
-    "store_access": ACCESS,
-    "reduction": ("ordered", "native"),
-    "gradient_reduction": ("mean", "sum"),
-    "on_bad_id": ("error", "hash"),
-    "on_nonfinite": ("off", "skip", "stop"),
-    "placement": ("replicated", "sharded", "mixed", "auto"),
-    "state": ("auto", "home", "replicated"),
-    "dtype": (torch.float32, torch.float64),
-}
 
 
 @dataclass(frozen=True)
@@ -63,43 +48,44 @@ class CacheSettings:
     `statistics` may lie in another folder on each rank: what they say is compared, not where.
     """
 
-    rows: int | None = None
+    rows: int | None = least(1, None)
     ratio: float | None = None
-    bytes: int | None = None
-    lookahead: int | str = "auto"
-    prefetch: int = 1
-    policy: str = DEFAULT.name
-    tail: str = DEFAULT.tail
+    bytes: int | None = least(1, None)
+    lookahead: int | str = counted(0)
+    prefetch: int = least(0, 1)
+    policy: str = choice(*POLICIES)
+    tail: str = choice(*TAILS, default=DEFAULT.tail)
     half_life: float | str = "auto"
     statistics: Any = field(default=None, repr=False)
     warm_start: float | str = "auto"
     split: Any = "proportional"
-    batch_size: int | None = None
-    placement: str = "replicated"
-    state: str = "replicated"
+    batch_size: int | None = least(1, None)
+    placement: str = choice("replicated", "sharded", "mixed", "auto")
+    state: str = choice("replicated", "home", "auto")
     replicated_rows: Any = None
     replicated_share: float | None = None
     cluster: Any = field(default=None, repr=False)
-    schedule: str = "overlapped"
-    store_access: str = STAGED
-    reduction: str = "ordered"
-    gradient_reduction: str = "mean"
+    schedule: str = choice("overlapped", "serial")
+    store_access: str = choice(*ACCESS)
+    reduction: str = choice("ordered", "native")
+    gradient_reduction: str = choice("mean", "sum")
     dtype: torch.dtype = torch.float32
-    seed: int = 0
-    on_bad_id: str = "error"
-    on_nonfinite: str = "off"
+    seed: int = least(0, 0)
+    on_bad_id: str = choice("error", "hash")
+    on_nonfinite: str = choice("off", "skip", "stop")
 
     def __post_init__(self) -> None:
-        for name, known in _CHOICES.items():
-            value = getattr(self, name)
+        for own in fields(self):
+            name, value, rule = own.name, getattr(self, own.name), own.metadata
+            known, bound = rule.get("choice", (value,)), rule.get("least", rule.get("counted"))
             if value not in known:
                 raise ConfigError(f"{name}={value!r} is not {' or '.join(map(repr, known))}")
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if name in _MAY_BE and value == _MAY_BE[name]:
+            if bound is None or (value == own.default and not isinstance(value, int)):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}")
+            if not isinstance(value, int) or isinstance(value, bool) or value < bound:
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least {bound}")
+        if self.dtype not in (torch.float32, torch.float64):
+            raise ConfigError(f"dtype={self.dtype} is not torch.float32 or torch.float64")
         given = self.statistics
         if not (given is None or isinstance(given, str | PathLike | Statistics)):
             raise ConfigError(

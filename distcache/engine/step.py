@@ -43,7 +43,7 @@ import numpy as np
 from torch import Tensor
 
 from distcache.data.batch import Batch
-from distcache.planner.assemble import Request
+from distcache.planner.assemble import RowRequest
 from distcache.step_plan import StepPlan
 from distcache.streams import COMMUNICATION, COMPUTE, COPY_IN, COPY_OUT, LONG_OVER, Mark, Streams
 
@@ -121,7 +121,7 @@ class Flight:
     batch: Batch
     bags: list[GroupBags]
     """The local batch's ids by group, on the CPU."""
-    requests: list[Request] = field(default_factory=list)
+    requests: list[RowRequest] = field(default_factory=list)
     """By group, until the step is planned."""
     asked: list[tuple[np.ndarray, ...]] = field(default_factory=list)
     """The rows of `requests` by region, for each home, until then."""

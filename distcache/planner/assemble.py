@@ -20,7 +20,7 @@ _NONE = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
-class Request:
+class RowRequest:
     """The rows that one rank names in a step, by home.
 
     `rows[h]`: int64 rows homed at h. One rank asks for all its ids. Others ask for the R distinct
@@ -34,11 +34,6 @@ class Request:
     places: np.ndarray | None = None
     sharded: tuple[np.ndarray, ...] = ()
 
-    @property
-    def counts(self) -> list[int]:
-        """Rows named at each home."""
-        return [len(rows) for rows in self.rows]
-
 
 def hashed_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """`(distinct rows int64 [U], labels int32 [n])` of rows int64 `[n]`, whatever their range."""
@@ -49,14 +44,14 @@ def hashed_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return distinct[:count].copy(), labels
 
 
-def make_request(layout: RowLayout, rows: np.ndarray, hot: HotRows | None = None) -> Request:
+def make_request(layout: RowLayout, rows: np.ndarray, hot: HotRows | None = None) -> RowRequest:
     """The request for the rows (int64 `[n]`) of one rank's local batch.
 
     `hot`: the replicated rows of a group with sharded ones; None: all are replicated.
     """
     world = layout.world_size
     if world == 1 and hot is None:
-        return Request((rows,))
+        return RowRequest((rows,))
     distinct, labels = hashed_rows(rows)
     homes = layout.home(distinct)
     if hot is not None:
@@ -66,7 +61,7 @@ def make_request(layout: RowLayout, rows: np.ndarray, hot: HotRows | None = None
     places[order] = np.arange(len(order), dtype=np.int32)
     named = distinct[order]
     parts = tuple(named[start:stop] for start, stop in pairwise(starts.tolist()))
-    return Request(parts[:world], labels, places, parts[world:])
+    return RowRequest(parts[:world], labels, places, parts[world:])
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,7 @@ class HomePart:
 
 
 def assemble(
-    request: Request,
+    request: RowRequest,
     parts: Sequence[HomePart],
     own: HomeDecision,
     move_after: int,

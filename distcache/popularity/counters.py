@@ -244,7 +244,7 @@ class DenseCounter(TableCounter):
     def _end_part(self) -> tuple[np.ndarray, np.ndarray]:
         if self._whole.dtype == np.uint32 and self.lookups > _MOST:
             self._whole = self._whole.astype(np.int64)
-        ids = np.flatnonzero(self._part)
+        ids = np.flatnonzero(self._part != 0)  # of bools it is ten times as fast
         counts = self._part[ids].astype(np.int64)
         self._whole += self._part
         self._part.fill(0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from distcache.comm.agreement import together
+from distcache.comm.agreement import on_first, together
 from distcache.comm.world import World
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables
@@ -485,18 +485,13 @@ def decide(
     together(world, lambda: found.append(read()))
     statistics = found[0]
 
-    def on_first() -> tuple[SlotPlan, tuple[int, ...] | None] | None:
-        if not world.is_first:
-            return None
+    def planned() -> tuple[SlotPlan, tuple[int, ...] | None]:
         plan = plan_slots(tables, state_widths, budget, use.split, statistics)
         if statistics is None or use.policy.ranking != "static":
             return plan, None
         return plan, pinned_rows(tables, plan.slots, statistics, budget, use.prefetch + 1)
 
-    decided = together(world, on_first)[0]
-    if decided is None:
-        raise RuntimeError("rank 0 decides the slots")
-    plan, pinned = decided
+    plan, pinned = on_first(world, planned)
     if world.is_first and budget.by_default and isinstance(use.split, str):
         log.info(
             "the cache has %s slots: 1.5 %% of the rows of each width of table, but at least 32 "
@@ -529,10 +524,8 @@ def _report(
 ) -> None:
     """Log each table's hot rows, the largest first."""
     lines = [f"{'table':<24} {'rows':>13} {'hot rows':>11} {'share':>7} {'lookups':>8}  bytes"]
-    sizes = [
-        hot * (table.dim + state) * itemsize
-        for hot, table, state in zip(plan.hot_rows, tables, widths, strict=True)
-    ]
+    pairs = zip(plan.hot_rows, tables, widths, strict=True)
+    sizes = [hot * (table.dim + state) * itemsize for hot, table, state in pairs]
     largest = sorted(range(len(tables)), key=lambda place: -sizes[place])
     for place in largest[:_SHOWN]:
         table, hot, counted = tables[place], plan.hot_rows[place], statistics.tables[place]

@@ -128,13 +128,6 @@ def test_criteo_lines_and_folders(tmp_path: Path) -> None:
     check(predict(run, tmp_path), [train(run, tmp_path)], EXACT)
 
 
-def test_the_criteo_sample(tmp_path: Path, shared_data: Path) -> None:
-    path = shared_data / "criteo_kaggle_sample.txt"
-    run = ("data=criteo", f"data.path={path}", "data.global_batch_size=64", "cache.rows=4000")
-    run = (*run, f"data.table_rows={[5000] * 26}")
-    check(predict(run, tmp_path), [train(run, tmp_path)], EXACT)
-
-
 def test_parquet(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

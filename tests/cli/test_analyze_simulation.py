@@ -1,4 +1,4 @@
-"""The command line of the analysis: simulated policies, of the data and of a file of ids."""
+"""What analyze replays: policies of the data, or of a file of ids, as a run with the keys would."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from distcache.cli.analyze_run import (
     cases_of,
     policy_named,
 )
-from distcache.cli.compose import read_line
+from distcache.cli.compose import compose_overrides, read_line, to_config
+from distcache.comm.world import close_world, open_world
 from distcache.planner.victims import Policy
 from distcache.replay import Case, replay
 from distcache.trace import Trace, record_ids
+from distcache.trainer.prediction import RecordedRun
+from distcache.trainer.trainer import train
 
 
 def test_policies_and_cases() -> None:
@@ -123,3 +126,60 @@ def test_the_report_says_which_holds_bind(tmp_path: Path, capsys: pytest.Capture
     for told in (text, shown):
         assert "the holds of moving ahead bind: with cache.prefetch=1 a window of 64" in told
         assert "No deeper window helps there; more slots do." in told
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("policy", [Policy(), Policy("lfu"), Policy("static"), Policy("lru")])
+def test_more_slots_than_rows(world: int, policy: Policy) -> None:
+    rng = np.random.default_rng(0)
+    steps = [(4000 * rng.random(50) ** 2).astype(np.int64) for _ in range(40)]
+    trace = record_ids(steps, 4000, (world,))
+    most = max(len(home.names) for home in trace.of_world(world))
+    prediction = RecordedRun([trace], 40)
+    for slots in (3999, world * most, world * most - world, 300):
+        case = Case(policy, (slots,), 4, 1, world)
+        found = prediction.estimate(case)
+        (plain,) = replay(trace, [case], prediction.classes)
+        assert found.case == case and found.hit_rate == plain.hit_rate
+        assert found.fetched == plain.fetched and found.written_back == plain.written_back
+
+
+RUN = (
+    *("data=synthetic", "data.table_rows=[3000,500,40]", "data.global_batch_size=64"),
+    *("model=dcn_v2", "model.table_dims=[16,16,32]", "model.dense_arch=[8,4]"),
+    *("model.over_arch=[8,1]", "model.cross_layers=1", "model.cross_rank=2"),
+    *("trainer.steps=30", "trainer.device=cpu", "trainer.log_level=ERROR", "run.save=false"),
+)
+
+
+def simulated(folder: Path, *words: str) -> dict[tuple[str, int], float]:
+    """Rows fetched per step by policy and slots over all groups."""
+    given = [*RUN, "simulate=true", "analyze.policies=[lookahead]"]
+    cases = run(folder, *given, *words)["simulated"]
+    return {(case["label"], sum(case["slots"])): case["fetched"] for case in cases}
+
+
+def test_each_size_has_its_own_prefetch(tmp_path: Path) -> None:
+    up = simulated(tmp_path / "up", "analyze.sizes=[0.05,0.5]")
+    down = simulated(tmp_path / "down", "analyze.sizes=[0.5,0.05]")
+    assert up == down and len(up) == 4
+
+
+def test_statistics_are_those_that_are_counted(tmp_path: Path) -> None:
+    words = ("cache.tail=frequency", "cache.split=by_curve", "analyze.sizes=[0.3]")
+    found = simulated(tmp_path / "counted", *words)
+    ((label, slots), fetched) = next(item for item in found.items() if item[0][0] != "MIN")
+    assert "lfu" in label  # analyze.policies=[lookahead] has the default tail
+    wanted = (*RUN, "cache.split=by_curve", "cache.ratio=0.3", "cache.warm_start=0")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    world = open_world("cpu", timeout_s=60)
+    try:
+        words = [*wanted, f"cache.statistics={tmp_path / 'counted/out'}"]
+        summary = train(to_config(compose_overrides(words)), world, folder).summary
+    finally:
+        close_world(world)
+    assert summary["cache_rows"] == slots
+    assert summary["rows_fetched"] == pytest.approx(fetched)
+    least = next(value for (name, _), value in found.items() if name == "MIN")
+    assert least <= fetched

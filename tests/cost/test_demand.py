@@ -83,8 +83,6 @@ def test_a_prefix_and_the_rest_are_the_whole() -> None:
         group.split([0.0, 301.0, 0.0])
     with pytest.raises(ConfigError, match=r"t_other=1 names no table: choose from t_cat_0"):
         demand(4).prefixes({"t_other": 1})
-    with pytest.raises(ConfigError, match=r"t_cat_2=41, but the table has 40 rows"):
-        demand(4).prefixes({"t_cat_2": 41})
 
 
 def test_counts_say_what_the_law_says() -> None:

@@ -24,7 +24,7 @@ from criteo_lines import (
 
 from distcache import preprocess as entry
 from distcache.cli.compose import read_line
-from distcache.data.raw import job
+from distcache.data.raw import job, tables
 from distcache.data.raw.settings import MLPERF_BAGS, PreprocessSettings, read_manifest, verify
 from distcache.errors import ConfigError, DataError
 
@@ -52,9 +52,11 @@ def test_hashed_arrays_are_the_lines(text, tmp_path, part):
     assert manifest.inputs == [about]
 
 
-@pytest.mark.parametrize("min_count", [1, 4])
+@pytest.mark.parametrize("min_count", [1, 4, 10**6])
 @pytest.mark.parametrize("wide", [False, True])
-def test_a_vocabulary_of_training_samples(tmp_path, min_count, wide):
+def test_a_vocabulary_of_training_samples(tmp_path, monkeypatch, min_count, wide):
+    monkeypatch.setattr(tables, "_CHUNK", 17)
+    monkeypatch.setattr(tables, "FAN_IN", 3)  # of about ten parts
     lines = make_lines(700)
     if wide:  # an id of more than 32 bits, in a part of its own
         lines[300] = with_fields(lines[300], {39: b"123456789abcdef0"})

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +17,12 @@ from distcache.data.files import inspect
 from distcache.data.raw import parts, tables
 from distcache.data.raw.job import Pool
 from distcache.data.raw.parts import PartTask, parse_part, read_pieces, write_runs
-from distcache.data.raw.settings import FIRST, MISSING, bags
+from distcache.data.raw.settings import bags
 from distcache.data.raw.tables import (
     ENTRY_BYTES,
     Run,
-    TableTask,
-    build_table,
     fewer_runs,
-    look_up,
     merge_runs,
-    read_table_report,
 )
 from distcache.errors import MemoryTooSmallError
 
@@ -172,10 +167,6 @@ def test_many_runs_are_merged_in_groups(tmp_path, monkeypatch, fan_in):
     chunks = list(merge_runs(runs, 50))
     assert np.concatenate([v for v, _ in chunks]).tolist() == distinct.tolist()
     assert np.concatenate([c for _, c in chunks]).tolist() == counts.tolist()
-    (tmp_path / "whole").mkdir()
-    build_table(vocabulary(tmp_path / "whole", columns, 50))
-    assert np.load(tmp_path / "whole/counts.npy").sum() == counts.sum() + 7
-    assert not (tmp_path / "whole/table/runs").exists()
 
 
 def test_long_runs_are_merged_in_the_memory_of_a_range(tmp_path):
@@ -197,67 +188,6 @@ def test_long_runs_are_merged_in_the_memory_of_a_range(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 2 * most * ENTRY_BYTES < runs[0].values().nbytes
     finally:
         tracemalloc.stop()
-
-
-def vocabulary(tmp_path: Path, columns: list[np.ndarray], most: int, **options) -> TableTask:
-    values = {"table": 3, "missing": 7, "rows": None, "min_count": 1, "bag": 1} | options
-    return TableTask(
-        runs=make_runs(tmp_path, columns),
-        most=most,
-        folder=str(tmp_path / "table"),
-        counts_path=str(tmp_path / "counts.npy"),
-        vocabulary_path=str(tmp_path / "vocabulary.npy"),
-        **values,
-    )
-
-
-@pytest.mark.parametrize("dtype", ["<u4", "<u8"])
-@pytest.mark.parametrize("most", [20, 10**6])
-@pytest.mark.parametrize("min_count", [1, 3, 10**6])
-def test_vocabulary_by_falling_count(tmp_path, dtype, most, min_count, monkeypatch):
-    monkeypatch.setattr(tables, "_CHUNK", 17)
-    random = np.random.default_rng(1)
-    columns = [(random.zipf(1.3, 300) % 5000).astype(dtype) for _ in range(4)]
-    task = vocabulary(tmp_path, columns, most, min_count=min_count)
-    report = build_table(task)
-    assert read_table_report(tmp_path / "table") == report
-    counted = Counter(np.concatenate(columns).tolist())
-    kept = sorted((i for i, n in counted.items() if n >= min_count), key=lambda i: (-counted[i], i))
-    assert report.rows == len(kept) + FIRST
-    names, counts = np.load(tmp_path / "vocabulary.npy"), np.load(tmp_path / "counts.npy")
-    assert names[FIRST:].tolist() == kept
-    assert counts.tolist() == [
-        sum(n for n in counted.values() if n < min_count),
-        7,
-        *(counted[i] for i in kept),
-    ]
-    asked = np.array([*counted, 4999, 5001, 2**32 - 1], dtype=dtype)
-    row = {value: at for at, value in enumerate(kept, start=FIRST)}
-    found = look_up(asked, tmp_path / "table", report)
-    assert found.tolist() == [row.get(value, 0) for value in asked.tolist()]
-
-
-def test_a_table_without_ids(tmp_path):
-    report = build_table(vocabulary(tmp_path, [], 10))
-    assert report.rows == FIRST and np.load(tmp_path / "counts.npy").tolist() == [0, 7]
-    assert look_up(np.array([5], np.uint32), tmp_path / "table", report).tolist() == [0]
-    assert MISSING == 1
-
-
-def test_hashed_counts_and_bags(tmp_path):
-    random = np.random.default_rng(2)
-    columns = [random.integers(0, 50, 100).astype(np.int32) for _ in range(3)]
-    (tmp_path / "one").mkdir()
-    (tmp_path / "many").mkdir()
-    build_table(vocabulary(tmp_path / "one", columns, 10, rows=60))
-    single = np.bincount(np.concatenate(columns), minlength=60)
-    assert np.load(tmp_path / "one/counts.npy").tolist() == single.tolist()
-    build_table(vocabulary(tmp_path / "many", columns, 10, rows=60, bag=5))
-    expected = np.zeros(60, dtype=np.int64)
-    for ids in bags(np.concatenate(columns).astype(np.int64), 3, 60, 5):
-        for one in ids:
-            expected[one] += 1
-    assert np.load(tmp_path / "many/counts.npy").tolist() == expected.tolist()
 
 
 def test_bags_are_a_function_of_table_and_id():

@@ -1,12 +1,13 @@
-"""One rank: the collection is TorchRec's, exactly, whatever the cache holds."""
+"""One rank: a collection is TorchRec's, whatever the cache holds; what sequences alone have."""
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
-from ebc_cases import STEPS, batches, configs, draw, joined, key_of_tables, mixed_configs
+from ebc_cases import STEPS, batches, configs, draw, joined, key_of_tables, mixed_configs, using
 from ebc_models import UPDATES, Pooled, cached, dlrm, plain_tables, values_of
 from ebc_training import (
     assert_close,
@@ -17,11 +18,10 @@ from ebc_training import (
     weights_of,
     written_back,
 )
-from torchrec import KeyedJaggedTensor
+from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from distcache import lookahead
-
-pytestmark = pytest.mark.usefixtures("kind")
+from distcache.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +29,7 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("name", UPDATES)
 def test_dlrm_trains_as_with_torchrecs_own_tables(name) -> None:
     ebc = cached(name)
@@ -42,6 +43,7 @@ def test_dlrm_trains_as_with_torchrecs_own_tables(name) -> None:
     assert all(not torch.equal(final[key], start[key]) for key in final if "over" in key)
 
 
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("weighted", [False, True])
 def test_widths_means_and_shared_features_train_as_torchrecs(kind, weighted) -> None:
     tables = mixed_configs()
@@ -66,6 +68,7 @@ def test_widths_means_and_shared_features_train_as_torchrecs(kind, weighted) -> 
     assert_close(weights_of(model), final)
 
 
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize(("steps", "weighted"), [(20, False), (19, True)])
 def test_accumulated_micro_batches_are_one_step(kind, steps, weighted) -> None:
     how = {"tables": mixed_configs()}
@@ -95,6 +98,7 @@ def test_accumulated_micro_batches_are_one_step(kind, steps, weighted) -> None:
     assert_close(small, weights_of(model))
 
 
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("how", ["inline", "before the batch", "read ahead", "pulled ahead"])
 def test_evaluation_in_the_middle_changes_nothing(how) -> None:
     plain = cached("adam", rows=170)
@@ -134,6 +138,7 @@ def test_evaluation_in_the_middle_changes_nothing(how) -> None:
     assert ebc.tables.steps == STEPS
 
 
+@pytest.mark.usefixtures("kind")
 def test_an_evaluation_batch_sees_the_trained_rows() -> None:
     ebc = cached("sgd", rows=170)
     model = dlrm(ebc)
@@ -148,6 +153,7 @@ def test_an_evaluation_batch_sees_the_trained_rows() -> None:
     train(model.train(), ebc, lookahead(batches(3), ebc))
 
 
+@pytest.mark.usefixtures("kind")
 def test_keys_names_and_dtypes_are_torchrecs(kind) -> None:
     tables = mixed_configs()
     ebc, own = cached("sgd", tables, rows=800), plain_tables(tables)
@@ -194,6 +200,7 @@ def assert_same_sequences(mine, theirs) -> None:
                 torch.testing.assert_close(found, wanted, rtol=0, atol=0, msg=f"{name} {part}")
 
 
+@pytest.mark.usefixtures("kind")
 def test_the_dense_part_may_be_compiled() -> None:
     ebc = cached("adagrad", rows=170)
     model = dlrm(ebc)
@@ -210,8 +217,153 @@ def dense_of(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+@pytest.mark.usefixtures("kind")
 def test_float64_tables_give_float64() -> None:
     ebc = cached("sgd", rows=200, dtype=torch.float64)
     model = Pooled(ebc).double()
     train(model, ebc, lookahead(batches(3), ebc), dense_of(model))
     assert weights_of(model)[f"ebc.{key_of_tables()}.t0.weight"].dtype == torch.float64
+
+
+@pytest.fixture
+def sequences():
+    using("sequences")
+    yield
+    using("bags")
+
+
+@pytest.mark.usefixtures("sequences")
+def test_indices_come_along_where_they_are_wanted() -> None:
+    ebc = cached(need_indices=True)
+    assert ebc.need_indices() and ebc.embedding_dim() == 8
+    ids = draw(3).sparse_features
+    found = ebc(ids)
+    for name, one in ids.to_dict().items():
+        assert torch.equal(found[name].weights(), one.values())
+        assert torch.equal(found[name].lengths(), one.lengths())
+
+
+@pytest.mark.usefixtures("sequences")
+def test_ids_of_one_occurrence_train_with_torchrecs_bits() -> None:
+    """No row is named twice, so there is no order of summation: SGD gives the very same bits."""
+    tables = configs()[:1]
+    ebc, own = cached("sgd", tables, rows=60), plain_tables(tables)
+    own.load_state_dict(weights_of(ebc))
+    rows = torch.optim.SGD(own.parameters(), lr=0.1)
+    data = []
+    for step in range(12):
+        torch.manual_seed(step)
+        lengths = torch.tensor([3, 0, 7, 1])
+        data.append(KeyedJaggedTensor(["f0"], torch.randperm(400)[:11], lengths=lengths))
+    for ids in lookahead(data, ebc):
+        for found in (ebc(ids), own(ids)):
+            found["f0"].values().square().sum().backward()
+        ebc.step()
+        rows.step()
+        rows.zero_grad()
+    assert_same(weights_of(ebc), own.state_dict())
+
+
+@pytest.mark.usefixtures("sequences")
+def test_values_may_be_changed_in_place() -> None:
+    """As those of torchrec.EmbeddingCollection."""
+
+    ebc, own = cached("sgd"), plain_tables()
+    own.load_state_dict(weights_of(ebc))
+    found = ebc(draw(2).sparse_features)
+    theirs = own(draw(2).sparse_features)
+    for one in (found, theirs):
+        sum(part.values().mul_(2).relu_().square().sum() for part in one.values()).backward()
+    ebc.step()
+    torch.optim.SGD(own.parameters(), lr=0.1).step()
+    assert_close(weights_of(ebc), own.state_dict())
+
+
+@pytest.mark.usefixtures("sequences")
+def test_a_loss_of_one_feature_alone() -> None:
+    ebc, own = cached("adagrad", mixed_configs(), rows=800), plain_tables(mixed_configs())
+    own.load_state_dict(weights_of(ebc))
+    batch = draw(4, tables=mixed_configs())
+    for collection in (ebc, own):
+        collection(batch.sparse_features)["f1"].values().square().sum().backward()
+    ebc.step()
+    found = weights_of(ebc)
+    for name, gradient in ((n, p.grad) for n, p in own.named_parameters()):
+        unchanged = torch.equal(found[name], own.state_dict()[name])
+        assert unchanged == (gradient is None or not gradient.any()), name
+
+
+@pytest.mark.usefixtures("sequences")
+@pytest.mark.parametrize("size", [0, 1])
+def test_batches_without_any_id(size) -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    keys = list(draw(0).sparse_features.keys())
+    lengths = torch.zeros(len(keys) * size, dtype=torch.int32)
+    empty = KeyedJaggedTensor(keys, none, lengths=lengths)
+    ebc = cached("adam")
+    before = weights_of(ebc)
+    found = ebc(empty)
+    for one in found.values():
+        assert one.values().shape == (0, 8) and one.lengths().shape == (size,)
+        assert one.lengths().dtype == torch.int32
+    sum(one.values().sum() for one in found.values()).backward()
+    ebc.step()
+    assert_same(weights_of(ebc), before)
+    assert ebc.tables.steps == 1
+
+
+@pytest.mark.usefixtures("sequences")
+def test_several_widths_have_no_common_one() -> None:
+    ebc = cached("sgd", mixed_configs(), rows=800)
+    assert {name: one.values().shape[1] for name, one in widths(ebc).items()} == {
+        "f0@t0": 8, "f1": 8, "g": 8, "f2": 4, "f0@t2": 4, "f3": 8,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"several widths, \[4, 8\]"):
+        ebc.embedding_dim()
+
+
+def widths(ebc) -> dict[str, JaggedTensor]:
+    return ebc(draw(1, tables=mixed_configs()).sparse_features)
+
+
+class Both(torch.nn.Module):
+    """Pooled and sequence embeddings of one batch in one model."""
+
+    def __init__(self, ebc, ec) -> None:
+        super().__init__()
+        self.bags, self.rows = Pooled(ebc), Pooled(ec)
+
+    def forward(self, dense, ids):
+        return self.bags(dense, ids) + self.rows(dense, ids)
+
+
+@pytest.mark.usefixtures("sequences")
+def test_beside_a_bag_collection() -> None:
+    """A look-ahead for either; the other plans its batches when they come."""
+    data = batches(12)
+
+    def run(ahead: int | None) -> dict:
+        using("bags")
+        ebc = cached("adagrad", rows=300)
+        using("sequences")
+        ec = cached("adagrad", [replace(t, name=f"s{t.name}") for t in configs()], rows=300)
+        model = Both(ebc, ec)
+        dense = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in data if ahead is None else lookahead(data, (ebc, ec)[ahead]):
+            dense.zero_grad()
+            loss_of(model, batch).backward()
+            ebc.step()
+            ec.step()
+            dense.step()
+        return weights_of(model)
+
+    inline = run(None)
+    assert_same(run(0), inline)
+    assert_same(run(1), inline)
+
+
+@pytest.mark.usefixtures("sequences")
+def test_a_look_ahead_in_another_is_refused() -> None:
+    ebc, ec = cached(), cached()
+    with pytest.raises(ConfigError, match="cannot read another look-ahead"):
+        lookahead(lookahead(batches(), ebc), ec)

@@ -9,10 +9,10 @@ from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ebc_counts import statistics
 from oracle import OPTIMIZERS, check_against_trainer
 from ranks import run_ranks
 from scenarios import Outcome, Scenario, run_mode, table
@@ -27,7 +27,7 @@ from distcache.data.batch import Batch
 from distcache.errors import ConfigError
 from distcache.optim import dense_optimizer, row_update
 from distcache.parallel.cached import CachedSettings
-from distcache.popularity.statistics import Statistics, TableCounts
+from distcache.popularity.statistics import Statistics
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 200, dim=4), table("d", 1))
 STEPS = 12
@@ -75,17 +75,8 @@ class OfBatches(nn.Module):
 
 def counted(case: Scenario) -> Statistics:
     """How often the first steps look rows up."""
-    counts = {f: np.zeros(spec.rows, np.int64) for spec in case.tables for f in spec.features}
-    for step in range(6):
-        ids = case.batch(step).ids
-        for at, feature in enumerate(ids.features):
-            ends = ids.offsets[[at * ids.batch_size, (at + 1) * ids.batch_size]].tolist()
-            own = ids.values[slice(*ends)].numpy()
-            counts[feature] += np.bincount(own, minlength=len(counts[feature]))
-    tables = [
-        TableCounts(f, len(c), int(c.sum()), int((c > 0).sum()), c) for f, c in counts.items()
-    ]
-    return Statistics(tuple(tables), "ids", 6 * case.global_batch)
+    rows = {feature: spec.rows for spec in case.tables for feature in spec.features}
+    return statistics(rows, [as_user_batch(case.batch(step))[1] for step in range(6)])
 
 
 def collection(case: Scenario, placement: str, way: str, **settings: object):

@@ -159,7 +159,7 @@ def test_arrays_are_a_step_to_a_row_or_so_many_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("held", "problem"),
     [
         ("1 2\n3 -4\n", r"line 2: '-4' is not an id"),
         ("1.5\n", r"line 1: '1.5' is not an id"),
@@ -167,18 +167,8 @@ def test_arrays_are_a_step_to_a_row_or_so_many_ids(tmp_path: Path) -> None:
         ("99999999999999999999\n", "line 1: '99999999999999999999' is not an id"),
         ("", "has no ids"),
         ("\n \n", "has no ids"),
-    ],
-)
-def test_text_that_holds_no_ids(tmp_path: Path, text: str, problem: str) -> None:
-    file = tmp_path / "ids.txt"
-    file.write_text(text)
-    with pytest.raises(DataError, match=problem):
-        list(read_steps(file))
-
-
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
+        (None, "there is no such file of ids"),
+        (b"1 2 3", "is not an array of ids"),
         (np.array([[1.5, 2]]), r"holds float64, its first value is 1.5: ids are integers"),
         (np.array([True]), "holds bool"),
         (np.array([[1, 2], [3, -4]]), "id 3 is -4: ids are not negative"),
@@ -188,17 +178,13 @@ def test_text_that_holds_no_ids(tmp_path: Path, text: str, problem: str) -> None
         (np.zeros((0, 3), int), "has no ids"),
     ],
 )
-def test_arrays_that_hold_no_ids(tmp_path: Path, values: np.ndarray, problem: str) -> None:
-    np.save(tmp_path / "ids.npy", values)
+def test_files_that_hold_no_ids(tmp_path: Path, held: object, problem: str) -> None:
+    file = tmp_path / ("ids.txt" if held is None or isinstance(held, str) else "ids.npy")
+    if isinstance(held, np.ndarray):
+        np.save(file, held)
+    elif held is not None:
+        file.write_bytes(held.encode() if isinstance(held, str) else held)
     with pytest.raises(DataError, match=problem):
-        list(read_steps(tmp_path / "ids.npy"))
-
-
-def test_files_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no such file of ids"):
-        list(read_steps(tmp_path / "ids.txt"))
-    (tmp_path / "ids.npy").write_text("1 2 3")
-    with pytest.raises(DataError, match="is not an array of ids"):
-        list(read_steps(tmp_path / "ids.npy"))
+        list(read_steps(file))
     with pytest.raises(ConfigError, match="0 ids per step"):
-        list(read_steps(tmp_path / "ids.npy", 0))
+        list(read_steps(file, 0))

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from distcache.data.synthetic import ZipfTables
 from distcache.popularity.counters import Drift
 from distcache.popularity.curve import Curve, StaticSet, StepCurves, fit_zipf, most_frequent
 from distcache.popularity.statistics import TableCounts
@@ -131,3 +132,33 @@ def test_drift_is_seen() -> None:
     assert still.kept() > 0.98 and still.kept_far() > 0.98
     assert moving.kept() < 0.3 and moving.kept_far() < 0.3
     assert Drift(10).kept() is None and Drift(10).kept_far() is None
+
+
+def zipf_curve(rows: int, lookups: int, exponent: float, seed: int) -> Curve:
+    ids = ZipfTables([rows], exponent, seed).draw_ids(
+        np.random.default_rng(seed).random(lookups), np.array([lookups])
+    )
+    return Curve.of(table(np.bincount(ids, minlength=rows)))
+
+
+@pytest.mark.parametrize("rows", [300, 10_000, 300_000])
+@pytest.mark.parametrize("exponent", [0.3, 0.8, 1.05, 1.2, 1.6])
+def test_the_exponent_is_found_within_its_error(rows: int, exponent: float) -> None:
+    for seed in (1, 2):
+        fit = fit_zipf(zipf_curve(rows, 1_000_000, exponent, seed))
+        if fit.exponent is None:
+            assert rows == 300_000 and exponent == 0.3  # 3 lookups a row: none has 30
+            continue
+        assert abs(fit.exponent - exponent) < 1.5 * fit.error
+        assert fit.error < 0.35 * exponent
+
+
+def test_uniform_ids_have_the_exponent_0() -> None:
+    fit = fit_zipf(zipf_curve(2_000, 200_000, 0.0, 3))
+    assert fit.exponent == 0 and fit.rows == 2_000 and "chance" in fit.why
+
+
+def test_too_little_to_fit() -> None:
+    assert fit_zipf(zipf_curve(3, 1000, 1.0, 1)).why.startswith("fewer than 20 rows")
+    one = fit_zipf(Curve.of(table(np.eye(1, 100, 7, dtype=np.int64)[0] * 500)))
+    assert one.exponent is None and one.error is None

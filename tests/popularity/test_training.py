@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from distcache.config.checks import check
 from distcache.errors import ConfigError
 from distcache.popularity.statistics import write_statistics
 from distcache.trainer.build import build_source
-from distcache.trainer.plan_cache import read_checked
 from distcache.trainer.trainer import train
 
 ROWS, DIMS = [700, 90, 30], [8, 4, 8]
@@ -179,24 +179,6 @@ def test_values_that_contradict_each_other_are_refused_before_any_rank(overrides
         check(config_of(*overrides), 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "what"),
-    [
-        (["data.table_rows=[700,90,31]"], "of tables with"),
-        (["data.table_rows=[700,90]", "model.table_dims=[8,4]", "data.bag_size=1"], "features"),
-    ],
-)
-def test_statistics_of_other_tables_are_refused_with_both_fingerprints(
-    overrides, what, folders
-) -> None:
-    from distcache.trainer.build import build_tables
-
-    config = config_of(f"cache.statistics={folders['one']}", *overrides)
-    source = build_source(config)
-    with pytest.raises(ConfigError, match=rf"{what}.*fingerprint [0-9a-f]{{16}}.*has fingerprint"):
-        read_checked(config, build_tables(config, source), source)
-
-
 def refused(rank: int, size: int, folder: str, home: str) -> list[str]:
     world = open_world("cpu", timeout_s=60)
     found = []
@@ -206,6 +188,7 @@ def refused(rank: int, size: int, folder: str, home: str) -> list[str]:
         ["cache.split={t_cat_0:700,t_cat_1:90,t_cat_2:30}"],
         ["cache.split=by_curve", "cache.bytes=2000"],
         ["cache.split={t_cat_0:7,t_cat_1:90}"],
+        ["data.table_rows=[700,90,31]"],
     ):
         try:
             train(config_of(f"cache.statistics={folder}", *overrides), world, Path(home))
@@ -216,11 +199,12 @@ def refused(rank: int, size: int, folder: str, home: str) -> list[str]:
     return found
 
 
-def test_splits_that_do_not_fit_are_refused_on_all_ranks(folders, tmp_path) -> None:
+def test_splits_and_statistics_that_do_not_fit_are_refused_on_all_ranks(folders, tmp_path) -> None:
     for messages in run_ranks(refused, 2, folders["one"], str(tmp_path)):
-        unknown, many, large, small, step = messages
+        unknown, many, large, small, step, other = messages
         assert "t_x=1 names no table" in unknown
         assert "the table has 700 rows" in many
         assert "more than cache.bytes=16000" in large
         assert "set cache.bytes=" in small
         assert "a step is expected to need" in step
+        assert re.search(r"of tables with.*fingerprint \w{16}.*has fingerprint", other)

@@ -137,7 +137,8 @@ class PreprocessSettings:
 
 
 HASHED_BYTES = 16 << 20
-"""Bytes under one hash of a file's checksum."""
+"""Bytes under one hash of a file's checksum, which is one over the hashes of all blocks, so that
+many processes can make it together."""
 
 
 def hash_block(block: tuple[str, int]) -> bytes:
@@ -154,6 +155,7 @@ def hash_blocks(path: Path) -> list[tuple[str, int]]:
 
 
 NAME = "manifest.json"
+"""What a folder of preprocessed data holds. Written last: then all is there."""
 FORMAT = 1
 
 

@@ -1,17 +1,19 @@
-"""Sharded rows that ranks of a node share: the bits of one node, and the bytes that ids say."""
+"""Several nodes, each with its part of the rows: the bits of one node with the same ranks, and of
+sharded rows, which ranks of a node share, the bytes that ids say.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 from node_cases import open_nodes
 from ranks import run_ranks
-from scenarios import Scenario, finish, table
+from scenarios import Scenario, finish, run_mode, table
 
 from distcache.comm.world import Nodes, World, close_world
 from distcache.engine.groups import Placement, TableGroup, group_bags, make_groups
@@ -28,27 +30,36 @@ PLACEMENTS = {
     "mixed": Placement("mixed", "home", hot=tuple(np.arange(count) for count in (20, 5, 1))),
     "all late": Placement("sharded", early=False),
 }
+SHARING = CachedSettings("data", SLOTS, 3, 2, validate=True)
+ROOMY = CachedSettings("data", (280, 16), 6, 2, validate=True)
+RUNS = {name: replace(SHARING, placement=own) for name, own in PLACEMENTS.items()} | {
+    "replicated": ROOMY,
+    "state at home": replace(ROOMY, placement=Placement(state="home"), schedule="serial"),
+    "host": CachedSettings("host"),
+    "resident": CachedSettings("resident"),
+}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's digests, and what this rank sent, bytes by counter."""
+    """A run's digests, what this rank has cached, and what it sent, bytes by counter."""
 
     losses: str
     state: str
+    cached: np.ndarray
     sent: dict[str, int]
 
 
-def run_all(rank: int, size: int, ways: Sequence[tuple[tuple[int, ...], bool]]) -> list[list[Run]]:
-    """Every placement on nodes of each shape of `ways`; whether they hand rows on."""
+def run_all(
+    rank: int, size: int, ways: Sequence[tuple[tuple[int, ...], bool]]
+) -> list[dict[str, Run]]:
+    """Every run on nodes of each shape of `ways`; whether they hand rows on."""
     found = []
     for sizes, hand_on in ways:
         world = open_nodes(rank, sizes)
-        found.append([])
         with patch.object(relays, "MOST_RANKS", relays.MOST_RANKS if hand_on else 1):
-            for placement in PLACEMENTS.values():
-                settings = CachedSettings("data", SLOTS, 3, 2, validate=True, placement=placement)
-                found[-1].append(run_one(world, settings))
+            names = RUNS if hand_on else PLACEMENTS
+            found.append({name: run_one(world, RUNS[name]) for name in names})
         close_world(world)
     return found
 
@@ -62,7 +73,7 @@ def run_one(world: World, settings: CachedSettings) -> Run:
     losses = [mode.train_step(step).loss for step in mode.stream(batches)]
     outcome, counters = finish(mode, CASE, losses), mode.counters
     sent = counters.values() | {"inter_node_bytes": counters.inter_node_bytes}
-    return Run(outcome.loss_digest, outcome.state_digest, sent)
+    return Run(outcome.loss_digest, outcome.state_digest, outcome.cached, sent)
 
 
 def named_rows(placement: Placement) -> Iterator[tuple[TableGroup, list[np.ndarray]]]:
@@ -102,13 +113,10 @@ WAYS = [((4,), True), ((2, 2), True), ((1, 3), True), ((2, 2), False), ((1, 3), 
 
 @pytest.fixture(scope="module")
 def by_way() -> dict[tuple, dict[str, list[Run]]]:
-    """The runs of every rank, by way and placement."""
+    """The runs of every rank, by way and name."""
     by_rank = run_ranks(run_all, WORLD, WAYS, timeout=200)
     return {
-        way: {
-            name: [of_rank[at][place] for of_rank in by_rank]
-            for place, name in enumerate(PLACEMENTS)
-        }
+        way: {name: [of_rank[at][name] for of_rank in by_rank] for name in by_rank[0][at]}
         for at, way in enumerate(WAYS)
     }
 
@@ -117,8 +125,18 @@ def total(runs: list[Run], counter: str) -> int:
     return sum(run.sent[counter] for run in runs)
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_nodes_have_the_bits_of_one(by_way: dict, name: str) -> None:
+    one = by_way[(4,), True][name]
+    for way in WAYS:
+        for rank, run in enumerate(by_way[way].get(name, ())):
+            assert run.losses == one[rank].losses
+            assert rank or run.state == one[0].state, "rank 0 has the whole tables"
+            assert np.array_equal(run.cached, one[rank].cached), (way, rank)
+
+
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_bits_and_bytes_of_shared_rows(by_way: dict, name: str) -> None:
+def test_bytes_of_shared_rows(by_way: dict, name: str) -> None:
     one = by_way[(4,), True][name]
     for sizes in ((2, 2), (1, 3)):
         on, off, want = (
@@ -126,9 +144,6 @@ def test_bits_and_bytes_of_shared_rows(by_way: dict, name: str) -> None:
             by_hand(PLACEMENTS[name], sizes),
         )
         for runs in (on, off):
-            for rank, run in enumerate(runs):
-                assert run.losses == one[rank].losses
-            assert runs[0].state == one[0].state  # rank 0 has the whole tables
             for counter in ("collective_bytes", "dense_collective_bytes"):
                 assert total(runs, counter) == total(one, counter), (sizes, counter)
         saved = total(off, "inter_node_bytes") - total(on, "inter_node_bytes")
@@ -142,3 +157,17 @@ def test_bits_and_bytes_of_shared_rows(by_way: dict, name: str) -> None:
         dense = sum(on[rank].sent["dense_collective_bytes"] for rank in last)
         between = want["once"] + want["gradients"] + dense
         assert total(on, "inter_node_bytes") == between
+
+
+def run_with_evaluations(rank: int, size: int) -> dict:
+    world = open_nodes(rank, (1,) * size)
+    found = run_mode(world, CASE, RUNS["sharded"], evals=3).summary
+    close_world(world)
+    return found
+
+
+def test_what_evaluation_sends_between_nodes_is_not_counted() -> None:
+    """Of a rank alone on its node all bytes leave the node: both counters are of training alone."""
+    for summary in run_ranks(run_with_evaluations, 2, timeout=60):
+        sent = summary["collective_bytes"] + summary["dense_collective_bytes"]
+        assert 0 <= summary["inter_node_bytes"] - sent <= 1  # means over ranks, rounded down
