@@ -1,4 +1,5 @@
-"""Tables of TorchRec's configs, and batches for them.
+"""Collections in small loops: TorchRec's tables and batches for them, models over cached and over
+plain tables, loops over these in one process and on ranks.
 
 Tables come pooled or as sequences: `using("sequences")` says which from then on, and the fixture
 `kind` runs a test with either.
@@ -6,13 +7,36 @@ Tables come pooled or as sequences: `using("sequences")` says which from then on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import gc
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
-from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, PoolingType
+import torch.distributed as dist
+from ranks import run_ranks
+from reference_trainer import RowWiseAdagrad
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    PoolingType,
+)
+from torchrec.models.dlrm import DLRM
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
+
+import distcache
+from distcache import CachedEmbeddingBagCollection, CachedEmbeddingCollection, lookahead
+from distcache.embedding.step import CollectionTables
+from distcache.popularity.statistics import Statistics, TableCounts
 
 KINDS = ("bags", "sequences")
 _kind = "bags"
@@ -150,3 +174,300 @@ def joined(parts: list[Clicks]) -> Clicks:
         ids,
         torch.cat([batch.labels for batch in parts]),
     )
+
+
+def two_widths():
+    """Tables of two widths; `t1` is read by `f1` and `g`."""
+    tables = configs()
+    tables[2] = replace(tables[2], embedding_dim=4, num_embeddings=400)
+    return tables
+
+
+def counted(steps: int = 6) -> Statistics:
+    """Lookups of the first batches, by feature, in another order than the tables'."""
+    rows = {f: t.num_embeddings for t in two_widths() for f in t.feature_names}
+    drawn = batches(steps, tables=two_widths())
+    return statistics(dict(sorted(rows.items(), reverse=True)), [b.sparse_features for b in drawn])
+
+
+def statistics(rows: dict[str, int], drawn: list[KeyedJaggedTensor]) -> Statistics:
+    """Lookups of batches by feature, of so many `rows` each."""
+    counts = {feature: np.zeros(n, np.int64) for feature, n in rows.items()}
+    for batch in drawn:
+        for feature, ids in batch.to_dict().items():
+            counts[feature] += np.bincount(ids.values().numpy(), minlength=rows[feature])
+    tables = [TableCounts.of(feature, own) for feature, own in counts.items()]
+    return Statistics(tuple(tables), "ids", len(drawn) * 24)
+
+
+UPDATES = {
+    "sgd": distcache.optim.SGD(lr=0.1),
+    "adagrad": distcache.optim.Adagrad(lr=0.005, initial_accumulator=0.1),
+    "rowwise_adagrad": distcache.optim.RowWiseAdagrad(lr=0.005, initial_accumulator=0.1),
+    "adam": distcache.optim.Adam(lr=0.005),
+}
+
+
+class Pooled(nn.Module):
+    """A model for tables of different widths: linear over all embeddings, pooled by the table or,
+    for sequences, here: each row by a score of its own, later ones more."""
+
+    def __init__(self, ebc: nn.Module) -> None:
+        super().__init__()
+        self.ebc = ebc
+        torch.manual_seed(5)
+        pooled = hasattr(ebc, "embedding_bag_configs")
+        tables = ebc.embedding_bag_configs() if pooled else ebc.embedding_configs()
+        widths = [table.embedding_dim for table in tables for _ in table.feature_names]
+        self.over = nn.Linear(sum(widths) + DENSE, 1)
+        self.queries = nn.ParameterList([] if pooled else [torch.randn(dim) for dim in widths])
+
+    def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
+        found = self.ebc(ids)
+        if isinstance(found, dict):
+            pairs = zip(found.values(), self.queries, strict=True)
+            values = torch.cat([scored_sum(rows, query) for rows, query in pairs], dim=1)
+        else:
+            values = found.values()
+        return self.over(torch.cat([values, dense.to(values)], dim=1))
+
+
+def scored_sum(rows: JaggedTensor, query: Tensor) -> Tensor:
+    """`[b, D]`: every sequence's rows, each times its score and its place."""
+    values, lengths = rows.values(), rows.lengths()
+    sample = torch.repeat_interleave(lengths)
+    place = torch.arange(len(values)) - rows.offsets()[sample] + 1
+    scored = values * torch.sigmoid(values @ query).mul(place).unsqueeze(1)
+    return values.new_zeros(len(lengths), values.shape[1]).index_add(0, sample, scored)
+
+
+def dlrm(ebc: nn.Module) -> nn.Module:
+    """TorchRec's DLRM as it is, always from the same dense weights; a `Pooled` of sequences."""
+    torch.manual_seed(5)
+    if not hasattr(ebc, "embedding_bag_configs"):
+        return Pooled(ebc)
+    return DLRM(ebc, DENSE, [8, 8], [8, 1])
+
+
+class ByWidth(nn.Module):
+    """TorchRec's EmbeddingCollections, one for each width (they take only one), as if one."""
+
+    def __init__(self, tables: list[EmbeddingConfig]) -> None:
+        super().__init__()
+        self.tables, self.parts, named = tables, [], {}
+        for width in {table.embedding_dim for table in tables}:
+            part = EmbeddingCollection([t for t in tables if t.embedding_dim == width])
+            self.parts.append(part)
+            named |= dict(part.embeddings.items())
+        self.embeddings = nn.ModuleDict({table.name: named[table.name] for table in tables})
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        return self.tables
+
+    def forward(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        found = {}
+        for part in self.parts:
+            out = part(ids)
+            pairs = zip(part.embedding_configs(), part.embedding_names_by_table(), strict=True)
+            found |= {table.name: [out[name] for name in names] for table, names in pairs}
+        names = get_embedding_names_by_table(self.tables)
+        return {
+            name: rows
+            for table, own in zip(self.tables, names, strict=True)
+            for name, rows in zip(own, found[table.name], strict=True)
+        }
+
+
+def values_of(found: Any) -> Tensor:
+    """All values that a collection has given out, in the order of its keys, `[n]`."""
+    parts = found.values() if isinstance(found, dict) else [found]
+    return torch.cat([part.values().reshape(-1) for part in parts])
+
+
+def plain_tables(tables: list[Any] | None = None) -> nn.Module:
+    """TorchRec's own collection."""
+    tables = tables if tables is not None else configs()
+    if kind_here() == "bags":
+        return EmbeddingBagCollection(tables)
+    one_width = len({table.embedding_dim for table in tables}) == 1
+    return EmbeddingCollection(tables) if one_width else ByWidth(tables)
+
+
+def cached(name: str = "adagrad", tables: Any = None, **settings: Any):
+    """A collection over `tables` with the optimizer `name`."""
+    settings.setdefault("rows", 300)
+    collection = (
+        CachedEmbeddingBagCollection if kind_here() == "bags" else CachedEmbeddingCollection
+    )
+    return collection(
+        tables if tables is not None else configs(), optimizer=UPDATES[name], **settings
+    )
+
+
+def loss_of(model: nn.Module, batch: Clicks) -> Tensor:
+    """The local mean loss."""
+    logits = model(batch.dense_features, batch.sparse_features)
+    return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.to(logits))
+
+
+def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """SGD over all that are not tables."""
+    named = [p for name, p in model.named_parameters() if f"{key_of_tables()}." not in name]
+    return torch.optim.SGD(named, lr=0.1)
+
+
+def train(model: nn.Module, ebc, stream: Iterable[Clicks], dense=None) -> list[float]:
+    """The loop of a user, over a look-ahead or plain batches; the losses."""
+    dense = dense if dense is not None else dense_optimizer(model)
+    losses = []
+    for batch in stream:
+        dense.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        ebc.step()
+        dense.step()
+        losses.append(loss.item())
+    return losses
+
+
+def made(name: str = "adagrad", **settings: Any):
+    """A collection of few rows, and the model over it."""
+    ebc = cached(name, **{"rows": 200, **settings})
+    return ebc, dlrm(ebc)
+
+
+def expected() -> dict[str, Tensor]:
+    """Weights of an uninterrupted run."""
+    ebc, model = made()
+    train(model, ebc, lookahead(batches(), ebc))
+    return weights_of(model)
+
+
+def plain_optimizer(name: str, ebc: nn.Module) -> torch.optim.Optimizer:
+    """What `UPDATES[name]` is on whole tables in torch, on sparse gradients."""
+    update, weights = UPDATES[name], list(ebc.parameters())
+    for bag in getattr(ebc, key_of_tables()).values():
+        bag.sparse = True
+    if name == "sgd":
+        return torch.optim.SGD(weights, lr=update.lr)
+    if name == "adam":
+        return torch.optim.SparseAdam(weights, lr=update.lr)
+    if name == "adagrad":
+        return torch.optim.Adagrad(
+            weights, lr=update.lr, eps=update.eps, initial_accumulator_value=0.1
+        )
+    return RowWiseAdagrad(weights, update.lr, update.eps, 0.1)
+
+
+def train_plain(
+    name: str, tables: list[Any], start: dict, make, stream: Iterable[Clicks]
+) -> tuple[list[float], dict[str, Tensor]]:
+    """TorchRec's own collection on the same batches from the weights `start`; final weights."""
+    ebc = plain_tables(tables)
+    model = make(ebc)
+    model.load_state_dict(start)
+    rows, dense, losses = plain_optimizer(name, ebc), dense_optimizer(model), []
+    for batch in stream:
+        rows.zero_grad()
+        dense.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        rows.step()
+        dense.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all weights; called by all ranks."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """All weights have the same bits."""
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], atol: float = 2e-6) -> None:
+    """All weights agree up to rounding."""
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=atol, msg=name)
+
+
+def written_back(tables: CollectionTables) -> int:
+    """Rows that have left the cache changed."""
+    return sum(rows.counts.rows_written_back for rows in tables.rows)
+
+
+EXACT_STEPS = 12
+
+
+def job(work):
+    """`work(rank, size, ...)` inside a job of its own, which ends in order."""
+
+    @functools.wraps(work)
+    def run(rank: int, size: int, *args):
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        try:
+            found = work(rank, size, *args)
+            gc.collect()
+            left = [t.name for t in threading.enumerate() if t.name.startswith("distcache")]
+            assert not left, left
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()
+        return as_arrays(found)
+
+    return run
+
+
+def as_arrays(value, back: bool = False):
+    """Tensors as NumPy arrays, which travel between processes, or the way back."""
+    if isinstance(value, dict):
+        return {key: as_arrays(own, back) for key, own in value.items()}
+    if back:
+        return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    return value.numpy() if isinstance(value, torch.Tensor) else value
+
+
+def ranks(work, *args) -> list[dict]:
+    """What `work` found on two ranks."""
+    found = [as_arrays(own, back=True) for own in run_ranks(of_kind, 2, kind_here(), work, *args)]
+    torch.set_num_threads(1)
+    return found
+
+
+def mine(rank: int, size: int, steps: int = 20, **how) -> list[Clicks]:
+    """This rank's part of every global batch."""
+    return [part(batch, rank, size) for batch in batches(steps, **how)]
+
+
+def wrapped(name: str = "adagrad", model=dlrm, **settings):
+    """A collection, the DDP model around it and its dense optimizer."""
+    ebc = cached(name, timeout_s=60, **settings)
+    ddp = DistributedDataParallel(model(ebc))
+    assert not [n for n, _ in ddp.named_parameters() if key_of_tables() in n]
+    return ebc, ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+
+def unwrapped(ddp) -> dict:
+    """Weights without DDP's prefix; asked for through it."""
+    found = weights_of(ddp)
+    assert all(name.startswith("module.") for name in found)
+    return {name.removeprefix("module."): value for name, value in found.items()}
+
+
+def run_once(rank, size, name="adagrad", model=dlrm, tables=None, inline=False, **settings):
+    """First weights, losses, last weights of a run, and how many rows it has written back."""
+    data = mine(rank, size, settings.pop("steps", EXACT_STEPS), tables=tables)
+    ebc, ddp, dense = wrapped(name, model, tables=tables, **settings)
+    start = unwrapped(ddp)
+    losses = train(ddp, ebc, data if inline else lookahead(data, ebc), dense)
+    found = unwrapped(ddp)
+    moved = written_back(ebc.tables)
+    ebc.close()
+    return start, losses, found, moved

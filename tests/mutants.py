@@ -57,7 +57,7 @@ moves-late: where slots are not short, rows move P steps ahead, whatever the win
 victims-of-own-home: movement waits for the victims' last uses over all homes, not the own one's
   - told.latest_use = numbers[:, :, 2].max(0).tolist()
   + told.latest_use = numbers[self._rank, :, 2].tolist()
-  tests/pipeline/test_random_streams.py
+  tests/pipeline/test_streams.py -k random
 
 moves-before-apply: rows move once `apply` of the step that they must follow is done, not before
   - return self._unmoved[0].move_after <= self._released
@@ -73,7 +73,7 @@ early-rows-stale: a sharded row that a step on its way changes travels after tha
 window-short: step s is decided when the ids through s + L are known, no sooner
   - len(waiting) > window > 0
   + len(waiting) >= window > 0
-  tests/pipeline/test_plan_exchange.py
+  tests/pipeline/test_streams.py -k "batches_are_read or travel_together"
 
 restore-leaves-traces: how far planning was ahead of an abandoned stream leaves no trace
   - while self._past and self._past[-1][0].step > step:
@@ -83,12 +83,12 @@ restore-leaves-traces: how far planning was ahead of an abandoned stream leaves 
 plans-outlive-their-stream: a stream that is left early discards the plans that have not moved
   - if self._stale or self.planner.ingested != self.last_step + 1:
   + if self._stale:
-  tests/pipeline/test_overlap_ends.py -k left_early
+  tests/parallel/test_placement_ends.py -k left_early
 
 flush-beside-movement: no row moves while the tables are made whole
   - self.quiet()
   + pass
-  tests/pipeline/test_overlap_ends.py -k flush
+  tests/pipeline/test_streams.py -k flush
 
 # --- rows between store and device ----------------------------------------------------------------
 write-back-late: a row that left and is wanted again is read after its write-back has landed
@@ -145,7 +145,7 @@ buckets-reordered: a sum of dense gradients adds up in one order from the first 
 empty-slice-is-nan: a rank without a sample contributes zero
   - functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
   + functional.binary_cross_entropy_with_logits(logits, labels) * len(labels)
-  tests/pipeline/test_corners.py -k awkward
+  tests/parallel/test_exact.py -k awkward
 
 ranks-gradients-not-divided: under DDP the rows' gradients are the mean over the ranks
   - gradient.mul_(1.0 / size)
@@ -161,22 +161,22 @@ fills-not-settled: the fills beside a step come before its sums, in one order on
 digests-not-compared: planners that run with different configurations notice
   - columns.append(_DIGEST)
   + pass
-  tests/pipeline/test_plan_exchange.py tests/pipeline/test_protocol.py
+  tests/pipeline/test_streams.py -k differ
 
 first-end-unheard: the ranks end with the first of them whose data end
   - Status(int(table[:, what].max()))
   + Status(int(table[:, what].min()))
-  tests/pipeline/test_protocol.py
+  tests/pipeline/test_streams.py -k first_end
 
 errors-end-in-silence: an error in one rank's data is raised on all ranks
   - return asking.error or _peer_error(verdict)
   + return asking.error
-  tests/pipeline/test_protocol.py -k data_error
+  tests/pipeline/test_streams.py -k data_error
 
 left-alone: a rank that goes on with a stream that the others have left says so
   - if not stop():
   + if False:
-  tests/pipeline/test_protocol.py tests/embedding/test_ranks.py
+  tests/pipeline/test_streams.py tests/embedding/test_ranks.py
 
 stops-of-rank-0: a request to stop on any rank stops all after the same step
   - stop=any(stops)
@@ -211,17 +211,17 @@ different-steps-written: nobody writes unless all ranks have applied the same la
 half-steps-written: nobody writes after a step that failed half-way
   - self.failed = True
   + pass
-  tests/parallel/test_placement_faults.py
+  tests/pipeline/test_failures.py -k nobody_goes_on
 
 movement-fails-in-silence: what ends the thread that moves rows ends training, on all ranks
   - self._moving, self._broken = False, error
   + self._moving = False
-  tests/pipeline/test_overlap_ends.py -k movement
+  tests/pipeline/test_streams.py -k movement
 
 work-fails-alone: what fails on one rank in work that all do is raised on all
   - (value, _portable(caught))
   + (value or b"N.", None)
-  tests/comm/test_agree.py
+  tests/comm/test_worlds.py
 """
 
 CHECKOUT = Path(__file__).resolve().parent.parent

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from oracle import OPTIMIZERS
-from popular_runs import popularity_of
-from scenarios import Outcome, Scenario, run_mode, table
+from scenarios import OPTIMIZERS, Outcome, Scenario, popularity_of, run_mode, table
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.engine.groups import Placement, TableGroup, group_bags, make_groups, region_slots

@@ -28,9 +28,11 @@ SLOTS = (48, 6)
 def make(world: World, lookahead: int = 2, prefetch: int = 1, **changes: object) -> CachedParallel:
     """A mode over `CASE`, `data` with a tight cache unless `changes` say otherwise."""
     tables, model = changes.pop("tables", CASE.tables), changes.pop("model", CASE.model())
+    popularity = changes.pop("popularity", None)
     settings = CachedSettings("data", SLOTS, lookahead, prefetch, validate=True)
     settings = replace(settings, **changes)
-    mode = CachedParallel(world, tables, CASE.features, model, CASE.optimizer, settings)
+    parts = (tables, CASE.features, model, CASE.optimizer)
+    mode = CachedParallel(world, *parts, settings, popularity)
     mode.set_lr(CASE.lr, CASE.lr)
     return mode
 

@@ -1,4 +1,5 @@
-"""Run a function on N local ranks, each in a process of its own, and collect what they return.
+"""Run a function on N local ranks, each in a process of its own: collect what they return, or see
+how each of them ends where some are meant to fail or die.
 
 The processes are forked from one that has imported everything and started nothing: `preloaded.py`.
 """
@@ -11,7 +12,8 @@ import random
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 _PORTS = 1500
@@ -58,9 +61,19 @@ def free_port() -> int:
             return port
 
 
-def _child(function: Callable, rank: int, size: int, port: int, pipe: Connection, args: tuple):
+def _child(
+    function: Callable,
+    rank: int,
+    size: int,
+    agent: bool,
+    port: int,
+    pipe: Connection,
+    args: tuple,
+) -> None:
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     here |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    if agent:
+        here |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     os.environ.update({key: str(value) for key, value in here.items()})
     mp.set_start_method(None, force=True)  # Python's own, not how this process was started
     torch.set_num_threads(1)
@@ -71,6 +84,81 @@ def _child(function: Callable, rank: int, size: int, port: int, pipe: Connection
     pipe.close()
 
 
+@dataclass
+class End:
+    """How a rank ended: what its function returned (its traceback if that failed, None if the rank
+    died), when that failed (0.0: it did not), and the exit code."""
+
+    value: Any = None
+    failed_at: float = 0.0
+    exitcode: int | None = None
+
+
+class Job:
+    """Ranks that run; as under torchrun, their store lives in this process and outlives them.
+
+    `agent=False`: in rank 0, as without torchrun.
+    """
+
+    def __init__(self, function: Callable, world_size: int, *args: Any, agent: bool = True) -> None:
+        context, self._store = forking(), None
+        if agent:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = self._store.port if self._store else free_port()
+        self._pipes, self._children = {}, []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            arguments = (function, rank, world_size, agent, port, sender, args)
+            child = context.Process(target=_child, args=arguments, daemon=True)
+            child.start()
+            sender.close()  # so that the death of the child is seen as end of file
+            self._pipes[receiver] = rank
+            self._children.append(child)
+
+    def ends(
+        self, timeout: float = 120, but: Sequence[int] = (), raising: bool = False
+    ) -> list[End]:
+        """How each rank ended, except the ranks `but`, which are killed when the others are done.
+
+        TimeoutError names those that are not done in `timeout` seconds; `raising`: the first that
+        fails or dies is a RuntimeError.
+        """
+        found = {rank: End() for rank in but}
+        deadline = time.monotonic() + timeout
+        pipes = {pipe: rank for pipe, rank in self._pipes.items() if rank not in but}
+        try:
+            while pipes:
+                ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    missing = sorted(pipes.values())
+                    raise TimeoutError(f"ranks {missing} not done within {timeout} s")
+                for pipe in ready:
+                    rank = pipes.pop(pipe)
+                    found[rank] = self._end(pipe, rank)
+                failures = [(end.failed_at, rank) for rank, end in found.items() if end.failed_at]
+                if raising and failures:
+                    rank = min(failures)[1]
+                    died = f"rank {rank} died: exit code {self._children[rank].exitcode}"
+                    raise RuntimeError(found[rank].value or died)
+            for rank, child in enumerate(self._children):
+                if rank not in but:
+                    child.join(10 if raising else max(0.1, deadline - time.monotonic()))
+                    found[rank].exitcode = child.exitcode
+        finally:
+            for child in self._children:
+                child.kill()
+                child.join()
+        return [found[rank] for rank in range(len(self._children))]
+
+    def _end(self, pipe: Connection, rank: int) -> End:
+        try:
+            failed_at, value = pipe.recv()
+            return End(value, failed_at)
+        except EOFError:
+            self._children[rank].join(10)
+            return End(None, time.monotonic())
+
+
 def run_ranks(function: Callable, world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
     """Call `function(rank, world_size, *args)` on every rank; the return values by rank.
 
@@ -78,45 +166,5 @@ def run_ranks(function: Callable, world_size: int, *args: Any, timeout: float = 
     Raises RuntimeError with the traceback of the rank that failed first, or when a rank dies
     without a word; TimeoutError naming the ranks that are missing. No process outlives the call.
     """
-    context, port = forking(), free_port()
-    results: dict[int, Any] = {}
-    pipes, children = {}, []
-    try:
-        for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            child = context.Process(
-                target=_child, args=(function, rank, world_size, port, sender, args), daemon=True
-            )
-            child.start()
-            sender.close()  # so that the death of the child is seen as end of file
-            pipes[receiver] = rank
-            children.append(child)
-        deadline = time.monotonic() + timeout
-        while pipes:
-            ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise TimeoutError(f"ranks {sorted(pipes.values())} not done within {timeout} s")
-            failures = []
-            for pipe in ready:
-                rank = pipes.pop(pipe)
-                failed_at, results[rank] = _receive(pipe, rank, children[rank])
-                if failed_at:
-                    failures.append((failed_at, results[rank]))
-            if failures:
-                raise RuntimeError(min(failures)[1])
-        for child in children:
-            child.join(10)
-    finally:
-        for child in children:
-            child.kill()
-            child.join()
-    return [results[rank] for rank in range(world_size)]
-
-
-def _receive(pipe: Connection, rank: int, child: mp.Process) -> tuple[float, Any]:
-    """When the rank failed (0.0: it did not), and its value or its traceback."""
-    try:
-        return pipe.recv()
-    except EOFError:
-        child.join(10)
-        return time.monotonic(), f"rank {rank} died: exit code {child.exitcode}"
+    job = Job(function, world_size, *args, agent=False)
+    return [end.value for end in job.ends(timeout, raising=True)]

@@ -1,22 +1,28 @@
-"""Small training runs with awkward shapes, the same in every mode and at every world size."""
+"""Small training runs with awkward shapes, the same in every mode and at every world size; what
+they are held against, and the statistics of their batches.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import reference_trainer
 import torch
+from counting import count_ids
 from torch import Tensor, nn
 
 from distcache.comm.world import World
 from distcache.data.batch import Batch, JaggedIds, slice_bounds
-from distcache.layout import TableSpec
+from distcache.layout import TableSpec, group_tables
 from distcache.models import initialise
 from distcache.parallel.base import OptimizerSpec
 from distcache.parallel.cached import CachedParallel, CachedSettings
-from distcache.popularity.statistics import Popularity
+from distcache.popularity.curve import Curve, StepCurves
+from distcache.popularity.slots import statistics_of
+from distcache.popularity.statistics import Popularity, Statistics
 
 
 class SmallNet(nn.Module):
@@ -126,6 +132,16 @@ class Outcome:
     cached: np.ndarray | None = None
 
 
+def make_mode(
+    world: World, case: Scenario, settings: CachedSettings, popularity: Popularity | None = None
+) -> CachedParallel:
+    """A cached mode that trains `case`."""
+    parts = (case.tables, case.features, case.model(), case.optimizer)
+    mode = CachedParallel(world, *parts, settings, popularity)
+    mode.set_lr(case.lr, case.lr)
+    return mode
+
+
 def run_mode(
     world: World,
     scenario: Scenario,
@@ -134,8 +150,7 @@ def run_mode(
     popularity: Popularity | None = None,
 ) -> Outcome:
     """Train `scenario` in a cached mode; an evaluation batch every `evals` steps (0: none)."""
-    parts = (scenario.tables, scenario.features, scenario.model(), scenario.optimizer)
-    mode = CachedParallel(world, *parts, settings, popularity)
+    mode = make_mode(world, scenario, settings, popularity)
 
     def batches():
         for step in range(scenario.steps):
@@ -143,7 +158,6 @@ def run_mode(
             if evals and step % evals == evals - 1:
                 yield scenario.batch(1000 + step, world.rank, world.size, "eval")
 
-    mode.set_lr(scenario.lr, scenario.lr)
     losses = []
     for step in mode.stream(batches()):
         if step.batch.kind == "eval":
@@ -170,3 +184,79 @@ def finish(mode, scenario: Scenario, losses: list[float]) -> Outcome:
     summary = mode.summary()
     mode.close()
     return Outcome(losses, chain.hexdigest(), state.hexdigest(), tables, dense, summary, cached)
+
+
+OPTIMIZERS = {
+    "sgd": (OptimizerSpec("sgd"), 0.1),
+    "adagrad": (OptimizerSpec("adagrad", initial_accumulator=0.1), 0.005),
+    "rowwise_adagrad": (OptimizerSpec("rowwise_adagrad", initial_accumulator=0.1), 0.005),
+    "adam": (OptimizerSpec("adam"), 0.005),
+}
+"""A well-conditioned setting of each optimizer, and its learning rate."""
+
+
+def check_against_trainer(
+    case: Scenario, start: Outcome, found: Outcome, weights: float | None = None
+) -> None:
+    """Losses within 1e-9 (float64) or 1e-5, weights within 1e-10 (or `weights`), or ten times the
+    drift of the trainer itself when it takes its samples in reverse."""
+    readers = {f: spec.name for spec in case.tables for f in spec.features}
+    settings = reference_trainer.Settings(
+        optimizer=case.optimizer.name,
+        feature_tables=tuple(readers[f] for f in case.features),
+        dense_lr=case.lr,
+        embedding_lr=case.lr,
+        eps=case.optimizer.eps,
+        betas=case.optimizer.betas,
+        initial_accumulator=case.optimizer.initial_accumulator,
+        pooling={spec.name: spec.pooling for spec in case.tables},
+    )
+    tables = {name: torch.from_numpy(value) for name, value in start.tables.items()}
+    dense = {name: torch.from_numpy(value) for name, value in start.dense.items()}
+    batches = [case.batch(step) for step in range(case.steps)]
+    expected, reverse = (
+        reference_trainer.train(tables, dense, case.model(), replace(settings, reverse=r), batches)
+        for r in (False, True)
+    )
+    ours = reference_trainer.Trained(
+        found.losses,
+        {name: torch.from_numpy(value) for name, value in found.tables.items()},
+        {name: torch.from_numpy(value) for name, value in found.dense.items()},
+    )
+    loss, weight = reference_trainer.difference(ours, expected)
+    loss_drift, weight_drift = reference_trainer.difference(reverse, expected)
+    print(
+        f"{case.optimizer.name} {case.dtype}: losses differ by {loss:.1e} (the trainer itself, "
+        f"reversed: {loss_drift:.1e}), weights by {weight:.1e} ({weight_drift:.1e})"
+    )
+    double = case.dtype is torch.float64
+    assert loss <= max(1e-9 if double else 1e-5, 10 * loss_drift)
+    if double or weights:
+        assert weight <= max(weights or 1e-10, 10 * weight_drift)
+
+
+def count(case: Scenario, steps: range) -> Statistics:
+    """Counts of every feature over some steps of a scenario."""
+    rows = {feature: table.rows for table in case.tables for feature in table.features}
+    return count_ids(
+        {feature: rows[feature] for feature in case.features},
+        (case.batch(step).ids for step in steps),
+    )
+
+
+def popularity_of(case: Scenario, slots: tuple[int, ...], **how: object) -> Popularity:
+    """The popularity of the first half of a run for caches of `slots`."""
+    counted = statistics_of(count(case, range(max(case.steps // 2, 1))), case.tables, "here")
+    hot = hot_rows_for(case.tables, slots, counted)
+    return Popularity(counted, hot, **how)
+
+
+def hot_rows_for(tables: tuple[TableSpec, ...], slots: tuple[int, ...], counted: Statistics):
+    """The likeliest rows of each group, as many as it has slots."""
+    hot = [0] * len(tables)
+    for members, total in zip(group_tables(tables), slots, strict=True):
+        curves = tuple(Curve.of(counted.tables[i]) for i in members)
+        step = StepCurves(curves, (1.0,) * len(members))
+        for table, rows in zip(members, step.likeliest(total), strict=True):
+            hot[table] = rows
+    return tuple(hot)

@@ -8,10 +8,24 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ebc_cases import DENSE, Clicks, configs, draw, part, using
-from ebc_models import cached, plain_tables, scored_sum
-from ebc_ranks import job, ranks
-from ebc_training import assert_close, assert_same, loss_of, plain_optimizer, weights_of
+from ebc_cases import (
+    DENSE,
+    Clicks,
+    assert_close,
+    assert_same,
+    cached,
+    configs,
+    draw,
+    job,
+    loss_of,
+    part,
+    plain_optimizer,
+    plain_tables,
+    ranks,
+    scored_sum,
+    using,
+    weights_of,
+)
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import _apply_optimizer_in_backward

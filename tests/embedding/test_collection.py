@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import replace
 
 import pytest
 import torch
-from ebc_cases import STEPS, batches, configs, draw, joined, key_of_tables, mixed_configs, using
-from ebc_models import UPDATES, Pooled, cached, dlrm, plain_tables, values_of
-from ebc_training import (
+from ebc_cases import (
+    STEPS,
+    UPDATES,
+    Pooled,
     assert_close,
     assert_same,
+    batches,
+    cached,
+    configs,
+    dlrm,
+    draw,
+    joined,
     loss_of,
+    mixed_configs,
+    plain_tables,
     train,
     train_plain,
+    using,
     weights_of,
     written_back,
 )
@@ -22,11 +31,6 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from distcache import lookahead
 from distcache.errors import ConfigError
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.mark.usefixtures("kind")
@@ -139,21 +143,6 @@ def test_evaluation_in_the_middle_changes_nothing(how) -> None:
 
 
 @pytest.mark.usefixtures("kind")
-def test_an_evaluation_batch_sees_the_trained_rows() -> None:
-    ebc = cached("sgd", rows=170)
-    model = dlrm(ebc)
-    train(model, ebc, lookahead(batches(), ebc))
-    own = plain_tables()
-    own.load_state_dict(ebc.state_dict())
-    batch = draw(77)
-    model.eval()
-    with torch.inference_mode():
-        mine, theirs = ebc(batch.sparse_features), own(batch.sparse_features)
-    torch.testing.assert_close(values_of(mine), values_of(theirs))
-    train(model.train(), ebc, lookahead(batches(3), ebc))
-
-
-@pytest.mark.usefixtures("kind")
 def test_keys_names_and_dtypes_are_torchrecs(kind) -> None:
     tables = mixed_configs()
     ebc, own = cached("sgd", tables, rows=800), plain_tables(tables)
@@ -215,14 +204,6 @@ def test_the_dense_part_may_be_compiled() -> None:
 def dense_of(model):
     """The dense optimizer of a model that is wrapped."""
     return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-@pytest.mark.usefixtures("kind")
-def test_float64_tables_give_float64() -> None:
-    ebc = cached("sgd", rows=200, dtype=torch.float64)
-    model = Pooled(ebc).double()
-    train(model, ebc, lookahead(batches(3), ebc), dense_of(model))
-    assert weights_of(model)[f"ebc.{key_of_tables()}.t0.weight"].dtype == torch.float64
 
 
 @pytest.fixture
@@ -324,42 +305,6 @@ def test_several_widths_have_no_common_one() -> None:
 
 def widths(ebc) -> dict[str, JaggedTensor]:
     return ebc(draw(1, tables=mixed_configs()).sparse_features)
-
-
-class Both(torch.nn.Module):
-    """Pooled and sequence embeddings of one batch in one model."""
-
-    def __init__(self, ebc, ec) -> None:
-        super().__init__()
-        self.bags, self.rows = Pooled(ebc), Pooled(ec)
-
-    def forward(self, dense, ids):
-        return self.bags(dense, ids) + self.rows(dense, ids)
-
-
-@pytest.mark.usefixtures("sequences")
-def test_beside_a_bag_collection() -> None:
-    """A look-ahead for either; the other plans its batches when they come."""
-    data = batches(12)
-
-    def run(ahead: int | None) -> dict:
-        using("bags")
-        ebc = cached("adagrad", rows=300)
-        using("sequences")
-        ec = cached("adagrad", [replace(t, name=f"s{t.name}") for t in configs()], rows=300)
-        model = Both(ebc, ec)
-        dense = torch.optim.SGD(model.parameters(), lr=0.1)
-        for batch in data if ahead is None else lookahead(data, (ebc, ec)[ahead]):
-            dense.zero_grad()
-            loss_of(model, batch).backward()
-            ebc.step()
-            ec.step()
-            dense.step()
-        return weights_of(model)
-
-    inline = run(None)
-    assert_same(run(0), inline)
-    assert_same(run(1), inline)
 
 
 @pytest.mark.usefixtures("sequences")

@@ -15,9 +15,7 @@ LEFT = """
 import sys
 import torch
 torch.set_num_threads(1)
-from ebc_cases import batches
-from ebc_models import cached, dlrm
-from ebc_training import train
+from ebc_cases import batches, cached, dlrm, train
 from distcache import lookahead
 ebc = cached()
 model = dlrm(ebc)

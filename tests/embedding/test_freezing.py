@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import pytest
-from ebc_cases import batches, configs, key_of_tables
-from ebc_models import UPDATES, cached, dlrm, plain_tables
-from ebc_ranks import job, mine, ranks, unwrapped, wrapped
-from ebc_training import (
+from ebc_cases import (
+    UPDATES,
     assert_close,
     assert_same,
+    batches,
+    cached,
+    configs,
     dense_optimizer,
+    dlrm,
+    job,
+    key_of_tables,
     loss_of,
     made,
+    mine,
     plain_optimizer,
+    plain_tables,
+    ranks,
     train,
+    unwrapped,
     weights_of,
+    wrapped,
     written_back,
 )
 from torch import nn

@@ -5,10 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ebc_cases import batches, configs, of_kind, part
-from ebc_models import cached, dlrm
-from ebc_ranks import as_arrays, mine, ranks
-from ebc_training import assert_same, dense_optimizer, loss_of, train, weights_of
+from ebc_cases import (
+    as_arrays,
+    assert_same,
+    batches,
+    cached,
+    configs,
+    dlrm,
+    loss_of,
+    mine,
+    of_kind,
+    part,
+    ranks,
+    train,
+    weights_of,
+)
 from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -127,12 +138,3 @@ def test_errors_of_settings_come_at_once_and_no_store_before_the_first_use() -> 
     huge.close()
     with pytest.raises(PlanError, match="is closed"):
         huge.state_dict()
-
-
-def test_alone_it_trains_as_ever() -> None:
-    ebc = cached("sgd")
-    model = dlrm(ebc)
-    assert ebc._member.made is None
-    train(model, ebc, lookahead(batches(3), ebc), dense_optimizer(model))
-    assert ebc.tables.steps == 3 and ebc.tables.world.size == 1
-    ebc.close()

@@ -8,9 +8,7 @@ import threading
 
 import pytest
 import torch
-from ebc_cases import batches, draw
-from ebc_models import cached, dlrm
-from ebc_training import assert_same, loss_of, weights_of
+from ebc_cases import assert_same, batches, cached, dlrm, draw, loss_of, weights_of
 
 from distcache import lookahead
 from distcache.embedding import stream as ahead

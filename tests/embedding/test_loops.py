@@ -8,19 +8,28 @@ import threading
 
 import pytest
 import torch
-from ebc_cases import Clicks, batches, configs, draw
-from ebc_models import cached, dlrm, plain_tables
-from ebc_ranks import job, mine, ranks, unwrapped, wrapped
-from ebc_training import (
+from ebc_cases import (
+    Clicks,
     assert_close,
     assert_same,
+    batches,
+    cached,
+    configs,
     dense_optimizer,
+    dlrm,
+    draw,
     expected,
+    job,
     loss_of,
     made,
+    mine,
+    plain_tables,
+    ranks,
     train,
     train_plain,
+    unwrapped,
     weights_of,
+    wrapped,
 )
 from torchrec import KeyedJaggedTensor
 

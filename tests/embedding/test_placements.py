@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ebc_counts import counted, two_widths
-from ebc_models import Pooled, cached, values_of
-from ebc_ranks import job, mine, ranks, unwrapped, wrapped
-from ebc_training import assert_same, loss_of, train
+from ebc_cases import (
+    Pooled,
+    assert_same,
+    cached,
+    counted,
+    job,
+    loss_of,
+    mine,
+    ranks,
+    train,
+    two_widths,
+    unwrapped,
+    values_of,
+    wrapped,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -10,16 +10,28 @@ import torch
 import torch.distributed as dist
 from ebc_cases import (
     Clicks,
+    Pooled,
+    as_arrays,
+    assert_close,
+    assert_same,
     batches,
+    cached,
+    dlrm,
     draw,
+    job,
     joined,
     kind_here,
+    loss_of,
+    mine,
     of_kind,
     part,
+    ranks,
+    train,
+    unwrapped,
+    values_of,
+    weights_of,
+    wrapped,
 )
-from ebc_models import Pooled, cached, dlrm, values_of
-from ebc_ranks import as_arrays, job, mine, ranks, unwrapped, wrapped
-from ebc_training import assert_close, assert_same, loss_of, train, weights_of
 from ranks import run_ranks
 from torchrec import KeyedJaggedTensor
 

@@ -8,10 +8,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ebc_cases import batches, configs, draw
-from ebc_counts import counted, two_widths
-from ebc_models import cached, values_of
-from ebc_training import assert_same, expected, made, train, weights_of
+from ebc_cases import (
+    assert_same,
+    batches,
+    cached,
+    configs,
+    counted,
+    draw,
+    expected,
+    made,
+    train,
+    two_widths,
+    values_of,
+    weights_of,
+)
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 
 import distcache

@@ -7,19 +7,25 @@ from functools import partial
 
 import pytest
 import torch
-from ebc_cases import batches, configs, draw, key_of_tables
-from ebc_models import UPDATES, cached, dlrm, plain_tables
-from ebc_training import assert_same, dense_optimizer, train, weights_of
+from ebc_cases import (
+    UPDATES,
+    assert_same,
+    batches,
+    cached,
+    configs,
+    dense_optimizer,
+    dlrm,
+    draw,
+    key_of_tables,
+    plain_tables,
+    train,
+    weights_of,
+)
 
 from distcache import lookahead
 from distcache.errors import ConfigError, PlanError
 
 pytestmark = pytest.mark.usefixtures("kind")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 def saved(state):

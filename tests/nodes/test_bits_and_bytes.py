@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from node_cases import open_nodes
 from ranks import run_ranks
-from scenarios import Scenario, finish, run_mode, table
+from scenarios import Scenario, finish, make_mode, run_mode, table
 
 from distcache.comm.world import Nodes, World, close_world
 from distcache.engine.groups import Placement, TableGroup, group_bags, make_groups
 from distcache.parallel.base import OptimizerSpec
-from distcache.parallel.cached import CachedParallel, CachedSettings
+from distcache.parallel.cached import CachedSettings
 from distcache.planner import shard as relays
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4))
@@ -66,9 +66,7 @@ def run_all(
 
 def run_one(world: World, settings: CachedSettings) -> Run:
     """A run whose counters are read when it is over."""
-    parts = (CASE.tables, CASE.features, CASE.model(), CASE.optimizer)
-    mode = CachedParallel(world, *parts, settings)
-    mode.set_lr(CASE.lr, CASE.lr)
+    mode = make_mode(world, CASE, settings)
     batches = (CASE.batch(step, world.rank, world.size) for step in range(CASE.steps))
     losses = [mode.train_step(step).loss for step in mode.stream(batches)]
     outcome, counters = finish(mode, CASE, losses), mode.counters

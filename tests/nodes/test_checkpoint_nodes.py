@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 import torch
 from node_cases import open_nodes
-from oracle import OPTIMIZERS
-from popular_runs import make_popular, popularity_of
 from ranks import run_ranks
-from scenarios import Outcome, Scenario, finish, table
+from scenarios import OPTIMIZERS, Outcome, Scenario, finish, make_mode, popularity_of, table
 from torch.distributed.checkpoint import FileSystemReader
 from toy_parallel import ToyParallel
 
@@ -48,7 +46,7 @@ def part_of_run(
 ) -> Outcome:
     """Some steps of the scenario, from the checkpoint `source` on; ends with one in `target`."""
     popularity = popularity_of(CASE, SETTINGS.slots) if popular else None
-    mode = make_popular(world, CASE, SETTINGS, popularity)
+    mode = make_mode(world, CASE, SETTINGS, popularity)
     mode.scratch = target.parent
     if source is not None:
         state = resumed(source, mode, identity(world.size), world)

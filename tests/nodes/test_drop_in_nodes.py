@@ -9,9 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ebc_cases import Clicks, batches, part
-from ebc_models import Pooled, cached
-from ebc_training import loss_of
+from ebc_cases import Clicks, Pooled, batches, cached, loss_of, part
 from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagConfig

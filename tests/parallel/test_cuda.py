@@ -12,15 +12,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from oracle import OPTIMIZERS
 from placement_cases import KINDS, fitting_slots, placement_of
-from popular_runs import popularity_of, run_popular
 from ranks import run_ranks
-from scenarios import Outcome, Scenario, run_mode, table
+from scenarios import OPTIMIZERS, Outcome, Scenario, make_mode, popularity_of, run_mode, table
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.engine.groups import Placement
-from distcache.parallel.cached import CachedParallel, CachedSettings
+from distcache.parallel.cached import CachedSettings
 from distcache.store.rows import ACCESS
 
 pytestmark = pytest.mark.gpu
@@ -116,11 +114,8 @@ def test_the_training_loop_never_waits_for_the_device(
     spec = case("adagrad", steps=60)
     monkeypatch.setattr(Placement, "on", lambda self, world: self)
     placement = placement_of(kind, spec) if kind else Placement()
-    mode = CachedParallel(
-        world, spec.tables, spec.features, spec.model(), spec.optimizer,
-        CachedSettings("data", (2000,), 8, 1, placement=placement, access=access),
-    )  # fmt: skip
-    mode.set_lr(spec.lr, spec.lr)
+    how = CachedSettings("data", (2000,), 8, 1, placement=placement, access=access)
+    mode = make_mode(world, spec, how)
     allocated: list[int] = []
     try:
         for step in mode.stream(spec.batch(s) for s in range(spec.steps)):
@@ -141,21 +136,27 @@ def test_the_training_loop_never_waits_for_the_device(
 
 
 def test_device_memory_is_what_the_parts_add_up_to(world: World) -> None:
-    spec = case("adam", steps=30)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(world.device)
-    before = torch.cuda.memory_allocated(world.device)
-    found = run_mode(world, spec, CachedSettings("data", (2000,), 4, 1))
-    peak = torch.cuda.max_memory_allocated(world.device) - before
-    slots = 2000 * (64 + 128) * 4
-    assert slots < peak
-    assert found.summary["peak_device_bytes"] >= found.summary["embedding_device_bytes"] >= slots
+    """On the same ids over tables that are larger, too."""
+    small, peaks = case("adam", steps=30), []
+    for growth in (1, 1, 50):
+        spec = replace(small, tables=tuple(replace(t, rows=growth * t.rows) for t in TABLES))
+        object.__setattr__(spec, "batch", small.batch)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(world.device)
+        before = torch.cuda.memory_allocated(world.device)
+        found = run_mode(world, spec, CachedSettings("data", (2000,), 4, 1))
+        peaks.append(torch.cuda.max_memory_allocated(world.device) - before)
+        slots = 2000 * (64 + 128) * 4
+        assert slots < peaks[-1]
+        summary = found.summary
+        assert summary["peak_device_bytes"] >= summary["embedding_device_bytes"] >= slots
+    assert peaks[2] <= 1.01 * peaks[1]
 
 
 def test_a_warm_cache_in_popularity_order_has_the_bits_of_resident(world: World) -> None:
     spec = case("adam")
     resident = run_mode(world, spec, CachedSettings("resident"))
     how = popularity_of(spec, (2000,), warm_start=1.0)
-    found = run_popular(world, spec, CachedSettings("data", (2000,), 8, 1, shake_ms=2.0), how)
+    found = run_mode(world, spec, CachedSettings("data", (2000,), 8, 1, shake_ms=2.0), 5, how)
     assert found.losses == resident.losses and found.state_digest == resident.state_digest
     assert found.summary["warm_start_rows"] > 1000

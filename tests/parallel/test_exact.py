@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from oracle import OPTIMIZERS, check_against_trainer
 from placement_cases import (
     KINDS,
     MEANS,
@@ -23,9 +22,9 @@ from placement_cases import (
     run_jobs,
 )
 from ranks import run_ranks
-from scenarios import Outcome, Scenario, table
+from scenarios import OPTIMIZERS, Outcome, Scenario, check_against_trainer, table
 
-from distcache.comm.world import close_world, open_world
+from distcache.data.batch import Batch, JaggedIds
 from distcache.engine.groups import Placement
 from distcache.errors import DataError, StepTooLargeError
 from distcache.parallel.cached import CachedSettings
@@ -113,10 +112,6 @@ def test_every_cache_and_placement_has_the_bits_of_resident(world: int) -> None:
         assert found[3].summary["warm_start_rows"] > found[4].summary["warm_start_rows"] > 0
 
 
-def test_a_rank_without_a_single_id() -> None:
-    exact(3, others(scenario("adagrad", empty_ranks=True, steps=8), 3))
-
-
 def test_bfloat16_in_the_dense_part_is_one_training_too() -> None:
     case = scenario("adam")
     jobs = [
@@ -161,6 +156,58 @@ def test_grid_at_many_steps(world: int, optimizer: str) -> None:
     exact(world, *groups, others(large, world))
 
 
+class NoIds(Scenario):
+    """Bags without a single id."""
+
+    def batch(self, *args: object, **kwargs: object) -> Batch:
+        batch = super().batch(*args, **kwargs)
+        ids = batch.ids
+        none = JaggedIds(ids.features, ids.values[:0], torch.zeros_like(ids.offsets))
+        return replace(batch, ids=none)
+
+
+class Unread(Scenario):
+    """Tables that no feature of the data reads."""
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return ("a_0",)
+
+    @property
+    def pooled_width(self) -> int:
+        return 8
+
+
+def awkward() -> list[tuple[Scenario, tuple[int, ...]]]:
+    """Each with the slots of its groups; in the first one rank of several has no sample."""
+    wide, narrow = table("a", 30), table("b", 7, dim=4)
+    small = {"optimizer": OPTIMIZERS["adam"][0], "global_batch": 6, "steps": 4}
+    return [
+        (Scenario((wide,), **small, empty_ranks=True), (30,)),
+        (Scenario((table("a", 1),), **small), (3,)),  # more ranks than rows
+        (NoIds((wide, narrow), **small), (30, 9)),
+        (Unread((wide, narrow), **small), (30, 9)),
+        (Scenario((wide, narrow), **small, last_batch=1), (30, 9)),  # than samples
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_awkward_shapes_train_alike_in_all_modes(world: int) -> None:
+    groups = []
+    for case, slots in awkward():
+        how = CachedSettings("data", slots, 2, 1, validate=True)
+        modes = [replace(how, mode=mode) for mode in ("data", "host", "resident")]
+        groups.append([Job(case, settings) for settings in modes])
+        groups.append([Job(case, replace(settings, reduction="native")) for settings in modes])
+    ordered = exact(
+        world, *groups[::2], others(scenario("adagrad", empty_ranks=True, steps=8), world)
+    )
+    native = run_ranks(run_jobs, world, groups[1::2])[0]
+    for one, other in zip(ordered, native, strict=False):
+        for outcome in other:
+            assert outcome.losses == pytest.approx(one[0].losses, rel=1e-5)
+
+
 def agrees(world: int, case: Scenario, **changes: object) -> None:
     """A run in a small cache ends where the independent trainer does, from the same start."""
     settings = replace(CachedSettings("data", (240, 12), dtype=case.dtype), **changes)
@@ -201,17 +248,6 @@ def test_the_drawn_runs_are_of_all_kinds() -> None:
     assert {how.placement.early for how in made} == {True, False}
     assert len({how.policy for how in made}) > 4
     assert any(job.how and job.how["warm_start"] for job in jobs)
-
-
-# -----------------------------------------------------------------------------
-# One rank.
-
-
-@pytest.fixture(scope="module")
-def world():
-    world = open_world("cpu", "gloo", 60)
-    yield world
-    close_world(world)
 
 
 def test_the_stages_of_placements_work_on_one_rank_too(world, monkeypatch) -> None:

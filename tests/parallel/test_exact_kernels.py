@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import OPTIMIZERS
-from scenarios import Scenario, run_mode, table
+from scenarios import OPTIMIZERS, Scenario, run_mode, table
 
 from distcache import ops
 from distcache.comm.world import close_world, open_world

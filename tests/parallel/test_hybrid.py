@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from oracle import OPTIMIZERS, check_against_trainer
 from ranks import run_ranks
-from scenarios import Outcome, Scenario, table
+from scenarios import OPTIMIZERS, Outcome, Scenario, check_against_trainer, table
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.data.batch import Batch

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import OPTIMIZERS
 from placement_cases import KINDS, fitting_slots, placement_of
 from protocol_cases import CASE, batches, state, train
 from ranks import run_ranks
-from scenarios import Scenario, SmallNet
+from scenarios import OPTIMIZERS, Scenario, SmallNet, make_mode
 from toy_parallel import TABLES, toy_run
 
 from distcache.comm.world import World, close_world, open_world
@@ -21,6 +20,7 @@ from distcache.parallel.base import OptimizerSpec
 from distcache.parallel.cached import CachedParallel, CachedSettings
 
 BAD, STEPS = 3, 6
+ALL = ("replicated", *KINDS)
 TOY = Scenario(TABLES, OptimizerSpec("adam"))
 
 
@@ -30,10 +30,7 @@ def mode_of(world: World, kind: str, optimizer: str, **how: object) -> CachedPar
     slots = fitting_slots(CASE, world.size, placement, 1)
     spec, lr = OPTIMIZERS[optimizer]
     settings = CachedSettings("data", slots, 4, 2, validate=True, placement=placement)
-    parts = (CASE.tables, CASE.features, CASE.model(), spec)
-    mode = CachedParallel(world, *parts, replace(settings, **how))
-    mode.set_lr(lr, lr)
-    return mode
+    return make_mode(world, replace(CASE, optimizer=spec, lr=lr), replace(settings, **how))
 
 
 def bad_batches(world: World, rank: int):
@@ -47,8 +44,8 @@ def spoil(rank: int, size: int) -> dict:
     """By placement and delay: the ranks that were named at each step, and the state at the end;
     and the state after the steps before the bad one."""
     world, found = open_world("cpu", "gloo", 60), {}
-    for number, kind in enumerate(KINDS):
-        optimizer = list(OPTIMIZERS)[number]
+    for number, kind in enumerate(ALL):
+        optimizer = list(OPTIMIZERS)[number % len(OPTIMIZERS)]
         plain = mode_of(world, kind, optimizer)
         train(plain, batches(world, range(BAD)))
         expected = state(plain)
@@ -77,7 +74,7 @@ def test_a_loss_that_is_not_finite_changes_no_row_and_is_sticky(world: int) -> N
 def leave(rank: int, size: int) -> list[list]:
     """Losses and the state, for each placement, of one stream and of three that are left early."""
     world, found = open_world("cpu", "gloo", 60), []
-    for kind in KINDS:
+    for kind in ALL:
         runs = []
         for cuts in ((), (1, 4)):
             mode, losses = mode_of(world, kind, "adagrad", prefetch=3, lookahead=5), []
@@ -101,10 +98,10 @@ def leave(rank: int, size: int) -> list[list]:
     return found
 
 
-@pytest.mark.parametrize("world", [3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_streams_that_are_left_early_go_on_to_the_same_bits(world: int) -> None:
     for found in run_ranks(leave, world):
-        for kind, (whole, parts) in zip(KINDS, found, strict=True):
+        for kind, (whole, parts) in zip(ALL, found, strict=True):
             assert parts == whole, kind
         assert len({whole[1] for whole, _ in found}) == 1
 

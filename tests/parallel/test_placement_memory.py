@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from oracle import OPTIMIZERS
 from placement_cases import KINDS, fitting_slots, placement_of
 from protocol_cases import CASE
 from ranks import run_ranks
+from scenarios import OPTIMIZERS, make_mode
 from torch import Tensor
 
 from distcache.comm.world import close_world, open_world
 from distcache.engine.step import Flight
-from distcache.parallel.cached import CachedParallel, CachedSettings
+from distcache.parallel.cached import CachedSettings
 
 STATE = {"sgd": lambda dim: 0, "rowwise_adagrad": lambda dim: 1, "adam": lambda dim: 2 * dim}
 """Floats of optimizer state of a row of width D."""
@@ -42,9 +42,8 @@ def measure(rank: int, size: int) -> list[dict]:
             )
             # Room for movement to be ahead as far as P allows.
             slots = tuple(3 * c for c in fitting_slots(CASE, size, settings.placement))
-            parts = (CASE.tables, CASE.features, CASE.model(), spec)
-            mode = CachedParallel(world, *parts, replace(settings, slots=slots))
-            mode.set_lr(lr, lr)
+            case = replace(CASE, optimizer=spec, lr=lr)
+            mode = make_mode(world, case, replace(settings, slots=slots))
             most = 0
             for step in mode.stream(CASE.batch(s, rank, size) for s in range(CASE.steps)):
                 mode.train_step(step)

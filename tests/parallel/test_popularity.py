@@ -8,10 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from oracle import OPTIMIZERS
-from popular_runs import make_popular, popularity_of
 from ranks import run_ranks
-from scenarios import Scenario, table
+from scenarios import OPTIMIZERS, Scenario, make_mode, popularity_of, table
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.engine.groups import make_groups
@@ -28,17 +26,10 @@ def scenario(optimizer: str, **changes: object) -> Scenario:
     return replace(Scenario(TABLES, spec, lr, steps=20, weighted=True), **changes)
 
 
-@pytest.fixture(scope="module")
-def world():
-    world = open_world("cpu", "gloo", 60)
-    yield world
-    close_world(world)
-
-
 def test_slots_hold_the_most_frequent_rows(world: World) -> None:
     case = scenario("sgd")
     popularity = popularity_of(case, SLOTS, warm_start=1.0)
-    mode = make_popular(world, case, CachedSettings("data", SLOTS), popularity)
+    mode = make_mode(world, case, CachedSettings("data", SLOTS), popularity)
     next(mode.stream([case.batch(0)]))
     rows, start = mode.rows[0], 0
     held = rows.cache.slot_row
@@ -55,7 +46,7 @@ def test_slots_hold_the_most_frequent_rows(world: World) -> None:
 
 def test_a_checkpoint_is_loaded_before_rows_are_cached(world: World) -> None:
     case = scenario("sgd")
-    mode = make_popular(
+    mode = make_mode(
         world, case, CachedSettings("data", SLOTS), popularity_of(case, SLOTS, warm_start=1.0)
     )
     state = mode.state_dict()
@@ -91,7 +82,7 @@ def differ(rank: int, size: int) -> str:
     if rank:
         popularity = replace(popularity, hot_rows=(1, 1, 1, 1))
     try:
-        make_popular(world, case, CachedSettings("data", SLOTS), popularity)
+        make_mode(world, case, CachedSettings("data", SLOTS), popularity)
     except ConfigError as error:
         return str(error)
     finally:
@@ -120,7 +111,7 @@ def differ_by_node(rank: int, size: int) -> list[str]:
         statistics = replace(popularity.statistics, tables=tuple(tables))
         settings = CachedSettings("data", SLOTS, 4, 1)
         try:
-            make_popular(world, case, settings, replace(popularity, statistics=statistics))
+            make_mode(world, case, settings, replace(popularity, statistics=statistics))
             found.append("taken")
         except ConfigError as error:
             found.append(str(error))

@@ -1,34 +1,63 @@
-"""Ranks that raise, die or hang: the others name them within seconds, or within the timeout."""
+"""Ranks that raise, die or hang, wherever they are: the others name them within seconds, or within
+the timeout, and nobody goes on or writes what is the state of no step.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from itertools import chain
 
 import pytest
 import torch.distributed as dist
-from ends import End, Job
-from protocol_cases import Raises, batches, caught, make, state, train
+from placement_cases import fitting_slots, placement_of
+from protocol_cases import CASE, SLOTS, Raises, batches, caught, make, state, train
+from ranks import End, Job
+from scenarios import popularity_of
 
 from distcache.comm.agreement import together
 from distcache.comm.failure import cause_of
+from distcache.comm.link import Link
 from distcache.comm.world import World, close_world, open_world
+from distcache.parallel.cached import CachedParallel
 
-LONG_S, TIMEOUT_S = 60.0, 5.0
+LONG_S, TIMEOUT_S = 60.0, 6.0
 """Where the end of a rank is seen at once, and where nothing but the time limit tells of it."""
+LAST_WORD = 77
+"""Exit code of the rank that vanishes in an exchange of rows."""
+
+LONE = {
+    "model": "ValueError: the model fails in step 2",
+    "apply": "MemoryError: no room",
+    "gather": "MemoryError: no room",
+    "no data": "MemoryError: no room",
+    "warm start": "MemoryError: no room",
+    "warm start, serial": "MemoryError: no room",
+    "plan": "MemoryError: no room",
+    "plan, serial": "MemoryError: no room",
+}
+"""What fails on rank 1 alone, and its error."""
+
+EXCHANGES = {
+    "early rows": ("sharded", "overlapped"),
+    "late rows": ("sharded", "overlapped"),
+    "sharded row gradients": ("sharded", "overlapped"),
+    "updated rows": ("home", "overlapped"),
+    "row gradients": ("mixed home", "overlapped"),
+    "row sums": ("mixed", "overlapped"),
+    "fill": ("mixed", "overlapped"),
+    "late rows, serial": ("mixed", "serial"),
+    "early rows, hangs": ("mixed", "overlapped"),
+    "late rows, hangs": ("sharded", "overlapped"),
+}
+"""The exchange in which rank 1 vanishes, and the placement and schedule of the run."""
 
 
-def leave(world: World, error: Exception | None) -> tuple[int, str] | None:
-    """End this rank as the command line does: record the failure, then leave."""
-    cause = cause_of(world.store, world.rank, error) if error is not None else None
-    close_world(world, orderly=error is None)
-    return cause
-
-
-def attempt(world: World, action) -> dict:
-    """Run `action`; how it failed, the cause and how long it took."""
+def attempt(world: World, action, mode: CachedParallel | None = None) -> dict:
+    """Run `action`; how it failed, the cause and how long it took. The rank ends as the command
+    line does: it records the failure, then leaves."""
     began, error = time.monotonic(), None
     try:
         action()
@@ -36,38 +65,98 @@ def attempt(world: World, action) -> dict:
         error = caught_error
     took = time.monotonic() - began
     said = "" if error is None else f"{type(error).__name__}: {error}"
-    return {"error": said, "took": took, "cause": leave(world, error)}
+    cause = cause_of(world.store, world.rank, error) if error is not None else None
+    if mode is not None:
+        mode.close()
+    close_world(world, orderly=error is None)
+    return {"error": said, "took": took, "cause": cause}
 
 
-def model_raises(rank: int, size: int, at_apply: bool) -> dict:
-    world = open_world("cpu", "gloo", 60)
-    model = Raises(2 if rank == 1 and not at_apply else None)
-    mode = make(world, lookahead=1, prefetch=1, model=model)
-    if at_apply and rank == 1:
-        step = mode.dense_optimizer.step
+def fails_from(owner: object, name: str, call: int) -> None:
+    """From its `call`-th call on, a method raises."""
+    body, calls = getattr(owner, name), []
 
-        def failing() -> None:
-            if int(mode.applied) == 3:
-                raise ValueError("the optimizer fails in step 2")
-            step()
+    def failing(*arguments):
+        calls.append(1)
+        if len(calls) >= call:
+            raise MemoryError("no room")
+        return body(*arguments)
 
-        mode.dense_optimizer.step = failing
-    losses: list[float] = []
-    flushed: list[str] = []
+    setattr(owner, name, failing)
+
+
+def lone(rank: int, size: int, name: str) -> dict:
+    """Something fails on rank 1 alone."""
+    what, _, serial = name.partition(", ")
+    world, never, losses = open_world("cpu", "gloo", LONG_S), threading.Event(), []
+    how: dict = {"schedule": serial or "overlapped"}
+    how["model"] = Raises(2 if rank == 1 and what == "model" else None)
+    if what == "warm start":
+        how["popularity"] = popularity_of(CASE, SLOTS, warm_start=1.0)
+    mode = make(world, 1, 1, **how)
+    faults = {
+        "apply": (mode.dense_optimizer, "step", 3),
+        "gather": (mode.rows[0], "gather", 6),
+        "no data": (mode.dense, "start_sum", 3),
+        "warm start": (mode.rows[0], "gather_rows", 1),
+        "plan": (mode.tables.planner, "_plan", 6),  # once all homes have decided the step
+    }
+    if rank == 1 and what in faults:
+        fails_from(*faults[what])
+
+    def source():
+        for batch in batches(world, range(20)):
+            if rank == 0 and what == "no data" and batch.index == 6:
+                never.wait(40)
+            yield batch
+
+    def written() -> int:
+        return sum(rows.counts.rows_written_back for rows in mode.rows)
 
     def go() -> None:
         try:
-            for step in mode.stream(batches(world, range(6))):
+            for step in mode.stream(source()):
                 losses.append(mode.train_step(step).loss)
         finally:
-            if at_apply:  # the ranks can still talk, and must not write different steps
-                before = [rows.counts.rows_written_back for rows in mode.rows]
-                flushed.append(caught(mode.flush))
-                after = [rows.counts.rows_written_back for rows in mode.rows]
-                flushed.append("same" if after == before else "written")
+            if what == "apply":  # the ranks can still talk, and must not write different steps
+                before, error = written(), caught(mode.flush)
+                flushed.append((error, written() - before))
 
-    seen = attempt(world, go)
-    return seen | {"steps": len(losses), "flushed": flushed, "applied": int(mode.applied)}
+    flushed: list[tuple[str, int]] = []
+    seen = attempt(world, go, mode)
+    never.set()
+    counts = {"steps": len(losses), "applied": int(mode.applied)}
+    return seen | counts | {"flushed": flushed, "failed": mode.tables.failed}
+
+
+def vanishes(rank: int, size: int, name: str) -> dict:
+    """Rank 1 vanishes in the middle of an exchange of rows."""
+    kind, schedule = EXCHANGES[name]
+    what, hangs = name.partition(",")[0], "hangs" in name
+    world = open_world("cpu", "gloo", TIMEOUT_S if hangs else LONG_S)
+    exchange = Link.start_all_to_all
+
+    def start_all_to_all(self, tensor, send, receive, category, about):
+        named, _, step = about.rpartition(" ")
+        if rank == 1 and named == what and int(step) >= 2:
+            if not hangs:
+                os._exit(LAST_WORD)
+            hang()
+        return exchange(self, tensor, send, receive, category, about)
+
+    Link.start_all_to_all = start_all_to_all  # type: ignore[method-assign]
+    placement = placement_of(kind, CASE)
+    slots = fitting_slots(CASE, size, placement)
+    mode, again = make(world, 2, 1, slots=slots, placement=placement, schedule=schedule), []
+
+    def go() -> None:
+        try:
+            train(mode, batches(world, range(6)))
+        finally:
+            again.append(caught(lambda: train(mode, batches(world, range(1)))))
+            again.append(caught(mode.flush))
+
+    return attempt(world, go, mode) | {"again": again}
 
 
 def opened(dying: int, timeout_s: float = LONG_S) -> World:
@@ -159,13 +248,13 @@ def late(rank: int, size: int) -> dict:
 
 
 CASES = {
-    "raises": (model_raises, 3, False),
-    "applies": (model_raises, 2, True),
+    **{f"lone {name}": (lone, 3 if name == "model" else 2, name) for name in LONE},
+    **{f"vanishes {name}": (vanishes, 3, name) for name in EXCHANGES},
     "kill exchange": (dies, 3, "exchange", "dies"),
     "kill gradients": (dies, 3, "gradients", "dies"),
     "kill together": (dies, 2, "together", "dies"),
-    "hang exchange": (dies, 2, "exchange", "hangs"),
-    "hang gradients": (dies, 3, "gradients", "hangs"),
+    "exchange hangs": (dies, 2, "exchange", "hangs"),
+    "gradients hangs": (dies, 3, "gradients", "hangs"),
     "kill host": (host_dies, 2),
     "kill host early": (host_dies_early, 2),
     "late": (late, 2),
@@ -176,39 +265,53 @@ CASES = {
 def all_ends() -> dict[str, list[End]]:
     """How every rank of every case ended; cases run a few at a time."""
     found, names = {}, list(CASES)
-    for start in range(0, len(names), 5):
+    for start in range(0, len(names), 3):
         jobs = {
-            name: Job(*CASES[name], agent="host" not in name) for name in names[start : start + 5]
+            name: Job(*CASES[name], agent="host" not in name) for name in names[start : start + 3]
         }
         for name, job in jobs.items():
-            found[name] = job.ends(100, but=(1,) if name.startswith("hang") else ())
+            found[name] = job.ends(100, but=(1,) if "hangs" in name else ())
     return found
 
 
-def test_an_error_in_a_step_reaches_the_others_within_seconds(all_ends) -> None:
-    for rank, end in enumerate(all_ends["raises"]):
-        assert end.exitcode == 0, end
+@pytest.mark.parametrize("name", LONE)
+def test_what_fails_on_one_rank_reaches_the_others_within_seconds(all_ends, name: str) -> None:
+    error = LONE[name]
+    stages = {"model": "forward_backward of step 2", "gather": "gather of step 5"}
+    note = f" (in stage {stages[name]})" if name in stages else ""
+    for rank, end in enumerate(all_ends[f"lone {name}"]):
+        assert end.exitcode == 0 and isinstance(end.value, dict), end
         if rank == 1:
-            assert end.value["error"] == "ValueError: the model fails in step 2"
+            assert end.value["error"] == error
         else:
             assert end.value["error"].startswith("PeerError: "), end
-            assert "rank 1 failed: ValueError: the model fails in step 2" in end.value["error"]
-            assert "in stage forward_backward of step 2" in end.value["error"]
-        text = "ValueError: the model fails in step 2 (in stage forward_backward of step 2)"
-        assert (end.value["cause"].rank, end.value["cause"].text) == (1, text)
-        assert end.value["steps"] == 2 and end.value["applied"] == 2
+            assert f"rank 1 failed: {error}{note}" in end.value["error"]
+        cause = end.value["cause"]
+        assert cause.rank == 1 and cause.text.startswith(f"{error}{note}")
         assert end.value["took"] < 30
+    first, second, *_ = (end.value for end in all_ends[f"lone {name}"])
+    if name == "model":
+        assert [first["steps"], first["applied"]] == [second["steps"], second["applied"]] == [2, 2]
+    assert name != "no data" or first["failed"]
+    if name == "apply":  # after the step was agreed
+        assert (first["steps"], second["steps"]) == (3, 2)
+        for said, written in (*first["flushed"], *second["flushed"]):
+            assert written == 0
+            assert "failed half-way" in said or "rank 1 failed" in said
 
 
-def test_an_error_after_a_step_was_agreed(all_ends) -> None:
-    other, failing = all_ends["applies"]
-    assert failing.value["error"] == "ValueError: the optimizer fails in step 2"
-    assert "rank 1 failed: ValueError: the optimizer fails" in other.value["error"]
-    assert other.value["steps"] == 3 and failing.value["steps"] == 2
-    for end in (other, failing):
-        error, written = end.value["flushed"]
-        assert written == "same"
-        assert "failed half-way" in error or "rank 1 failed" in error
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_after_a_rank_vanished_nobody_goes_on_or_writes(all_ends, name: str) -> None:
+    ends = all_ends[f"vanishes {name}"]
+    if "hangs" not in name:
+        assert ends[1].value is None and ends[1].exitcode == LAST_WORD, ends[1]
+    for end in (ends[0], ends[2]):
+        assert end.exitcode == 0 and end.value["error"].startswith("PeerError: "), end
+        if "hangs" not in name:
+            assert "rank 1 ended without a word" in end.value["error"], end
+        again, flushed = end.value["again"]
+        assert "cannot go on; load a checkpoint" in again
+        assert "go on from the last checkpoint" in flushed or "PeerError" in flushed
 
 
 @pytest.mark.parametrize("where", ["exchange", "gradients", "together"])
@@ -242,17 +345,16 @@ def test_a_rank_that_dies_while_the_job_starts(all_ends) -> None:
     assert "ended while the job started" in error
 
 
-@pytest.mark.parametrize("where", ["exchange", "gradients"])
-def test_a_rank_that_hangs_is_named(all_ends, where: str) -> None:
-    ends = all_ends[f"hang {where}"]
-    for rank, end in enumerate(ends):
+@pytest.mark.parametrize("name", [name for name in CASES if "hangs" in name])
+def test_a_rank_that_hangs_is_named(all_ends, name: str) -> None:
+    for rank, end in enumerate(all_ends[name]):
         if rank == 1:
             continue
-        assert end.value["error"].startswith("PeerError: rank "), end
+        assert end.value["error"].startswith("PeerError: "), end
         missing = end.value["error"].partition(";")[2]
         assert f"rank 1 did not come within trainer.timeout_s={TIMEOUT_S:g}" in missing
         assert "rank 2" not in missing and "rank 0" not in missing
-        assert end.value["took"] > TIMEOUT_S - 1  # not before; run_ranks bounds how long after
+        assert end.value["took"] > TIMEOUT_S - 1  # not before; `ends` bounds how long after
 
 
 def test_a_slow_rank_is_waited_for(all_ends) -> None:

@@ -8,16 +8,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from ends import Job
 from hypothesis import given
 from hypothesis import strategies as st
 from placement_cases import placement_of
 from protocol_cases import CASE, TABLES, batches, caught, make, state, warnings
+from ranks import Job
 
 from distcache.comm.world import close_world, open_world
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.engine.groups import (
     Placement,
+    TableSettings,
     enough_slots,
     make_groups,
     region_slots,
@@ -25,19 +26,20 @@ from distcache.engine.groups import (
     too_large,
     warn_if_too_small,
 )
-from distcache.engine.planning import Region
-from distcache.errors import StepTooLargeError
+from distcache.engine.planning import Region, StreamPlanner
+from distcache.errors import ConfigError, StepTooLargeError
 from distcache.layout import TableSpec
 from distcache.popularity.slots import cache_slots
 
 
 def attempt(
-    world, rows: int, lookahead: int, placement: Placement
+    world, rows: int | tuple, lookahead: int, placement: Placement
 ) -> tuple[int, str, tuple[int, int], str]:
-    """Train with `cache.rows=rows`: steps done, the error, its numbers, the state after it."""
+    """Train with `cache.rows=rows`, or with slots: steps done, the error, its numbers, the state
+    after it."""
     groups = make_groups(TABLES, CASE.features, world.size)
     sizes = [(group.layout.rows, group.dim, 1) for group in groups]
-    slots = cache_slots(rows, None, None, sizes, 4, world.size)
+    slots = rows if isinstance(rows, tuple) else cache_slots(rows, None, None, sizes, 4, world.size)
     mode = make(world, lookahead, 1, slots=slots, placement=placement)
     done, numbers = [], (0, 0)
 
@@ -56,59 +58,81 @@ def attempt(
     return len(done), error, numbers, after
 
 
-def run(rank: int, size: int, kind: str = "replicated") -> list:
+def run(rank: int, size: int, kind: str = "replicated", share: float = 0.0, *tries: tuple) -> list:
+    """Attempts with ever larger caches; where a number is named, with that, and one less before."""
     world = open_world("cpu", "gloo", 60)
-    seen, rows, placement = [], 4, Placement(kind)
-    while True:
-        seen.append((rows, *attempt(world, rows, 2 * (rows % 2), placement)))
-        named = re.search(r"cache\.rows=(\d+) or more", seen[-1][2])
-        if named is None:
-            break
-        if int(named[1]) - 1 > rows:
-            less = int(named[1]) - 1
-            seen.append((less, *attempt(world, less, 1, placement)))
-        rows = int(named[1])
+    seen, placement, waiting = [], placement_of(kind, CASE, share), list(tries) or [4]
+    while waiting:
+        rows = waiting.pop(0)
+        seen.append((rows, *attempt(world, rows, 0 if share else 2 * (rows % 2), placement)))
+        found = re.search(r"cache\.rows=(\d+) or more", seen[-1][2])
+        if found is None:
+            continue
+        named = int(found[1])
+        if not share and named - 1 > rows:
+            seen.append((named - 1, *attempt(world, named - 1, 1, placement)))
+        waiting.insert(0, named)
     close_world(world)
     return seen
 
 
+RUNS = {
+    "1": (1,),
+    "2": (2,),
+    "3": (3,),
+    "2 sharded": (2, "sharded"),
+    "3 sharded": (3, "sharded"),
+    "3 mixed, many replicated": (3, "mixed home", 0.4, (20, 12), (40, 12), (60, 12)),
+    "3 mixed, few replicated": (3, "mixed home", 0.02, (12, 12), (60, 12)),
+}
+
+
 @pytest.fixture(scope="module")
-def by_world() -> dict[int, list]:
-    """By world size, what every rank saw with ever larger caches; below 0: of sharded rows."""
-    jobs = {size: Job(run, size) for size in (1, 2, 3)}
-    jobs |= {-size: Job(run, size, "sharded") for size in (2, 3)}
-    return {size: [end.value for end in job.ends()] for size, job in jobs.items()}
+def by_run() -> dict[str, list]:
+    """What every rank saw."""
+    jobs = {name: Job(run, *how) for name, how in RUNS.items()}
+    return {name: [end.value for end in job.ends()] for name, job in jobs.items()}
 
 
-@pytest.mark.parametrize("key", [1, 2, 3, -2, -3])
-def test_the_number_that_is_named_is_the_smallest_that_works(by_world, key: int) -> None:
-    ranks, size = by_world[key], abs(key)
+@pytest.mark.parametrize("name", RUNS)
+def test_the_number_that_is_named_holds_the_step_and_no_smaller_one(by_run, name: str) -> None:
+    ranks, size, mixed = by_run[name], int(name[0]), "mixed" in name
     assert all(isinstance(rank, list) for rank in ranks), ranks
     assert all(rank == ranks[0] for rank in ranks)
     seen = {rows: (done, error, numbers) for rows, done, error, numbers, _ in ranks[0]}
-    assert max(seen) == ranks[0][-1][0] and seen[max(seen)][:2] == (6, "")
+    assert ranks[0][-1][1:3] == (6, "")
+    regions = set()
     for rows, (done, error, numbers) in seen.items():
         if not error:
             continue
         named = int(re.search(r"cache\.rows=(\d+) or more", error)[1])
-        kind, homes = ("sharded ", 1) if key < 0 else ("", size)
-        assert f"StepTooLargeError: step {done} needs {numbers[0]} distinct {kind}rows of" in error
+        region = re.match(r"StepTooLargeError: step \d needs \d+ distinct (\w* ?)rows of", error)[1]
+        homes = 1 if region == "sharded " else size
+        assert f": step {done} needs {numbers[0]} distinct" in error
         assert f"which has {numbers[1]} slots of {numbers[1] * homes} on" in error
         assert numbers[0] > numbers[1]
+        assert ("cache.replicated_rows, cache.replicated_share" in error) == mixed
+        regions.add(region)
         assert seen[named][0] > done, "the number that was named does not hold the step"
-        if rows == named - 1:
+        if rows == named - 1 or mixed:  # of regions less may do, by at most a row of each home
             continue
         assert seen[named - 1][0] == done, "a smaller number holds the step as well"
     assert len(seen) >= 3
-    assert any("tables of width 4" in error for _, error, _ in seen.values()) or key in (1, -2, -3)
+    widths = {"tables of width 4" in error for _, error, _ in seen.values()}
+    assert True in widths or name not in ("2", "3")
+    assert regions == {
+        "3 mixed, many replicated": {"replicated "},
+        "3 mixed, few replicated": {"sharded "},
+    }.get(name, {"sharded " if "sharded" in name else ""})
 
 
-def test_the_steps_before_are_trained(by_world) -> None:
-    for ranks in by_world.values():
-        states: dict[int, set[str]] = {}
+def test_the_steps_before_are_trained(by_run) -> None:
+    """As many steps leave the same rows in every cache."""
+    states: dict[tuple[str, int], set[str]] = {}
+    for name, ranks in by_run.items():
         for _, done, _, _, after in ranks[0]:
-            states.setdefault(done, set()).add(after)
-        assert all(len(same) == 1 for same in states.values())
+            states.setdefault((name[0], done), set()).add(after)
+    assert all(len(same) == 1 for same in states.values())
 
 
 def tables(rows: list[int], dims: list[int]) -> list[TableSpec]:
@@ -175,66 +199,15 @@ def test_the_warning_where_some_rows_are_replicated(count: int) -> None:
     assert warn_if_too_small(source, [group], [enough - 2 * world], batch)
 
 
+def test_more_slots_than_plans_can_number_are_refused() -> None:
+    groups = make_groups([TableSpec("a", 2**33, 1, ("f",))], ["f"], 4)
+    with pytest.raises(ConfigError, match="up to 2147483647"):
+        StreamPlanner(None, groups, [None], [2**31], TableSettings())
+
+
 def test_a_source_that_knows_nothing_is_not_warned_about() -> None:
     groups = make_groups(tables([5], [4]), ["cat_0"], 1)
     assert not warn_if_too_small(object(), groups, [1], 100)
-
-
-def refuse(rank: int, size: int) -> list[list]:
-    """Runs in ever larger mixed caches, first with many and then with few replicated rows: steps
-    done, the error, the state after it, and what as many steps leave in a cache that holds all.
-    Then in one of as many rows as the error before names."""
-    world, seen = open_world("cpu", "gloo", 60), []
-    groups = make_groups(TABLES, CASE.features, world.size)
-    sizes = [(group.layout.rows, group.dim, 1) for group in groups]
-    named, tries = 0, [(0.4, 20), (0.4, 40), (0.4, 60), (0.02, 12), (0.02, 60)]
-    while tries:
-        share, count = tries.pop(0)
-        placement = placement_of("mixed home", CASE, share)
-        slots = (count, 12) if count else tuple(cache_slots(named, None, None, sizes, 4, size))
-        mode, done = make(world, 2, 1, slots=slots, placement=placement), []
-
-        def go(mode=mode, done=done) -> None:
-            for step in mode.stream(batches(world, range(6))):
-                done.append(mode.train_step(step).loss)
-
-        error = caught(go)
-        after = state(mode)
-        mode.close()
-        roomy = make(world, 2, 1, slots=(72, 12))
-        for step in roomy.stream(batches(world, range(len(done)))):
-            roomy.train_step(step)
-        seen.append([len(done), error, after, state(roomy)])
-        roomy.close()
-        found = re.search(r"cache\.rows=(\d+) or more", error)
-        if found is not None:
-            named = int(found[1])
-            tries.insert(0, (share, 0))
-    close_world(world)
-    return seen
-
-
-def test_a_mixed_cache_names_the_region_that_is_too_small() -> None:
-    ranks = [end.value for end in Job(refuse, 3).ends()]
-    assert ranks[1] == ranks[2] == ranks[0], ranks
-    steps, kinds = [], set()
-    for place, (done, error, after, expected) in enumerate(ranks[0]):
-        steps.append(done)
-        assert after == expected, "the steps before are not as they were trained"
-        if not error:
-            continue
-        found = re.search(
-            rf"StepTooLargeError: step {done} needs (\d+) distinct (sharded|replicated) rows of "
-            r"home rank \d, which has (\d+) slots of (\d+) on each device",
-            error,
-        )
-        needs, has, of = (int(found[group]) for group in (1, 3, 4))
-        assert needs > has and of == has * (3 if found[2] == "replicated" else 1)
-        assert "cache.replicated_rows, cache.replicated_share" in error
-        kinds.add(found[2])
-        assert ranks[0][place + 1][0] > done, "the number that was named does not hold the step"
-    assert max(steps) == 6 and min(steps) < 6
-    assert kinds == {"sharded", "replicated"}
 
 
 def test_rows_that_no_cache_holds_beside_the_replicated_ones_are_told() -> None:

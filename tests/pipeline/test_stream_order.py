@@ -11,15 +11,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from oracle import OPTIMIZERS
 from ranks import run_ranks
-from scenarios import Scenario, table
+from scenarios import OPTIMIZERS, Scenario, make_mode, table
 
 from distcache.comm.world import close_world, open_world
 from distcache.engine import tables
 from distcache.engine.groups import Placement
 from distcache.engine.step import DeviceSpan
-from distcache.parallel.cached import CachedParallel, CachedSettings
+from distcache.parallel.cached import CachedSettings
 from distcache.store.rows import ACCESS
 from distcache.streams import Mark, Streams
 
@@ -88,8 +87,7 @@ def marks_of(world, **how: object) -> tuple[dict[int, Marks], dict[int, int]]:
     spec, lr = OPTIMIZERS["adagrad"]
     case = Scenario(TABLES, spec, lr, steps=20)
     chosen = replace(CachedSettings("data", (130,), 2, result_delay=2), **how)
-    mode = CachedParallel(world, TABLES, case.features, case.model(), spec, chosen)
-    mode.set_lr(lr, lr)
+    mode = make_mode(world, case, chosen)
     seen, after = {}, {}
     for step in mode.stream(case.batch(s, world.rank, world.size) for s in range(case.steps)):
         mode.train_step(step)

@@ -1,4 +1,6 @@
-"""Mode `data` on a device that does things late has the bits of `resident` there."""
+"""On a device that does things late and forgets: it is as it says, and trainer and drop-in have
+there the bits of `resident`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_device.process import run
 
 RESIDENT = ["parallel=resident"]
@@ -92,3 +95,29 @@ def test_what_is_not_ordered_is_seen(guard: Path, tmp_path: Path) -> None:
     resident, staged, in_place = run(guard, "fake_device.runs:broken", given)
     assert resident != staged
     assert resident != in_place
+
+
+def loop(prefetch: int, access: str, schedule: str = "overlapped", **how: Any) -> dict[str, Any]:
+    """A call of `runs.drop_in`, through a look-ahead."""
+    settings = {"rows": 260, "prefetch": prefetch, "store_access": access, "schedule": schedule}
+    return {"settings": settings, "device": "cuda", "ahead": True, "own_stream": False} | how
+
+
+def test_a_loop_inside_a_stream_of_its_own_has_the_same_bits(guard: Path) -> None:
+    calls = [
+        loop(0, "staged", "serial", ahead=False),
+        loop(1, "staged"),
+        loop(1, "staged", own_stream=True),
+        loop(3, "zero_copy", own_stream=True),
+        loop(0, "staged", own_stream=True, ahead=False),
+        loop(1, "staged", device="cpu"),
+    ]
+    *found, on_cpu = [by_rank[0] for by_rank in run(guard, "fake_device.runs:drop_in", calls)]
+    assert [one["digest"] for one in found] == [found[0]["digest"]] * len(found)
+    assert found[0]["losses"] == pytest.approx(on_cpu["losses"], rel=1e-5)
+
+
+def test_the_device_keeps_its_promises(guard: Path) -> None:
+    ((done,),) = run(guard, "fake_device.checks:checks", [None])
+    assert len(done) == 6
+    assert not torch.cuda.is_available()  # nothing of it here

@@ -1,19 +1,76 @@
-"""Precision of the dense part: bfloat16 rounds its products and nothing else; TF32 on request."""
+"""The dense part: evaluation with its modes and buffers, and what a step undone leaves behind;
+bfloat16 rounds its products and nothing else; TF32 on request.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from scenarios import Scenario, SmallNet, table
-from torch import nn
+from torch import Tensor, nn
 
-from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError
 from distcache.models import build_model, initialise
 from distcache.parallel.base import predict, tf32
 from distcache.parallel.cached import CachedParallel, CachedSettings
 
-TABLES = (table("a", 30), table("c", 7, dim=4))
+TABLES = (table("a", 30), table("b", 7))
+
+
+class Moody(nn.Module):
+    """A model whose training differs from its evaluation: dropout, and running means."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.drop, self.over = (
+            nn.BatchNorm1d(width),
+            nn.Dropout(0.5),
+            nn.Linear(width, 1),
+        )
+
+    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        return self.over(self.drop(self.norm(torch.cat([dense, pooled], 1)))).squeeze(1)
+
+
+@pytest.mark.parametrize("schedule", ["overlapped", "serial"])
+def test_evaluation_is_made_in_evaluation_mode(world, schedule: str) -> None:
+    run = Scenario(TABLES)
+    batch = run.batch(0)
+    model = Moody(batch.dense.shape[1] + run.pooled_width)
+    chosen = CachedSettings("data", (40,), 1, 1, schedule=schedule)
+    mode = CachedParallel(world, run.tables, run.features, model, run.optimizer, chosen)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    stream = mode.stream(run.batch(0, kind="eval") for _ in range(2))
+    first, second = (mode.eval_step(step) for step in stream)
+    assert torch.equal(first, second)
+    assert model.training and model.drop.training
+    for name, value in model.named_buffers():
+        assert torch.equal(value, before[name])
+    mode.close()
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_buffers_are_those_before_a_loss_that_is_not_finite(world, delay: int) -> None:
+    run = Scenario(TABLES)
+    found = []
+    for bad in (3, None):
+        torch.manual_seed(0)
+        model = Moody(5 + run.pooled_width)
+        chosen = CachedSettings("data", (40,), 1, 1, result_delay=delay)
+        mode = CachedParallel(world, run.tables, run.features, model, run.optimizer, chosen)
+        batches = [run.batch(at) for at in range(3 if bad is None else 6)]
+        if bad is not None:
+            batches[bad] = replace(batches[bad], dense=batches[bad].dense * torch.nan)
+        for step in mode.stream(batches):
+            mode.train_step(step)
+        mode.flush()
+        found.append({name: value.clone() for name, value in model.named_buffers()})
+        mode.close()
+    assert int(found[0]["norm.num_batches_tracked"]) == 3
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
 
 
 @pytest.mark.parametrize("name", ["dlrm", "dcn_v2"])
@@ -38,10 +95,9 @@ def test_products_round_and_nothing_else(name: str) -> None:
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_another_value_is_refused_by_the_mode_too() -> None:
+def test_another_value_is_refused_by_the_mode_too(world) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.amp=fp16 is unknown"):
         predict(SmallNet(5, 8), torch.zeros(2, 5), torch.zeros(2, 8), "fp16")
-    world = open_world("cpu", "gloo", 60)
     case = Scenario(TABLES, steps=2)
     settings = CachedSettings("resident", amp="half")
     args = (world, case.tables, case.features, case.model(), case.optimizer, settings)
@@ -50,7 +106,6 @@ def test_another_value_is_refused_by_the_mode_too() -> None:
         for step in mode.stream(case.batch(s) for s in range(2)):
             mode.train_step(step)
     mode.close()
-    close_world(world)
 
 
 def switches() -> list[str]:

@@ -1,0 +1,182 @@
+"""Worlds of one job after each other; work of all ranks in one: values by rank, or every rank
+raises; how far each rank's clock is from rank 0's.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import free_port, run_ranks
+
+from distcache.comm.agreement import agree_on, on_first, together
+from distcache.comm.failure import is_secondary
+from distcache.comm.rendezvous import differences
+from distcache.comm.world import close_world, open_world
+from distcache.engine.tracing import SharedClock, machine, share_clock
+from distcache.errors import ConfigError, PeerError
+
+
+def many_worlds(rank: int, size: int) -> float:
+    """Five worlds, each with a group more, then one that the caller makes by himself."""
+    total = torch.zeros(1)
+    for _ in range(5):
+        world = open_world("cpu", timeout_s=30)
+        extra = dist.new_group(backend="gloo")
+        for group in (world.device_group, world.host_group, world.planning_group, extra):
+            part = torch.ones(1)
+            dist.all_reduce(part, group=group)
+            total += part
+        dist.destroy_process_group(extra)
+        close_world(world)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    dist.all_reduce(total, group=dist.new_group(backend="gloo"))
+    dist.destroy_process_group()
+    return total.item()
+
+
+def test_one_world_after_the_other():
+    assert run_ranks(many_worlds, 2, timeout=100) == [2 * 5 * 4 * 2] * 2
+
+
+def joined_in_part(rank: int, size: int, port: int) -> tuple[bool, int]:
+    """A world whose second group cannot be made, as where a rank has gone; then another one, whose
+    store is served at a `port` of its own: rank 0 may still serve the first one."""
+    make = dist.new_group
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("[x/pair.cc:12] Connection closed by peer. This is typically caused ...")
+
+    dist.new_group = fail
+    with pytest.raises(PeerError, match=r"not join the others \(Connection closed by peer\):"):
+        open_world("cpu", "gloo", 30)
+    dist.new_group, left = make, dist.is_initialized()
+    os.environ["MASTER_PORT"] = str(port)
+    world = open_world("cpu", "gloo", 30)
+    close_world(world)
+    return left, world.size
+
+
+def test_a_world_that_was_joined_in_part_leaves_nothing_behind():
+    assert run_ranks(joined_in_part, 2, free_port(), timeout=60) == [(False, 2)] * 2
+
+
+def outcomes(rank: int, size: int) -> list[str]:
+    world = open_world("cpu", timeout_s=60)
+    seen = []
+
+    def fail(kind: type[Exception], *ranks: int, first: bool = False):
+        def work() -> int:
+            if rank in ranks:
+                raise kind(f"no {rank}")
+            return rank
+
+        try:
+            seen.append(str((on_first if first else together)(world, work)))
+        except Exception as error:
+            seen.append(f"{type(error).__name__}: {error}")
+            assert is_secondary(error) == (rank not in ranks), "which rank was the cause"
+
+    fail(ConfigError)
+    fail(ConfigError, 1)
+    fail(KeyError, 0, 2)
+    fail(ConfigError, first=True)
+    fail(ConfigError, 0, first=True)
+    close_world(world)
+    return seen
+
+
+def test_all_ranks_learn_of_a_failure() -> None:
+    first, second, third = run_ranks(outcomes, 3)
+    assert first == [
+        "[0, 1, 2]",
+        "ConfigError: rank 1: no 1",
+        "KeyError: 'no 0'",
+        "0",
+        "ConfigError: no 0",
+    ]
+    assert second == [
+        "[0, 1, 2]",
+        "ConfigError: no 1",
+        f"{PeerError.__name__}: rank 0: KeyError: 'no 0'",
+        "0",
+        "ConfigError: rank 0: no 0",
+    ]
+    assert third[1:] == ["ConfigError: rank 1: no 1", "KeyError: 'no 2'", *second[3:]]
+
+
+def test_a_difference_names_every_value_and_its_ranks() -> None:
+    same = {"rows": 4, "seed": 0}
+    seen = [same, same, same, {"rows": 5, "seed": 0}, {"seed": 0}, {"rows": 4, "seed": 7}]
+    assert differences(seen) == [
+        "rows is 4 on ranks 0-2, 5, 5 on rank 3 and not there on rank 4",
+        "seed is 0 on ranks 0-4 and 7 on rank 5",
+    ]
+    assert differences([same, dict(same)]) == differences([]) == []
+
+
+def disagreeing(rank: int, size: int) -> list[str]:
+    world = open_world("cpu", timeout_s=60)
+    seen = []
+    for values in (
+        {"rows": 4},
+        {"rows": 4 + rank},
+        {name: rank for name in "abcde"},
+    ):
+        try:
+            agree_on(world, values)
+            seen.append("agreed")
+        except ConfigError as error:
+            seen.append(str(error))
+    close_world(world)
+    return seen
+
+
+def test_ranks_that_disagree_all_say_so() -> None:
+    first, second = run_ranks(disagreeing, 2)
+    assert first == second and first[0] == "agreed"
+    assert first[1].startswith("the ranks differ: rows is 4 on rank 0 and 5 on rank 1; start all")
+    assert "c is 0 on rank 0 and 1 on rank 1 (and 2 more); start" in first[2]
+
+
+WRONG_S = (0.0, 5_000.25, -123.5)
+
+
+def shared(rank: int, size: int, machines: list[str]) -> tuple[SharedClock, float, float]:
+    """The clock of this rank, and a moment that all ranks share, on its own and on rank 0's."""
+    world = open_world("cpu", "gloo", 60)
+    clock = share_clock(world, lambda: time.perf_counter() + WRONG_S[rank], machines[rank])
+    true = time.perf_counter()
+    close_world(world)
+    return clock, true + WRONG_S[rank], true + WRONG_S[0]
+
+
+def test_the_offset_is_wrong_by_at_most_what_it_says() -> None:
+    for (clock, mine, first), wrong in zip(
+        run_ranks(shared, 3, ["here", "there", "far"]), WRONG_S, strict=True
+    ):
+        assert abs(clock.offset_s + wrong) <= clock.error_s + 1e-9
+        assert clock.error_s < 1.0
+        assert abs(clock.since_start(mine) - (first - clock.start_s)) <= clock.error_s + 1e-9
+        assert (clock.error_s > 0) == (wrong != 0.0)
+
+
+def test_ranks_of_one_machine_are_not_asked() -> None:
+    """Rank 2 says that it is where rank 0 is, so its clock is taken as it is."""
+    found = run_ranks(shared, 3, ["here", "there", "here"])
+    starts = {clock.start_s for clock, _, _ in found}
+    assert len(starts) == 1
+    assert [clock.error_s > 0 for clock, _, _ in found] == [False, True, False]
+    assert found[2][0].offset_s == 0.0
+
+
+def names(rank: int, size: int) -> str:
+    return machine()
+
+
+def test_processes_of_one_machine_say_so() -> None:
+    one, other = run_ranks(names, 2)
+    assert one == other == machine()
