@@ -35,7 +35,7 @@ from distcache.errors import ConfigError
 from distcache.ops import ON_GPU, reference
 from distcache.ops.reference import SegmentChunks, segment_chunks
 from distcache.optim import row_update
-from distcache.planner.assemble import hashed_rows
+from distcache.planner.shard import hashed_rows
 
 log = logging.getLogger("distcache.benchmarks.kernels")
 

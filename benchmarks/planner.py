@@ -56,8 +56,8 @@ from distcache.engine.groups import (
 )
 from distcache.errors import ConfigError, DistcacheError
 from distcache.planner import loops
-from distcache.planner.assemble import hashed_rows
 from distcache.planner.home import HomePlanner, distinct_rows
+from distcache.planner.shard import hashed_rows
 from distcache.planner.victims import DEFAULT
 from distcache.popularity.slots import cache_slots
 from distcache.trainer import build

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.options import parse, show, usage
-from distcache.cli.report import Table, markdown_table
-from distcache.cli.run import describe_environment, set_up_logging
+from distcache.cli.run import Table, describe_environment, markdown_table, set_up_logging
 from distcache.comm.rendezvous import find_place
 from distcache.errors import ConfigError, DistcacheError
 

@@ -13,7 +13,7 @@ import numpy as np
 from distcache.data.batch import BatchSource, check_ids, slice_bounds
 from distcache.errors import ConfigError, DataError
 from distcache.layout import RowLayout, TableSpec, group_tables
-from distcache.planner.assemble import hashed_rows
+from distcache.planner.shard import hashed_rows
 from distcache.store.memory import available_memory, describe_bytes
 
 # -----------------------------------------------------------------------------

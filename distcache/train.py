@@ -35,10 +35,11 @@ from distcache.cli.run import (
     take_over_ctrl_c,
     write_environment,
 )
-from distcache.comm.failure import cause_of, describe
 from distcache.comm.rendezvous import (
     TIMEOUT_S,
     Place,
+    cause_of,
+    describe,
     find_place,
     open_store,
     publish,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import Bench, of_kind, tables_of
-from distcache.cli.report import markdown_table
+from distcache.cli.run import markdown_table
 
 HARDWARE = {"cpu", "cores", "memory_bytes", "gpus"}
 

@@ -19,7 +19,7 @@ from protocol_cases import Raises, batches, make, state, train
 from ranks import free_port
 
 from distcache.cli.run import leave
-from distcache.comm.failure import cause_of
+from distcache.comm.rendezvous import cause_of
 from distcache.comm.world import close_world, open_world
 
 RANKS = 2

@@ -12,15 +12,19 @@ import numpy as np
 
 from distcache.comm.world import Nodes
 from distcache.layout import RowLayout
-from distcache.planner.assemble import HomePart, RowRequest, assemble, make_request, next_move_after
 from distcache.planner.home import HomeDecision, HomePlanner
 from distcache.planner.shard import (
+    HomePart,
     HotLayout,
     HotRows,
     Routes,
+    RowRequest,
     ShardParts,
+    assemble,
+    make_request,
     make_routes,
     masks_for_all,
+    next_move_after,
     nothing,
     replies_to_all,
 )

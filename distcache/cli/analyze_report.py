@@ -12,8 +12,16 @@ from typing import Any
 import numpy as np
 
 from distcache.cli.analyze_run import CLOSE, GRID, Analysis, BindingHold, SizePoint, Target, optima
-from distcache.cli.report import Table, human_bytes, machine_text, percent, plain_numbers, tidy
-from distcache.cli.run import describe_environment, new_figure
+from distcache.cli.run import (
+    Table,
+    describe_environment,
+    human_bytes,
+    machine_text,
+    new_figure,
+    percent,
+    plain_numbers,
+    tidy,
+)
 from distcache.data.files import write_json
 from distcache.popularity.curve import TOP_SHARES, TableProfile, most_frequent
 from distcache.replay import Case, Outcome

@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from distcache.cli.plan_run import Plan
-from distcache.cli.report import Table, human_bytes, machine_text, markdown_table, tidy
-from distcache.cli.run import describe_environment, new_figure
+from distcache.cli.run import (
+    Table,
+    describe_environment,
+    human_bytes,
+    machine_text,
+    markdown_table,
+    new_figure,
+    tidy,
+)
 from distcache.cost.cluster import PRESETS, SOURCES, Cluster, write_cluster
 from distcache.cost.predict import Crossover, Point, Prediction
 from distcache.cost.traffic import (

@@ -43,7 +43,7 @@ from distcache.models import build_model
 from distcache.optim import RowUpdate, row_update
 from distcache.popularity.slots import cache_slots
 from distcache.popularity.statistics import read_statistics
-from distcache.trainer.measure import DensePart, Measured, measure
+from distcache.trainer.plan_cache import DensePart, Measured, measure
 
 # -----------------------------------------------------------------------------
 # The command line of `distcache.plan`: its keys, checked, and what they describe.

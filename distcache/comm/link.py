@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distcache.comm.failure import failure_of_others, first_line
-from distcache.comm.rendezvous import has_ended
+from distcache.comm.rendezvous import failure_of_others, first_line, has_ended
 from distcache.comm.world import Nodes, World
 from distcache.errors import DistcacheError, PeerError
 from distcache.streams import Mark

@@ -16,7 +16,6 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from distcache.comm.failure import first_line
 from distcache.comm.rendezvous import (
     LEAST_TIMEOUT_S,
     Place,
@@ -25,6 +24,7 @@ from distcache.comm.rendezvous import (
     compare_versions,
     exchange,
     find_place,
+    first_line,
     is_launched,
     whole_number,
 )

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from distcache.comm.agreement import agree_on, agree_on_versions, together
-from distcache.comm.failure import record_failure
 from distcache.comm.link import PLANNING, host_link
+from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids
 from distcache.embedding.ids import ReadIds, as_batch, initial_change

@@ -18,12 +18,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from distcache.comm.failure import describe
 from distcache.comm.link import PLANNING, Link
+from distcache.comm.rendezvous import describe
 from distcache.errors import PeerError
-from distcache.planner.assemble import HomePart
 from distcache.planner.home import HomeDecision
-from distcache.planner.shard import make_routes, masks_for_all, pack, replies_to_all, unpack
+from distcache.planner.shard import (
+    HomePart,
+    make_routes,
+    masks_for_all,
+    pack,
+    replies_to_all,
+    unpack,
+)
 
 if TYPE_CHECKING:
     from distcache.engine.step import Flight

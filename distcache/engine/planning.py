@@ -15,16 +15,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distcache.comm.failure import failure_of_others, record_failure
 from distcache.comm.link import Link
+from distcache.comm.rendezvous import failure_of_others, record_failure
 from distcache.data.batch import UNKNOWN, Batch
 from distcache.engine.exchange import Part, PlanExchange, Status, Told, Verdict
 from distcache.engine.groups import RegionSlots, TableGroup, TableSettings, group_bags, too_large
 from distcache.engine.step import Flight
 from distcache.errors import ConfigError, PeerError
-from distcache.planner.assemble import HomePart, assemble, make_request, next_move_after
 from distcache.planner.home import HomePlanner, Planner
-from distcache.planner.shard import HotLayout, HotRows, ShardParts, nothing
+from distcache.planner.shard import (
+    HomePart,
+    HotLayout,
+    HotRows,
+    ShardParts,
+    assemble,
+    make_request,
+    next_move_after,
+    nothing,
+)
 from distcache.planner.victims import Policy
 from distcache.step_plan import StepPlan, check_plan, check_plan_fully
 

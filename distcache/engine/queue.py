@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from distcache.comm.failure import failure_of_others
+from distcache.comm.rendezvous import failure_of_others
 from distcache.data.batch import Batch
 from distcache.engine.movement import Mover
 from distcache.engine.planning import StreamPlanner

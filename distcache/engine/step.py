@@ -43,7 +43,7 @@ import numpy as np
 from torch import Tensor
 
 from distcache.data.batch import Batch
-from distcache.planner.assemble import RowRequest
+from distcache.planner.shard import RowRequest
 from distcache.step_plan import StepPlan
 from distcache.streams import COMMUNICATION, COMPUTE, COPY_IN, COPY_OUT, LONG_OVER, Mark, Streams
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from distcache.comm.agreement import together
-from distcache.comm.failure import record_failure
 from distcache.comm.link import PLANNING, ROWS, CollectiveCounters, Link
+from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.engine.gradients import (

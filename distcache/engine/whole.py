@@ -21,8 +21,8 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_f
 
 from distcache.cache import DeviceCache
 from distcache.comm.agreement import together
-from distcache.comm.failure import record_failure
 from distcache.comm.link import ROWS, CollectiveCounters, Link, host_link
+from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.engine.groups import (

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distcache import ops
 from distcache.comm.agreement import together
-from distcache.comm.failure import first_line
+from distcache.comm.rendezvous import first_line
 from distcache.comm.world import World
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
 from distcache.layout import RowLayout

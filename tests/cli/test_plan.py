@@ -25,7 +25,7 @@ from distcache.cost.traffic import CACHED, HYBRID
 from distcache.models import build_model
 from distcache.optim import row_update
 from distcache.plan import main
-from distcache.trainer.measure import DensePart, measure
+from distcache.trainer.plan_cache import DensePart, measure
 
 TABLES = ("table_rows=[20000,3000,40]", "batch=128", "cache_ratio=0.2", "width=8")
 SMALL = (*TABLES, "most_ranks=16", "world_size=4")

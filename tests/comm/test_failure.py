@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from distcache.comm.failure import (
+from distcache.comm.rendezvous import (
     Failure,
     cause_of,
     describe,

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from ranks import free_port, run_ranks
 
 from distcache.comm.agreement import agree_on, on_first, together
-from distcache.comm.failure import is_secondary
-from distcache.comm.rendezvous import differences
+from distcache.comm.rendezvous import differences, is_secondary
 from distcache.comm.world import close_world, open_world
 from distcache.engine.tracing import SharedClock, machine, share_clock
 from distcache.errors import ConfigError, PeerError

@@ -18,8 +18,8 @@ from ranks import End, Job
 from scenarios import popularity_of
 
 from distcache.comm.agreement import together
-from distcache.comm.failure import cause_of
 from distcache.comm.link import Link
+from distcache.comm.rendezvous import cause_of
 from distcache.comm.world import World, close_world, open_world
 from distcache.parallel.cached import CachedParallel
 

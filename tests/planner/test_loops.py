@@ -18,9 +18,15 @@ from policy_reference import counted
 
 from distcache.errors import PlanError
 from distcache.planner import loops
-from distcache.planner.assemble import hashed_rows, make_request, occurrences
 from distcache.planner.home import HomePlanner, distinct_rows
-from distcache.planner.shard import HotRows, divided, grouped
+from distcache.planner.shard import (
+    HotRows,
+    divided,
+    grouped,
+    hashed_rows,
+    make_request,
+    occurrences,
+)
 from distcache.planner.victims import ByCount
 
 
