@@ -54,7 +54,7 @@ def access_table(profiles: Sequence[TableProfile]) -> Table:
         "Gabaix & Ibragimov 2011) with its standard error. `-`: nothing to tell it from; `alike`: "
         "rows differ by chance alone.",
         [
-            ("table", lambda p: p.counts.feature),
+            ("table", lambda p: p.counts.table),
             ("rows", lambda p: f"{p.counts.rows:,}"),
             ("lookups", lambda p: f"{p.counts.lookups:,}"),
             ("distinct", lambda p: f"{'~' if p.distinct_error else ''}{p.counts.distinct:,}"),
@@ -82,7 +82,7 @@ def use_table(
         "the advised cache that are this table's if it holds the most frequent ones, with their "
         "share of the table (%).",
         [
-            ("table", lambda pair: pair[0].counts.feature),
+            ("table", lambda pair: pair[0].counts.table),
             ("lookups", lambda pair: f"{pair[0].batch_lookups:,.1f}"),
             *(
                 ("distinct rows" if w == 1 else f"of a rank of {w}", partial(distinct, w))
@@ -238,7 +238,7 @@ def advise(analysis: Analysis) -> Advice:
             rows[table] = round(part)
     largest = sorted(range(len(rows)), key=lambda table: -rows[table])[:3]
     named = ", ".join(
-        f"{profiles[t].counts.feature} {rows[t] / max(sum(rows), 1):.0%}"
+        f"{profiles[t].counts.table} {rows[t] / max(sum(rows), 1):.0%}"
         for t in largest
         if rows[t]
     )
@@ -318,12 +318,12 @@ def _odd_tables(profiles: Sequence[TableProfile]) -> list[str]:
         return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
     found = []
-    unused = [profile.counts.feature for profile in profiles if profile.unused]
+    unused = [profile.counts.table for profile in profiles if profile.unused]
     if unused:
         found.append(
             f"Nothing looks up {listed(unused)}: such a table takes no slots; leave it out."
         )
-    single = [profile.counts.feature for profile in profiles if profile.single]
+    single = [profile.counts.table for profile in profiles if profile.single]
     if single:
         found.append(
             f"All ids of {listed(single)} are equal: one row serves every lookup, and the feature "
@@ -352,7 +352,7 @@ def _styled(profiles: Sequence[TableProfile]) -> list[tuple[TableProfile, dict[s
             "linestyle": _LINES[place % len(_LINES)],
             "marker": _MARKS[place % len(_MARKS)],
             "markersize": 4,
-            "label": f"{profile.counts.feature} ({size})",
+            "label": f"{profile.counts.table} ({size})",
         }
         found.append((profile, style))
     return found
@@ -563,7 +563,7 @@ def read_text(analysis: Analysis) -> str:
     text += (
         f"Counts took {memory} (analyze.memory={analysis.options.memory}), so "
         f"{len(sketched)} table(s) were counted with a frequent-items sketch: a count of "
-        f"{worst.counts.feature} is at most {worst.counts.error:,} too small (of "
+        f"{worst.counts.table} is at most {worst.counts.error:,} too small (of "
         f"{worst.counts.lookups:,} lookups), those of the other tables less; rows that it does not "
         "hold share the rest evenly. So these tables look flatter than they are: shares of the "
         "most frequent rows are at least, distinct rows per batch at most those shown. "
@@ -585,7 +585,7 @@ def terminal(analysis: Analysis, advice: Advice) -> str:
         "",
         "",
         [
-            ("table", lambda pair: pair[0].counts.feature),
+            ("table", lambda pair: pair[0].counts.table),
             ("rows", lambda pair: f"{pair[0].counts.rows:,}"),
             ("lookups", lambda pair: f"{pair[0].counts.lookups:,}"),
             ("top 1 %", lambda pair: percent(pair[0].top(0.01), 1)),

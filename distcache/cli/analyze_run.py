@@ -18,7 +18,7 @@ from distcache.config import option
 from distcache.config.checks import at_least, byte_count
 from distcache.config.tree import Config
 from distcache.errors import ConfigError, DataError
-from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy
+from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy, auto_lookahead
 from distcache.popularity.curve import StaticSet, StepCurves, TableProfile
 from distcache.popularity.slots import BY_CURVE
 from distcache.replay import Case, Outcome, Popularity, popularity_of, replay
@@ -71,7 +71,9 @@ class Options:
         "simulate=true: cache sizes: shares of the rows, or above 1 rows per rank; null: "
         f"{DEFAULT_SIZES}, or larger ones where a step needs them",
     )
-    lookaheads: list[int] = option([8], "simulate=true: windows of lookahead, in steps")
+    lookaheads: list[int] | None = option(
+        None, "simulate=true: windows of lookahead, in steps; null: that of a run"
+    )
     ids_per_step: int = option(0, "trace=<file>: ids of a step; 0: those of a line, or row")
     trace_rows: int = option(0, "trace=<file>: rows of its table; 0: the largest id + 1")
 
@@ -131,7 +133,8 @@ def check_line(line: Line[AnalyzeConfig]) -> None:
     for key, bound in (("replay", 1), ("ids_per_step", 0), ("trace_rows", 0)):
         at_least(f"analyze.{key}", getattr(options, key), bound)
     for key, bound in (("world_sizes", 1), ("lookaheads", 0)):
-        if min(getattr(options, key), default=-1) < bound:
+        given = getattr(options, key)
+        if given is not None and min(given, default=-1) < bound:
             raise ConfigError(f"analyze.{key}={getattr(options, key)}: give numbers from {bound}")
     for size in options.sizes or ():
         if size <= 0 or (size > 1 and size != int(size)):
@@ -184,20 +187,20 @@ def cases_of(
     options: Options,
     sizes: Sequence[float],
     slots: Slots,
-    prefetch: Callable[[tuple[int, ...], int], int],
+    ahead: Callable[[tuple[int, ...], int], tuple[int, int]],
 ) -> list[Case]:
     """Policies x `sizes` x windows x ranks, Belady's MIN first for each size and number of ranks.
 
-    `prefetch`: P of a run with these slots and ranks.
+    `ahead`: L and P of a run with these slots and ranks.
     """
     cases = []
     for world in options.world_sizes:
         for size in (slots(size, world) for size in sizes):
-            ahead = prefetch(size, world)
-            cases.append(Case(None, size, 0, ahead, world))
+            window, prefetch = ahead(size, world)
+            cases.append(Case(None, size, 0, prefetch, world))
             for policy in options.chosen_policies:
-                windows = options.lookaheads if policy.uses_window else (0,)
-                cases += [Case(policy, size, window, ahead, world) for window in windows]
+                windows = options.lookaheads or [window] if policy.uses_window else [0]
+                cases += [Case(policy, size, steps, prefetch, world) for steps in windows]
     return cases
 
 
@@ -317,7 +320,8 @@ def simulate_trace(path: str, options: Options) -> tuple[Trace, list[Outcome], l
         return (max(1, min(trace.rows, int(np.ceil(rows)))),)
 
     sizes = fitting_sizes(options.sizes, [trace], slots)
-    cases = cases_of(options, sizes, slots, lambda slots, world: 1)
+    ids = trace.ids / max(trace.steps, 1)
+    cases = cases_of(options, sizes, slots, lambda _, world: (auto_lookahead(ids / world, 1), 1))
     classes = popularity_of([trace])
     with progress_bar("simulate", len(cases), "case") as bar:
         outcomes = replay(trace, cases, classes, lambda _: bar.update(1))
@@ -514,7 +518,12 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
     outcomes, holds = [], []
     if simulate:
         chosen = fitting_sizes(options.sizes, traces, sizes.slots)
-        cases = cases_of(options, chosen, sizes.slots, lambda *of: case(*of).prefetch)
+
+        def ahead(slots: tuple[int, ...], world: int) -> tuple[int, int]:
+            own = case(slots, world)
+            return own.lookahead, own.prefetch
+
+        cases = cases_of(options, chosen, sizes.slots, ahead)
         with progress_bar("simulate", len(cases), "case") as bar:
             outcomes = replay(traces, cases, prediction.classes, lambda _: bar.update(1))
         holds = binding_holds(traces, outcomes, prediction.classes)

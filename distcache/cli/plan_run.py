@@ -23,7 +23,7 @@ from distcache.cli.run import leave, run_job, set_up_logging, train_command
 from distcache.comm.rendezvous import find_place
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import option
-from distcache.config.checks import at_least, byte_count
+from distcache.config.checks import at_least, auto_or_count, byte_count
 from distcache.config.tree import OptimConfig
 from distcache.cost.cluster import DEVICES, Cluster, Compute, Link, device_compute, parse_link
 from distcache.cost.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
@@ -41,6 +41,7 @@ from distcache.data.raw.settings import PRESETS as TABLES
 from distcache.errors import ConfigError, DistcacheError
 from distcache.models import build_model
 from distcache.optim import RowUpdate, row_update
+from distcache.planner.victims import auto_lookahead
 from distcache.popularity.slots import cache_slots
 from distcache.popularity.statistics import read_statistics
 from distcache.trainer.plan_cache import DensePart, Measured, measure
@@ -83,7 +84,7 @@ class Options:
     state: str = option("auto", "optimizer state of replicated rows: auto, replicated or home")
     replicated_rows: Any = option(None, "mixed with these rows, {t_cat_0: 1000}; null: the best")
     objective: str = option("time", "what the winner has least of: time or bytes")
-    lookahead: int = option(8, "window L of the planner, steps")
+    lookahead: Any = option("auto", "window L of the planner, steps; auto: as a run chooses it")
     prefetch: int = option(1, "steps P that movement runs ahead")
     steps: int = option(0, "of a run from an empty cache; 0: once the cache is warm")
     most_ranks: int = option(1024, "the sweep goes over 1, 2, 4, ... ranks up to this")
@@ -134,6 +135,14 @@ class Request:
         state = self.update.state_width(dim)
         return device_compute(self.options.device, dim, state, self.dense_parameters)
 
+    @property
+    def lookahead(self) -> int:
+        """L, also where it is `auto`."""
+        given, ids = self.options.lookahead, sum(source.lookups for source in self.sources)
+        if given != "auto":
+            return given
+        return auto_lookahead(self.options.batch * ids, self.options.prefetch)
+
     def at(self, world: int) -> tuple[Demand, Cluster, Settings]:
         """Demand, cluster and settings of W = `world` ranks, `batch` samples on each, as many to a
         node as asked for."""
@@ -142,7 +151,7 @@ class Request:
 
     def on(self, world: int, nodes: int) -> tuple[Demand, Cluster, Settings]:
         """Those of W = `world` ranks on so many nodes."""
-        options = self.options
+        options, cluster = self.options, self._cluster(world, nodes)
         widths = [self.update.state_width(source.dim) for source in self.sources]
         demand = demand_at(self.sources, widths, options.batch, world, world // nodes)
         groups = [(g.rows, g.dim, g.state_width) for g in demand.groups]
@@ -151,13 +160,13 @@ class Request:
         settings = Settings(
             tuple(cache_slots(rows, ratio, None, groups, ITEMSIZE, world)),
             self.state,
-            options.lookahead,
+            self.lookahead,
             options.prefetch,
             options.steps or None,
             ITEMSIZE,
             self.dense_parameters,
         )
-        return demand, self._cluster(world, nodes), settings
+        return demand, cluster, settings
 
     def _cluster(self, world: int, nodes: int) -> Cluster:
         local, options = world // nodes, self.options
@@ -179,10 +188,11 @@ class Request:
 def parse_request(line: Line[Options]) -> Request:
     """The request of a command line; ConfigError, naming the key, for what makes no sense."""
     options, given = line.values, line.given
-    least = {"batch": 1, "world_size": 1, "nodes": 1, "cache_rows": 0, "lookahead": 0}
+    least = {"batch": 1, "world_size": 1, "nodes": 1, "cache_rows": 0}
     least |= {"prefetch": 0, "steps": 0, "most_ranks": 1, "cards": 0, "measure_ranks": 1}
     for key, bound in least.items():
         at_least(key, getattr(options, key), bound)
+    auto_or_count("lookahead", options.lookahead)
     _check_choices(options, given)
     measured = options.measure and "device_memory" not in given and "device" not in given
     memory = None if measured else int(DEVICES[options.device][0])

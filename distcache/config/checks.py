@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def byte_count(key: str, text: str, kilo: int = 1024) -> int:
 
 
 def _is_count(value: Any, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least
 
 
 def _is_number(value: Any) -> bool:

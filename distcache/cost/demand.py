@@ -64,7 +64,7 @@ def counted_sources(statistics: Statistics, dims: Sequence[int]) -> list[TableSo
         own = Curve.of(table, statistics.samples)
         each, counted = own.per_sample, float(table.lookups)
         whole = own.with_others(table.distinct)
-        name = f"t_{table.feature}"
+        name = table.table
         found.append(TableSource(name, table.rows, dim, each, whole, counted=counted))
     return found
 
@@ -81,8 +81,8 @@ def check_nodes(world_size: int, local_ranks: int) -> None:
     """Raise ConfigError where `world_size` ranks are no whole number of nodes of `local_ranks`."""
     if local_ranks < 1 or world_size % local_ranks:
         raise ConfigError(
-            f"local_ranks={local_ranks} does not divide world_size={world_size}: every node has as "
-            "many ranks; give a number that does"
+            f"world_size={world_size} ranks are no whole number of nodes of {local_ranks}: every "
+            "node has as many ranks"
         )
 
 

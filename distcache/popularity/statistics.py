@@ -62,6 +62,11 @@ class TableCounts:
         total, distinct = int(counts.sum(dtype=np.int64)), int(np.count_nonzero(counts))
         return cls(feature, len(counts), total, distinct, counts, error=error)
 
+    @property
+    def table(self) -> str:
+        """The name that the table has in training, where one feature reads it."""
+        return f"t_{self.feature}"
+
     def dense(self) -> np.ndarray:
         """Counts of every row, int64 `[rows]`; 0 for rows that are not in `ids`."""
         if self.ids is None:

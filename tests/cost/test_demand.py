@@ -137,7 +137,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         demand_at([source], [0], 0, 1)
     with pytest.raises(ConfigError, match=r"world_size=0"):
         demand_at([source], [0], 1, 0)
-    with pytest.raises(ConfigError, match=r"local_ranks=3 does not divide world_size=4"):
+    with pytest.raises(ConfigError, match=r"world_size=4 ranks are no whole number of nodes of 3"):
         demand_at([source], [0], 1, 4, 3)
     with pytest.raises(ConfigError, match=r"a table of 0 rows"):
         zipf_curve(0, 1.0)
