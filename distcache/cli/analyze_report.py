@@ -238,9 +238,7 @@ def advise(analysis: Analysis) -> Advice:
             rows[table] = round(part)
     largest = sorted(range(len(rows)), key=lambda table: -rows[table])[:3]
     named = ", ".join(
-        f"{profiles[t].counts.table} {rows[t] / max(sum(rows), 1):.0%}"
-        for t in largest
-        if rows[t]
+        f"{profiles[t].counts.table} {rows[t] / max(sum(rows), 1):.0%}" for t in largest if rows[t]
     )
     if named:
         parts.append(f"Most of the cache goes to {named} (`cache rows` in the table).")

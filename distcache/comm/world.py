@@ -344,14 +344,15 @@ def _meet(
     found = exchange(store, f"distcache/claim/{number}", (rank, own.size), asdict(own), timeout_s)
     if own.error is not None:
         raise ConfigError(own.error)
-    if len(found) != own.size:
+    known = {of.name for of in fields(Claim)}  # another version's may have others, and is refused
+    claims = [Claim(**{k: v for k, v in claim.items() if k in known}) for claim in found]
+    nodes = agree_on_claims(claims, rank, hybrid)
+    if len(found) != own.size:  # rank 0 does not know of this one, so it is not among them
         raise ConfigError(
             f"the ranks differ: WORLD_SIZE is {own.size} on rank {rank}, {len(found)} on rank 0: "
             "start all with one number"
         )
-    known = {of.name for of in fields(Claim)}  # another version's may have others, and is refused
-    claims = [Claim(**{k: v for k, v in claim.items() if k in known}) for claim in found]
-    return agree_on_claims(claims, rank, hybrid)
+    return nodes
 
 
 def make_node_group(

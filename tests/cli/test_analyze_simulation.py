@@ -34,7 +34,7 @@ def test_policies_and_cases() -> None:
         options,
         DEFAULT_SIZES,
         lambda size, world: (int(1000 * size),),
-        lambda slots, world: int(slots[0] > 5),
+        lambda slots, world: (9, int(slots[0] > 5)),
     )
     sizes = len(DEFAULT_SIZES)
     assert len(cases) == 2 * sizes * (1 + 3 * 2 + 4)
@@ -76,7 +76,7 @@ def test_simulation_of_a_file_of_ids(tmp_path: Path, capsys: pytest.CaptureFixtu
     words = ("simulate=true", f"trace={tmp_path / 'ids.npy'}", "analyze.sizes=0.1,1.0")
     report = run(tmp_path, *words)
     assert report["read"] == {"ids": 2000, "steps": 50, "rows": int(ids.max()) + 1}
-    assert {case["label"] for case in report["simulated"]} == {"MIN", "lookahead 8, lfu", "lru"}
+    assert {case["label"] for case in report["simulated"]} == {"MIN", "lookahead 64, lfu", "lru"}
     assert "of MIN" in capsys.readouterr().out
     said = refused(capsys, *words, "optim=adam", f"output={tmp_path}")
     assert "optim=adam speaks of a data source" in said

@@ -120,10 +120,10 @@ def test_every_choice_is_a_configuration(placement: str) -> None:
 def test_statistics_are_as_good_as_the_law(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     data = ["data=synthetic", "data.table_rows=[20000,3000,40]", "data.global_batch_size=512"]
     assert analyze([*data, "trainer.steps=100", f"output={tmp_path}/skew"]) == 0
-    by_law = asked(run(tmp_path / "a", *SMALL))
+    by_law = asked(run(tmp_path / "a", *SMALL, "lookahead=8"))
     rest = [word for word in SMALL if not word.startswith("table_rows")]
     known = f"statistics={tmp_path}/skew"
-    by_counts = asked(run(tmp_path / "b", known, *rest))
+    by_counts = asked(run(tmp_path / "b", known, *rest, "lookahead=8"))
     for key in ("rank_rows", "world_rows"):
         assert by_counts["sharded"][key] == pytest.approx(by_law["sharded"][key], rel=0.01)
     for name in ("sharded", "table_wise"):  # replicated ones also send what the cache misses
