@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from benchmarks.stream import Contender, Feed
 from distcache.comm.world import World
 from distcache.config.tree import Config
+from distcache.engine.gradients import tensors_on_device
 from distcache.engine.step import Flight
 from distcache.parallel.base import Parallel, Step
 from distcache.parallel.cached import CachedParallel
@@ -158,8 +159,8 @@ class DeviceParts:
                 index += 2 * shard.rows
                 rows += (2 * shard.rows + len(shard.slots)) * size
                 moving += (len(shard.fetch_slots) + len(shard.evict_slots)) * of.row_bytes
-        of_plans = [*flight.where, *(bags for part in flight.lookups for bags in part)]
-        ids = [tensor for part in of_plans for tensor in part.tensors()]
+        ids = [tensor for plan in flight.where for tensor in tensors_on_device(plan)]
+        ids += [tensor for part in flight.lookups for bags in part for tensor in bags.tensors()]
         grads = [leaf.grad for leaf in flight.leaves]
         held = nbytes([*flight.leaves, *grads, *flight.result.sums.tensors()])
         on_device = ahead * nbytes([*ids, flight.dense, flight.labels])
