@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from distcache.cli.analyze_run import CLOSE, GRID, Analysis, BindingHold, SizePoint, Target, optima
 from distcache.cli.run import (
@@ -337,23 +338,22 @@ _MARKS = "osD^vP*Xh<>"
 _LINES = ("-", "--", "-.", ":")
 
 
-def _styled(profiles: Sequence[TableProfile]) -> list[tuple[TableProfile, dict[str, Any]]]:
+def _styled(profiles: Sequence[TableProfile]) -> Iterator[tuple[TableProfile, dict[str, Any]]]:
     """The tables, the largest first, each with a line of its own."""
     ordered = sorted(profiles, key=lambda profile: -profile.counts.rows)
-    found = []
     for place, profile in enumerate(ordered):
         rows = profile.counts.rows
-        units = ((1_000_000, " M"), (1_000, " k"))
-        size = next((f"{rows / unit:.3g}{name}" for unit, name in units if rows >= unit), str(rows))
-        style = {
-            "color": _colour(place, len(ordered)),
-            "linestyle": _LINES[place % len(_LINES)],
-            "marker": _MARKS[place % len(_MARKS)],
-            "markersize": 4,
-            "label": f"{profile.counts.table} ({size})",
-        }
-        found.append((profile, style))
-    return found
+        size = tqdm.format_sizeof(rows) if rows >= 1000 else str(rows)
+        yield (
+            profile,
+            {
+                "color": _colour(place, len(ordered)),
+                "linestyle": _LINES[place % len(_LINES)],
+                "marker": _MARKS[place % len(_MARKS)],
+                "markersize": 4,
+                "label": f"{profile.counts.table} ({size})",
+            },
+        )
 
 
 def _colour(place: int, count: int) -> Any:
@@ -366,9 +366,8 @@ def _colour(place: int, count: int) -> Any:
 def _legend(figure: Any, panel: Any, entries: int) -> None:
     """Beside the panels, in a size that holds all entries."""
     small = 7.5 if entries > 16 else 9
-    handles, labels = panel.get_legend_handles_labels()
-    where = {"loc": "outside right upper", "title": "table (rows)"}
-    figure.legend(handles, labels, fontsize=small, **where)
+    drawn, title = panel.get_legend_handles_labels(), "table (rows)"
+    figure.legend(*drawn, loc="outside right upper", title=title, fontsize=small)
 
 
 def plot_access(path: Path, profiles: Sequence[TableProfile]) -> bool:
@@ -377,8 +376,8 @@ def plot_access(path: Path, profiles: Sequence[TableProfile]) -> bool:
     if figure is None:
         return False
     panel, least = figure.subplots(), 1.0
-    styled = _styled([profile for profile in profiles if not profile.unused])
-    for place, (profile, style) in enumerate(styled):
+    used = [profile for profile in profiles if not profile.unused]
+    for place, (profile, style) in enumerate(_styled(used)):
         rows = profile.counts.rows
         points = np.unique(np.ceil(np.geomspace(1, max(rows, 1), 200)))
         shares = [100 * profile.curve.top(point) for point in points]
@@ -393,7 +392,7 @@ def plot_access(path: Path, profiles: Sequence[TableProfile]) -> bool:
         ylabel="share of the table's lookups, %",
     )
     tidy(panel)
-    _legend(figure, panel, len(styled))
+    _legend(figure, panel, len(used))
     figure.savefig(path, dpi=110)
     return True
 
