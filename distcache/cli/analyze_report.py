@@ -30,7 +30,6 @@ from distcache.trace import Trace
 from distcache.trainer.prediction import Estimate, Sizes
 from distcache.trainer.record import plain
 
-# -----------------------------------------------------------------------------
 # The tables of an analysis, as rows of text.
 
 
@@ -200,7 +199,6 @@ def simulation_table(outcomes: Sequence[Outcome], row_bytes: Sequence[int]) -> T
     return _refused(table, outcomes, 3)
 
 
-# -----------------------------------------------------------------------------
 # One paragraph of advice from what was counted and replayed.
 
 _MOSTLY = 0.5
@@ -331,7 +329,6 @@ def _odd_tables(profiles: Sequence[TableProfile]) -> list[str]:
     return found
 
 
-# -----------------------------------------------------------------------------
 # The pictures of an analysis: access curves, misses by cache size, drift.
 
 _MARKS = "osD^vP*Xh<>"
@@ -502,7 +499,6 @@ def plot_drift(path: Path, profiles: Sequence[TableProfile]) -> bool:
     return True
 
 
-# -----------------------------------------------------------------------------
 # What an analysis leaves: `report.md`, `report.json`, pictures, and a summary on the terminal.
 
 _SHOWN = 26
