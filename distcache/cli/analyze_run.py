@@ -28,7 +28,6 @@ from distcache.trainer.plan_cache import request_of
 from distcache.trainer.prediction import (
     CheckedSource,
     Counted,
-    Estimate,
     RecordedRun,
     Sizes,
     configured_case,
@@ -352,7 +351,7 @@ class SizePoint:
     ratio: float
     slots: tuple[int, ...]
     bytes: int
-    estimate: Estimate
+    estimate: Outcome
     static: float
     static_distinct: float
 
@@ -471,7 +470,7 @@ class Analysis:
     counted: Counted
     sizes: Sizes
     prediction: RecordedRun
-    estimates: tuple[Estimate, ...]
+    estimates: tuple[Outcome, ...]
     points: tuple[SizePoint, ...]
     target: Target
     optimizer: str

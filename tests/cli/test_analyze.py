@@ -27,9 +27,9 @@ from distcache.planner.victims import Policy
 from distcache.popularity.counters import Drift
 from distcache.popularity.curve import Curve, TableProfile, ZipfFit
 from distcache.popularity.statistics import TableCounts, read_statistics
-from distcache.replay import Case
+from distcache.replay import Case, GroupCounts, Outcome
 from distcache.store import memory as available
-from distcache.trainer.prediction import Estimate, Sizes
+from distcache.trainer.prediction import Sizes
 
 
 def test_everything_is_left(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -133,10 +133,10 @@ def test_sizes_have_three_digits(ratio: float, up: float) -> None:
 class Served:
     """A `Prediction` of 40 rows, of which a cache of 30 serves less than one of 29."""
 
-    def estimate(self, case: Case) -> Estimate:
+    def estimate(self, case: Case) -> Outcome:
         """See `RecordedRun.estimate`."""
         rate = 0.5 if case.slots[0] == 30 else case.slots[0] / 40
-        return Estimate(case, 1, hit_rate=rate, hit_rate_lookups=rate)
+        return Outcome(case, 1, (GroupCounts(1, rate, 1, 1 - rate),))
 
 
 @pytest.mark.parametrize("wanted", [0.3, 0.725, 0.74, 0.75, 0.9])
