@@ -97,8 +97,8 @@ write-back-late: a row that left and is wanted again is read after its write-bac
   tests/parallel/test_exact.py -k "overlapped and 1"
 
 state-left-behind: optimizer state travels with its row
-  - self._copy_in(((self.weight, at, weight), (self.state, stateful, state)))
-  + self._copy_in(((self.weight, at, weight),))
+  - ((self.weight, at, weight), (self.state, stateful, state)):
+  + ((self.weight, at, weight),):
   tests/cache/test_device_cache.py
 
 clean-rows-written: only rows that have changed are written back

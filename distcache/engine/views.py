@@ -183,7 +183,7 @@ class StepRows:
     def _of_all(self, value: Tensor, what: str) -> Tensor:
         """One number of every rank."""
         what = f"{what} of step {self._flight.step}"
-        return self._tables.link.all_gather(value, PLANNING, what).flatten()
+        return self._tables.link.start_all_gather(value, PLANNING, what)().flatten()
 
 
 def _most(values: Tensor) -> Tensor:
