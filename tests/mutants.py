@@ -99,12 +99,12 @@ write-back-late: a row that left and is wanted again is read after its write-bac
 state-left-behind: optimizer state travels with its row
   - ((self.weight, at, weight), (self.state, stateful, state)):
   + ((self.weight, at, weight),):
-  tests/cache/test_device_cache.py
+  tests/cache/test_cache.py
 
 clean-rows-written: only rows that have changed are written back
   - dirty = self.dirty[at]
   + dirty = self.dirty[at] | True
-  tests/cache/test_device_cache.py
+  tests/cache/test_cache.py
 
 sharded-updates-lost: a row that a step has changed is written back when it leaves
   - self.cache.mark_dirty(changed)
