@@ -97,14 +97,14 @@ write-back-late: a row that left and is wanted again is read after its write-bac
   tests/parallel/test_exact.py -k "overlapped and 1"
 
 state-left-behind: optimizer state travels with its row
-  - self._copy_in(((self.weight, at, weight), (self.state, stateful, state)))
-  + self._copy_in(((self.weight, at, weight),))
-  tests/cache/test_device_cache.py
+  - ((self.weight, at, weight), (self.state, stateful, state)):
+  + ((self.weight, at, weight),):
+  tests/cache/test_cache.py
 
 clean-rows-written: only rows that have changed are written back
   - dirty = self.dirty[at]
   + dirty = self.dirty[at] | True
-  tests/cache/test_device_cache.py
+  tests/cache/test_cache.py
 
 sharded-updates-lost: a row that a step has changed is written back when it leaves
   - self.cache.mark_dirty(changed)
@@ -125,7 +125,7 @@ homes-by-remainder: strided ids do not pile up at one home
 memory-of-the-machine: memory is checked against the control group's limit too, before it is taken
   - return max(0, min(found))
   + return max(0, max(found))
-  tests/store/test_available.py
+  tests/store/test_memory.py
 
 library-sums: the bits of a row's summed gradient depend on the contributions in rank order alone
   - if native:
