@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distcache.cli.compare_report import log_tail
+from distcache.compare import log_tail
 from distcache.cli.run import job_environment, stop_job
 from distcache.comm.world import World, close_world, open_world
 from distcache.errors import ConfigError
