@@ -30,8 +30,8 @@ from pathlib import Path
 
 MUTANTS = r"""
 holds-end-early: a slot used by step s is held until step s + P has been planned
-  - got, latest = self._idle.leave(step, before, taken[found:])
-  + got, latest = self._idle.leave(step, step, taken[found:])
+  - got, latest = self._leave(step, before, nodes, taken[found:])
+  + got, latest = self._leave(step, step, nodes, taken[found:])
   tests/planner/test_victims.py -k slow_twin
 hits-not-held: a row of the step itself is held: it does not leave for another row of that step
   - last_use[slot] = step  # held: not a victim of its own step
@@ -96,7 +96,7 @@ evaluation-dirties: a step of evaluation changes no row, so it has none written 
 homes-by-remainder: strided ids do not pile up at one home
   - return found.view(np.int64)
   + return found.view(np.int64) * 0
-  tests/planner/test_traffic.py -k stride
+  tests/planner/test_laws.py -k stride
 memory-of-the-machine: memory is checked against the control group's limit too, before it is taken
   - return max(0, min(found))
   + return max(0, max(found))
