@@ -13,8 +13,8 @@ from launching import run as run_command
 from node_cases import open_nodes
 from ranks import run_ranks
 
-from distcache.analyze import main as analyze
 from distcache import plan as command
+from distcache.analyze import main as analyze
 from distcache.cli.compose import checked_config, compose_overrides, read_line
 from distcache.cli.plan_run import Options, Request, default_parameters, make_plan
 from distcache.cli.plan_run import parse_request as parse_line
