@@ -300,6 +300,7 @@ def advise(analysis: Analysis) -> Advice:
         f"{human_bytes(saved)}, {saved / sizes.bytes:.1%}."
     )
     parts += _beside(target, sizes, analysis.prediction.distinct_per_step)
+    parts += holds_that_bind([point.estimate, *analysis.simulated])
     if share > _MOSTLY:
         parts.append("That saves little: the lookups are spread over most of the rows.")
     rows = [0] * len(profiles)  # of each table if each group's slots hold its most frequent rows
@@ -336,6 +337,29 @@ def _beside(target: Target, sizes: Sizes, distinct: float) -> list[str]:
             f"them (P = 0): {math.ceil(2.2 * distinct):,} rows or more hide the movement."
         )
     return parts
+
+
+_LARGE_STEP = 0.25
+"""Share of the slots that a step's rows take from which on the holds of P + 1 steps bind."""
+
+
+def holds_that_bind(outcomes: Sequence[Outcome]) -> list[str]:
+    """What to say of slots so few that holding those of the P + 1 steps on their way costs fetches
+    at any window (measured in docs/results/policies.md): once for each number of slots."""
+    said: dict[int, str] = {}
+    for outcome in outcomes:
+        case, slots = outcome.case, sum(outcome.case.slots)
+        if outcome.refused or case.policy is None or not (case.policy.uses_window and case.prefetch):
+            continue
+        shares = zip(outcome.groups, case.slots, strict=True)
+        share = max(group.distinct / (room * outcome.steps) for group, room in shares)
+        if share >= _LARGE_STEP:
+            said[slots] = (
+                f"With {slots:,} slots a step's rows are {share:.0%} of them, and the holds of "
+                "moving ahead bind: no deeper window fetches less. More slots do, or "
+                "cache.prefetch=0, where rows move between the steps."
+            )
+    return list(said.values())
 
 
 def _reach(target: Target) -> str:
@@ -724,13 +748,15 @@ def _simulation(wanted: AnalyzeConfig, out: Path, command: Sequence[str]) -> str
         "one float32 element of each row."
     )
     drawn = draw(out / "misses.png", (9, 7), plot_misses, trace.rows, outcomes)
-    parts = ["# A simulated trace", read, table.section, *(["![misses](misses.png)"] * drawn)]
+    said = holds_that_bind(outcomes)
+    parts = ["# A simulated trace", read, table.section, *said]
+    parts += ["![misses](misses.png)"] * drawn
     record = {
         "read": {"ids": trace.ids, "steps": trace.steps, "rows": trace.rows},
         "simulated": outcome_values(outcomes, [_ROW_BYTES]),
     }
     _leave(out, command, parts, record)
-    return f"{read}\n\n{table.aligned}\n"
+    return "\n\n".join([read, table.aligned, *said]) + "\n"
 
 
 if __name__ == "__main__":

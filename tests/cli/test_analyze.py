@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcache.analyze import main
+from distcache.analyze import holds_that_bind, main
 from distcache.cli import analyze_run
 from distcache.cli.analyze_run import (
     DEFAULT_SIZES,
@@ -323,6 +323,30 @@ def test_simulation_of_a_file_of_ids(tmp_path: Path, capsys: pytest.CaptureFixtu
     bad.write_text("1 2\n3 -4\n")
     said = refused(capsys, "simulate=true", f"trace={bad}", f"output={tmp_path / 'o'}")
     assert "trace: " in said and "line 2: '-4'" in said and "name another one" in said
+
+
+@pytest.mark.parametrize(("share", "ahead", "binds"), [(0.4, 1, 1), (0.4, 0, 0), (0.1, 1, 0)])
+def test_holds_that_bind_are_told(share: float, ahead: int, binds: int) -> None:
+    """Where a step's rows are much of the slots, P costs fetches at any window; P = 0 does not."""
+    rng = np.random.default_rng(1)
+    ids = [(2000 * rng.random(150) ** 1.5).astype(np.int64) for _ in range(150)]
+    slots = int(np.mean([len(np.unique(step)) for step in ids]) / share)
+    windows = [Case(Policy(), (slots,), window, ahead) for window in (8, 150)]
+    least, *outcomes = replay(record_ids(ids, 2000), [Case(None, (slots,), 0, ahead), *windows])
+    told = holds_that_bind([least, *outcomes])
+    assert len(told) == binds
+    assert (outcomes[-1].fetched > 1.05 * least.fetched) == bool(binds)
+    for text in told:
+        assert text.startswith(f"With {slots:,} slots a step's rows are 40% of them, and the holds")
+
+
+def test_the_report_says_which_holds_bind(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ("data.table_rows=[2000]", "data.zipf=0.5", "data.global_batch_size=150")
+    run(tmp_path, "data=synthetic", *words, "trainer.steps=120", "simulate=true",
+        "analyze.sizes=350", "cache.prefetch=1")  # fmt: skip
+    for told in ((tmp_path / "out/report.md").read_text(), capsys.readouterr().out):
+        assert "With 350 slots a step's rows are 4" in told
+        assert "no deeper window fetches less. More slots do, or cache.prefetch=0" in told
 
 
 @pytest.mark.parametrize("world", [1, 3])
