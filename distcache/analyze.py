@@ -349,7 +349,11 @@ def holds_that_bind(outcomes: Sequence[Outcome]) -> list[str]:
     said: dict[int, str] = {}
     for outcome in outcomes:
         case, slots = outcome.case, sum(outcome.case.slots)
-        if outcome.refused or case.policy is None or not (case.policy.uses_window and case.prefetch):
+        if (
+            outcome.refused
+            or case.policy is None
+            or not (case.policy.uses_window and case.prefetch)
+        ):
             continue
         shares = zip(outcome.groups, case.slots, strict=True)
         share = max(group.distinct / (room * outcome.steps) for group, room in shares)
