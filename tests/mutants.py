@@ -35,12 +35,12 @@ from pathlib import Path
 TABLE = r"""
 # --- holds and move_after -------------------------------------------------------------------------
 holds-end-early: a slot used by step s is held until step s + P has been planned
-  - got, latest = self._leave(step, before, nodes, taken[found:])
-  + got, latest = self._leave(step, step, nodes, taken[found:])
+  - got, latest = loops.leave(step, before, nodes, True, self._table, taken[found:])
+  + got, latest = loops.leave(step, step, nodes, True, self._table, taken[found:])
   tests/planner/test_victims.py -k slow_twin
 
 hits-not-held: a row of the step itself is held: it does not leave for another row of that step
-  - last_use[slot] = step  # held: not a victim of its own step
+  - table[slot, LAST] = step  # held: not a victim of its own step
   + pass
   tests/planner/test_laws.py -k no_stale
 
