@@ -199,10 +199,12 @@ class CachedTables:
 
     # --- steps ------------------------------------------------------------------------------
 
-    def stage(self, stage: Stage, flight: Flight) -> running:
+    def stage(self, stage: Stage, flight: Flight) -> Context[None]:
         """The time in which the training thread runs `stage` of a step, on the stage's stream."""
         return running(stage, flight, TRAINING_LANE, self.streams, self._shake)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def open(self, flight: Flight) -> list[Tensor]:
         """Begin a step: its leaves by group, `[U + N, D]`, once its rows are on the device.
 
@@ -210,10 +212,6 @@ class CachedTables:
         rows that this rank's ids name. Later steps' rows may move from now on. Each step of a
         stream is opened once, in order.
         """
-        with torch.inference_mode(False), torch.no_grad():
-            return self._open(flight)
-
-    def _open(self, flight: Flight) -> list[Tensor]:
         stream, streams = flight.stream, self.streams
         flight.free = streams.mark(COMPUTE)
         if stream is None or not self.overlapped:
@@ -235,15 +233,16 @@ class CachedTables:
         self.last_step = flight.step
         return self._leaves(flight)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def leaves(self, flight: Flight) -> list[Tensor]:
         """The leaves of the step that was opened last, read anew: as `open` gave them, or, once the
         step was applied, with the new rows (then all ranks call it, for sharded rows travel)."""
-        with torch.inference_mode(False), torch.no_grad():
-            if flight.applied and self.shares:
-                with self.stage(SHARE_LATE, flight):
-                    self._share(flight)
-            flight.applied = False
-            return self._leaves(flight)
+        if flight.applied and self.shares:
+            with self.stage(SHARE_LATE, flight):
+                self._share(flight)
+        flight.applied = False
+        return self._leaves(flight)
 
     def _leaves(self, flight: Flight) -> list[Tensor]:
         self.streams.after(COMPUTE, (flight.after,))
@@ -297,7 +296,7 @@ class CachedTables:
             out |= zip(group.features, RowLookup.apply(leaf, bags), strict=True)
         return [out[feature] for feature in sorted(out)]
 
-    def syncing(self, flight: Flight) -> running:
+    def syncing(self, flight: Flight) -> Context[None]:
         """The exchange of a step's gradients with all ranks, after the moves that come before it
         in the order of the device group."""
         if flight.stream is not None and self.world.size > 1:
@@ -377,17 +376,13 @@ class CachedTables:
                 replicated = found.cpu().flatten()
         return replicated, None if plan.shard is None else named(plan.shard.slots)
 
-    def applying(self, flight: Flight) -> Context[None]:
+    @contextmanager
+    def applying(self, flight: Flight) -> Iterator[None]:
         """The update of rows and dense part; then homes that alone have the state send their new
         rows to all ranks, if they were applied."""
-        stage = self.stage(APPLY, flight)
-        return self._returning(stage, flight) if self._returns else stage
-
-    @contextmanager
-    def _returning(self, applying: running, flight: Flight) -> Iterator[None]:
-        with applying:
+        with self.stage(APPLY, flight):
             yield
-        if flight.applied:
+        if self._returns and flight.applied:
             with self.stage(RETURN_ROWS, flight), torch.no_grad():
                 for rows, plan, where in zip(self.rows, flight.plans, flight.where, strict=True):
                     if rows.slots.replicated:
@@ -401,9 +396,14 @@ class CachedTables:
         self.counters.count(ROWS, flight.fill_bytes, flight.fill_between_nodes)
         self.counters.count(PLANNING, flight.planning_bytes)
 
-    def whole(self) -> Context[None]:
+    @contextmanager
+    def whole(self) -> Iterator[None]:
         """What fails inside leaves the rows of no step; the other ranks hear of it."""
-        return _Whole(self)
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def fail(self, error: BaseException) -> None:
         """This rank's rows are those of no step, because of `error`: the other ranks hear of it."""
@@ -469,17 +469,3 @@ class CachedTables:
         for rows in self.rows:
             if rows.store is not None:
                 rows.store.close()
-
-
-class _Whole:
-    """See `CachedTables.whole`; no generator, for it is entered twice a step."""
-
-    def __init__(self, tables: CachedTables) -> None:
-        self._tables = tables
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            self._tables.fail(error)

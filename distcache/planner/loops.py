@@ -127,37 +127,6 @@ def find_rows(rows: np.ndarray, table: np.ndarray, distinct: np.ndarray, labels:
     return count
 
 
-@compiled(i8(in4, in4, in4, out4, out4, out4, out4, out4))
-def fill(
-    local: np.ndarray,
-    fetch: np.ndarray,
-    filled: np.ndarray,
-    slot_of: np.ndarray,
-    row_of: np.ndarray,
-    slots: np.ndarray,
-    evict_slots: np.ndarray,
-    evict_rows: np.ndarray,
-) -> int:
-    """Give the slots `filled` to the rows `local[fetch]`, all int32; `slots[fetch]` is written.
-
-    Writes which slots held a row that leaves, and that row (int32 `[len(fetch)]` each); returns
-    how many do.
-    """
-    leaving = 0
-    for i in range(len(fetch)):
-        slot, row = filled[i], local[fetch[i]]
-        old = row_of[slot]
-        if old >= 0:
-            slot_of[old] = -1
-            evict_slots[leaving] = slot
-            evict_rows[leaving] = old
-            leaving += 1
-        slot_of[row] = slot
-        row_of[slot] = row
-        slots[fetch[i]] = slot
-    return leaving
-
-
 # -----------------------------------------------------------------------------
 # Slots and their lists, first in, first out. A slot is in one list at most.
 #
@@ -369,17 +338,12 @@ def find_sorted(
         bucket = row >> shift
         if bucket >= 0 and bucket < len(starts) - 1:
             low, high = np.int64(starts[bucket]), np.int64(starts[bucket + 1])
-            if low < high:
-                guess = low + row - known[low]  # the right one in a run of neighbours
-                if guess >= low and guess < high and known[guess] == row:
-                    place = guess
+            while low < high:
+                middle = (low + high) >> 1
+                if known[middle] < row:
+                    low = middle + 1
                 else:
-                    while low < high:
-                        middle = (low + high) >> 1
-                        if known[middle] < row:
-                            low = middle + 1
-                        else:
-                            high = middle
-                    if low < starts[bucket + 1] and known[low] == row:
-                        place = low
+                    high = middle
+            if low < starts[bucket + 1] and known[low] == row:
+                place = low
         found[i] = place

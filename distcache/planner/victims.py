@@ -254,7 +254,7 @@ class SlotTable:
         slots: int,
         prefetch: int,
         ranking: Ranking,
-        popularity: np.ndarray | None = None,
+        popularity: np.ndarray | None,
     ) -> None:
         self.slots, self.prefetch, self.ranking = slots, prefetch, ranking
         self.slot_of = np.full(rows, -1, dtype=np.int32)
@@ -324,13 +324,16 @@ class SlotTable:
     def fill(
         self, local: np.ndarray, fetch: np.ndarray, filled: np.ndarray, slots: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Put the rows `local[fetch]` into the slots `filled`, which `take` gave for them.
+        """Put the rows `local[fetch]` into the slots `filled`, which `take` gave for them;
+        `slots[fetch]` is written.
 
         Returns the slots among them whose rows leave, and those rows.
         """
-        evicted, leaving = np.empty(len(fetch), np.int32), np.empty(len(fetch), np.int32)
-        count = loops.fill(local, fetch, filled, self.slot_of, self.row, slots, evicted, leaving)
-        return evicted[:count].copy(), leaving[:count].copy()
+        rows, old = local[fetch], self.row[filled]
+        held = old >= 0
+        self.slot_of[old[held]] = -1
+        self.slot_of[rows], self.row[filled], slots[fetch] = filled, rows, filled
+        return filled[held], old[held]
 
     def file(self, slots: np.ndarray, step: int) -> None:
         """File the slots of a step that has been planned, after the window told their next uses

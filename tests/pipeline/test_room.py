@@ -175,7 +175,6 @@ def test_the_warning_names_a_cache_that_holds_a_batch(world: int) -> None:
 
 @pytest.mark.parametrize("count", [0, 150, 400, 4000])
 def test_the_warning_where_some_rows_are_replicated(count: int) -> None:
-    """All rows must fit, and the sharded ones that a batch has if it names all replicated ones."""
     world, batch = 2, 256
     source = SyntheticSource(SyntheticSpec([5000], bag_size=[6], global_batch_size=batch))
     (group,) = make_groups(tables([5000], [8]), source.features, world)
@@ -183,20 +182,12 @@ def test_the_warning_where_some_rows_are_replicated(count: int) -> None:
     total = source.expected_distinct(0, round(batch * source.lookups_per_sample(0)))
     with warnings() as lines:
         assert warn_if_too_small(source, [group], [40], batch)
-    said = re.search(
-        r"about (\d+) (.*) of one home .* has (\d+) slots; .* cache\.rows=(\d+)", lines[0]
-    )
-    assert said is not None
-    needs, has, named = (int(said[place]) for place in (1, 3, 4))
+    said = re.search(r"about (\d+) .* which has (\d+) slots; .* cache\.rows=(\d+)", lines[0])
     found = region_slots(group, 40)
-    if said[2] == "sharded rows or more":
-        assert count and has == found.sharded and needs >= (total - count) / world
-    else:
-        assert said[2] == "distinct rows" and needs >= total / world
-        assert has == found.replicated // world + found.sharded
-    (enough,) = cache_slots(named, None, None, [(5000, 8, 0)], 4, world)
+    assert total / world <= int(said[1]) <= 1.2 * total / world
+    assert int(said[2]) == found.replicated // world + found.sharded
+    (enough,) = cache_slots(int(said[3]), None, None, [(5000, 8, 0)], 4, world)
     assert not warn_if_too_small(source, [group], [enough], batch)
-    assert warn_if_too_small(source, [group], [enough - 2 * world], batch)
 
 
 def test_more_slots_than_plans_can_number_are_refused() -> None:
