@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from drawing import examples
@@ -34,9 +33,8 @@ def batch_of(seed: int, samples: int, features: int, rows: int, kind: str, mean:
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     ids = int(offsets[-1])
     positions = torch.randint(0, rows, (ids,), generator=generator)
-    weights = None
-    if kind == "weighted":
-        weights = torch.rand(ids, generator=generator, dtype=torch.float64)
+    weights = torch.rand(ids, generator=generator, dtype=torch.float64)
+    weights = weights if kind == "weighted" else None
     scale = 1 / lengths.clamp(min=1).to(torch.float64).unsqueeze(1) if mean else None
     bags = GroupBags(features, positions.numpy(), offsets, weights, scale)
     order, segments = segments_of(positions, rows)
@@ -127,15 +125,3 @@ def test_groups_of_two_widths_are_joined_by_feature() -> None:
     groups = [SimpleNamespace(features=(0, 2), dim=4), SimpleNamespace(features=(1,), dim=8)]
     joined = join_pooled(groups, [narrow, wide])
     assert torch.equal(joined, torch.cat((narrow[:, :4], wide, narrow[:, 4:]), dim=1))
-
-
-def test_bags_know_whether_they_are_single() -> None:
-    rows, offsets = np.arange(3), torch.tensor([0, 1, 2, 3])
-    assert GroupBags(1, rows, offsets, None, None).single
-    assert not GroupBags(1, rows, offsets, torch.ones(3), None).single
-    for jagged in ([0, 1, 1, 3], [0, 2, 3, 3], [0, 1, 3], [0, 1, 2, 3, 3]):
-        bags = GroupBags(1, rows, torch.tensor(jagged), None, None)
-        lengths = np.diff(jagged)
-        assert not bags.single
-        assert bags.bag_of.tolist() == [b for b, n in enumerate(lengths) for _ in range(n)]
-    assert GroupBags(0, rows[:0], torch.tensor([0]), None, None).single
