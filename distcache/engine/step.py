@@ -309,8 +309,3 @@ class Shaker:
             draw = self._local.draw = random.Random(name)
         if draw.random() < 1 / 3:
             time.sleep(draw.random() * self._most_s)
-
-
-def shaker(most_ms: float, seed: int = 0) -> Shaker | None:
-    """A Shaker, or None for no delays."""
-    return Shaker(most_ms, seed) if most_ms > 0 else None

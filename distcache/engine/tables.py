@@ -38,9 +38,9 @@ from distcache.engine.step import (
     SYNC,
     TRAINING_LANE,
     Flight,
+    Shaker,
     Stage,
     running,
-    shaker,
 )
 from distcache.engine.whole import (
     load_tables,
@@ -123,7 +123,8 @@ class CachedTables:
         """Whether a step begins with an exchange of rows."""
         self.home_state = self.placement.state == "home"
         self._returns = self.home_state and any(rows.slots.replicated for rows in self.rows)
-        self._shake = shaker(settings.shake_ms, world.rank)
+        shakes = settings.shake_ms > 0
+        self._shake = Shaker(settings.shake_ms, world.rank) if shakes else None
         how = (settings.dtype, settings.pooled, settings.shares_early(world))
         self._mover = Mover(self.rows, self.link, self.streams, *how)
         self.overlapped = settings.schedule == "overlapped"

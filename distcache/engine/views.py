@@ -18,7 +18,7 @@ from distcache.comm.link import PLANNING
 from distcache.engine.movement import RowChoice
 from distcache.engine.step import Flight
 from distcache.engine.tables import CachedTables, RowSums
-from distcache.engine.whole import RowExchange, blocks, row_numbers, shares
+from distcache.engine.whole import RowExchange, blocks, row_numbers, shares, store_of
 from distcache.errors import PlanError
 from distcache.layout import TableSpec
 from distcache.store.memory import SharedMemory, require_memory
@@ -223,7 +223,7 @@ class WholeTables:
         asked for, the other is None. Raises MemoryTooSmallError where a node does not hold them.
         """
         for index, table in enumerate(self._tables.tables):
-            store, place = self._place(index)
+            store, place = store_of(self._tables.rows, index)
             if store.part.is_whole:
                 yield table, store.table(place)
             else:
@@ -236,7 +236,7 @@ class WholeTables:
 
         On several nodes with a whole table drawn anew, of which the node keeps its rows.
         """
-        store, place = self._place(table)
+        store, place = store_of(self._tables.rows, table)
         if store.part.is_whole:
             change(store.table(place)[0])
             return
@@ -258,7 +258,7 @@ class WholeTables:
             if self._world.local_rank:
                 return
             for index, columns, value in parts:
-                store, place = self._place(index)
+                store, place = store_of(self._tables.rows, index)
                 if not store.part.is_whole:
                     _write(store, place, columns, value, is_state)
                     continue
@@ -269,13 +269,6 @@ class WholeTables:
         with torch.no_grad():
             together(self._world, write)
         self._tables.forget()
-
-    def _place(self, table: int) -> tuple[RowStore, int]:
-        """A table's store and its index there."""
-        for rows in self._tables.rows:
-            if table in rows.group.tables and rows.store is not None:
-                return rows.store, rows.group.tables.index(table)
-        raise PlanError(f"table {table} has no store")
 
     def _copy(self, store: RowStore, place: int, states: bool) -> Tensor | None:
         """A whole table's weights, or its state, in memory that this node's ranks share."""

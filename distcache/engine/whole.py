@@ -34,7 +34,7 @@ from distcache.engine.groups import (
 )
 from distcache.engine.movement import GroupRows, MoveCounts
 from distcache.engine.planning import Region, StreamPlanner, home_regions
-from distcache.errors import DistcacheError
+from distcache.errors import DistcacheError, PlanError
 from distcache.layout import TableSpec
 from distcache.optim import RowUpdate
 from distcache.planner.home import PassThroughPlanner, ResidentPlanner
@@ -283,10 +283,7 @@ def warm_blocks(
 # Rows of whole tables on several nodes, where each node's store holds those at home on its ranks.
 #
 # Every rank knows which rows every rank wants, so no ids travel: the ranks that home them send
-# them
-# over the host group. Rows at home on a rank's own node it reads from its store itself. All of it
-# is
-# called by all ranks, in the main thread, while nothing trains.
+# them over the host group. Rows at home on a rank's own node it reads from its store itself.
 
 BLOCK_BYTES = 16 << 20
 """About how many bytes of a table one exchange brings to a rank."""
@@ -418,7 +415,7 @@ def read_block(world: World, groups: Sequence[GroupRows], table: int, ids: range
     """Rows `ids` of a table, `[n, D]` on the CPU, on rank 0; None or the same on others."""
     if not _is_split(world, groups):
         return table_views(groups, table)[0][ids.start : ids.stop].cpu()
-    store, place = _store(groups, table)
+    store, place = store_of(groups, table)
     wanted = row_numbers(store, place, [ids, *[range(0)] * (world.size - 1)])
     found = RowExchange(world, store).bring(wanted)[0]
     return found if world.is_first else None
@@ -453,7 +450,7 @@ def whole_tables(
         return state
     together(world, lambda: state.update(_allocate(world, tables, groups, update, scratch)))
     for index, table in enumerate(tables):
-        store, place = _store(groups, index)
+        store, place = store_of(groups, index)
         own = {name: (state[name], columns) for name, columns in _columns(table, update).items()}
         if filled:
             _read(world, table, store, place, own)
@@ -474,7 +471,7 @@ def load_tables(
     if not _is_split(world, groups):
         return
     for index, table in enumerate(tables):
-        store, place = _store(groups, index)
+        store, place = store_of(groups, index)
         columns = _columns(table, update)
         parts = [state[name].local_shards() for name in columns]
         rounds = blocks(shares(table.rows, world.size), _row_bytes(table, store))
@@ -498,11 +495,11 @@ def _find(groups: Sequence[GroupRows], table: int) -> tuple[GroupRows, int]:
     return rows, rows.group.tables.index(table)
 
 
-def _store(groups: Sequence[GroupRows], table: int) -> tuple[RowStore, int]:
-    """A table's store and its index there."""
+def store_of(groups: Sequence[GroupRows], table: int) -> tuple[RowStore, int]:
+    """A table's store and its index there; PlanError where rows are on the devices alone."""
     rows, place = _find(groups, table)
     if rows.store is None:
-        raise DistcacheError(f"table {table} has no store")
+        raise PlanError(f"table {table} has no store")
     return rows.store, place
 
 
@@ -525,7 +522,7 @@ def _allocate(
     """Zeros for this rank's ids of every table, `[n, width]` by name."""
     found = {}
     for index, table in enumerate(tables):
-        dtype, ids = _store(groups, index)[0].dtype, shares(table.rows, world.size)[world.rank]
+        dtype, ids = store_of(groups, index)[0].dtype, shares(table.rows, world.size)[world.rank]
         for name, columns in _columns(table, update).items():
             shape = (len(ids), columns.stop - columns.start)
             found[name] = disk_zeros(shape, dtype, folder)
