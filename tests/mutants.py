@@ -216,7 +216,7 @@ half-steps-written: nobody writes after a step that failed half-way
 movement-fails-in-silence: what ends the thread that moves rows ends training, on all ranks
   - self._moving, self._broken = False, error
   + self._moving = False
-  tests/pipeline/test_streams.py -k movement
+  tests/pipeline/test_failures.py -k "seconds and gather"
 
 work-fails-alone: what fails on one rank in work that all do is raised on all
   - (value, _portable(caught))

@@ -4,7 +4,6 @@ which all ranks do the same after the same step and can go on; rows that move be
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import replace
 
@@ -336,10 +335,6 @@ def cached(lookahead: int, prefetch: int, **changes: object) -> CachedSettings:
     return CachedSettings("data", (216, 12), lookahead, prefetch, validate=True, **changes)
 
 
-def threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("distcache-")]
-
-
 def test_a_flush_in_the_middle_of_a_stream_changes_nothing(world: World) -> None:
     run = case("adam")
     whole = run_mode(world, run, cached(2, 3, schedule="serial"))
@@ -353,28 +348,6 @@ def test_a_flush_in_the_middle_of_a_stream_changes_nothing(world: World) -> None
     mode.flush()
     found = mode.table_block(0, 0, 300).numpy()
     assert np.array_equal(found, whole.tables["a"])
-    mode.close()
-
-
-@pytest.mark.parametrize("stage", ["write_back", "gather", "fill"])
-def test_a_movement_that_fails_names_its_stage_and_step(world: World, stage: str) -> None:
-    mode = make_mode(world, case("sgd"), CachedSettings("data", (180, 8), 3, 2))
-    rows, run = mode.rows[0], case("sgd")
-    body, calls = getattr(rows, stage), []
-
-    def failing(*arguments):
-        calls.append(1)
-        if len(calls) == 5:
-            raise MemoryError("no room")
-        return body(*arguments)
-
-    setattr(rows, stage, failing)
-    began = time.monotonic()
-    with pytest.raises(MemoryError, match="no room") as caught:
-        for step in mode.stream(run.batch(s) for s in range(20)):
-            mode.train_step(step)
-    assert caught.value.__notes__ == [f"in stage {stage} of step 4"]
-    assert time.monotonic() - began < 20 and mode.tables.failed and not threads()
     mode.close()
 
 
