@@ -265,11 +265,6 @@ class StepPlan:
         return self.distinct + (0 if self.shard is None else self.shard.distinct)
 
     @property
-    def all_misses(self) -> int:
-        """Rows to fetch over all homes, replicated and sharded."""
-        return self.misses + (0 if self.shard is None else self.shard.misses)
-
-    @property
     def fetch_slots(self) -> Tensor:
         """`[M]`: slots that the fetched rows fill."""
         return self.slots[self.fetch]
