@@ -368,12 +368,11 @@ def _way_out(groups: Sequence[TableGroup], rows: np.ndarray, regions: Sequence[R
     slots = [enough_slots(g, *need) for g, need in zip(groups, needs.tolist(), strict=True)]
     most = [group.layout.world_size * group.layout.local_rows for group in groups]
     keys, later = "cache.replicated_rows, cache.replicated_share", "later ones may need more"
-    # A group gets no more slots than it has rows.
-    fits = all(count <= limit for count, limit in zip(slots, most, strict=True))
     enough = f"cache.rows={smallest_cache_rows(groups, slots)} or more"
     if not any(group.hot is not None and len(group.hot) for group in groups):
         return f"{enough} (the smallest that holds this step; {later})"
-    if not fits:
+    if any(count > limit for count, limit in zip(slots, most, strict=True)):
+        # A group gets no more slots than it has rows.
         return f"other rows to replicate ({keys}; no cache.rows holds this step with these)"
     return (
         f"{enough} (which holds this step with these replicated rows; {later}), or other rows to "

@@ -153,11 +153,6 @@ def make_ranking(
     `popularity`: uint8 `[rows]`, or None; `names` int32 `[rows]`: the numbers by which `lfu` hashes
     rows, empty: their own. Raises ConfigError where the policy needs popularity and has none.
     """
-    if popularity is not None and (popularity.dtype != np.uint8 or popularity.shape != (rows,)):
-        raise ConfigError(
-            f"popularity is {popularity.dtype} of shape {popularity.shape}: give a class, uint8, "
-            f"for each of the home's {rows} rows"
-        )
     if policy.needs_popularity and popularity is None:
         key = "tail" if policy.uses_window else "policy"
         raise ConfigError(

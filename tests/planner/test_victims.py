@@ -179,9 +179,6 @@ def test_what_a_policy_needs_is_named() -> None:
     for policy, key in ((Policy("static"), "policy=static"), (Policy(tail="frequency"), "tail=fr")):
         with pytest.raises(ConfigError, match=rf"cache.{key}.* cache.statistics=<folder>"):
             HomePlanner(layout, 0, 5, 1, policy)
-    for wrong in (np.zeros(9, np.uint8), np.zeros(10, np.int64)):
-        with pytest.raises(ConfigError, match="uint8, for each of the home's 10 rows"):
-            HomePlanner(layout, 0, 5, 1, popularity=wrong)
     for field, value in (("name", "mru"), ("tail", "fifo"), ("half_life", 0), ("half_life", "x")):
         with pytest.raises(ConfigError, match=f"{value}"):
             replace(Policy(), **{field: value})
