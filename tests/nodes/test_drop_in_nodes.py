@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagConfig
 
 from distcache import lookahead
-from distcache.engine import views
+from distcache.engine import whole
 from distcache.errors import MemoryTooSmallError
 from distcache.store import memory as available
 
@@ -124,4 +124,4 @@ def too_large(rank: int, size: int) -> str:
 
 def test_copies_of_whole_tables_must_fit_a_node() -> None:
     for message in run_ranks(too_large, 2):
-        assert "a copy of table 't0'" in message and views._WAY_OUT in message
+        assert "a copy of table 't0'" in message and whole._WAY_OUT in message

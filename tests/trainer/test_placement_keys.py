@@ -17,10 +17,11 @@ from torch import nn
 from distcache.comm.world import close_world, open_world
 from distcache.cost.cluster import Cluster, Compute, Link, read_cluster, write_cluster
 from distcache.engine.groups import Placement
-from distcache.engine.placing import Known, replicated_counts
+from distcache.engine.placing import Known
 from distcache.errors import ConfigError, DataError
 from distcache.fitting import OwnSource
 from distcache.layout import TableSpec
+from distcache.popularity.slots import given_rows
 from distcache.trainer.build import build_source, build_tables
 from distcache.trainer.plan_cache import read_window, request_of, resolve_placement
 
@@ -234,7 +235,7 @@ def test_batches_that_are_read_once_need_statistics() -> None:
     tables = [TableSpec("t", 10, 4, ("f",))]
     with pytest.raises(ConfigError, match=r"cache.statistics=<folder"):
         read_window(SimpleNamespace(dense_features=1), tables, 3)
-    assert replicated_counts({"t": 10}, tables) == [10]
+    assert given_rows({"t": 10}, tables) == [10]
 
 
 def test_what_is_not_known_of_a_loader_of_ones_own_is_said() -> None:
