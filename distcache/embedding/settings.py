@@ -5,14 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from distcache.comm.world import World, has_group
-from distcache.config import choice, counted, least
+from distcache.config import choice, least
 from distcache.config.checks import check_cache
 from distcache.config.tree import CacheConfig
 from distcache.embedding.ids import Lookups
@@ -21,39 +22,26 @@ from distcache.engine.placing import CacheRequest, Known
 from distcache.errors import ConfigError, DistcacheError
 from distcache.layout import TableSpec
 from distcache.optim import RowUpdate
-from distcache.planner.victims import DEFAULT, POLICIES, TAILS, WINDOWS, Policy
+from distcache.planner.victims import WINDOWS, Policy
 from distcache.popularity.slots import Budget, plan_slots, statistics_of
 from distcache.popularity.statistics import Popularity, Statistics, read_statistics
 from distcache.store.rows import ACCESS
 
 
-@dataclass(frozen=True)
-class CacheSettings:
+@dataclass
+class CacheSettings(CacheConfig):
     """How the rows of a collection are cached and summed; see `CachedEmbeddingBagCollection`.
 
-    `statistics` may lie in another folder on each rank: what they say is compared, not where.
+    The keys of group `cache`, and others. `statistics` may lie in another folder on each rank: what
+    they say is compared, not where.
     """
 
-    rows: int | None = least(1, None)
-    ratio: float | None = None
-    bytes: int | None = least(1, None)
-    lookahead: int | str = counted(0)
-    prefetch: int = least(0, 1)
-    policy: str = choice(*POLICIES)
-    tail: str = choice(*TAILS, default=DEFAULT.tail)
-    half_life: float | str = "auto"
-    statistics: Any = field(default=None, repr=False)
-    warm_start: float | str = "auto"
-    split: Any = "proportional"
+    prefetch: Any = least(0, 1)
+    statistics: Any = None
     batch_size: int | None = least(1, None)
-    placement: str = choice("replicated", "sharded", "mixed", "auto")
     state: str = choice("replicated", "home", "auto")
-    replicated_rows: Any = None
-    replicated_share: float | None = None
-    cluster: Any = field(default=None, repr=False)
     schedule: str = choice("overlapped", "serial")
     store_access: str = choice(*ACCESS)
-    reduction: str = choice("ordered", "native")
     gradient_reduction: str = choice("mean", "sum")
     dtype: torch.dtype = torch.float32
     seed: int = least(0, 0)
@@ -79,9 +67,8 @@ class CacheSettings:
             )
         if sum(size is not None for size in (self.rows, self.ratio, self.bytes)) > 1:
             raise ConfigError("give at most one of rows, ratio, bytes")
-        shared = [f.name for f in fields(CacheConfig) if f.name in self.__dataclass_fields__]
         with library_words():
-            check_cache(CacheConfig(**{name: getattr(self, name) for name in shared}))
+            check_cache(self)
         self._check_known()
 
     def _check_known(self) -> None:
@@ -124,7 +111,7 @@ _WENT = {
 
 def check_names(settings: Mapping[str, Any], collection: str) -> None:
     """ConfigError for a setting by keyword that a collection does not have."""
-    known = [f.name for f in fields(CacheSettings)]
+    known = [f.name for f in fields(CacheSettings) if f.name != "objective"]
     for name, value in settings.items():
         if name in _WENT:
             raise ConfigError(
@@ -172,6 +159,8 @@ class Recipe:
     device: torch.device
     name: str
     pooled: bool
+    leaves: list[Tensor]
+    """The parameters of the optimizer: `[U, D]` for each width of table, empty before a step."""
 
     def check_sizes(self) -> None:
         """Raise ConfigError for sizes that no rank could have, and for statistics that are not

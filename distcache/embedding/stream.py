@@ -172,7 +172,7 @@ class Reader(Generic[T]):
         """End the threads, to go on later from plan `position` (None: not). Raises PeerError where
         they do not end in time."""
         if not self.stop():
-            raise self._not_halted()
+            raise self.not_halted()
         self._next = self._next if position is None else position
 
     def close(self, limit_s: float | None = None) -> None:
@@ -208,18 +208,14 @@ class Reader(Generic[T]):
         if not stream.runs_here():  # the garbage collector runs in any thread
             closing.join(LEAVING_S)
 
-    def require_end(self) -> None:
-        """Wait for the end that `leave` has begun; PeerError where it does not come."""
-        if not self.has_ended(self.timeout_s + LEAVING_S):
-            raise self._not_halted()
-
     def has_ended(self, limit_s: float) -> bool:
         """Wait for the end that `leave` has begun; whether it has come, in order."""
         if self._closed.wait(limit_s) and (self._left is None or self._left.ended):
             self._left = None  # which holds this reader, its batches
         return self._left is None
 
-    def _not_halted(self) -> PeerError:
+    def not_halted(self) -> PeerError:
+        """The error for threads that did not end in time."""
         return PeerError(
             f"the planner did not halt within {self.timeout_s:g} s: another rank goes on without "
             "this one, or the batches that lookahead reads are slower than that"

@@ -17,9 +17,9 @@ from ebc_cases import (
     configs,
     dlrm,
     draw,
-    joined,
     loss_of,
     mixed_configs,
+    picked,
     plain_tables,
     train,
     train_plain,
@@ -27,52 +27,38 @@ from ebc_cases import (
     weights_of,
     written_back,
 )
-from torchrec import JaggedTensor, KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor
 
 from distcache import lookahead
 from distcache.errors import ConfigError
 
 
-@pytest.mark.usefixtures("kind")
-@pytest.mark.parametrize("name", UPDATES)
-def test_dlrm_trains_as_with_torchrecs_own_tables(name) -> None:
-    ebc = cached(name)
-    model = dlrm(ebc)
+@pytest.mark.parametrize("name", [*UPDATES, "of two widths", "weighted"])
+def test_it_trains_as_torchrecs_own_tables(kind, name) -> None:
+    pooled, mixed, weighted = kind == "bags", name not in UPDATES, name == "weighted"
+    tables = mixed_configs() if mixed else configs()
+    if pooled and weighted:  # a mean has no weights
+        tables = [dataclasses.replace(t, pooling=configs()[0].pooling) for t in tables]
+    how = {"is_weighted": weighted} if pooled else {}  # TorchRec's sequences ignore weights
+    data, update = batches(tables=tables, weighted=weighted), "adagrad" if mixed else name
+    ebc = cached(update, tables, rows=700 if mixed else 300, **how)
+    make = Pooled if mixed else dlrm
+    model = make(ebc)
     start = weights_of(model)
-    losses = train(model, ebc, lookahead(batches(), ebc))
-    plain, final = train_plain(name, configs(), start, dlrm, batches())
-    assert losses == pytest.approx(plain, rel=1e-5)
+    losses = train(model, ebc, lookahead(data, ebc))
+
+    def plain(own: torch.nn.Module) -> torch.nn.Module:
+        if pooled:
+            own._is_weighted = weighted
+        return make(own)
+
+    expected, final = train_plain(update, tables, start, plain, data)
+    assert losses == pytest.approx(expected, rel=1e-5)
     assert_close(weights_of(model), final)
     assert written_back(ebc.tables) > 0
     assert all(not torch.equal(final[key], start[key]) for key in final if "over" in key)
 
 
-@pytest.mark.usefixtures("kind")
-@pytest.mark.parametrize("weighted", [False, True])
-def test_widths_means_and_shared_features_train_as_torchrecs(kind, weighted) -> None:
-    tables = mixed_configs()
-    pooled, how = kind == "bags", {}
-    if pooled and weighted:
-        tables = [dataclasses.replace(t, pooling=configs()[0].pooling) for t in tables]
-    data = batches(tables=tables, weighted=weighted)
-    if pooled:
-        how["is_weighted"] = weighted  # TorchRec's sequences ignore weights
-    ebc = cached("adagrad", tables, rows=700, **how)
-    model = Pooled(ebc)
-    start = weights_of(model)
-    losses = train(model, ebc, lookahead(data, ebc))
-
-    def plain(own: torch.nn.Module) -> Pooled:
-        if pooled:
-            own._is_weighted = weighted
-        return Pooled(own)
-
-    expected, final = train_plain("adagrad", tables, start, plain, data)
-    assert losses == pytest.approx(expected, rel=1e-5)
-    assert_close(weights_of(model), final)
-
-
-@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize(("steps", "weighted"), [(20, False), (19, True)])
 def test_accumulated_micro_batches_are_one_step(kind, steps, weighted) -> None:
     how = {"tables": mixed_configs()}
@@ -80,8 +66,8 @@ def test_accumulated_micro_batches_are_one_step(kind, steps, weighted) -> None:
         how["is_weighted"] = weighted
     data = batches(steps, tables=how["tables"], weighted=weighted)
 
-    def run(rows: int | None):
-        ebc = cached("adagrad", rows=rows, ratio=None if rows else 1.0, **how)
+    def run(**size):
+        ebc = cached("adagrad", **size, **how)
         model = Pooled(ebc)
         dense = torch.optim.SGD(model.parameters(), 0.1)
         for i, batch in enumerate(lookahead(data, ebc, accumulate=4)):
@@ -94,11 +80,11 @@ def test_accumulated_micro_batches_are_one_step(kind, steps, weighted) -> None:
         assert ebc.tables.steps == 5
         return weights_of(model)
 
-    small = run(1000)
-    assert_same(small, run(None))
+    small = run(rows=1000)
+    assert_same(small, run(rows=None, ratio=1.0))
     big = cached("adagrad", rows=1000, **how)
     model = Pooled(big)
-    train(model, big, lookahead([joined(data[at : at + 4]) for at in range(0, steps, 4)], big))
+    train(model, big, lookahead([picked(data[at : at + 4]) for at in range(0, steps, 4)], big))
     assert_close(small, weights_of(model))
 
 
@@ -136,28 +122,24 @@ def test_evaluation_in_the_middle_changes_nothing(how) -> None:
         if pulled is not None:
             yield pulled
 
-    found = train(model, ebc, loop(lookahead(batches(), ebc)))
-    assert found == losses
+    assert train(model, ebc, loop(lookahead(batches(), ebc))) == losses
     assert_same(weights_of(model), weights_of(twin))
     assert ebc.tables.steps == STEPS
 
 
-@pytest.mark.usefixtures("kind")
 def test_keys_names_and_dtypes_are_torchrecs(kind) -> None:
     tables = mixed_configs()
     ebc, own = cached("sgd", tables, rows=800), plain_tables(tables)
     own.load_state_dict(ebc.state_dict())
     ids = draw(4, tables=tables).sparse_features
-    parts = {key: ids[key] for key in ids.keys()}  # noqa: SIM118
     more = draw(5, tables=[dataclasses.replace(configs()[0], feature_names=["other"])])
-    parts["other"] = more.sparse_features["other"]
+    parts = ids.to_dict() | more.sparse_features.to_dict()
     order = ["other", *reversed(ids.keys())]
+    lengths = torch.cat([parts[key].lengths() for key in order])
     shuffled = KeyedJaggedTensor(
         order,
         torch.cat([parts[key].values() for key in order]).int(),
-        offsets=torch.cat(
-            [torch.zeros(1, dtype=torch.int64)] + [parts[key].lengths() for key in order]
-        ).cumsum(0),
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths]).cumsum(0),
     )
     for given in (ids, shuffled):
         mine, theirs = ebc(given), own(given)
@@ -174,6 +156,8 @@ def test_keys_names_and_dtypes_are_torchrecs(kind) -> None:
     else:
         assert ebc.embedding_configs() == tables and not ebc.need_indices()
         assert [len(names) for names in ebc.embedding_names_by_table()] == [1, 2, 2, 1]
+        with pytest.raises(ConfigError, match=r"several widths, \[4, 8\]"):
+            ebc.embedding_dim()
     assert ebc.device == torch.device("cpu")
     assert [p.numel() for p in ebc.parameters()] == [0] and list(ebc.buffers()) == []
 
@@ -191,19 +175,12 @@ def assert_same_sequences(mine, theirs) -> None:
 
 @pytest.mark.usefixtures("kind")
 def test_the_dense_part_may_be_compiled() -> None:
-    ebc = cached("adagrad", rows=170)
-    model = dlrm(ebc)
+    ebc, other = cached("adagrad", rows=170), cached("adagrad", rows=170)
+    model, plain = dlrm(ebc), dlrm(other)
     compiled = torch.compile(model, backend="eager")
-    losses = train(compiled, ebc, lookahead(batches(4), ebc), dense_of(model))
-    ebc.close()
-    other = cached("adagrad", rows=170)
-    plain = dlrm(other)
+    dense = torch.optim.SGD(model.parameters(), 0.1)
+    losses = train(compiled, ebc, lookahead(batches(4), ebc), dense)
     assert losses == pytest.approx(train(plain, other, batches(4)), rel=1e-6)
-
-
-def dense_of(model):
-    """The dense optimizer of a model that is wrapped."""
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.fixture
@@ -246,44 +223,33 @@ def test_ids_of_one_occurrence_train_with_torchrecs_bits() -> None:
 
 
 @pytest.mark.usefixtures("sequences")
-def test_values_may_be_changed_in_place() -> None:
-    """As those of torchrec.EmbeddingCollection."""
-
-    ebc, own = cached("sgd"), plain_tables()
-    own.load_state_dict(weights_of(ebc))
-    found = ebc(draw(2).sparse_features)
-    theirs = own(draw(2).sparse_features)
-    for one in (found, theirs):
-        sum(part.values().mul_(2).relu_().square().sum() for part in one.values()).backward()
-    ebc.step()
-    torch.optim.SGD(own.parameters(), lr=0.1).step()
-    assert_close(weights_of(ebc), own.state_dict())
-
-
-@pytest.mark.usefixtures("sequences")
-def test_a_loss_of_one_feature_alone() -> None:
-    ebc, own = cached("adagrad", mixed_configs(), rows=800), plain_tables(mixed_configs())
-    own.load_state_dict(weights_of(ebc))
-    batch = draw(4, tables=mixed_configs())
-    for collection in (ebc, own):
-        collection(batch.sparse_features)["f1"].values().square().sum().backward()
-    ebc.step()
-    found = weights_of(ebc)
-    for name, gradient in ((n, p.grad) for n, p in own.named_parameters()):
-        unchanged = torch.equal(found[name], own.state_dict()[name])
-        assert unchanged == (gradient is None or not gradient.any()), name
+def test_values_may_be_changed_in_place_and_some_left_out() -> None:
+    """As those of torchrec.EmbeddingCollection; rows that a loss does not need stay as they are."""
+    for features in (["f0@t0", "f1", "g", "f2", "f0@t2", "f3"], ["f1"]):
+        tables = mixed_configs()
+        ebc, own = cached("sgd", tables, rows=800), plain_tables(tables)
+        own.load_state_dict(weights_of(ebc))
+        for collection in (ebc, own):
+            found = collection(draw(2, tables=tables).sparse_features)
+            parts = [found[name].values().mul_(2).relu_().square().sum() for name in features]
+            sum(parts).backward()
+        ebc.step()
+        before, found = weights_of(own), weights_of(ebc)
+        torch.optim.SGD(own.parameters(), lr=0.1).step()
+        assert_close(found, own.state_dict())
+        for name, gradient in ((n, p.grad) for n, p in own.named_parameters()):
+            unchanged = gradient is None or not gradient.any()
+            assert torch.equal(found[name], before[name]) == unchanged, name
 
 
 @pytest.mark.usefixtures("sequences")
 @pytest.mark.parametrize("size", [0, 1])
 def test_batches_without_any_id(size) -> None:
-    none = torch.zeros(0, dtype=torch.int64)
     keys = list(draw(0).sparse_features.keys())
     lengths = torch.zeros(len(keys) * size, dtype=torch.int32)
-    empty = KeyedJaggedTensor(keys, none, lengths=lengths)
     ebc = cached("adam")
     before = weights_of(ebc)
-    found = ebc(empty)
+    found = ebc(KeyedJaggedTensor(keys, torch.zeros(0, dtype=torch.int64), lengths=lengths))
     for one in found.values():
         assert one.values().shape == (0, 8) and one.lengths().shape == (size,)
         assert one.lengths().dtype == torch.int32
@@ -291,24 +257,3 @@ def test_batches_without_any_id(size) -> None:
     ebc.step()
     assert_same(weights_of(ebc), before)
     assert ebc.tables.steps == 1
-
-
-@pytest.mark.usefixtures("sequences")
-def test_several_widths_have_no_common_one() -> None:
-    ebc = cached("sgd", mixed_configs(), rows=800)
-    assert {name: one.values().shape[1] for name, one in widths(ebc).items()} == {
-        "f0@t0": 8, "f1": 8, "g": 8, "f2": 4, "f0@t2": 4, "f3": 8,
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"several widths, \[4, 8\]"):
-        ebc.embedding_dim()
-
-
-def widths(ebc) -> dict[str, JaggedTensor]:
-    return ebc(draw(1, tables=mixed_configs()).sparse_features)
-
-
-@pytest.mark.usefixtures("sequences")
-def test_a_look_ahead_in_another_is_refused() -> None:
-    ebc, ec = cached(), cached()
-    with pytest.raises(ConfigError, match="cannot read another look-ahead"):
-        lookahead(lookahead(batches(), ebc), ec)

@@ -14,31 +14,22 @@ from ebc_cases import (
     dlrm,
     loss_of,
     mine,
-    of_kind,
     part,
     ranks,
     train,
+    using,
+    values_of,
     weights_of,
 )
-from ranks import run_ranks
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distcache import lookahead
 from distcache.errors import ConfigError, PlanError
 
 
-class Two(nn.Module):
-    """A model with two collections, one of which each rank uses first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = cached("sgd", timeout_s=60)
-        self.second = cached("adagrad", configs()[:2], timeout_s=60, rows=250)
-
-
-def made_before(rank: int, size: int) -> dict:
+def made_before(rank: int, size: int, kind: str) -> dict:
     """A model that is made before its ranks know each other trains as one made after that."""
+    using(kind)
     torch.set_num_threads(1)
     found = {}
     early = cached("adagrad", timeout_s=60)
@@ -48,8 +39,14 @@ def made_before(rank: int, size: int) -> dict:
     del unused
     with pytest.raises(ConfigError, match=rf"WORLD_SIZE={size}, but torch.distributed is not"):
         early_model.load_state_dict(early_model.over_arch.state_dict(), strict=False)
+    waiting = [  # used by each rank in another order at first
+        cached("sgd", timeout_s=60),
+        cached("adagrad", configs()[:2], timeout_s=60, rows=250),
+    ]
     dist.init_process_group("gloo")
     try:
+        for ebc in waiting if rank == 0 else waiting[::-1]:
+            assert ebc.tables.world.size == size
         for name, ebc, model in (("early", early, early_model), ("late", None, None)):
             ebc = ebc or cached("adagrad", timeout_s=60)
             ddp = DistributedDataParallel(model or dlrm(ebc))
@@ -59,50 +56,30 @@ def made_before(rank: int, size: int) -> dict:
             found[name] = as_arrays(weights_of(ddp))
             ebc.close()
         assert early_lr == 0.005
-        found["two"] = opposite(rank, size)
+        for batch in mine(rank, size, 4):
+            for ebc in waiting:
+                values_of(ebc(batch.sparse_features)).square().sum().backward()
+                ebc.step()
+        for at, ebc in enumerate(waiting):
+            found[f"waiting {at}"] = as_arrays(weights_of(ebc))
+            ebc.close()
         dist.barrier()
     finally:
         dist.destroy_process_group()
     return found
 
 
-def opposite(rank: int, size: int) -> dict:
-    """Two collections that wait, used by each rank in another order at first."""
-    group = dist.is_initialized
-    dist.is_initialized = lambda: False  # made as if before the group
-    try:
-        model = Two()
-    finally:
-        dist.is_initialized = group
-    order = [model.first, model.second] if rank == 0 else [model.second, model.first]
-    assert [ebc.tables.world.size for ebc in order] == [size, size]
-    for batch in mine(rank, size, 4):
-        for ebc in (model.first, model.second):
-            dense = torch.zeros(1)
-            loss = ebc(batch.sparse_features).values().square().sum() + dense.sum()
-            loss.backward()
-            ebc.step()
-    found = as_arrays(weights_of(model))
-    model.first.close()
-    model.second.close()
-    return found
-
-
-def before(rank: int, size: int) -> dict:
-    return of_kind(rank, size, "bags", made_before)
-
-
 def test_a_collection_made_before_the_group_joins_it() -> None:
-    first, second = (as_arrays(own, back=True) for own in run_ranks(before, 2))
+    first, second = ranks(made_before)
     for found in (first, second):
         assert_same(found["early"], found["late"])
-    assert_same(first["early"], second["early"])
-    assert_same(first["two"], second["two"])
+    for name in first:
+        assert_same(first[name], second[name])
 
 
-def used_alone(rank: int, size: int) -> dict:
+def used_alone(rank: int, size: int, kind: str) -> dict:
     """Used by each process alone, then with a group of several ranks."""
-    torch.set_num_threads(1)
+    using(kind)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("WORLD_SIZE")
         ebc = cached("sgd")

@@ -42,15 +42,23 @@ from distcache.errors import ConfigError, DistcacheError, PlanError
 pytestmark = pytest.mark.usefixtures("one_thread", "kind")
 
 
-def test_forwards_without_backward_change_nothing() -> None:
+def test_forwards_without_backward_and_zeroed_gradients_change_nothing() -> None:
     data = batches()
     ebc, model = made()
     dense = dense_optimizer(model)
-    for batch in lookahead(data, ebc):
+    for number, batch in enumerate(lookahead(data, ebc)):
         with torch.no_grad():
             loss_of(model, batch)
         loss_of(model, batch)
-        train(model, ebc, [batch], dense)
+        if number % 2:
+            train(model, ebc, [batch], dense)
+            continue
+        loss = loss_of(model, batch)
+        dense.zero_grad()
+        ebc.optimizer.zero_grad()  # between forward and backward
+        loss.backward()
+        ebc.step()
+        dense.step()
     assert_same(weights_of(model), expected())
     before = weights_of(model)
     for batch in lookahead(data[:3], ebc):
@@ -126,27 +134,13 @@ def test_a_step_in_the_middle_of_its_micro_batches_is_an_error() -> None:
     ebc, model = made()
     stream = lookahead(batches(), ebc, accumulate=3)
     loss_of(model, next(stream)).backward()
-    with pytest.raises(PlanError, match=r"3 micro-batches.*of which 1"):
-        ebc.step()
-    with pytest.raises(PlanError, match="3 micro-batches"):
-        distcache.clip_grad_norm_(model.parameters(), ebc, 1.0)
+    for early in (ebc.step, lambda: distcache.clip_grad_norm_(model.parameters(), ebc, 1.0)):
+        with pytest.raises(PlanError, match=r"3 micro-batches.*of which 1"):
+            early()
     for _ in range(2):
         loss_of(model, next(stream)).backward()
     ebc.step()
     assert ebc.tables.steps == 1
-
-
-def test_zero_grad_between_forward_and_backward() -> None:
-    ebc, model = made()
-    dense = dense_optimizer(model)
-    for batch in lookahead(batches(), ebc):
-        loss = loss_of(model, batch)
-        dense.zero_grad()
-        ebc.optimizer.zero_grad()
-        loss.backward()
-        ebc.step()
-        dense.step()
-    assert_same(weights_of(model), expected())
 
 
 def clipped_and_scheduled(model, data, rows, clip) -> list[float]:
@@ -191,29 +185,7 @@ def clip_rows(ebc, dense, limit):
     return distcache.clip_grad_norm_(dense, ebc, limit)
 
 
-def test_a_broken_loop_goes_on_exactly_where_it_stopped() -> None:
-    data = batches()
-    ebc, model = made()
-    dense = dense_optimizer(model)
-    for number, batch in enumerate(lookahead(iter(data), ebc)):
-        train(model, ebc, [batch], dense)
-        if number == 5:
-            break
-    assert [t for t in threading.enumerate() if t.name.startswith("distcache")] == []
-    train(model, ebc, data[6:8], dense)
-    kept = lookahead(data[8:], ebc)
-    for number, batch in enumerate(kept):
-        train(model, ebc, [batch], dense)
-        if number == 3:
-            break
-    train(model, ebc, lookahead(data[12:], ebc), dense)
-    assert_same(weights_of(model), expected())
-    assert next(kept, None) is not None  # a look-ahead that was only left may go on
-    kept.close()
-    assert next(kept, None) is None
-
-
-def test_an_exception_in_the_loop_and_one_in_the_data() -> None:
+def test_loops_that_break_or_fail_go_on_exactly_where_they_stopped() -> None:
     data = batches()
     ebc, model = made()
     dense = dense_optimizer(model)
@@ -222,20 +194,28 @@ def test_an_exception_in_the_loop_and_one_in_the_data() -> None:
         yield from data[:4]
         raise OSError("the disk is gone")
 
-    seen = 0
+    def some(stream, count: int, error: type[Exception] | None = None) -> None:
+        for number, batch in enumerate(stream):
+            if number == count:
+                if error is not None:
+                    raise error
+                break
+            train(model, ebc, [batch], dense)
+
     with pytest.raises(OSError, match="the disk is gone"):
-        for batch in lookahead(failing(), ebc):
-            train(model, ebc, [batch], dense)
-            seen += 1
-    assert seen == 4
+        some(lookahead(failing(), ebc), 9)
+    some(lookahead(iter(data[4:]), ebc), 2)
+    assert [t for t in threading.enumerate() if t.name.startswith("distcache")] == []
+    train(model, ebc, data[6:8], dense)
     with pytest.raises(ZeroDivisionError):
-        for batch in lookahead(data[4:], ebc):
-            if seen == 9:
-                raise ZeroDivisionError
-            train(model, ebc, [batch], dense)
-            seen += 1
-    train(model, ebc, lookahead(data[9:], ebc), dense)
+        some(lookahead(data[8:], ebc), 3, ZeroDivisionError)
+    kept = lookahead(data[11:], ebc)
+    some(kept, 2)
+    train(model, ebc, lookahead(data[13:], ebc), dense)
     assert_same(weights_of(model), expected())
+    assert next(kept, None) is not None  # a look-ahead that was only left may go on
+    kept.close()
+    assert next(kept, None) is None
 
 
 def test_close_ends_everything() -> None:
@@ -245,10 +225,9 @@ def test_close_ends_everything() -> None:
     ebc.close()
     ebc.close()
     assert next(stream, None) is None
-    with pytest.raises(PlanError, match="closed"):
-        model(draw(1).dense_features, draw(1).sparse_features)
-    with pytest.raises(PlanError, match="closed"):
-        ebc.state_dict()
+    for use in (lambda: loss_of(model, draw(1)), ebc.state_dict):
+        with pytest.raises(PlanError, match="closed"):
+            use()
 
 
 def test_a_skipped_batch_is_an_error() -> None:
@@ -263,48 +242,40 @@ def test_a_skipped_batch_is_an_error() -> None:
 @pytest.mark.parametrize("how", ["in place", "another batch", "after a copy"])
 def test_an_altered_batch_is_an_error(how) -> None:
     ebc, model = made()
-    for batch in lookahead(batches(3), ebc):
-        if how == "another batch":
-            batch = draw(55)
-        elif how == "in place":
-            batch.sparse_features.values()[0] += 1
-        else:
-            ids = batch.sparse_features.to("cpu")
-            ids._values = ids.values() // 2
-            batch = Clicks(batch.dense_features, ids, batch.labels)
-        with pytest.raises(PlanError, match=r"not those of batch 0.*before lookahead reads them"):
-            train(model, ebc, [batch])
-        break
+    stream = lookahead(batches(3), ebc)
+    batch = next(stream)
+    if how == "another batch":
+        batch = draw(55)
+    elif how == "in place":
+        batch.sparse_features.values()[0] += 1
+    else:
+        ids = batch.sparse_features.to("cpu")
+        ids._values = ids.values() // 2
+        batch = Clicks(batch.dense_features, ids, batch.labels)
+    with pytest.raises(PlanError, match=r"not those of batch 0.*before lookahead reads them"):
+        train(model, ebc, [batch])
 
 
 def test_copies_and_batches_built_anew_are_recognised() -> None:
-    def moved(stream):
-        for batch in stream:
-            ids = batch.sparse_features.to("cpu")
-            yield Clicks(batch.dense_features, ids, batch.labels)
+    def rebuilt(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(list(ids.keys()), ids.values().clone(), lengths=ids.lengths())
 
-    def rebuilt(stream):
-        for batch in stream:
-            old = batch.sparse_features
-            ids = KeyedJaggedTensor(list(old.keys()), old.values().clone(), lengths=old.lengths())
-            yield Clicks(batch.dense_features, ids, batch.labels)
-
-    for change in (moved, rebuilt):
+    for change in (lambda ids: ids.to("cpu"), rebuilt):
         ebc, model = made()
-        train(model, ebc, change(lookahead(batches(), ebc)))
+        for batch in lookahead(batches(), ebc):
+            own = Clicks(batch.dense_features, change(batch.sparse_features), batch.labels)
+            train(model, ebc, [own])
         assert_same(weights_of(model), expected())
         assert ebc.tables.engine.planner.ingested == len(batches())  # none was planned twice
 
 
 def test_the_same_batch_again_and_again() -> None:
-    batch = draw(3)
+    again = [draw(3)] * 6
     ebc, model = made()
-    train(model, ebc, lookahead([batch] * 6, ebc))
-    other, inline = made()
-    train(inline, other, [batch] * 6)
-    assert_same(weights_of(model), weights_of(inline))
+    train(model, ebc, lookahead(again, ebc))
+    assert_same(weights_of(model), by_hand(again))
     start = weights_of(dlrm(cached()))
-    assert_close(weights_of(model), train_plain("adagrad", configs(), start, dlrm, [batch] * 6)[1])
+    assert_close(weights_of(model), train_plain("adagrad", configs(), start, dlrm, again)[1])
 
 
 def test_batches_of_many_forms() -> None:
@@ -332,20 +303,6 @@ def test_batches_of_many_forms() -> None:
 EPOCHS = 3
 
 
-def by_epochs(stream, model, ebc, stop=None) -> list[int]:
-    """Train; the batches of each epoch."""
-    counts = []
-    for _ in range(EPOCHS):
-        count = 0
-        for batch in stream:
-            train(model, ebc, [batch])
-            count += 1
-            if count == stop:
-                break
-        counts.append(count)
-    return counts
-
-
 def by_hand(data) -> dict:
     """The weights after these batches, each planned when it comes."""
     ebc, model = made("adagrad")
@@ -353,44 +310,38 @@ def by_hand(data) -> dict:
     return weights_of(model)
 
 
-@pytest.mark.parametrize("read_by", ["list", "loader"])
-def test_every_epoch_trains_all_batches(read_by: str, caplog) -> None:
+@pytest.mark.parametrize(
+    ("read_by", "stop"), [("list", None), ("loader", None), ("list", 7), ("list", 4)]
+)
+def test_epochs_train_all_batches_or_as_many_as_were_taken(read_by: str, stop, caplog) -> None:
+    """A loop that counts need not ask for the end, as Lightning does with a known length."""
     data = batches(7)
-    again = data
-    if read_by == "loader":
-        again = torch.utils.data.DataLoader(data, batch_size=None)
-    ebc, model = made("adagrad")
+    again = data if read_by == "list" else torch.utils.data.DataLoader(data, batch_size=None)
+    ebc, model = made("adagrad", prefetch=3 if stop == 4 else 1)
     stream = lookahead(again, ebc)
-    assert by_epochs(stream, model, ebc) == [7] * EPOCHS and len(stream) == 7
-    assert ebc.tables.steps == 7 * EPOCHS
-    assert_same(weights_of(model), by_hand(data * EPOCHS))
-    assert "was ended" not in caplog.text
+    for _ in range(EPOCHS):
+        for count, batch in enumerate(stream):
+            train(model, ebc, [batch])
+            if count + 1 == stop:
+                break
+    assert len(stream) == 7 and ebc.tables.steps == (stop or 7) * EPOCHS
+    assert_same(weights_of(model), by_hand(data[:stop] * EPOCHS))
+    assert caplog.text.count("was ended after 4 batches, before its last") == (stop == 4)
+    assert "was ended" not in caplog.text or stop == 4
 
 
-def test_a_loop_that_counts_need_not_ask_for_the_end(caplog) -> None:
-    """As Lightning does with a loader that knows its length."""
-    data = batches(6)
-    ebc, model = made("adagrad")
-    stream = lookahead(data, ebc)
-    assert by_epochs(stream, model, ebc, stop=len(stream)) == [6] * EPOCHS
-    assert_same(weights_of(model), by_hand(data * EPOCHS))
-    assert "was ended" not in caplog.text
-
-
-def test_an_epoch_that_is_left_is_ended_by_the_next(caplog) -> None:
+def test_the_iterator_of_an_epoch_that_was_replaced_raises(caplog) -> None:
     data = batches(9)
-    ebc, model = made("adagrad", prefetch=3)
+    ebc, model = made("adagrad")
     stream = lookahead(data, ebc)
     with caplog.at_level(logging.WARNING, "distcache"):
-        assert by_epochs(stream, model, ebc, stop=4) == [4] * EPOCHS
         first = iter(stream)
         assert next(stream) is data[0] and next(stream) is data[1]
-    assert caplog.text.count("was ended after 4 batches, before its last") == 1
-    iter(stream)
+        iter(stream)
     with pytest.raises(PlanError, match="ended by a later iter"):
         next(first)
     train(model, ebc, [next(stream)])
-    assert_same(weights_of(model), by_hand([*data[:4] * EPOCHS, data[0]]))
+    assert_same(weights_of(model), by_hand(data[:1]))
     stream.close()
 
 
@@ -409,9 +360,8 @@ def test_evaluation_between_epochs_and_inside_them() -> None:
 
 def test_micro_batches_are_an_epochs_own() -> None:
     """An epoch's last step may have fewer; the next begins with a whole one."""
-    data = batches(5)
     ebc, model = made("sgd")
-    sizes, stream = [], lookahead(data, ebc, accumulate=2)
+    sizes, stream = [], lookahead(batches(5), ebc, accumulate=2)
     for _ in range(EPOCHS):
         for at, batch in enumerate(stream):
             loss_of(model, batch).backward()
@@ -456,9 +406,7 @@ def epochs(rank: int, size: int) -> dict:
 def test_ranks_start_epochs_together() -> None:
     first, second = ranks(epochs)
     assert_same(first, second)
-    ebc = cached("adagrad", rows=300)
-    assert set(weights_of(dlrm(ebc))) == set(first)
-    ebc.close()
+    assert set(weights_of(dlrm(cached("adagrad")))) == set(first)
 
 
 @job

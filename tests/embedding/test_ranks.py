@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from ebc_cases import (
     Clicks,
-    Pooled,
     as_arrays,
     assert_close,
     assert_same,
@@ -19,12 +18,10 @@ from ebc_cases import (
     dlrm,
     draw,
     job,
-    joined,
-    kind_here,
     loss_of,
     mine,
-    of_kind,
     part,
+    picked,
     ranks,
     train,
     unwrapped,
@@ -32,7 +29,6 @@ from ebc_cases import (
     weights_of,
     wrapped,
 )
-from ranks import run_ranks
 from torchrec import KeyedJaggedTensor
 
 import distcache
@@ -44,124 +40,114 @@ from distcache.errors import ConfigError, DataError, DistcacheError, PeerError
 pytestmark = pytest.mark.usefixtures("kind")
 
 
-@job
-def loops(rank: int, size: int) -> dict:
-    """What a loop may do, one after the other in one job; weights to compare with one rank's."""
-    found = gaps(rank, size)
-    # Micro-batches, with DDP's gradients summed once; clipped.
-    ebc, ddp, dense = wrapped("sgd", rows=400)
+def accumulated(rank: int, size: int, ebc, model, dense) -> list[float]:
+    """Two micro-batches a step, DDP's gradients summed once, clipped; the norms."""
     norms = []
     for number, batch in enumerate(lookahead(mine(rank, size), ebc, accumulate=2)):
-        last = number % 2 == 1
-        ddp.require_backward_grad_sync = last
-        (loss_of(ddp, batch) / 2).backward()
+        last = model.require_backward_grad_sync = number % 2 == 1
+        (loss_of(model, batch) / 2).backward()
         if last:
-            norms.append(float(distcache.clip_grad_norm_(ddp.parameters(), ebc, 0.1)))
+            norms.append(float(distcache.clip_grad_norm_(model.parameters(), ebc, 0.1)))
             ebc.step()
             dense.step()
             dense.zero_grad()
-    found["accumulated"], found["norms"] = unwrapped(ddp), norms
-    # A gradient that is not finite on one rank alone skips the step of all.
-    ebc, ddp, dense = wrapped("sgd", rows=400)
+    return norms
+
+
+def scaled(rank: int, size: int, ebc, model, dense) -> list[float]:
+    """A gradient that is not finite, on one rank alone, skips the step of all."""
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     for number, batch in enumerate(lookahead(mine(rank, size), ebc)):
         ebc.optimizer.zero_grad()
         dense.zero_grad()
-        loss = loss_of(ddp, batch)
-        if number == 4 and rank == 1:
+        loss = loss_of(model, batch)
+        if number == 4 and rank == size - 1:
             loss = loss * torch.inf
         scaler.scale(loss).backward()
         scaler.step(ebc.optimizer)
         scaler.step(dense)
         scaler.update()
-    found["scaled"], found["steps"] = unwrapped(ddp), ebc.tables.steps
-    found["scale"] = scaler.get_scale()
-    # Evaluation and a broken loop in the middle; then a different number of batches per rank.
-    ebc, ddp, dense = wrapped("adagrad", rows=400)
+    assert ebc.tables.steps == 19
+    return [scaler.get_scale()]
+
+
+def uneven(rank: int, size: int, ebc, model, dense) -> None:
+    """Evaluation and a broken loop in the middle; then a different number of batches per rank."""
     data = mine(rank, size)
     for number, batch in enumerate(lookahead(data, ebc)):
         if number % 5 == 2:
-            ddp.eval()
+            model.eval()
             with torch.no_grad():
-                held_out = [part(draw(500 + at), rank, size) for at in range(2)]
-                found["eval"] = [float(loss_of(ddp, one)) for one in held_out]
-            ddp.train()
-        train(ddp, ebc, [batch], dense)
+                [loss_of(model, part(draw(500 + at), rank, size)) for at in range(2)]
+            model.train()
+        train(model, ebc, [batch], dense)
         if number == 12:
             break
-    train(ddp, ebc, lookahead(data[13 : 20 if rank else 17], ebc), dense)
-    found["uneven"] = unwrapped(ddp)
-    return found
+    train(model, ebc, lookahead(data[13 : 20 if rank else 17], ebc), dense)
 
 
-def gaps(rank: int, size: int) -> dict:
-    """Ranks that have nothing to say about the embeddings in some steps."""
-    found: dict = {}
-    # A rank without a single id in every second step.
-    ebc, ddp, dense = wrapped("adagrad", rows=400)
-    data = [emptied(batch) if rank and at % 2 else batch for at, batch in enumerate(mine(1, 2, 8))]
-    data = data if rank else mine(0, 2, 8)
-    train(ddp, ebc, lookahead(data, ebc), dense)
-    found["emptied"] = unwrapped(ddp)
-    # A loss of one rank that does not need the embeddings.
-    ebc = cached("sgd", rows=400, gradient_reduction="sum")
-    model = Pooled(ebc)
-    for batch in lookahead(mine(rank, size, 6), ebc):
-        values = values_of(ebc(batch.sparse_features))
-        (values.sum() if rank == 0 else values.sum().detach() * model.over.bias).backward()
+def emptied(rank: int, size: int, ebc, model, dense) -> None:
+    """A rank without a single id in every second step."""
+
+    def without_ids(batch: Clicks) -> Clicks:
+        old = batch.sparse_features
+        zeros = torch.zeros_like(old.lengths())
+        none = KeyedJaggedTensor(old.keys(), old.values()[:0], lengths=zeros)
+        return Clicks(batch.dense_features, none, batch.labels)
+
+    data = mine(rank, size, 8)
+    for at in range(1, 8, 2):
+        if size == 1:
+            data[at] = picked([part(data[at], 0, 2), without_ids(part(data[at], 1, 2))])
+        elif rank == 1:
+            data[at] = without_ids(data[at])
+    train(model, ebc, lookahead(data, ebc), dense)
+
+
+def one_loss(rank: int, size: int, ebc, model, dense) -> None:
+    """Only the loss of rank 0 needs the embeddings."""
+    other = torch.ones(1, requires_grad=True)
+    for batch in mine(rank, 2, 6):
+        total = values_of(ebc(batch.sparse_features)).sum()
+        (total if rank == 0 else total.detach() * other).backward()
         if rank == 1:
             ebc.reduce()
         ebc.step()
-    found["one loss"] = weights_of(ebc)
+
+
+LOOPS = {
+    accumulated: ("sgd", {}),
+    scaled: ("sgd", {}),
+    uneven: ("adagrad", {}),
+    emptied: ("adagrad", {}),
+    one_loss: ("sgd", {"gradient_reduction": "sum"}),
+}
+"""What a loop may do, on ranks and in one process; optimizer and settings."""
+
+
+@job
+def loops(rank: int, size: int) -> dict:
+    """What comes of every loop, under DDP."""
+    found = {}
+    for loop, (name, settings) in LOOPS.items():
+        ebc, ddp, dense = wrapped(name, rows=400, **settings)
+        told = loop(rank, size, ebc, ddp, dense)
+        found[loop.__name__] = told, as_arrays(unwrapped(ddp))
+        ebc.close()
     return found
 
 
-def emptied(batch: Clicks) -> Clicks:
-    """The batch without any id."""
-    old = batch.sparse_features
-    none, zeros = old.values()[:0], torch.zeros_like(old.lengths())
-    ids = KeyedJaggedTensor(old.keys(), none, lengths=zeros)
-    return Clicks(batch.dense_features, ids, batch.labels)
-
-
 def test_loops_on_two_ranks_are_those_of_one_process() -> None:
-    both = ranks(loops)
-    for key in ("accumulated", "scaled", "emptied", "one loss", "uneven"):
-        assert_same(both[0][key], both[1][key])
-    assert both[0]["norms"] == both[1]["norms"]
-    assert both[0]["steps"] == both[1]["steps"] == 19
-    assert both[0]["scale"] == both[1]["scale"] == 128.0
-
-    ebc = cached("sgd", rows=400)
-    model, norms = dlrm(ebc), []
-    dense = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number, batch in enumerate(lookahead(batches(), ebc, accumulate=2)):
-        (loss_of(model, batch) / 2).backward()
-        if number % 2:
-            norms.append(float(distcache.clip_grad_norm_(model.parameters(), ebc, 0.1)))
-            ebc.step()
-            dense.step()
-            dense.zero_grad()
-    assert both[0]["norms"] == pytest.approx(norms, rel=1e-5)
-    assert_close(both[0]["accumulated"], weights_of(model), atol=5e-6)
-
-    data = batches()
-    halves = [(part(batch, 0, 2), part(batch, 1, 2)) for batch in data[:8]]
-    holed = [joined([a, emptied(b) if at % 2 else b]) for at, (a, b) in enumerate(halves)]
-    for key, chosen, name in (
-        ("scaled", data[:4] + data[5:], "sgd"),
-        ("uneven", data[:17], "adagrad"),
-        ("emptied", holed, "adagrad"),
-    ):
-        ebc = cached(name, rows=400)
+    first, second = ranks(loops)
+    for loop, (name, settings) in LOOPS.items():
+        (told, one), (also, other) = first[loop.__name__], second[loop.__name__]
+        one = as_arrays(one, back=True)
+        assert_same(one, as_arrays(other, back=True))
+        ebc = cached(name, rows=400, **settings)
         model = dlrm(ebc)
-        train(model, ebc, lookahead(chosen, ebc))
-        assert_close(both[0][key], weights_of(model), atol=5e-6)
-    alone = cached("sgd", rows=400)
-    for batch in [part(batch, 0, 2) for batch in batches(6)]:
-        values_of(alone(batch.sparse_features)).sum().backward()
-        alone.step()
-    assert_close(both[0]["one loss"], weights_of(alone))
+        expected = loop(0, 1, ebc, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert told == also and (told is None or told == pytest.approx(expected, rel=1e-5))
+        assert_close(one, weights_of(model), atol=5e-6)
 
 
 @job
@@ -186,20 +172,16 @@ def evaluated_and_trained(rank: int, size: int) -> dict:
     ebc = cached("sgd", ratio=1.0, rows=None, prefetch=5, timeout_s=20)
     model = dlrm(ebc)
     with torch.no_grad():
-        for at, batch in enumerate(lookahead(shares(rank, size, 500), ebc)):
+        for at, batch in enumerate(lookahead(mine(rank, size, 12), ebc)):
             loss_of(model, batch)
             if at == 3:
                 break
-    for batch in lookahead(shares(rank, size, 0)[:4], ebc):
+    for batch in lookahead(mine(rank, size, 16)[12:], ebc):
         loss_of(model, batch).backward()
         ebc.step()
     found = weights_of(ebc)
     ebc.close()
     return as_arrays(found)
-
-
-def shares(rank: int, size: int, start: int) -> list[Clicks]:
-    return [part(draw(start + at), rank, size) for at in range(12)]
 
 
 def test_an_evaluation_left_early_leaves_the_ranks_with_the_same_rows() -> None:
@@ -215,7 +197,7 @@ def one_fails(rank: int, size: int) -> dict:
     ebc = cached("sgd", ratio=1.0, rows=None, timeout_s=60)
     model, found = dlrm(ebc), {}
     try:
-        for at, batch in enumerate(lookahead(shares(rank, size, 0), ebc)):
+        for at, batch in enumerate(lookahead(mine(rank, size, 12), ebc)):
             if rank == 1 and at == 3:
                 raise ValueError("on purpose")
             loss_of(model, batch).backward()
@@ -256,7 +238,7 @@ def some_ranks(rank: int, size: int) -> dict:
 
 @pytest.mark.slow
 def test_a_group_of_some_ranks() -> None:
-    found = [as_arrays(own, back=True) for own in run_ranks(of_kind, 3, kind_here(), some_ranks)]
+    found = ranks(some_ranks, size=3)
     assert_same(found[1], found[2])
     alone = cached("sgd", rows=400)
     for batch in batches(6):

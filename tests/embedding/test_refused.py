@@ -18,7 +18,6 @@ from ebc_cases import (
     expected,
     made,
     train,
-    two_widths,
     values_of,
     weights_of,
 )
@@ -70,6 +69,7 @@ def test_wrong_arguments_are_named(kind) -> None:
     other = EmbeddingConfig if kind == "bags" else EmbeddingBagConfig
     with pytest.raises(ConfigError, match=rf"^tables: {other.__name__}\(.* is no torchrec\.Embed"):
         cached(tables=[other(4, 8, "t")])
+    few, found = replace(counted(), tables=counted().tables[:2]), "fingerprint [0-9a-f]{16}"
     for settings, message in (
         ({"rows": 10, "ratio": 0.5}, "at most one of rows, ratio, bytes"),
         ({"policy": "belady"}, "policy='belady' is not 'lookahead' or 'lfu'"),
@@ -103,6 +103,21 @@ def test_wrong_arguments_are_named(kind) -> None:
         ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore'"),
         ({"timeout_s": 0}, "timeout_s=0: give seconds above 0"),
         ({"device": "meta"}, "device=meta"),
+        ({"warm_start": 0.5}, r"warm_start=0\.5 fills .* give statistics="),
+        ({"warm_start": 2}, r"warm_start=2 is a share"),
+        ({"order": "popularity"}, r"order='popularity': this setting went, for .* leave it out"),
+        ({"admission": True}, r"admission=True: this setting went, for .* leave it out"),
+        ({"objective": "time"}, "objective='time': no such setting"),
+        ({"policy": "static"}, r"policy=static ranks .* give statistics="),
+        ({"split": "by_curve"}, r"split=by_curve needs .* give statistics="),
+        ({"split": 3}, r"split=3 is unknown"),
+        ({"split": {"t9": 3}}, r"^split: t9=3 names no table: choose from t0, t1, t2"),
+        (
+            {"statistics": "/nowhere"},
+            "/nowhere holds neither.* -m distcache.analyze or distcache.pr",
+        ),
+        ({"statistics": few, "split": "by_curve"}, r"split='by_curve' needs .* give batch_size="),
+        ({"statistics": few}, rf"^the given statistics \({found}\).* {found}\)"),
     ):
         with pytest.raises(ConfigError, match=message):
             cached(**settings)
@@ -110,6 +125,8 @@ def test_wrong_arguments_are_named(kind) -> None:
         lookahead([], [ebc])
     with pytest.raises(ConfigError, match="accumulate=0"):
         lookahead([], ebc, accumulate=0)
+    with pytest.raises(ConfigError, match="cannot read another look-ahead"):
+        lookahead(lookahead(batches(), ebc), ebc)
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(PlanError, match=r"neither copied nor pickled.*state_dict\(\)"):
             copied(model)
@@ -120,34 +137,3 @@ def test_wrong_arguments_are_named(kind) -> None:
         ebc.optimizer.add_param_group({"params": [torch.zeros(1)]})
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = distcache.nothing
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"warm_start": 0.5}, r"warm_start=0\.5 fills .* give statistics="),
-        ({"warm_start": 2}, r"warm_start=2 is a share"),
-        ({"order": "popularity"}, r"order='popularity': this setting went, for .* leave it out"),
-        ({"admission": True}, r"admission=True: this setting went, for .* leave it out"),
-        ({"policy": "static"}, r"policy=static ranks .* give statistics="),
-        ({"tail": "frequency"}, r"tail=frequency ranks .* give statistics="),
-        ({"split": "by_curve"}, r"split=by_curve needs .* give statistics="),
-        ({"split": 3}, r"split=3 is unknown"),
-        ({"split": {"t9": 3}}, r"^split: t9=3 names no table: choose from t0, t1, t2"),
-        (
-            {"statistics": "/nowhere"},
-            r"statistics=/nowhere holds neither.* -m distcache.analyze or distcache.preprocess",
-        ),
-        (
-            {"statistics": counted(), "split": "by_curve"},
-            r"split='by_curve' needs .* give batch_size=",
-        ),
-        (
-            {"statistics": replace(counted(), tables=counted().tables[:2])},
-            r"the given statistics \(fingerprint [0-9a-f]{16}\).* fingerprint [0-9a-f]{16}\)",
-        ),
-    ],
-)
-def test_settings_that_lack_something_are_refused(settings, message) -> None:
-    with pytest.raises(ConfigError, match=message):
-        cached(tables=two_widths(), **settings)

@@ -39,7 +39,12 @@ def saved(state):
 def test_state_goes_to_torchrec_and_back() -> None:
     ebc = cached(rows=200)
     model = dlrm(ebc)
+    views = ebc.state_dict(prefix="a.")  # of the store, which change as training goes on
+    assert list(views) == [f"a.{key_of_tables()}.t{i}.weight" for i in range(4)]
+    before = {name: value.clone() for name, value in views.items()}
     train(model, ebc, lookahead(batches(), ebc))
+    ebc.flush()
+    assert any(not torch.equal(views[name], before[name]) for name in views)
     own = dlrm(plain_tables())
     state = saved(model.state_dict())
     assert list(state) == list(own.state_dict())
@@ -52,16 +57,6 @@ def test_state_goes_to_torchrec_and_back() -> None:
     model.load_state_dict(saved(fresh.state_dict()))
     assert_same(weights_of(model), fresh.state_dict())
     assert torch.allclose(model(*given), fresh(*given))
-
-
-def test_state_is_a_view_of_the_store() -> None:
-    ebc = cached(rows=200)
-    state = ebc.state_dict(prefix="a.")
-    assert list(state) == [f"a.{key_of_tables()}.t{i}.weight" for i in range(4)]
-    before = {name: value.clone() for name, value in state.items()}
-    train(dlrm(ebc), ebc, lookahead(batches(3), ebc))
-    ebc.flush()
-    assert any(not torch.equal(state[name], before[name]) for name in state)
 
 
 def test_missing_unexpected_and_misshapen_tables_are_reported(kind) -> None:
@@ -93,27 +88,29 @@ def test_stop_and_resume_is_exact(name) -> None:
 
     def parts(rows: int):
         ebc = cached(name, rows=rows)
-        model = dlrm(ebc)
-        return ebc, model, torch.optim.lr_scheduler.ExponentialLR(ebc.optimizer, 0.9)
+        return dlrm(ebc), ebc, torch.optim.lr_scheduler.ExponentialLR(ebc.optimizer, 0.9)
 
-    def run(ebc, model, scheduler, chosen) -> None:
+    def run(model, ebc, scheduler, chosen) -> None:
         dense = dense_optimizer(model)
         for batch in lookahead(chosen, ebc):
             train(model, ebc, [batch], dense)
             scheduler.step()
 
+    def stateful(model, ebc, scheduler) -> tuple:
+        return model, ebc.optimizer, scheduler
+
     whole = parts(200)
     run(*whole, data)
     first = parts(200)
     run(*first, data[:9])
-    state = saved([part.state_dict() for part in (first[1], first[0].optimizer, first[2])])
+    state = saved([part.state_dict() for part in stateful(*first)])
     second = parts(300)
-    train(second[1], second[0], lookahead(batches(2), second[0]))  # to be overwritten
-    for part, own in zip((second[1], second[0].optimizer, second[2]), state, strict=True):
+    train(*second[:2], lookahead(batches(2), second[1]))  # to be overwritten
+    for part, own in zip(stateful(*second), state, strict=True):
         part.load_state_dict(own)
     run(*second, data[9:])
-    assert_same(weights_of(second[1]), weights_of(whole[1]))
-    ends = [ebc.optimizer.state_dict() for ebc in (second[0], whole[0])]
+    assert_same(weights_of(second[0]), weights_of(whole[0]))
+    ends = [ebc.optimizer.state_dict() for _, ebc, _ in (second, whole)]
     assert ends[0]["param_groups"] == ends[1]["param_groups"]
     for table in ends[0]["state"]:
         assert_same(ends[0]["state"][table], ends[1]["state"][table])

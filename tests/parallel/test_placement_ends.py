@@ -121,13 +121,11 @@ def whole_run(world: World, folder: Path, placement: Placement, **changes: objec
 def resume(rank: int, size: int, folder: str) -> dict:
     """Runs that stop half-way in one placement and go on in the next one."""
     world, home, found = open_world("cpu", "gloo", 60), Path(folder), {}
-    names = ("replicated", *KINDS)
     kinds = [Placement(), *(placement_of(kind, TOY, 0.3) for kind in KINDS)]
-    for number, placement in enumerate(kinds):
-        path, after = home / str(number), kinds[(number + 1) % len(kinds)]
+    for name, placement, after in zip(ALL, kinds, (*kinds[1:], kinds[0]), strict=True):
+        path = home / name
         whole_run(world, path / "half", placement, trainer__steps=8)
-        go_on = {"trainer__resume": str(path / "half")}
-        found[names[number]] = whole_run(world, path / "rest", after, **go_on)
+        found[name] = whole_run(world, path / "rest", after, trainer__resume=str(path / "half"))
     found["whole"] = whole_run(world, home / "whole", kinds[0])
     close_world(world)
     return found

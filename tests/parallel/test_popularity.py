@@ -75,51 +75,34 @@ def test_each_home_fills_its_own_slots_with_its_likeliest_rows() -> None:
     assert len(found) == 30
 
 
-def differ(rank: int, size: int) -> str:
-    world = open_world("cpu", "gloo", 60)
-    case = scenario("sgd")
-    popularity = popularity_of(case, SLOTS, warm_start=1.0)
-    if rank:
-        popularity = replace(popularity, hot_rows=(1, 1, 1, 1))
-    try:
-        make_mode(world, case, CachedSettings("data", SLOTS), popularity)
-    except ConfigError as error:
-        return str(error)
-    finally:
-        close_world(world)
-    return ""
-
-
-def test_ranks_with_other_statistics_are_refused() -> None:
-    assert all("hot rows" in message for message in run_ranks(differ, 2))
-
-
-def differ_by_node(rank: int, size: int) -> list[str]:
-    """Two nodes of one rank each, whose counts differ by two rows that have changed places."""
-    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    world = open_world("cpu", "gloo", 60)
-    found = []
-    for how in ({"warm_start": 1.0}, {"classes": True}):
-        case = scenario("sgd")
-        popularity = popularity_of(case, SLOTS, **how)
+def differ(rank: int, size: int) -> list[str]:
+    """Other hot rows on rank 1; then, where each rank is a node, counts in which two rows have
+    changed places."""
+    found, case = [], scenario("sgd")
+    for how in ("rows", {"warm_start": 1.0}, {"classes": True}):
+        if how != "rows":
+            os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        world = open_world("cpu", "gloo", 60)
+        popularity = popularity_of(case, SLOTS, **({"warm_start": 1.0} if how == "rows" else how))
         tables = list(popularity.statistics.tables)
         counts = tables[0].dense().copy()
         low, high = int(counts.argmin()), int(counts.argmax())
-        if rank:
+        if rank and how == "rows":
+            popularity = replace(popularity, hot_rows=(1, 1, 1, 1))
+        elif rank:
             counts[[low, high]] = counts[[high, low]]
         tables[0] = replace(tables[0], counts=counts, ids=None)
         statistics = replace(popularity.statistics, tables=tuple(tables))
-        settings = CachedSettings("data", SLOTS, 4, 1)
-        try:
+        with pytest.raises(ConfigError) as caught:
+            settings = CachedSettings("data", SLOTS, 4, 1)
             make_mode(world, case, settings, replace(popularity, statistics=statistics))
-            found.append("taken")
-        except ConfigError as error:
-            found.append(str(error))
-    close_world(world)
+        found.append(str(caught.value))
+        close_world(world)
     return found
 
 
-def test_nodes_with_other_counts_of_the_same_tables_are_refused() -> None:
-    for messages in run_ranks(differ_by_node, 2):
-        for message in messages:
+def test_ranks_with_other_hot_rows_and_nodes_with_other_counts_are_refused() -> None:
+    for rows, *counts in run_ranks(differ, 2):
+        assert "hot rows" in rows
+        for message in counts:
             assert "other counts on the node of rank 1 than on that of rank 0" in message
