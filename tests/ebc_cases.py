@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from counting import count_ids
 from ranks import run_ranks
 from reference_trainer import RowWiseAdagrad
 from torch import Tensor, nn
@@ -31,12 +32,12 @@ from torchrec import (
     PoolingType,
 )
 from torchrec.models.dlrm import DLRM
-from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
 import distcache
 from distcache import CachedEmbeddingBagCollection, CachedEmbeddingCollection, lookahead
+from distcache.data.batch import JaggedIds
 from distcache.embedding.step import CollectionTables
-from distcache.popularity.statistics import Statistics, TableCounts
+from distcache.popularity.statistics import Statistics
 
 KINDS = ("bags", "sequences")
 _kind = "bags"
@@ -160,18 +161,9 @@ def two_widths() -> list[Any]:
 def counted(steps: int = 6) -> Statistics:
     """Lookups of the first batches, by feature, in another order than the tables'."""
     rows = {f: t.num_embeddings for t in two_widths() for f in t.feature_names}
-    drawn = batches(steps, tables=two_widths())
-    return statistics(dict(sorted(rows.items(), reverse=True)), [b.sparse_features for b in drawn])
-
-
-def statistics(rows: dict[str, int], drawn: list[KeyedJaggedTensor]) -> Statistics:
-    """Lookups of batches by feature, of so many `rows` each."""
-    counts = {feature: np.zeros(n, np.int64) for feature, n in rows.items()}
-    for batch in drawn:
-        for feature, ids in batch.to_dict().items():
-            counts[feature] += np.bincount(ids.values().numpy(), minlength=rows[feature])
-    tables = [TableCounts.of(feature, own) for feature, own in counts.items()]
-    return Statistics(tuple(tables), "ids", len(drawn) * 24)
+    drawn = (batch.sparse_features for batch in batches(steps, tables=two_widths()))
+    ids = (JaggedIds(tuple(one.keys()), one.values(), one.offsets()) for one in drawn)
+    return count_ids(dict(sorted(rows.items(), reverse=True)), ids)
 
 
 UPDATES = {
@@ -223,35 +215,6 @@ def dlrm(ebc: nn.Module) -> nn.Module:
     return DLRM(ebc, DENSE, [8, 8], [8, 1])
 
 
-class ByWidth(nn.Module):
-    """TorchRec's EmbeddingCollections, one for each width (they take only one), as if one."""
-
-    def __init__(self, tables: list[EmbeddingConfig]) -> None:
-        super().__init__()
-        self.tables, self.parts, named = tables, [], {}
-        for width in {table.embedding_dim for table in tables}:
-            part = EmbeddingCollection([t for t in tables if t.embedding_dim == width])
-            self.parts.append(part)
-            named |= dict(part.embeddings.items())
-        self.embeddings = nn.ModuleDict({table.name: named[table.name] for table in tables})
-
-    def embedding_configs(self) -> list[EmbeddingConfig]:
-        return self.tables
-
-    def forward(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        found = {}
-        for part in self.parts:
-            out = part(ids)
-            pairs = zip(part.embedding_configs(), part.embedding_names_by_table(), strict=True)
-            found |= {table.name: [out[name] for name in names] for table, names in pairs}
-        names = get_embedding_names_by_table(self.tables)
-        return {
-            name: rows
-            for table, own in zip(self.tables, names, strict=True)
-            for name, rows in zip(own, found[table.name], strict=True)
-        }
-
-
 def values_of(found: Any) -> Tensor:
     """All values that a collection has given out, in the order of its keys, `[n]`."""
     parts = found.values() if isinstance(found, dict) else [found]
@@ -259,12 +222,15 @@ def values_of(found: Any) -> Tensor:
 
 
 def plain_tables(tables: list[Any] | None = None) -> nn.Module:
-    """TorchRec's own collection."""
+    """TorchRec's own collection; that of sequences takes one width: the others are put in."""
     tables = tables if tables is not None else configs()
     if _kind == "bags":
         return EmbeddingBagCollection(tables)
-    one_width = len({table.embedding_dim for table in tables}) == 1
-    return EmbeddingCollection(tables) if one_width else ByWidth(tables)
+    own = EmbeddingCollection([replace(t, embedding_dim=tables[0].embedding_dim) for t in tables])
+    own._embedding_configs = tables
+    for table in tables:
+        own.embeddings[table.name] = nn.Embedding(table.num_embeddings, table.embedding_dim)
+    return own
 
 
 def cached(name: str = "adagrad", tables: Any = None, **settings: Any):

@@ -75,9 +75,9 @@ class Membership:
         process alone; PlanError once closed.
         """
         name = self._recipe.name
+        if self._closed:
+            raise PlanError(f"the {name} is closed: make a new one")
         if self.made is None:
-            if self._closed:
-                raise PlanError(f"the {name} is closed: make a new one")
             require_group(
                 "the first use of a cached collection (a forward, a look-ahead, state_dict, "
                 "load_state_dict)"
@@ -328,7 +328,6 @@ class CachedCollection(nn.Module):
     def _locate(
         self, tables: CollectionTables, features: KeyedJaggedTensor
     ) -> tuple[OpenStep, int]:
-        tables.require_open()
         if not isinstance(features, KeyedJaggedTensor):
             raise DataError(f"{type(features).__name__} is no KeyedJaggedTensor")
         trains = self.training and torch.is_grad_enabled()
@@ -361,7 +360,6 @@ class CachedCollection(nn.Module):
         before the last micro-batch.
         """
         tables = self.tables
-        tables.require_open()
         if tables.current is not None:
             tables.current.ready(without_backward=True)
 

@@ -267,12 +267,12 @@ class CollectionTables:
 
     def __init__(self, world: World, recipe: Recipe) -> None:
         lookups, settings, update = recipe.lookups, recipe.settings, recipe.update
-        self.world, self.name, self.tables = world, recipe.name, list(lookups.specs)
+        self.world, self.tables = world, list(lookups.specs)
         self._leaves, self._no_leaves = recipe.leaves, list(recipe.leaves)
         tables = self.tables
         self.settings, self._lookups = settings, [tables[table] for table in lookups.tables]
         # Statistics may lie elsewhere on each rank: what they say is compared, by the engine.
-        own: dict[str, Any] = {"the collection": self.name, "the features": lookups.features}
+        own: dict[str, Any] = {"the collection": recipe.name, "the features": lookups.features}
         own |= {"the order of tables": [table.name for table in tables], "optimizer": update}
         own |= {f"table {table.name!r}": table for table in tables}
         own |= {f.name: getattr(settings, f.name) for f in fields(settings)}
@@ -301,7 +301,7 @@ class CollectionTables:
             self.engine = CachedTables(*parts, popularity, self._checked)
         self.current: OpenStep | None = None
         self.counts = [0] * len(self.tables)
-        self.skipped, self.closed = 0, False
+        self.skipped = 0
         self.whole = WholeTables(self.engine)
         self._frozen_of_all: Callable[[], Tensor] | None = None
         self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
@@ -357,7 +357,6 @@ class CollectionTables:
 
     def start_stream(self, stream: Epoch, source: Reader) -> None:
         """`stream` is about to plan ahead: the others halt, planning goes on from the device."""
-        self.require_open()
         self.halt()
         alive = self.streams[::-1]
         alive += [] if stream in alive else [stream]
@@ -490,7 +489,6 @@ class CollectionTables:
         Raises NonFiniteLossError with `on_nonfinite="stop"`, once it is known that the gradients of
         a step were not finite; nothing was applied since.
         """
-        self.require_open()
         self._judge(0)
         self._check_frozen()
         step = self.current
@@ -557,7 +555,6 @@ class CollectionTables:
 
     def summary(self) -> dict[str, Any]:
         """What was counted so far; called by all ranks."""
-        self.require_open()
         self.record_all()
         values = {"steps": self.steps, "lookahead": self.engine.settings.lookahead}
         return self.statistics.summary() | values | {"warm_start_rows": max(self.engine.warmed, 0)}
@@ -566,7 +563,6 @@ class CollectionTables:
 
     def flush(self) -> None:
         """Bring every changed row to the store of its home's node."""
-        self.require_open()
         self._end_left()
         self.engine.flush(self.steps)
 
@@ -579,7 +575,6 @@ class CollectionTables:
 
     def replace(self, parts: Sequence[Part], is_state: bool = False) -> None:
         """Let columns of whole tables be `parts`, see `WholeTables.replace`."""
-        self.require_open()
         if self.current is not None and self.current.pending:
             raise PlanError("row gradients wait: call ebc.step() or zero_grad() before loading")
         self.end_current()
@@ -593,11 +588,6 @@ class CollectionTables:
         """Tell the other ranks why this one will not come."""
         record_failure(self.world.store, self.world.rank, error)
 
-    def require_open(self) -> None:
-        """Raise PlanError once closed."""
-        if self.closed:
-            raise PlanError(f"the {self.name} is closed: make a new one")
-
     def close(self) -> None:
         """Stop planning and let go of the tables; safe to call twice, on one rank alone too.
 
@@ -609,7 +599,6 @@ class CollectionTables:
         for reader in self.leaving:
             reader.has_ended(limit_s)
         self.leaving.clear()
-        self.closed = True
         if self.current is not None:
             self.current.close()
             self.current = None

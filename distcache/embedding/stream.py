@@ -26,7 +26,7 @@ from distcache.data.batch import Batch
 from distcache.embedding.collection import CachedCollection, Membership
 from distcache.embedding.ids import IdReader, ReadIds, as_batch, bytes_of, find_ids
 from distcache.embedding.settings import library_words
-from distcache.embedding.step import LEAVING_S, STOP_S, CollectionTables, OpenStep
+from distcache.embedding.step import LEAVING_S, STOP_S, OpenStep
 from distcache.engine.queue import StepStream
 from distcache.engine.step import Flight
 from distcache.engine.tables import CachedTables
@@ -285,7 +285,7 @@ class Lookahead(Generic[T]):
                 )
                 self._warned = True
         source = Reader(self._batches, self._reader, self._find, self._accumulate)
-        self._epoch = Epoch(source, self._member.tables, self._reader, self._had_batches)
+        self._epoch = Epoch(source, self._member, self._reader, self._had_batches)
         return self._epoch
 
     def __next__(self) -> T:
@@ -306,12 +306,12 @@ class Epoch(Generic[T]):
     """An iterator over the batches of one epoch of a look-ahead."""
 
     def __init__(
-        self, source: Reader[T], tables: CollectionTables, reader: IdReader, follows: bool
+        self, source: Reader[T], member: Membership, reader: IdReader, follows: bool
     ) -> None:
         """`follows`: an epoch that had batches, so that one without any is an error."""
-        self._tables, self._reader, self._source = tables, reader, source
+        self._member, self._reader, self._source = member, reader, source
         self._follows, self._replaced = follows, False
-        weakref.finalize(self, source.leave, tables.leaving).atexit = False
+        weakref.finalize(self, source.leave, member.tables.leaving).atexit = False
         self._plans: dict[int, Flight] = {}
         self._opened = -1
         self._yielded = (0, 0)
@@ -412,7 +412,7 @@ class Epoch(Generic[T]):
         `frozen`: the tables, by index, that the step leaves as they are.
         """
         position, micro = self._pending[0]
-        tables, kept = self._tables, self._source.kept
+        tables, kept = self._member.tables, self._source.kept
         if position != self._opened:
             if not self._plan(position):
                 raise PlanError("the planner ended before a batch that it had planned")
@@ -448,8 +448,9 @@ class Epoch(Generic[T]):
         if position in self._plans:
             return True
         if source.stream is None:
-            self._tables.start_stream(self, source)
-            source.start(self._tables.engine)
+            tables = self._member.tables
+            tables.start_stream(self, source)
+            source.start(tables.engine)
         try:
             with library_words():
                 while position not in self._plans:

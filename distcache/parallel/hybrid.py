@@ -308,13 +308,28 @@ def build(world: World, spec: HybridSpec, dense: nn.Module) -> DistributedModelP
     Every local shard gets its rows of `initial_rows`, and its optimizer state the initial
     accumulator. `dense` is moved to the device. Learning rates start at 0. Collective.
     """
+    tables = [
+        EmbeddingBagConfig(
+            name=table.name,
+            num_embeddings=table.rows,
+            embedding_dim=table.dim,
+            feature_names=list(table.features),
+            pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM,
+        )
+        for table in spec.tables
+    ]
     ebc = EmbeddingBagCollection(
-        tables=[_config(table) for table in spec.tables],
+        tables=tables,
         is_weighted=spec.weighted,
         device=torch.device("meta"),
     )
-    kind, options = _OPTIMIZERS[spec.optimizer.name], _fused_options(spec)
-    _apply_optimizer_in_backward(kind, ebc.parameters(), options)
+    # FBGEMM's own names, which TorchRec hands on to the kernels as they are.
+    own, options = spec.optimizer, {"lr": 0.0}
+    if own.name != "sgd":
+        options["eps"] = own.eps
+    if own.name == "adam":
+        options["beta1"], options["beta2"] = own.betas
+    _apply_optimizer_in_backward(_OPTIMIZERS[own.name], ebc.parameters(), options)
     model = HybridModel(ebc, dense.to(world.device), spec.features, spec.amp)
     plan = shared_plan(world, spec, ebc)
     dmp = DistributedModelParallel(
@@ -327,26 +342,6 @@ def build(world: World, spec: HybridSpec, dense: nn.Module) -> DistributedModelP
     )
     _write_initial(spec, dmp)
     return dmp
-
-
-def _config(table: TableSpec) -> EmbeddingBagConfig:
-    return EmbeddingBagConfig(
-        name=table.name,
-        num_embeddings=table.rows,
-        embedding_dim=table.dim,
-        feature_names=list(table.features),
-        pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM,
-    )
-
-
-def _fused_options(spec: HybridSpec) -> dict[str, Any]:
-    """What FBGEMM's kernel takes: its own names, since TorchRec hands them on as they are."""
-    options: dict[str, Any] = {"lr": 0.0}
-    if spec.optimizer.name != "sgd":
-        options["eps"] = spec.optimizer.eps
-    if spec.optimizer.name == "adam":
-        options["beta1"], options["beta2"] = spec.optimizer.betas
-    return options
 
 
 def weights(dmp: DistributedModelParallel, spec: HybridSpec) -> dict[str, ShardedTensor]:
@@ -420,32 +415,6 @@ def jagged(ids: JaggedIds, size: int, device: torch.device) -> KeyedJaggedTensor
     return KeyedJaggedTensor(
         keys=list(ids.features), values=ids.values, lengths=padded.view(-1), weights=ids.weights
     ).to(device)
-
-
-def set_row_lr(dmp: DistributedModelParallel, lr: float) -> None:
-    """The rows' learning rate from the next forward on (the kernels read it in forward)."""
-    for group in dmp.fused_optimizer.param_groups:
-        group["lr"] = lr
-    dmp.fused_optimizer.step()  # updates no row: it hands the rate to the kernels
-
-
-def set_row_step(dmp: DistributedModelParallel, step: int) -> None:
-    """The steps applied so far, for Adam's bias correction.
-
-    FBGEMM counts every forward, evaluation and refused steps too.
-    """
-    for module in dmp.modules():
-        if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
-            module.iter.fill_(step)
-            if hasattr(module, "iter_cpu"):
-                module.iter_cpu.fill_(step)
-
-
-def divide_gradients(divide: bool) -> bool:
-    """Whether TorchRec divides row gradients by W (process-wide); returns what it was."""
-    before = comm_ops.get_gradient_division()
-    comm_ops.set_gradient_division(divide)
-    return before
 
 
 # -----------------------------------------------------------------------------
@@ -547,7 +516,8 @@ class HybridParallel(Parallel):
         self._link = Link(world, world.device_group, self.counters, "the device group")
         self._clock = StepClock(world.device)
         self._dmp = build(world, spec, model)
-        self._divided = divide_gradients(False)
+        self._divided = comm_ops.get_gradient_division()
+        comm_ops.set_gradient_division(False)  # by W, of row gradients, process-wide
         self._weights = weights(self._dmp, spec)
         self._row_states = row_states(self._dmp, spec)
         self._dense = dense_optimizer(model.parameters(), spec.optimizer.rows())
@@ -573,7 +543,7 @@ class HybridParallel(Parallel):
         if not self._rehearsed:
             self._rehearse(batch.dense.size(1))
         if self._spec.optimizer.name == "adam":
-            set_row_step(self._dmp, self._steps)
+            self._count_rows_steps()
         with self._clock.step("step", "train"):
             with count_collectives(self.counters):
                 logits = self._logits(batch)
@@ -588,6 +558,15 @@ class HybridParallel(Parallel):
             self._dense.step()
         self._steps += 1
         return result
+
+    def _count_rows_steps(self) -> None:
+        """Tell the kernels the steps applied so far, for Adam's bias correction: FBGEMM counts
+        every forward, evaluation and refused steps too."""
+        for module in self._dmp.modules():
+            if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
+                module.iter.fill_(self._steps)
+                if hasattr(module, "iter_cpu"):
+                    module.iter_cpu.fill_(self._steps)
 
     def _rehearse(self, dense_features: int) -> None:
         """Let DDP order its gradient buckets before the first step counts.
@@ -639,7 +618,9 @@ class HybridParallel(Parallel):
         """Learning rates of the coming steps, the very next one included."""
         for group in self._dense.param_groups:
             group["lr"] = dense_lr
-        set_row_lr(self._dmp, embedding_lr)
+        for group in self._dmp.fused_optimizer.param_groups:
+            group["lr"] = embedding_lr
+        self._dmp.fused_optimizer.step()  # updates no row: it hands the rate to the kernels
 
     def errors_are_common(self) -> bool:
         """See `Parallel.errors_are_common`: only where ranks exchange a word before each step."""
@@ -730,5 +711,5 @@ class HybridParallel(Parallel):
             return
         self._dmp = self._dense = None
         self._weights, self._row_states = {}, {}
-        divide_gradients(self._divided)
+        comm_ops.set_gradient_division(self._divided)
         gc.collect()  # DDP lies in reference cycles, and aborts when it outlives its group

@@ -1,8 +1,12 @@
-"""One rank: a collection is TorchRec's, whatever the cache holds; what sequences alone have."""
+"""One rank: a collection is TorchRec's, whatever the cache holds; what sequences alone have; what
+is refused: bad ids, keys and sizes, wrong arguments.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import copy
+import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,22 +19,27 @@ from ebc_cases import (
     batches,
     cached,
     configs,
+    counted,
     dlrm,
     draw,
+    expected,
     loss_of,
+    made,
     mixed_configs,
     picked,
     plain_tables,
     train,
     train_plain,
     using,
+    values_of,
     weights_of,
     written_back,
 )
-from torchrec import KeyedJaggedTensor
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 
+import distcache
 from distcache import lookahead
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, DataError, PlanError, StepTooLargeError
 
 
 @pytest.mark.parametrize("name", [*UPDATES, "of two widths", "weighted"])
@@ -38,7 +47,7 @@ def test_it_trains_as_torchrecs_own_tables(kind, name) -> None:
     pooled, mixed, weighted = kind == "bags", name not in UPDATES, name == "weighted"
     tables = mixed_configs() if mixed else configs()
     if pooled and weighted:  # a mean has no weights
-        tables = [dataclasses.replace(t, pooling=configs()[0].pooling) for t in tables]
+        tables = [replace(t, pooling=configs()[0].pooling) for t in tables]
     how = {"is_weighted": weighted} if pooled else {}  # TorchRec's sequences ignore weights
     data, update = batches(tables=tables, weighted=weighted), "adagrad" if mixed else name
     ebc = cached(update, tables, rows=700 if mixed else 300, **how)
@@ -132,7 +141,7 @@ def test_keys_names_and_dtypes_are_torchrecs(kind) -> None:
     ebc, own = cached("sgd", tables, rows=800), plain_tables(tables)
     own.load_state_dict(ebc.state_dict())
     ids = draw(4, tables=tables).sparse_features
-    more = draw(5, tables=[dataclasses.replace(configs()[0], feature_names=["other"])])
+    more = draw(5, tables=[replace(configs()[0], feature_names=["other"])])
     parts = ids.to_dict() | more.sparse_features.to_dict()
     order = ["other", *reversed(ids.keys())]
     lengths = torch.cat([parts[key].lengths() for key in order])
@@ -257,3 +266,114 @@ def test_batches_without_any_id(size) -> None:
     ebc.step()
     assert_same(weights_of(ebc), before)
     assert ebc.tables.steps == 1
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_bad_ids_keys_and_sizes_are_named(kind) -> None:
+    ebc, model = made()
+    ids = draw(0).sparse_features
+    wrong = KeyedJaggedTensor(["f0", "f1", "h", "f2", "f3"], ids.values(), lengths=ids.lengths())
+    with pytest.raises(DataError, match=r"feature 'g' of table 't1' is not among .*'h'"):
+        ebc(wrong)
+    with pytest.raises(DataError, match="feature 'g' of table 't1'"):
+        next(lookahead([wrong], ebc))
+    values = ids.values().clone()
+    values[0] = 400
+    beyond = KeyedJaggedTensor(ids.keys(), values, lengths=ids.lengths())
+    with pytest.raises(DataError, match=r"feature 'f0'.*id 400 is not in table 't0'.*on_bad_id=h"):
+        ebc(beyond)
+    assert torch.isfinite(values_of(made(on_bad_id="hash")[0](beyond))).all()
+    tight, other = made(rows=40)
+    with pytest.raises(StepTooLargeError, match=r"set rows=(\d+)") as refusal:
+        train(other, tight, lookahead(batches(), tight))
+    enough = int(str(refusal.value).split("rows=")[1].split()[0])
+    tight, other = made(rows=enough)
+    train(other, tight, [draw(0)])
+    if kind == "bags":
+        with pytest.raises(DataError, match="is_weighted=True, but"):
+            cached(is_weighted=True)(ids)
+    else:
+        with pytest.raises(ConfigError, match="Collection: is_weighted=True: no such setting"):
+            cached(is_weighted=True)
+    with pytest.raises(DataError, match="no KeyedJaggedTensor"):
+        ebc(ids.values())
+    train(model, ebc, lookahead(batches(), ebc))  # none of it has done harm
+    assert_same(weights_of(model), expected())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_wrong_arguments_are_named(kind) -> None:
+    ebc, model = made()
+    with pytest.raises(ConfigError, match=r"give one of distcache.optim"):
+        type(ebc)(configs(), optimizer=torch.optim.SGD)
+    other = EmbeddingConfig if kind == "bags" else EmbeddingBagConfig
+    with pytest.raises(ConfigError, match=rf"^tables: {other.__name__}\(.* is no torchrec\.Embed"):
+        cached(tables=[other(4, 8, "t")])
+    few, found = replace(counted(), tables=counted().tables[:2]), "fingerprint [0-9a-f]{16}"
+    for settings, message in (
+        ({"rows": 10, "ratio": 0.5}, "at most one of rows, ratio, bytes"),
+        ({"policy": "belady"}, "policy='belady' is not 'lookahead' or 'lfu'"),
+        ({"policy": "lru", "tail": "lru"}, "tail=lru orders what policy=lookahead leaves open"),
+        ({"tail": "frequency"}, "tail=frequency ranks .* give statistics="),
+        ({"policy": "lfu", "half_life": 0.5}, "^half_life=0.5 is out of range"),
+        ({"lookahead": -1}, "lookahead=-1"),
+        ({"store_access": "direct"}, "store_access='direct' is not 'staged' or 'zero_copy'"),
+        ({"dtype": torch.float16}, "dtype=torch.float16"),
+        ({"window": 3}, "window=3: no such setting: there are rows, ratio, bytes, lookahead"),
+        ({"cache_row": 3}, "cache_row=3: no such setting: did you mean rows"),
+        ({"tables": []}, "at least one"),
+        ({"tables": configs()[0]}, "give a list of Embedding.*Config, not Embedding.*Config"),
+        ({"rows": "1000"}, "rows='1000' must be a whole number of at least 1"),
+        ({"rows": True}, "rows=True must be a whole number"),
+        ({"bytes": "1g"}, "bytes='1g' must be a whole number"),
+        ({"batch_size": -1}, "batch_size=-1 must be a whole number of at least 1"),
+        ({"seed": -1}, "seed=-1 must be a whole number of at least 0"),
+        ({"seed": "x"}, "seed='x' must be a whole number"),
+        ({"statistics": 5}, "statistics=5 is neither a folder nor"),
+        ({"policy": "lru", "half_life": 5}, "half_life=5 is for counts, which policy=lru does"),
+        (
+            {"tail": "lru", "half_life": 5},
+            "half_life=5 is for counts, which tail=lru does",
+        ),
+        ({"placement": "spread"}, "placement='spread'"),
+        ({"placement": "mixed"}, "needs to know how often rows are looked up"),
+        ({"replicated_share": 0.5}, "which rows placement=mixed replicates"),
+        ({"placement": "sharded", "reduction": "native"}, "placement=sharded sums them at"),
+        ({"state": "home", "reduction": "native"}, "state=home sums them at their homes"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore'"),
+        ({"timeout_s": 0}, "timeout_s=0: give seconds above 0"),
+        ({"device": "meta"}, "device=meta"),
+        ({"warm_start": 0.5}, r"warm_start=0\.5 fills .* give statistics="),
+        ({"warm_start": 2}, r"warm_start=2 is a share"),
+        ({"order": "popularity"}, r"order='popularity': this setting went, for .* leave it out"),
+        ({"admission": True}, r"admission=True: this setting went, for .* leave it out"),
+        ({"objective": "time"}, "objective='time': no such setting"),
+        ({"policy": "static"}, r"policy=static ranks .* give statistics="),
+        ({"split": "by_curve"}, r"split=by_curve needs .* give statistics="),
+        ({"split": 3}, r"split=3 is unknown"),
+        ({"split": {"t9": 3}}, r"^split: t9=3 names no table: choose from t0, t1, t2"),
+        (
+            {"statistics": "/nowhere"},
+            "/nowhere holds neither.* -m distcache.analyze or distcache.pr",
+        ),
+        ({"statistics": few, "split": "by_curve"}, r"split='by_curve' needs .* give batch_size="),
+        ({"statistics": few}, rf"^the given statistics \({found}\).* {found}\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            cached(**settings)
+    with pytest.raises(ConfigError, match="CachedEmbeddingCollection, got list"):
+        lookahead([], [ebc])
+    with pytest.raises(ConfigError, match="accumulate=0"):
+        lookahead([], ebc, accumulate=0)
+    with pytest.raises(ConfigError, match="cannot read another look-ahead"):
+        lookahead(lookahead(batches(), ebc), ebc)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(PlanError, match=r"neither copied nor pickled.*state_dict\(\)"):
+            copied(model)
+    with pytest.raises(ConfigError, match=r"cannot become cpu, torch.float64"):
+        model.double()
+    assert model.to("cpu") is model
+    with pytest.raises(ConfigError, match="no other group"):
+        ebc.optimizer.add_param_group({"params": [torch.zeros(1)]})
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = distcache.nothing

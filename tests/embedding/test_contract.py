@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ebc_cases import statistics
 from ranks import run_ranks
-from scenarios import OPTIMIZERS, Outcome, Scenario, check_against_trainer, run_mode, table
+from scenarios import OPTIMIZERS, Outcome, Scenario, check_against_trainer, count, run_mode, table
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +27,6 @@ from distcache.engine.step import Shaker
 from distcache.errors import ConfigError, PlanError
 from distcache.optim import dense_optimizer
 from distcache.parallel.cached import CachedSettings
-from distcache.popularity.statistics import Statistics
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 200, dim=4), table("d", 1))
 STEPS = 12
@@ -74,17 +72,11 @@ class OfBatches(nn.Module):
         return self.net(dense, torch.cat([found[name] for name in self.features], dim=1))
 
 
-def counted(case: Scenario) -> Statistics:
-    """How often the first steps look rows up."""
-    rows = {feature: spec.rows for spec in case.tables for feature in spec.features}
-    return statistics(rows, [as_user_batch(case.batch(step))[1] for step in range(6)])
-
-
 def collection(case: Scenario, placement: str, way: str, **settings: object):
     """A collection over the tables of `case`, and whether its batches are read ahead."""
     how = PLACEMENTS[placement] | WAYS[way] | settings
     if how.pop("statistics", False) or placement.startswith("mixed"):
-        how |= {"statistics": counted(case), "batch_size": case.global_batch}
+        how |= {"statistics": count(case, range(6)), "batch_size": case.global_batch}
     ahead = how.pop("read_ahead", True)
     configs = [
         EmbeddingBagConfig(
