@@ -111,7 +111,7 @@ def own_folders(rank: int, size: int, home: str) -> tuple[str, str, list[str]]:
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
-    checkpoint.log.addHandler(handler)
+    checkpoint.logger.addHandler(handler)
     checkpoint.check_run_folder(world, folder, None)
     checkpoint.check_run_folder(world, Path(home), "run.save=true")
     close_world(world)
