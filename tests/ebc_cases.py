@@ -292,8 +292,7 @@ def plain_optimizer(name: str, ebc: nn.Module) -> torch.optim.Optimizer:
     if name == "adam":
         return torch.optim.SparseAdam(weights, lr=update.lr)
     kind = torch.optim.Adagrad if name == "adagrad" else RowWiseAdagrad
-    initial = "initial_accumulator_value" if name == "adagrad" else "initial"
-    return kind(weights, lr=update.lr, eps=update.eps, **{initial: 0.1})
+    return kind(weights, lr=update.lr, eps=update.eps, initial_accumulator_value=0.1)
 
 
 def train_plain(

@@ -51,10 +51,8 @@ class CacheSettings(CacheConfig):
     def __post_init__(self) -> None:
         for own in fields(self):
             name, value, rule = own.name, getattr(self, own.name), own.metadata
-            known, bound = rule.get("choice", (value,)), rule.get("least", rule.get("counted"))
-            if value not in known:
-                raise ConfigError(f"{name}={value!r} is not {' or '.join(map(repr, known))}")
-            if bound is None or (value == own.default and not isinstance(value, int)):
+            bound = rule.get("least", rule.get("counted"))
+            if bound is None or (value == own.default and not isinstance(value, bool)):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < bound:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least {bound}")

@@ -4,8 +4,10 @@ buckets, bad losses, failures, what is watched and counted on two ranks; what is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from distcache.data.batch import Batch
 from distcache.errors import ConfigError, MemoryTooSmallError
 from distcache.layout import TableSpec
 from distcache.parallel import hybrid as module
-from distcache.parallel.base import OptimizerSpec, Step
+from distcache.parallel.base import OptimizerSpec, Step, StepResult
 from distcache.parallel.hybrid import HybridParallel, HybridSpec, check_memory, check_spec
 from distcache.store import memory as available
 
@@ -105,6 +107,14 @@ def copy_state(hybrid: HybridParallel) -> dict[str, torch.Tensor]:
     return copies
 
 
+def in_world(rank: int, size: int, work: Callable, *args: object) -> object:
+    """`work(world, *args)` on ranks."""
+    world = open_world("cpu", "gloo", 60)
+    found = work(world, *args)
+    close_world(world)
+    return found
+
+
 def grid(world: World, settings: list) -> list:
     """For each setting: what there was, what came out, logits of another batch, shards by table."""
     out = []
@@ -119,13 +129,6 @@ def grid(world: World, settings: list) -> list:
         out.append((start, found, logits, split))
         hybrid.close()
     return out
-
-
-def grid_alone(rank: int, size: int, settings: list) -> list:
-    world = open_world("cpu", "gloo", 60)
-    found = grid(world, settings)
-    close_world(world)
-    return found
 
 
 def check(by_rank: list, settings: list) -> None:
@@ -147,21 +150,17 @@ def check(by_rank: list, settings: list) -> None:
 
 @pytest.mark.parametrize(
     ("size", "settings"),
-    [(1, SAMPLE), *(pytest.param(size, FULL, marks=pytest.mark.slow) for size in (1, 2, 4))],
+    [(1, SAMPLE), (2, SAMPLE)]
+    + [pytest.param(size, FULL, marks=pytest.mark.slow) for size in (1, 2, 4)],
 )
 def test_it_equals_an_unsharded_trainer(size: int, settings: list) -> None:
-    check(run_ranks(grid_alone, size, settings, timeout=300), settings)
+    check(run_ranks(in_world, size, grid, settings, timeout=300), settings)
 
 
-def test_two_ranks_equal_an_unsharded_trainer(two_ranks: list) -> None:
-    check([results["grid"] for results in two_ranks], SAMPLE)
-
-
-def resumes(world: World, folder: str) -> list:
-    out = []
+def stop_and_resume_is_bitwise(world: World, folder: str) -> None:
     for name, sharding, weighted in (*SAMPLE[:2], SAMPLE[-1], ("adagrad", "column_wise", False)):
         path, case = f"{folder}/{name}-{sharding}", scenario(name, weighted)
-        steps = steps_of(case, world)
+        steps, found = steps_of(case, world), []
         for resumed in (False, True):
             hybrid = hybrid_of(world, case, sharding)
             if resumed:
@@ -173,65 +172,53 @@ def resumes(world: World, folder: str) -> list:
                 [hybrid.train_step(step) for step in steps[:5]]
                 dcp.save(hybrid.state_dict(), checkpoint_id=path)
                 hybrid.eval_step(steps[0])
-            out.append(ended(hybrid, case, [hybrid.train_step(step).loss for step in steps[5:]]))
+            found.append(ended(hybrid, case, [hybrid.train_step(step).loss for step in steps[5:]]))
             hybrid.close()
-    return out
+        assert found[0].losses == found[1].losses
+        for table_name, rows in found[0].tables.items():
+            np.testing.assert_array_equal(found[1].tables[table_name], rows)
 
 
-def test_stop_and_resume_is_bitwise(two_ranks: list) -> None:
-    found = two_ranks[0]["resumes"]
-    for expected, again in zip(found[::2], found[1::2], strict=True):
-        assert again.losses == expected.losses
-        for name, rows in expected.tables.items():
-            np.testing.assert_array_equal(again.tables[name], rows)
-
-
-def bf16(world: World) -> tuple:
-    case, found = scenario(), []
+def bfloat16_products_and_float32_rows(world: World, folder: str) -> None:
+    case, losses = scenario(), []
     for amp in ("off", "bf16"):
         hybrid = hybrid_of(world, case, "table_wise", amp=amp)
-        found.append(train(hybrid, world, case))
-        dtypes = {value.dtype for value in copy_state(hybrid).values()}
+        losses.append(np.array(train(hybrid, world, case)))
+        assert {value.dtype for value in copy_state(hybrid).values()} == {torch.float32}
         hybrid.close()
-    return found, dtypes
+    apart = np.abs(losses[1] / losses[0] - 1)
+    assert 1e-5 < apart.max() < 2**-6, "bfloat16 rounds each product to 8 bits"
 
 
-def test_bfloat16_products_and_float32_rows(two_ranks: list) -> None:
-    for (plain, rounded), dtypes in (results["bf16"] for results in two_ranks):
-        assert dtypes == {torch.float32}
-        apart = np.abs(np.array(rounded) / plain - 1)
-        assert 1e-5 < apart.max() < 2**-6, "bfloat16 rounds each product to 8 bits"
-
-
-def bad_loss_and_rates(world: World) -> list:
-    case, out = scenario(), []
+def a_loss_that_is_not_finite_changes_nothing_and_rates_act_at_once(
+    world: World, folder: str
+) -> None:
+    case = scenario()
     hybrid, steps = hybrid_of(world, case, "row_wise"), steps_of(case, world)
     good, poisoned = steps[0], steps[7]
     if world.rank == 1:
         poisoned.batch.dense[0, 0], poisoned.batch.dense[1, 0] = float("inf"), float("-inf")
-    for _ in range(2):  # before and after the first applied step
+
+    def changed_by(step: Step, stop: bool = False) -> tuple[set[str], StepResult]:
         before = copy_state(hybrid)
-        result = hybrid.train_step(poisoned)
-        same = all(torch.equal(value, before[key]) for key, value in copy_state(hybrid).items())
-        out.append((result.bad_ranks, np.isfinite(result.loss), same))
-        out.append(hybrid.train_step(good, stop=world.rank == 1).stop)
+        result = hybrid.train_step(step, stop)
+        after = copy_state(hybrid).items()
+        return {key for key, value in after if not torch.equal(value, before[key])}, result
+
+    for _ in range(2):  # before and after the first applied step
+        changed, result = changed_by(poisoned)
+        assert (changed, result.bad_ranks, np.isfinite(result.loss)) == (set(), (1,), False)
+        changed, result = changed_by(good, stop=world.rank == 1)
+        assert changed and result.stop
     hybrid.set_lr(0.0, 0.0)
-    before = copy_state(hybrid)
-    hybrid.train_step(good)
-    changed = {key for key, v in copy_state(hybrid).items() if not torch.equal(v, before[key])}
-    frozen = not any(key.startswith("dense.") or ".weight/" in key for key in changed)
-    out.append((frozen, any("momentum1" in key for key in changed)))
+    changed, _ = changed_by(good)
+    assert not any(key.startswith("dense.") or ".weight/" in key for key in changed)
+    assert any("momentum1" in key for key in changed)
     hybrid.close()
     hybrid.close()
-    return out
 
 
-def test_a_loss_that_is_not_finite_changes_nothing_and_rates_act_at_once(two_ranks: list) -> None:
-    for seen in (results["bad"] for results in two_ranks):
-        assert seen == [((1,), False, True), True, ((1,), False, True), True, (True, True)]
-
-
-def bucket_orders(world: World) -> list:
+def gradient_buckets_keep_their_order_from_the_first_step_on(world: World, folder: str) -> None:
     case = scenario("sgd")
     hybrid = hybrid_of(world, case, "table_wise")
     orders, wrapped = [], hybrid._dmp._dmp_wrapped_module
@@ -241,55 +228,54 @@ def bucket_orders(world: World) -> list:
         buckets = wrapped.reducer._get_zeros_like_grad_buckets()
         orders.append([names[id(p)] for bucket in buckets for p in bucket.parameters()])
     hybrid.close()
-    return orders
-
-
-def test_gradient_buckets_keep_their_order_from_the_first_step_on(two_ranks: list) -> None:
-    orders = two_ranks[0]["buckets"]
     assert len(orders[0]) == 4
     assert orders == [orders[0]] * 4
 
 
-def planner_fails(world: World) -> str:
+def a_planner_that_fails_on_rank_0_is_heard_on_all(world: World, folder: str) -> None:
     def fails(*_: object) -> None:
         raise MemoryError("not enough HBM")
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as caught:
+    said = "parallel.sharding=row_wise. It says: MemoryError: not enough HBM"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match=said):
         if world.rank == 0:
             patch.setattr(module, "_planned", fails)
         hybrid_of(world, scenario(), "auto")
-    return str(caught.value)
 
 
-def test_a_planner_that_fails_on_rank_0_is_heard_on_all(two_ranks: list) -> None:
-    for told in (results["fails"] for results in two_ranks):
-        assert "parallel.sharding=row_wise. It says: MemoryError: not enough HBM" in told
-
-
-def watched(world: World) -> tuple:
-    case, seen = scenario("sgd"), []
+def a_watcher_sees_each_step_and_its_wait(world: World, folder: str) -> None:
+    case, seen, steps = scenario("sgd"), [], len(SIZES)
     hybrid = hybrid_of(world, case, "table_wise")
     hybrid.watch(lambda step, kind, spans: seen.append((step, kind, spans)))
     train(hybrid, world, case)
     hybrid.eval_step(eval_of(case, world))
     summary, progress = hybrid.summary(), hybrid.progress()
     hybrid.close()
-    return seen, summary, progress
+    assert [step for step, _, _ in seen] == list(range(steps + 1))
+    assert [kind for _, kind, _ in seen] == ["train"] * steps + ["eval"]
+    names = [[span.name for span in spans] for _, _, spans in seen]
+    assert names == [["wait", "step"]] * steps + [["forward"]]
+    spans = [span for _, _, spans in seen for span in spans]
+    assert all(a.end <= b.start for a, b in pairwise(spans))
+    waited = sum(span.seconds for span in spans if span.name == "wait")
+    assert summary["stage_ms"]["wait"] == pytest.approx(1e3 * waited / steps)
+    assert 0 <= summary["stage_hidden_ms"]["load"] <= summary["stage_ms"]["load"]
+    assert progress == {}, "no stages: the log line shows none"
 
 
-def test_a_watcher_sees_each_step_and_its_wait(two_ranks: list) -> None:
-    steps = len(SIZES)
-    for seen, summary, progress in (results["watched"] for results in two_ranks):
-        assert [step for step, _, _ in seen] == list(range(steps + 1))
-        assert [kind for _, kind, _ in seen] == ["train"] * steps + ["eval"]
-        names = [[span.name for span in spans] for _, _, spans in seen]
-        assert names == [["wait", "step"]] * steps + [["forward"]]
-        spans = [span for _, _, spans in seen for span in spans]
-        assert all(a.end <= b.start for a, b in pairwise(spans))
-        waited = sum(span.seconds for span in spans if span.name == "wait")
-        assert summary["stage_ms"]["wait"] == pytest.approx(1e3 * waited / steps)
-        assert 0 <= summary["stage_hidden_ms"]["load"] <= summary["stage_ms"]["load"]
-        assert progress == {}, "no stages: the log line shows none"
+@pytest.mark.parametrize(
+    "law",
+    [
+        stop_and_resume_is_bitwise,
+        bfloat16_products_and_float32_rows,
+        a_loss_that_is_not_finite_changes_nothing_and_rates_act_at_once,
+        gradient_buckets_keep_their_order_from_the_first_step_on,
+        a_planner_that_fails_on_rank_0_is_heard_on_all,
+        a_watcher_sees_each_step_and_its_wait,
+    ],
+)
+def test_on_two_ranks(law: Callable, tmp_path: Path) -> None:
+    run_ranks(in_world, 2, law, str(tmp_path))
 
 
 def counted(world: World) -> list:
@@ -310,18 +296,18 @@ def counted(world: World) -> list:
     return out
 
 
-def test_bytes_of_known_steps(two_ranks: list) -> None:
+def test_bytes_of_known_steps() -> None:
     size, steps, local, case = 2, 2, 4, scenario()
-    by_rank = [results["counted"] for results in two_ranks]
+    by_rank = run_ranks(in_world, size, counted)
     parameters = list(case.model().parameters())
     dense = sum(parameter.nbytes for parameter in parameters)
     widths = {spec.name: spec.dim * len(spec.features) for spec in case.tables}
     whole = size * local * 4 * sum(widths.values())
     for rank, (table_wise, row_wise) in enumerate(by_rank):
-        counted, owners, summary = table_wise
+        said, owners, summary = table_wise
         # Forward: my tables' vectors of the other's samples; backward: gradients of my samples.
-        assert counted["collective_bytes"] == steps * whole // size
-        assert counted["dense_collective_bytes"] == steps * dense
+        assert said["collective_bytes"] == steps * whole // size
+        assert said["dense_collective_bytes"] == steps * dense
         assert rank in owners.values(), "each rank owns a table"
         assert summary["stage_ms"]["forward_backward"] > 0
         assert summary["stage_ms"]["sync"] is None
@@ -336,28 +322,6 @@ def test_bytes_of_known_steps(two_ranks: list) -> None:
         # Row-wise: a reduce-scatter of every sample's vectors forward, an all-gather backward.
         assert row_wise[0]["collective_bytes"] == row_wise[2]["collective_bytes"] == steps * whole
         assert row_wise[0]["dense_collective_bytes"] == steps * dense
-
-
-def on_two(rank: int, size: int, folder: str) -> dict:
-    world = open_world("cpu", "gloo", 60)
-    results = {
-        "grid": grid(world, SAMPLE),
-        "resumes": resumes(world, folder),
-        "bf16": bf16(world),
-        "fails": planner_fails(world),
-        "bad": bad_loss_and_rates(world),
-        "watched": watched(world),
-        "counted": counted(world),
-        "buckets": bucket_orders(world),
-    }
-    close_world(world)
-    return results
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """What several checks saw on two ranks, by rank."""
-    return run_ranks(on_two, 2, str(tmp_path_factory.mktemp("hybrid")))
 
 
 def _world(device: str = "cpu", backend: str = "gloo", size: int = 2) -> World:
