@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from counting import count_ids
 from ranks import run_ranks
-from reference_trainer import RowWiseAdagrad
+from reference_trainer import Settings, optimizers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import (
@@ -284,15 +284,11 @@ def expected() -> dict[str, Tensor]:
 
 def plain_optimizer(name: str, ebc: nn.Module) -> torch.optim.Optimizer:
     """What `UPDATES[name]` is on whole tables in torch, on sparse gradients."""
-    update, weights = UPDATES[name], list(ebc.parameters())
-    for bag in getattr(ebc, key_of_tables()).values():
+    update, own = UPDATES[name], getattr(ebc, key_of_tables())
+    for bag in own.values():
         bag.sparse = True
-    if name == "sgd":
-        return torch.optim.SGD(weights, lr=update.lr)
-    if name == "adam":
-        return torch.optim.SparseAdam(weights, lr=update.lr)
-    kind = torch.optim.Adagrad if name == "adagrad" else RowWiseAdagrad
-    return kind(weights, lr=update.lr, eps=update.eps, initial_accumulator_value=0.1)
+    settings = Settings(name, (), update.lr, update.lr, initial_accumulator=0.1)
+    return optimizers(settings, nn.Linear(1, 1), dict(own.items()))[1]
 
 
 def train_plain(

@@ -168,12 +168,12 @@ class Reader(Generic[T]):
             log.warning("the planner's thread did not end within %g s", limit_s)
         return ended
 
-    def halt(self, position: int | None) -> None:
-        """End the threads, to go on later from plan `position` (None: not). Raises PeerError where
+    def halt(self, position: int = 0) -> None:
+        """End the threads, to go on later, if at all, from plan `position`. Raises PeerError where
         they do not end in time."""
         if not self.stop():
             raise self.not_halted()
-        self._next = self._next if position is None else position
+        self._next = position
 
     def close(self, limit_s: float | None = None) -> None:
         """End the threads for good, in order if the other ranks allow it within `limit_s`.
@@ -361,7 +361,7 @@ class Epoch(Generic[T]):
         # A loop that counts need not have asked whether a batch is left.
         gave_all = self._source.exhausted and self._yielded[0] not in self._source.kept
         left = not self._replaced and (self.awaits or not (self.exhausted or gave_all))
-        self._source.halt(None)
+        self._source.halt()
         self.close()
         self._replaced = True
         return left

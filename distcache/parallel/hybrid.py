@@ -69,8 +69,6 @@ from distcache.store.rows import block_rows, initial_rows
 # -----------------------------------------------------------------------------
 # What `hybrid` is built from, and what it refuses beside `config.checks`.
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class HybridSpec:
@@ -171,9 +169,6 @@ def _is_no_noise(record: logging.LogRecord) -> bool:
 # -----------------------------------------------------------------------------
 # Which rank holds which rows and columns of `hybrid`'s tables: TorchRec's planner, or by hand.
 
-RESERVED = 0.15
-"""Share of device memory that TorchRec's planner leaves to the dense part and activations."""
-
 
 def column_shards(dim: int, world_size: int) -> int:
     """Into how many column shards, at most one per rank, a width splits (each a multiple of 4)."""
@@ -264,7 +259,8 @@ def _planned(world: World, spec: HybridSpec, ebc: EmbeddingBagCollection) -> Sha
         ),
         batch_size=spec.local_batch_size,
         constraints={table.name: constraint for table in spec.tables},
-        storage_reservation=FixedPercentageStorageReservation(RESERVED),
+        # The share that is left to the dense part and activations.
+        storage_reservation=FixedPercentageStorageReservation(0.15),
         stats=NoopEmbeddingStats(),
         debug=False,
     )
@@ -286,10 +282,7 @@ class HybridModel(nn.Module):
         self, ebc: EmbeddingBagCollection, dense: nn.Module, features: tuple[str, ...], amp: str
     ) -> None:
         super().__init__()
-        self.ebc = ebc
-        self.dense = dense
-        self.features = features
-        self.amp = amp
+        self.ebc, self.dense, self.features, self.amp = ebc, dense, features, amp
 
     def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
         """Logits `[b]` of `dense` `[b, F]` and bags of ids."""
@@ -370,12 +363,10 @@ def _write_initial(spec: HybridSpec, dmp: DistributedModelParallel) -> None:
         size = block_rows(table.dim)
         for shard in by_table[table.name].local_shards():
             (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.tensor.shape
-            low = row
-            while low < row + rows:
-                high = min((low // size + 1) * size, row + rows)
+            for block in range(row // size * size, row + rows, size):
+                low, high = max(block, row), min(block + size, row + rows)
                 values = initial_rows(spec.seed, index, table.rows, table.dim, low, high)
                 shard.tensor[low - row : high - row].copy_(values[:, column : column + columns])
-                low = high
         if spec.optimizer.name in ("adagrad", "rowwise_adagrad"):
             for state in states[table.name].values():
                 for shard in state.local_shards():
@@ -652,12 +643,10 @@ class HybridParallel(Parallel):
             state[f"tables.{name}.weight"] = weight
             for key, value in self._row_states[name].items():
                 state[f"tables.{name}.{key}"] = value
-        for name, parameter in self._model.named_parameters():
-            state[f"dense.{name}"] = parameter.detach()
+        state |= {f"dense.{name}": value for name, value in self.dense_state().items()}
         names = {parameter: name for name, parameter in self._model.named_parameters()}
-        for name, value in state_tensors(self._dense, names).items():
-            state[f"dense_optim.{name}"] = value
-        return state
+        optimized = state_tensors(self._dense, names)
+        return state | {f"dense_optim.{name}": value for name, value in optimized.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -5,13 +5,14 @@ optimizer: its state by name, and steps that a mask turns into nothing; the sche
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
-import reference_trainer
 import torch
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from reference_trainer import Settings, optimizers
 from torch import nn
 
 from distcache.errors import ConfigError
@@ -57,13 +58,8 @@ def column_major(values):
 
 
 def torch_optimizer(name, parameter):
-    if name == "sgd":
-        return torch.optim.SGD([parameter], lr=LR)
-    if name == "adagrad":
-        return torch.optim.Adagrad([parameter], lr=LR, eps=EPS, initial_accumulator_value=INITIAL)
-    if name == "adam":
-        return torch.optim.SparseAdam([parameter], lr=LR, eps=EPS, betas=BETAS)
-    return reference_trainer.RowWiseAdagrad([parameter], LR, EPS, INITIAL)
+    settings = Settings(name, (), LR, LR, EPS, BETAS, INITIAL)
+    return optimizers(settings, nn.Linear(1, 1), {"t": SimpleNamespace(weight=parameter)})[1]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
