@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from os import PathLike
@@ -20,10 +20,9 @@ from distcache.embedding.ids import Lookups
 from distcache.engine.groups import REPLICATED, Placement
 from distcache.engine.placing import CacheRequest, Known
 from distcache.errors import ConfigError, DistcacheError
-from distcache.layout import TableSpec
 from distcache.optim import RowUpdate
 from distcache.planner.victims import WINDOWS, Policy
-from distcache.popularity.slots import Budget, plan_slots, statistics_of
+from distcache.popularity.slots import statistics_of
 from distcache.popularity.statistics import Popularity, Statistics, read_statistics
 from distcache.store.rows import ACCESS
 
@@ -160,55 +159,46 @@ class Recipe:
     leaves: list[Tensor]
     """The parameters of the optimizer: `[U, D]` for each width of table, empty before a step."""
 
+    @property
+    def request(self) -> CacheRequest:
+        """What is asked of the cache; where no cluster is described, bytes decide."""
+        own = self.settings
+        objective = "bytes" if own.cluster is None else "time"
+        ahead = (own.window, own.prefetch)
+        return CacheRequest(
+            own, self.update, own.batch_size or 1, own.dtype.itemsize, *ahead, objective
+        )
+
+    def statistics(self) -> Statistics | None:
+        """The statistics of the tables, in order; ConfigError for those of other tables."""
+        given, where = self.settings.statistics, "the given statistics"
+        if given is None:
+            return None
+        if not isinstance(given, Statistics):
+            given, where = read_statistics(given, "statistics"), f"statistics={given}"
+        return statistics_of(given, self.lookups.named, where)
+
     def check_sizes(self) -> None:
         """Raise ConfigError for sizes that no rank could have, and for statistics that are not
         there or of other tables; other errors need the ranks."""
-        given, tables = self.settings, self.lookups.named
-        widths = [self.update.state_width(spec.dim) for spec in tables]
-        sizes = (given.rows, given.ratio, given.bytes)
         with library_words():
-            if given.split != "by_curve":
-                budget = Budget(*sizes, itemsize=given.dtype.itemsize, world_size=1)
-                plan_slots(tables, widths, budget, given.split, None)
+            if self.settings.split != "by_curve":
+                self.request.slots(self.lookups.named, 1, None)
             if not has_group():  # else rank 0 reads them, for all
-                given_statistics(given, tables)
+                self.statistics()
 
+    def decide_rows(self, world: World) -> tuple[tuple[int, ...], Placement, Popularity | None]:
+        """Slots C of each group, placement of rows, and popularity where there are statistics;
+        called by all ranks, decided by rank 0. Raises ConfigError on all ranks."""
+        tables, request = self.lookups.named, self.request
+        slots, popularity = request.decide_slots(world, tables, self.statistics)
 
-def decide_rows(
-    world: World, tables: Sequence[TableSpec], update: RowUpdate, settings: CacheSettings
-) -> tuple[tuple[int, ...], Placement, Popularity | None]:
-    """Slots C of each group, placement of rows, and popularity where there are statistics; called
-    by all ranks, decided by rank 0.
+        def known() -> Known:
+            if popularity is None:
+                raise ConfigError(f"placement={self.settings.placement!r} needs statistics")
+            return Known(tables, slots, popularity.statistics)
 
-    `tables`: with the keys that they read as features. Raises ConfigError on all ranks.
-    """
-    request = CacheRequest(
-        settings,
-        update,
-        settings.batch_size or 1,
-        settings.dtype.itemsize,
-        settings.window,
-        settings.prefetch,
-        "bytes" if settings.cluster is None else "time",
-    )
-    slots, popularity = request.decide_slots(
-        world, tables, lambda: given_statistics(settings, tables)
-    )
-
-    def known() -> Known:
-        if popularity is None:
-            raise ConfigError(f"placement={settings.placement!r} needs statistics")
-        return Known(tables, slots, popularity.statistics)
-
-    placement = request.placement(world, tables, known)
-    if placement.kind != REPLICATED:
-        popularity = request.of_all_homes(world, tables, slots, popularity)
-    return slots, placement, popularity
-
-
-def given_statistics(settings: CacheSettings, tables: Sequence[TableSpec]) -> Statistics | None:
-    """The statistics of `tables`, in order; ConfigError for those of other tables."""
-    given = settings.statistics
-    if given is None or isinstance(given, Statistics):
-        return given and statistics_of(given, tables, "the given statistics")
-    return statistics_of(read_statistics(given, "statistics"), tables, f"statistics={given}")
+        placement = request.placement(world, tables, known)
+        if placement.kind != REPLICATED:
+            popularity = request.of_all_homes(world, tables, slots, popularity)
+        return slots, placement, popularity

@@ -27,7 +27,7 @@ from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids
 from distcache.embedding.ids import ReadIds, as_batch, initial_change
-from distcache.embedding.settings import Recipe, decide_rows, library_words
+from distcache.embedding.settings import Recipe, library_words
 from distcache.engine.groups import TableSettings
 from distcache.engine.movement import GroupRows, RowChoice
 from distcache.engine.step import (
@@ -282,7 +282,7 @@ class CollectionTables:
         agree_on(world, own | {"device": world.device.type})
         features = [feature for table in tables for feature in table.features]
         with library_words():
-            slots, placement, popularity = decide_rows(world, lookups.named, update, settings)
+            slots, placement, popularity = recipe.decide_rows(world)
             engine = TableSettings(
                 slots=slots,
                 lookahead=settings.window,

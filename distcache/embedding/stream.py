@@ -9,6 +9,7 @@ of a look-ahead starts an epoch; which batches were read, given out and recognis
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import logging
 import sys
@@ -69,7 +70,8 @@ def lookahead(
         raise ConfigError(f"accumulate={accumulate!r} must be a whole number of at least 1")
     wanted = ebc.reader.lookups.features
     find = ids if ids is not None else lambda batch: find_ids(batch, wanted)
-    return Lookahead(batches, ebc._member, ebc.reader, find, accumulate)
+    read = functools.partial(Reader, batches, ebc.reader, find, accumulate)
+    return Lookahead(batches, ebc._member, read)
 
 
 # -----------------------------------------------------------------------------
@@ -98,7 +100,7 @@ class Reader(Generic[T]):
         accumulate: int,
     ) -> None:
         self._batches, self._iterator = batches, None
-        self._reader, self._find, self._accumulate = reader, find, accumulate
+        self.reader, self._find, self._accumulate = reader, find, accumulate
         self._next = 0
         self._error: Exception | None = None
         self.kept: dict[int, Kept] = {}
@@ -125,7 +127,7 @@ class Reader(Generic[T]):
             if not batches:
                 self.exhausted = True
                 raise StopIteration
-            reads = [self._reader.read(self._find(batch)) for batch in batches]
+            reads = [self.reader.read(self._find(batch)) for batch in batches]
             ahead = self.kept[self._next] = Kept(batches, reads)
         self._next += 1
         return as_batch(ahead.reads, self._next - 1)
@@ -257,15 +259,10 @@ class Lookahead(Generic[T]):
     """
 
     def __init__(
-        self,
-        batches: Iterable[T],
-        member: Membership,
-        reader: IdReader,
-        find: Callable[[T], KeyedJaggedTensor],
-        accumulate: int,
+        self, batches: Iterable[T], member: Membership, read: Callable[[], Reader[T]]
     ) -> None:
-        self._batches, self._member, self._reader = batches, member, reader
-        self._find, self._accumulate = find, accumulate
+        """`read`: begins to read `batches`."""
+        self._batches, self._member, self._read = batches, member, read
         self._epoch: Epoch[T] | None = None
         self._had_batches = self._warned = False
 
@@ -284,8 +281,7 @@ class Lookahead(Generic[T]):
                     epoch.count,
                 )
                 self._warned = True
-        source = Reader(self._batches, self._reader, self._find, self._accumulate)
-        self._epoch = Epoch(source, self._member, self._reader, self._had_batches)
+        self._epoch = Epoch(self._read(), self._member, self._had_batches)
         return self._epoch
 
     def __next__(self) -> T:
@@ -305,11 +301,9 @@ class Lookahead(Generic[T]):
 class Epoch(Generic[T]):
     """An iterator over the batches of one epoch of a look-ahead."""
 
-    def __init__(
-        self, source: Reader[T], member: Membership, reader: IdReader, follows: bool
-    ) -> None:
+    def __init__(self, source: Reader[T], member: Membership, follows: bool) -> None:
         """`follows`: an epoch that had batches, so that one without any is an error."""
-        self._member, self._reader, self._source = member, reader, source
+        self._member, self._source = member, source
         self._follows, self._replaced = follows, False
         weakref.finalize(self, source.leave, member.tables.leaving).atexit = False
         self._plans: dict[int, Flight] = {}
@@ -398,13 +392,13 @@ class Epoch(Generic[T]):
                     "through the model once, in order (filter the batches before lookahead reads "
                     "them)"
                 )
-            if not read.is_unchanged(features, self._reader.read):
+            if not read.is_unchanged(features, self._source.reader.read):
                 raise self._altered(place[0])
             self._pending.remove(place)
             self._pending.appendleft(place)
             return True
         read = self._source.kept[expected[0]].reads[expected[1]]
-        return by_content and read.has_ids_of(features, self._reader.read)
+        return by_content and read.has_ids_of(features, self._source.reader.read)
 
     def open_next(self, frozen: frozenset[int]) -> tuple[OpenStep, int]:
         """The step of the batch just claimed, opened unless it is open, and its micro-batch.

@@ -37,7 +37,6 @@ from ebc_cases import (
     wrapped,
     written_back,
 )
-from torch import nn
 from torchrec import KeyedJaggedTensor
 
 import distcache
@@ -158,7 +157,7 @@ def clipped_and_scheduled(model, data, rows, clip) -> list[float]:
         rows.zero_grad()
         dense.zero_grad()
         loss_of(model, batch).backward()
-        norms.append(float(clip(dense.param_groups[0]["params"], 0.05)))
+        norms.append(float(clip(dense.param_groups[0]["params"])))
         rows.step()
         dense.step()
         rates.step()
@@ -170,7 +169,7 @@ def test_clipping_counts_each_row_once_and_schedulers_set_the_rate() -> None:
     found = []
     for rows in (200, 468):
         ebc, model = made("sgd", rows=rows)
-        clip = functools.partial(clip_rows, ebc)
+        clip = functools.partial(distcache.clip_grad_norm_, ebc=ebc, max_norm=0.05)
         norms = clipped_and_scheduled(model, lookahead(batches(), ebc), ebc.optimizer, clip)
         found.append((norms, weights_of(model)))
     assert found[0][0] == found[1][0] and max(found[0][0]) > 0.05
@@ -179,17 +178,13 @@ def test_clipping_counts_each_row_once_and_schedulers_set_the_rate() -> None:
     model = dlrm(own)
     model.load_state_dict(weights_of(dlrm(cached())))
 
-    def clip(dense, limit):
-        return torch.nn.utils.clip_grad_norm_([*own.parameters(), *dense], limit)
+    def clip_all(dense):
+        return torch.nn.utils.clip_grad_norm_([*own.parameters(), *dense], 0.05)
 
     rows = torch.optim.SGD(own.parameters(), lr=0.1)
-    norms = clipped_and_scheduled(model, batches(), rows, clip)
+    norms = clipped_and_scheduled(model, batches(), rows, clip_all)
     assert found[0][0] == pytest.approx(norms, rel=1e-5)
     assert_close(found[0][1], model.state_dict())
-
-
-def clip_rows(ebc, dense, limit):
-    return distcache.clip_grad_norm_(dense, ebc, limit)
 
 
 def test_loops_that_break_or_fail_go_on_exactly_where_they_stopped() -> None:
@@ -321,14 +316,18 @@ def by_hand(data) -> dict:
     ("read_by", "stop"), [("list", None), ("loader", None), ("list", 7), ("list", 4)]
 )
 def test_epochs_train_all_batches_or_as_many_as_were_taken(read_by: str, stop, caplog) -> None:
-    """A loop that counts need not ask for the end, as Lightning does with a known length."""
+    """A loop that counts need not ask for the end, as Lightning does with a known length;
+    evaluation, by a look-ahead with epochs of its own, changes nothing in and between them."""
     data = batches(7)
     again = data if read_by == "list" else torch.utils.data.DataLoader(data, batch_size=None)
     ebc, model = made("adagrad", prefetch=3 if stop == 4 else 1)
-    stream = lookahead(again, ebc)
+    stream, held_out = lookahead(again, ebc), lookahead([draw(90), draw(91)], ebc)
     for _ in range(EPOCHS):
         for count, batch in enumerate(stream):
             train(model, ebc, [batch])
+            if stop is None and count in (2, 6):
+                with torch.no_grad():
+                    assert sum(1 for own in held_out if loss_of(model, own) > 0) == 2
             if count + 1 == stop:
                 break
     assert len(stream) == 7 and ebc.tables.steps == (stop or 7) * EPOCHS
@@ -350,19 +349,6 @@ def test_the_iterator_of_an_epoch_that_was_replaced_raises(caplog) -> None:
     train(model, ebc, [next(stream)])
     assert_same(weights_of(model), by_hand(data[:1]))
     stream.close()
-
-
-def test_evaluation_between_epochs_and_inside_them() -> None:
-    data = batches(5)
-    ebc, model = made("adagrad")
-    training, held_out = lookahead(data, ebc), lookahead([draw(90), draw(91)], ebc)
-    for _ in range(EPOCHS):
-        for at, batch in enumerate(training):
-            train(model, ebc, [batch])
-            if at in (2, 4):
-                with torch.no_grad():
-                    assert sum(1 for own in held_out if loss_of(model, own) > 0) == 2
-    assert_same(weights_of(model), by_hand(data * EPOCHS))
 
 
 def test_micro_batches_are_an_epochs_own() -> None:
@@ -451,15 +437,10 @@ def tables_of(weights: dict) -> dict:
     return {name: value for name, value in weights.items() if key_of_tables() in name}
 
 
-def by_loop(ebc: nn.Module, model: nn.Module, flag: bool) -> None:
-    for parameter in model.parameters():
-        parameter.requires_grad_(flag)
-
-
 WAYS = {
     "collection": lambda ebc, model, flag: ebc.requires_grad_(flag),
     "parent": lambda ebc, model, flag: model.requires_grad_(flag),
-    "loop": by_loop,
+    "loop": lambda ebc, model, flag: [p.requires_grad_(flag) for p in model.parameters()],
 }
 
 
