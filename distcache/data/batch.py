@@ -154,16 +154,6 @@ class BatchSlice:
     high: int
     phase: str = ""
 
-    @property
-    def start(self) -> int:
-        """The first position of the epoch (or of the held-out samples) that is this rank's."""
-        return self.span.start + self.low
-
-    @property
-    def stop(self) -> int:
-        """The position after the last one."""
-        return self.span.start + self.high
-
     def batch(
         self,
         dense: Tensor,
@@ -207,40 +197,42 @@ class SlicedSource(ABC):
         self, train_samples: int | None, eval_samples: int | None, batch_size: int
     ) -> None:
         self.batch_size, self.samples_per_epoch = batch_size, train_samples
-        self._train_spans = BatchSpans(train_samples, batch_size)
-        self._eval_spans = BatchSpans(eval_samples, batch_size)
+        self._spans = {
+            "train": BatchSpans(train_samples, batch_size),
+            "eval": BatchSpans(eval_samples, batch_size),
+        }
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Training steps of one epoch; None: unlimited."""
-        return self._train_spans.per_epoch
+        """See `BatchSource.steps_per_epoch`."""
+        return self._spans["train"].per_epoch
 
     @property
     def eval_batches(self) -> int | None:
-        """Held-out global batches; None: unlimited."""
-        return self._eval_spans.per_epoch
+        """See `BatchSource.eval_batches`."""
+        return self._spans["eval"].per_epoch
 
     def train_batch(self, step: int, rank: int, world_size: int) -> Batch:
-        """This rank's slice of training step `step`, counted from 0 across epochs."""
-        span = self._train_spans.locate(step)
-        return self.read(
-            BatchSlice("train", step, span, *slice_bounds(span.size, rank, world_size))
-        )
+        """See `BatchSource.train_batch`."""
+        return self._batch_at("train", step, rank, world_size)
 
     def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
-        """This rank's slice of held-out global batch `index`."""
+        """See `BatchSource.eval_batch`."""
         if self.eval_batches is not None and index >= self.eval_batches:
             raise DataError(f"held-out batch {index} of {self.eval_batches} does not exist")
-        span = self._eval_spans.locate(index)
-        return self.read(
-            BatchSlice("eval", index, span, *slice_bounds(span.size, rank, world_size))
-        )
+        return self._batch_at("eval", index, rank, world_size)
+
+    def _batch_at(self, kind: str, index: int, rank: int, world_size: int) -> Batch:
+        span = self._spans[kind].locate(index)
+        low, high = slice_bounds(span.size, rank, world_size)
+        return self.read(BatchSlice(kind, index, span, low, high))
 
     def read(self, part: BatchSlice) -> Batch:
         """The samples of a slice: training ones in the epoch's order, held-out ones as they lie."""
+        start, stop = part.span.start + part.low, part.span.start + part.high
         if part.kind == "train":
-            return self.take(self.order.positions(part.span.epoch, part.start, part.stop), part)
-        return self.take(np.arange(part.start, part.stop) + self.first_held_out, part)
+            return self.take(self.order.positions(part.span.epoch, start, stop), part)
+        return self.take(np.arange(start, stop) + self.first_held_out, part)
 
     @abstractmethod
     def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
@@ -287,15 +279,11 @@ def check_ids(
             "table names: give the table that each feature reads"
         )
     offsets = _checked_offsets(ids)
-    _check_weights(ids)
     values = ids.values.numpy().astype(np.int64, copy=False)
     edges = offsets[:: max(ids.batch_size, 1)] if ids.batch_size else np.zeros(1, dtype=np.int64)
     if not _is_any_beyond(values, edges, table_rows):
-        return (
-            ids
-            if ids.values.dtype == torch.int64
-            else replace(ids, values=torch.from_numpy(values))
-        )
+        narrow = ids.values.dtype != torch.int64
+        return replace(ids, values=torch.from_numpy(values)) if narrow else ids
     rows = np.asarray(table_rows, dtype=np.int64)
     limits = np.repeat(rows, np.diff(edges))
     bad = (values < 0) | (values >= limits)
@@ -324,7 +312,7 @@ def _is_any_beyond(values: np.ndarray, edges: np.ndarray, table_rows: Sequence[i
 
 
 def _checked_offsets(ids: JaggedIds) -> np.ndarray:
-    """The offsets as int64, after all that must hold for them and for the values' shape."""
+    """The offsets as int64, after all that must hold for them, the values and the weights."""
     if ids.values.dtype not in _ID_DTYPES or ids.values.dim() != 1:
         raise DataError(
             f"ids are {ids.values.dtype} of shape {list(ids.values.shape)}; give int64 of shape [n]"
@@ -352,19 +340,15 @@ def _checked_offsets(ids: JaggedIds) -> np.ndarray:
             f"offsets fall from {offsets[falls[0]]} to {offsets[falls[0] + 1]} at feature "
             f"{ids.features[feature]!r}, sample {sample} of the slice; they must never decrease"
         )
-    return offsets
-
-
-def _check_weights(ids: JaggedIds) -> None:
-    """Weights are float, one per id."""
     weights = ids.weights
-    if weights is None:
-        return
-    if not weights.dtype.is_floating_point or tuple(weights.shape) != (len(ids.values),):
+    if weights is not None and (
+        not weights.dtype.is_floating_point or tuple(weights.shape) != (len(ids.values),)
+    ):
         raise DataError(
             f"weights are {weights.dtype} of shape {list(weights.shape)} for {len(ids.values)} "
             f"ids; give one float per id, shape [{len(ids.values)}]"
         )
+    return offsets
 
 
 class BatchCheck:
@@ -381,20 +365,18 @@ class BatchCheck:
     def __call__(self, batch: Batch) -> Batch:
         """`batch`, with ids brought into their tables where `on_bad_id` says so."""
         try:
-            return self._checked(batch)
+            if batch.ids.features != self._features:
+                raise DataError(
+                    f"it has the features {list(batch.ids.features)}; this model reads "
+                    f"{list(self._features)}, in this order"
+                )
+            first, how = batch.first_sample, self._on_bad_id
+            ids = check_ids(batch.ids, self._rows, self._names, first, how)
         except DataError as error:
             text = str(error)
             if batch.global_size == UNKNOWN:  # where the slice lies is not known either
                 text = text.replace("of the global batch", "of this rank's slice")
             raise DataError(f"{batch.kind} batch {batch.index}: {text}") from error
-
-    def _checked(self, batch: Batch) -> Batch:
-        if batch.ids.features != self._features:
-            raise DataError(
-                f"it has the features {list(batch.ids.features)}; this model reads "
-                f"{list(self._features)}, in this order"
-            )
-        ids = check_ids(batch.ids, self._rows, self._names, batch.first_sample, self._on_bad_id)
         return replace(batch, ids=ids)
 
 

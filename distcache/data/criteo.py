@@ -129,11 +129,11 @@ class CriteoBatches(SlicedSource):
 
     def _jagged(self, ids: np.ndarray) -> JaggedIds:
         """Bags of all features from ids `[b, 26]`."""
+        columns = ids.T.astype(np.int64, order="C")
         if self._bag_sizes is None:
-            values = ids.T.astype(np.int64, order="C").ravel()
+            values = columns.ravel()
             offsets = torch.arange(len(values) + 1)
         else:
-            columns = ids.T.astype(np.int64, order="C")
             tables = zip(columns, self.table_rows, self._bag_sizes, strict=True)
             parts = [bags(c, t, rows, size).ravel() for t, (c, rows, size) in enumerate(tables)]
             values = np.concatenate(parts)
@@ -186,7 +186,7 @@ class CriteoArrays(CriteoBatches):
 
     def read(self, part: BatchSlice) -> Batch:
         """See `SlicedSource.read`."""
-        if self._ahead is not None and part.kind == "train" and isinstance(self.order, BlockOrder):
+        if self._ahead is not None and part.kind == "train":
             self._ahead.reach(part.span.epoch, part.span.start, part.span.stop)
         return super().read(part)
 

@@ -42,16 +42,11 @@ class InputFile:
 
     def open(self) -> BinaryIO:
         """The file, opened for reading. Raises DataError if it has gone or is another one."""
+        self.check_unchanged()
         try:
-            stream = self.path.open("rb")
+            return self.path.open("rb")
         except OSError as error:
             raise self._gone(error) from error
-        try:
-            self.check_unchanged(stream)
-        except DataError:
-            stream.close()
-            raise
-        return stream
 
     def check_unchanged(self, stream: BinaryIO | None = None) -> None:
         """Raise DataError if the file (the open `stream`, or what has its name) is another one."""
@@ -65,13 +60,6 @@ class InputFile:
                 f"{self.path} {how} while it was read: {self.bytes:,} bytes at the start, "
                 f"{now.st_size:,} now; start again when it is at rest, and leave it in place"
             )
-
-    def damaged_gzip(self, line: int, error: Exception) -> DataError:
-        """The error of compressed data that break off at line `line` of the text, or after it."""
-        return DataError(
-            f"{self.path}: the gzip data is damaged or cut off at line {line} or after it "
-            f"({error}); fetch the file again"
-        )
 
     def _gone(self, error: OSError) -> DataError:
         return DataError(
@@ -192,7 +180,10 @@ def gunzip(
                     yield chunk
         except (EOFError, zlib.error, OSError) as error:
             file.check_unchanged(stream)
-            raise file.damaged_gzip(lines + 1, error) from error
+            raise DataError(
+                f"{file.path}: the gzip data is damaged or cut off at line {lines + 1} or after it "
+                f"({error}); fetch the file again"
+            ) from error
         file.check_unchanged(stream)
     if not read:
         raise DataError(f"{file.path} is empty: there is nothing in the gzip data")

@@ -575,11 +575,6 @@ class ParquetSource(SlicedSource):
         """The same samples, not shuffled."""
         return ParquetSource(replace(self.spec, shuffle_rows=0))
 
-    @property
-    def weighted(self) -> bool:
-        """Whether ids have weights."""
-        return bool(self.spec.weight_columns)
-
     def read(self, part: BatchSlice) -> Batch:
         """See `SlicedSource.read`; the order inside a global batch is the same for all slices."""
         span = part.span
@@ -627,7 +622,7 @@ class ParquetSource(SlicedSource):
             parts.append(_gather(wanted, where))
         offsets = np.concatenate(([0], np.cumsum(np.concatenate([part[1] for part in parts]))))
         weights = None
-        if self.weighted:  # ids of a feature without weights have the weight 1
+        if self.spec.weight_columns:  # ids of a feature without weights have the weight 1
             filled = [np.ones(len(ids)) if own is None else own for ids, _, own in parts]
             weights = torch.from_numpy(np.concatenate(filled)).to(self.spec.dtype)
         values = torch.from_numpy(np.concatenate([ids for ids, _, _ in parts]))

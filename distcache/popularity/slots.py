@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,19 @@ from distcache.popularity.curve import StepCurves
 from distcache.popularity.statistics import Popularity, Statistics, TableCounts, fingerprint_of
 from distcache.store.memory import describe_bytes
 
+
+def _listed(values: Sequence[int]) -> str:
+    """Numbers of groups for messages."""
+    return " + ".join(map(str, values))
+
+
 # -----------------------------------------------------------------------------
 # Slots per rank for each group of tables, from cache.rows, cache.ratio or cache.bytes, or by
 # default.
 
 log = logging.getLogger(__name__)
 
-DEFAULT_RATIO = 0.015
+DEFAULT_RATIO = Fraction("0.015")
 """Slots as a share of the rows when none of the three keys is given,"""
 
 DEFAULT_BYTES = 32 << 20
@@ -72,7 +79,11 @@ def cache_slots(
             *(key, value, largest[key]),
         )
     if not key:
-        wanted = _by_default(groups, itemsize, expected)
+        wanted = []
+        for place, (v, dim, state) in enumerate(groups):
+            small = min(v, DEFAULT_BYTES // ((dim + state) * itemsize))
+            named = MARGIN * expected[place] if expected else 0.0
+            wanted.append(max(math.ceil(DEFAULT_RATIO * v), small, math.ceil(named)))
     elif key == "ratio":
         share = Fraction(str(value))  # the decimal that was typed: 0.07 of 100 rows is 7
         wanted = [math.ceil(share * v) for v, _, _ in groups]
@@ -85,18 +96,6 @@ def cache_slots(
         min(max(-(-slots // world_size) * world_size, world_size), most)
         for slots, most in zip(wanted, full, strict=True)
     ]
-
-
-def _by_default(
-    groups: Sequence[tuple[int, int, int]], itemsize: int, expected: Sequence[float]
-) -> list[int]:
-    """Slots of each group where no size was given."""
-    share, wanted = Fraction(str(DEFAULT_RATIO)), []
-    for place, (rows, dim, state) in enumerate(groups):
-        small = min(rows, DEFAULT_BYTES // ((dim + state) * itemsize))
-        named = MARGIN * expected[place] if expected else 0.0
-        wanted.append(max(math.ceil(share * rows), small, math.ceil(named)))
-    return wanted
 
 
 def cache_bytes(slots: Sequence[int], groups: Sequence[tuple[int, int, int]], itemsize: int) -> int:
@@ -228,10 +227,6 @@ def given_rows(split: Mapping[str, Any], tables: Sequence[TableSpec]) -> list[in
             )
         rows[place], named[place] = count, name
     return rows
-
-
-def _listed(values: Sequence[int]) -> str:
-    return " + ".join(map(str, values))
 
 
 # -----------------------------------------------------------------------------
@@ -375,10 +370,8 @@ def pinned_rows(
 
     `slots`: C of each group; `steps`: steps whose other rows the remaining slots hold at once.
     """
-
-    def pinned(step: StepCurves, count: int) -> list[int]:
-        return step.pinned(count, steps, budget.world_size)
-
+    world = budget.world_size
+    pinned = partial(StepCurves.pinned, steps=steps, world_size=world)
     return _by_table(tables, slots, statistics, budget, pinned)
 
 
@@ -497,7 +490,7 @@ def decide(
             "the cache has %s slots: 1.5 %% of the rows of each width of table, but at least 32 "
             "MiB of them, or %g times what %d steps are expected to name where the batch is known "
             "(cache.rows, cache.ratio or cache.bytes gives another size)",
-            " + ".join(map(str, plan.slots)),
+            _listed(plan.slots),
             MARGIN,
             budget.steps,
         )
@@ -536,5 +529,4 @@ def _report(
         )
     if len(tables) > _SHOWN:
         lines.append(f"... and {len(tables) - _SHOWN} smaller ones")
-    slots = " + ".join(map(str, plan.slots))
-    log.info("the cache of %s slots by table:\n%s", slots, "\n".join(lines))
+    log.info("the cache of %s slots by table:\n%s", _listed(plan.slots), "\n".join(lines))

@@ -45,11 +45,8 @@ def hot_set(of: SlicedSource, share: float | None = None) -> HotSet:
 
 def batches_of(of: HotColdSource, epoch: int, rank: int = 0, size: int = 1) -> list[Batch]:
     """All of an epoch, hot ones first."""
-    places = [
-        BatchPlace(epoch, kind, number)
-        for kind, total in zip((HOT, COLD), of.epoch(epoch).sizes, strict=True)
-        for number in range(total)
-    ]
+    sizes = zip((HOT, COLD), of.epoch(epoch).sizes, strict=True)
+    places = [BatchPlace(epoch, kind, number) for kind, n in sizes for number in range(n)]
     return [of.batch(place, 100 + at, rank, size).loaded() for at, place in enumerate(places)]
 
 
@@ -62,6 +59,9 @@ def test_every_sample_once_and_of_its_kind(folder, monkeypatch, name):
     own = [set(table.hottest(rows).tolist()) for table, rows in tables]
     of, orders = HotColdSource(plain, hot), []
     assert of.steps_per_epoch == sum(of.epoch(0).sizes)
+    cuts = [0, 64, 64, plain.samples_per_epoch]  # as ranks classify
+    parts = [hot_cold.classify(plain, hot, 0, pair) for pair in pairwise(cuts)]
+    assert np.array_equal(np.concatenate(parts), hot_cold.classify(plain, hot, 0))
     for epoch in (0, 1):
         batches = batches_of(of, epoch)
         found = [samples_of(batch) for batch in batches]
@@ -112,10 +112,8 @@ def test_what_the_source_says_beyond_its_batches():
     assert set(added) == {"data.batching", "data.hot_rows"}
     assert HotColdSource(plain, hot_set(plain, 0.3)).identity != of.identity
     seeded = SyntheticSource(SyntheticSpec(**SYNTHETIC, seed=1))
-    orders = [
-        list(map(samples_of, batches_of(HotColdSource(one, of.hot), 0)))
-        for one in (plain, plain, seeded)
-    ]
+    streams = [HotColdSource(one, of.hot) for one in (plain, plain, seeded)]
+    orders = [list(map(samples_of, batches_of(one, 0))) for one in streams]
     assert orders[0] == orders[1] != orders[2]
 
 
@@ -162,12 +160,3 @@ def test_all_of_one_kind_trains_as_it_is_with_a_warning(caplog, share, kind):
     found = [s for batch in batches_of(of, 0) for s in samples_of(batch)]
     as_is = [s for step in range(44) for s in samples_of(plain.train_batch(step, 0, 1))]
     assert Counter(found) == Counter(as_is)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 50])
-def test_parts_of_a_classification_make_the_whole(ranks):
-    plain = SyntheticSource(SyntheticSpec(**SYNTHETIC))
-    hot = hot_set(plain)
-    cuts = [64 * (rank * 11 // ranks) for rank in range(ranks)] + [700]
-    parts = [hot_cold.classify(plain, hot, 0, pair) for pair in pairwise(cuts)]
-    assert np.array_equal(np.concatenate(parts), hot_cold.classify(plain, hot, 0))

@@ -69,15 +69,8 @@ def test_pins_leave_room_for_the_other_rows(trace: Trace, prefetch: int) -> None
     assert count == len(hottest) or most(count + 1) > slots
     (outcome,) = replay(trace, [case], popularity_of([trace]))
     assert outcome.refused is None
-    if count:
-        assert outcome.tight_steps == 0
-
-
-def test_too_small_a_cache_pins_nothing(trace: Trace) -> None:
+    assert count == 0 or outcome.tight_steps == 0
     largest = max(home.distinct.max() for homes in trace.homes.values() for home in homes)
-    (world,) = trace.homes
-    case = case_of("static", trace, int(largest) * world)
-    rows, _ = trace.row_counts()
-    assert pinned_rows(trace, rows, case) == 0
-    everything = case_of("static", trace, 2000)
-    assert pinned_rows(trace, rows, everything) == len(rows)
+    too_small = case_of("static", trace, int(largest) * case.world_size)
+    assert pinned_rows(trace, rows, too_small) == 0
+    assert pinned_rows(trace, rows, case_of("static", trace, 2000)) == len(rows)

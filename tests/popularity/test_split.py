@@ -80,12 +80,9 @@ def test_greedy_is_the_best_of_all_splits_of_a_tiny_budget(seed: int, world: int
     largest = max(float(q.max(initial=0)) for g in groups for q in g.use) * world
     assert misses(found) <= best + largest * len(groups)
     if world == 1:  # within what the unused bytes could still save, exactly
-        left = budget - cost(found)
-        rates = [
-            float(np.concatenate(g.use).max(initial=0)) / size
-            for g, size in zip(groups, row_bytes, strict=True)
-        ]
-        assert misses(found) <= best + left * max(rates) + 1e-12
+        each = zip(groups, row_bytes, strict=True)
+        rate = max(float(np.concatenate(g.use).max(initial=0)) / size for g, size in each)
+        assert misses(found) <= best + (budget - cost(found)) * rate + 1e-12
 
 
 def zipf_ids(rng: np.random.Generator, rows: int, exponent: float, size: int) -> np.ndarray:
@@ -144,13 +141,10 @@ def some_statistics() -> Statistics:
     )
 
 
-def test_rows_by_table() -> None:
+def test_rows_by_table_and_without_statistics() -> None:
     plan = plan_of({"t_a": 20, "t_b_0": 7, "t_c": 5}, world=3)
     assert plan == SlotPlan((27, 6), (20, 7, 5)), "t_b by its feature; slots up to a multiple of 3"
     assert plan_of({"t_a": 20, "t_c": 5}, rows=25).hot_rows == (20, 0, 5)
-
-
-def test_without_statistics_proportional_is_what_it_was() -> None:
     assert plan_of("proportional", rows=36) == SlotPlan((30, 6), (0, 0, 0))
 
 
@@ -221,8 +215,7 @@ def test_statistics_by_feature_for_tables_of_several() -> None:
 @pytest.mark.parametrize("homes", [1, 4])
 def test_pinned_rows_leave_room_for_those_of_the_next_steps(homes: int) -> None:
     rng = np.random.default_rng(2)
-    tables = [counted("x", rng.zipf(1.3, 4000).clip(max=10**4)) for _ in range(2)]
-    step = StepCurves(tuple(map(Curve.of, tables)), (200, 200))
+    step = step_of(*((rng.zipf(1.3, 4000).clip(max=10**4), 200) for _ in range(2)))
     for slots in (900, 2000, 8000):
         pinned = step.pinned(slots, 2, homes)
         others = 2 * step.misses(pinned)

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError, DataError, MemoryTooSmallError
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner.victims import PINNED
@@ -46,11 +45,11 @@ def test_what_is_written_is_read(tmp_path: Path, statistics: Statistics) -> None
     found = read_statistics(tmp_path)
     assert found.fingerprint == statistics.fingerprint
     assert (found.samples, found.share, found.vocabulary) == (100, 0.5, "ids")
+    nothing = np.empty(0)
     for one, other in zip(found.tables, statistics.tables, strict=True):
-        assert (one.feature, one.rows, one.lookups, one.distinct, one.error) == (
-            other.feature, other.rows, other.lookups, other.distinct, other.error
-        )  # fmt: skip
         assert one.dense().tolist() == other.dense().tolist()
+        plain = [replace(table, counts=nothing, ids=None) for table in (one, other)]
+        assert str(plain[0]) == str(plain[1])
     assert found.tables[0].order.tolist() == [1, 3, 0]
     assert found.tables[1].hottest(1).tolist() == [3]
     check_fits(found, Source(), tmp_path)
@@ -66,26 +65,18 @@ def test_statistics_of_other_data_are_refused(statistics: Statistics, other: Sou
         check_fits(statistics, other, "here")
 
 
-def test_missing_and_damaged_statistics(tmp_path: Path, statistics: Statistics) -> None:
-    with pytest.raises(ConfigError, match=r"holds neither statistics\.json nor manifest"):
-        read_statistics(tmp_path)
-    write_statistics(tmp_path, statistics)
-    np.save(tmp_path / "counts/0.npy", np.zeros(3))
-    with pytest.raises(DataError, match="has 3 entries"):
-        read_statistics(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
+        ("0", np.zeros(3), "has 3 entries"),
         ("0", np.array([1, -1, 0, 2]), "other entries than counts"),
         ("0", np.ones(4), "other entries than counts"),
         ("1_ids", np.array([3, 10]), "ids outside a table of 10 rows"),
     ],
 )
-def test_counts_that_make_no_sense(
-    tmp_path: Path, statistics: Statistics, name: str, values: np.ndarray, message: str
-) -> None:
+def test_missing_and_damaged_statistics(tmp_path, statistics, name, values, message) -> None:
+    with pytest.raises(ConfigError, match=r"holds neither statistics\.json nor manifest"):
+        read_statistics(tmp_path)
     write_statistics(tmp_path, statistics)
     np.save(tmp_path / f"counts/{name}.npy", values)
     with pytest.raises(DataError, match=f"{message}.*count again"):
@@ -129,13 +120,6 @@ def some() -> Statistics:
     return Statistics(tuple(tables), "ids", 500)
 
 
-@pytest.fixture(scope="module")
-def world():
-    world = open_world("cpu", "gloo", 60)
-    yield world
-    close_world(world)
-
-
 @pytest.mark.parametrize("homes", [1, 3, 4])
 def test_each_home_reads_the_classes_of_its_rows(world, homes: int) -> None:
     statistics, layout = some(), RowLayout(TABLES, homes)
@@ -144,17 +128,11 @@ def test_each_home_reads_the_classes_of_its_rows(world, homes: int) -> None:
     expected = row_classes(statistics, [0, 1], [1, 30])
     assert np.array_equal(shared.classes, expected)
     assert shared.hot is None
-    seen = 0
+    every = np.arange(layout.local_rows)
     for home in range(homes):
-        found = shared.classes_at(layout, home)
-        for local, klass in enumerate(found.tolist()):
-            row = int(layout.row(home, np.array([local]))[0])
-            if row >= layout.rows:
-                assert klass == 0
-                continue
-            assert klass == expected[row]
-            seen += 1
-    assert seen == layout.rows
+        rows = layout.row(home, every)
+        padded = np.append(expected, np.zeros(homes, np.uint8))  # the last index may be of no row
+        assert np.array_equal(shared.classes_at(layout, home), padded[rows])
 
 
 def test_hot_rows_are_the_likeliest_of_the_group(world) -> None:
