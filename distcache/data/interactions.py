@@ -269,7 +269,7 @@ class InteractionsSource(SlicedSource):
         if rest.times is not None:
             rest = rest.take(np.argsort(rest.times, kind="stable"))
         self._train, self._eval = train, rest
-        # Items to draw from, each entry alike; user * items + item of training and of all positives.
+        # Items to draw, each entry alike; user * items + item of training and of all positives.
         self._pool = np.unique(train.items) if spec.sampling == "uniform" else train.items
         items = self.table_rows[1]
         self._known = np.unique(train.users * items + train.items)
