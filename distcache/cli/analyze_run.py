@@ -19,7 +19,7 @@ from distcache.config.checks import at_least, byte_count
 from distcache.config.tree import Config
 from distcache.errors import ConfigError, DataError
 from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy, auto_lookahead
-from distcache.popularity.curve import StaticSet, StepCurves, TableProfile
+from distcache.popularity.curve import StaticSet, TableProfile
 from distcache.popularity.slots import BY_CURVE
 from distcache.replay import Case, Outcome, Popularity, popularity_of, replay
 from distcache.trace import Trace, read_steps, record_ids
@@ -396,7 +396,7 @@ class SizeSearch:
         for members in sizes.members:
             pairs = [(profiles[table].curve, profiles[table].batch_lookups) for table in members]
             curves, lookups = zip(*pairs, strict=True)
-            self._static.append(StaticSet.of(StepCurves(curves, lookups)))
+            self._static.append(StaticSet.of(curves, lookups))
         self._known: dict[tuple[int, ...], SizePoint] = {}
 
     def at(self, ratio: float) -> SizePoint:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from distcache.comm.world import World
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables
 from distcache.planner.victims import Policy
-from distcache.popularity.curve import StepCurves
+from distcache.popularity.curve import Curve, room_for, top_rows
 from distcache.popularity.statistics import Popularity, Statistics, TableCounts, fingerprint_of
 from distcache.store.memory import describe_bytes
 
@@ -25,6 +25,82 @@ from distcache.store.memory import describe_bytes
 def _listed(values: Sequence[int]) -> str:
     """Numbers of groups for messages."""
     return " + ".join(map(str, values))
+
+
+# -----------------------------------------------------------------------------
+# What a step needs of the tables that share slots.
+
+
+@dataclass(frozen=True)
+class StepCurves:
+    """The curves of tables that share slots, in a step that makes `lookups[t]` lookups of table t.
+
+    Rows go by how likely the step needs them (q), which differs between tables of equal counts.
+    """
+
+    tables: tuple[Curve, ...]
+    lookups: tuple[float, ...]
+
+    @classmethod
+    def of(cls, statistics: Statistics, tables: Sequence[int], batch: float) -> StepCurves:
+        """Of some of the counted tables, for a global batch of `batch` samples."""
+        curves = tuple(Curve.of(statistics.tables[t], statistics.samples) for t in tables)
+        return cls(curves, tuple(curve.per_sample * batch for curve in curves))
+
+    @cached_property
+    def use(self) -> tuple[np.ndarray, ...]:
+        """q of each table's entries; float64 `[k]`, falling."""
+        return tuple(c.touched(n) for c, n in zip(self.tables, self.lookups, strict=True))
+
+    @property
+    def rows(self) -> int:
+        """V: rows of all tables."""
+        return sum(curve.table_rows for curve in self.tables)
+
+    @cached_property
+    def expected(self) -> float:
+        """Distinct rows that a step is expected to need."""
+        return sum(float(q @ c.rows) for q, c in zip(self.use, self.tables, strict=True))
+
+    def likeliest(self, slots: int) -> list[int]:
+        """How many of each table's most frequent rows are among the `slots` likeliest of all; rows
+        that were never looked up are not."""
+        return [int(rows) for rows in top_rows(self.use, [c.rows for c in self.tables], slots)]
+
+    def misses(self, hot_rows: Sequence[int]) -> float:
+        """Distinct rows of a step that are expected outside each table's `hot_rows` likeliest."""
+        parts = zip(self.use, self.tables, hot_rows, strict=True)
+        return sum(float(q @ curve.below(hot)) for q, curve, hot in parts)
+
+    def least_slots(self, world_size: int) -> int:
+        """Slots, a multiple of W, in which a step is expected to fit with room to spare.
+
+        Its rows fall to W homes like independent draws, and each home gets the room for its part,
+        but not more slots than it has rows.
+        """
+        variance = 0.0
+        for q, curve in zip(self.use, self.tables, strict=True):
+            homed = q / world_size
+            variance += float(curve.rows @ (homed * (1 - homed)))
+        home = math.ceil(room_for(self.expected / world_size, variance))
+        return min(max(home, 1), -(-self.rows // world_size)) * world_size
+
+    def pinned(self, slots: int, steps: int, world_size: int) -> list[int]:
+        """How many of each table's most frequent rows may stay in `slots` slots for good.
+
+        As many as leave room, at the fullest home, for the other rows that `steps` steps are
+        expected to need.
+        """
+        low, high = 0, slots
+        while low < high:
+            middle = (low + high + 1) // 2
+            others = steps * self.misses(self.likeliest(middle))
+            spread = others + (middle if world_size > 1 else 0)  # which home has them is chance
+            if room_for(middle + others, spread * world_size) <= slots:
+                low = middle
+            else:
+                high = middle - 1
+        return self.likeliest(low)
 
 
 # -----------------------------------------------------------------------------

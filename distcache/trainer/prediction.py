@@ -17,8 +17,13 @@ from distcache.engine.placing import CacheRequest
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec, group_tables
 from distcache.planner.victims import WINDOWS, auto_lookahead
-from distcache.popularity.counters import DENSE_BYTES, TableCounter, make_counters
-from distcache.popularity.curve import TableProfile, profile_of
+from distcache.popularity.curve import (
+    DENSE_BYTES,
+    TableCounter,
+    TableProfile,
+    make_counters,
+    profile_of,
+)
 from distcache.popularity.slots import BY_CURVE, PROPORTIONAL, cache_bytes
 from distcache.popularity.statistics import Statistics, vocabulary_of
 from distcache.replay import Case, Outcome, popularity_of, replay

@@ -24,8 +24,7 @@ from distcache.errors import ConfigError
 from distcache.layout import TableSpec
 from distcache.optim import row_update
 from distcache.planner.victims import Policy
-from distcache.popularity.counters import Drift
-from distcache.popularity.curve import Curve, TableProfile, ZipfFit
+from distcache.popularity.curve import Curve, Drift, TableProfile, ZipfFit
 from distcache.popularity.statistics import TableCounts, read_statistics
 from distcache.replay import Case
 from distcache.store import memory as available

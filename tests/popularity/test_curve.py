@@ -1,16 +1,151 @@
-"""What follows from counts, beside the plain way to compute it."""
+"""Lookups counted, exactly or in little memory; what follows from counts; the hot set."""
 
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
+import torch
 
+from distcache.data.batch import JaggedIds
 from distcache.data.synthetic import ZipfTables
-from distcache.popularity.counters import Drift
-from distcache.popularity.curve import Curve, StaticSet, StepCurves, fit_zipf, most_frequent
-from distcache.popularity.statistics import TableCounts
+from distcache.errors import ConfigError, DataError
+from distcache.popularity import curve as module
+from distcache.popularity.curve import (
+    Bitmap,
+    Curve,
+    DenseCounter,
+    Drift,
+    FrequentItems,
+    SketchCounter,
+    StaticSet,
+    fit_zipf,
+    make_counters,
+    most_frequent,
+)
+from distcache.popularity.hot_cold import HotSet, expected_cold, hottest, rows_that_fit
+from distcache.popularity.statistics import Statistics, TableCounts
+
+
+def skewed(rows: int, count: int, seed: int = 0) -> np.ndarray:
+    return (rows * np.random.default_rng(seed).random(count) ** 5).astype(np.int64)
+
+
+def seeded(count: int) -> list[np.random.Generator]:
+    return [np.random.default_rng(seed) for seed in range(count)]
+
+
+def test_exact_counts_over_parts() -> None:
+    counter, ids = DenseCounter("a", 1000), skewed(1000, 5000)
+    for bad in (-1, 1000):
+        with pytest.raises(DataError, match=rf"'a': id {bad} is not in its table, .* 1000 rows"):
+            counter.add(np.array([1, bad]))
+    for part in np.array_split(ids, 3):
+        counter.add(part[:100])
+        counter.add(part[100:])
+        counter.close_part()
+        counter.close_part()  # a part without a lookup is none
+    found = counter.result()
+    assert (found.lookups, found.distinct) == (5000, len(np.unique(ids)))
+    assert found.counts.tolist() == np.bincount(ids, minlength=1000).tolist()
+    assert found.ids is None and found.error == 0
+    assert counter.bytes == 8000 and len(counter.drift.own) == 3
+
+
+def test_counts_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST", 250)
+    counter = DenseCounter("a", 4)
+    for _ in range(3):
+        counter.add(np.full(200, 2))
+    counter.close_part()
+    found = counter.result()
+    assert found.counts.dtype == np.int64 and found.counts.tolist() == [0, 0, 600, 0]
+
+
+def test_sketched_counts_over_parts() -> None:
+    rows = 1 << 20
+    counter, ids = SketchCounter("a", rows, 400_000), skewed(rows, 200_000)
+    for part in np.array_split(ids, 4):
+        counter.add(part)
+        counter.close_part()
+    found = counter.result()
+    true = np.bincount(ids, minlength=rows)
+    assert found.lookups == 200_000 and found.distinct == np.count_nonzero(true)
+    assert (found.counts <= true[found.ids]).all()
+    assert (true - found.dense() <= found.error).all() and found.error > 0
+    assert counter.bytes <= 400_000 and counter.distinct_error == 0  # each row has a bit
+    small = SketchCounter("a", 1 << 30, 100_000)
+    small.add(ids)
+    small.close_part()
+    assert small.bytes <= 100_000 and 0 < small.distinct_error < 0.01
+    assert small.result().distinct == pytest.approx(found.distinct, rel=4 * small.distinct_error)
+
+
+def test_memory_is_shared_by_need() -> None:
+    rows = [10, 1_000_000, 5_000, 2_000_000]
+    names = ["a", "b", "c", "d"]
+    exact = make_counters(names, rows, 8 * sum(rows))
+    assert all(isinstance(counter, DenseCounter) for counter in exact)
+    assert [counter.rows for counter in exact] == rows
+    assert [counter.feature for counter in exact] == names
+    for memory in (8 * sum(rows) - 1, 10_000_000, 1_000_000):
+        made = make_counters(names, rows, memory)
+        assert sum(counter.bytes for counter in made) <= memory
+        assert isinstance(made[0], DenseCounter) and isinstance(made[3], SketchCounter)
+    with pytest.raises(ConfigError, match=r"analyze\.memory=50000 .* give at least 171152 bytes"):
+        make_counters(names, rows, 50_000)
+
+
+@pytest.mark.parametrize("power", [1, 3, 8])
+def test_frequent_items_keep_their_error(power: int) -> None:
+    """Every count lies between its counter and counter + error, however items came and merged."""
+    parts = [(20_000 * rng.random(20_000) ** power).astype(np.int64) for rng in seeded(3)]
+    most, whole = 700, FrequentItems(700)
+    for part in parts:
+        one = FrequentItems(most)
+        for some in np.array_split(part, 4):
+            one.add(*np.unique(some, return_counts=True))
+        whole.add(one.ids, one.counts, one.error)
+    true = np.bincount(np.concatenate(parts), minlength=20_000)
+    held = np.zeros_like(true)
+    held[whole.ids] = whole.counts
+    assert (np.diff(whole.ids) > 0).all() and (whole.counts > 0).all() and len(whole.ids) <= most
+    assert (held <= true).all() and (true <= held + whole.error).all()
+    assert 0 < whole.error <= true.sum() / (most + 1)
+    few = FrequentItems(50)
+    for _ in range(3):
+        few.add(*np.unique(np.arange(100) % 50, return_counts=True))
+    assert few.error == 0 and few.counts.tolist() == [6] * 50
+
+
+@pytest.mark.parametrize("count", [0, 1, 30, 3_000, 40_000, 300_000])
+def test_distinct_ids_are_estimated_within_the_error(count: int) -> None:
+    for rng in seeded(3):
+        ids = np.unique(rng.integers(0, 1 << 60, count))
+        seen = Bitmap(1 << 60, 20_000)
+        seen.add(np.concatenate((ids, ids)))
+        assert not seen.exact
+        assert abs(seen.estimate() - len(ids)) <= 4 * seen.relative_error * len(ids)
+    assert (seen.relative_error > 0) == (count > 0)
+    full = Bitmap(1 << 60, 1)
+    full.add(np.random.default_rng(0).integers(0, 1 << 60, 1000))
+    assert full.estimate() == round(8 * np.log(8))
+
+
+def test_a_sketch_takes_the_memory_that_it_says() -> None:
+    memory, rows = 4_000_000, 1 << 22
+    ids = [skewed(rows, 10_000, seed) for seed in range(20)]
+    tracemalloc.start()
+    counter = SketchCounter("a", rows, memory)
+    for part in ids:
+        counter.add(part)
+    counter.close_part()
+    taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 0.6 * memory < taken < 1.05 * memory and counter.bytes <= memory
+
 
 COUNTS = np.array([5, 0, 100_000, 1, 1, 70_000, 5, 0, 2], dtype=np.uint32)
 
@@ -106,7 +241,7 @@ def test_the_best_fixed_set_of_several_tables() -> None:
     rng = np.random.default_rng(2)
     many = [rng.integers(0, 50, 40), rng.integers(0, 90, 30)]
     curves = [curve_of(table(counts)) for counts in many]
-    found = StaticSet.of(StepCurves(tuple(curves), (20, 40)))
+    found = StaticSet.of(curves, (20, 40))
     joint = np.concatenate(many)
     chances = np.concatenate([chance(c, n) for c, n in zip(many, (20, 40), strict=True)])
     order = np.argsort(-joint, kind="stable")
@@ -163,3 +298,106 @@ def test_uniform_ids_have_the_exponent_0_and_few_have_none() -> None:
     assert fit_zipf(zipf_curve(3, 1000, 1.0, 1)).why.startswith("fewer than 20 rows")
     one = fit_zipf(Curve.of(table(np.eye(1, 100, 7, dtype=np.int64)[0] * 500)))
     assert one.exponent is None and one.error is None
+
+
+def statistics(*counts, samples: int = 100) -> Statistics:
+    """Tables with these counts of each row."""
+    arrays = enumerate(np.asarray(own, dtype=np.int64) for own in counts)
+    return Statistics(tuple(TableCounts.of(f"f{i}", own) for i, own in arrays), "ids", samples)
+
+
+def curves(known: Statistics) -> list[Curve]:
+    """The curve of each table."""
+    return [Curve.of(table, known.samples) for table in known.tables]
+
+
+def jagged(bags: list[list[list[int]]]) -> JaggedIds:
+    """The same as a batch."""
+    flat = [bag for own in bags for bag in own]
+    offsets = np.concatenate(([0], np.cumsum([len(bag) for bag in flat], dtype=np.int64)))
+    values = np.array([row for bag in flat for row in bag], dtype=np.int64)
+    features = tuple(f"f{index}" for index in range(len(bags)))
+    return JaggedIds(features, torch.from_numpy(values), torch.from_numpy(offsets))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_samples_equal_a_loop_over_them(seed):
+    """Single ids, ragged bags and empty ones, in any mixture."""
+    rng = np.random.default_rng(seed)
+    rows = [50, 9, 1, 200]
+    known = statistics(*(rng.integers(0, 20, count) for count in rows))
+    wanted = [int(rng.integers(0, count + 1)) for count in rows]
+    hot = HotSet(known, wanted)
+    own = [set(known.tables[t].hottest(wanted[t]).tolist()) for t in range(4)]
+    assert hot.hot_rows == tuple(map(len, own))
+    lengths = [np.ones(80, dtype=int) if f == seed % 4 else rng.poisson(1, 80) for f in range(4)]
+    bags = [[rng.integers(0, rows[f], n).tolist() for n in lengths[f]] for f in range(4)]
+    found = hot.samples(jagged(bags))
+    pairs = list(zip(own, bags, strict=True))
+    for sample, is_hot in enumerate(found.tolist()):
+        assert is_hot == all(row in rows for rows, bag in pairs for row in bag[sample])
+    assert 0 < found.sum() < 80 or min(wanted) == 0
+
+
+def test_empty_bags_are_hot_and_strange_ids_are_not():
+    hot = HotSet(statistics([5, 4, 0]), [3])
+    assert hot.hot_rows == (2,)  # a row that was never looked up is not hot
+    bags = [[[], [0], [1, 0], [2], [3], [-1], [0, 2]]]
+    assert hot.samples(jagged(bags)).tolist() == [True, True, True, False, False, False, False]
+    assert len(hot.samples(jagged([[]]))) == 0
+
+
+def test_ids_beyond_float32():
+    """Neighbours above 2^24, which are one number as float32."""
+    big = (1 << 24) + 1
+    table = TableCounts("f0", 1 << 25, 7, 1, np.array([7]), np.array([big]))
+    hot = HotSet(Statistics((table,), "ids", 7), [1])
+    assert hot.has(0, np.array([big - 1, big, big + 1])).tolist() == [False, True, False]
+    assert hot.nbytes == (1 << 25) // 8
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_greedy_equals_a_sort(seed):
+    rng = np.random.default_rng(seed)
+    counts = [rng.integers(0, 6, n) for n in (30, 1, 12, 50)]
+    known = statistics(*counts)
+    every = sorted((-count, table) for table, own in enumerate(counts) for count in own if count)
+    for rows in (0, 1, 5, 40, len(every), len(every) + 9):
+        taken = [table for _, table in every[:rows]]
+        assert hottest(curves(known), rows) == [taken.count(table) for table in range(4)]
+
+
+def test_cold_batches_look_up_as_many_cold_rows_as_expected():
+    """For ids that are independent of one another."""
+    rng = np.random.default_rng(0)
+    ids = np.minimum(rng.zipf(1.3, (20_000, 3)) - 1, 4999)
+    known = statistics(*(np.bincount(ids[:, t], minlength=5000) for t in range(3)), samples=20_000)
+    hot = HotSet(known, hottest(curves(known), 600))
+    masks = np.stack([hot.has(t, ids[:, t]) for t in range(3)], axis=1)
+    cold = np.flatnonzero(~masks.all(axis=1))
+    batch, found = 256, []
+    for _ in range(50):
+        some = rng.choice(cold, batch, replace=False)
+        own = [np.unique(ids[some, t][~masks[some, t]]) for t in range(3)]
+        found.append(sum(map(len, own)))
+    expected = expected_cold(curves(known), hot.hot_rows, batch)
+    assert np.mean(found) == pytest.approx(expected, rel=0.03)
+
+
+def test_rows_that_fit_leave_room_and_use_it():
+    known = curves(statistics([9, 8, 0, 1], [3]))
+    assert rows_that_fit(known, 100, 8) == [3, 1]  # all that were ever looked up
+    assert rows_that_fit(known, 1, 8) == [0, 0]
+    assert rows_that_fit(curves(statistics([0, 0], [0])), 100, 8) == [0, 0]
+    rng = np.random.default_rng(1)
+    counts = [rng.permutation((1e5 / (1 + np.arange(4000)) ** 1.1).astype(int)) for _ in range(2)]
+    known = curves(statistics(*counts, samples=int(counts[0].sum())))
+    for slots, batch, steps in ((2000, 16, 3), (2000, 128, 3), (700, 256, 2), (350, 256, 1)):
+        room = slots - slots // 10  # the margin of caches as small as these
+        rows = sum(rows_that_fit(known, slots, batch))
+        needed = [
+            hot + steps * expected_cold(known, hottest(known, hot), batch)
+            for hot in (rows, rows + 1)
+        ]
+        assert 0 < rows < room
+        assert needed[0] <= room < needed[1]

@@ -1,28 +1,161 @@
-"""`cache.split`: greedy against every possibility on tiny cases, and against a proportional split
-in the fetched bytes of a replay."""
+"""Statistics on disk and shared by a node; `cache.split` against every possibility on tiny cases,
+and in the fetched bytes of a replay; classes and pins counted from a trace."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from distcache.errors import ConfigError
-from distcache.layout import TableSpec
-from distcache.planner.victims import Policy
-from distcache.popularity.curve import Curve, StepCurves
+from distcache.errors import ConfigError, DataError, MemoryTooSmallError
+from distcache.layout import RowLayout, TableSpec
+from distcache.planner.victims import PINNED, Policy
+from distcache.popularity.curve import Curve
 from distcache.popularity.slots import (
     Budget,
     SlotPlan,
+    StepCurves,
     cache_bytes,
     plan_slots,
     slots_by_curve,
     statistics_of,
 )
-from distcache.popularity.statistics import Statistics, TableCounts
-from distcache.replay import Case, replay
-from distcache.trace import record_ids
+from distcache.popularity.statistics import (
+    Popularity,
+    Statistics,
+    TableCounts,
+    check_fits,
+    read_statistics,
+    row_classes,
+    share_popularity,
+    write_statistics,
+)
+from distcache.replay import Case, pinned_rows, popularity_of, replay
+from distcache.store import memory as available
+from distcache.trace import Trace, record_ids
+
+SOURCE = SimpleNamespace(features=("a", "b"), table_rows=(4, 10), vocabulary="ids")
+
+
+@pytest.fixture
+def statistics() -> Statistics:
+    dense = TableCounts("a", 4, 111, 3, np.array([1, 100, 0, 10], dtype=np.uint32))
+    sparse = TableCounts("b", 10, 12, 2, np.array([5, 5]), np.array([3, 9]), error=1)
+    return Statistics((dense, sparse), "ids", 100, 0.5)
+
+
+def test_what_is_written_is_read(tmp_path: Path, statistics: Statistics) -> None:
+    write_statistics(tmp_path, statistics)
+    found = read_statistics(tmp_path)
+    assert found.fingerprint == statistics.fingerprint
+    assert (found.samples, found.share, found.vocabulary) == (100, 0.5, "ids")
+    nothing = np.empty(0)
+    for one, other in zip(found.tables, statistics.tables, strict=True):
+        assert one.dense().tolist() == other.dense().tolist()
+        plain = [replace(table, counts=nothing, ids=None) for table in (one, other)]
+        assert str(plain[0]) == str(plain[1])
+    assert found.tables[0].order.tolist() == [1, 3, 0]
+    assert found.tables[1].hottest(1).tolist() == [3]
+    check_fits(found, SOURCE, tmp_path)
+    for other in ({"features": ("a", "c")}, {"table_rows": (4, 11)}, {"vocabulary": "hash"}):
+        with pytest.raises(ConfigError, match=f"(?s){statistics.fingerprint}.*has fingerprint"):
+            check_fits(statistics, SimpleNamespace(**vars(SOURCE) | other), "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("0", np.zeros(3), "has 3 entries"),
+        ("0", np.array([1, -1, 0, 2]), "other entries than counts"),
+        ("0", np.ones(4), "other entries than counts"),
+        ("1_ids", np.array([3, 10]), "ids outside a table of 10 rows"),
+    ],
+)
+def test_missing_and_damaged_statistics(tmp_path, statistics, name, values, message) -> None:
+    with pytest.raises(ConfigError, match=r"holds neither statistics\.json nor manifest"):
+        read_statistics(tmp_path)
+    write_statistics(tmp_path, statistics)
+    np.save(tmp_path / f"counts/{name}.npy", values)
+    with pytest.raises(DataError, match=f"{message}.*count again"):
+        read_statistics(tmp_path)
+
+
+def test_lookups_of_the_hottest(statistics: Statistics) -> None:
+    found = [statistics.tables[0].lookups_of_hottest(rows) for rows in (0, 1, 2, 4, 9)]
+    assert found == [0, 100, 110, 111, 111]
+    assert [statistics.tables[1].lookups_of_hottest(rows) for rows in (0, 1, 3)] == [0, 5, 10]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.int64])
+def test_histogram_of_counts(dtype: type) -> None:
+    rng = np.random.default_rng(0)
+    most = min(int(np.iinfo(dtype).max), 2**33)
+    counts = np.minimum(rng.zipf(1.2, 20_000) - 1, most).astype(dtype)
+    table = TableCounts("a", len(counts), int(counts.sum(dtype=np.int64)), 0, counts)
+    values, rows = np.unique(counts[counts > 0], return_counts=True)
+    found = table.histogram()
+    assert found[0].tolist() == values[::-1].tolist()
+    assert found[1].tolist() == rows[::-1].tolist()
+    assert found[0].dtype == found[1].dtype == np.int64
+    none = TableCounts("a", 3, 0, 0, np.zeros(3, dtype)).histogram()
+    assert [len(part) for part in none] == [0, 0]
+
+
+def test_classes_rise_with_counts(statistics: Statistics) -> None:
+    classes = row_classes(statistics, [0, 1], [1, 0])
+    assert classes.dtype == np.uint8 and len(classes) == 14
+    assert classes[:4].tolist() == [1, PINNED, 0, 1 + round(8 * np.log2(10))]
+    assert np.flatnonzero(classes[4:]).tolist() == [3, 9]
+
+
+SHARED = [TableSpec("a", 5, 4, ("a_0",)), TableSpec("b", 601, 4, ("b_0",))]
+
+
+def some() -> Statistics:
+    counts = [np.array([3, 0, 9, 0, 9]), np.random.default_rng(0).zipf(1.4, 601).clip(max=999) - 1]
+    tables = [TableCounts.of(t.name, own) for t, own in zip(SHARED, counts, strict=True)]
+    return Statistics(tuple(tables), "ids", 500)
+
+
+@pytest.mark.parametrize("homes", [1, 3, 4])
+def test_each_home_reads_the_classes_of_its_rows(world, homes: int) -> None:
+    statistics, layout = some(), RowLayout(SHARED, homes)
+    popularity = Popularity(statistics, (2, 40), classes=True, pinned_rows=(1, 30))
+    (shared,) = share_popularity(world, [layout], [(0, 1)], popularity)
+    expected = row_classes(statistics, [0, 1], [1, 30])
+    assert np.array_equal(shared.classes, expected)
+    assert shared.hot is None
+    every = np.arange(layout.local_rows)
+    for home in range(homes):
+        rows = layout.row(home, every)
+        padded = np.append(expected, np.zeros(homes, np.uint8))  # the last index may be of no row
+        assert np.array_equal(shared.classes_at(layout, home), padded[rows])
+
+
+def test_hot_rows_are_the_likeliest_of_the_group(world) -> None:
+    statistics, layout = some(), RowLayout(SHARED, 1)
+    popularity = Popularity(statistics, (3, 300), warm_start=0.5)
+    (shared,) = share_popularity(world, [layout], [(0, 1)], popularity)
+    counts = np.concatenate([table.dense() for table in statistics.tables])
+    known = shared.hot[shared.hot >= 0]
+    assert set(known[known < 5].tolist()) == {0, 2, 4}
+    assert len(known) == 3 + min(300, statistics.tables[1].distinct)
+    assert (np.diff(counts[known]) <= 0).all(), "per step and sample a count is a likelihood"
+    assert (shared.hot[len(known) :] == -1).all()
+    nothing = share_popularity(world, [layout], [(0, 1)], replace(popularity, warm_start=0.0))
+    assert nothing[0].hot is None and nothing[0].classes is None
+
+
+def test_a_node_without_memory_for_the_classes_says_so(world, monkeypatch) -> None:
+    monkeypatch.setattr(available, "available_memory", lambda: 605)
+    with pytest.raises(MemoryTooSmallError, match=r"popularity of the rows.*cache\.warm_start=0"):
+        share_popularity(
+            world, [RowLayout(SHARED, 1)], [(0, 1)], Popularity(some(), (0, 0), classes=True)
+        )
 
 
 def counted(feature: str, counts: np.ndarray) -> TableCounts:
@@ -223,3 +356,69 @@ def test_pinned_rows_leave_room_for_those_of_the_next_steps(homes: int) -> None:
         assert slots == 8000 or sum(pinned) + others > 0.5 * slots
         assert pinned == step.likeliest(sum(pinned))
     assert step.pinned(10, 2, homes) == [0, 0], "a cache that holds no step pins nothing"
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def trace(request: pytest.FixtureRequest) -> Trace:
+    rng = np.random.default_rng(0)
+    stream = [(rng.random(60) ** 4 * 500).astype(np.int64) for _ in range(40)]
+    return record_ids(stream, 520, worlds=(request.param,))
+
+
+def case_of(name: str, trace: Trace, slots: int = 120, prefetch: int = 1) -> Case:
+    (world,) = trace.homes
+    return Case(Policy(name), (slots,), 0, prefetch, world)
+
+
+def test_classes_are_counts_and_pins_the_hottest(trace: Trace) -> None:
+    rows, counts = trace.row_counts()
+    dense = np.zeros(520, np.int64)
+    dense[rows] = counts
+    popularity = popularity_of([trace])
+    assert popularity(case_of("lru", trace), 0) is None
+    plain = popularity(case_of("frequency", trace), 0)
+    assert plain is not None and plain.dtype == np.uint8 and plain.shape == (520,)
+    seen = dense > 0
+    assert (plain[~seen] == 0).all()
+    assert plain[seen].tolist() == (1 + np.rint(8 * np.log2(dense[seen]))).tolist()
+    pinned = popularity(case_of("static", trace), 0)
+    assert pinned is not None
+    hot = pinned == PINNED
+    assert (pinned[~hot] == plain[~hot]).all() and hot.any()
+    assert dense[hot].min() >= dense[~hot].max()
+
+
+def room_needed(trace: Trace, hot: set[int], home: int, steps: int) -> int:
+    """Pinned rows of a home, and the most others that any so many steps in a row need."""
+    (world,) = trace.homes
+    recorded = trace.homes[world][home]
+    cold = []
+    for step in range(recorded.steps):
+        span = slice(recorded.starts[step], recorded.starts[step + 1])
+        named = recorded.names[recorded.numbers[span]].tolist()
+        cold.append(sum(row not in hot for row in named))
+    most = max(sum(cold[step : step + steps]) for step in range(recorded.steps))
+    return sum(row in hot for row in recorded.names.tolist()) + most
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_pins_leave_room_for_the_other_rows(trace: Trace, prefetch: int) -> None:
+    case = case_of("static", trace, 160, prefetch)
+    rows, counts = trace.row_counts()
+    hottest = rows[np.argsort(-counts, kind="stable")]
+    count = pinned_rows(trace, hottest, case)
+    slots = case.home_slots[0]
+
+    def most(hot: int) -> int:
+        named = set(hottest[:hot].tolist())
+        return max(room_needed(trace, named, home, prefetch + 1) for home in range(case.world_size))
+
+    assert count == 0 or most(count) <= slots
+    assert count == len(hottest) or most(count + 1) > slots
+    (outcome,) = replay(trace, [case], popularity_of([trace]))
+    assert outcome.refused is None
+    assert count == 0 or outcome.tight_steps == 0
+    largest = max(home.distinct.max() for homes in trace.homes.values() for home in homes)
+    too_small = case_of("static", trace, int(largest) * case.world_size)
+    assert pinned_rows(trace, rows, too_small) == 0
+    assert pinned_rows(trace, rows, case_of("static", trace, 2000)) == len(rows)
