@@ -104,12 +104,7 @@ class TableCounts:
 
     def lookups_of_hottest(self, rows: int) -> int:
         """Lookups of the `rows` most frequent ids."""
-        counts = np.asarray(self.counts)
-        if rows <= 0:
-            return 0
-        if rows < len(counts):
-            counts = np.partition(counts, len(counts) - rows)[len(counts) - rows :]
-        return int(counts.sum(dtype=np.int64))
+        return int(self.dense()[self.hottest(rows)].sum())
 
 
 @dataclass(frozen=True)
