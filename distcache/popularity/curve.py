@@ -1,106 +1,21 @@
 """Lookups counted while they stream by, and what follows from counts alone.
 
-The first half counts the lookups of a table, exactly or in bounded memory. A curve then says how
-many rows of a table were looked up how often. It has thousands of entries where a table has
-millions of rows, and all that the package expects before it trains comes from it.
+The first part counts the lookups of a table. A curve then says how many rows of a table were
+looked up how often. It has thousands of entries where a table has millions of rows, and all that
+the package expects before it trains comes from it.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from distcache.data.samplers import mix64
-from distcache.errors import ConfigError, DataError
+from distcache.errors import DataError
 from distcache.popularity.statistics import TableCounts
-
-# -----------------------------------------------------------------------------
-# Counting in bounded memory: frequent items with a known error, and how many ids are distinct.
-# All of it takes the distinct ids of many lookups at once, so that NumPy's sorting is the loop.
-
-COUNTER_BYTES = 112
-"""Of one counter of a `SketchCounter`: those of the part and of the whole, a lookup that waits, and
-the scratch of merging, which is most."""
-
-
-class FrequentItems:
-    """Counters of the most frequent ids, at most `most` (Misra & Gries 1982; merged as in Agarwal
-    et al. 2012, "Mergeable summaries").
-
-    Where more ids have one, the (`most` + 1)-th largest counter is taken off each, and those at 0
-    leave. `error`: what was taken off so far, at most total / (most + 1): the true count of an id
-    lies between its counter and counter + error; an id without a counter has at most `error`.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.ids, self.counts = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-        self.error = 0
-
-    def add(self, ids: np.ndarray, counts: np.ndarray, error: int = 0) -> None:
-        """Add int64 `counts` of int64 `ids` (distinct), each of them at most `error` too small."""
-        both = np.concatenate((self.ids, ids))
-        order = np.argsort(both, kind="stable")  # of two runs that rise this is one merge
-        both, counts = both[order], np.concatenate((self.counts, counts))[order]
-        del order
-        first = np.flatnonzero(np.diff(both, prepend=-1))
-        found, total = both[first], np.add.reduceat(counts, first) if len(first) else counts
-        del both, counts, first
-        if len(found) > self._most:
-            last = len(found) - self._most - 1
-            least = int(np.partition(total, last)[last])
-            kept = total > least
-            found, total, error = found[kept], total[kept] - least, error + least
-        self.ids, self.counts = found, total
-        self.error += error
-
-
-class Bitmap:
-    """How many distinct ids of a table of `rows` rows were seen, in at most so many `bytes`.
-
-    Exactly, by one bit a row, where that fits; else ids share bits by a hash, and their number is
-    m ln(m / z) for z of m bits that are not set: linear counting (Whang et al. 1990).
-    """
-
-    def __init__(self, rows: int, bytes: int) -> None:
-        self.exact = -(-rows // 8) <= bytes
-        self._bits = np.zeros(-(-rows // 8) if self.exact else bytes, dtype=np.uint8)
-        self.bytes = len(self._bits)
-
-    def add(self, ids: np.ndarray) -> None:
-        """See `ids` (int64, inside the table)."""
-        if not self.exact:
-            ids = (mix64(ids.astype(np.uint64)) % np.uint64(8 * self.bytes)).astype(np.int64)
-        np.bitwise_or.at(self._bits, ids >> 3, np.left_shift(1, ids & 7).astype(np.uint8))
-
-    @property
-    def _set(self) -> int:
-        return int(np.bitwise_count(self._bits).sum(dtype=np.int64))
-
-    def estimate(self) -> int:
-        """How many distinct ids were seen; where no bit is left, at least so many."""
-        if self.exact:
-            return self._set
-        bits = 8 * self.bytes
-        return round(bits * math.log(bits / max(bits - self._set, 1)))
-
-    @property
-    def relative_error(self) -> float:
-        """Standard error of the estimate, as a share of it; 0: exact."""
-        load = self.estimate() / (8 * self.bytes)
-        if self.exact or not load:
-            return 0.0
-        return math.sqrt((math.expm1(load) - load) / (8 * self.bytes)) / load
-
 
 # -----------------------------------------------------------------------------
 # How the most frequent rows of one part of a stream serve the parts after it.
@@ -168,38 +83,25 @@ def _ratio(parts: list[float], wholes: list[float]) -> float | None:
 
 
 # -----------------------------------------------------------------------------
-# Lookups of one table, counted exactly or in bounded memory.
+# Lookups of one table, counted exactly.
 #
 # The stream comes in parts: what is counted in a part, `close_part` gives and adds to the whole.
 
-DENSE_BYTES = 8
-"""Of a row that is counted exactly: a uint32 for the part and one for the whole."""
-
-LEAST_BYTES = 1 << 16
-"""The least memory that one table is given, unless it needs less."""
+COUNT_BYTES = 8
+"""Of a row: a uint32 for the part and one for the whole."""
 
 _MOST = np.iinfo(np.uint32).max
-_LEAST_COUNTERS = 16
 
 
-class TableCounter(ABC):
-    """What counts the lookups of a table of `rows` rows, read by `feature`.
-
-    `bytes`: memory that it takes.
-    """
-
-    bytes: int
+class TableCounter:
+    """Counts the lookups of a table of `rows` rows, read by `feature`."""
 
     def __init__(self, feature: str, rows: int) -> None:
-        self.feature, self.rows = feature, rows
-        self.lookups = 0
+        self.feature, self.rows, self.lookups = feature, rows, 0
         self.drift = Drift(rows)
+        self._part = np.zeros(rows, dtype=np.uint32)
+        self._whole = np.zeros(rows, dtype=np.uint32)
         self._in_part = 0
-
-    @property
-    def distinct_error(self) -> float:
-        """Standard error of its distinct rows, as a share of them; 0: exact."""
-        return 0.0
 
     def add(self, ids: np.ndarray) -> None:
         """Count `ids` (int64 `[n]`). Raises DataError for one outside the table."""
@@ -209,132 +111,27 @@ class TableCounter(ABC):
                 f"feature {self.feature!r}: id {bad} is not in its table, which has {self.rows} "
                 f"rows (ids 0 to {self.rows - 1})"
             )
-        self._count(np.ascontiguousarray(ids, dtype=np.int64))
+        if self._part.dtype == np.uint32 and self._in_part + len(ids) > _MOST:
+            self._part = self._part.astype(np.int64)
+        np.add.at(self._part, ids, self._part.dtype.type(1))  # of another type it is slow
         self.lookups += len(ids)
         self._in_part += len(ids)
 
     def close_part(self) -> None:
         """End a part of the stream; one without a lookup is none."""
-        if self._in_part:
-            ids, counts = self._end_part()
-            self.drift.add(ids, counts, self._in_part)
-            self._in_part = 0
-
-    @abstractmethod
-    def _count(self, ids: np.ndarray) -> None:
-        """Count ids that are inside the table."""
-
-    @abstractmethod
-    def _end_part(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, ascending, and counts of the part, which is added to the whole."""
-
-    @abstractmethod
-    def result(self) -> TableCounts:
-        """Counts over all closed parts."""
-
-
-class DenseCounter(TableCounter):
-    """A counter for every row."""
-
-    def __init__(self, feature: str, rows: int) -> None:
-        super().__init__(feature, rows)
-        self._part = np.zeros(rows, dtype=np.uint32)
-        self._whole = np.zeros(rows, dtype=np.uint32)
-        self.bytes = DENSE_BYTES * rows
-
-    def _count(self, ids: np.ndarray) -> None:
-        if self._part.dtype == np.uint32 and self._in_part + len(ids) > _MOST:
-            self._part = self._part.astype(np.int64)
-        np.add.at(self._part, ids, self._part.dtype.type(1))  # of another type it is slow
-
-    def _end_part(self) -> tuple[np.ndarray, np.ndarray]:
+        if not self._in_part:
+            return
         if self._whole.dtype == np.uint32 and self.lookups > _MOST:
             self._whole = self._whole.astype(np.int64)
         ids = np.flatnonzero(self._part != 0)  # of bools it is ten times as fast
-        counts = self._part[ids].astype(np.int64)
+        self.drift.add(ids, self._part[ids].astype(np.int64), self._in_part)
         self._whole += self._part
         self._part.fill(0)
-        return ids, counts
+        self._in_part = 0
 
     def result(self) -> TableCounts:
-        """See `TableCounter.result`."""
+        """Counts over all closed parts."""
         return TableCounts.of(self.feature, self._whole)
-
-
-class SketchCounter(TableCounter):
-    """Counters of the most frequent rows, in about `memory` bytes."""
-
-    def __init__(self, feature: str, rows: int, memory: int) -> None:
-        super().__init__(feature, rows)
-        self._seen = Bitmap(rows, memory // 2)
-        self._most = max(_LEAST_COUNTERS, (memory - self._seen.bytes) // COUNTER_BYTES)
-        self.bytes = self._seen.bytes + COUNTER_BYTES * self._most
-        self._part, self._whole = FrequentItems(self._most), FrequentItems(self._most)
-        self._waiting: list[np.ndarray] = []
-        self._held = 0  # lookups that wait
-
-    def _count(self, ids: np.ndarray) -> None:
-        # Sorting as many lookups as there are counters makes merging them cheap for each.
-        for start in range(0, len(ids), self._most):
-            self._waiting.append(ids[start : start + self._most].copy())
-            self._held += len(self._waiting[-1])
-            if self._held >= self._most:
-                self._merge()
-
-    def _merge(self) -> None:
-        """Count the lookups that wait."""
-        if self._waiting:
-            ids, counts = np.unique(np.concatenate(self._waiting), return_counts=True)
-            self._waiting, self._held = [], 0
-            self._seen.add(ids)
-            self._part.add(ids, counts)
-
-    def _end_part(self) -> tuple[np.ndarray, np.ndarray]:
-        self._merge()
-        ids, counts = self._part.ids, self._part.counts
-        self._whole.add(ids, counts, self._part.error)
-        self._part.clear()
-        return ids, counts
-
-    @property
-    def distinct_error(self) -> float:
-        """See `TableCounter`."""
-        return self._seen.relative_error
-
-    def result(self) -> TableCounts:
-        """See `TableCounter.result`."""
-        ids, counts = self._whole.ids, self._whole.counts
-        distinct = min(max(self._seen.estimate(), len(ids)), self.rows, self.lookups)
-        return TableCounts(
-            self.feature, self.rows, self.lookups, distinct, counts, ids, self._whole.error
-        )
-
-
-def make_counters(
-    features: Sequence[str], table_rows: Sequence[int], memory: int
-) -> list[TableCounter]:
-    """A counter for each table, all together in about `memory` bytes.
-
-    The smallest tables are counted exactly, as many as leave the others a fair share; where all
-    fit, all are exact. Raises ConfigError where the memory is too little for sketches too.
-    """
-    counters: dict[int, TableCounter] = {}
-    left, todo = memory, sorted(range(len(table_rows)), key=lambda table: table_rows[table])
-    for done, table in enumerate(todo):
-        rows, share = table_rows[table], left // (len(todo) - done)
-        exact = DENSE_BYTES * rows
-        if exact > share and share < LEAST_BYTES:
-            least = sum(min(DENSE_BYTES * rows, LEAST_BYTES) for rows in table_rows)
-            raise ConfigError(
-                f"analyze.memory={memory} is too little to count {len(table_rows)} tables: give at "
-                f"least {least} bytes; {DENSE_BYTES * sum(table_rows)} count every row exactly"
-            )
-        if exact <= share:
-            counters[table] = DenseCounter(features[table], rows)
-        else:
-            counters[table] = SketchCounter(features[table], rows, share)
-        left -= counters[table].bytes
-    return [counters[table] for table in range(len(table_rows))]
 
 
 # -----------------------------------------------------------------------------
@@ -368,9 +165,8 @@ class Curve:
     """`rows[i]` of a table's `table_rows` rows (V) have the count `counts[i]` each.
 
     Float64 `[k]`; counts fall, none are 0. `lookups`: all lookups that were counted (N), in
-    `samples` samples. Counts are whole where they are exact (`error` 0); those of a sketch are up
-    to `error` too small. Of a law that is known, `lookups` is infinite, and `counts` are the
-    chances of rows in one lookup of a stream without an end.
+    `samples` samples. Of a law that is known, `lookups` is infinite, and `counts` are the chances
+    of rows in one lookup of a stream without an end.
     """
 
     counts: np.ndarray
@@ -378,27 +174,13 @@ class Curve:
     lookups: float
     table_rows: int
     samples: int = 1
-    error: int = 0
 
     @classmethod
     def of(cls, table: TableCounts, samples: int = 1) -> Curve:
-        """The curve of a table's counts; of a sketch, of the rows that it holds alone."""
+        """The curve of a table's counts."""
         values, rows = table.histogram()
         counts, number = values.astype(np.float64), rows.astype(np.float64)
-        return cls(counts, number, float(table.lookups), table.rows, samples, table.error)
-
-    def with_others(self, distinct: int) -> Curve:
-        """The same where `distinct` rows were looked up: those that a sketch does not hold share
-        what is left of the lookups evenly."""
-        held = float(self.counts @ self.rows)
-        left = self.lookups - held
-        if left <= 0:
-            return self
-        others = max(distinct - self.distinct, left / max(self.error, 1), 1.0)
-        counts, rows = np.append(self.counts, left / others), np.append(self.rows, others)
-        order = np.argsort(-counts, kind="stable")
-        counts, rows = counts[order], rows[order]
-        return replace(self, counts=counts, rows=rows, lookups=float(counts @ rows))
+        return cls(counts, number, float(table.lookups), table.rows, samples)
 
     @cached_property
     def distinct(self) -> float:
@@ -462,8 +244,8 @@ class Curve:
     @property
     def alike(self) -> bool:
         """Whether the table's rows differ by no more than chance: their spread is near 0, and
-        enough lookups were counted, exactly, to say so. A table of one row is none."""
-        if self.table_rows < 2 or not self.lookups or self.error:
+        enough lookups were counted to say so. A table of one row is none."""
+        if self.table_rows < 2 or not self.lookups:
             return False
         # the standard error of `spread`
         chance = math.sqrt(2 / self.table_rows) * self.table_rows / self.lookups
@@ -531,9 +313,6 @@ class StaticSet:
 
 _SURE = 30
 """Least count of a row in the fit: its own chance is then below a fifth."""
-_ERRORS = 10
-"""Least count of a row in the fit, in errors of a sketch."""
-
 _LEAST_ROWS = 20
 _MOST_ROWS = 1_000_000
 _INNER = 0.5
@@ -557,11 +336,10 @@ def fit_zipf(curve: Curve) -> ZipfFit:
     Rank regression: least squares of log(rank - 1/2) on log(count) has slope -1/a, with standard
     error (1/a) sqrt(2 / rows) (Gabaix & Ibragimov 2011, "Rank - 1/2"). Over the rows with at least
     30 lookups, at most the more frequent half of those looked up: chance blurs the counts of the
-    others, and sorting then makes them look steeper. In a sketch, of rows with at least ten times
-    its error. Rows whose counts differ by no more than
+    others, and sorting then makes them look steeper. Rows whose counts differ by no more than
     chance have the exponent 0.
     """
-    rows = int(curve.rows[curve.counts >= max(_SURE, _ERRORS * curve.error)].sum())
+    rows = int(curve.rows[curve.counts >= _SURE].sum())
     rows = min(rows, _MOST_ROWS, int(curve.distinct * _INNER))
     if curve.alike:
         return ZipfFit(0.0, math.sqrt(ALIKE), curve.table_rows, "rows differ by chance alone")
@@ -591,22 +369,14 @@ class TableProfile:
     """One table's lookups.
 
     `counts`, and their `curve`; `fit` of Zipf's law; `drift` over the parts of the stream;
-    `distinct_error`: standard error of the distinct rows, as a share (0: exact); `batch_lookups`:
-    lookups of a global batch; `count_bytes`: memory that counting took.
+    `batch_lookups`: lookups of a global batch.
     """
 
     counts: TableCounts
     curve: Curve
     fit: ZipfFit
     drift: Drift
-    distinct_error: float
     batch_lookups: float
-    count_bytes: int
-
-    @property
-    def exact(self) -> bool:
-        """Whether every row was counted."""
-        return self.counts.ids is None
 
     @property
     def unused(self) -> bool:
@@ -639,10 +409,6 @@ class TableProfile:
             "rows": counts.rows,
             "lookups": counts.lookups,
             "distinct": counts.distinct,
-            "distinct_standard_error": self.distinct_error,
-            "exact": self.exact,
-            "count_error": counts.error,
-            "count_bytes": self.count_bytes,
             "top_shares": {str(share): self.top(share) for share in TOP_SHARES},
             "zipf": vars(self.fit),
             "rows_alike": self.alike,
@@ -662,13 +428,11 @@ class TableProfile:
 def profile_of(counter: TableCounter, samples: int, batch: int) -> TableProfile:
     """The profile of what `counter` counted in `samples` samples, for global batches of `batch`."""
     counts = counter.result()
-    curve = Curve.of(counts, samples).with_others(counts.distinct)
+    curve = Curve.of(counts, samples)
     return TableProfile(
         counts=counts,
         curve=curve,
         fit=fit_zipf(curve),
         drift=counter.drift,
-        distinct_error=counter.distinct_error,
         batch_lookups=counts.lookups / max(samples, 1) * batch,
-        count_bytes=counter.bytes,
     )

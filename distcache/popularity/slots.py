@@ -503,14 +503,12 @@ def statistics_of(statistics: Statistics, tables: Sequence[TableSpec], given: st
                 f"{', '.join(table.features)} (all tables: fingerprint {wanted}): count this "
                 "model's data with python -m distcache.analyze"
             )
-        counts.append(parts[0] if len(parts) == 1 else _added(table, parts))
+        if len(parts) == 1:
+            counts.append(parts[0])
+        else:
+            summed = np.sum([part.dense() for part in parts], axis=0)
+            counts.append(TableCounts.of(table.name, summed))
     return replace(statistics, tables=tuple(counts))
-
-
-def _added(table: TableSpec, parts: Sequence[TableCounts]) -> TableCounts:
-    counts = np.sum([part.dense() for part in parts], axis=0)
-    found = TableCounts.of(table.name, counts, sum(part.error for part in parts))
-    return replace(found, lookups=sum(part.lookups for part in parts))  # of sketches there are more
 
 
 # -----------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class TableCounts:
     """Lookups of one table, which has `rows` rows, read by `feature`.
 
     `ids` int64 `[k]`, distinct and ascending, or None where `counts` has an entry for every row;
-    `counts`: unsigned or int64 `[k]` (or `[rows]`), each at most `error` too small (0: exact);
+    `counts`: unsigned or int64 `[k]` (or `[rows]`);
     `lookups`: all lookups of the table; `distinct`: rows that were looked up at all.
     """
 
@@ -54,13 +54,12 @@ class TableCounts:
     distinct: int
     counts: np.ndarray
     ids: np.ndarray | None = None
-    error: int = 0
 
     @classmethod
-    def of(cls, feature: str, counts: np.ndarray, error: int = 0) -> TableCounts:
+    def of(cls, feature: str, counts: np.ndarray) -> TableCounts:
         """Of a table whose every row has its count, unsigned or int64 `[rows]`."""
         total, distinct = int(counts.sum(dtype=np.int64)), int(np.count_nonzero(counts))
-        return cls(feature, len(counts), total, distinct, counts, error=error)
+        return cls(feature, len(counts), total, distinct, counts)
 
     @property
     def table(self) -> str:
@@ -187,7 +186,7 @@ def write_statistics(folder: Path, statistics: Statistics) -> None:
     os.replace(partial, folder / NAME)
 
 
-_PLAIN = ("feature", "rows", "lookups", "distinct", "error")
+_PLAIN = ("feature", "rows", "lookups", "distinct")
 
 
 def read_statistics(path: str | Path, key: str = "cache.statistics") -> Statistics:
@@ -225,6 +224,8 @@ def _read_own(folder: Path, key: str) -> Statistics:
 
 
 def _read_table(folder: Path, index: int, about: dict[str, Any]) -> TableCounts:
+    if about.get("error"):  # an earlier version could count a table with a sketch
+        raise ValueError(f"counts/{index}.npy has no exact counts")
     counts = np.load(folder / f"counts/{index}.npy", mmap_mode="r")
     ids = None
     if about["sparse"]:

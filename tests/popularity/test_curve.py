@@ -1,9 +1,8 @@
-"""Lookups counted, exactly or in little memory; what follows from counts; the hot set."""
+"""Lookups counted; what follows from counts; the hot set."""
 
 from __future__ import annotations
 
 import math
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,34 +10,26 @@ import torch
 
 from distcache.data.batch import JaggedIds
 from distcache.data.synthetic import ZipfTables
-from distcache.errors import ConfigError, DataError
+from distcache.errors import DataError
 from distcache.popularity import curve as module
 from distcache.popularity.curve import (
-    Bitmap,
     Curve,
-    DenseCounter,
     Drift,
-    FrequentItems,
-    SketchCounter,
     StaticSet,
+    TableCounter,
     fit_zipf,
-    make_counters,
     most_frequent,
 )
 from distcache.popularity.hot_cold import HotSet, expected_cold, hottest, rows_that_fit
 from distcache.popularity.statistics import Statistics, TableCounts
 
 
-def skewed(rows: int, count: int, seed: int = 0) -> np.ndarray:
-    return (rows * np.random.default_rng(seed).random(count) ** 5).astype(np.int64)
-
-
-def seeded(count: int) -> list[np.random.Generator]:
-    return [np.random.default_rng(seed) for seed in range(count)]
+def skewed(rows: int, count: int) -> np.ndarray:
+    return (rows * np.random.default_rng(0).random(count) ** 5).astype(np.int64)
 
 
 def test_exact_counts_over_parts() -> None:
-    counter, ids = DenseCounter("a", 1000), skewed(1000, 5000)
+    counter, ids = TableCounter("a", 1000), skewed(1000, 5000)
     for bad in (-1, 1000):
         with pytest.raises(DataError, match=rf"'a': id {bad} is not in its table, .* 1000 rows"):
             counter.add(np.array([1, bad]))
@@ -50,13 +41,12 @@ def test_exact_counts_over_parts() -> None:
     found = counter.result()
     assert (found.lookups, found.distinct) == (5000, len(np.unique(ids)))
     assert found.counts.tolist() == np.bincount(ids, minlength=1000).tolist()
-    assert found.ids is None and found.error == 0
-    assert counter.bytes == 8000 and len(counter.drift.own) == 3
+    assert found.ids is None and len(counter.drift.own) == 3
 
 
 def test_counts_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST", 250)
-    counter = DenseCounter("a", 4)
+    counter = TableCounter("a", 4)
     for _ in range(3):
         counter.add(np.full(200, 2))
     counter.close_part()
@@ -64,118 +54,21 @@ def test_counts_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.counts.dtype == np.int64 and found.counts.tolist() == [0, 0, 600, 0]
 
 
-def test_sketched_counts_over_parts() -> None:
-    rows = 1 << 20
-    counter, ids = SketchCounter("a", rows, 400_000), skewed(rows, 200_000)
-    for part in np.array_split(ids, 4):
-        counter.add(part)
-        counter.close_part()
-    found = counter.result()
-    true = np.bincount(ids, minlength=rows)
-    assert found.lookups == 200_000 and found.distinct == np.count_nonzero(true)
-    assert (found.counts <= true[found.ids]).all()
-    assert (true - found.dense() <= found.error).all() and found.error > 0
-    assert counter.bytes <= 400_000 and counter.distinct_error == 0  # each row has a bit
-    small = SketchCounter("a", 1 << 30, 100_000)
-    small.add(ids)
-    small.close_part()
-    assert small.bytes <= 100_000 and 0 < small.distinct_error < 0.01
-    assert small.result().distinct == pytest.approx(found.distinct, rel=4 * small.distinct_error)
-
-
-def test_memory_is_shared_by_need() -> None:
-    rows = [10, 1_000_000, 5_000, 2_000_000]
-    names = ["a", "b", "c", "d"]
-    exact = make_counters(names, rows, 8 * sum(rows))
-    assert all(isinstance(counter, DenseCounter) for counter in exact)
-    assert [counter.rows for counter in exact] == rows
-    assert [counter.feature for counter in exact] == names
-    for memory in (8 * sum(rows) - 1, 10_000_000, 1_000_000):
-        made = make_counters(names, rows, memory)
-        assert sum(counter.bytes for counter in made) <= memory
-        assert isinstance(made[0], DenseCounter) and isinstance(made[3], SketchCounter)
-    with pytest.raises(ConfigError, match=r"analyze\.memory=50000 .* give at least 171152 bytes"):
-        make_counters(names, rows, 50_000)
-
-
-@pytest.mark.parametrize("power", [1, 3, 8])
-def test_frequent_items_keep_their_error(power: int) -> None:
-    """Every count lies between its counter and counter + error, however items came and merged."""
-    parts = [(20_000 * rng.random(20_000) ** power).astype(np.int64) for rng in seeded(3)]
-    most, whole = 700, FrequentItems(700)
-    for part in parts:
-        one = FrequentItems(most)
-        for some in np.array_split(part, 4):
-            one.add(*np.unique(some, return_counts=True))
-        whole.add(one.ids, one.counts, one.error)
-    true = np.bincount(np.concatenate(parts), minlength=20_000)
-    held = np.zeros_like(true)
-    held[whole.ids] = whole.counts
-    assert (np.diff(whole.ids) > 0).all() and (whole.counts > 0).all() and len(whole.ids) <= most
-    assert (held <= true).all() and (true <= held + whole.error).all()
-    assert 0 < whole.error <= true.sum() / (most + 1)
-    few = FrequentItems(50)
-    for _ in range(3):
-        few.add(*np.unique(np.arange(100) % 50, return_counts=True))
-    assert few.error == 0 and few.counts.tolist() == [6] * 50
-
-
-@pytest.mark.parametrize("count", [0, 1, 30, 3_000, 40_000, 300_000])
-def test_distinct_ids_are_estimated_within_the_error(count: int) -> None:
-    for rng in seeded(3):
-        ids = np.unique(rng.integers(0, 1 << 60, count))
-        seen = Bitmap(1 << 60, 20_000)
-        seen.add(np.concatenate((ids, ids)))
-        assert not seen.exact
-        assert abs(seen.estimate() - len(ids)) <= 4 * seen.relative_error * len(ids)
-    assert (seen.relative_error > 0) == (count > 0)
-    full = Bitmap(1 << 60, 1)
-    full.add(np.random.default_rng(0).integers(0, 1 << 60, 1000))
-    assert full.estimate() == round(8 * np.log(8))
-
-
-def test_a_sketch_takes_the_memory_that_it_says() -> None:
-    memory, rows = 4_000_000, 1 << 22
-    ids = [skewed(rows, 10_000, seed) for seed in range(20)]
-    tracemalloc.start()
-    counter = SketchCounter("a", rows, memory)
-    for part in ids:
-        counter.add(part)
-    counter.close_part()
-    taken = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert 0.6 * memory < taken < 1.05 * memory and counter.bytes <= memory
-
-
 COUNTS = np.array([5, 0, 100_000, 1, 1, 70_000, 5, 0, 2], dtype=np.uint32)
 
 
-def table(counts: np.ndarray) -> TableCounts:
-    return TableCounts.of("a", counts)
-
-
-def curve_of(counted: TableCounts) -> Curve:
-    return Curve.of(counted).with_others(counted.distinct)
+def curve_of(counts: np.ndarray) -> Curve:
+    return Curve.of(TableCounts.of("a", counts))
 
 
 def test_a_curve_holds_the_counts() -> None:
-    curve = curve_of(table(COUNTS))
+    curve = curve_of(COUNTS)
     assert curve.counts.tolist() == [100_000, 70_000, 5, 2, 1]
     assert curve.rows.tolist() == [1, 1, 2, 1, 2]
     assert curve.lookups == COUNTS.sum() and curve.distinct == 7
     for rows in range(10):
         best = np.sort(COUNTS)[::-1][:rows].sum() / COUNTS.sum()
         assert curve.top(rows) == pytest.approx(best)
-
-
-def test_rows_that_a_sketch_does_not_hold_share_the_rest() -> None:
-    sketched = TableCounts("a", 9, 100, 6, np.array([50, 30]), np.array([2, 4]), error=6)
-    curve = curve_of(sketched)
-    assert curve.lookups == 100 and curve.distinct == 6
-    assert curve.counts.tolist() == [50, 30, 5] and curve.rows.tolist() == [1, 1, 4]
-    flat = TableCounts("a", 100, 10_000, 100, np.array([1]), np.array([4]), error=90)
-    assert curve_of(flat).spread < 0.001 and not curve_of(flat).alike
-    assert fit_zipf(curve_of(flat)).exponent is None
 
 
 def chance(counts: np.ndarray, drawn: int, of: int = 0) -> np.ndarray:
@@ -188,7 +81,7 @@ def chance(counts: np.ndarray, drawn: int, of: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("lookups", [1, 3, 12, 40])
 def test_distinct_rows_of_a_part_of_the_lookups(lookups: int) -> None:
     counts = np.array([20, 9, 5, 5, 1, 1, 1, 1, 0])
-    found = curve_of(table(counts))
+    found = curve_of(counts)
     assert found.expected(lookups) == pytest.approx(chance(counts, lookups).sum(), rel=0.003)
     assert found.expected(10 * int(counts.sum())) == pytest.approx(8)
 
@@ -216,7 +109,7 @@ def test_an_endless_stream_is_estimated_without_bias() -> None:
     rng, found, plugged = np.random.default_rng(5), [], []
     for _ in range(20):
         counts = np.bincount(rng.choice(50_000, 20_000, p=shares), minlength=50_000)
-        found.append(curve_of(table(counts)).expected(2000))
+        found.append(curve_of(counts).expected(2000))
         seen = counts / counts.sum()
         plugged.append(float(np.sum(-np.expm1(2000 * np.log1p(-seen)))))
     error = np.std(found) / math.sqrt(len(found))
@@ -226,21 +119,21 @@ def test_an_endless_stream_is_estimated_without_bias() -> None:
 
 def test_rows_alike_and_not() -> None:
     rng = np.random.default_rng(1)
-    even = curve_of(table(np.bincount(rng.integers(0, 1000, 100_000), minlength=1000)))
+    even = curve_of(np.bincount(rng.integers(0, 1000, 100_000), minlength=1000))
     assert even.alike and even.spread < 0.005
-    few = curve_of(table(np.bincount(rng.integers(0, 10**6, 1000), minlength=10**6)))
+    few = curve_of(np.bincount(rng.integers(0, 10**6, 1000), minlength=10**6))
     assert not few.alike  # too few lookups to say so
-    assert not curve_of(table(np.array([100, 0, 0, 0]))).alike
+    assert not curve_of(np.array([100, 0, 0, 0])).alike
     assert not Curve(np.array([9.0]), np.array([1.0]), 9.0, 1).alike
     uneven = rng.choice(1000, 100_000, p=np.arange(1, 1001) / 500_500)
-    found = curve_of(table(np.bincount(uneven, minlength=1000))).spread
+    found = curve_of(np.bincount(uneven, minlength=1000)).spread
     assert found == pytest.approx(1 / 3, rel=0.05)  # of a popularity that rises evenly
 
 
 def test_the_best_fixed_set_of_several_tables() -> None:
     rng = np.random.default_rng(2)
     many = [rng.integers(0, 50, 40), rng.integers(0, 90, 30)]
-    curves = [curve_of(table(counts)) for counts in many]
+    curves = [curve_of(counts) for counts in many]
     found = StaticSet.of(curves, (20, 40))
     joint = np.concatenate(many)
     chances = np.concatenate([chance(c, n) for c, n in zip(many, (20, 40), strict=True)])
@@ -277,7 +170,7 @@ def zipf_curve(rows: int, lookups: int, exponent: float, seed: int) -> Curve:
     ids = ZipfTables([rows], exponent, seed).draw_ids(
         np.random.default_rng(seed).random(lookups), np.array([lookups])
     )
-    return Curve.of(table(np.bincount(ids, minlength=rows)))
+    return curve_of(np.bincount(ids, minlength=rows))
 
 
 @pytest.mark.parametrize("rows", [300, 10_000, 300_000])
@@ -296,7 +189,7 @@ def test_uniform_ids_have_the_exponent_0_and_few_have_none() -> None:
     fit = fit_zipf(zipf_curve(2_000, 200_000, 0.0, 3))
     assert fit.exponent == 0 and fit.rows == 2_000 and "chance" in fit.why
     assert fit_zipf(zipf_curve(3, 1000, 1.0, 1)).why.startswith("fewer than 20 rows")
-    one = fit_zipf(Curve.of(table(np.eye(1, 100, 7, dtype=np.int64)[0] * 500)))
+    one = fit_zipf(curve_of(np.eye(1, 100, 7, dtype=np.int64)[0] * 500))
     assert one.exponent is None and one.error is None
 
 

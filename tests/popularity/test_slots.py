@@ -44,7 +44,7 @@ SOURCE = SimpleNamespace(features=("a", "b"), table_rows=(4, 10), vocabulary="id
 @pytest.fixture
 def statistics() -> Statistics:
     dense = TableCounts("a", 4, 111, 3, np.array([1, 100, 0, 10], dtype=np.uint32))
-    sparse = TableCounts("b", 10, 12, 2, np.array([5, 5]), np.array([3, 9]), error=1)
+    sparse = TableCounts("b", 10, 12, 2, np.array([5, 5]), np.array([3, 9]))
     return Statistics((dense, sparse), "ids", 100, 0.5)
 
 
@@ -61,6 +61,10 @@ def test_what_is_written_is_read(tmp_path: Path, statistics: Statistics) -> None
     assert found.tables[0].order.tolist() == [1, 3, 0]
     assert found.tables[1].hottest(1).tolist() == [3]
     check_fits(found, SOURCE, tmp_path)
+    path = tmp_path / "statistics.json"  # as an earlier version left counts of a sketch
+    path.write_text(path.read_text().replace('"distinct": 2', '"distinct": 2, "error": 1'))
+    with pytest.raises(DataError, match=r"1\.npy has no exact counts.*count again"):
+        read_statistics(tmp_path)
     for other in ({"features": ("a", "c")}, {"table_rows": (4, 11)}, {"vocabulary": "hash"}):
         with pytest.raises(ConfigError, match=f"(?s){statistics.fingerprint}.*has fingerprint"):
             check_fits(statistics, SimpleNamespace(**vars(SOURCE) | other), "here")
