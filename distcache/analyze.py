@@ -111,7 +111,7 @@ def access_table(profiles: Sequence[TableProfile]) -> Table:
 
     def zipf(profile: TableProfile) -> str:
         fit = profile.fit
-        if profile.alike:
+        if profile.curve.alike:
             return "alike"
         if fit.exponent is None or fit.error is None:
             return "-"
@@ -365,7 +365,7 @@ def _reach(target: Target) -> str:
 
 def _alike(profiles: Sequence[TableProfile]) -> list[str]:
     """Why a cache will not help, where most rows are in tables without hot rows."""
-    tables = [profile for profile in profiles if profile.alike]
+    tables = [profile for profile in profiles if profile.curve.alike]
     rows = sum(profile.counts.rows for profile in tables)
     share = rows / sum(profile.counts.rows for profile in profiles)
     if share <= _MOSTLY:

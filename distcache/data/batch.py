@@ -382,15 +382,14 @@ class BatchCheck:
 class Prefetch:
     """Iterates over `batches`, loaded, at most `depth` ahead; what goes wrong is raised in order.
 
-    After each batch `load_s` is what drawing and loading it took (seconds, beside the steps), and
-    `wait_s` how long the caller waited for it. A context manager: leaving it waits for the batch
-    that is being drawn, and drops those drawn ahead.
+    After each batch `load_s` is what drawing and loading it took (seconds, beside the steps). A
+    context manager: leaving it waits for the batch that is being drawn, and drops those ahead.
     """
 
     def __init__(self, batches: Iterable[Batch], depth: int = 2) -> None:
         self._batches, self._depth = iter(batches), depth
         self._thread = ThreadPoolExecutor(1, "distcache-load")
-        self.load_s = self.wait_s = 0.0
+        self.load_s = 0.0
 
     def __enter__(self) -> Prefetch:
         return self
@@ -401,13 +400,8 @@ class Prefetch:
     def __iter__(self) -> Iterator[Batch]:
         # One more than `depth` is being drawn while the caller uses the batch before them.
         ahead = deque(self._thread.submit(self._draw) for _ in range(self._depth + 1))
-        while True:
-            began = time.perf_counter()
-            item = ahead.popleft().result()
-            if item is None:
-                return
+        while (item := ahead.popleft().result()) is not None:
             batch, self.load_s = item
-            self.wait_s = time.perf_counter() - began
             ahead.append(self._thread.submit(self._draw))
             yield batch
 

@@ -208,7 +208,7 @@ def whole_lines(chunks: Iterable[bytes], longest: int) -> Iterator[bytes]:
         yield rest
 
 
-_SHOWN = 10
+SHOWN = 10
 """Bad lines that a report quotes."""
 
 
@@ -228,7 +228,7 @@ class BadLines:
                 f"{message}; correct the line, or leave such lines out with data.on_bad_line=skip"
             )
         self.count += 1
-        if len(self.first) < _SHOWN:
+        if len(self.first) < SHOWN:
             self.first.append(message)
 
     def summary(self) -> dict[str, Any]:
@@ -362,16 +362,9 @@ class MappedRows:
             raise DataError(f"{self._file.path} cannot be read: the disk or its network failed")
         return result
 
-    def visit_at_random(self, stop: int) -> None:
-        """Read no pages around those of rows before `stop`: these come in no order."""
-        self._advise(0, stop, mmap.MADV_RANDOM)
-
-    def will_need(self, start: int, stop: int) -> None:
-        """Have the system read rows [start, stop) soon, without waiting for it."""
-        self._advise(start, stop, mmap.MADV_WILLNEED)
-
-    def _advise(self, start: int, stop: int, advice: int) -> None:
-        """A hint about the pages of some rows; that it is not taken changes nothing."""
+    def advise(self, start: int, stop: int, advice: int) -> None:
+        """A hint (`mmap.MADV_...`) about the pages of rows [start, stop), without waiting; that it
+        is not taken changes nothing."""
         low, high = (self._address + row * self._row_bytes for row in (start, stop))
         low -= low % mmap.PAGESIZE
         _LIBC.madvise(low, high - low, advice)

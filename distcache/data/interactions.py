@@ -138,7 +138,12 @@ def read_csv(files: Sequence[InputFile], delimiter: str, bad: BadLines) -> Inter
         for first, block in _blocks(file):
             if first == 1:
                 line, after = block.split(b"\n", 1)
-                fields = fields or _count_fields(file, line, separator)
+                fields = fields or line.count(separator) + 1
+                if not 2 <= fields <= len(_FIELDS):
+                    raise DataError(
+                        f"{file.path}:1: {fields} fields separated by {show(separator)}; 2 to 4 "
+                        f"are read: {', '.join(_FIELDS)} (data.delimiter says what separates them)"
+                    )
                 if not any(map(_NUMBER.fullmatch, line.split(separator))):
                     header, block, first = line, after, 2
             numbers = _fast_block(block, separator, fields)
@@ -156,16 +161,6 @@ def read_csv(files: Sequence[InputFile], delimiter: str, bad: BadLines) -> Inter
     whole = np.concatenate(parts) if parts else np.zeros((0, 4))
     extra = [whole[:, at] if fields > at else None for at in (2, 3)]
     return Interactions(whole[:, 0].astype(np.int64), whole[:, 1].astype(np.int64), *extra)
-
-
-def _count_fields(file: InputFile, line: bytes, separator: bytes) -> int:
-    fields = line.count(separator) + 1
-    if not 2 <= fields <= len(_FIELDS):
-        raise DataError(
-            f"{file.path}:1: {fields} fields separated by {show(separator)}; 2 to 4 are read: "
-            f"{', '.join(_FIELDS)} (data.delimiter says what separates them)"
-        )
-    return fields
 
 
 def _blocks(file: InputFile) -> Iterator[tuple[int, bytes]]:

@@ -498,10 +498,8 @@ class ParquetSource(SlicedSource):
     file order. A rank reads only the row groups that hold its slices, ids and dense features apart,
     and keeps decoded row groups of about `shuffle_rows` samples (at least two row groups).
     Without dense columns there is one dense feature, the constant 1. Raises DataError for missing
-    or malformed files. `deferred`: dense features and labels are read when a batch is loaded.
+    or malformed files. Dense features and labels are read when a batch is loaded.
     """
-
-    deferred = True
 
     def __init__(self, spec: ParquetSpec) -> None:
         self.spec = spec
@@ -604,13 +602,12 @@ class ParquetSource(SlicedSource):
     def _batch(self, groups: np.ndarray, samples: np.ndarray, part: BatchSlice) -> Batch:
         """Rows `samples` of row groups `groups`."""
         count = len(samples)
-        batch = part.batch(
+        return part.batch(
             unloaded(count, self.dense_features),
             self.ids(groups, samples),
             unloaded(count),
             lambda: self.dense_and_labels(groups, samples),
         )
-        return batch if self.deferred else batch.loaded()
 
     def ids(self, groups: np.ndarray, samples: np.ndarray) -> JaggedIds:
         """The bags of some samples, given as row groups and rows in them; reads ids alone."""

@@ -388,11 +388,6 @@ class TableProfile:
         """Whether all ids are equal."""
         return self.counts.lookups > 0 and self.counts.distinct == 1 and self.counts.rows > 1
 
-    @property
-    def alike(self) -> bool:
-        """Whether rows differ by no more than chance."""
-        return self.curve.alike
-
     def top(self, share: float) -> float:
         """Share of the lookups on this share of the table's rows, the most frequent ones."""
         return self.curve.top(math.ceil(share * self.counts.rows))
@@ -411,7 +406,7 @@ class TableProfile:
             "distinct": counts.distinct,
             "top_shares": {str(share): self.top(share) for share in TOP_SHARES},
             "zipf": vars(self.fit),
-            "rows_alike": self.alike,
+            "rows_alike": self.curve.alike,
             "lookups_per_batch": self.batch_lookups,
             "distinct_per_batch": {str(w): self.distinct_per_batch(w) for w in world_sizes},
             "drift": {

@@ -8,6 +8,7 @@ import gzip
 import json
 import logging
 import math
+import mmap
 import os
 import random
 import re
@@ -443,7 +444,7 @@ def test_of_a_large_file_only_the_pages_of_the_rows_that_are_taken_are_read(tmp_
             pytest.skip(f"the file system takes no sparse files of 104 GB: {error}")
     rows, order = MappedRows(path, np.load(path, mmap_mode="r")), np.arange(batch)
     if random:
-        rows.visit_at_random(shape[0])
+        rows.advise(0, shape[0], mmap.MADV_RANDOM)
         order = BlockOrder(shape[0], 1, 4096).positions(0, 0, batch)
     assert rows.take(order).sum() == 0
     # Neighbours share their pages; the kernel maps those around a page (16 of 4096 bytes), too.

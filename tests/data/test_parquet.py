@@ -17,6 +17,7 @@ from batch_sources import samples_of
 from damaged import damage
 from parquet_files import ROWS, columns, seen, source, write
 
+from distcache.data.parquet import ParquetSource
 from distcache.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -166,16 +167,16 @@ def test_what_is_held_out(tmp_path):
 
 def test_a_rank_reads_the_row_groups_of_its_slices(tmp_path):
     write(tmp_path / "a.parquet", columns(400), group=10)
-    alone = source(tmp_path / "a.parquet", batch=40, shuffle_rows=80, held_out=0)
+    how = {"batch": 40, "shuffle_rows": 80, "held_out": 0}
+    alone = source(tmp_path / "a.parquet", make=ParquetSource, **how)
     decoded = []
     for rank in (0, 1):
-        stream = source(tmp_path / "a.parquet", batch=40, shuffle_rows=80, held_out=0)
+        stream = source(tmp_path / "a.parquet", **how)
         for step in range(10):
             stream.train_batch(step, rank, 2)
         decoded.append(stream._ids.decoded)
         assert stream._rest.decoded == stream._ids.decoded
         assert sum(rows for _, rows in stream._ids._blocks.values()) <= 100
-    alone.deferred = True
     for step in range(10):
         alone.train_batch(step, 0, 1)
     assert alone._ids.decoded == 40  # each row group once

@@ -25,11 +25,19 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from distcache.data.files import BadLines, InputFile, find_files, read_json, unpack, write_json
+from distcache.data.files import (
+    SHOWN,
+    BadLines,
+    InputFile,
+    find_files,
+    read_json,
+    unpack,
+    write_json,
+)
 from distcache.data.raw.parts import MAX_LINE, id_dtype
 from distcache.data.raw.settings import (
     HASHED_BYTES,
@@ -45,7 +53,6 @@ from distcache.data.raw.settings import (
     read_manifest,
 )
 from distcache.data.raw.tables import (
-    SHOWN,
     AssembleTask,
     PartReport,
     PartTask,
@@ -66,22 +73,12 @@ from distcache.versions import installed
 
 logger = logging.getLogger(__name__)
 
-_VERSIONS = ("distcache", "numpy", "pyarrow")
-"""Distributions that the manifest names."""
-
 _WORK_FORMAT = 2
 """Of the unfinished work, which another version does not take up."""
 
 
-class Bar(Protocol):
-    """What a progress bar offers."""
-
-    def update(self, n: float = 1) -> object:
-        """Go `n` units on."""
-
-
-Progress = Callable[[str, int, str, int], AbstractContextManager[Bar]]
-"""A progress bar for (stage, total, unit, what of the total was done before)."""
+Progress = Callable[[str, int, str, int], AbstractContextManager[Any]]
+"""A progress bar, with `update(n)`, for (stage, total, unit, what of it was done before)."""
 
 
 @dataclass
@@ -425,7 +422,7 @@ def settle_arrays(work: Work, plan: SamplePlan, tables: list[TableReport]) -> Ma
         ],
         skipped=skipped.summary(),
         settings=settings.identity(),
-        versions={name: installed(name) or "unknown" for name in _VERSIONS},
+        versions={n: installed(n) or "unknown" for n in ("distcache", "numpy", "pyarrow")},
     ).with_fingerprint()
 
 
