@@ -111,7 +111,7 @@ def access_table(profiles: Sequence[TableProfile]) -> Table:
 
     def zipf(profile: TableProfile) -> str:
         fit = profile.fit
-        if profile.alike:
+        if profile.curve.alike:
             return "alike"
         if fit.exponent is None or fit.error is None:
             return "-"
@@ -127,7 +127,7 @@ def access_table(profiles: Sequence[TableProfile]) -> Table:
             ("table", lambda p: p.counts.table),
             ("rows", lambda p: f"{p.counts.rows:,}"),
             ("lookups", lambda p: f"{p.counts.lookups:,}"),
-            ("distinct", lambda p: f"{'~' if p.distinct_error else ''}{p.counts.distinct:,}"),
+            ("distinct", lambda p: f"{p.counts.distinct:,}"),
             *((f"top {100 * share:g} %", partial(top, share)) for share in TOP_SHARES),
             ("Zipf", zipf),
         ],
@@ -393,7 +393,7 @@ def _reach(target: Target) -> str:
 
 def _alike(profiles: Sequence[TableProfile]) -> list[str]:
     """Why a cache will not help, where most rows are in tables without hot rows."""
-    tables = [profile for profile in profiles if profile.alike]
+    tables = [profile for profile in profiles if profile.curve.alike]
     rows = sum(profile.counts.rows for profile in tables)
     share = rows / sum(profile.counts.rows for profile in profiles)
     if share <= _MOSTLY:
@@ -610,7 +610,7 @@ def _leave(out: Path, command: Sequence[str], parts: Sequence[str], values: dict
 
 
 def read_text(analysis: Analysis) -> str:
-    """What was counted, in which order, how well, in how much memory."""
+    """What was counted, in which order."""
     counted = analysis.counted
     text = (
         f"{counted.samples:,} samples in {counted.steps:,} of {counted.all_steps:,} training steps "
@@ -620,27 +620,7 @@ def read_text(analysis: Analysis) -> str:
         text += "; the reading was stopped, so this speaks of the first part of the data alone"
     parts = max((len(profile.drift.own) for profile in counted.profiles), default=0)
     order = "in the order of the files" if analysis.files_order else "in the order of training"
-    text += f". They were read {order}, in {parts} parts. "
-    sketched = [p for p in counted.profiles if not p.exact]
-    memory = human_bytes(sum(profile.count_bytes for profile in counted.profiles))
-    if not sketched:
-        return f"{text}Every row was counted exactly, in {memory}."
-    worst = max(sketched, key=lambda p: p.counts.error / max(p.counts.lookups, 1))
-    text += (
-        f"Counts took {memory} (analyze.memory={analysis.options.memory}), so "
-        f"{len(sketched)} table(s) were counted with a frequent-items sketch: a count of "
-        f"{worst.counts.table} is at most {worst.counts.error:,} too small (of "
-        f"{worst.counts.lookups:,} lookups), those of the other tables less; rows that it does not "
-        "hold share the rest evenly. So these tables look flatter than they are: shares of the "
-        "most frequent rows are at least, distinct rows per batch at most those shown. "
-    )
-    guessed = [p for p in sketched if p.distinct_error]
-    if not guessed:
-        return f"{text}Distinct rows are exact."
-    return (
-        f"{text}Distinct rows of {len(guessed)} table(s) are estimates (linear counting, standard "
-        f"error {guessed[0].distinct_error:.2%})."
-    )
+    return f"{text}. They were read {order}, in {parts} parts. Every row was counted."
 
 
 def terminal(analysis: Analysis, advice: Advice) -> str:
@@ -678,7 +658,6 @@ def values(analysis: Analysis, advice: Advice) -> dict[str, Any]:
             **{name: getattr(counted, name) for name in read},
             "stopped": counted.stopped_by is not None,
             "in_order_of_files": analysis.files_order,
-            "count_bytes": sum(profile.count_bytes for profile in counted.profiles),
         },
         "tables": [profile.values(worlds) for profile in counted.profiles],
         "advice": {

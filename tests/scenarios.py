@@ -20,8 +20,8 @@ from distcache.layout import TableSpec, group_tables
 from distcache.models import initialise
 from distcache.parallel.base import OptimizerSpec
 from distcache.parallel.cached import CachedParallel, CachedSettings
-from distcache.popularity.curve import Curve, StepCurves
-from distcache.popularity.slots import statistics_of
+from distcache.popularity.curve import Curve
+from distcache.popularity.slots import StepCurves, statistics_of
 from distcache.popularity.statistics import Popularity, Statistics
 
 
