@@ -129,6 +129,13 @@ def not_a_value(key: str, value: Any, schema: type = Config) -> ConfigError:
     )
 
 
+def not_in_group(key: str, value: str, names: Sequence[str]) -> ConfigError:
+    """The error for `key=value`, a group of which there is no such file: `names` are there."""
+    near = difflib.get_close_matches(value, names, n=1)
+    meant = f"did you mean {key}={near[0]}? " if near else ""
+    return ConfigError(f"{key}={value}: no such {key}: {meant}there is {', '.join(names)}")
+
+
 def without_use(config: Config, world_size: int, given: Collection[str]) -> list[str]:
     """`key=value` of the `given` keys that do nothing in `parallel.mode` on so many ranks."""
     mode, optimizer, data = config.parallel.mode, config.optim.name, config.data

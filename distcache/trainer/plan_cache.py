@@ -147,17 +147,19 @@ def _exchange_seconds(world: World, peers: Sequence[int]) -> list[float]:
         return [0.0, 0.0]
     link = comm.Link(world, world.device_group, CollectiveCounters(), "the device group")
     here = world.nodes.ranks(world.nodes.of(world.rank))
-    inside, found = all(rank in here for rank in peers), []
+    inside, what, found = all(rank in here for rank in peers), "a measurement", []
+
+    def exchange(sent: Tensor, splits: list[int]) -> Tensor:
+        near = splits[here.start : here.stop]
+        if inside:
+            return link.within_node(sent, near, near, ROWS, what)
+        return link.start_all_to_all(sent, splits, splits, ROWS, what)()
+
     for nbytes in (_SMALL, _LARGE):
         splits = [nbytes // 4 if rank in peers else 0 for rank in range(world.size)]
         sent = torch.zeros(sum(splits), device=world.device)
-        near, what = splits[here.start : here.stop], "a measurement"
         dist.barrier(group=world.host_group)
-        if inside:
-            call = partial(link.within_node, sent, near, near, ROWS, what)
-        else:
-            call = partial(link.all_to_all, sent, splits, splits, ROWS, what)
-        found.append(_timed(world, call))
+        found.append(_timed(world, partial(exchange, sent, splits)))
     return found
 
 
