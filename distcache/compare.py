@@ -29,7 +29,7 @@ from distcache.cli.compose import Line, checked_config, compose_overrides, overr
 from distcache.cli.run import Table, draw, machine_text, run_job, tidy, train_command
 from distcache.comm.rendezvous import Place
 from distcache.config import option, rules_of
-from distcache.config.checks import at_least, one_of
+from distcache.config.checks import at_least, one_of, refuse
 from distcache.config.tree import Config, RunConfig
 from distcache.errors import ConfigError
 
@@ -119,17 +119,17 @@ def run(line: Line[CompareConfig], command: Sequence[str]) -> int:
 def parse(line: Line[CompareConfig]) -> Request:
     """The request of a command line; ConfigError for values that make no sense."""
     own = line.values
-    for key in sorted(line.given.intersection(("parallel", "parallel.mode", "run.dir"))):
-        raise ConfigError(f"{key}: a comparison sets {key} itself: use modes= and output=")
+    for key in ("parallel", "parallel.mode", "run.dir"):
+        itself = f"{key}: a comparison sets {key} itself: use modes= and output="
+        refuse(key in line.given, itself)
     for mode in own.modes:
         one_of("modes", mode, list(VARIANTS))
         _check_free(mode, line.overrides)
-    if len(set(own.modes)) < len(own.modes):
-        raise ConfigError(f"modes={','.join(own.modes)} names a mode twice: use repeats=2")
+    twice = f"modes={','.join(own.modes)} names a mode twice: use repeats=2"
+    refuse(len(set(own.modes)) < len(own.modes), twice)
     at_least("world_size", own.world_size, 1)
     at_least("repeats", own.repeats, 1)
-    if not own.modes:
-        raise ConfigError("modes is empty: name at least one")
+    refuse(not own.modes, "modes is empty: name at least one")
     folder = Path(own.output or f"compare/{datetime.now():%Y-%m-%d_%H-%M-%S}")
     return Request(tuple(own.modes), own.world_size, own.repeats, folder, line.overrides)
 
@@ -139,11 +139,11 @@ def _check_free(mode: str, overrides: Sequence[str]) -> None:
     for own in VARIANTS[mode]:
         key = own.partition("=")[0]
         for given in overrides:
-            if given.partition("=")[0].lstrip("+") == key:
-                raise ConfigError(
-                    f"{given}: modes={mode} sets {key} itself: leave it out, or name the mode "
-                    f"({VARIANTS[mode][0].partition('=')[2]}) in modes= instead of its layout"
-                )
+            refuse(
+                given.partition("=")[0].lstrip("+") == key,
+                f"{given}: modes={mode} sets {key} itself: leave it out, or name the mode "
+                f"({VARIANTS[mode][0].partition('=')[2]}) in modes= instead of its layout",
+            )
 
 
 def compare(request: Request, command: str) -> int:
@@ -194,11 +194,9 @@ def prepare(request: Request) -> list[Job]:
 def _check_different(configs: dict[str, Config]) -> None:
     """ConfigError for two modes whose configuration is one and the same."""
     for one, other in combinations(configs, 2):
-        if configs[one] == configs[other]:
-            raise ConfigError(
-                f"modes={one},{other} are one and the same configuration: leave one of them out; "
-                "repeats=2 runs it twice"
-            )
+        same = f"modes={one},{other} are one and the same configuration"
+        how = "leave one of them out; repeats=2 runs it twice"
+        refuse(configs[one] == configs[other], f"{same}: {how}")
 
 
 def _taken(request: Request, mode: str) -> list[str]:

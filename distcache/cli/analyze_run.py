@@ -13,7 +13,7 @@ import numpy as np
 from distcache.cli.compose import Line
 from distcache.cli.run import progress_bar
 from distcache.config import option
-from distcache.config.checks import at_least, byte_count
+from distcache.config.checks import at_least, byte_count, one_of, refuse
 from distcache.config.tree import Config
 from distcache.errors import ConfigError, DataError
 from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy, auto_lookahead
@@ -84,19 +84,15 @@ class Options:
             share = float(self.sample)
         except (ValueError, TypeError):
             share = 0.0
-        if not 0 < share <= 1:
-            raise ConfigError(
-                f"analyze.sample={self.sample}: give auto, or a share of the steps above 0 and at "
-                "most 1"
-            )
+        how = "give auto, or a share of the steps above 0 and at most 1"
+        refuse(not 0 < share <= 1, f"analyze.sample={self.sample}: {how}")
         return share
 
     @property
     def memory_bytes(self) -> int:
         """`memory` in bytes."""
         count = byte_count("analyze.memory", self.memory)
-        if not count:
-            raise ConfigError(f"analyze.memory={self.memory}: give bytes, such as 4000000000 or 4g")
+        refuse(not count, f"analyze.memory={self.memory}: give bytes, such as 4000000000 or 4g")
         return count
 
     @property
@@ -120,57 +116,40 @@ class AnalyzeConfig(Config):
 
 def check_line(line: Line[AnalyzeConfig]) -> None:
     """ConfigError, naming the key, for what makes no sense."""
-    for key in sorted(line.given.intersection(("run.dir", "parallel", "parallel.mode"))):
-        raise ConfigError(f"{key}: nothing is trained here: leave it out")
+    for key in ("run.dir", "parallel", "parallel.mode"):
+        refuse(key in line.given, f"{key}: nothing is trained here: leave it out")
     options = line.values.analyze
-    if not 0 < options.target_hit_rate < 1:
-        raise ConfigError(
-            f"analyze.target_hit_rate={options.target_hit_rate}: give a share of the lookups "
-            "above 0 and below 1, such as 0.95"
-        )
+    wanted, how = options.target_hit_rate, "above 0 and below 1, such as 0.95"
+    share = f"analyze.target_hit_rate={wanted}: give a share of the lookups {how}"
+    refuse(not 0 < wanted < 1, share)
     for key, bound in (("replay", 1), ("ids_per_step", 0), ("trace_rows", 0)):
         at_least(f"analyze.{key}", getattr(options, key), bound)
     for key, bound in (("world_sizes", 1), ("lookaheads", 0)):
         given = getattr(options, key)
-        if given is not None and min(given, default=-1) < bound:
-            raise ConfigError(f"analyze.{key}={getattr(options, key)}: give numbers from {bound}")
+        wrong = given is not None and min(given, default=-1) < bound
+        refuse(wrong, f"analyze.{key}={given}: give numbers from {bound}")
     for size in options.sizes or ():
-        if size <= 0 or (size > 1 and size != int(size)):
-            raise ConfigError(
-                f"analyze.sizes={size}: give shares of the rows in (0, 1], or whole rows"
-            )
-    _check_simulation(line)
-    _ = options.share, options.memory_bytes, options.chosen_policies
-
-
-def _check_simulation(line: Line[AnalyzeConfig]) -> None:
-    """Keys of a simulation where there is none, and of a data source where a trace is given."""
-    values = line.values
-    if values.trace and not values.simulate:
-        raise ConfigError(
-            f"trace={values.trace} is a trace to simulate: give simulate=true as well"
-        )
+        wrong = size <= 0 or (size > 1 and size != int(size))
+        refuse(wrong, f"analyze.sizes={size}: give shares of the rows in (0, 1], or whole rows")
+    trace, simulate = line.values.trace, line.values.simulate
+    lone = f"trace={trace} is a trace to simulate: give simulate=true as well"
+    refuse(trace and not simulate, lone)
     for key in ("policies", "sizes", "lookaheads"):
-        if f"analyze.{key}" in line.given and not values.simulate:
-            raise ConfigError(
-                f"analyze.{key} says what simulate=true replays: give that as well, or leave "
-                f"analyze.{key} out"
-            )
-    if values.trace and line.overrides:
-        raise ConfigError(
-            f"{line.overrides[0]} speaks of a data source, and trace={values.trace} takes its "
-            "place: leave one of them out"
+        refuse(
+            f"analyze.{key}" in line.given and not simulate,
+            f"analyze.{key} says what simulate=true replays: give that as well, or leave "
+            f"analyze.{key} out",
         )
+    for text in line.overrides if trace else ():
+        place = f"speaks of a data source, and trace={trace} takes its place"
+        raise ConfigError(f"{text} {place}: leave one of them out")
+    _ = options.share, options.memory_bytes, options.chosen_policies
 
 
 def policy_named(name: str) -> Policy:
     """`lookahead`, `lookahead-lfu`, `lru`, ... Raises ConfigError."""
     policy, _, tail = name.partition("-")
-    if policy not in POLICIES or (tail and (policy != "lookahead" or tail not in TAILS)):
-        choices = [*POLICIES, *(f"lookahead-{tail}" for tail in TAILS)]
-        raise ConfigError(
-            f"analyze.policies={name} is unknown: choose among {', '.join(choices)}, or all"
-        )
+    one_of("analyze.policies", name, [*POLICIES, *(f"lookahead-{tail}" for tail in TAILS)])
     return Policy(policy, tail or DEFAULT.tail)
 
 

@@ -238,7 +238,7 @@ def test_data_and_memory_that_are_not_there(
         ("analyze.policies=[lru]", "analyze.policies says what simulate=true replays"),
         (
             "simulate=true analyze.policies=best",
-            "analyze.policies=best is unknown: choose among lookahead",
+            "analyze.policies=best is unknown: choose lookahead",
         ),
         ("simulate=true analyze.policies=lru-lfu", "analyze.policies=lru-lfu is unknown"),
         ("analyze.sizes=0", "analyze.sizes=0.0: give shares"),
