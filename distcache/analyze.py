@@ -294,8 +294,8 @@ def advise(analysis: Analysis) -> Advice:
     parts = [*_odd_tables(profiles), _reach(target)]
     parts.append(
         f"That is {sum(point.slots):,} rows per rank, {share:.3%} of {sizes.rows:,}: "
-        f"{human_bytes(point.bytes)} with the state of optim={analysis.optimizer}, where the whole "
-        f"tables take {human_bytes(sizes.bytes)} on every rank; it saves "
+        f"{human_bytes(point.bytes)} with the state of optim={analysis.config.optim.name}, where "
+        f"the whole tables take {human_bytes(sizes.bytes)} on every rank; it saves "
         f"{human_bytes(saved)}, {saved / sizes.bytes:.1%}."
     )
     parts += _beside(target, sizes, analysis.prediction.distinct_per_step)
@@ -552,7 +552,7 @@ def _report(analysis: Analysis, out: Path, command: Sequence[str]) -> str:
     parts = ["## Advice", advice.text, "```\n" + "\n".join(advice.paste) + "\n```"]
     parts += ["## What was read", read_text(analysis), *(table.section for table in tables)]
     parts += [f"![{name}]({name}.png)" for name, drawn in pictures.items() if drawn]
-    title = f"# Lookups of data={analysis.data}"
+    title = f"# Lookups of data={analysis.config.data.name}"
     _leave(out, command, [title, *parts], values(analysis, advice))
     return terminal(analysis, advice)
 
@@ -624,7 +624,7 @@ def values(analysis: Analysis, advice: Advice) -> dict[str, Any]:
     worlds = sorted({1, *analysis.options.world_sizes})
     read = ("steps", "all_steps", "samples", "share", "lookups")
     return {
-        "data": analysis.data,
+        "data": analysis.config.data.name,
         "read": {
             **{name: getattr(counted, name) for name in read},
             "stopped": counted.stopped_by is not None,

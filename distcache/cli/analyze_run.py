@@ -19,7 +19,7 @@ from distcache.errors import ConfigError, DataError
 from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy, auto_lookahead
 from distcache.popularity.curve import StaticSet, StepCurves, TableProfile
 from distcache.popularity.slots import BY_CURVE
-from distcache.replay import Case, Outcome, popularity_of, replay
+from distcache.replay import Case, Outcome, Popularity, popularity_of, replay
 from distcache.trace import Trace, read_steps, record_ids
 from distcache.trainer.build import build_source, build_tables
 from distcache.trainer.plan_cache import request_of
@@ -140,9 +140,11 @@ def check_line(line: Line[AnalyzeConfig]) -> None:
             f"analyze.{key} says what simulate=true replays: give that as well, or leave "
             f"analyze.{key} out",
         )
-    for text in line.overrides if trace else ():
-        place = f"speaks of a data source, and trace={trace} takes its place"
-        raise ConfigError(f"{text} {place}: leave one of them out")
+    own = f"{next(iter(line.overrides), '')} speaks of a data source"
+    refuse(
+        trace and line.overrides,
+        f"{own}, and trace={trace} takes its place: leave one of them out",
+    )
     _ = options.share, options.memory_bytes, options.chosen_policies
 
 
@@ -160,16 +162,21 @@ Slots = Callable[[float, int], tuple[int, ...]]
 """Slots of every group for a size, a share of the rows or rows, and a number of ranks."""
 
 
-def cases_of(
-    options: Options,
-    sizes: Sequence[float],
-    slots: Slots,
-    ahead: Callable[[tuple[int, ...], int], tuple[int, int]],
-) -> list[Case]:
-    """Policies x `sizes` x windows x ranks, Belady's MIN first for each size and number of ranks.
+Ahead = Callable[[tuple[int, ...], int], tuple[int, int]]
+"""L and P of a run with these slots and ranks."""
 
-    `ahead`: L and P of a run with these slots and ranks.
-    """
+
+def simulated(
+    options: Options, traces: Sequence[Trace], slots: Slots, ahead: Ahead, popularity: Popularity
+) -> list[Outcome]:
+    """What the policies, sizes, windows and ranks of `options` come to over `traces`."""
+    cases = cases_of(options, fitting_sizes(options.sizes, traces, slots), slots, ahead)
+    with progress_bar("simulate", len(cases), "case") as bar:
+        return replay(traces, cases, popularity, lambda _: bar.update(1))
+
+
+def cases_of(options: Options, sizes: Sequence[float], slots: Slots, ahead: Ahead) -> list[Case]:
+    """Policies x `sizes` x windows x ranks, Belady's MIN first for each size and world."""
     cases = []
     for world in options.world_sizes:
         for size in (slots(size, world) for size in sizes):
@@ -226,11 +233,10 @@ def simulate_trace(path: str, options: Options) -> tuple[Trace, list[Outcome]]:
         rows = size * trace.rows if size <= 1 else size
         return (max(1, min(trace.rows, int(np.ceil(rows)))),)
 
-    sizes = fitting_sizes(options.sizes, [trace], slots)
-    ids = trace.ids / max(trace.steps, 1)
-    cases = cases_of(options, sizes, slots, lambda _, world: (auto_lookahead(ids / world, 1), 1))
-    with progress_bar("simulate", len(cases), "case") as bar:
-        return trace, replay(trace, cases, popularity_of([trace]), lambda _: bar.update(1))
+    def ahead(_: tuple[int, ...], world: int) -> tuple[int, int]:
+        return auto_lookahead(trace.ids / max(trace.steps, 1) / world, 1), 1
+
+    return trace, simulated(options, [trace], slots, ahead, popularity_of([trace]))
 
 
 # -----------------------------------------------------------------------------
@@ -368,22 +374,21 @@ def rounded_up(ratio: float) -> float:
 
 @dataclass(frozen=True)
 class Analysis:
-    """All that was found out. `optimizer`: of the run; `files_order`: counted in the order of the
-    files; `simulated`: empty without `simulate=true`; `stopped_by`: the signal that cut it short,
+    """All that was found out. `config`: of the run; `simulated`: empty without `simulate=true`;
+    `files_order`: counted in the order of the files; `stopped_by`: the signal that cut it short,
     None for none."""
 
     options: Options
+    config: Config
     counted: Counted
     sizes: Sizes
     prediction: RecordedRun
-    estimates: tuple[Estimate, ...]
-    points: tuple[SizePoint, ...]
+    estimates: list[Estimate]
+    points: list[SizePoint]
     target: Target
-    optimizer: str
-    data: str
+    simulated: list[Outcome]
     files_order: bool
-    simulated: tuple[Outcome, ...] = ()
-    stopped_by: int | None = None
+    stopped_by: int | None
 
 
 def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
@@ -421,26 +426,12 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
     target = search.target(options.target_hit_rate)
     outcomes = []
     if simulate:
-        chosen = fitting_sizes(options.sizes, traces, sizes.slots)
 
         def ahead(slots: tuple[int, ...], world: int) -> tuple[int, int]:
             own = case(slots, world)
             return own.lookahead, own.prefetch
 
-        cases = cases_of(options, chosen, sizes.slots, ahead)
-        with progress_bar("simulate", len(cases), "case") as bar:
-            outcomes = replay(traces, cases, prediction.classes, lambda _: bar.update(1))
-    return Analysis(
-        options,
-        counted,
-        sizes,
-        prediction,
-        tuple(estimates),
-        tuple(search.grid()),
-        target,
-        config.optim.name,
-        config.data.name,
-        checked.keeps_order,
-        tuple(outcomes),
-        counted.stopped_by or stop.signal,
-    )
+        outcomes = simulated(options, traces, sizes.slots, ahead, prediction.classes)
+    replayed = (prediction, estimates, search.grid(), target, outcomes)
+    how = {"files_order": checked.keeps_order, "stopped_by": counted.stopped_by or stop.signal}
+    return Analysis(options, config, counted, sizes, *replayed, **how)
