@@ -36,11 +36,8 @@ from distcache.cost.traffic import (
     MIXED,
     REPLICATED,
     ROW_WISE,
-    ROW_WISE_DEDUP,
-    ROW_WISE_IDS,
     SHARDED,
     TABLE_WISE,
-    YARDSTICKS,
 )
 from distcache.trainer.record import plain
 
@@ -79,8 +76,6 @@ _LAYOUTS = {
     MIXED: ("mixed", "#009E73", "^", "-", 3.5),
     TABLE_WISE: ("hybrid table-wise", "#555555", "D", "--", 1.6),
     ROW_WISE: ("hybrid row-wise", "#CC79A7", "v", "--", 1.6),
-    ROW_WISE_IDS: ("row-wise, per lookup", "#E69F00", "", "-", 7.0),
-    ROW_WISE_DEDUP: ("row-wise, deduplicated", "#56B4E9", "", "-", 7.0),
 }
 """How tables and pictures call the layouts, and colour (Okabe & Ito), mark, line and its width of
 each: what may lie under another line is wider."""
@@ -103,8 +98,7 @@ def traffic_table(point: Point) -> Table:
         "Per step: distinct rows of a rank and of all ranks, and the hit rate of distinct rows. "
         "Per rank and step, KiB: rows and row gradients sent (`collective_bytes`), of which inside "
         "the node and between nodes; dense gradients; rows over the host link, in and out. Device "
-        "memory of a rank for rows, state and buffers. Yardsticks, whose rows travel unpooled, are "
-        f"none that distcache.train has.{refused}",
+        f"memory of a rank for rows, state and buffers.{refused}",
         [
             ("layout", label),
             ("rows, rank", lambda _: f"{point.demand.rank_rows:,.0f}"),
@@ -216,8 +210,6 @@ def cluster_table(cluster: Cluster) -> Table:
 def _mark(point: Point, prediction: Prediction) -> str:
     if prediction.refused:
         return "does not fit"
-    if prediction.placement in YARDSTICKS:
-        return "yardstick"
     return "best" if prediction is point.best else ""
 
 
@@ -258,8 +250,7 @@ def plot_sweep(
     handles, labels = panels[1].get_legend_handles_labels()
     by_name = dict(zip(labels, handles, strict=True))
     named = [name for name in LABELS.values() if name in by_name]
-    title = "hollow: does not fit; wide and pale: yardsticks"
-    title += "; dotted: the winner changes" if crossings else ""
+    title = "hollow: does not fit" + ("; dotted: the winner changes" if crossings else "")
     where = {"loc": "outside lower center", "ncols": 4, "frameon": False, "title": title}
     figure.legend([by_name[name] for name in named], named, **where)
 
@@ -273,11 +264,10 @@ def _line(panel: Any, points: Sequence[Point], name: str, key: str, scale: float
         return
     style = {"color": colour, "markersize": 4 + width, "linewidth": width}
     worlds, values, _ = zip(*shown, strict=True)
-    how = {"linestyle": line, "marker": mark, "alpha": 1.0 if mark else 0.4}
-    panel.plot(worlds, values, label=LABELS[name], **how, **style)
+    panel.plot(worlds, values, label=LABELS[name], linestyle=line, marker=mark, **style)
     if hollow := [pair for *pair, able in shown if not able]:
         style |= {"linestyle": "none", "markerfacecolor": "white", "markeredgecolor": colour}
-        panel.plot(*zip(*hollow, strict=True), marker=mark or "o", **style)
+        panel.plot(*zip(*hollow, strict=True), marker=mark, **style)
 
 
 # -----------------------------------------------------------------------------

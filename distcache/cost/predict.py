@@ -20,13 +20,10 @@ from distcache.cost.traffic import (
     MIXED,
     REPLICATED,
     RING,
-    ROW_WISE_DEDUP,
-    ROW_WISE_IDS,
     SHARDED,
     SHARED,
     SPREAD,
     TABLE_WISE,
-    YARDSTICKS,
     Exchange,
     Hits,
     Traffic,
@@ -291,16 +288,13 @@ def _hybrid(layout: str, demand: Demand, cluster: Cluster, settings: Settings) -
     dense = dense_exchange(settings.dense_parameters, world, item)
     traffic = Traffic((*exchanges, dense))
     lookups = sum(group.lookups for group in demand.groups)
-    copies = 0.0
-    if layout in (ROW_WISE_IDS, ROW_WISE_DEDUP):  # rows arrive, then are looked up
-        copies = 4 * (lookups if layout == ROW_WISE_IDS else demand.rank_rows)
     updates = demand.world_rows / world
-    sparse = cluster.compute.rows_s(busiest * lookups, busiest * updates, copies)
+    sparse = cluster.compute.rows_s(busiest * lookups, busiest * updates, 0.0)
     time = step_time(traffic, cluster, cluster.compute.sample_s * demand.batch, sparse, ddp=True)
     largest, memory = hybrid_memory(demand, layout, item, exchanges)
     refused = _too_large(memory, cluster)
     odd = [group.dim for group in demand.groups if group.dim % _KERNEL_WIDTH]
-    if odd and layout not in YARDSTICKS:
+    if odd:
         refused = f"width {odd[0]} is no multiple of {_KERNEL_WIDTH}, which FBGEMM's kernels need"
     elif refused is not None:
         refused += f" (the fullest rank holds {largest:,.0f} rows)"
@@ -403,9 +397,8 @@ def _cached_placements(
 
 
 def winner(predictions: Sequence[Prediction], objective: str) -> Prediction | None:
-    """The cheapest that can run; None if none can. Earlier ones win ties, `mixed` only clearly;
-    `YARDSTICKS` never."""
-    able = [p for p in predictions if p.refused is None and p.placement not in YARDSTICKS]
+    """The cheapest that can run; None if none can. Earlier ones win ties, `mixed` only clearly."""
+    able = [p for p in predictions if p.refused is None]
 
     def handicapped(prediction: Prediction) -> tuple[float, bool]:
         mixed = prediction.placement == MIXED

@@ -124,7 +124,6 @@ def test_wrong_settings_are_named(tmp_path):
         ({"settings": {"data.zipf": 2.0}}, r"\['data.zipf'\] means nothing to batches of your own"),
         ({"settings": {"parallel.mode": "host"}}, r"\['parallel.mode'\]: .* argument parallel="),
         ({"settings": {"optim": {"name": "sgd"}}}, r"\['optim.name'\]: .* argument optimizer="),
-        ({"settings": {"run.sweep_ranks": 2}}, r"\['run.sweep_ranks'\] means nothing"),
         ({"settings": {"cache.rows": "many"}}, "cache.rows=many: give a whole number or null"),
         ({"settings": {"cache.rows": 3, "cache.ratio": 0.1}}, "contradict each other"),
         (
