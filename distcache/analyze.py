@@ -52,7 +52,7 @@ from distcache.data.files import write_json
 from distcache.popularity.curve import TOP_SHARES, TableProfile, most_frequent
 from distcache.popularity.statistics import write_statistics
 from distcache.replay import Case, Outcome
-from distcache.trainer.prediction import Estimate, Sizes
+from distcache.trainer.prediction import Sizes
 from distcache.trainer.record import plain
 
 log = logging.getLogger("distcache.analyze")
@@ -219,12 +219,12 @@ def prediction_table(analysis: Analysis) -> Table:
     return _refused(table, analysis.estimates, 2)
 
 
-def _per_step(found: Estimate | Outcome, name: str) -> str:
+def _per_step(found: Outcome, name: str) -> str:
     """A count of a run divided by its steps."""
     return f"{(getattr(found, name) or 0) / max(found.steps, 1):,.1f}"
 
 
-def _refused(table: Table, found: Sequence[Estimate] | Sequence[Outcome], known: int) -> Table:
+def _refused(table: Table, found: Sequence[Outcome], known: int) -> Table:
     """The table with nothing but its first `known` cells where training would refuse a case, and
     why."""
     rows, why = list(table.rows), dict[str, None]()
@@ -673,9 +673,11 @@ def outcome_values(outcomes: Sequence[Outcome], row_bytes: Sequence[int]) -> lis
     ]
 
 
-def _estimate(estimate: Estimate) -> dict[str, Any]:
-    rest = {name: value for name, value in vars(estimate).items() if name != "case"}
-    return _case(estimate.case) | rest
+def _estimate(estimate: Outcome) -> dict[str, Any]:
+    names = ("hit_rate", "hit_rate_lookups", "distinct", "fetched", "written_back")
+    counts = {name: None if estimate.refused else getattr(estimate, name) for name in names}
+    about = {"steps": estimate.steps, "refused": estimate.refused}
+    return _case(estimate.case) | about | counts
 
 
 def _case(case: Case) -> dict[str, Any]:

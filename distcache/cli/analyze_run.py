@@ -26,7 +26,6 @@ from distcache.trainer.plan_cache import request_of
 from distcache.trainer.prediction import (
     CheckedSource,
     Counted,
-    Estimate,
     RecordedRun,
     Sizes,
     configured_case,
@@ -263,7 +262,7 @@ class SizePoint:
     ratio: float
     slots: tuple[int, ...]
     bytes: int
-    estimate: Estimate
+    estimate: Outcome
     static: float
     static_distinct: float
 
@@ -383,7 +382,7 @@ class Analysis:
     counted: Counted
     sizes: Sizes
     prediction: RecordedRun
-    estimates: list[Estimate]
+    estimates: list[Outcome]
     points: list[SizePoint]
     target: Target
     simulated: list[Outcome]

@@ -25,10 +25,10 @@ from distcache.data.synthetic import SyntheticSource
 from distcache.planner.victims import Policy
 from distcache.popularity.curve import Curve
 from distcache.popularity.statistics import TableCounts, read_statistics
-from distcache.replay import Case, replay
+from distcache.replay import Case, GroupCounts, Outcome, replay
 from distcache.store import memory as available
 from distcache.trace import record_ids
-from distcache.trainer.prediction import Estimate, RecordedRun
+from distcache.trainer.prediction import RecordedRun
 
 SMALL = (
     *("data=synthetic", "data.table_rows=[20000,3000,40]", "data.global_batch_size=256"),
@@ -130,9 +130,9 @@ def test_the_target_has_three_digits_where_few_sizes_differ(wanted: float) -> No
     Of 40 rows, of which a cache of 30 serves less than one of 29.
     """
 
-    def estimate(case: Case) -> Estimate:
+    def estimate(case: Case) -> Outcome:
         rate = 0.5 if case.slots[0] == 30 else case.slots[0] / 40
-        return Estimate(case, 1, hit_rate=rate, hit_rate_lookups=rate)
+        return Outcome(case, 1, (GroupCounts(1, rate, 1, 1 - rate),))
 
     def slots(ratio: float, world: int) -> tuple[int, ...]:
         return (math.ceil(40 * ratio),)
