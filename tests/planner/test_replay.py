@@ -31,7 +31,7 @@ from distcache.trace import Recorder, Trace, record_ids, record_source
 def recorded(steps: Sequence[Sequence[np.ndarray]], rows: int, world: int) -> Trace:
     recorder = Recorder(rows, [world])
     for parts in steps:
-        recorder.add({world: parts})
+        recorder.add(lambda rank, _, parts=parts: parts[rank])
     return recorder.finish()
 
 
