@@ -20,7 +20,6 @@ BATCH, WIDTH = 32, 8
 SMALL = ["size=small", "data.bag_size=[3,2,1,12,1,1]", f"batch={2 * BATCH}", f"width={WIDTH}"]
 SMALL += ["steps=2", "lead=1", "warmup=3", "warmup_most=6", "repetitions=2", "ratio=0.2"]
 SMALL += ["optim.embedding_lr=0.1"]
-LOOPBACK = (End(), End())
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +29,8 @@ def children(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def namespaces() -> str:
-    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+def call(*words: str) -> str:
+    return subprocess.run(words, capture_output=True, text=True).stdout
 
 
 def bench(out: Path, *arguments: str) -> dict[str, dict]:
@@ -57,27 +56,23 @@ def test_contenders_on_loopback(tmp_path, capsys):
     assert all(record["nodes"] == 2 for record in found.values())
 
 
-@pytest.mark.parametrize(("tool", "user", "says"), [(None, 0, "iproute2"), ("ip", 1000, "root")])
-def test_without_iproute2_or_root_there_is_no_cable(monkeypatch, tool, user, says):
-    monkeypatch.setattr(links.shutil, "which", lambda word: tool)
-    monkeypatch.setattr(links.os, "geteuid", lambda: user)
-    with pytest.raises(ConfigError, match=says), cable("1gbit"):
-        pass
-
-
-def test_a_step_that_is_refused_leaves_no_namespace(monkeypatch):
+def test_without_permission_there_is_no_cable_and_nothing_is_left(monkeypatch):
     calls = []
 
-    def call(*words):
+    def refuse(*words):
         calls.append(words)
         return subprocess.CompletedProcess(words, int(words[0] == "tc"), "", "not for you\n")
 
-    monkeypatch.setattr(links.shutil, "which", lambda word: word)
-    monkeypatch.setattr(links.os, "geteuid", lambda: 0)
-    monkeypatch.setattr(links, "_call", call)
-    says = r"tc -n .* is not permitted here: not for you"
-    with pytest.raises(ConfigError, match=says), cable("1gbit"):
-        pass
+    monkeypatch.setattr(links, "_call", refuse)
+    for tool, user, says in (
+        (None, 0, "iproute2"),
+        ("ip", 1000, "root"),
+        ("ip", 0, r"tc -n .* is not permitted here: not for you"),
+    ):
+        monkeypatch.setattr(links.shutil, "which", lambda word, tool=tool: tool)
+        monkeypatch.setattr(links.os, "geteuid", lambda user=user: user)
+        with pytest.raises(ConfigError, match=says), cable("1gbit"):
+            pass
     made = [words[3] for words in calls if words[:3] == ("ip", "netns", "add")]
     assert len(made) == 2 and str(os.getpid()) in made[0]
     assert [words[3] for words in calls if words[:3] == ("ip", "netns", "delete")] == made
@@ -87,17 +82,16 @@ def test_a_step_that_is_refused_leaves_no_namespace(monkeypatch):
 def test_a_cable_is_throttled_at_both_ends_and_goes_with_an_error(error):
     def use() -> None:
         with cable("100mbit") as ends:
-            assert str(os.getpid()) in namespaces()
+            assert str(os.getpid()) in call("ip", "netns", "list")
             for end in ends:
-                shown = ["tc", "qdisc", "show", "dev", end.interface]
-                done = subprocess.run([*end.prefix, *shown], capture_output=True, text=True)
-                assert "tbf" in done.stdout and "100Mbit" in done.stdout
+                shown = call(*end.prefix, "tc", "qdisc", "show", "dev", end.interface)
+                assert "tbf" in shown and "100Mbit" in shown
             raise error
 
     try:
         use()
     except error:
-        assert f"links-{os.getpid()}" not in namespaces()
+        assert f"links-{os.getpid()}" not in call("ip", "netns", "list")
     except ConfigError as reason:
         pytest.skip(str(reason))
     else:
@@ -114,7 +108,7 @@ def test_when_a_rank_fails_the_other_is_ended(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"rank 1 failed(.|\n)*has had enough"):
-        run_ranks(["-m", "fails_on_one"], LOOPBACK, tmp_path)
+        run_ranks(["-m", "fails_on_one"], (End(), End()), tmp_path)
     pid = int((tmp_path / "0").read_text() or 0) if (tmp_path / "0").exists() else 0
     assert pid == 0 or not Path(f"/proc/{pid}").exists()
 
@@ -137,4 +131,4 @@ def test_a_cable_carries_no_more_than_its_rate_and_changes_no_bit(tmp_path, caps
     assert found and 0 < float(found[1]) < 1.1 * 0.2
     exact = {found[name]["loss"] for found in (fast, slow) for name in fast if name != "row_wise"}
     assert len(exact) == 1
-    assert f"links-{os.getpid()}" not in namespaces()
+    assert f"links-{os.getpid()}" not in call("ip", "netns", "list")

@@ -31,48 +31,28 @@ def bench(out, *arguments):
     return read_report(out, step.BENCH)
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    """One run of everyone who needs no TorchRec."""
-    out = tmp_path_factory.mktemp("bench") / "step.md"
-    return bench(out, "modes=data,resident,host,bag")
-
-
-def test_every_mode_takes_every_turn(report):
-    _, records = report
+def test_modes_take_turns_and_train_the_same_in_steady_eviction(tmp_path):
+    names = ("data", "resident", "host", "bag")
+    _, records = bench(tmp_path / "step.md", f"modes={','.join(names)}")
     turns = of(records, "turn")
-    assert [(turn["repetition"], turn["mode"]) for turn in turns] == [
-        *((0, mode) for mode in ("data", "resident", "host", "bag")),
-        *((1, mode) for mode in ("resident", "host", "bag", "data")),
-    ]
+    order = [*((0, mode) for mode in names), *((1, mode) for mode in (*names[1:], names[0]))]
+    assert [(turn["repetition"], turn["mode"]) for turn in turns] == order
     for turn in turns:
-        assert len(turn["step_ms"]) == 3
-        assert min(turn["step_ms"]) > 0
+        assert len(turn["step_ms"]) == 3 and min(turn["step_ms"]) > 0
         stages = set() if turn["mode"] == "bag" else STAGES | {"wait"}
         assert set(turn.get("stage_ms", {})) == stages
-
-
-def test_medians_and_ratios_are_of_the_turns(report):
-    _, records = report
-    medians = {}
-    for mode in of(records, "mode"):
-        turns = [turn for turn in of(records, "turn") if turn["mode"] == mode["mode"]]
-        turns.sort(key=lambda turn: turn["repetition"])
-        check_spread(mode["step_ms"], [ms for turn in turns for ms in turn["step_ms"]])
-        medians[mode["mode"]] = [float(np.median(turn["step_ms"])) for turn in turns]
-        assert mode["turn_medians_ms"] == medians[mode["mode"]]
+    modes, medians = {mode["mode"]: mode for mode in of(records, "mode")}, {}
+    for name, mode in modes.items():
+        own = [turn["step_ms"] for turn in turns if turn["mode"] == name]
+        check_spread(mode["step_ms"], [ms for times in own for ms in times])
+        medians[name] = [float(np.median(times)) for times in own]
+        assert mode["turn_medians_ms"] == medians[name]
     pairs = of(records, "ratio")
     assert [(p["numerator"], p["denominator"]) for p in pairs] == list(combinations(medians, 2))
     for pair in pairs:
         above, below = medians[pair["numerator"]], medians[pair["denominator"]]
-        values = [a / b for a, b in zip(above, below, strict=True)]
-        assert pair["repetitions"] == values
-        check_spread(pair["ratio"], values)
-
-
-def test_all_train_the_same_steps_in_steady_eviction(report):
-    _, records = report
-    modes = {mode["mode"]: mode for mode in of(records, "mode")}
+        assert pair["repetitions"] == [a / b for a, b in zip(above, below, strict=True)]
+        check_spread(pair["ratio"], pair["repetitions"])
     loss = modes["resident"]["loss"]
     assert modes["data"]["loss"] == modes["host"]["loss"] == loss
     assert modes["bag"]["loss"] == pytest.approx(loss, rel=1e-5)
@@ -85,9 +65,8 @@ def test_all_train_the_same_steps_in_steady_eviction(report):
         parts = modes[mode]["device_parts"]
         assert set(parts) == {"slots", "dense", "ids", "rows", "moving"}
         for name, part in parts.items():
-            assert 0 <= part["measured"] <= part["expected"], (mode, name)
-        for name in ("slots", "dense", "ids", "rows"):
-            assert parts[name]["measured"] >= 0.6 * parts[name]["expected"], (mode, name)
+            least = 0 if name == "moving" else 0.6 * part["expected"]
+            assert least <= part["measured"] <= part["expected"], (mode, name)
 
 
 FUSED, BAGS = "modes=resident,fused,uvm,uvm_prefetch", "modes=resident,bag"
