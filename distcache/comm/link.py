@@ -25,9 +25,7 @@ from distcache.streams import Mark
 # -----------------------------------------------------------------------------
 # What a rank sends: bytes of collectives by category, and a wrapper that counts other code's.
 #
-# Bytes are per rank, by the algorithms that move least: an all-reduce counts 2(W-1)/W of its
-# buffer, an all-gather, reduce-scatter or broadcast (W-1)/W of the whole buffer, and an all-to-all
-# exactly what leaves the rank.
+# Bytes are per rank, by the algorithms that move least.
 
 ROWS = "collective_bytes"
 DENSE = "dense_collective_bytes"
@@ -134,24 +132,6 @@ def _sent(name: str, call: dict[str, Any], nodes: Nodes | None) -> tuple[Tensor,
     return tensors[0], sent, sent if outside[(me + 1) % size] else 0
 
 
-def _counted(
-    name: str, original: Callable[..., Any], counters: CollectiveCounters
-) -> Callable[..., Any]:
-    """`original` that first counts what it is about to send."""
-    signature = inspect.signature(original)
-
-    @wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs).arguments
-        if dist.get_rank(bound.get("group")) >= 0:
-            tensor, nbytes, between = _sent(name, bound, counters.nodes)
-            floating = tensor.is_floating_point() or tensor.is_complex()
-            counters.count(ROWS if floating else PLANNING, nbytes, between)
-        return original(*args, **kwargs)
-
-    return call
-
-
 @contextmanager
 def count_collectives(counters: CollectiveCounters) -> Iterator[CollectiveCounters]:
     """Count every call of torch.distributed's tensor collectives in this process meanwhile.
@@ -161,10 +141,25 @@ def count_collectives(counters: CollectiveCounters) -> Iterator[CollectiveCounte
     `planning_bytes`. Object collectives and process-group methods are not. The originals are put
     back on exit, also after an error; one such block at a time.
     """
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs).arguments
+            if dist.get_rank(bound.get("group")) >= 0:
+                tensor, nbytes, between = _sent(name, bound, counters.nodes)
+                floating = tensor.is_floating_point() or tensor.is_complex()
+                counters.count(ROWS if floating else PLANNING, nbytes, between)
+            return original(*args, **kwargs)
+
+        return call
+
     originals = {name: getattr(dist, name) for name in COUNTED if hasattr(dist, name)}
     try:
         for name, original in originals.items():
-            setattr(dist, name, _counted(name, original, counters))
+            setattr(dist, name, counted(name, original))
         yield counters
     finally:
         for name, original in originals.items():
@@ -271,8 +266,6 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 # -----------------------------------------------------------------------------
-# One process group as one thread uses it: collectives that count bytes and name who is missing.
-#
 # A gloo wait is taken in slices: a rank that waits longer than one says so in the job's store, and
 # looks there for failures of others, so that an exception reaches it within seconds whatever it
 # waits for. gloo has no all-to-all for CUDA tensors, so those are staged through host memory here,

@@ -136,7 +136,8 @@ def first_line(error: BaseException) -> str:
 
 def announce_process(store: dist.Store, rank: int) -> None:
     """Tell the others which process `rank` is; each rank does so when it joins."""
-    store.set(_key(rank), json.dumps([_process_space(), os.getpid(), _started(os.getpid())]))
+    process = [_process_space(), os.getpid(), _started(os.getpid())]
+    store.set(f"distcache/process/{rank}", json.dumps(process))
 
 
 def has_ended(store: dist.Store, rank: int) -> bool:
@@ -144,14 +145,11 @@ def has_ended(store: dist.Store, rank: int) -> bool:
 
     False where it runs, and where it cannot be seen from here (another machine or container).
     """
-    if not store.check([_key(rank)]):
+    key = f"distcache/process/{rank}"
+    if not store.check([key]):
         return False
-    space, process, started = json.loads(store.get(_key(rank)))
+    space, process, started = json.loads(store.get(key))
     return space == _process_space() and _started(process) != started
-
-
-def _key(rank: int) -> str:
-    return f"distcache/process/{rank}"
 
 
 def _process_space() -> str:
@@ -187,8 +185,8 @@ LEAST_TIMEOUT_S = 30.0
 NOTICE_S = 10.0
 """After which a rank says for whom it waits, seconds."""
 
-_STORE_POLL_S, _LONGEST_POLL_S = 0.01, 0.05
-"""Between two looks, at first and in the end, seconds."""
+_STORE_POLL_S = 0.02
+"""Between two looks, seconds."""
 
 _LINGER_S = 5.0
 """How long rank 0 waits for the others to have read what is in the store, seconds."""
@@ -319,16 +317,15 @@ def wait_until(
     torch's stores, where they wait themselves, keep Ctrl-C from the process until they are done.
     After `NOTICE_S` seconds it is said once for `whom` this rank waits; None: nothing is said.
     """
-    began, pause, told = time.monotonic(), _STORE_POLL_S, whom is None
+    began = time.monotonic()
     while not look():
         waited = time.monotonic() - began
         if waited > timeout_s:
             raise TimeoutError
-        if waited > NOTICE_S and whom is not None and not told:
-            told = True
+        if waited > NOTICE_S and whom is not None:
             log.warning("waits for %s (%.0f s at most)", whom(), timeout_s)
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_POLL_S)
+            whom = None
+        time.sleep(_STORE_POLL_S)
 
 
 def publish(store: dist.Store | None, world_size: int, value: dict[str, Any]) -> None:

@@ -350,11 +350,11 @@ def create_stores(
 
 
 class RowTaker:
-    """`take_rows` by up to `threads` threads, which wait for work until this is closed."""
+    """`take_rows` by up to `threads` threads, which begin with the first that is worth it."""
 
     def __init__(self, threads: int) -> None:
         self._threads = max(1, threads)
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(self._threads, "distcache-gather")
 
     def take(self, source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
         """See `take_rows`."""
@@ -362,8 +362,6 @@ class RowTaker:
         if parts < 2:
             take_rows(source, rows, out)
             return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, "distcache-gather")
         cuts = [len(rows) * part // parts for part in range(parts + 1)]
         jobs = [
             self._pool.submit(take_rows, source, rows[start:stop], out[start:stop])
@@ -374,9 +372,7 @@ class RowTaker:
 
     def close(self) -> None:
         """End the threads; safe to call twice."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        self._pool.shutdown()
 
 
 class RowStore:
