@@ -7,15 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from distcache.comm.link import host_link
-from distcache.comm.rendezvous import compare_versions, differences
+from distcache.comm.rendezvous import compare_versions, require_equal
 from distcache.comm.world import World
-from distcache.errors import ConfigError, DistcacheError, PeerError
+from distcache.errors import DistcacheError, PeerError
 from distcache.versions import versions_here
 
 T = TypeVar("T")
-
-_SHOWN = 3
-"""Differences that an error names."""
 
 
 def together(world: World, work: Callable[[], T]) -> list[T]:
@@ -62,13 +59,8 @@ def agree_on(world: World, values: Mapping[str, Any]) -> None:
     The error names the first few keys that differ, with every value and the ranks that have it.
     Values must be picklable; those with the same `repr` are equal.
     """
-    lines = differences(together(world, lambda: dict(values)))
-    if lines:
-        more = f" (and {len(lines) - _SHOWN} more)" if len(lines) > _SHOWN else ""
-        raise ConfigError(
-            f"the ranks differ: {'; '.join(lines[:_SHOWN])}{more}; start all ranks with the same "
-            "configuration, data and package versions"
-        )
+    way_out = "start all ranks with the same configuration, data and package versions"
+    require_equal(together(world, lambda: dict(values)), way_out)
 
 
 def _portable(error: Exception | None) -> tuple[type[DistcacheError], str] | None:

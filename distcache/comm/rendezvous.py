@@ -404,6 +404,9 @@ def exchange(
 # Where ranks would compute with other bits, or read each other's messages wrongly, it is an error;
 # any other difference is a warning.
 
+_SHOWN = 3
+"""Differences that an error names."""
+
 
 def differences(by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each key on which ranks differ: `<key> is <value> on rank 0 and ... on ...`."""
@@ -416,6 +419,17 @@ def differences(by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
             *first, last = [f"{value} on {_named(own)}" for value, own in ranks.items()]
             lines.append(f"{key} is {', '.join(first)} and {last}")
     return lines
+
+
+def require_equal(
+    by_rank: Sequence[Mapping[str, Any]], way_out: str, what: str = "the ranks"
+) -> None:
+    """Raise ConfigError where the values of the ranks differ: the first few keys, each with every
+    value and the ranks that have it. Those with the same `repr` are equal."""
+    lines = differences(by_rank)
+    if lines:
+        more = f" (and {len(lines) - _SHOWN} more)" if len(lines) > _SHOWN else ""
+        raise ConfigError(f"{what} differ: {'; '.join(lines[:_SHOWN])}{more}; {way_out}")
 
 
 def _named(ranks: list[int]) -> str:
@@ -446,28 +460,11 @@ def compare_versions(
     # Triton compiles the kernels by which each rank updates its own copy of a row on a GPU.
     needed = {"distcache", SOURCE, "torch", "numpy", *(("triton",) if cuda else ())}
     needed |= {"torchrec", *FBGEMM_DISTRIBUTIONS} if hybrid else set()
-    lines = differences([{k: v for k, v in seen.items() if k in needed} for seen in found])
-    if lines:
-        raise ConfigError(
-            f"the ranks differ: {'; '.join(lines)}; install the same packages on all nodes "
-            f"(compared are {', '.join(('python', *DISTRIBUTIONS))})"
-        )
+    require_equal(
+        [{k: v for k, v in seen.items() if k in needed} for seen in found],
+        "install the same packages on all nodes "
+        f"(compared are {', '.join(('python', *DISTRIBUTIONS))})",
+    )
     others = differences([{k: v for k, v in seen.items() if k not in needed} for seen in found])
     if others and warn:
         log.warning("the ranks' versions differ: %s", "; ".join(others))
-
-
-def compare_command_lines(sizes: Sequence[int], arguments: Sequence[Sequence[str]]) -> None:
-    """Raise ConfigError where ranks were told of other numbers of ranks, or have other overrides,
-    whose order does not matter."""
-    lines = differences([{"WORLD_SIZE": str(size)} for size in sizes])
-    if lines:
-        raise ConfigError(f"the ranks differ: {'; '.join(lines)}: start all with one number")
-    # By key; anything but an override stands for itself.
-    by_key = [{a.partition("=")[0]: a.partition("=")[2] or a for a in own} for own in arguments]
-    lines = differences(by_key)
-    if lines:
-        raise ConfigError(
-            f"the ranks' command lines differ: {'; '.join(lines)}; start all nodes with the same "
-            "arguments, for those of rank 0 count for all"
-        )

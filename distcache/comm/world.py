@@ -20,12 +20,12 @@ from distcache.comm.rendezvous import (
     LEAST_TIMEOUT_S,
     Place,
     announce_process,
-    compare_command_lines,
     compare_versions,
     exchange,
     find_place,
     first_line,
     is_launched,
+    require_equal,
     whole_number,
 )
 from distcache.errors import ConfigError, PeerError
@@ -101,21 +101,22 @@ def agree_on_claims(claims: Sequence[Claim], rank: int = 0, hybrid: bool = False
 
     Compares sizes, command lines and versions first. `rank`: this one, as which 0 logs warnings.
     """
-    compare_command_lines([claim.size for claim in claims], [claim.arguments for claim in claims])
+    require_equal(
+        [{"WORLD_SIZE": str(claim.size)} for claim in claims], "start all with one number"
+    )
+    # By key, in any order; anything but an override stands for itself.
+    arguments = [
+        {a.partition("=")[0]: a.partition("=")[2] or a for a in claim.arguments} for claim in claims
+    ]
+    way_out = "start all nodes with the same arguments, for those of rank 0 count for all"
+    require_equal(arguments, way_out, "the ranks' command lines")
     on_gpus = claims[0].device == "cuda"
     compare_versions([claim.versions for claim in claims], hybrid, on_gpus, rank == 0)
     for rank, claim in enumerate(claims):
         if claim.error is not None:
             raise ConfigError(f"rank {rank} ({claim.host}): {claim.error}")
-    for what in ("device", "backend"):
-        values = [getattr(claim, what) for claim in claims]
-        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
-            raise ConfigError(
-                f"the nodes differ: the {what} is {values[0]} on rank 0 ({claims[0].host}) and "
-                f"{values[other]} on rank {other} ({claims[other].host}); set trainer.{what} to "
-                "one that all nodes have"
-            )
+    where = [{"trainer.device": own.device, "trainer.backend": own.backend} for own in claims]
+    require_equal(where, "set these keys to what all nodes have", "the nodes")
     sizes: list[int] = []
     while sum(sizes) < len(claims):
         first = sum(sizes)

@@ -19,6 +19,7 @@ from distcache.comm.rendezvous import differences, is_secondary
 from distcache.comm.world import (
     Claim,
     Nodes,
+    World,
     agree_on_claims,
     close_world,
     current_world,
@@ -78,18 +79,13 @@ def claims(*sizes: int) -> list[Claim]:
     ]
 
 
-def test_places_and_bytes_between_them() -> None:
+def test_places() -> None:
     nodes = agree_on_claims(claims(2, 1, 3))
     assert nodes == Nodes((2, 1, 3))
     assert [nodes.of(rank) for rank in range(6)] == [0, 0, 1, 2, 2, 2]
     assert [list(nodes.ranks(node)) for node in range(3)] == [[0, 1], [2], [3, 4, 5]]
     assert [nodes.peer(rank, 0) for rank in range(6)] == [0, 1, 0, 0, 1, 0]
     assert [nodes.peer(rank, 2) for rank in range(6)] == [3, 4, 3, 3, 4, 5]
-    nodes = Nodes((2, 2))
-    assert nodes.bytes_between(1, [3, 0, 2, 5], 100) == 70
-    assert nodes.bytes_between(1, [0, 0, 0, 0], 0) == 0
-    assert [nodes.ring_bytes_between(rank, 10) for rank in range(4)] == [0, 10, 0, 10]
-    assert Nodes((4,)).ring_bytes_between(3, 10) == 0
 
 
 @pytest.mark.parametrize(
@@ -101,10 +97,10 @@ def test_places_and_bytes_between_them() -> None:
         (0, {"local_size": -1}, r"rank 0 \(host0\) says that it is the first of -1 ranks"),
         (1, {"host": "other"}, "on one machine .*; but rank 0 on host0 .*; rank 1 on other has"),
         (3, {"group": "0"}, "under one agent, .* GROUP_RANK=1; .* GROUP_RANK=0"),
-        (2, {"backend": "nccl"}, "backend is gloo on rank 0 .host0. and nccl on rank 2 .host1."),
-        (2, {"device": "cuda"}, "set trainer.device to one that all nodes have"),
+        (2, {"backend": "nccl"}, "nodes differ: trainer.backend is 'gloo' on .*; set these keys"),
+        (2, {"device": "cuda"}, "trainer.device is 'cpu' on ranks 0, 1, 3 and 'cuda' on rank 2;"),
         (3, {"error": "no GPU here"}, "rank 3 .host1.: no GPU here"),
-        (3, {"size": 5}, "WORLD_SIZE is '4' on ranks 0-2 and '5' on rank 3: start all with one"),
+        (3, {"size": 5}, "WORLD_SIZE is '4' on ranks 0-2 and '5' on rank 3; start all with one"),
         (3, {"arguments": ["a=1"]}, "command lines differ: b is '2' on ranks 0-2 .* on rank 3;"),
         (3, {"versions": {"distcache": "2", "numpy": "5"}}, "and '2' on rank 3; install the same"),
     ],
@@ -131,57 +127,40 @@ def test_ranks_that_go_round_the_nodes_are_refused() -> None:
     assert nodes_of_names(["a", "a", "b"]) == Nodes((2, 1))
 
 
-def refused(rank: int, size: int) -> str:
-    """Ranks dealt out to the nodes in turn."""
+def nodes_of_ranks(rank: int, size: int) -> tuple:
+    """Ranks dealt out to the nodes in turn are refused; the next job has nodes; so has a process
+    group that is not all ranks."""
     os.environ |= {"LOCAL_RANK": str(rank // 2), "LOCAL_WORLD_SIZE": "2"}
     with pytest.raises(DistcacheError) as caught:
         open_world("cpu", "gloo", 30)
     assert not dist.is_initialized()
-    return str(caught.value)
-
-
-def test_every_rank_says_why() -> None:
-    messages = run_ranks(refused, 4)
-    assert len(set(messages)) == 1 and "as torchrun does" in messages[0]
-
-
-def opened(rank: int, size: int) -> list:
-    """Nodes of one job after another."""
     found = []
-    for sizes in ((3,), (1, 2), (1, 1, 1)):
-        world = open_nodes(rank, sizes)
+
+    def note(world: World) -> None:
         group = world.node_group and dist.get_process_group_ranks(world.node_group)
-        found.append((world.nodes.sizes, world.first_local, world.local_rank, group))
+        found.append((world.rank, world.nodes.sizes, world.first_local, world.local_rank, group))
         close_world(world)
-    return found
 
-
-def test_worlds_of_nodes() -> None:
-    third = run_ranks(opened, 3)[2]
-    assert third == [((3,), 0, 2, None), ((1, 2), 1, 1, [1, 2]), ((1, 1, 1), 2, 0, None)]
-
-
-def in_a_part(rank: int, size: int) -> tuple | None:
-    """Nodes among the ranks of a process group that is not all."""
+    for sizes in ((4,), (1, 3)):
+        note(open_nodes(rank, sizes))
     dist.init_process_group("gloo")
     socket.gethostname = lambda: ("a", "b", "b", "c")[rank]
     members = dist.new_group([1, 2, 3])
-    found = None
     if rank:
-        worlds = [current_world(torch.device("cpu"), members, 60) for _ in range(2)]
-        for world in worlds:
-            group = dist.get_process_group_ranks(world.node_group)
-            found = (world.rank, world.nodes.sizes, world.local_rank, group)
-            close_world(world)
+        note(current_world(torch.device("cpu"), members, 60))
+        note(current_world(torch.device("cpu"), members, 60))
     dist.barrier()
     dist.destroy_process_group()
-    return found
+    return str(caught.value), found
 
 
-def test_nodes_of_a_process_group() -> None:
-    sizes = (2, 1)
-    ends = run_ranks(in_a_part, 4)
-    assert ends == [None, (0, sizes, 0, [1, 2]), (1, sizes, 1, [1, 2]), (2, sizes, 0, [3])]
+def test_every_rank_knows_the_nodes_or_says_why() -> None:
+    messages, found = zip(*run_ranks(nodes_of_ranks, 4), strict=True)
+    assert len(set(messages)) == 1 and "as torchrun does" in messages[0]
+    assert found[0] == [(0, (4,), 0, 0, None), (0, (1, 3), 0, 0, None)]
+    assert found[2][:2] == [(2, (4,), 0, 2, None), (2, (1, 3), 1, 1, [1, 2, 3])]
+    parts = [(0, (2, 1), 0, 0, [1, 2]), (1, (2, 1), 0, 1, [1, 2]), (2, (2, 1), 2, 0, [3])]
+    assert [own[2:] for own in found[1:]] == [[part] * 2 for part in parts]
 
 
 def outcomes(rank: int, size: int) -> list[str]:

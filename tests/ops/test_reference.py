@@ -9,7 +9,7 @@ import torch
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from jagged import bag_of, chunked_row_gradients, random_bags, segments_of
+from jagged import bag_of, random_bags, segments_of
 
 from distcache import ops
 from distcache.errors import ConfigError, PlanError
@@ -108,31 +108,6 @@ def test_nothing_to_look_up():
         assert torch.equal(found, torch.zeros(bags, 4))
     one = torch.zeros(1, dtype=torch.int64)
     assert ops.row_gradients(torch.zeros(0, 4), empty, empty, one, one[:0]).shape == (0, 4)
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("chunk", [2, 3, 32])
-def test_chunks_sum_the_same_numbers_in_another_order(chunk, weighted):
-    """In float64, over segments of none to some hundreds."""
-    rows = 6
-    _, positions, offsets, weights = random_bags(4, 300, rows, 1, torch.float64, weighted, 9)
-    positions[::2] = 2
-    positions[positions == 4] = 5
-    order, segments = segments_of(positions, rows)
-    chunks = segment_chunks(segments, chunk)
-    lengths = segments.diff()
-    assert chunks.rows.tolist() == (lengths > chunk).nonzero().squeeze(1).tolist()
-    assert chunks.sizes[-1] == len(chunks.rows) > 0
-    levels = 1
-    while chunk**levels < int(lengths.max()):
-        levels += 1
-    assert len(chunks.sizes) == levels > 1
-    upstream = torch.randn(300, 7, dtype=torch.float64)
-    call = (upstream, bag_of(offsets), order, segments, weights)
-    expected = reference.row_gradients(*call)
-    found = chunked_row_gradients(*call, chunks)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    assert lengths[4] == 0 and not found[4].any()
 
 
 def test_chunks_of_a_segment_begin_at_its_start_and_cover_it():
