@@ -97,11 +97,18 @@ class End:
 class Job:
     """Ranks that run; as under torchrun, their store lives in this process and outlives them.
 
-    `agent=False`: in rank 0, as without torchrun.
+    `agent=False`: in rank 0, as without torchrun; `fresh`: in interpreters of their own.
     """
 
-    def __init__(self, function: Callable, world_size: int, *args: Any, agent: bool = True) -> None:
-        context, self._store = forking(), None
+    def __init__(
+        self,
+        function: Callable,
+        world_size: int,
+        *args: Any,
+        agent: bool = True,
+        fresh: bool = False,
+    ) -> None:
+        context, self._store = mp.get_context("spawn") if fresh else forking(), None
         if agent:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = self._store.port if self._store else free_port()
@@ -159,12 +166,15 @@ class Job:
             return End(None, time.monotonic())
 
 
-def run_ranks(function: Callable, world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(
+    function: Callable, world_size: int, *args: Any, timeout: float = 120, fresh: bool = False
+) -> list[Any]:
     """Call `function(rank, world_size, *args)` on every rank; the return values by rank.
 
     `function` is at module level and its values can be pickled (tensors: return NumPy arrays).
     Raises RuntimeError with the traceback of the rank that failed first, or when a rank dies
     without a word; TimeoutError naming the ranks that are missing. No process outlives the call.
+    `fresh`: in interpreters that have imported nothing.
     """
-    job = Job(function, world_size, *args, agent=False)
+    job = Job(function, world_size, *args, agent=False, fresh=fresh)
     return [end.value for end in job.ends(timeout, raising=True)]

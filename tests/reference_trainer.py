@@ -8,22 +8,22 @@ the losses and final weights that every mode must reproduce up to summation orde
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from distcache.data.batch import Batch, JaggedIds
+from distcache.data.batch import Batch
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Optimizer and pooling; `*_schedule` maps a step from 0 to its rate, instead of `*_lr`.
+    """Optimizer and pooling.
 
-    `feature_tables`: the table of each feature, in feature order; `pooling`: of every table, or by
-    table name; `reverse`: take the samples of each batch, and the ids of each bag, from last to
+    `feature_tables`: the table of each feature, in feature order; `pooling`: by table name, others
+    are sums; `reverse`: take the samples of each batch, and the ids of each bag, from last to
     first (what changes then is rounding alone).
     """
 
@@ -34,9 +34,7 @@ class Settings:
     eps: float = 1e-8
     betas: tuple[float, float] = (0.9, 0.999)
     initial_accumulator: float = 0.0
-    pooling: str | Mapping[str, str] = "sum"
-    dense_schedule: Callable[[int], float] | None = None
-    embedding_schedule: Callable[[int], float] | None = None
+    pooling: Mapping[str, str] = field(default_factory=dict)
     reverse: bool = False
 
 
@@ -52,10 +50,12 @@ class Trained:
 class RowWiseAdagrad(torch.optim.Optimizer):
     """One sum of mean squared gradients per row, as FBGEMM's; sparse gradients only."""
 
-    def __init__(self, parameters: Iterable[Tensor], lr: float, eps: float, initial: float) -> None:
-        super().__init__(parameters, {"lr": lr, "eps": eps})
+    def __init__(
+        self, params: Iterable[Tensor], lr: float, eps: float, initial_accumulator_value: float
+    ) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps})
         for table in self.param_groups[0]["params"]:
-            self.state[table]["sum"] = table.new_full((len(table),), initial)
+            self.state[table]["sum"] = table.new_full((len(table),), initial_accumulator_value)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -73,47 +73,35 @@ def optimizers(
     settings: Settings, dense: nn.Module, tables: Mapping[str, nn.EmbeddingBag]
 ) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
     """The optimizers of the dense parameters and of the tables."""
-    weights, parameters = [bag.weight for bag in tables.values()], list(dense.parameters())
-    lr, rate, eps = settings.dense_lr, settings.embedding_lr, settings.eps
-    initial, betas = settings.initial_accumulator, settings.betas
-    adagrad = torch.optim.Adagrad
+    optim, more = torch.optim, {"eps": settings.eps}
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=lr), torch.optim.SGD(weights, lr=rate)
-    if settings.optimizer == "adam":
-        return (
-            torch.optim.Adam(parameters, lr=lr, betas=betas, eps=eps),
-            torch.optim.SparseAdam(weights, lr=rate, betas=betas, eps=eps),
-        )
-    over_dense = adagrad(parameters, lr=lr, eps=eps, initial_accumulator_value=initial)
-    if settings.optimizer == "rowwise_adagrad":
-        return over_dense, RowWiseAdagrad(weights, rate, eps, initial)
-    return over_dense, adagrad(weights, lr=rate, eps=eps, initial_accumulator_value=initial)
-
-
-def feature_bags(ids: JaggedIds, feature: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Ids `[m]`, ids per bag `[B]` and weights `[m]` of one feature."""
-    batch = ids.batch_size
-    offsets = ids.offsets[feature * batch : (feature + 1) * batch + 1]
-    start, stop = int(offsets[0]), int(offsets[-1])
-    weights = None if ids.weights is None else ids.weights[start:stop]
-    return ids.values[start:stop], offsets.diff(), weights
+        kinds, more = (optim.SGD, optim.SGD), {}
+    elif settings.optimizer == "adam":
+        kinds, more["betas"] = (optim.Adam, optim.SparseAdam), settings.betas
+    else:
+        by_row = settings.optimizer == "rowwise_adagrad"
+        kinds = (optim.Adagrad, RowWiseAdagrad if by_row else optim.Adagrad)
+        more["initial_accumulator_value"] = settings.initial_accumulator
+    weights = [bag.weight for bag in tables.values()]
+    over_dense = kinds[0](list(dense.parameters()), lr=settings.dense_lr, **more)
+    return over_dense, kinds[1](weights, lr=settings.embedding_lr, **more)
 
 
 def logits_of(
     batch: Batch, settings: Settings, dense: nn.Module, tables: Mapping[str, nn.EmbeddingBag]
 ) -> tuple[Tensor, Tensor]:
     """Logits and labels `[B]` of a global batch, in float32 or float64 as the model is."""
-    dtype = next(dense.parameters()).dtype
+    dtype, ids, pooled = next(dense.parameters()).dtype, batch.ids, []
 
     def turned(values: Tensor) -> Tensor:
         return values.flip(0) if settings.reverse else values
 
-    pooled = []
     for feature, table in enumerate(settings.feature_tables):
-        ids, lengths, weights = feature_bags(batch.ids, feature)
-        offsets = functional.pad(turned(lengths).cumsum(0), (1, 0))
-        weights = None if weights is None else turned(weights).to(dtype)
-        pooled.append(tables[table](turned(ids), offsets, per_sample_weights=weights))
+        offsets = ids.offsets[feature * ids.batch_size : (feature + 1) * ids.batch_size + 1]
+        mine = slice(int(offsets[0]), int(offsets[-1]))
+        ends = functional.pad(turned(offsets.diff()).cumsum(0), (1, 0))
+        weights = None if ids.weights is None else turned(ids.weights[mine]).to(dtype)
+        pooled.append(tables[table](turned(ids.values[mine]), ends, per_sample_weights=weights))
     logits = dense(turned(batch.dense).to(dtype), torch.cat(pooled, dim=1))
     return logits.reshape(-1), turned(batch.labels).to(dtype)
 
@@ -132,30 +120,21 @@ def train(
     """
     model = copy.deepcopy(model).to(next(iter(tables.values())).dtype)
     model.load_state_dict(dense_state)
-    pooling = settings.pooling
+    how = {"freeze": False, "sparse": True, "include_last_offset": True}
     bags = {
         name: nn.EmbeddingBag.from_pretrained(
-            weight.detach().clone(),
-            freeze=False,
-            sparse=True,
-            include_last_offset=True,
-            mode=pooling if isinstance(pooling, str) else pooling[name],
+            weight.detach().clone(), mode=settings.pooling.get(name, "sum"), **how
         )
         for name, weight in tables.items()
     }
-    over_dense, over_tables = optimizers(settings, model, bags)
-    result = Trained()
-    for step, batch in enumerate(batches):
-        if settings.dense_schedule is not None:
-            over_dense.param_groups[0]["lr"] = settings.dense_schedule(step)
-        if settings.embedding_schedule is not None:
-            over_tables.param_groups[0]["lr"] = settings.embedding_schedule(step)
-        over_dense.zero_grad()
-        over_tables.zero_grad()
+    result, both = Trained(), optimizers(settings, model, bags)
+    for batch in batches:
         loss = functional.binary_cross_entropy_with_logits(*logits_of(batch, settings, model, bags))
+        for optimizer in both:
+            optimizer.zero_grad()
         loss.backward()
-        over_dense.step()
-        over_tables.step()
+        for optimizer in both:
+            optimizer.step()
         result.losses.append(loss.item())
     result.tables = {name: bag.weight.detach() for name, bag in bags.items()}
     result.dense = model.state_dict()

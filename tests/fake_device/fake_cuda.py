@@ -1,7 +1,7 @@
 """A CUDA device that is not there: `cuda:0` in the memory of the host, for the CPU build of torch.
 
 A tensor of the device is a wrapper over a CPU tensor. An operation finds its shapes on `meta` and
-is queued on the calling thread's current stream; a `Scheduler` says when what is queued is done.
+is queued on the calling thread's current stream, and done as late as can be.
 So whatever the host or another stream reads without waiting for it is read too early:
 
 * new memory is NaN (integers: 0), and stays that until the operation that writes it is done;
@@ -17,6 +17,7 @@ To be used in a process of its own (`process.py`): nothing here can be undone.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import threading
 import time
@@ -30,38 +31,11 @@ GUARD: Any = None
 
 
 def load(guard: Path) -> None:
-    """Load the library made of guard.cpp; before `import torch`, or right after."""
+    """Load the library made of guard.cpp, once more where torch was imported after it."""
     global GUARD
     GUARD = ctypes.PyDLL(str(guard), ctypes.RTLD_GLOBAL)
     GUARD.fake_stream.restype = ctypes.c_int64
     GUARD.fake_set_stream.argtypes = [ctypes.c_int64]
-
-
-def install(scheduler: Scheduler | None = None) -> None:
-    """Put the device into torch, for good; `load` comes first."""
-    from fake_device import fake_torch
-
-    DEVICE.scheduler = scheduler or DEVICE.scheduler
-    fake_torch.install()
-
-
-# --- streams and events -----------------------------------------------------------------------
-
-
-class Scheduler:
-    """`lazy`: what is queued is done when somebody waits for it, and nothing before that.
-
-    Others do more of it earlier, from these two calls, with `Device.reach`. The device is locked.
-    """
-
-    def queued(self, device: Device, stream: Stream) -> None:
-        """Something was queued on `stream`."""
-
-    def polled(self, device: Device, event: Event) -> None:
-        """The host has looked at an event that is not reached; a host that looks again sees it."""
-        event.looks += 1
-        if event.looks > 1:
-            device.reach(event.stream, event.place)
 
 
 class Dropped:
@@ -76,11 +50,14 @@ class Dropped:
 
 
 class Device:
-    """The streams, and what was counted: operations by kind and name of the thread."""
+    """The streams, and what was counted: operations by kind and name of the thread.
+
+    What is queued is done when somebody waits for it, and nothing before that. A scheduler that
+    does more of it earlier overrides `queued` and `polled`, and calls `reach`.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.scheduler = Scheduler()
         self.streams: list[Stream] = []
         self.counts: Counter[tuple[str, str]] = Counter()
         self._dropped: list[Dropped] = []
@@ -108,7 +85,16 @@ class Device:
             while launch and stream.used_again:
                 self._append(stream.used_again.popleft(), stream)
             self._append(work, stream)
-            self.scheduler.queued(self, stream)
+            self.queued(stream)
+
+    def queued(self, stream: Stream) -> None:
+        """Something was queued on `stream`; the device is locked."""
+
+    def polled(self, event: Event) -> None:
+        """The host has looked at an event that is not reached; a host that looks again sees it."""
+        event.looks += 1
+        if event.looks > 1:
+            self.reach(event.stream, event.place)
 
     def _append(self, work: Work, stream: Stream) -> None:
         stream.work.append(work)
@@ -152,8 +138,6 @@ class Device:
             else:
                 self._dropped.append(dropped)
 
-    # --- for guard.cpp, whose caller is autograd's thread --------------------------------------
-
     def _record(self, number: int, stream: int) -> int:
         event = self._events.get(number) or Event()
         self._events[id(event)] = event
@@ -164,7 +148,7 @@ class Device:
         self.streams[stream].wait_event(self._events[number])
 
     def callbacks(self) -> None:
-        """Tell guard.cpp what events are."""
+        """Tell guard.cpp, whose caller is autograd's thread, what events are."""
         number = ctypes.c_int64
         self._called = (
             ctypes.CFUNCTYPE(number, number, number)(self._record),
@@ -197,7 +181,7 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         """What is queued from now on comes after what `event` has recorded so far."""
         if event.stream is not None:
-            DEVICE.queue(event.copy(), self)
+            DEVICE.queue(copy.copy(event), self)  # what is recorded now, whatever it records later
 
     def wait_stream(self, stream: Stream) -> None:
         self.wait_event(stream.record_event())
@@ -222,12 +206,6 @@ class Event:
         self.place = self.looks = 0
         self.time: list[float] = []
 
-    def copy(self) -> Event:
-        """What is recorded now, whatever this event records later."""
-        event = Event()
-        event.stream, event.place = self.stream, self.place
-        return event
-
     def record(self, stream: Stream | None = None) -> None:
         with DEVICE.lock:
             self.stream, self.time, self.looks = stream or DEVICE.current(), [], 0
@@ -241,7 +219,7 @@ class Event:
     def query(self) -> bool:
         with DEVICE.lock:
             if self.stream is not None and self.stream.done < self.place:
-                DEVICE.scheduler.polled(DEVICE, self)
+                DEVICE.polled(self)
             return self.stream is None or self.stream.done >= self.place
 
     def synchronize(self) -> None:

@@ -90,7 +90,8 @@ def operate(func: Any, args: tuple, kwargs: dict) -> Any:
     if func._schema.is_mutable:
         launch(func, *own, **named)
         return _written(func, args, kwargs)
-    shapes = func(*_map(_meta, args), **_map(_meta, kwargs | _on_meta(kwargs)))
+    there = {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
+    shapes = func(*_map(_meta, args), **_map(_meta, kwargs | there))
     out = _map(lambda like: empty(like.shape, like.stride(), like.dtype), shapes)
     launch(_Into(func, out), *own, **named)
     return out
@@ -116,10 +117,10 @@ def launch(func: Callable, *args: Any, **kwargs: Any) -> None:
     _queue(func, args, kwargs)
 
 
-def _queue(func: Callable, args: tuple, kwargs: dict | None = None) -> None:
+def _queue(func: Callable, args: tuple, kwargs: dict) -> None:
     def work() -> None:
         with torch.inference_mode(False), torch.no_grad():
-            func(*args, **(kwargs or {}))
+            func(*args, **kwargs)
 
     DEVICE.queue(work, launch=True)
 
@@ -143,10 +144,8 @@ def copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     pinned = on_host.is_pinned()
     direction = "to device" if there else "to host"
     DEVICE.count(f"{direction}, {'pinned' if pinned else 'pageable'}")
-    if there:
-        _queue(Tensor.copy_, (to.host, source if pinned else source.clone()))
-    else:
-        _queue(Tensor.copy_, (to, source.host))
+    read = source if pinned else source.clone()
+    _queue(Tensor.copy_, (to.host, read) if there else (to, source.host), {})
     if not non_blocking or not (pinned or there):
         DEVICE.wait(stream, stream.queued)
     return to
@@ -158,9 +157,6 @@ def to_host(
     """`source.to("cpu")`, which is pinned where nobody waits for it."""
     out = torch.empty_like(source.host, dtype=dtype or source.dtype, pin_memory=non_blocking)
     return copy(out, source, non_blocking)
-
-
-# --- arguments and results ----------------------------------------------------------------------
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
@@ -185,10 +181,6 @@ def _hosts(value: Any) -> Any:
 
 def _meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _on_meta(kwargs: dict) -> dict:
-    return {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
 
 
 def _first(args: tuple) -> FakeTensor:
@@ -217,9 +209,6 @@ def _written(func: Any, args: tuple, kwargs: dict) -> Any:
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return found[0] if len(found) == 1 else tuple(found)
-
-
-# --- torch.cuda ---------------------------------------------------------------------------------
 
 
 class Runtime:
@@ -279,28 +268,23 @@ _PROPERTIES = SimpleNamespace(
 _CUDA: dict[str, Any] = {
     "Event": Event,
     "Stream": Stream,
-    "_lazy_init": lambda: None,
     "cudart": lambda: RUNTIME,
-    "current_device": lambda: 0,
     "current_stream": lambda device=None: DEVICE.current(),
     "default_stream": lambda device=None: DEVICE.streams[0],
     "device": lambda device: contextlib.nullcontext(),
     "device_count": lambda: 1,
-    "empty_cache": lambda: None,
     "get_device_name": lambda device=None: _PROPERTIES.name,
     "get_device_properties": lambda device=None: _PROPERTIES,
-    "is_available": lambda: True,
-    "is_initialized": lambda: True,
-    "manual_seed_all": lambda seed: None,
-    "max_memory_allocated": lambda device=None: 0,
-    "mem_get_info": lambda device=None: (1 << 40, 1 << 40),
-    "memory_allocated": lambda device=None: 0,
-    "memory_reserved": lambda device=None: 0,
-    "reset_peak_memory_stats": lambda device=None: None,
-    "set_device": lambda device: None,
     "stream": _on,
     "synchronize": _synchronize,
 }
+_GIVES = {
+    None: "_lazy_init empty_cache manual_seed_all reset_peak_memory_stats set_device",
+    0: "current_device max_memory_allocated memory_allocated memory_reserved",
+    True: "is_available is_initialized",
+    (1 << 40, 1 << 40): "mem_get_info",
+}
+"""Values, and which functions return them."""
 
 
 class _Work:
@@ -339,6 +323,9 @@ def install() -> None:
     DEVICE.callbacks()
     for name, value in _CUDA.items():
         setattr(torch.cuda, name, value)
+    for value, names in _GIVES.items():
+        for name in names.split():
+            setattr(torch.cuda, name, lambda *args, value=value: value)
     dist.all_reduce = _all_reduce
     # `module.to` gives a module new parameters: `.data` of a CPU tensor cannot become a wrapper.
     torch.__future__.set_overwrite_module_params_on_conversion(True)

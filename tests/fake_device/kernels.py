@@ -34,22 +34,9 @@ class _Kernel:
 
 
 def segment_sums(
-    values,
-    starts,
-    ends,
-    outer,
-    inner,
-    weights,
-    to,
-    out,
-    count,
-    *,
-    HOPS,
-    WEIGHTED,
-    SCATTER,
-    MOST,
-    **_,
-):
+    values, starts, ends, outer, inner, weights, to, out, count,
+    *, HOPS, WEIGHTED, SCATTER, MOST, **_,
+):  # fmt: skip
     """See `triton_kernels.segment_sums`: each segment's rows, added first to last."""
     lengths = ends - starts
     taken = (lengths <= MOST).nonzero()[:, 0] if MOST else torch.arange(count)

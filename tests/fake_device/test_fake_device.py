@@ -1,15 +1,37 @@
 """On a device that does things late and forgets: it is as it says, and trainer and drop-in have
 there the bits of `resident`.
+
+What runs in a process that has the device takes one argument; calls and results can be pickled. No
+loop here reads a loss at once: one that does orders all streams by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ebc_cases import Pooled, batches, cached, dense_optimizer, loss_of, mixed_configs
+from fake_device import fake_cuda
+from fake_device.fake_cuda import DEVICE
 from fake_device.process import run
+
+from distcache import lookahead, train
+
+KEYS = """
+    trainer.device=cuda trainer.backend=gloo trainer.steps=16 trainer.log_level=ERROR
+    data.table_rows=[900,200,40] data.global_batch_size=24 data.dense_features=3 data.bag_size=2.0
+    data.zipf=0.6 data.weighted=true
+    model.embedding_dim=8 model.dense_arch=[8,8] model.over_arch=[8,1]
+    optim=adagrad cache.lookahead=3 run.save=false
+"""
 
 RESIDENT = ["parallel=resident"]
 CPU = ["parallel=resident", "trainer.device=cpu"]
@@ -25,16 +47,25 @@ TWO = [
 ]
 """The same with the placement, for two ranks."""
 
+SIZES = {"replicated": (170, 260, 440), "sharded": (110, 170, 300), "mixed": (140, 200, 330)}
 REST = [
     (rows, prefetch, access, placement)
     for access in ("staged", "zero_copy")
-    for placement, sizes in (
-        ("replicated", (170, 260, 440)),
-        ("sharded", (110, 170, 300)),
-        ("mixed", (140, 200, 330)),
-    )
+    for placement, sizes in SIZES.items()
     for prefetch, rows in zip((0, 1, 3), sizes, strict=True)
 ]
+
+
+def command(call: dict[str, Any]) -> dict[str, Any]:
+    """The summary of `python -m distcache.train`: its loop reads losses two steps late on a GPU.
+
+    `keys`: beside KEYS; `folder`: the run's.
+    """
+    sys.argv = ["train", *KEYS.split(), *call["keys"], f"run.dir={call['folder']}"]
+    code = train.main()
+    if code:
+        raise RuntimeError(f"exit code {code}")
+    return json.loads((call["folder"] / "summary.json").read_text())
 
 
 def keys(rows: int, prefetch: int, access: str, placement: str = "replicated") -> list[str]:
@@ -45,9 +76,9 @@ def keys(rows: int, prefetch: int, access: str, placement: str = "replicated") -
 
 
 def calls(folder: Path, cases: list[list[str]], *common: str) -> list[dict[str, Any]]:
-    """Calls of `runs.command`, each with a folder of its own."""
+    """Calls of `command`, each with a folder of its own."""
     return [
-        {"keys": [*common, *case], "folder": str(folder / str(place))}
+        {"keys": [*common, *case], "folder": folder / str(place)}
         for place, case in enumerate(cases)
     ]
 
@@ -64,7 +95,7 @@ def check(found: list[list[dict[str, Any]]]) -> None:
 
 def test_one_rank_has_the_bits_of_resident(guard: Path, tmp_path: Path) -> None:
     cases = [RESIDENT, *(keys(*case) for case in ONE), CPU]
-    *found, on_cpu = run(guard, "fake_device.runs:command", calls(tmp_path, cases))
+    *found, on_cpu = run(guard, command, calls(tmp_path, cases))
     check(found)
     # The device computes what the CPU does, but for rounding.
     assert found[0][0]["final_loss"] == pytest.approx(on_cpu[0]["final_loss"], rel=1e-5)
@@ -72,7 +103,7 @@ def test_one_rank_has_the_bits_of_resident(guard: Path, tmp_path: Path) -> None:
 
 def test_two_ranks_have_the_bits_of_resident(guard: Path, tmp_path: Path) -> None:
     cases = [RESIDENT, *(keys(*case) for case in TWO)]
-    check(run(guard, "fake_device.runs:command", calls(tmp_path, cases), ranks=2))
+    check(run(guard, command, calls(tmp_path, cases), ranks=2))
 
 
 @pytest.mark.slow
@@ -83,28 +114,80 @@ def test_every_placement_has_the_bits_of_resident(
 ) -> None:
     cases = [RESIDENT, *(keys(*case) for case in REST if ranks > 1 or case[3] == "replicated")]
     given = calls(tmp_path, cases, f"optim={optimizer}", "trainer.steps=24")
-    check(run(guard, "fake_device.runs:command", given, ranks=ranks))
+    check(run(guard, command, given, ranks=ranks))
+
+
+def broken(call: dict[str, Any]) -> str:
+    """The state digest of `command` on a device whose streams lack the method `without`, which
+    then does nothing; or the error that this led to."""
+    method = getattr(fake_cuda.Stream, call["without"])
+    setattr(fake_cuda.Stream, call["without"], lambda self, *args: None)
+    try:
+        return command(call)["state_digest"]
+    except RuntimeError as error:
+        return repr(error)
+    finally:
+        setattr(fake_cuda.Stream, call["without"], method)
 
 
 def test_what_is_not_ordered_is_seen(guard: Path, tmp_path: Path) -> None:
     """Without a stream's wait for an event, or the host's for a stream, numbers are wrong."""
-    cases = [RESIDENT, keys(*ONE[0]), keys(*ONE[1])]
-    given = calls(tmp_path, cases)
+    given = calls(tmp_path, [RESIDENT, keys(*ONE[0]), keys(*ONE[1])])
     for call, without in zip(given, ("query", "synchronize", "wait_event"), strict=True):
         call["without"] = without  # nobody asks a stream itself: this one is as it should be
-    resident, staged, in_place = run(guard, "fake_device.runs:broken", given)
+    resident, staged, in_place = run(guard, broken, given)
     assert resident != staged
     assert resident != in_place
 
 
+def drop_in(call: dict[str, Any]) -> tuple[list[float], str, int]:
+    """Losses of a loop over the drop-in collection, the digest of these and all weights, and how
+    many rows were written back.
+
+    `settings`: of the collection; `device`; `ahead`: through a look-ahead; `own_stream`: inside a
+    stream that is made after the collection.
+    """
+    device, losses = call["device"], []
+    ebc = cached(tables=mixed_configs(), device=device, **call["settings"])
+    model = Pooled(ebc).to(device)
+    dense = dense_optimizer(model)
+    with own_stream() if call["own_stream"] else contextlib.nullcontext():
+        given = batches(15, tables=mixed_configs())
+        for batch in lookahead(given, ebc) if call["ahead"] else given:
+            batch.dense_features = batch.dense_features.to(device, non_blocking=True)
+            loss = loss_of(model, batch)
+            dense.zero_grad()
+            loss.backward()
+            ebc.step()
+            dense.step()
+            losses.append(loss.detach())
+        state = {name: value.cpu() for name, value in model.state_dict().items()}
+        state["losses"] = torch.stack(losses).cpu()
+    digest, written = hashlib.sha256(), ebc.summary()["rows_written_back"]
+    for name in sorted(state):
+        digest.update(state[name].numpy().tobytes())
+    ebc.close()
+    return state["losses"].tolist(), digest.hexdigest(), written
+
+
+@contextlib.contextmanager
+def own_stream() -> Iterator[None]:
+    """Inside a stream that is ordered after what was done before it, and before what follows."""
+    before, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(before)
+    with torch.cuda.stream(stream):
+        yield
+    before.wait_stream(stream)
+
+
 def loop(prefetch: int, access: str, schedule: str = "overlapped", **how: Any) -> dict[str, Any]:
-    """A call of `runs.drop_in`, through a look-ahead."""
+    """A call of `drop_in`, through a look-ahead."""
     settings = {"rows": 260, "prefetch": prefetch, "store_access": access, "schedule": schedule}
     return {"settings": settings, "device": "cuda", "ahead": True, "own_stream": False} | how
 
 
 def test_a_loop_inside_a_stream_of_its_own_has_the_same_bits(guard: Path) -> None:
-    calls = [
+    given = [
         loop(0, "staged", "serial", ahead=False),
         loop(1, "staged"),
         loop(1, "staged", own_stream=True),
@@ -112,12 +195,87 @@ def test_a_loop_inside_a_stream_of_its_own_has_the_same_bits(guard: Path) -> Non
         loop(0, "staged", own_stream=True, ahead=False),
         loop(1, "staged", device="cpu"),
     ]
-    *found, on_cpu = [by_rank[0] for by_rank in run(guard, "fake_device.runs:drop_in", calls)]
-    assert [one["digest"] for one in found] == [found[0]["digest"]] * len(found)
-    assert found[0]["losses"] == pytest.approx(on_cpu["losses"], rel=1e-5)
+    *found, on_cpu = [by_rank[0] for by_rank in run(guard, drop_in, given)]
+    losses, digest, _ = found[0]
+    assert [one[1] for one in found] == [digest] * len(found)
+    assert min(one[2] for one in found) > 50
+    assert losses == pytest.approx(on_cpu[0], rel=1e-5)
+
+
+def promises(call: None) -> list[str]:
+    """The names of the checks that have passed of what the device promises."""
+    checks = (
+        nothing_is_done_before_somebody_waits,
+        streams_are_ordered_by_events_alone,
+        memory_is_used_again_unless_a_stream_is_recorded,
+        a_pinned_buffer_is_read_late,
+        devices_do_not_mix,
+        backward_runs_on_the_stream_of_forward,
+    )
+    for check in checks:
+        check()
+    return [check.__name__ for check in checks]
+
+
+def nothing_is_done_before_somebody_waits() -> None:
+    there = torch.ones(3, device="cuda")
+    assert math.isnan(there.host[0])
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    assert not event.query() and event.query()  # who looks again sees the device go on
+    assert there.host.tolist() == [1, 1, 1]
+    there.add_(1)
+    before = DEVICE.counts["host wait", "MainThread"]
+    assert there.sum().item() == 6
+    assert DEVICE.counts["host wait", "MainThread"] == before + 1
+
+
+def streams_are_ordered_by_events_alone() -> None:
+    other, there = torch.cuda.Stream(), torch.ones(3, device="cuda")
+    with torch.cuda.stream(other):
+        assert there.isnan().all().item()
+        other.wait_stream(torch.cuda.default_stream())
+        assert not there.isnan().any().item()
+
+
+def memory_is_used_again_unless_a_stream_is_recorded() -> None:
+    other = torch.cuda.Stream()
+    for recorded in (False, True):
+        there = torch.ones(3, device="cuda")
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            twice = there * 2
+        if recorded:
+            there.record_stream(other)
+        del there
+        torch.zeros(3, device="cuda").cpu()  # may lie where `there` lay
+        with torch.cuda.stream(other):
+            assert twice.isnan().any().item() is not recorded
+
+
+def a_pinned_buffer_is_read_late() -> None:
+    for pinned, value in ((True, 7), (False, 1)):
+        buffer = torch.ones(2, pin_memory=pinned)
+        there = buffer.to("cuda", non_blocking=True)
+        buffer.fill_(7)
+        assert there.tolist() == [value, value]
+
+
+def devices_do_not_mix() -> None:
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(2, device="cuda") + torch.ones(2)
+
+
+def backward_runs_on_the_stream_of_forward() -> None:
+    stream, leaf = torch.cuda.Stream(), torch.ones(3, device="cuda", requires_grad=True)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        product = (leaf * leaf).sum()
+    product.backward()  # waits on the device for the gradient, which comes from `stream`
+    assert leaf.grad is not None and leaf.grad.tolist() == [2, 2, 2]
 
 
 def test_the_device_keeps_its_promises(guard: Path) -> None:
-    ((done,),) = run(guard, "fake_device.checks:checks", [None])
+    ((done,),) = run(guard, promises, [None])
     assert len(done) == 6
     assert not torch.cuda.is_available()  # nothing of it here
