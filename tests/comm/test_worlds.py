@@ -127,40 +127,44 @@ def test_ranks_that_go_round_the_nodes_are_refused() -> None:
     assert nodes_of_names(["a", "a", "b"]) == Nodes((2, 1))
 
 
+def nodes_of(world: World) -> tuple:
+    """What this rank knows of its node, before it leaves."""
+    group = world.node_group and dist.get_process_group_ranks(world.node_group)
+    close_world(world)
+    return world.rank, world.nodes.sizes, world.first_local, world.local_rank, group
+
+
 def nodes_of_ranks(rank: int, size: int) -> tuple:
-    """Ranks dealt out to the nodes in turn are refused; the next job has nodes; so has a process
-    group that is not all ranks."""
+    """Ranks dealt out to the nodes in turn are refused; the next jobs have nodes."""
     os.environ |= {"LOCAL_RANK": str(rank // 2), "LOCAL_WORLD_SIZE": "2"}
     with pytest.raises(DistcacheError) as caught:
         open_world("cpu", "gloo", 30)
     assert not dist.is_initialized()
-    found = []
-
-    def note(world: World) -> None:
-        group = world.node_group and dist.get_process_group_ranks(world.node_group)
-        found.append((world.rank, world.nodes.sizes, world.first_local, world.local_rank, group))
-        close_world(world)
-
-    for sizes in ((4,), (1, 3)):
-        note(open_nodes(rank, sizes))
-    dist.init_process_group("gloo")
-    socket.gethostname = lambda: ("a", "b", "b", "c")[rank]
-    members = dist.new_group([1, 2, 3])
-    if rank:
-        note(current_world(torch.device("cpu"), members, 60))
-        note(current_world(torch.device("cpu"), members, 60))
-    dist.barrier()
-    dist.destroy_process_group()
-    return str(caught.value), found
+    return str(caught.value), [nodes_of(open_nodes(rank, sizes)) for sizes in ((4,), (1, 3))]
 
 
 def test_every_rank_knows_the_nodes_or_says_why() -> None:
     messages, found = zip(*run_ranks(nodes_of_ranks, 4), strict=True)
     assert len(set(messages)) == 1 and "as torchrun does" in messages[0]
     assert found[0] == [(0, (4,), 0, 0, None), (0, (1, 3), 0, 0, None)]
-    assert found[2][:2] == [(2, (4,), 0, 2, None), (2, (1, 3), 1, 1, [1, 2, 3])]
+    assert found[2] == [(2, (4,), 0, 2, None), (2, (1, 3), 1, 1, [1, 2, 3])]
+
+
+def in_a_part(rank: int, size: int) -> list[tuple]:
+    """Nodes among the ranks of a process group that is not all."""
+    dist.init_process_group("gloo")
+    socket.gethostname = lambda: ("a", "b", "b", "c")[rank]
+    members = dist.new_group([1, 2, 3])
+    worlds = [current_world(torch.device("cpu"), members, 60) for _ in range(2 if rank else 0)]
+    found = [nodes_of(world) for world in worlds]
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_nodes_of_a_process_group() -> None:
     parts = [(0, (2, 1), 0, 0, [1, 2]), (1, (2, 1), 0, 1, [1, 2]), (2, (2, 1), 2, 0, [3])]
-    assert [own[2:] for own in found[1:]] == [[part] * 2 for part in parts]
+    assert run_ranks(in_a_part, 4) == [[], *([part] * 2 for part in parts)]
 
 
 def outcomes(rank: int, size: int) -> list[str]:
