@@ -26,11 +26,14 @@ def together(world: World, work: Callable[[], T]) -> list[T]:
     """
     value = b""
     caught: Exception | None = None
+    failure: tuple[type[DistcacheError], str] | None = None  # what others raise, and its message
     try:
         value = pickle.dumps(work())
     except Exception as error:
-        caught = error
-    outcomes = host_link(world).gather_objects((value, _portable(caught)), _name_of(work))
+        caught, failure = error, (PeerError, f"{type(error).__name__}: {error}")
+        if isinstance(error, DistcacheError):
+            failure = type(error), str(error)
+    outcomes = host_link(world).gather_objects((value, failure), _name_of(work))
     if caught is not None:
         raise caught
     for rank, (_, failure) in enumerate(outcomes):
@@ -61,15 +64,6 @@ def agree_on(world: World, values: Mapping[str, Any]) -> None:
     """
     way_out = "start all ranks with the same configuration, data and package versions"
     require_equal(together(world, lambda: dict(values)), way_out)
-
-
-def _portable(error: Exception | None) -> tuple[type[DistcacheError], str] | None:
-    """An error as (class to raise elsewhere, message); a stranger's message names its class."""
-    if error is None:
-        return None
-    if isinstance(error, DistcacheError):
-        return type(error), str(error)
-    return PeerError, f"{type(error).__name__}: {error}"
 
 
 def on_first(world: World, action: Callable[[], Any]) -> Any:

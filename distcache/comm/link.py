@@ -238,11 +238,15 @@ class Waiting:
         """What the store says about the other ranks, listening for a few seconds."""
         world, deadline = self._world, time.monotonic() + ROLL_CALL_S
         absent = [rank for rank in range(world.size) if rank != world.rank]
+
+        def waits_too(key: str) -> bool:
+            return world.store.check([key]) and bool(world.store.get(key))
+
         while True:
             # In this order: what a rank records, it records before it ends.
             ended = [rank for rank in absent if has_ended(world.store, rank)]
             failure = failure_of_others(world.store, world.rank)
-            absent = [rank for rank in absent if not self._waits_too(rank)]
+            absent = [rank for rank in absent if not waits_too(f"{self._key}/{rank}")]
             over = not absent or time.monotonic() > deadline
             if failure is not None and (over or ended or not failure.secondary):
                 return failure.message
@@ -255,10 +259,6 @@ class Waiting:
             limit = f"trainer.timeout_s={world.timeout_s:g}"
             return f"{where}; {_names(absent)} did not come within {limit}, or ended ({reason})"
         return f"{where}, as did all others ({reason})"
-
-    def _waits_too(self, rank: int) -> bool:
-        key = f"{self._key}/{rank}"
-        return self._world.store.check([key]) and bool(self._world.store.get(key))
 
 
 def _names(ranks: Sequence[int]) -> str:

@@ -414,7 +414,8 @@ def differences(by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
     for key in dict.fromkeys(key for values in by_rank for key in values):
         ranks: dict[str, list[int]] = {}
         for rank, values in enumerate(by_rank):
-            ranks.setdefault(_show(values, key), []).append(rank)
+            shown = repr(values[key]) if key in values else "not there"
+            ranks.setdefault(shown, []).append(rank)
         if len(ranks) > 1:
             *first, last = [f"{value} on {_named(own)}" for value, own in ranks.items()]
             lines.append(f"{key} is {', '.join(first)} and {last}")
@@ -444,10 +445,6 @@ def _named(ranks: list[int]) -> str:
     for run in runs:
         texts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
-
-
-def _show(values: Mapping[str, Any], key: str) -> str:
-    return repr(values[key]) if key in values else "not there"
 
 
 def compare_versions(

@@ -8,10 +8,10 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -449,8 +449,13 @@ class RowStore:
             if state is not None:
                 state[places] = initial_state
 
+        size, blocks = block_rows(self.layout.dim), []
+        for position, table in enumerate(self.layout.tables):
+            starts = range(0, table.rows, size)
+            blocks += [(position, start, min(start + size, table.rows)) for start in starts]
+
         def fill_mine() -> None:
-            mine = islice(_blocks(self.layout), world.local_rank, None, world.local_size)
+            mine = blocks[world.local_rank :: world.local_size]
             threads = max(1, len(os.sched_getaffinity(0)) // world.local_size)
             with ThreadPoolExecutor(threads, "distcache-initialise") as pool:
                 list(pool.map(fill, mine))  # and raise what one of them raised
@@ -528,11 +533,3 @@ def _part_bytes(part: NodePart, state_width: int, dtype: torch.dtype) -> tuple[i
     weight = part.rows * part.layout.dim * dtype.itemsize
     state = part.rows * state_width * dtype.itemsize
     return (-(-weight // _PAGE) * _PAGE if state else weight), state
-
-
-def _blocks(layout: RowLayout) -> Iterator[tuple[int, int, int]]:
-    """(table of the layout, first id, end id) of every block of rows, in row order."""
-    size = block_rows(layout.dim)
-    for position, table in enumerate(layout.tables):
-        for start in range(0, table.rows, size):
-            yield position, start, min(start + size, table.rows)
