@@ -6,7 +6,7 @@ import itertools
 import os
 import socket
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
@@ -292,9 +292,7 @@ def open_world(
             planning_group=dist.new_group(backend="gloo", timeout=timeout),
             store=store,
             node_sizes=nodes.sizes,
-            node_group=make_node_group(
-                nodes, rank, lambda ranks: dist.new_group(ranks, backend=name, timeout=patience)
-            ),
+            node_group=_node_group(nodes, name, patience),
         )
     except RuntimeError as error:  # torch's own are: DistNetworkError, DistStoreError, ...
         if dist.is_initialized():  # in part: else the next world, or a run, would take it for one
@@ -341,19 +339,15 @@ def _meet(
     return nodes
 
 
-def make_node_group(
-    nodes: Nodes, rank: int, make: Callable[[list[int]], dist.ProcessGroup]
-) -> dist.ProcessGroup | None:
-    """The group of the node of `rank`, where there are several nodes and it has several ranks.
+def _node_group(nodes: Nodes, backend: str, timeout: timedelta) -> dist.ProcessGroup | None:
+    """The group of this rank's node, where there are several nodes and some have several ranks.
 
-    Called by all ranks; `make` makes a group of some ranks, and all ranks make the same ones.
+    Called by all ranks, each of which makes the groups of all nodes.
     """
-    own = None
-    for node, size in enumerate(nodes.sizes):
-        if nodes.count > 1 and size > 1:
-            group = make(list(nodes.ranks(node)))
-            own = group if node == nodes.of(rank) else own
-    return own
+    if nodes.count == 1 or max(nodes.sizes) == 1:
+        return None
+    ranks = [list(nodes.ranks(node)) for node in range(nodes.count)]
+    return dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend)[0]
 
 
 def close_world(world: World, orderly: bool = True) -> None:
@@ -442,7 +436,7 @@ def current_world(
     announce_process(store, rank)
     device_group, planning_group, node_group = new_group(backend), new_group("gloo"), None
     if process_group is None:
-        node_group = make_node_group(nodes, rank, lambda members: new_group(backend, members))
+        node_group = _node_group(nodes, backend, timedelta(seconds=timeout_s))
     elif nodes.count > 1:
         # Names of groups count those that a rank has: all ranks make one, alone on a node too.
         node_group = new_group(backend, local)

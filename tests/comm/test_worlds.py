@@ -146,7 +146,7 @@ def nodes_of_ranks(rank: int, size: int) -> tuple:
 def test_every_rank_knows_the_nodes_or_says_why() -> None:
     messages, found = zip(*run_ranks(nodes_of_ranks, 4), strict=True)
     assert len(set(messages)) == 1 and "as torchrun does" in messages[0]
-    assert found[0] == [(0, (4,), 0, 0, None), (0, (1, 3), 0, 0, None)]
+    assert found[0] == [(0, (4,), 0, 0, None), (0, (1, 3), 0, 0, [0])]
     assert found[2] == [(2, (4,), 0, 2, None), (2, (1, 3), 1, 1, [1, 2, 3])]
 
 

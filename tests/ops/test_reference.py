@@ -175,7 +175,7 @@ def test_threads_share_a_large_gather(threads) -> None:
     strided=st.booleans(),
 )
 def test_rows_are_taken_and_put_as_by_plain_indexing(seed, width, dtype, strided) -> None:
-    """Whatever they are; into a part of a larger table too, and from values that are not contiguous."""
+    """Into a part of a larger table too, and from values that are not contiguous."""
     generator = torch.Generator().manual_seed(seed)
     total, first = (int(n) for n in torch.randint(1, 900, (2,), generator=generator))
     table = torch.randn(total + first, width, generator=generator).to(dtype)
