@@ -69,25 +69,21 @@ def initial_rows(seed: int, table: int, table_rows: int, dim: int, start: int, s
 
 
 class NodePart:
-    """The rows of `layout` at home on the `count` ranks from `first` on, in a dense order.
+    """The rows of `layout` at home on this node's `count` ranks, `first` and on, in a dense order.
 
     Every block of W row numbers has one row of each home, so the row of home h in block
     b lies at b * count + (h - first). The last block may be ragged: it has up to `count` places
     that no row takes. With all W ranks on one node a row lies at its own number.
     """
 
-    def __init__(self, layout: RowLayout, first: int, count: int) -> None:
-        self.layout, self.first, self.count = layout, first, count
-        self.is_whole = count == layout.world_size
-        self.rows = layout.rows if self.is_whole else layout.local_rows * count
+    def __init__(self, layout: RowLayout, world: World | None) -> None:
+        """`world`: whose node; None: one node has all rows."""
+        self.layout, self.first, self.count = layout, 0, layout.world_size
+        if world is not None and world.nodes.count > 1:
+            self.first, self.count = world.first_local, world.local_size
+        self.is_whole = self.count == layout.world_size
+        self.rows = layout.rows if self.is_whole else layout.local_rows * self.count
         """Places of the part, with the few of the last block that no row takes."""
-
-    @classmethod
-    def of(cls, layout: RowLayout, world: World | None) -> NodePart:
-        """The part of this rank's node; None as `world` is all rows."""
-        if world is None or world.nodes.count == 1:
-            return cls(layout, 0, layout.world_size)
-        return cls(layout, world.first_local, world.local_size)
 
     def holds(self, rows: np.ndarray) -> np.ndarray:
         """Whether each row is at home on this node, bool `[n]`."""
@@ -103,9 +99,7 @@ class NodePart:
         """
         if self.is_whole or not len(rows):
             return rows  # what reads them checks the range
-        if rows.min() < 0 or rows.max() >= self.layout.rows:
-            bad = rows[(rows < 0) | (rows >= self.layout.rows)][0]
-            raise PlanError(f"row {bad} is outside [0, {self.layout.rows})")
+        check_rows(rows, self.layout.rows)
         index = self.layout.home(rows) - self.first
         foreign = (index < 0) | (index >= self.count)
         if foreign.any():
@@ -316,7 +310,7 @@ def store_bytes(
 
     `world`: whose nodes share the rows; None: one node has them all.
     """
-    parts = [NodePart.of(layout, world) for layout in layouts]
+    parts = [NodePart(layout, world) for layout in layouts]
     pairs = zip(parts, state_widths, strict=True)
     return sum(sum(_part_bytes(part, width, dtype)) for part, width in pairs)
 
@@ -399,7 +393,7 @@ class RowStore:
             raise ConfigError(f"rows of {dtype}: trainer.dtype must be float32 or float64")
         self.layout, self.state_width, self.dtype = layout, state_width, dtype
         self._world = world
-        self.part = NodePart.of(layout, world)
+        self.part = NodePart(layout, world)
         rows = self.part.rows
         first, second = _part_bytes(self.part, state_width, dtype)
         what = f"{rows} rows x ({layout.dim} + {state_width} of state), {dtype}"

@@ -228,12 +228,10 @@ class OnGpu:
 
 
 def test_cpu_tensors_go_to_the_reference(choose):
-    segments = torch.tensor([0, 40])
     for value in ("", "reference"):
         choose(value)
-        for operation in ops.ON_GPU:
-            assert ops.body(operation, torch.ones(2, 2)) is reference
-        assert ops.chunks_for(segments, torch.device("cpu")) is None
+        assert ops.body(torch.ones(2, 2)) is reference
+        assert ops.chunks_for(torch.tensor([0, 40]), torch.device("cpu")) is None
 
 
 def test_triton_takes_float32_only(choose):
@@ -243,35 +241,27 @@ def test_triton_takes_float32_only(choose):
     if device.type == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU, and Triton was imported without TRITON_INTERPRET=1")
     floats = torch.ones(2, 2, device=device)
-    assert ops.body("pooled_lookup", floats) is ops.triton_bodies()
-    assert ops.body("pooled_lookup", floats.double()) is reference
-    assert ops.body("update_rows", floats, None, floats) is ops.triton_bodies()
-    assert ops.body("update_rows", floats, floats.double(), floats) is reference
+    assert ops.body(floats) is ops.body(floats, None, floats) is ops.triton_bodies()
+    assert ops.body(floats.double()) is ops.body(floats, floats.double(), floats) is reference
     chunks = ops.chunks_for(torch.tensor([0, 40]), device)
     assert chunks is not None and chunks.sizes == (2, 1) and chunks.table.device.type == device.type
 
 
-def test_what_gpu_tensors_run_is_one_table(choose, monkeypatch):
+def test_what_gpu_tensors_run(choose, monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     kernels = ops.triton_bodies()
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     choose("")
-    assert ops.body("row_gradients", OnGpu()) is kernels
-    monkeypatch.setitem(ops.ON_GPU, "row_gradients", "reference")
-    assert ops.body("row_gradients", OnGpu()) is reference
-    assert ops.chunks_for(torch.tensor([0, 40]), torch.device("cuda")) is None
-    assert ops.body("update_rows", OnGpu()) is kernels
+    assert ops.body(OnGpu()) is kernels
     choose("reference")
-    assert ops.body("update_rows", OnGpu()) is reference
-
-
-def test_without_triton_and_unknown_choices(choose, monkeypatch):
+    assert ops.body(OnGpu()) is reference
+    assert ops.chunks_for(torch.tensor([0, 40]), torch.device("cuda")) is None
     choose("cuda")
     with pytest.raises(ConfigError, match="DISTCACHE_OPS='cuda' is not 'reference' or 'triton'"):
         ops.pooled_lookup(torch.ones(1, 1), torch.zeros(1, dtype=torch.int64), torch.arange(2))
     monkeypatch.setattr(ops, "triton_bodies", lambda: None)
     choose("")
-    assert ops.body("update_rows", OnGpu()) is reference
+    assert ops.body(OnGpu()) is reference
     choose("triton")
     with pytest.raises(ConfigError, match="DISTCACHE_OPS=triton, but Triton is not installed"):
-        ops.body("update_rows", OnGpu())
+        ops.body(OnGpu())
