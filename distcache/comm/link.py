@@ -303,50 +303,25 @@ class Link:
         receive_counts: Sequence[int],
         category: str,
         what: str,
+        inside: bool = False,
     ) -> Callable[[], Tensor]:
         """Send `send_counts[r]` leading entries of `tensor` to each rank r: under way.
 
         `[sum(send_counts), ...]` in rank order. To be called once, in the same order on all ranks,
         for what comes, `[sum(receive_counts), ...]` in rank order; until then `tensor` must stay
-        as it is.
+        as it is. `inside`: among this node's ranks alone; for links of the device group.
         """
-        if self.world.size == 1:
+        world, nodes, group = self.world, self.counters.nodes, self.group
+        rank, size = world.rank, world.size
+        if inside:
+            rank, size, nodes = world.local_rank, world.local_size, None
+            group = world.node_group or group  # one node has no other group
+        if size == 1:
             return lambda: tensor
-        rank, nodes = self.world.rank, self.counters.nodes
-        nbytes = all_to_all_bytes(tensor.nbytes, send_counts, rank, self.world.size)
+        nbytes = all_to_all_bytes(tensor.nbytes, send_counts, rank, size)
         between = nodes.bytes_between(rank, send_counts, tensor.nbytes) if nodes else 0
         self.counters.count(category, nbytes, between)
-        return self._exchange(tensor, (send_counts, receive_counts), self.group, what)
-
-    def within_node(
-        self,
-        tensor: Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        category: str,
-        what: str,
-    ) -> Tensor:
-        """An all-to-all among this node's ranks, in their order; for links of the device group.
-
-        Called by all ranks of the node; with one of them it is a copy.
-        """
-        world = self.world
-        if world.local_size == 1:
-            return tensor
-        group = world.node_group or self.group  # one node has no other group
-        nbytes = all_to_all_bytes(tensor.nbytes, send_counts, world.local_rank, world.local_size)
-        self.counters.count(category, nbytes)
-        return self._exchange(tensor, (send_counts, receive_counts), group, what)()
-
-    def _exchange(
-        self,
-        tensor: Tensor,
-        counts: tuple[Sequence[int], Sequence[int]],
-        group: dist.ProcessGroup | None,
-        what: str,
-    ) -> Callable[[], Tensor]:
-        """An all-to-all over `group` of parts of `counts`, (sent, received), under way."""
-        send, receive = list(counts[0]), list(counts[1])
+        send, receive = list(send_counts), list(receive_counts)
         source = (tensor.cpu() if self._staged else tensor).contiguous()
         out = source.new_empty((sum(receive), *tensor.shape[1:]))
         wait = self._start(
@@ -495,7 +470,7 @@ def spread(link: Link, rows: Tensor, counts: Sequence[int], category: str, what:
         taken[rank] = []
         receive = [sum(counts[other] for other in others) for others in taken.values()]
         copies, about = torch.cat([foreign] * len(mates)), f"{what}, inside the node"
-        second = link.within_node(copies, send, receive, category, about)
+        second = link.start_all_to_all(copies, send, receive, category, about, inside=True)()
         others = [other for part in taken.values() for other in part]
         for other, part in zip(others, second.split([counts[o] for o in others]), strict=True):
             parts[other] = part
