@@ -83,11 +83,8 @@ def way_out(torch_version: str, cuda: bool) -> str:
     """What to install beside this torch so that `hybrid` runs."""
     fitting = FITTING.get(minor(torch_version))
     if fitting is None:
-        known = ", ".join(FITTING)
-        return (
-            f"distcache knows no fbgemm built for torch {torch_version} (it knows torch {known}); "
-            + OTHER_MODES
-        )
+        known = f"no fbgemm built for torch {torch_version} (it knows torch {', '.join(FITTING)})"
+        return f"distcache knows {known}; {OTHER_MODES}"
     name = "fbgemm-gpu" if cuda else "fbgemm-gpu-cpu"
     packages = f"'{name}=={fitting}.*' 'torchrec=={fitting}.*'"
     return f"pip install --no-deps {packages}; {OTHER_MODES}"

@@ -215,38 +215,22 @@ class Place:
 
 
 def find_place() -> Place:
-    """This process's place by torchrun's environment variables; alone without them."""
-    if not is_launched():
-        return Place()
-    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"RANK is set in the environment, but {' and '.join(missing)} "
-            f"{'are' if len(missing) > 1 else 'is'} not: start ranks with torchrun, or unset RANK"
-        )
+    """This process's place by torchrun's environment variables; alone without them.
+
+    Raises ConfigError where some of them are not there, or make no place.
+    """
     rank, size = whole_number("RANK", 0), whole_number("WORLD_SIZE", 1)
-    if not 0 <= rank < size:
+    if "RANK" not in os.environ and size <= 1:
+        return Place()
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
+    if missing or not 0 <= rank < size:
+        wrong = f"without {' and '.join(missing)}" if missing else "which count from 0"
         raise ConfigError(
-            f"RANK={rank} in the environment is not among the {size} of WORLD_SIZE={size}, which "
-            "count from 0: start ranks with torchrun, or give both anew"
+            f"the environment has RANK={os.environ.get('RANK')} of WORLD_SIZE={size}, {wrong}: "
+            "start ranks with torchrun, or unset both to train alone"
         )
     local_rank = whole_number("LOCAL_RANK", rank)
     return Place(rank, size, local_rank, whole_number("LOCAL_WORLD_SIZE", size))
-
-
-def is_launched() -> bool:
-    """Whether this process is a rank of a job, by torchrun's RANK.
-
-    Raises ConfigError where there is none, but other ranks should be waited for.
-    """
-    if "RANK" in os.environ:
-        return True
-    if (size := whole_number("WORLD_SIZE", 1)) > 1:
-        raise ConfigError(
-            f"WORLD_SIZE={size} is set in the environment, but RANK is not: start ranks with "
-            "torchrun, or unset WORLD_SIZE"
-        )
-    return False
 
 
 def whole_number(name: str, default: int) -> int:

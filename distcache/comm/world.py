@@ -24,7 +24,6 @@ from distcache.comm.rendezvous import (
     exchange,
     find_place,
     first_line,
-    is_launched,
     require_equal,
     whole_number,
 )
@@ -263,7 +262,7 @@ def open_world(
         claim = replace(claim, arguments=list(arguments), versions=versions_here())
         limit_s = max(timeout_s, LEAST_TIMEOUT_S)  # a rank may still be importing
         nodes = _meet(store, number, rank, claim, (limit_s, hybrid))
-    if is_launched():
+    if "RANK" in os.environ:
         # The store outlives a world, with the addresses of its groups: the next one needs its own.
         shared, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
         shared.set_timeout(timeout)
