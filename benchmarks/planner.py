@@ -79,8 +79,9 @@ PARTS = (
 )
 """The functions that a plan is made of: where they are called from, and what the report says."""
 
-LOOPS = {name for name, loop in vars(loops).items() if hasattr(loop, "py_func")} - {"open_lists"}
-"""The planner's compiled loops, but for the one that others of them call."""
+LOOPS = {name for name, loop in vars(loops).items() if hasattr(loop, "py_func")}
+LOOPS -= {"unlink", "append"}
+"""The planner's compiled loops, but for those that others of them call."""
 
 Seconds = dict[str, list[float]]
 """By name: seconds of the clock, and on a thread's core."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distcache.cli.compare_report import log_tail
 from distcache.cli.run import job_environment, stop_job
 from distcache.comm.world import World, close_world, open_world
+from distcache.compare import log_tail
 from distcache.errors import ConfigError
 
 _POLL_S = 0.2

@@ -114,7 +114,8 @@ class DeviceCache:
     on the host in NumPy: `slot_row` int64 `[C]` (row number, or FREE) and `dirty` bool `[C]`
     (changed since its fill). The bookkeeping advances when the method is called; the device follows
     in stream order. Slots and rows given to a method are int64 `[m]` on the CPU, slots distinct
-    where they are written. Wrong use raises PlanError naming slot and row before anything changes.
+    where they are written. A slot that holds another row than it should raises PlanError, which
+    names both, before anything changes.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class DeviceCache:
     @property
     def device_bytes(self) -> int:
         """Bytes of weights and state on the device."""
-        return self._bytes(self.slots)
+        return self.weight.nbytes + (0 if self.state is None else self.state.nbytes)
 
     def fill(self, slots: Index, rows: Index, weight: Tensor, state: Tensor | None) -> None:
         """Put `rows`, just fetched, into free `slots`; they are clean.
@@ -172,10 +173,9 @@ class DeviceCache:
         the state of own rows alone, in their order. Pinned sources may be reused
         once the current stream is past this call.
         """
-        at, new = self._slots(slots), self._rows(slots, rows)
+        at, new = self._slots(slots), _numpy(rows)
         held, own = self.slot_row[at], new != FOREIGN
         stateful = at if self.state_slots is None else self.state_slots.of(at[own])
-        self._check_values(len(at), weight, len(stateful), state)
         taken = own & (held != FREE) & (held != FOREIGN) if self._validate else own[:0]
         if taken.any():
             i = int(np.argmax(taken))
@@ -184,11 +184,9 @@ class DeviceCache:
             )
         self.slot_row[at] = new
         self.dirty[at] = False  # a free slot is clean already, one of another home may not be
-        if self._validate and not np.array_equal(self.slot_row[at], new):
-            i = int(np.argmax(self.slot_row[at] != new))
-            self.slot_row[at] = FREE
-            raise PlanError(f"slot {at[i]} is given twice, to row {new[i]} and to another one")
-        self._copy_in(((self.weight, at, weight), (self.state, stateful, state)))
+        for target, places, values in ((self.weight, at, weight), (self.state, stateful, state)):
+            if target is not None and values is not None:
+                self._copy_in(target, places, values)
 
     def read(self, slots: Index) -> tuple[Tensor, Tensor | None]:
         """Copies of rows and their state on the device: `[m, D]`, `[m, S]` or None.
@@ -199,9 +197,8 @@ class DeviceCache:
         weight = self._taken(self.weight, at)
         if self.state is None:
             return weight, None
-        return weight, self._taken(
-            self.state, at if self.state_slots is None else self.state_slots.of(at)
-        )
+        stateful = at if self.state_slots is None else self.state_slots.of(at)
+        return weight, self._taken(self.state, stateful)
 
     def _taken(self, source: Tensor, at: np.ndarray) -> Tensor:
         """Copies of rows of `source`, on the device."""
@@ -236,7 +233,7 @@ class DeviceCache:
         Returns (slots, rows), int64 `[k]` each, on the CPU: what must be written back. Their
         values stay readable (`read`) until the slots are filled again.
         """
-        at, expected = self._slots(slots), self._rows(slots, rows)
+        at, expected = self._slots(slots), _numpy(rows)
         wrong = self.slot_row[at] != expected
         if wrong.any():
             i = int(np.argmax(wrong))
@@ -254,9 +251,7 @@ class DeviceCache:
 
     def mark_dirty(self, slots: Index) -> None:
         """Mark `slots`, whose rows were changed in place on the device."""
-        self._changed.append(
-            self._held(slots, "change") if self._validate else _numpy(slots, "slots")
-        )
+        self._changed.append(self._held(slots, "change") if self._validate else _numpy(slots))
 
     def clean(self, slots: Index) -> None:
         """Mark `slots` as written back; they keep their rows."""
@@ -283,48 +278,31 @@ class DeviceCache:
         self.slot_row = np.concatenate((self.slot_row, np.full(slots - old, FREE, np.int64)))
         self._dirty = np.concatenate((self.dirty, np.zeros(slots - old, np.bool_)))
 
-    def _bytes(self, slots: int) -> int:
-        stateful = self._stateful(slots)
-        return (slots * self.dim + stateful * self.state_width) * self.dtype.itemsize
-
-    def _stateful(self, slots: int) -> int:
-        return slots if self.state_slots is None else self.state_slots.rows(slots)
-
     def _allocate(self, slots: int) -> tuple[Tensor, Tensor | None]:
         """Zeroed weights and state of `slots` slots; MemoryTooSmallError when there is no room."""
         what = f"a cache of {slots} slots x ({self.dim} + {self.state_width} of state)"
+        stateful = slots if self.state_slots is None else self.state_slots.rows(slots)
+        nbytes = (slots * self.dim + stateful * self.state_width) * self.dtype.itemsize
         if self.device.type == "cpu":
-            require_memory(self._bytes(slots), what, _WAY_OUT)
+            require_memory(nbytes, what, _WAY_OUT)
+        like = {"dtype": self.dtype, "device": self.device}
         try:
-            weight = torch.zeros(slots, self.dim, dtype=self.dtype, device=self.device)
-            state = None
-            if self.state_width:
-                rows = self._stateful(slots)
-                state = torch.zeros(rows, self.state_width, dtype=self.dtype, device=self.device)
+            weight = torch.zeros(slots, self.dim, **like)
+            state = torch.zeros(stateful, self.state_width, **like) if self.state_width else None
         except RuntimeError as error:  # torch.OutOfMemoryError, or the CPU allocator's refusal
             raise MemoryTooSmallError(
-                f"{self.device} did not give {describe_bytes(self._bytes(slots))} for {what}, "
+                f"{self.device} did not give {describe_bytes(nbytes)} for {what}, "
                 f"{self.dtype}: {str(error).splitlines()[0]}; {_WAY_OUT}"
             ) from error
         return weight, state
 
     def _slots(self, slots: Index) -> np.ndarray:
         """`slots` as NumPy int64; PlanError for one outside [0, C)."""
-        at = _numpy(slots, "slots")
+        at = _numpy(slots)
         if len(at) and np.maximum.reduce(at.view(np.uint64)) >= len(self.slot_row):  # or below 0
             bad = int(at[(at < 0) | (at >= self.slots)][0])
             raise PlanError(f"slot {bad} is outside [0, {self.slots})")
         return at
-
-    def _rows(self, slots: Index, rows: Index) -> np.ndarray:
-        """`rows` as NumPy int64, one for each of `slots`."""
-        new = _numpy(rows, "rows")
-        if len(new) != slots.shape[0]:
-            raise PlanError(f"{len(slots)} slots for {len(new)} rows")
-        if (bad := (new < 0) & (new != FOREIGN)).any():
-            i = int(np.argmax(bad))
-            raise PlanError(f"slot {int(slots[i])} cannot hold row {new[i]}")
-        return new
 
     def _held(self, slots: Index, verb: str) -> np.ndarray:
         """`slots` as NumPy int64; PlanError for one that is free."""
@@ -334,29 +312,13 @@ class DeviceCache:
             raise PlanError(f"slot {at[int(np.argmax(free))]} holds no row: nothing to {verb}")
         return at
 
-    def _check_values(
-        self, slots: int, weight: Tensor, stateful: int, state: Tensor | None
-    ) -> None:
-        """PlanError unless weight is `[slots, D]`, state `[stateful, S]` or None, of this dtype."""
-        for name, tensor, rows, width in (
-            ("weight", weight, slots, self.dim),
-            ("state", state, stateful, self.state_width),
-        ):
-            want = ((rows, width), self.dtype) if width else None
-            got = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-            if got != want:
-                raise PlanError(f"{name} for {rows} slots must be {want}, got {got}")
-
-    def _copy_in(self, parts: tuple[tuple[Tensor | None, np.ndarray, Tensor | None], ...]) -> None:
-        """Write values to places of a target, for each (target, places, values)."""
-        for target, at, values in parts:
-            if target is None or values is None:
-                continue
-            if self.device.type == "cpu":
-                put_rows(target.numpy(), at, values.contiguous().numpy())
-            else:
-                values = values.to(self.device, non_blocking=True)
-                target.index_copy_(0, self._to_device(at), values)
+    def _copy_in(self, target: Tensor, at: np.ndarray, values: Tensor) -> None:
+        """Write `values` to places of `target`; PlanError for another shape or dtype."""
+        if self.device.type == "cpu":
+            put_rows(target.numpy(), at, values.contiguous().numpy())
+        else:
+            values = values.to(self.device, non_blocking=True)
+            target.index_copy_(0, self._to_device(at), values)
 
     def _to_device(self, at: np.ndarray) -> Tensor:
         where = torch.from_numpy(at)
@@ -365,12 +327,5 @@ class DeviceCache:
         return where.to(self.device, non_blocking=True)
 
 
-def _numpy(index: Index, name: str) -> np.ndarray:
-    """An index argument as NumPy int64 `[m]`; PlanError for another dtype, shape or device."""
-    if isinstance(index, Tensor):
-        if index.device.type != "cpu":
-            raise PlanError(f"{name} must be on the CPU, got {index.device}")
-        index = index.numpy()
-    if index.dtype != np.int64 or index.ndim != 1:
-        raise PlanError(f"{name} must be int64 [m], got {index.dtype} {list(index.shape)}")
-    return index
+def _numpy(index: Index) -> np.ndarray:
+    return index.numpy() if isinstance(index, Tensor) else index

@@ -2,31 +2,31 @@
 
 1. The configuration of every mode is composed and checked.
 2. Each mode trains in fresh processes, one after the other; repeats go round all modes in turn.
-3. What the runs left is read and laid side by side: table.md, table.csv, results.jsonl, plots.png.
+3. What the runs left is read and laid side by side: table.md, results.jsonl, plots.png.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import re
 import shlex
+import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
-from itertools import combinations
+from functools import partial
+from itertools import combinations, takewhile
 from pathlib import Path
+from typing import Any
 
-from distcache.cli.compare_report import ModeRun, markdown, read_run, write_files
-from distcache.cli.compose import (
-    Line,
-    checked_config,
-    compose_overrides,
-    override,
-    run_command,
-)
-from distcache.cli.run import run_job, train_command
+import numpy as np
+
+from distcache.cli.compose import Line, checked_config, compose_overrides, override, run_command
+from distcache.cli.run import Table, draw, machine_text, run_job, tidy, train_command
 from distcache.comm.rendezvous import Place
 from distcache.config import option, rules_of
 from distcache.config.checks import at_least, one_of
@@ -241,6 +241,368 @@ def progress_of(path: Path) -> str:
     lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
     steps = [line for line in lines if _STEP.search(line)]
     return (steps or lines or ["no output yet"])[-1].strip()
+
+
+# -----------------------------------------------------------------------------
+# What a finished run left behind, and how much its step time scatters.
+
+TAIL_LINES = 25
+WARM_UP_STEPS = 10
+"""Steps left out of the spread, as they are left out of `step_ms`."""
+
+
+@dataclass(frozen=True)
+class ModeRun:
+    """One run of one mode: `summary.json` and `metrics.jsonl` as read, or the reason why not."""
+
+    mode: str
+    name: str
+    folder: Path
+    exit_code: int | None
+    seconds: float
+    error: str | None = None
+    summary: dict[str, Any] = field(default_factory=dict)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+
+    def number(self, key: str, factor: float = 1) -> float | None:
+        """A number of the summary by dotted key, times `factor`; None where there is none."""
+        value: Any = self.summary
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        known = isinstance(value, int | float) and not isinstance(value, bool)
+        return value * factor if known else None
+
+    def per_step(self, key: str, factor: float = 1) -> float | None:
+        """A number of the summary divided by the steps that it covers."""
+        value, steps = self.number(key, factor), self.number("steps")
+        return None if value is None or not steps else value / steps
+
+    def losses(self) -> dict[int, float]:
+        """Loss by step, of the logged steps."""
+        return {line["step"]: line["loss"] for line in self.metrics if line.get("loss") is not None}
+
+    def window_ms(self) -> list[float]:
+        """Step time of each logged window, ms, without the first steps."""
+        batch, first = self.number("global_batch_size"), self.number("first_step") or 0
+        rated = [line for line in self.metrics if line.get("samples_per_second")]
+        # A window reaches back to the line before it.
+        starts = [first, *(line["step"] for line in rated)]
+        return [
+            1000 * batch / line["samples_per_second"]
+            for start, line in zip(starts, rated, strict=False)
+            if batch and start >= first + WARM_UP_STEPS
+        ]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median of a mode's step time and the range that noise covers, ms; `of`: what scatters;
+    `runs`: how many runs' medians it is of, or 1: windows of one run, which say nothing of others.
+    """
+
+    median: float
+    low: float
+    high: float
+    of: str
+    runs: int = 1
+
+    def __str__(self) -> str:
+        return f" {self.median:,.2f} ms [{self.low:,.2f} to {self.high:,.2f}]"
+
+
+def read_run(
+    mode: str, name: str, folder: Path, exit_code: int, seconds: float, log_file: Path
+) -> ModeRun:
+    """Read a run folder. `error` is the log's tail where the run failed or left no summary."""
+    path = folder / "summary.json"
+    if exit_code != 0 or not path.is_file():
+        tail = log_tail(log_file) if exit_code else f"no {path}\n{log_tail(log_file)}"
+        return ModeRun(mode, name, folder, exit_code, seconds, error=tail)
+    lines = folder / "metrics.jsonl"
+    metrics = [json.loads(line) for line in lines.read_text().splitlines() if line.strip()]
+    summary = json.loads(path.read_text())
+    return ModeRun(mode, name, folder, exit_code, seconds, summary=summary, metrics=metrics)
+
+
+def log_tail(path: Path, lines: int = TAIL_LINES) -> str:
+    """The last lines of a log; from its first error on, if the end is torchrun's own report."""
+    text = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    errors = [number for number, line in enumerate(text) if "error: " in line]
+    start = errors[0] if errors else max(0, len(text) - lines)
+    shown = text[start : start + lines]
+    if errors:  # what follows is torchrun's own report
+        shown = list(takewhile(lambda line: "torch/distributed/elastic" not in line, shown))
+    return "\n".join([f"the end of {path}:", *shown])
+
+
+def spread(runs: Sequence[ModeRun]) -> Spread | None:
+    """How the step time of one mode's runs scatters; None where nothing was measured.
+
+    Several runs: the range of their medians. One run: its middle eighty per cent of windows.
+    """
+    medians = [value for run in runs if (value := run.number("step_ms.median")) is not None]
+    if not medians:
+        return None
+    middle = statistics.median(medians)
+    if len(medians) > 1:
+        return Spread(middle, min(medians), max(medians), f"{len(medians)} runs", len(medians))
+    windows = sorted(runs[0].window_ms())
+    if len(windows) < 5:
+        return None
+    cut = len(windows) // 10
+    low, high = windows[cut], windows[-1 - cut]
+    return Spread(middle, min(low, middle), max(high, middle), f"{len(windows)} windows of one run")
+
+
+def verdict(one: Spread | None, other: Spread | None) -> tuple[str, str]:
+    """Whether the step times of two modes differ by more than they scatter: a word for the table,
+    and what to say below it.
+
+    Ranges that overlap may be noise. Of ranges of several runs that lie apart it is said how often
+    those of equal speed would: of all ways to divide the runs into two sets of these sizes, two.
+    How runs differ from one another is not known from single ones.
+    """
+    if one is None or other is None:
+        few = "too few measurements to tell a difference from noise; use repeats=4, or more steps"
+        return " (noise unknown)", few
+    over = f" (ranges over {one.of})"
+    if one.low <= other.high and other.low <= one.high:
+        return " (noise)", f"noise: the ranges overlap{over}"
+    if min(one.runs, other.runs) < 2:
+        apart = "apart within one run; whether runs differ as much is not known: use repeats=4"
+        return " (one run)", apart + over
+    odds = math.comb(one.runs + other.runs, one.runs) // 2
+    word = f" (chance 1 in {odds})" if odds < RARE else ""
+    return word, f"apart, as modes of one speed would be 1 time in {odds}{over}"
+
+
+def largest_loss_difference(one: ModeRun, other: ModeRun) -> float | None:
+    """Largest relative difference of the losses at the steps that both runs logged."""
+    ours, theirs = one.losses(), other.losses()
+    common = ours.keys() & theirs.keys()
+    scale = {step: max(abs(ours[step]), abs(theirs[step])) for step in common}
+    return max(
+        (abs(ours[step] - theirs[step]) / scale[step] if scale[step] else 0.0 for step in common),
+        default=None,
+    )
+
+
+# -----------------------------------------------------------------------------
+# The comparison as one picture of four panels: losses, throughput, device memory, bytes.
+
+LINKS = {
+    "host_to_device_bytes": "host to device,\nall ranks",
+    "device_to_host_bytes": "device to host,\nall ranks",
+    "collective_bytes": "rows and their\ngradients,\nper rank",
+    "dense_collective_bytes": "dense\ngradients,\nper rank",
+    "planning_bytes": "planning",
+}
+MEMORY = {"embedding_device_bytes": "embeddings", "peak_device_bytes": "peak"}
+
+
+def plot(figure: Any, modes: dict[str, list[ModeRun]]) -> None:
+    """Draw the picture of the modes, of which there is at least one."""
+    losses, rates, memory, links = figure.subplots(2, 2).flat
+    draw_losses(losses, modes)
+    draw_throughput(rates, modes)
+    draw_bars(memory, modes, MEMORY, lambda run, key: run.number(key, MIB))
+    memory.set(title="device memory per rank, MiB")
+    draw_bars(links, modes, LINKS, lambda run, key: run.per_step(key, KIB))
+    links.set(title="KiB per step by link")
+    for panel in (losses, rates, memory, links):
+        tidy(panel, "y")
+
+
+def draw_losses(panel: Any, modes: dict[str, list[ModeRun]]) -> None:
+    """Losses over each other, in dashes that interleave: equal curves look like one of all."""
+    dash = 5.0
+    for order, (mode, runs) in enumerate(modes.items()):
+        style: Any = (-order * dash, (dash, dash * (len(modes) - 1))) if len(modes) > 1 else "solid"
+        points = sorted(runs[0].losses().items())
+        panel.plot(*zip(*points, strict=True), color=f"C{order}", linestyle=style, linewidth=2)
+        panel.plot([], [], color=f"C{order}", linewidth=2, label=mode)  # a solid legend
+    panel.set(title="training loss", xlabel="step", ylabel="mean loss of the global batch")
+    panel.legend()
+
+
+def draw_throughput(panel: Any, modes: dict[str, list[ModeRun]]) -> None:
+    """Samples per second; the lines span the noise range of the step time."""
+    told = False
+    for place, runs in enumerate(modes.values()):
+        rate = median_of(runs, lambda run: run.number("samples_per_second"))
+        if rate is None:
+            continue
+        scatter, batch = spread(runs), runs[0].number("global_batch_size")
+        bar = panel.bar(place, rate, 0.6, color=f"C{place}")
+        panel.bar_label(bar, fmt="{:,.0f}", label_type="center", color="white")
+        if scatter is not None and batch:
+            told = True
+            ends = [[rate - 1000 * batch / scatter.high], [1000 * batch / scatter.low - rate]]
+            panel.errorbar(place, rate, np.maximum(ends, 0), color="black", capsize=4)
+    panel.set_xticks(range(len(modes)), list(modes))
+    panel.yaxis.set_major_formatter("{x:,.0f}")
+    noise = "the line spans the noise" if told else "noise unknown: too few steps"
+    panel.set(title=f"throughput ({noise})", ylabel="samples/s")
+
+
+def draw_bars(
+    panel: Any,
+    modes: dict[str, list[ModeRun]],
+    keys: Mapping[str, str],
+    read: Callable[[ModeRun, str], float | None],
+) -> None:
+    """A group of bars per key, a bar per mode; logarithmic where values lie far apart."""
+    width, places = 0.8 / len(modes), np.arange(len(keys))
+    rotation, seen = 0 if len(keys) * len(modes) <= 12 else 90, []
+    for order, (mode, runs) in enumerate(modes.items()):
+        values = [read(runs[0], key) for key in keys]
+        at = places + (order - (len(modes) - 1) / 2) * width
+        bars = panel.bar(at, [v or 0 for v in values], 0.92 * width, color=f"C{order}", label=mode)
+        texts = ["n/a" if value is None else f"{value:,.4g}" for value in values]
+        panel.bar_label(bars, texts, padding=2, fontsize=8, rotation=rotation)
+        seen += [value for value in values if value]
+    if seen and max(seen) > 20 * min(seen):
+        panel.set_yscale("log")
+        panel.set_ylim(min(seen) / 4, max(seen) * 3)
+    else:
+        panel.margins(y=0.15)
+        panel.yaxis.set_major_formatter("{x:,.0f}")
+    panel.set_xticks(places, list(keys.values()))
+
+
+# -----------------------------------------------------------------------------
+# The comparison as Markdown and JSON lines, with what is noise and what is the same bits.
+
+NOTHING = "-"
+RARE = 20
+"""From here on the table does not say how often a difference comes by chance: 1 time in so many."""
+
+KIB, MIB = 1 / 2**10, 1 / 2**20
+
+# label, summary key, factor, digits after the point, whether divided by the steps
+NUMBERS: tuple[tuple[str, str, float, str, bool], ...] = (
+    ("samples/s, whole run", "samples_per_second", 1, ",.0f", False),
+    ("step ms, median", "step_ms.median", 1, ",.2f", False),
+    ("step ms, p90", "step_ms.p90", 1, ",.2f", False),
+    ("hit rate of distinct rows", "hit_rate", 1, ".4f", False),
+    ("hit rate of lookups", "hit_rate_lookups", 1, ".4f", False),
+    ("embeddings on device, MiB", "embedding_device_bytes", MIB, ",.1f", False),
+    ("peak on device, MiB", "peak_device_bytes", MIB, ",.1f", False),
+    ("rows and row gradients sent, KiB per rank and step", "collective_bytes", KIB, ",.1f", True),
+    ("dense gradients sent, KiB per rank and step", "dense_collective_bytes", KIB, ",.1f", True),
+    ("planning sent, KiB per step", "planning_bytes", KIB, ",.1f", True),
+    ("host to device, KiB per step, all ranks", "host_to_device_bytes", KIB, ",.1f", True),
+    ("device to host, KiB per step, all ranks", "device_to_host_bytes", KIB, ",.1f", True),
+    ("final loss", "final_loss", 1, ".6f", False),
+    ("evaluation AUC", "eval_auc", 1, ".6f", False),
+    ("evaluation log loss", "eval_logloss", 1, ".6f", False),
+)
+
+
+def by_mode(runs: Sequence[ModeRun]) -> dict[str, list[ModeRun]]:
+    """Runs that succeeded, by mode, in the order asked for."""
+    found: dict[str, list[ModeRun]] = {}
+    for run in runs:
+        if run.error is None:
+            found.setdefault(run.mode, []).append(run)
+    return found
+
+
+def median_of(runs: Sequence[ModeRun], read: Callable[[ModeRun], float | None]) -> float | None:
+    """Median over a mode's runs of a number; None where no run has it."""
+    values = [value for run in runs if (value := read(run)) is not None]
+    return statistics.median(values) if values else None
+
+
+def markdown(runs: Sequence[ModeRun]) -> str:
+    """The table (a column per mode), then a sentence for each thing that a reader must know."""
+    modes = by_mode(runs)
+    if not modes:
+        return "no mode ran to its end"
+    rows = [*number_lines(modes), *(relation_lines(modes) if len(modes) > 1 else [])]
+    head, *lines = Table("", "", ("", *modes), rows).padded
+    rule = ["-" * len(head[0]), *("-" * (len(cell) - 1) + ":" for cell in head[1:])]
+    text = [f"| {' | '.join(line)} |" for line in (head, rule, *lines)]
+    return "\n".join([*text, "", *(f"* {note}" for note in notes(modes, runs))])
+
+
+def number_lines(modes: dict[str, list[ModeRun]]) -> list[tuple[str, ...]]:
+    """A line per measured number that some mode has."""
+    lines = []
+    for label, key, factor, form, divided in NUMBERS:
+        read = ModeRun.per_step if divided else ModeRun.number
+        values = [
+            median_of(group, partial(read, key=key, factor=factor)) for group in modes.values()
+        ]
+        if any(value is not None for value in values):
+            lines.append((label, *(NOTHING if v is None else format(v, form) for v in values)))
+    return lines
+
+
+def relation_lines(modes: dict[str, list[ModeRun]]) -> list[tuple[str, ...]]:
+    """Lines that set every other mode against the first: speed, losses, bits."""
+    (base, first), *others = modes.items()
+    speed, losses, bits = [], [], []
+    for _, group in others:
+        speed.append(ratio(first, group))
+        difference = largest_loss_difference(first[0], group[0])
+        losses.append(NOTHING if difference is None else f"{difference:.1g}")
+        bits.append(same_bits(first[0], group[0]))
+    return [
+        (f"speed relative to {base}, by median step", NOTHING, *speed),
+        (f"largest relative loss difference to {base}", NOTHING, *losses),
+        (f"bits of losses / final state as {base}", NOTHING, *bits),
+    ]
+
+
+def ratio(base: Sequence[ModeRun], group: Sequence[ModeRun]) -> str:
+    """A mode's speed over the first mode's, and whether the difference is noise."""
+    times = [median_of(runs, lambda run: run.number("step_ms.median")) for runs in (base, group)]
+    if not times[0] or not times[1]:
+        return NOTHING
+    word, _ = verdict(spread(base), spread(group))
+    return f"{times[0] / times[1]:.2f}x{word}"
+
+
+def same_bits(one: ModeRun, other: ModeRun) -> str:
+    """`same / same`, `differ / differ`, or a dash where a run has no digest."""
+    words = []
+    for key in ("loss_digest", "state_digest"):
+        ours, theirs = one.summary.get(key), other.summary.get(key)
+        known = ours is not None and theirs is not None
+        words.append(("same" if ours == theirs else "differ") if known else NOTHING)
+    return " / ".join(words)
+
+
+def notes(modes: dict[str, list[ModeRun]], runs: Sequence[ModeRun]) -> list[str]:
+    """Sentences under the table: what is noise, by which measure, and which modes failed."""
+    base = next(iter(modes))
+    chosen = {str(run.summary.get("placement") or "") for run in modes.get("auto", ())} - {""}
+    found = [f"auto is {' and '.join(sorted(chosen))}"] if chosen else []
+    for mode in modes:
+        if mode != base:
+            one, other = spread(modes[base]), spread(modes[mode])
+            ranges = f"{mode}{other or ''} and {base}{one or ''}"
+            found.append(f"step time of {ranges}: {verdict(one, other)[1]}")
+    failed = [run for run in runs if run.error is not None]
+    found += [f"{run.name} failed (exit code {run.exit_code}); its log says why" for run in failed]
+    return found
+
+
+def write_files(out: Path, runs: Sequence[ModeRun], command: str) -> None:
+    """Write results.jsonl, table.md and plots.png into the comparison's folder."""
+    with (out / "results.jsonl").open("w") as file:
+        for run in runs:
+            values = {f.name: getattr(run, f.name) for f in fields(run) if f.name != "metrics"}
+            values |= {"seconds": round(run.seconds, 3), "summary": run.summary or None}
+            file.write(json.dumps(values, default=str) + "\n")
+    modes = by_mode(runs)
+    drawn = bool(modes) and draw(out / "plots.png", (13, 9), plot, modes)
+    places = [run.folder / "environment.json" for group in modes.values() for run in group]
+    known = [machine_text(json.loads(path.read_text())) for path in places if path.is_file()]
+    parts = ["# Comparison", "", f"`{command}`", "", *known[:1], "", markdown(runs), ""]
+    parts += ["![losses, throughput, memory, bytes](plots.png)", ""] if drawn else []
+    (out / "table.md").write_text("\n".join(parts))
 
 
 if __name__ == "__main__":

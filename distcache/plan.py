@@ -3,20 +3,46 @@
 1. The command line says what the tables, the batch and the cluster are.
 2. With `measure=true` links and row operations of this machine are timed.
 3. Every layout is predicted for that cluster, and for 1, 2, 4, ... ranks.
-4. Report, picture, records and the overrides that choose the winner are written.
+4. `report.md`, `plan.png`, `predictions.jsonl`, `cluster.json` and `overrides.txt`, the overrides
+   that choose the winner, are written.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from distcache.cli.compose import Line, run_command
-from distcache.cli.plan_report import REPORT, write_plan
-from distcache.cli.plan_run import Options, make_plan, measured_here, parse_request
-from distcache.cli.run import open_folder
+from distcache.cli.plan_run import Options, Plan, make_plan, measured_here, parse_request
+from distcache.cli.run import (
+    Table,
+    describe_environment,
+    draw,
+    human_bytes,
+    open_folder,
+    tidy,
+    write_report,
+)
+from distcache.cost.cluster import Cluster, write_cluster
+from distcache.cost.predict import Crossover, Point, Prediction
+from distcache.cost.traffic import (
+    CACHED,
+    MIXED,
+    REPLICATED,
+    ROW_WISE,
+    ROW_WISE_DEDUP,
+    ROW_WISE_IDS,
+    SHARDED,
+    TABLE_WISE,
+    YARDSTICKS,
+)
+from distcache.trainer.record import plain
 
 log = logging.getLogger("distcache.plan")
 
@@ -42,6 +68,346 @@ def run(line: Line[Options], command: Sequence[str]) -> int:
     sys.stdout.flush()
     log.info("the report is in %s", request.output)
     return 0 if plan.here.best is not None else 1
+
+
+# -----------------------------------------------------------------------------
+# The tables of a plan, as rows of text.
+
+LABELS = {
+    SHARDED: "sharded",
+    REPLICATED: "replicated",
+    MIXED: "mixed",
+    TABLE_WISE: "hybrid table-wise",
+    ROW_WISE: "hybrid row-wise",
+    ROW_WISE_IDS: "row-wise, per lookup",
+    ROW_WISE_DEDUP: "row-wise, deduplicated",
+}
+"""How tables and pictures call the layouts."""
+
+_BEST = "best"
+
+
+def label(prediction: Prediction) -> str:
+    """A layout's name; of `mixed` with how many rows are replicated."""
+    if prediction.placement != MIXED:
+        return LABELS[prediction.placement]
+    return f"mixed, K = {sum(prediction.replicated_rows.values()):,}"
+
+
+def traffic_table(point: Point) -> Table:
+    """What each layout sends and holds."""
+    refused = "".join(f" {label(p)}: {p.refused}." for p in point.predictions if p.refused)
+    return Table.of(
+        f"Rows and bytes at {point.world_size} ranks",
+        "Per step: distinct rows of a rank and of all ranks, and the hit rate of distinct rows. "
+        "Per rank and step, KiB: rows and row gradients sent (`collective_bytes`), of which inside "
+        "the node and between nodes; dense gradients; rows over the host link, in and out. Device "
+        "memory of a rank for rows, state and buffers. Yardsticks, whose rows travel unpooled, are "
+        f"none that distcache.train has.{refused}",
+        [
+            ("layout", label),
+            ("rows, rank", lambda _: f"{point.demand.rank_rows:,.0f}"),
+            ("rows, all", lambda _: f"{point.demand.world_rows:,.0f}"),
+            ("hit rate", lambda p: "-" if p.hits is None else f"{p.hits.rate:.4f}"),
+            ("sent KiB", lambda p: _kib(p.collective_bytes)),
+            ("inside", lambda p: _kib(p.inside)),
+            ("between", lambda p: _kib(p.between)),
+            ("dense", lambda p: _kib(p.traffic.dense_bytes)),
+            ("host in", lambda p: _kib(p.traffic.host_in)),
+            ("host out", lambda p: _kib(p.traffic.host_out)),
+            ("device", lambda p: human_bytes(p.device_bytes)),
+            ("", partial(_mark, point)),
+        ],
+        point.predictions,
+    )
+
+
+def time_table(point: Point) -> Table:
+    """What a step of each layout takes."""
+
+    def ms(name: str, prediction: Prediction) -> str:
+        return f"{1e3 * getattr(prediction.time, name):,.3f}"
+
+    titles = {
+        **{"total": "step", "dense": "dense part", "sparse": "rows", "exposed": "exposed"},
+        **{"waiting": "waiting", "hidden": "may hide", "host": "host link"},
+    }
+    return Table.of(
+        f"Step time at {point.world_size} ranks",
+        "Milliseconds: step = dense part + rows looked up, copied and updated + collectives that "
+        "compute waits for + what network and host link take longer than that. Beside compute: "
+        "collectives that may hide, and the host link.",
+        [
+            ("layout", label),
+            *((title, partial(ms, name)) for name, title in titles.items()),
+            ("", partial(_mark, point)),
+        ],
+        point.predictions,
+    )
+
+
+def sweep_table(points: Sequence[Point], objective: str) -> Table:
+    """Cost by number of ranks; the winner marked by a star."""
+    names = [name for name in LABELS if any(point.of(name) for point in points)]
+    scale, digits = (1e3, 3) if objective == "time" else (1 / 1024, 0)
+
+    def cell(name: str, point: Point) -> str:
+        p = point.of(name)
+        if p is None:
+            return "-"
+        text = f"{p.cost[objective] * scale:,.{digits}f}{'*' if point.best is p else ''}"
+        return f"({text})" if p.refused else text
+
+    unit = "milliseconds of a step" if objective == "time" else "KiB sent per rank and step"
+    return Table.of(
+        "By number of ranks",
+        f"The objective, {unit}, with the same batch, slots and device on every rank, and as many "
+        "ranks on a node as asked for. *: the winner; (...): does not fit, and cannot win.",
+        [
+            ("ranks", lambda point: f"{point.world_size:,}"),
+            ("nodes", lambda point: f"{point.cluster.nodes:,}"),
+            *((LABELS[name], partial(cell, name)) for name in names),
+        ],
+        points,
+    )
+
+
+def crossover_text(found: Sequence[Crossover], points: Sequence[Point]) -> str:
+    """The crossovers in sentences."""
+    if not found:
+        best = next((p.best for p in points if p.best is not None), None)
+        if best is None:
+            return "Nothing fits at any number of ranks."
+        return f"No crossover: {LABELS[best.placement]} wins wherever something fits."
+    lines = [
+        f"{LABELS[c.old]} gives way to {LABELS[c.new]} between {c.before:,} and {c.after:,} ranks "
+        f"(at about {c})"
+        for c in found
+    ]
+    return "Crossovers: " + "; ".join(lines) + "."
+
+
+def cluster_table(cluster: Cluster) -> Table:
+    """The cluster that was described or measured."""
+    rows = [("ranks, nodes", f"{cluster.ranks:,}, {cluster.nodes:,}")]
+    links = (("inside", cluster.inside), ("between", cluster.between), ("host", cluster.host))
+    for key, link in links:
+        if link is not None:
+            text = f"{link.bandwidth / 1e9:,.2f} GB/s, {1e6 * link.latency:,.1f} us per message"
+            rows.append((key, f"{text} ({link.name})"))
+    compute = cluster.compute
+    rows += [
+        ("to start a collective", f"{1e6 * cluster.collective_s:,.1f} us"),
+        ("a lookup, forward and backward", f"{1e9 * compute.lookup_s:,.2f} ns"),
+        ("a row updated", f"{1e9 * compute.update_s:,.2f} ns"),
+        ("a row copied", f"{1e9 * compute.copy_s:,.2f} ns"),
+        ("a sample in the dense part", f"{1e9 * compute.sample_s:,.1f} ns"),
+        ("movement that may hide does", f"{100 * cluster.overlap:.0f} %"),
+        (
+            "device memory",
+            "not limited" if cluster.device_memory is None else human_bytes(cluster.device_memory),
+        ),
+    ]
+    note = "Links of one rank, in one direction; presets are raw figures: software reaches less."
+    return Table("The cluster", note, ("what", "value"), rows)
+
+
+def _mark(point: Point, prediction: Prediction) -> str:
+    if prediction.refused:
+        return "does not fit"
+    if prediction.placement in YARDSTICKS:
+        return "yardstick"
+    return _BEST if prediction is point.best else ""
+
+
+def _kib(nbytes: float) -> str:
+    return f"{nbytes / 1024:,.1f}"
+
+
+# -----------------------------------------------------------------------------
+# The picture of a plan: bytes and step time by number of ranks.
+
+_STYLES = {
+    ROW_WISE_DEDUP: ("#56B4E9", "", "-", 7.0),
+    ROW_WISE_IDS: ("#E69F00", "", "-", 7.0),
+    MIXED: ("#009E73", "^", "-", 3.5),
+    ROW_WISE: ("#CC79A7", "v", "--", 1.6),
+    TABLE_WISE: ("#555555", "D", "--", 1.6),
+    REPLICATED: ("#D55E00", "s", "-", 1.6),
+    SHARDED: ("#0072B2", "o", "-", 1.6),
+}
+"""Colour (Okabe & Ito), mark, line and its width of each layout, in the order of drawing: what may
+lie under another line is wider."""
+
+
+def plot_sweep(
+    figure: Any, points: Sequence[Point], crossings: Sequence[Crossover], objective: str
+) -> None:
+    """Two panels, bytes and time, over ranks; both axes logarithmic.
+
+    Hollow marks: does not fit. Vertical lines: the winner by `objective` changes.
+    """
+    panels = figure.subplots(1, 2)
+    titles = {
+        "bytes": ("Rows and row gradients sent", "KiB per rank and step", 1 / 1024),
+        "time": ("Predicted step time", "milliseconds", 1e3),
+    }
+    for panel, (key, (title, unit, scale)) in zip(panels, titles.items(), strict=True):
+        for name in _STYLES:
+            _line(panel, points, name, key, scale)
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        worlds = [point.world_size for point in points]
+        panel.set_xticks(worlds, [f"{world:,}" for world in worlds])
+        panel.set(title=title, xlabel="ranks (logarithmic)", ylabel=f"{unit} (logarithmic)")
+        tidy(panel)
+        for crossing in crossings if key == objective else ():
+            panel.axvline(crossing.at, color="black", linewidth=1, linestyle=(0, (2, 3)))
+            text, at = f" {LABELS[crossing.new]} from {crossing}", panel.get_xaxis_transform()
+            style = {"rotation": 90, "ha": "right", "va": "top", "fontsize": 8}
+            panel.text(crossing.at, 0.99, text, transform=at, **style)
+    handles, labels = panels[1].get_legend_handles_labels()
+    by_name = dict(zip(labels, handles, strict=True))
+    named = [name for name in LABELS.values() if name in by_name]
+    title = "hollow: does not fit; wide and pale: yardsticks"
+    title += "; dotted: the winner changes" if crossings else ""
+    where = {"loc": "outside lower center", "ncols": 4, "frameon": False, "title": title}
+    figure.legend([by_name[name] for name in named], named, **where)
+
+
+def _line(panel: Any, points: Sequence[Point], name: str, key: str, scale: float) -> None:
+    """One layout's line, where it has values above 0."""
+    colour, mark, line, width = _STYLES[name]
+    found = [(point.world_size, point.of(name)) for point in points]
+    shown = [(w, p.cost[key] * scale, p.refused is None) for w, p in found if p and p.cost[key] > 0]
+    if not shown:
+        return
+    style = {"color": colour, "markersize": 4 + width, "linewidth": width}
+    worlds, values, _ = zip(*shown, strict=True)
+    alpha = 1.0 if mark else 0.4
+    panel.plot(
+        worlds, values, linestyle=line, marker=mark, alpha=alpha, label=LABELS[name], **style
+    )
+    hollow = [pair for *pair, able in shown if not able]
+    if hollow:
+        style |= {"linestyle": "none", "markerfacecolor": "white", "markeredgecolor": colour}
+        panel.plot(*zip(*hollow, strict=True), marker=mark or "o", **style)
+
+
+# -----------------------------------------------------------------------------
+# What a plan leaves: `report.md`, `predictions.jsonl`, `plan.png`, `overrides.txt` and
+# `cluster.json`.
+
+OVERRIDES, REPORT = "overrides.txt", "report.md"
+
+_WIDTH = 110
+"""Columns of text on the terminal."""
+
+
+def write_plan(plan: Plan, command: Sequence[str]) -> str:
+    """Write everything into the folder of the request; the summary for the terminal."""
+    out, swept = plan.request.output, (plan.points, plan.crossovers)
+    drawn = draw(out / "plan.png", (13, 6), plot_sweep, *swept, plan.request.options.objective)
+    environment = describe_environment(1) | {"command": [*command]}
+    overrides = overrides_of(plan)
+    (out / OVERRIDES).unlink(missing_ok=True)  # of a plan before, into the same folder
+    if overrides:
+        (out / OVERRIDES).write_text("".join(f"{line}\n" for line in overrides))
+    write_cluster(plan.here.cluster, out)
+    with (out / "predictions.jsonl").open("w") as lines:
+        for record in [{"kind": "environment", **environment}, *records(plan)]:
+            lines.write(json.dumps(plain(record)) + "\n")
+    tables = [traffic_table(plan.here), time_table(plan.here)]
+    tables.append(sweep_table(plan.points, plan.request.options.objective))
+    crossings = crossover_text(*swept)
+    paste = [*overrides, f"# python -m distcache.train $(cat {OVERRIDES}) ..."]
+    parts = ["# Predicted layouts", "## Advice", advice(plan)]
+    parts += ["```\n" + "\n".join(paste) + "\n```"]
+    parts += [f"Note: {warning}." for warning in plan.warnings]
+    parts += [*(table.section for table in tables), crossings]
+    parts += ["![bytes and step time by ranks](plan.png)"] if drawn else []
+    parts += [cluster_table(plan.here.cluster).section]
+    parts.append(f"Dense part: {plan.request.dense_parameters:,} parameters.")
+    write_report(out / REPORT, parts, environment)
+    shown = [f"{t.title}\n{textwrap.fill(t.note, _WIDTH)}\n\n{t.aligned}" for t in tables]
+    shown += [crossings, *(f"note: {warning}" for warning in plan.warnings), advice(plan)]
+    return "\n\n".join(shown) + "\n"
+
+
+def overrides_of(plan: Plan) -> list[str]:
+    """The overrides of `distcache.train` that choose the winner; none where nothing fits."""
+    best, options = plan.here.best, plan.request.options
+    if best is None:
+        return []
+    if best.placement not in CACHED:
+        return ["parallel=hybrid", f"parallel.sharding={best.placement}"]
+    size = f"cache.rows={options.cache_rows}"
+    if not options.cache_rows:
+        size = f"cache.ratio={options.cache_ratio}"
+    # A size that an experiment brings is taken back: only one may be given.
+    lines = ["parallel=data", "cache.ratio=null", "cache.rows=null", "cache.bytes=null"]
+    lines = [line for line in lines if not size.startswith(line.removesuffix("null"))]
+    lines += [size, f"cache.placement={best.placement}"]
+    if best.placement == MIXED:
+        pairs = ",".join(f"{name}:{count}" for name, count in best.replicated_rows.items())
+        lines.append(f"cache.replicated_rows={{{pairs}}}")
+        if options.statistics:
+            lines.append(f"cache.statistics={options.statistics}")
+    return [*lines, f"cache.state={plan.request.state}"]
+
+
+def advice(plan: Plan) -> str:
+    """What to do, in a few sentences."""
+    best, options = plan.here.best, plan.request.options
+    if best is None:
+        return "Nothing fits: give more cache rows or device memory, or a smaller batch."
+    name = label(best)
+    cost = f"{1e3 * best.time.total:,.3f} ms a step, {best.collective_bytes / 1024:,.0f} KiB sent"
+    ranks, least = plan.here.world_size, options.objective
+    text = f"At {ranks} ranks {name} has the least {least}: {cost} per rank."
+    if best.placement == MIXED and not options.statistics:
+        text += (
+            " K counts the most frequent rows of a table: without cache.statistics training takes "
+            "them from its first batches."
+        )
+    return text
+
+
+def records(plan: Plan) -> list[dict[str, Any]]:
+    """One for each layout and number of ranks; `asked`: whether those are what was asked for."""
+    found = [_record(p, plan.here, True) for p in plan.here.predictions]
+    found += [_record(p, point, False) for point in plan.points for p in point.predictions]
+    pairs = [{"kind": "crossover", **vars(crossing)} for crossing in plan.crossovers]
+    return [*found, *pairs]
+
+
+def _record(prediction: Prediction, point: Point, asked: bool) -> dict[str, Any]:
+    hits, traffic = prediction.hits, prediction.traffic
+    return {
+        "kind": "prediction",
+        "asked": asked,
+        "placement": prediction.placement,
+        "world_size": point.world_size,
+        "nodes": point.cluster.nodes,
+        "best": prediction is point.best,
+        "refused": prediction.refused,
+        "replicated_rows": prediction.replicated_rows,
+        "rank_rows": point.demand.rank_rows,
+        "world_rows": point.demand.world_rows,
+        "hit_rate": None if hits is None else hits.rate,
+        "rows_fetched": None if hits is None else hits.fetched,
+        "rows_written_back": None if hits is None else hits.written_back,
+        "collective_bytes": prediction.collective_bytes,
+        "inside_bytes": prediction.inside,
+        "between_bytes": prediction.between,
+        "inter_node_bytes": traffic.inter_node_bytes(point.cluster),
+        "dense_collective_bytes": traffic.dense_bytes,
+        "host_to_device_bytes": traffic.host_in,
+        "device_to_host_bytes": traffic.host_out,
+        "device_bytes": prediction.device_bytes,
+        "exchanges": [vars(exchange) for exchange in traffic.exchanges],
+        "seconds": vars(prediction.time),
+    }
 
 
 if __name__ == "__main__":

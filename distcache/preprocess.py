@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
+from distcache.cli.run import progress_bar
 from distcache.config import option
 from distcache.data.raw.settings import MLPERF_BAGS, PRESETS, Manifest, PreprocessSettings, verify
 from distcache.errors import ConfigError, DataError
@@ -122,24 +120,6 @@ def make_settings(given: PreprocessConfig) -> PreprocessSettings:
     }
     same = {key: value for key, value in vars(given).items() if key != "verify"}
     return PreprocessSettings(**same | checked)
-
-
-@contextmanager
-def progress_bar(stage: str, total: int, unit: str, done: int) -> Iterator[tqdm]:
-    """A bar from `done` on, with rate and remaining time on stderr; a line every ten seconds where
-    no one looks."""
-    scale = unit != "table"
-    often = 0.2 if sys.stderr.isatty() else 10.0
-    with tqdm(
-        total=total,
-        initial=done,
-        desc=stage,
-        unit=unit,
-        unit_scale=scale,
-        mininterval=often,
-        maxinterval=often,
-    ) as bar:
-        yield bar
 
 
 if __name__ == "__main__":

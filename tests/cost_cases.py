@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from distcache.cost.cluster import Cluster, Compute, Link
 from distcache.cost.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
 from distcache.cost.predict import Settings
+from distcache.cost.traffic import Exchange
 from distcache.data.synthetic import ZipfTables
 from distcache.layout import RowLayout, TableSpec
 from distcache.popularity.statistics import Statistics, TableCounts
@@ -75,3 +77,8 @@ def counted(steps: list[list[np.ndarray]], world: int = 1, batch: float = BATCH)
     ]
     statistics = Statistics(tuple(tables), "ids", BATCH * sum(map(len, steps)))
     return demand_at(counted_sources(statistics, [DIM] * 3), [STATE] * 3, batch, world)
+
+
+def total(exchanges: Sequence[Exchange], stage: str) -> float:
+    """Bytes of all exchanges of a stage."""
+    return sum(e.nbytes for e in exchanges if e.stage == stage)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
+from distcache.data.files import inspect
 from distcache.data.raw.job import preprocess
-from distcache.data.raw.parts import dense_of, parse_line
+from distcache.data.raw.parts import CriteoRows, dense_of, parse_line
 from distcache.data.raw.settings import Manifest, PreprocessSettings
+from distcache.data.raw.tables import PartReport, PartTask, parse_part, read_rows
 from distcache.errors import DataError
 
 ROWS = (1000, 7, 5000, 300, 305, 24, 500, 633, 3, 100, 83, 51, 94, 27, 92, 61, 10, 52, 73, 4)
@@ -52,16 +55,9 @@ def write_lines(path: Path, lines: list[bytes]) -> Path:
     return path
 
 
-class NoBar:
-    """A progress bar that shows nothing."""
-
-    def update(self, n: float = 1) -> None:
-        pass
-
-
 def quiet(stage: str, total: int, unit: str, done: int):
     """A `Progress` that shows nothing."""
-    return nullcontext(NoBar())
+    return nullcontext(SimpleNamespace(update=lambda n: None))
 
 
 def preprocessed(inputs: Path | list[Path], output: Path, show=quiet, **settings) -> Manifest:
@@ -84,6 +80,18 @@ def same_files(one: Path, other: Path) -> bool:
     return names[0] == names[1] and all(
         (one / name).read_bytes() == (other / name).read_bytes() for name in names[0]
     )
+
+
+def parsed(path: Path, rows, read: bool = True) -> tuple[PartReport, CriteoRows | None]:
+    """The report of a whole file as one part without its malformed lines, and what it holds."""
+    text = inspect(path)
+    task = PartTask(0, "0000-0000000", text, 0, text.bytes, 0, str(path.parent), rows, True)
+    report = parse_part(task)
+    if not read:
+        return report, None
+    pieces = [vars(rows).values() for rows in read_rows(path.parent / f"{task.name}.rows")]
+    arrays = (None if c[0] is None else np.concatenate(c) for c in zip(*pieces, strict=True))
+    return report, CriteoRows(*arrays)
 
 
 def command(*arguments: str) -> list[str]:

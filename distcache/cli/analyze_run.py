@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from distcache.cli.compose import Line
+from distcache.cli.run import progress_bar
 from distcache.config import option
 from distcache.config.checks import at_least, byte_count
 from distcache.config.tree import Config
@@ -21,14 +19,13 @@ from distcache.errors import ConfigError, DataError
 from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy, auto_lookahead
 from distcache.popularity.curve import StaticSet, StepCurves, TableProfile
 from distcache.popularity.slots import BY_CURVE
-from distcache.replay import Case, Outcome, Popularity, popularity_of, replay
+from distcache.replay import Case, Outcome, popularity_of, replay
 from distcache.trace import Trace, read_steps, record_ids
 from distcache.trainer.build import build_source, build_tables
 from distcache.trainer.plan_cache import request_of
 from distcache.trainer.prediction import (
     CheckedSource,
     Counted,
-    Estimate,
     RecordedRun,
     Sizes,
     configured_case,
@@ -233,77 +230,7 @@ def fitting_sizes(
     return tuple(sorted(found)[: len(sizes)])
 
 
-_LARGE_STEP = 0.25
-"""Share of the slots that a step's rows take from which on the holds of P + 1 steps may bind."""
-
-_DEEP = 64
-"""A window, in steps, beyond which hardly any decision changes."""
-
-_CLEARLY = 0.02
-"""Times MIN that holds have to cost to be spoken of."""
-
-
-def optima(outcomes: Sequence[Outcome]) -> dict[tuple[tuple[int, ...], int], int]:
-    """Rows that Belady's MIN fetches, by slots and ranks."""
-    least = [o for o in outcomes if o.case.policy is None and o.refused is None]
-    return {(o.case.slots, o.case.world_size): o.fetched for o in least}
-
-
-@dataclass(frozen=True)
-class BindingHold:
-    """Slots so few that holding those of the P + 1 steps on their way costs fetches at any window.
-
-    `case` has a window of 64 steps; `rows`: of a step; `fetched`: times MIN, and `without`: the
-    same with P = 0.
-    """
-
-    case: Case
-    rows: float
-    fetched: float
-    without: float
-
-    def __str__(self) -> str:
-        case, slots = self.case, sum(self.case.slots)
-        return (
-            f"With {slots:,} slots a step's {self.rows:,.0f} rows are {self.rows / slots:.0%} of "
-            f"them, and the holds of moving ahead bind: with cache.prefetch={case.prefetch} a "
-            f"window of {case.lookahead} fetches {self.fetched:.2f} times Belady's MIN, with "
-            f"cache.prefetch=0 {self.without:.2f} times. No deeper window helps there; more slots "
-            "do."
-        )
-
-
-def binding_holds(
-    traces: Sequence[Trace], outcomes: Sequence[Outcome], popularity: Popularity
-) -> list[BindingHold]:
-    """Where, of the simulated `outcomes`, moving ahead and not the window is what costs fetches:
-    their slots once more with a deep window, with their P and with none."""
-    found, least, done = [], optima(outcomes), set[tuple[int, ...]]()
-    for outcome in outcomes:
-        case = outcome.case
-        if case.policy is None or not case.policy.uses_window or not case.prefetch:
-            continue
-        if outcome.refused is not None or case.slots in done or not least.get(_at(case)):
-            continue
-        done.add(
-            case.slots
-        )  # the first number of ranks and the first of the policies speak for all
-        steps = zip(outcome.groups, case.slots, strict=True)
-        if max(group.distinct / slots for group, slots in steps) < _LARGE_STEP * outcome.steps:
-            continue
-        deep = replace(case, lookahead=_DEEP)
-        ends = replay(traces, [deep, replace(deep, prefetch=0)], popularity)
-        held, free = (end.fetched / least[_at(case)] for end in ends)
-        if held - free >= _CLEARLY:
-            found.append(BindingHold(deep, outcome.distinct / outcome.steps, held, free))
-    return found
-
-
-def _at(case: Case) -> tuple[tuple[int, ...], int]:
-    return case.slots, case.world_size
-
-
-def simulate_trace(path: str, options: Options) -> tuple[Trace, list[Outcome], list[BindingHold]]:
+def simulate_trace(path: str, options: Options) -> tuple[Trace, list[Outcome]]:
     """The trace of a file of ids, in the place of a data source, and its cases replayed.
 
     Raises DataError for ids that are negative or no integers, naming place and value.
@@ -322,10 +249,8 @@ def simulate_trace(path: str, options: Options) -> tuple[Trace, list[Outcome], l
     sizes = fitting_sizes(options.sizes, [trace], slots)
     ids = trace.ids / max(trace.steps, 1)
     cases = cases_of(options, sizes, slots, lambda _, world: (auto_lookahead(ids / world, 1), 1))
-    classes = popularity_of([trace])
     with progress_bar("simulate", len(cases), "case") as bar:
-        outcomes = replay(trace, cases, classes, lambda _: bar.update(1))
-    return trace, outcomes, binding_holds([trace], outcomes, classes)
+        return trace, replay(trace, cases, popularity_of([trace]), lambda _: bar.update(1))
 
 
 # -----------------------------------------------------------------------------
@@ -352,7 +277,7 @@ class SizePoint:
     ratio: float
     slots: tuple[int, ...]
     bytes: int
-    estimate: Estimate
+    estimate: Outcome
     static: float
     static_distinct: float
 
@@ -464,21 +389,20 @@ def rounded_up(ratio: float) -> float:
 @dataclass(frozen=True)
 class Analysis:
     """All that was found out. `optimizer`: of the run; `files_order`: counted in the order of the
-    files; `simulated` and `holds`: empty without `simulate=true`; `stopped_by`: the signal that cut
-    it short, None for none."""
+    files; `simulated`: empty without `simulate=true`; `stopped_by`: the signal that cut it short,
+    None for none."""
 
     options: Options
     counted: Counted
     sizes: Sizes
     prediction: RecordedRun
-    estimates: tuple[Estimate, ...]
+    estimates: tuple[Outcome, ...]
     points: tuple[SizePoint, ...]
     target: Target
     optimizer: str
     data: str
     files_order: bool
     simulated: tuple[Outcome, ...] = ()
-    holds: tuple[BindingHold, ...] = ()
     stopped_by: int | None = None
 
 
@@ -515,7 +439,7 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
         log.warning("no run with the configured cache is predicted: %s", error)
     search = SizeSearch(prediction, sizes, counted.profiles, case, ranks[0])
     target = search.target(options.target_hit_rate)
-    outcomes, holds = [], []
+    outcomes = []
     if simulate:
         chosen = fitting_sizes(options.sizes, traces, sizes.slots)
 
@@ -526,7 +450,6 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
         cases = cases_of(options, chosen, sizes.slots, ahead)
         with progress_bar("simulate", len(cases), "case") as bar:
             outcomes = replay(traces, cases, prediction.classes, lambda _: bar.update(1))
-        holds = binding_holds(traces, outcomes, prediction.classes)
     return Analysis(
         options,
         counted,
@@ -539,16 +462,5 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
         config.data.name,
         checked.keeps_order,
         tuple(outcomes),
-        tuple(holds),
         counted.stopped_by or stop.signal,
     )
-
-
-@contextmanager
-def progress_bar(stage: str, total: int | None, unit: str) -> Iterator[tqdm]:
-    """A bar with rate and remaining time on stderr; a line every ten seconds where no one looks."""
-    often = 0.2 if sys.stderr.isatty() else 10.0
-    with tqdm(
-        total=total, desc=stage, unit=unit, unit_scale=True, mininterval=often, maxinterval=often
-    ) as bar:
-        yield bar

@@ -15,7 +15,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import OverrideType
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -38,6 +38,7 @@ from distcache.config.keys import (
     list_keys,
     no_such_key,
     not_a_value,
+    not_in_group,
     own_keys,
     unknown_keys,
     usage,
@@ -65,9 +66,6 @@ def conf_dir(package: Path = PACKAGE) -> Path:
 
 
 log = logging.getLogger(__name__)
-
-_GROUPS = ("experiment",)
-"""Groups of conf/ that are no section of the tree."""
 
 
 @dataclass(frozen=True)
@@ -345,29 +343,47 @@ def _check_line(arguments: Sequence[str], schema: type = Config) -> None:
 
 
 def _check_keys(overrides: Sequence[str], own_groups: bool = False, schema: type = Config) -> None:
-    """ConfigError for overrides of keys that are none, or values of another type; Hydra would offer
-    to add such keys to the tree.
+    """ConfigError for overrides that cannot be read, of keys that are none, or with values of
+    another type or groups that are not there; Hydra would offer to add such keys to the tree.
 
-    What is no plain override of a key of the tree, or cannot be read as one, is Hydra's to judge;
-    `own_groups`: so is any key without a dot, which may be a group of the user's.
+    What is no plain override of a key of the tree is Hydra's to judge; `own_groups`: so is any key
+    without a dot, which may be a group of the user's.
     """
     own_groups |= any(text.startswith("hydra.searchpath=") for text in overrides)
     for text in overrides:
         try:
             (given,) = OverridesParser.create().parse_overrides([text])
-        except HydraException:
-            continue
+        except HydraException as error:
+            raise ConfigError(
+                f"{text}: this is no key=value that can be read: quote a text that holds blanks, "
+                "commas, brackets or equals signs for the shell and for Hydra, 'key=\"text\"'"
+            ) from error
         key = given.key_or_group
         if given.type != OverrideType.CHANGE or given.package or "/" in key or _of_hydra(key):
             continue
-        if is_section(key, schema):
-            if not given.is_sweep_override() and is_plain(given.value()):
-                raise not_a_value(key, given.get_value_element_as_str(), schema)
-        elif is_known(key, schema):
-            if not given.is_sweep_override():
-                check_value(key, given.value(), schema)
-        elif not (key in _GROUPS or (own_groups and "." not in key)):
+        if not (is_known(key, schema) or groups_of(key) or (own_groups and "." not in key)):
             raise no_such_key([key], schema)
+        if not given.is_sweep_override():
+            _check_given(given, own_groups, schema)
+
+
+def _check_given(given: Override, own_groups: bool, schema: type) -> None:
+    """Raise ConfigError for the value of a key, section or group that the tree does not take."""
+    key, value, groups = given.key_or_group, given.value(), groups_of(given.key_or_group)
+    if groups and isinstance(value, str):
+        if value not in groups and not own_groups:
+            raise not_in_group(key, value, groups)
+    elif is_section(key, schema):
+        if is_plain(value):
+            raise not_a_value(key, given.get_value_element_as_str(), schema)
+    elif is_known(key, schema):
+        check_value(key, value, schema)
+
+
+def groups_of(section: str) -> list[str]:
+    """The names that `section=<name>` may take: the files of conf/<section>/, ascending; none
+    where it is no group."""
+    return sorted(file.stem for file in (conf_dir() / section).glob("*.yaml"))
 
 
 def _of_hydra(key: str) -> bool:

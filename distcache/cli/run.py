@@ -10,12 +10,14 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
+
+from tqdm import tqdm
 
 from distcache.errors import ConfigError
 from distcache.versions import FBGEMM_DISTRIBUTIONS, installed
@@ -97,8 +99,13 @@ def open_folder(folder: Path, key: str) -> bool:
 log = logging.getLogger(__name__)
 
 
-def new_figure(width: float, height: float) -> Any | None:
-    """A figure of `width` x `height` inches; None, with a warning, where matplotlib is missing."""
+def draw(
+    path: Path, size: tuple[float, float], paint: Callable[..., None], *arguments: object
+) -> bool:
+    """Write what `paint(figure, *arguments)` draws on a figure of `size` inches to `path`.
+
+    False, with a warning and without a file, where matplotlib is missing.
+    """
     # Importing matplotlib reads the backend's name and raises for one that this Python does not
     # have: a notebook names its own to all commands that it starts. None is needed here.
     backend = os.environ.pop("MPLBACKEND", None)
@@ -107,13 +114,40 @@ def new_figure(width: float, height: float) -> Any | None:
         from matplotlib.figure import Figure
     except ImportError:
         log.warning("no plots: matplotlib is not installed (pip install matplotlib)")
-        return None
+        return False
     finally:
         if backend is not None:
             os.environ["MPLBACKEND"] = backend
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    return figure
+    paint(figure, *arguments)
+    figure.savefig(path, dpi=110)
+    return True
+
+
+def write_report(path: Path, parts: Sequence[str], environment: dict[str, Any]) -> None:
+    """Write a report of Markdown: a title and `parts`, with the command and machine that
+    `environment` names."""
+    title, *rest = parts
+    command = f"`{' '.join(environment['command'])}`"
+    path.write_text("\n\n".join([title, command, *rest, machine_text(environment)]) + "\n")
+
+
+def tidy(panel: Any, axis: str = "both") -> None:
+    """A panel of a figure with a faint grid, and no frame above and to the right."""
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(axis=axis, alpha=0.3)
+    panel.set_axisbelow(True)
+
+
+@contextmanager
+def progress_bar(stage: str, total: int | None, unit: str, done: int = 0) -> Iterator[tqdm]:
+    """A bar from `done` on, with rate and remaining time on stderr; a line every ten seconds where
+    no one looks."""
+    often, scale = 0.2 if sys.stderr.isatty() else 10.0, unit != "table"
+    how: Any = {"unit_scale": scale, "mininterval": often, "maxinterval": often}
+    with tqdm(total=total, initial=done, desc=stage, unit=unit, **how) as bar:
+        yield bar
 
 
 # -----------------------------------------------------------------------------
@@ -339,15 +373,20 @@ class Table:
         return f"## {self.title}\n\n{self.note}\n\n{markdown_table(self)}"
 
     @property
-    def aligned(self) -> str:
-        """The table for a terminal: the first column to the left, the others to the right."""
+    def padded(self) -> list[list[str]]:
+        """The titles and the rows with all cells of a column equally wide: the first to the left,
+        the others to the right."""
         cells = [self.columns, *self.rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        shown = []
-        for first, *others in cells:
-            rest = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-            shown.append("  ".join([first.ljust(widths[0]), *rest]).rstrip())
-        return "\n".join(shown)
+        shown = [[cell.rjust(w) for cell, w in zip(line, widths, strict=True)] for line in cells]
+        for line, padded in zip(cells, shown, strict=True):
+            padded[0] = line[0].ljust(widths[0])
+        return shown
+
+    @property
+    def aligned(self) -> str:
+        """The table for a terminal."""
+        return "\n".join("  ".join(line).rstrip() for line in self.padded)
 
 
 def markdown_table(table: Table) -> str:
@@ -373,18 +412,17 @@ def percent(value: float | None, digits: int = 2) -> str:
 
 
 def machine_text(environment: dict[str, Any]) -> str:
-    """Machine, versions and commit in a line or two."""
+    """Machine, versions and commit of an `environment.json` in two lines."""
     hardware, commit = environment["hardware"], environment["commit"] or {}
+    gpus = ", ".join(gpu["name"] for gpu in hardware["gpus"]) or "no GPU"
     versions = [f"{name} {version}" for name, version in environment["versions"].items() if version]
     state = commit.get("commit", "unknown") + (" with changes" if commit.get("dirty") else "")
-    return f"{hardware['cpu']}, {hardware['cores']} cores. {', '.join(versions)}. Commit: {state}."
-
-
-def tidy(panel: Any) -> None:
-    """A panel of a figure with a faint grid, and no frame above and to the right."""
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(alpha=0.3)
-    panel.set_axisbelow(True)
+    return (
+        f"Hardware: {hardware['cpu']}, {hardware['cores']} cores, "
+        f"{human_bytes(hardware['memory_bytes'])}, {gpus}. {environment['world_size']} rank(s), "
+        f"{environment['threads']} thread(s) each.\n"
+        f"Versions: {', '.join(versions)}. Commit: {state}."
+    )
 
 
 def plain_numbers(panel: Any) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distcache.comm.rendezvous import failure_of_others, first_line, has_ended
 from distcache.comm.world import Nodes, World
-from distcache.errors import DistcacheError, PeerError
+from distcache.errors import PeerError
 from distcache.streams import Mark
 
 # -----------------------------------------------------------------------------
@@ -81,12 +81,7 @@ class CollectiveCounters:
             self.inter_node_bytes = 0
 
     def count(self, category: str, nbytes: int, between: int = 0) -> None:
-        """Add `nbytes` to a category: one of CATEGORIES, else DistcacheError.
-
-        `between`: how many of them went to ranks of other nodes.
-        """
-        if category not in CATEGORIES:
-            raise DistcacheError(f"{category!r} is not a counter: use one of {CATEGORIES}")
+        """Add `nbytes` to one of CATEGORIES; `between`: how many went to ranks of other nodes."""
         with self._lock:
             setattr(self, category, getattr(self, category) + nbytes)
             if category != PLANNING:
@@ -98,71 +93,45 @@ class CollectiveCounters:
         between = self.nodes.ring_bytes_between(self._rank, nbytes) if self.nodes else 0
         self.count(category, nbytes, between)
 
-    def count_all_to_all(
-        self,
-        category: str,
-        tensor: Tensor,
-        send_splits: Sequence[int] | None,
-        rank: int,
-        world_size: int,
-    ) -> None:
-        """Count an all-to-all over all ranks that sends `tensor`, split along its first dimension;
-        `rank`: this one in the group."""
-        between = 0
-        if self.nodes is not None:
-            between = self.nodes.bytes_between(rank, send_splits or [1] * world_size, tensor.nbytes)
-        nbytes = all_to_all_bytes(tensor.nbytes, send_splits, rank, world_size)
-        self.count(category, nbytes, between)
-
     def values(self) -> dict[str, int]:
         """The categories' counters by name."""
         return {name: getattr(self, name) for name in CATEGORIES}
 
 
-COUNTED = (
-    "all_reduce",
-    "broadcast",
-    "all_to_all_single",
-    "all_to_all",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "reduce_scatter_single",
-)
-"""The functions of torch.distributed that `count_collectives` wraps (`_single`: from 2.13 on)."""
+COUNTED = {
+    "all_reduce": "tensor",
+    "broadcast": "tensor",
+    "all_to_all_single": "input",
+    "all_to_all": "input_tensor_list",
+    "all_gather": "tensor_list",
+    "all_gather_into_tensor": "output_tensor",
+    "all_gather_single": "output_tensor",
+    "reduce_scatter": "input_list",
+    "reduce_scatter_tensor": "input",
+    "reduce_scatter_single": "input",
+}
+"""The functions of torch.distributed that `count_collectives` wraps (`_single`: from 2.13 on), and
+which argument holds the whole buffer."""
 
 
 def _sent(name: str, call: dict[str, Any], nodes: Nodes | None) -> tuple[Tensor, int, int]:
     """Of a call on this rank: a tensor (for its dtype), the bytes that this rank sends in it, and
     how many of them go to ranks of other nodes."""
-    group = call.get("group")
+    group, given = call.get("group"), call[COUNTED[name]]
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
-    size = len(ranks)
+    tensors = given if isinstance(given, list) else [given]
+    nbytes, size = sum(tensor.nbytes for tensor in tensors), len(ranks)
     here = nodes.of(dist.get_rank()) if nodes else 0
-    inside = [nodes is None or nodes.of(rank) == here for rank in ranks]
+    outside = [nodes is not None and nodes.of(rank) != here for rank in ranks]
     if name.startswith("all_to_all"):
+        splits = call.get("input_split_sizes") or [1] * size
         if name == "all_to_all":
-            tensor = call["input_tensor_list"][0]
-            parts = [part.nbytes for part in call["input_tensor_list"]]
-        else:
-            tensor = call["input"]
-            splits = call.get("input_split_sizes") or [1] * size
-            parts = [tensor.nbytes * part // max(1, sum(splits)) for part in splits]
-        between = sum(part for part, near in zip(parts, inside, strict=True) if not near)
-        return tensor, sum(parts) - parts[me], between
-    if name in ("all_gather", "reduce_scatter"):
-        whole = call["tensor_list" if name == "all_gather" else "input_list"]
-        tensor, nbytes = whole[0], gather_bytes(sum(part.nbytes for part in whole), size)
-    elif name in ("all_reduce", "broadcast"):
-        tensor = call["tensor"]
-        of = all_reduce_bytes if name == "all_reduce" else gather_bytes
-        nbytes = of(tensor.nbytes, size)
-    else:
-        tensor = call["output_tensor" if name.startswith("all_gather") else "input"]
-        nbytes = gather_bytes(tensor.nbytes, size)
-    return tensor, nbytes, 0 if inside[(me + 1) % size] else nbytes
+            splits = [tensor.nbytes for tensor in tensors]
+        away = sum(part for part, far in zip(splits, outside, strict=True) if far)
+        between = nbytes * away // max(1, sum(splits))
+        return tensors[0], all_to_all_bytes(nbytes, splits, me, size), between
+    sent = (all_reduce_bytes if name == "all_reduce" else gather_bytes)(nbytes, size)
+    return tensors[0], sent, sent if outside[(me + 1) % size] else 0
 
 
 def _counted(
@@ -334,20 +303,6 @@ class Link:
         self._on_host = world.size == 1 or dist.get_backend(group) == "gloo"
         self._staged = world.device.type == "cuda" and self._on_host
 
-    def all_to_all(
-        self,
-        tensor: Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        category: str,
-        what: str,
-    ) -> Tensor:
-        """Send `send_counts[r]` leading entries of `tensor` to each rank r; returns what came.
-
-        `[sum(send_counts), ...]` in rank order -> `[sum(receive_counts), ...]` in rank order.
-        """
-        return self.start_all_to_all(tensor, send_counts, receive_counts, category, what)()
-
     def start_all_to_all(
         self,
         tensor: Tensor,
@@ -356,15 +311,18 @@ class Link:
         category: str,
         what: str,
     ) -> Callable[[], Tensor]:
-        """`all_to_all` under way; to be called once, in the same order on all ranks, for the rest.
+        """Send `send_counts[r]` leading entries of `tensor` to each rank r: under way.
 
-        Until then `tensor` must stay as it is.
+        `[sum(send_counts), ...]` in rank order. To be called once, in the same order on all ranks,
+        for what comes, `[sum(receive_counts), ...]` in rank order; until then `tensor` must stay
+        as it is.
         """
         if self.world.size == 1:
             return lambda: tensor
-        self.counters.count_all_to_all(
-            category, tensor, send_counts, self.world.rank, self.world.size
-        )
+        rank, nodes = self.world.rank, self.counters.nodes
+        nbytes = all_to_all_bytes(tensor.nbytes, send_counts, rank, self.world.size)
+        between = nodes.bytes_between(rank, send_counts, tensor.nbytes) if nodes else 0
+        self.counters.count(category, nbytes, between)
         return self._exchange(tensor, (send_counts, receive_counts), self.group, what)
 
     def within_node(
@@ -375,7 +333,7 @@ class Link:
         category: str,
         what: str,
     ) -> Tensor:
-        """`all_to_all` among the ranks of this node, in their order; for links of the device group.
+        """An all-to-all among this node's ranks, in their order; for links of the device group.
 
         Called by all ranks of the node; with one of them it is a copy.
         """
@@ -416,12 +374,8 @@ class Link:
         self.counters.count_all_reduce(category, tensor, self.world.size)
         return self._start(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), what)
 
-    def all_gather(self, tensor: Tensor, category: str, what: str) -> Tensor:
-        """Every rank's `tensor` (equal shapes), `[W, ...]` in rank order."""
-        return self.start_all_gather(tensor, category, what)()
-
     def start_all_gather(self, tensor: Tensor, category: str, what: str) -> Callable[[], Tensor]:
-        """`all_gather` under way, as `start_all_to_all`.
+        """Every rank's `tensor` (equal shapes), `[W, ...]` in rank order: as `start_all_to_all`.
 
         A copy to each rank: gloo's own all-gather sends as many bytes round a ring, and a small
         one takes twice as long.
@@ -434,10 +388,10 @@ class Link:
         """Every rank's `value` (picklable), in rank order; on gloo groups only."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         size = self.world.size
-        sizes = self.all_gather(torch.tensor(len(data)), PLANNING, what).tolist()
+        sizes = self.start_all_gather(torch.tensor(len(data)), PLANNING, what)().tolist()
         copies, mine = data.repeat(size), [len(data)] * size
-        parts = self.all_to_all(copies, mine, sizes, PLANNING, what).split(sizes)
-        return [pickle.loads(part.numpy().tobytes()) for part in parts]
+        found = self.start_all_to_all(copies, mine, sizes, PLANNING, what)()
+        return [pickle.loads(part.numpy().tobytes()) for part in found.split(sizes)]
 
     def settle(self, what: str, mark: Mark | None = None) -> None:
         """Wait on the host for `mark`, or for all work on this thread's current CUDA stream.
@@ -518,47 +472,38 @@ def spread(link: Link, rows: Tensor, counts: Sequence[int], category: str, what:
 
     Called by all ranks with the same `counts`; returns `[sum(counts), ...]`. `link` is one of the
     device group, whose order of use holds for the node's group too. `category`, `what`: as
-    `Link.all_to_all`.
+    `Link.start_all_to_all`.
     """
     world = link.world
     if world.size == 1:
         return rows
     nodes, rank = world.nodes, world.rank
     if nodes.count == 1:
-        copies = _copies(rows, world.size)
-        return link.all_to_all(copies, [len(rows)] * world.size, counts, category, what)
+        copies = torch.cat([rows] * world.size)
+        return link.start_all_to_all(copies, [len(rows)] * world.size, counts, category, what)()
     node = nodes.of(rank)
     mates = [mate for mate in nodes.ranks(node) if mate != rank]
-    taken = {mate: _taken(nodes, mate, node) for mate in nodes.ranks(node)}
-
+    strangers = [other for other in range(world.size) if nodes.of(other) != node]
+    # Whose rows each rank of this node takes for all of them.
+    taken = {
+        mate: [other for other in strangers if nodes.peer(other, node) == mate]
+        for mate in nodes.ranks(node)
+    }
     to = {*mates, *(nodes.peer(rank, other) for other in range(nodes.count) if other != node)}
     came_from = {*mates, *taken[rank]}
     send = [len(rows) if other in to else 0 for other in range(world.size)]
     receive = [counts[other] if other in came_from else 0 for other in range(world.size)]
-    first = link.all_to_all(_copies(rows, len(to)), send, receive, category, what)
-    parts = list(first.split(receive))
+    copies = torch.cat([rows] * len(to))
+    parts = list(link.start_all_to_all(copies, send, receive, category, what)().split(receive))
     parts[rank] = rows
     if mates:
         foreign = torch.cat([rows[:0], *(parts[other] for other in taken[rank])])
         send = [0 if mate == rank else len(foreign) for mate in taken]
-        passed = [() if mate == rank else tuple(others) for mate, others in taken.items()]
-        receive = [sum(counts[other] for other in others) for others in passed]
-        second = link.within_node(
-            _copies(foreign, len(mates)), send, receive, category, f"{what}, inside the node"
-        )
-        others = [other for part in passed for other in part]
+        taken[rank] = []
+        receive = [sum(counts[other] for other in others) for others in taken.values()]
+        copies, about = torch.cat([foreign] * len(mates)), f"{what}, inside the node"
+        second = link.within_node(copies, send, receive, category, about)
+        others = [other for part in taken.values() for other in part]
         for other, part in zip(others, second.split([counts[o] for o in others]), strict=True):
             parts[other] = part
     return torch.cat(parts)
-
-
-def _taken(nodes: Nodes, rank: int, node: int) -> list[int]:
-    """The ranks of other nodes whose rows `rank` takes for its `node`, in rank order."""
-    size = nodes.firsts[-1] + nodes.sizes[-1]
-    own = nodes.ranks(node)
-    return [other for other in range(size) if other not in own and nodes.peer(other, node) == rank]
-
-
-def _copies(rows: Tensor, count: int) -> Tensor:
-    """`rows`, `count` times one after the other."""
-    return rows.repeat(count, *[1] * (rows.dim() - 1))

@@ -127,31 +127,19 @@ def _check_node(claims: Sequence[Claim], first: int) -> int:
     """How many ranks the node has that begins at rank `first`; ConfigError where they are not
     one after the other, or lie on several machines."""
     size, head = claims[first].local_size, claims[first]
-    if size < 1:
-        raise ConfigError(
-            f"rank {first} ({head.host}) has LOCAL_WORLD_SIZE={size}: give the number of ranks on "
-            "its node, at least 1, as torchrun does"
-        )
-    members = claims[first : first + size]
+    members = claims[first : first + max(1, size)]
     numbers = [claim.local_rank for claim in members]
-    if numbers != list(range(size)) or any(claim.local_size != size for claim in members):
+    same = {(claim.local_size, claim.host, claim.group) for claim in members}
+    if size < 1 or numbers != list(range(size)) or len(same) > 1:
+        seen = [
+            f"rank {at} on {one.host} has LOCAL_RANK={one.local_rank}, "
+            f"LOCAL_WORLD_SIZE={one.local_size}, GROUP_RANK={one.group}"
+            for at, one in enumerate(members, first)
+        ]
         raise ConfigError(
-            f"ranks {first} to {first + len(members) - 1} have LOCAL_RANK {numbers} and "
-            f"LOCAL_WORLD_SIZE {[claim.local_size for claim in members]}: the ranks of a node must "
-            "be numbered one after the other, as torchrun does"
-        )
-    if len({claim.host for claim in members}) > 1:
-        hosts = sorted({claim.host for claim in members})
-        raise ConfigError(
-            f"ranks {first} to {first + size - 1} are one node by LOCAL_WORLD_SIZE={size}, but run "
-            f"on {', '.join(hosts)}: set LOCAL_RANK and LOCAL_WORLD_SIZE on each node, as torchrun "
-            "does"
-        )
-    if len({claim.group for claim in members}) > 1:
-        raise ConfigError(
-            f"ranks {first} to {first + size - 1} are one node by LOCAL_WORLD_SIZE={size}, but "
-            f"torchrun's agents (GROUP_RANK) are {[claim.group for claim in members]}; the first "
-            f"runs on {head.host}"
+            f"rank {first} ({head.host}) says that it is the first of {size} ranks on one node: "
+            "these must be numbered one after the other and run on one machine under one agent, as "
+            f"torchrun does; but {'; '.join(seen)}"
         )
     return size
 
@@ -290,14 +278,23 @@ def open_world(
         dist.init_process_group(name, store=own, timeout=patience, rank=rank, world_size=size)
         store = store or dist.distributed_c10d._get_default_store()
         announce_process(store, rank)
-        groups = {
-            "device_group": dist.distributed_c10d._get_default_group(),
-            "host_group": dist.new_group(backend="gloo", timeout=timeout),
-            "planning_group": dist.new_group(backend="gloo", timeout=timeout),
-            "node_group": make_node_group(
+        return World(
+            rank=rank,
+            size=size,
+            local_rank=place.local_rank,
+            local_size=place.local_size,
+            device=where,
+            backend=name,
+            timeout_s=timeout_s,
+            device_group=dist.distributed_c10d._get_default_group(),
+            host_group=dist.new_group(backend="gloo", timeout=timeout),
+            planning_group=dist.new_group(backend="gloo", timeout=timeout),
+            store=store,
+            node_sizes=nodes.sizes,
+            node_group=make_node_group(
                 nodes, rank, lambda ranks: dist.new_group(ranks, backend=name, timeout=patience)
             ),
-        }
+        )
     except RuntimeError as error:  # torch's own are: DistNetworkError, DistStoreError, ...
         if dist.is_initialized():  # in part: else the next world, or a run, would take it for one
             with suppress(RuntimeError):
@@ -308,18 +305,6 @@ def open_world(
             "started; see what the other ranks say. Where it speaks of an address, set "
             "GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to a network interface of this machine"
         ) from error
-    return World(
-        rank=rank,
-        size=size,
-        local_rank=place.local_rank,
-        local_size=place.local_size,
-        device=where,
-        backend=name,
-        timeout_s=timeout_s,
-        store=store,
-        node_sizes=nodes.sizes,
-        **groups,
-    )
 
 
 def _claim(place: Place, device: str, backend: str) -> tuple[torch.device, Claim]:
@@ -439,17 +424,12 @@ def current_world(
     backend = "nccl" if nccl else "gloo"
 
     def new_group(backend: str, members: Sequence[int] = range(size)) -> dist.ProcessGroup:
-        timeout = timedelta(seconds=timeout_s)
-        own = [ranks[member] for member in members]
-        if process_group is None:
-            return dist.new_group(own, backend=backend, timeout=timeout)
-        return dist.new_group(own, timeout=timeout, backend=backend, use_local_synchronization=True)
-
-    def node_group(nodes: Nodes) -> dist.ProcessGroup | None:
-        if process_group is None:
-            return make_node_group(nodes, rank, lambda members: new_group(backend, members))
-        # Names of groups count those that a rank has: all ranks make one, alone on a node too.
-        return new_group(backend, nodes.ranks(nodes.of(rank))) if nodes.count > 1 else None
+        return dist.new_group(
+            [ranks[member] for member in members],
+            timeout=timedelta(seconds=timeout_s),
+            backend=backend,
+            use_local_synchronization=process_group is not None,
+        )
 
     host_group = new_group("gloo")
     seen: list = [None] * size
@@ -459,6 +439,12 @@ def current_world(
     shared = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore(f"distcache/{ranks[0]}/{seen[0][1]}", shared)
     announce_process(store, rank)
+    device_group, planning_group, node_group = new_group(backend), new_group("gloo"), None
+    if process_group is None:
+        node_group = make_node_group(nodes, rank, lambda members: new_group(backend, members))
+    elif nodes.count > 1:
+        # Names of groups count those that a rank has: all ranks make one, alone on a node too.
+        node_group = new_group(backend, local)
     return World(
         rank=rank,
         size=size,
@@ -467,11 +453,11 @@ def current_world(
         device=device,
         backend=backend,
         timeout_s=timeout_s,
-        device_group=new_group(backend),
+        device_group=device_group,
         host_group=host_group,
-        planning_group=new_group("gloo"),
+        planning_group=planning_group,
         store=store,
         node_sizes=nodes.sizes,
-        node_group=node_group(nodes),
+        node_group=node_group,
         is_guest=True,
     )

@@ -28,9 +28,14 @@ def counted(bound: int, default: Any = "auto") -> Any:
     return _field(default, counted=bound)
 
 
-def only_of(default: Any, *names: str, **rule: Any) -> Any:
-    """A field that only the data sources `names` read."""
-    return _field(default, sources=names, **rule)
+def share(default: Any, bounds: str = "(0, 1]", **rule: Any) -> Any:
+    """A field that is its default, or a number within `bounds`."""
+    return _field(default, share=bounds, **rule)
+
+
+def only_of(default: Any, *words: str, by: str = "name", **rule: Any) -> Any:
+    """A field that is read where the field `by` of its section is one of `words`."""
+    return _field(default, only=words, by=by, **rule)
 
 
 def rules_of(tree: type) -> dict[str, Mapping[str, Any]]:

@@ -10,31 +10,14 @@ from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from distcache.config.checks import lookup
 from distcache.config.tree import Config
 from distcache.errors import ConfigError
-
-_OF_RANKS = (
-    "cache.placement", "cache.replicated_rows", "cache.replicated_share", "cache.objective",
-    "cache.cluster", "cache.state",
-)  # fmt: skip
-"""What is about several ranks, in mode `data`."""
-
-_OF_CACHE = (
-    *_OF_RANKS, "cache.policy", "cache.tail", "cache.half_life", "cache.warm_start",
-)  # fmt: skip
-_OF_SLOTS = (
-    "cache.rows", "cache.ratio", "cache.bytes", "cache.split", "cache.statistics",
-)  # fmt: skip
-_OF_MOVEMENT = ("cache.prefetch", "store.access")
-_OF_PLANNER = (
-    "cache.lookahead", "trainer.schedule", "trainer.validate_plans", "trainer.shake_ms",
-)  # fmt: skip
 
 _ELSEWHERE = {
     **dict.fromkeys(("epochs", "max_epochs", "num_epochs"), ("trainer.steps", "data.samples")),
@@ -49,14 +32,6 @@ _WENT = {
     "cache.admission": "rows that leave first unless they score higher changed next to nothing",
 }
 """Keys that were there once, and why they are not."""
-
-_OF_OPTIMIZERS = {
-    "sgd": ("optim.eps", "optim.betas", "optim.initial_accumulator"),
-    "adagrad": ("optim.betas",),
-    "rowwise_adagrad": ("optim.betas",),
-    "adam": ("optim.initial_accumulator",),
-}
-"""What an optimizer does without."""
 
 _MOST = 3
 """Similar keys that are shown."""
@@ -154,29 +129,41 @@ def not_a_value(key: str, value: Any, schema: type = Config) -> ConfigError:
     )
 
 
+def not_in_group(key: str, value: str, names: Sequence[str]) -> ConfigError:
+    """The error for `key=value`, a group of which there is no such file: `names` are there."""
+    near = difflib.get_close_matches(value, names, n=1)
+    meant = f"did you mean {key}={near[0]}? " if near else ""
+    return ConfigError(f"{key}={value}: no such {key}: {meant}there is {', '.join(names)}")
+
+
 def without_use(config: Config, world_size: int, given: Collection[str]) -> list[str]:
     """`key=value` of the `given` keys that do nothing in `parallel.mode` on so many ranks."""
-    mode = config.parallel.mode
-    idle: set[str] = set()
-    if mode != "data":
-        idle.update(_OF_CACHE)
+    mode, optimizer, data = config.parallel.mode, config.optim.name, config.data
+    of_ranks = (
+        "cache.placement cache.replicated_rows cache.replicated_share cache.objective "
+        "cache.cluster cache.state"
+    )
+    idle = {
+        f"{of_ranks} cache.policy cache.tail cache.half_life cache.warm_start": mode != "data",
         # Batches by popularity take the hot rows from the slots that a cache would have.
-        idle.update(_OF_SLOTS if config.data.batching == "as_is" else ())
-    if world_size == 1:
-        idle.update((*_OF_RANKS, "cache.reduction"))
-    if mode in ("resident", "hybrid"):
-        idle.update(_OF_MOVEMENT)
-    idle.update((*_OF_PLANNER, "cache.reduction") if mode == "hybrid" else ("parallel.sharding",))
-    idle.update(_OF_OPTIMIZERS.get(config.optim.name, ()))
-    if config.model.name == "dlrm":
-        idle.update(("model.cross_layers", "model.cross_rank"))
-    if config.data.name in ("synthetic", "parquet"):
-        idle.add("data.on_bad_line")
-    if not config.optim.decay_steps:
-        idle.add("optim.decay_start")
-    if config.trainer.resume is None:
-        idle.add("trainer.resume_data")
-    return [f"{key}={lookup(config, key)}" for key in sorted(idle.intersection(given))]
+        "cache.rows cache.ratio cache.bytes cache.split cache.statistics": (
+            mode != "data" and data.batching == "as_is"
+        ),
+        f"{of_ranks} cache.reduction": world_size == 1,
+        "cache.prefetch store.access": mode in ("resident", "hybrid"),
+        "cache.lookahead trainer.schedule trainer.validate_plans trainer.shake_ms "
+        "cache.reduction": mode == "hybrid",
+        "parallel.sharding": mode != "hybrid",
+        "optim.eps": optimizer == "sgd",
+        "optim.betas": optimizer != "adam",
+        "optim.initial_accumulator": optimizer in ("sgd", "adam"),
+        "model.cross_layers model.cross_rank": config.model.name == "dlrm",
+        "data.on_bad_line": data.name in ("synthetic", "parquet"),
+        "optim.decay_start": not config.optim.decay_steps,
+        "trainer.resume_data": config.trainer.resume is None,
+    }
+    keys = {key for words, is_so in idle.items() if is_so for key in words.split()}
+    return [f"{key}={attrgetter(key)(config)}" for key in sorted(keys.intersection(given))]
 
 
 def keys_of(config: DictConfig, prefix: str = "") -> set[str]:

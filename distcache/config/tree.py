@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from distcache.config import choice, counted, least, only_of
+from distcache.config import choice, counted, least, only_of, share
 from distcache.planner.victims import POLICIES, TAILS
 
 
@@ -21,7 +21,7 @@ class ModelConfig:
     name: str = choice("dlrm", "dcn_v2", default=MISSING)
     embedding_dim: int = least(1, 16)
     """Width D of every embedding table, in elements; a multiple of 4 for `hybrid`."""
-    table_dims: list[int] | None = None
+    table_dims: list[int] | None = only_of(None, "dcn_v2")
     """Width of each table, in elements; null: `embedding_dim` for all (`dcn_v2` only)."""
     pooling: str = choice("sum", "mean")
     """How a bag's rows become one vector."""
@@ -50,10 +50,10 @@ class DataConfig:
     batching: str = choice("as_is", "hot_cold")
     """`as_is`; `hot_cold`: samples of hot rows alone in batches of their own, which move no rows;
     needs `cache.statistics`."""
-    hot_rows: Any = "auto"
+    hot_rows: Any = only_of("auto", "hot_cold", by="batching")
     """`hot_cold`: rows that stay cached, over all tables: a number, a share of all rows in
     (0, 1), or `auto`: as many of the most frequent as the slots hold beside a few cold batches."""
-    phase_rate: float = 0.5
+    phase_rate: float = only_of(0.5, "hot_cold", by="batching", share="(0, 1]")
     """`hot_cold`: the share of an epoch's hot batches, then of its cold ones, that makes a phase at
     first, in (0, 1]; the held-out loss halves or doubles it."""
     on_bad_id: str = choice("error", "hash")
@@ -66,7 +66,7 @@ class DataConfig:
     """Synthetic: draw a weight per id (sum pooling only)."""
     samples: int | None = only_of(None, "synthetic", least=1)
     """Synthetic: samples of an epoch; null: unlimited, never repeating."""
-    path: str | None = None
+    path: str | None = only_of(None, "criteo", "parquet", "interactions")
     """Criteo, Parquet, interactions: a file, or a glob of files; Criteo lines may be gzip, and a
     folder that distcache.preprocess made takes their place."""
     on_bad_line: str = choice("error", "skip")
@@ -75,7 +75,7 @@ class DataConfig:
     """Criteo, Parquet: training samples in an order of (seed, epoch); false: in their own."""
     shuffle_block: int = only_of(4096, "criteo", least=1)
     """Criteo: consecutive samples that stay together when shuffled; 256 such blocks are mixed."""
-    held_out: float | None = only_of(None, "parquet", "interactions")
+    held_out: float | None = only_of(None, "parquet", "interactions", share="[0, 1)")
     """Parquet, interactions by time: share of the samples, the last ones, for evaluation; null: a
     seventh."""
     label_column: str | None = only_of(None, "parquet")
@@ -121,7 +121,7 @@ class CacheConfig:
     """Slots per rank (C). At most one of rows, ratio, bytes; none means, for each width of
     table, 1.5 % of its rows, as many of them as take 32 MiB where that is more, or 1.2 times those
     that P + 2 steps are expected to name where that is known."""
-    ratio: float | None = None
+    ratio: float | None = share(None)
     """Slots per rank as a share of each group's rows, in (0, 1]."""
     bytes: int | None = least(1, None)
     """Device bytes per rank for rows and their optimizer state."""
@@ -140,7 +140,7 @@ class CacheConfig:
     """`lfu`: steps in which counts lose half of their weight; `auto`: from slots and rows used."""
     statistics: str | None = None
     """Folder of distcache.analyze or distcache.preprocess: how often rows are looked up."""
-    warm_start: Any = "auto"
+    warm_start: Any = share("auto", "[0, 1]")
     """Share of the slots, 0 to 1, filled with the most frequent rows before step 0; `auto`: half
     of them where there are statistics (all where rows are pinned), else none."""
     split: Any = "proportional"
@@ -149,13 +149,13 @@ class CacheConfig:
     placement: str = choice("replicated", "sharded", "mixed", "auto")
     """How cached rows lie over ranks: `replicated` (all on every rank), `sharded` (each on its home
     alone), `mixed` (the most frequent replicated, the others sharded), or `auto`, by prediction."""
-    replicated_rows: Any = None
+    replicated_rows: Any = only_of(None, "mixed", by="placement")
     """`mixed`: {table: K}, each table's K most frequent rows are replicated, none of the others."""
-    replicated_share: float | None = None
+    replicated_share: float | None = only_of(None, "mixed", by="placement", share="(0, 1)")
     """`mixed`: the share of all rows, in (0, 1), most frequent first, that is replicated."""
     objective: str = choice("time", "bytes")
     """`auto`: what the placement makes smallest: step `time`, or `bytes` that ranks exchange."""
-    cluster: str | None = None
+    cluster: str | None = only_of(None, "auto", "mixed", by="placement")
     """`auto`: the `cluster.json` of distcache.plan, instead of links and row times measured at the
     start."""
     state: str = choice("auto", "home", "replicated")

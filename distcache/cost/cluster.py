@@ -46,29 +46,18 @@ class Link:
 
 
 PRESETS: dict[str, Link] = {
-    "pcie4": Link(31.5e9, 1.0e-6, "pcie4"),
-    "pcie5": Link(63.0e9, 1.0e-6, "pcie5"),
-    "nvlink3": Link(300e9, 0.6e-6, "nvlink3"),
-    "nvlink4": Link(450e9, 0.6e-6, "nvlink4"),
-    "100gbe": Link(12.5e9, 2.7e-6, "100gbe"),
+    "pcie4": Link(31.5e9, 1.0e-6, "pcie4"),  # PCI Express Base 4.0: 16 lanes x 16 GT/s x 128/130
+    "pcie5": Link(63.0e9, 1.0e-6, "pcie5"),  # PCI Express Base 5.0: 16 lanes x 32 GT/s x 128/130
+    "nvlink3": Link(300e9, 0.6e-6, "nvlink3"),  # NVIDIA A100: 12 links x 25 GB/s each way
+    "nvlink4": Link(450e9, 0.6e-6, "nvlink4"),  # NVIDIA H100: 18 links x 25 GB/s each way
+    "100gbe": Link(12.5e9, 2.7e-6, "100gbe"),  # IEEE 802.3, InfiniBand
     "200gbe": Link(25e9, 2.7e-6, "200gbe"),
     "400gbe": Link(50e9, 2.7e-6, "400gbe"),
 }
 """Links by name: raw figures of the specifications, in one direction. Software reaches less:
-measure where it matters."""
-
-SOURCES: dict[str, str] = {
-    "pcie4": "PCI Express Base 4.0: 16 lanes x 16 GT/s x 128/130",
-    "pcie5": "PCI Express Base 5.0: 16 lanes x 32 GT/s x 128/130",
-    "nvlink3": "NVIDIA A100: 12 links x 25 GB/s in each direction (600 GB/s both)",
-    "nvlink4": "NVIDIA H100: 18 links x 25 GB/s in each direction (900 GB/s both)",
-    "100gbe": "IEEE 802.3 / InfiniBand: 100 Gb/s",
-    "200gbe": "IEEE 802.3 / InfiniBand: 200 Gb/s",
-    "400gbe": "IEEE 802.3 / InfiniBand: 400 Gb/s",
-}
-"""Where the bandwidths of `PRESETS` come from. Latencies are those of NCCL's own cost model for
-small messages (`hwLat` of its `tuning.cc`, ring, protocol LL: 0.6 us NVLink, 1.0 PCIe, 2.7
-network), and so is `COLLECTIVE_S` (`baseLat`)."""
+measure where it matters. Latencies are those of NCCL's own cost model for small messages (`hwLat`
+of its `tuning.cc`, ring, protocol LL: 0.6 us NVLink, 1.0 PCIe, 2.7 network), and so is
+`COLLECTIVE_S` (`baseLat`)."""
 
 COLLECTIVE_S = 6.6e-6
 """What starting a collective takes, in seconds, however little it sends."""
@@ -110,8 +99,6 @@ def device_compute(name: str, dim: int, state_width: int, dense_parameters: int)
     per dense parameter forward and 4 backward. Rows are float32 of `dim` elements with
     `state_width` more of state.
     """
-    if name not in DEVICES:
-        raise ConfigError(f"device={name} is unknown: choose {', '.join(DEVICES)}, or measure=true")
     _, memory, flops = DEVICES[name]
     row, state = 4.0 * dim, 4.0 * state_width
     update = (3 * row + 2 * state) / memory

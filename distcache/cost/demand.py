@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -20,8 +21,6 @@ from distcache.popularity.statistics import Statistics
 def zipf_curve(rows: int, exponent: float) -> Curve:
     """A table of `rows` rows by Zipf's law with `exponent`, as the synthetic stream draws it; 1e9
     rows have a few thousand entries."""
-    if rows < 1:
-        raise ConfigError(f"table_rows: a table of {rows} rows: give at least 1")
     chance, widths = ZipfTables([rows], exponent, 0).bins(0)
     return Curve(chance, widths.astype(np.float64), math.inf, rows)
 
@@ -77,15 +76,6 @@ def counted_sources(statistics: Statistics, dims: Sequence[int]) -> list[TableSo
 # a node.
 
 
-def check_nodes(world_size: int, local_ranks: int) -> None:
-    """Raise ConfigError where `world_size` ranks are no whole number of nodes of `local_ranks`."""
-    if local_ranks < 1 or world_size % local_ranks:
-        raise ConfigError(
-            f"world_size={world_size} ranks are no whole number of nodes of {local_ranks}: every "
-            "node has as many ranks"
-        )
-
-
 @dataclass(frozen=True)
 class Reuse:
     """Rows as a cache meets them again: `count` rows that a step touches with probability `world`,
@@ -104,9 +94,8 @@ class TableDemand:
     `count` float64 `[k]`: rows of each bucket; `rank`, `world` float64 `[k]`: q and Q of its rows.
     `start`, `end` float64 `[k]`: the rows [start, end) of the table, in the order in which prefixes
     are taken, among which they lie. `lookups`: of one rank and step; `features`: that read it.
-    `reuse`: None: the same rows (see `with_mixture`).
     `node` float64 `[k]`: the probability that any of the G ranks of a node touches a row in a step;
-    None: q, as where each rank is a node.
+    q on one node, and where each rank is one. `reuse`: None: the same rows (see `with_mixture`).
     """
 
     name: str
@@ -114,12 +103,12 @@ class TableDemand:
     count: np.ndarray
     rank: np.ndarray
     world: np.ndarray
+    node: np.ndarray
     start: np.ndarray
     end: np.ndarray
     lookups: float
     features: int = 1
     reuse: Reuse | None = None
-    node: np.ndarray | None = None
 
     def split(self, prefix: float) -> tuple[TableDemand, TableDemand]:
         """The table's replicated prefix of so many rows, and the rest, as two tables.
@@ -136,25 +125,16 @@ class TableDemand:
     def _part(self, prefix: float, first: bool) -> TableDemand:
         share = _share(self, prefix, first)
         kept = share > 0
-        count = (self.count * share)[kept]
-        lookups, reuse = 0.0, None
+        of_rows = ("rank", "world", "node", "start", "end")
+        parts: dict[str, Any] = {name: getattr(self, name)[kept] for name in of_rows}
+        parts |= {"count": (self.count * share)[kept], "lookups": 0.0}
         if self.rank_rows:
-            lookups = self.lookups * float(self.rank[kept] @ count) / self.rank_rows
+            part = float(parts["rank"] @ parts["count"])
+            parts["lookups"] = self.lookups * part / self.rank_rows
         if self.reuse is not None:
-            grown = self.reuse
-            reuse = replace(grown, count=grown.count * _share(grown, prefix, first))
-        return replace(
-            self,
-            rows=round(prefix if first else self.rows - prefix),
-            count=count,
-            rank=self.rank[kept],
-            world=self.world[kept],
-            start=self.start[kept],
-            end=self.end[kept],
-            lookups=lookups,
-            reuse=reuse,
-            node=None if self.node is None else self.node[kept],
-        )
+            again = self.reuse.count * _share(self.reuse, prefix, first)
+            parts["reuse"] = replace(self.reuse, count=again)
+        return replace(self, rows=round(prefix if first else self.rows - prefix), **parts)
 
     @property
     def met(self) -> tuple[np.ndarray, np.ndarray]:
@@ -175,7 +155,7 @@ class TableDemand:
     @property
     def node_rows(self) -> float:
         """Distinct rows that the ranks of one node are expected to touch together."""
-        return self.rank_rows if self.node is None else float(self.node @ self.count)
+        return float(self.node @ self.count)
 
     @property
     def late_rows(self) -> float:
@@ -186,14 +166,7 @@ class TableDemand:
     @property
     def late_node_rows(self) -> float:
         """The same of a node's distinct rows."""
-        return self.late_rows if self.node is None else float((self.node * self.world) @ self.count)
-
-    @property
-    def variances(self) -> tuple[float, float]:
-        """Variances of `rank_rows` and `world_rows`, of rows touched independently (an upper
-        bound: lookups are shared out, which binds rows negatively)."""
-        q, whole = self.rank, self.world
-        return float((q * (1 - q)) @ self.count), float((whole * (1 - whole)) @ self.count)
+        return float((self.node * self.world) @ self.count)
 
 
 def _share(buckets: TableDemand | Reuse, prefix: float, first: bool) -> np.ndarray:
@@ -235,17 +208,18 @@ class GroupDemand:
         return hot, cold
 
     def buffers(self, world_size: int) -> tuple[float, float, float]:
-        """Rows that there is room for (`room_for`): of a rank, of all ranks, and of one home."""
-        rank, world = (sum(t.variances[i] for t in self.tables) for i in (0, 1))
-        homed = 0.0
+        """Rows that there is room for (`room_for`): of a rank, of all ranks, and of one home.
+
+        Variances are those of rows touched independently, an upper bound: lookups are shared out,
+        which binds rows negatively.
+        """
+        spread = [0.0, 0.0, 0.0]
         for table in self.tables:
-            share = table.world / world_size
-            homed += float((share * (1 - share)) @ table.count)
-        means = (self.rank_rows, self.world_rows, self.world_rows / world_size)
-        spread = (rank, world, homed)
-        return tuple(  # type: ignore[return-value]
-            room_for(mean, variance) for mean, variance in zip(means, spread, strict=True)
-        )
+            for place, chance in enumerate((table.rank, table.world, table.world / world_size)):
+                spread[place] += float((chance * (1 - chance)) @ table.count)
+        rank, world = self.rank_rows, self.world_rows
+        own, every, home = map(room_for, (rank, world, world / world_size), spread)
+        return own, every, home
 
 
 @dataclass(frozen=True)
@@ -378,7 +352,11 @@ def demand_at(
         raise ConfigError(f"batch={batch}: give the samples of one rank, at least 1")
     if world_size < 1:
         raise ConfigError(f"world_size={world_size}: give at least 1")
-    check_nodes(world_size, local_ranks)
+    if local_ranks < 1 or world_size % local_ranks:
+        raise ConfigError(
+            f"world_size={world_size} ranks are no whole number of nodes of {local_ranks}: every "
+            "node has as many ranks"
+        )
     groups: dict[int, list[TableDemand]] = {}
     states: dict[int, int] = {}
     for source, state in zip(sources, state_widths, strict=True):
@@ -395,18 +373,10 @@ def demand_at(
 def _table(source: TableSource, batch: float, world_size: int, local_ranks: int) -> TableDemand:
     curve, lookups = source.curve, batch * source.lookups
     count, end = curve.rows, np.cumsum(curve.rows)
-    found = TableDemand(
-        source.name,
-        source.rows,
-        count,
-        curve.touched(lookups),
-        curve.touched(world_size * lookups),
-        end - count,
-        end,
-        lookups,
-        source.features,
-        node=curve.touched(local_ranks * lookups) if 1 < local_ranks < world_size else None,
-    )
+    ranks = (1, world_size, local_ranks if local_ranks < world_size else 1)
+    touched = [curve.touched(number * lookups) for number in ranks]
+    place = (end - count, end)
+    found = TableDemand(source.name, source.rows, count, *touched, *place, lookups, source.features)
     if math.isinf(curve.lookups) or curve.error:  # counts of a sketch are not whole
         return found
     steps = curve.lookups / (world_size * lookups) if lookups else 0.0

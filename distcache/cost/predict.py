@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -35,7 +35,6 @@ from distcache.cost.traffic import (
     expected_hits,
     hybrid_exchanges,
     hybrid_memory,
-    hybrid_rows,
     replicated_exchanges,
     sharded_exchanges,
     split,
@@ -71,9 +70,9 @@ class Work:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step. `compute` = `dense` + `sparse`; `exposed`: exchanges that compute waits
-    for; `hidden`: exchanges beside compute; `host`: the host link; `waiting`: what network or host
-    link take longer than the critical path; `total`: the step."""
+    """Seconds of a step. `dense`, `sparse`: what the rank computes; `exposed`: exchanges that
+    compute waits for; `hidden`: exchanges beside compute; `host`: the host link; `waiting`: what
+    network or host link take longer than the critical path; `total`: the step."""
 
     dense: float
     sparse: float
@@ -82,11 +81,6 @@ class StepTime:
     host: float
     waiting: float
     total: float
-
-    @property
-    def compute(self) -> float:
-        """Time in which the rank computes."""
-        return self.dense + self.sparse
 
 
 def exchange_seconds(exchange: Exchange, cluster: Cluster) -> float:
@@ -176,26 +170,22 @@ class Settings:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step costs. Rows over all groups, bytes and seconds per rank and step.
+    """What a step costs, per rank and step.
 
-    `replicated_rows`: {table: K} of `mixed`; `rank_rows`, `world_rows`: distinct rows of a rank and
-    of all; `hits`: None for hybrid layouts, which fetch nothing; `inside`, `between`: of
-    `traffic.collective_bytes`; `device_bytes`: of slots or shards, and buffers; `refused`: why it
-    cannot run, None if it can.
+    `inside`, `between`: of `traffic.collective_bytes`; `device_bytes`: of slots or shards, and
+    buffers; `refused`: why it cannot run, None if it can; `hits`: over all groups, None for hybrid
+    layouts, which fetch nothing; `replicated_rows`: {table: K} of `mixed`.
     """
 
     placement: str
-    world_size: int
-    replicated_rows: dict[str, int]
-    rank_rows: float
-    world_rows: float
-    hits: Hits | None
     traffic: Traffic
     inside: float
     between: float
     time: StepTime
     device_bytes: float
     refused: str | None = None
+    hits: Hits | None = None
+    replicated_rows: dict[str, int] = field(default_factory=dict)
 
     @property
     def collective_bytes(self) -> float:
@@ -235,11 +225,6 @@ def predict(
         return _hybrid(placement, demand, cluster, settings)
     if placement not in CACHED:
         raise ConfigError(f"placement {placement} is unknown: choose {', '.join(CACHED + HYBRID)}")
-    if len(settings.slots) != len(demand.groups):
-        raise ConfigError(
-            f"slots for {len(settings.slots)} groups, but tables of {len(demand.groups)} widths: "
-            "give as many"
-        )
     prefixes = demand.prefixes(dict(replicated_rows or {}) if placement == MIXED else {})
     if placement == REPLICATED:
         prefixes = [[float(table.rows) for table in group.tables] for group in demand.groups]
@@ -284,19 +269,8 @@ def _cached(
     for group, rows in zip(demand.groups, prefixes if placement == MIXED else (), strict=False):
         replicated |= {t.name: int(k) for t, k in zip(group.tables, rows, strict=True) if k}
     refused = _too_small(hot, cold, regions, world) or _too_large(memory, cluster)
-    return Prediction(
-        placement,
-        world,
-        replicated,
-        demand.rank_rows,
-        demand.world_rows,
-        hits,
-        traffic,
-        *traffic.by_link(cluster),
-        step_time(traffic, work, cluster),
-        memory,
-        refused,
-    )
+    links, time = traffic.by_link(cluster), step_time(traffic, work, cluster)
+    return Prediction(placement, traffic, *links, time, memory, refused, hits, replicated)
 
 
 def _work(
@@ -331,27 +305,15 @@ def _hybrid(layout: str, demand: Demand, cluster: Cluster, settings: Settings) -
         copies = 4 * (lookups if layout == ROW_WISE_IDS else demand.rank_rows)
     updates = demand.world_rows / world
     work = Work(busiest * lookups, busiest * updates, copies, demand.batch, ddp=True)
-    largest = hybrid_rows(demand, layout)
-    memory = hybrid_memory(demand, layout, item, exchanges)
+    largest, memory = hybrid_memory(demand, layout, item, exchanges)
     refused = _too_large(memory, cluster)
     odd = [group.dim for group in demand.groups if group.dim % _KERNEL_WIDTH]
     if odd and layout not in YARDSTICKS:
         refused = f"width {odd[0]} is no multiple of {_KERNEL_WIDTH}, which FBGEMM's kernels need"
     elif refused is not None:
         refused += f" (the fullest rank holds {largest:,.0f} rows)"
-    return Prediction(
-        layout,
-        world,
-        {},
-        demand.rank_rows,
-        demand.world_rows,
-        None,
-        traffic,
-        *traffic.by_link(cluster),
-        step_time(traffic, work, cluster),
-        memory,
-        refused,
-    )
+    links, time = traffic.by_link(cluster), step_time(traffic, work, cluster)
+    return Prediction(layout, traffic, *links, time, memory, refused)
 
 
 def _too_large(memory: float, cluster: Cluster) -> str | None:
@@ -452,15 +414,12 @@ def winner(predictions: Sequence[Prediction], objective: str) -> Prediction | No
     """The cheapest that can run; None if none can. Earlier ones win ties, `mixed` only clearly;
     `YARDSTICKS` never."""
     able = [p for p in predictions if p.refused is None and p.placement not in YARDSTICKS]
-    fixed = [p for p in able if p.placement != MIXED]
-    best = min(fixed, key=lambda p: p.cost[objective], default=None)
-    for prediction in able:
-        if prediction.placement != MIXED:
-            continue
-        limit = None if best is None else (1 - _CLEARLY) * best.cost[objective]
-        if limit is None or prediction.cost[objective] < limit:
-            best = prediction
-    return best
+
+    def handicapped(prediction: Prediction) -> tuple[float, bool]:
+        mixed = prediction.placement == MIXED
+        return prediction.cost[objective] / (1 - _CLEARLY if mixed else 1.0), mixed
+
+    return min(able, key=handicapped, default=None)
 
 
 def best_mixed(
@@ -471,16 +430,9 @@ def best_mixed(
     Prefixes follow one threshold for all tables: the rows that a rank touches with at least that
     probability in a step. So the sweep has one parameter, and K of each table follows.
     """
-    best: Prediction | None = None
-    for rows in candidate_prefixes(demand, settings):
-        found = predict(MIXED, demand, cluster, settings, rows)
-        better = best is None or (found.refused is not None, found.cost[objective]) < (
-            best.refused is not None,
-            best.cost[objective],
-        )
-        if better:
-            best = found
-    return best
+    tried = candidate_prefixes(demand, settings)
+    found = [predict(MIXED, demand, cluster, settings, rows) for rows in tried]
+    return min(found, key=lambda p: (p.refused is not None, p.cost[objective]), default=None)
 
 
 def candidate_prefixes(demand: Demand, settings: Settings) -> list[dict[str, int]]:
@@ -519,13 +471,12 @@ def prefix_above(table: TableDemand, threshold: float) -> int:
 
 
 def _why(order: Sequence[Prediction], objective: str) -> str:
-    unit, scale = (
-        ("ms per step", 1e3) if objective == "time" else ("KiB per rank and step", 1 / 1024)
-    )
-    texts = []
-    for prediction in order:
-        text = f"{prediction.placement} {_three_digits(prediction.cost[objective] * scale)}"
-        texts.append(text + (" (refused)" if prediction.refused else ""))
+    units = {"time": ("ms per step", 1e3), "bytes": ("KiB per rank and step", 1 / 1024)}
+    unit, scale = units[objective]
+    texts = [
+        f"{p.placement} {_three_digits(p.cost[objective] * scale)}{' (refused)' * bool(p.refused)}"
+        for p in order
+    ]
     return f"predicted {unit}: {', '.join(texts)}"
 
 
@@ -570,6 +521,9 @@ class Crossover:
     old: str
     new: str
 
+    def __str__(self) -> str:
+        return f"{self.at:,.{0 if self.at >= 10 else 1}f}"
+
 
 def compare(
     demand: Demand,
@@ -595,32 +549,22 @@ def crossovers(points: Sequence[Point], objective: str) -> list[Crossover]:
         if old == new:
             continue
         there, here = first.of(new), second.of(old)
-        at = math.sqrt(first.world_size * second.world_size)
-        if there is not None and here is not None:
-            at = _crossing(
-                first, second, [p.cost[objective] for p in (first.best, there, here, second.best)]
-            )
+        part, pair = 0.5, (there, first.best, here, second.best)
+        costs = [p.cost[objective] for p in pair if p is not None]
+        if len(costs) == 4 and min(costs) > 0:
+            # How much dearer the new one is at the first point, and how much cheaper at the second.
+            before, after = math.log(costs[0] / costs[1]), math.log(costs[2] / costs[3])
+            if min(before, after) >= 0 < before + after:
+                part = before / (before + after)
+        growth = second.world_size / first.world_size
+        at = first.world_size * growth**part
         found.append(Crossover(first.world_size, second.world_size, at, old, new))
     return found
 
 
-def _crossing(first: Point, second: Point, costs: Sequence[float]) -> float:
-    """Ranks at which two costs, `[old, new]` at both points, meet; the middle where they do not,
-    or one of them is 0."""
-    low, high = math.log(first.world_size), math.log(second.world_size)
-    middle = math.exp((low + high) / 2)
-    if min(costs) <= 0:
-        return middle
-    before = math.log(costs[1] / costs[0])
-    after = math.log(costs[3] / costs[2])
-    if before < 0 or after > 0 or before == after:
-        return middle
-    return math.exp(low + (high - low) * before / (before - after))
-
-
 def powers_of_two(most: int) -> list[int]:
     """1, 2, 4, ... up to `most`."""
-    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+    return [1 << power for power in range(most.bit_length())]
 
 
 def ranks_per_node(world_size: int, most: int) -> int:

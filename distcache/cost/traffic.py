@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from distcache.cost.cluster import Cluster
-from distcache.cost.demand import Demand, GroupDemand
+from distcache.cost.demand import Demand, GroupDemand, TableDemand
 from distcache.errors import StepTooLargeError
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner.home import HomePlanner
@@ -185,11 +185,8 @@ def replicated_exchanges(
     """A replicated group, of whose rows `fetched` are fetched in a step (over all homes)."""
     k, row = remote_share(world_size), RowFormat(group.dim, group.state_width, itemsize, state)
     sent = replicated_bytes(row, k * fetched, k * group.rank_rows, k * group.world_rows)
-    patterns = {"row_gradients": EACH}  # the others go to all ranks
-    return [
-        Exchange(stage, nbytes, pattern=patterns.get(stage, SPREAD))
-        for stage, nbytes in sent.items()
-    ]
+    to_all = {"fill", "row_sums"}
+    return [Exchange(s, sent[s], pattern=SPREAD if s in to_all else EACH) for s in sent]
 
 
 def sharded_exchanges(
@@ -197,29 +194,22 @@ def sharded_exchanges(
 ) -> list[Exchange]:
     """A sharded group. Rows that some rank touched in the step before travel after its update.
 
-    On several `nodes` the group knows what one of them touches (`Demand.local_ranks`).
+    On several `nodes` the group knows what one of them touches (`Demand.local_ranks`). A row whose
+    home is on another node comes to one of the ranks of a node that named it, and from that to the
+    others.
     """
-    row, back = RowFormat(group.dim, itemsize=itemsize), remote_share(world_size) * group.rank_rows
-    own = sharded_bytes(row, group.late_rows, group.rank_rows, back)
-    node = sharded_bytes(row, group.late_node_rows, group.node_rows, back)
-    shape = (world_size, nodes)
-    rows = [_to_namers(s, own[s], node[s], shape) for s in ("late_rows", "early_rows")]
-    return [*rows, Exchange("row_gradients", own["row_gradients"])]
-
-
-def _to_namers(stage: str, own: float, of_node: float, shape: tuple[int, int]) -> Exchange:
-    """Rows from their homes to the ranks that named them: `own` bytes of those that a rank named,
-    `of_node` of those that any rank of a node did; `shape`: ranks and nodes.
-
-    A row whose home is on another node comes to one of the ranks of a node that named it, and from
-    that to the others.
-    """
-    world, nodes = shape
-    local, sent = world // nodes, remote_share(world) * own
-    if nodes == 1 or not relays(local):
-        return Exchange(stage, sent)
-    crossing = (world - local) / world * of_node / local
-    return Exchange(stage, sent, pattern=SHARED, crossing=crossing)
+    row, k = RowFormat(group.dim, itemsize=itemsize), remote_share(world_size)
+    own = sharded_bytes(row, group.late_rows, group.rank_rows, k * group.rank_rows)
+    node = sharded_bytes(row, group.late_node_rows, group.node_rows, 0.0)
+    local, found = world_size // nodes, []
+    for stage in ("late_rows", "early_rows"):
+        sent = k * own[stage]
+        if nodes == 1 or not relays(local):
+            found.append(Exchange(stage, sent))
+        else:
+            crossing = (world_size - local) / world_size * node[stage] / local
+            found.append(Exchange(stage, sent, pattern=SHARED, crossing=crossing))
+    return [*found, Exchange("row_gradients", own["row_gradients"])]
 
 
 def hybrid_exchanges(demand: Demand, layout: str, itemsize: int) -> list[Exchange]:
@@ -232,16 +222,15 @@ def hybrid_exchanges(demand: Demand, layout: str, itemsize: int) -> list[Exchang
         return [Exchange(stage, k * sum(rows)) for stage in ("rows", "row_gradients")]
     cut, whole, tables = 0.0, 0.0, 0
     for group in demand.groups:
-        for table in group.tables:
-            vectors = table.features * batch * group.dim * itemsize
-            if layout == ROW_WISE and splits_rows(table.rows, world):
-                cut += vectors
-            else:
-                whole += vectors
-                tables += 1
+        in_rows, kept = _cut(group, layout, world)
+        cut += sum(table.features for table in in_rows) * batch * group.dim * itemsize
+        whole += sum(table.features for table in kept) * batch * group.dim * itemsize
+        tables += len(kept)
     found = []
     if tables:
-        busiest = _busiest(tables, world)
+        # The rank with most of the tables, relative to the mean: in one direction it sends their
+        # vectors to all others, in the other it receives as much.
+        busiest = math.ceil(tables / world) * world / tables
         found += [Exchange(s, k * whole, busiest) for s in ("pooled", "pooled_gradients")]
     if cut:
         stages = ("partial_sums", "partial_gradients")
@@ -249,28 +238,22 @@ def hybrid_exchanges(demand: Demand, layout: str, itemsize: int) -> list[Exchang
     return found
 
 
-def splits_rows(rows: int, world_size: int) -> bool:
-    """Whether TorchRec cuts a table row-wise: shards of ceil(rows / W) leave no rank without."""
-    return -(-rows // world_size) * (world_size - 1) < rows
-
-
-def _busiest(tables: int, world_size: int) -> float:
-    """Load of the rank with most of so many whole tables, relative to the mean.
-
-    In one direction it sends its tables' vectors to all others, in the other it receives as much.
-    """
-    return math.ceil(tables / world_size) * world_size / tables
+def _cut(
+    group: GroupDemand, layout: str, world_size: int
+) -> tuple[list[TableDemand], list[TableDemand]]:
+    """The tables that a hybrid layout cuts by rows, and those that stay whole; TorchRec's cuts them
+    where shards of ceil(rows / W) leave no rank without."""
+    cut: tuple[list[TableDemand], list[TableDemand]] = ([], [])
+    for table in group.tables:
+        splits = -(-table.rows // world_size) * (world_size - 1) < table.rows
+        cut[layout == TABLE_WISE or (layout == ROW_WISE and not splits)].append(table)
+    return cut
 
 
 def dense_exchange(parameters: int, world_size: int, itemsize: int = 4) -> Exchange:
     """The all-reduce of the dense gradients."""
     nbytes = 2 * remote_share(world_size) * parameters * itemsize
     return Exchange(DENSE, nbytes, pattern=TREE)
-
-
-def total(exchanges: Sequence[Exchange], stage: str) -> float:
-    """Bytes of all exchanges of a stage."""
-    return sum(e.nbytes for e in exchanges if e.stage == stage)
 
 
 # -----------------------------------------------------------------------------
@@ -302,40 +285,23 @@ def cache_memory(
     return floats * itemsize
 
 
-def hybrid_rows(demand: Demand, layout: str) -> float:
-    """Rows on the fullest rank."""
-    return sum(_group_rows(group, layout, demand.world_size) for group in demand.groups)
-
-
 def hybrid_memory(
     demand: Demand, layout: str, itemsize: int, exchanges: Sequence[Exchange]
-) -> float:
-    """Bytes of the fullest rank's shards with their state, and of what a step sends and receives.
+) -> tuple[int, float]:
+    """The rows on the fullest rank, and the bytes of its shards with their state, and of what a
+    step sends and receives.
 
     Whole tables go, the largest first, each to the rank that holds least.
     """
-    world = demand.world_size
-    shards = sum(
-        _group_rows(group, layout, world) * (group.dim + group.state_width)
-        for group in demand.groups
-    )
-    return shards * itemsize + 2 * sum(e.nbytes * e.busiest for e in exchanges)
-
-
-def _group_rows(group: GroupDemand, layout: str, world_size: int) -> float:
-    cut, whole = 0.0, []
-    for table in group.tables:
-        row_wise = layout != TABLE_WISE
-        if layout == ROW_WISE and not splits_rows(table.rows, world_size):
-            row_wise = False
-        if row_wise:
-            cut += math.ceil(table.rows / world_size)
-        else:
-            whole.append(table.rows)
-    load = [0] * min(world_size, max(len(whole), 1))
-    for rows in sorted(whole, reverse=True):
-        load[load.index(min(load))] += rows
-    return cut + max(load)
+    most, floats = 0, 0
+    for group in demand.groups:
+        cut, whole = _cut(group, layout, demand.world_size)
+        load = [0] * min(demand.world_size, max(len(whole), 1))
+        for rows in sorted((table.rows for table in whole), reverse=True):
+            load[load.index(min(load))] += rows
+        rows = max(load) + sum(math.ceil(table.rows / demand.world_size) for table in cut)
+        most, floats = most + rows, floats + rows * (group.dim + group.state_width)
+    return most, floats * itemsize + 2 * sum(e.nbytes * e.busiest for e in exchanges)
 
 
 # -----------------------------------------------------------------------------

@@ -6,16 +6,15 @@ import ctypes
 import glob
 import gzip
 import hashlib
+import itertools
 import json
 import logging
 import mmap
 import os
-import queue
 import re
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -188,9 +187,9 @@ def gunzip(
             with gzip.GzipFile(fileobj=stream) as text:
                 while chunk := text.read(block_bytes):
                     lines, read = lines + chunk.count(b"\n"), read + len(chunk)
-                    yield chunk
                     if on_read is not None:
                         on_read(stream.tell())
+                    yield chunk
         except (EOFError, zlib.error, OSError) as error:
             file.check_unchanged(stream)
             raise file.damaged_gzip(lines + 1, error) from error
@@ -294,112 +293,37 @@ def digest_of(*arrays: np.ndarray) -> str:
 
 
 _CHUNK = 1 << 20
-_POLL_S = 0.2
 
 
-class Spool:
-    """Pieces of about `part_bytes` of text of gzip files: whole lines, cut at the same places in
-    every run, so that pieces whose parts are `done` need not be written again.
+def unpack(
+    file: InputFile, path: Path, part_bytes: int, longest: int, done: Callable[[int], bool]
+) -> Iterator[tuple[InputFile | None, int]]:
+    """The pieces of a gzip file, each with its compressed bytes: whole lines of about `part_bytes`,
+    cut at the same places in every run.
 
-    `folder`: where pieces lie until `finished`; at most `ahead` of them at a time.
+    A piece is unpacked into `path` with its number as suffix when it is asked for, None where it is
+    `done`; who has read it removes it. Lines are cut as by `whole_lines`. Raises DataError for a
+    damaged file, after its earlier pieces.
     """
+    read = told = 0
 
-    def __init__(self, folder: Path, part_bytes: int, ahead: int) -> None:
-        self.folder, self.part_bytes = folder, part_bytes
-        self._slots = threading.Semaphore(ahead)
-        self._stop = threading.Event()
+    def on_read(at: int) -> None:
+        nonlocal read
+        read = at
 
-    def finished(self, piece: InputFile) -> None:
-        """A piece has been parsed: remove it."""
-        piece.path.unlink(missing_ok=True)
-        self._slots.release()
-
-    def known_pieces(self, number: int) -> int | None:
-        """How many pieces a file has; None where it was not read to its end yet."""
-        return read_json(self.folder / f"pieces-{number}.json")
-
-    def pieces(
-        self,
-        files: Sequence[tuple[int, InputFile]],
-        done: Callable[[int, int], bool],
-        threads: int,
-    ) -> Iterator[tuple[int, int, InputFile, int]]:
-        """(file number, piece number, the piece, compressed bytes) as they are unpacked.
-
-        Leaves `pieces-<file>.json` with their number when a file has been read to its end.
-        Raises DataError for a damaged file, after its earlier pieces.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        found: queue.Queue = queue.Queue()
-        with ThreadPoolExecutor(threads) as pool:
-            try:
-                for number, file in files:
-                    unpacked = pool.submit(self._unpack, number, file, done, found.put)
-                    unpacked.add_done_callback(found.put)
-                left = len(files)
-                while left:
-                    item = found.get()
-                    if isinstance(item, Future):
-                        item.result()
-                        left -= 1
-                    else:
-                        yield item
-            finally:
-                self._stop.set()  # else the pool waits for threads that wait for room
-
-    def _unpack(
-        self,
-        number: int,
-        file: InputFile,
-        done: Callable[[int, int], bool],
-        put: Callable[[object], None],
-    ) -> None:
-        """Write a file's pieces that are not done, and then how many there are."""
-        index = read = told = 0
-        piece: BinaryIO | None = None
-        begun = False
-
-        def on_read(at: int) -> None:
-            nonlocal read
-            read = at
-
-        for text, ends in _cut(gunzip(file, _CHUNK, on_read), self.part_bytes):
-            path = self.folder / f"{number}-{index}.txt"
-            if not begun and not done(number, index):
-                while not self._slots.acquire(timeout=_POLL_S):
-                    if self._stop.is_set():
-                        return
-                piece = path.open("wb")
-            if piece is not None:
-                piece.write(text)
-                if ends:
-                    piece.close()
-                    put((number, index, inspect(path), read - told))
-                    piece, told = None, read
-            begun, index = not ends, index + ends
-            if self._stop.is_set():
-                return
-        write_json(self.folder / f"pieces-{number}.json", index)
-
-
-def _cut(chunks: Iterable[bytes], part_bytes: int) -> Iterator[tuple[bytes, bool]]:
-    """The text, and whether a piece ends with it: at the first line end after `part_bytes`, or at
-    the end of all."""
-    size, last = 0, b""
-    for chunk in chunks:
-        if last:
-            yield last, False
-            last = b""
-        while chunk:
-            room = part_bytes - size
-            end = chunk.find(b"\n", max(0, room - 1)) + 1 if len(chunk) >= room else 0
-            if not end:
-                size, last = size + len(chunk), chunk
-                break
-            yield chunk[:end], True
-            chunk, size = chunk[end:], 0
-    if last:
-        yield last, True
+    blocks = whole_lines(gunzip(file, min(_CHUNK, part_bytes), on_read), longest)
+    for number in itertools.count():
+        piece, size, known = path.with_suffix(f".{number}"), 0, done(number)
+        with open(os.devnull if known else piece, "wb") as to:
+            for block in blocks:
+                size += to.write(block)
+                if size >= part_bytes:
+                    break
+        if not size:
+            piece.unlink(missing_ok=True)
+            return
+        yield None if known else inspect(piece), read - told
+        told = read
 
 
 # The kernel kills a process that touches a mapped page beyond the end of its file (SIGBUS), and no

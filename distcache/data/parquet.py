@@ -1,31 +1,335 @@
-"""Parquet files as batches: label, dense features and bags of ids by the names of their columns."""
+"""Parquet files as batches: checked before training, their columns as labels, dense features and
+bags of ids, by the names of their columns."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
 
 from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource, unloaded
-from distcache.data.files import find_files
-from distcache.data.parquet_files import BagColumn, ParquetFiles, ParquetSpec
-from distcache.data.samplers import SampleOrder, SampleOrdering, Subset, key_of
-from distcache.errors import DataError
+from distcache.data.files import InputFile, find_files
+from distcache.data.samplers import RowGroupOrder, SampleOrdering, Subset, key_of
+from distcache.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
+
+_HEX = re.compile(rb"[0-9a-fA-F]*")
+
+
+def hashed(texts: Sequence[bytes], rows: int) -> np.ndarray:
+    """Ids int64 `[n]` in [0, rows) of strings: the 8-byte BLAKE2b digest (RFC 7693, no key) of the
+    UTF-8 bytes, read as a little-endian unsigned number, modulo the rows."""
+    digests = b"".join([hashlib.blake2b(text, digest_size=8).digest() for text in texts])
+    return (np.frombuffer(digests, dtype="<u8") % np.uint64(rows)).astype(np.int64)
+
+
+def hexadecimal(texts: Sequence[bytes], rows: int) -> np.ndarray:
+    """Ids int64 `[n]` in [0, rows): the hexadecimal value modulo the rows, an empty string row 0,
+    as in Criteo's tab-separated files; -1 where a string is none."""
+    matches = _HEX.fullmatch
+    return np.array(
+        [int(text or b"0", 16) % rows if matches(text) else -1 for text in texts], dtype=np.int64
+    )
+
+
+@dataclass(frozen=True)
+class BagColumn:
+    """The bags of one feature for n samples.
+
+    `values`: int32 or int64 `[m]`; `offsets`: int64 `[n + 1]`, or None where every bag has one id
+    (m = n); `weights`: float64 `[m]` or None.
+    """
+
+    values: np.ndarray
+    offsets: np.ndarray | None = None
+    weights: np.ndarray | None = None
+
+    def take(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Ids int64 `[k]`, bag lengths int64 `[b]` and weights `[k]` of some samples, in order."""
+        if self.offsets is None:
+            at, lengths = samples, np.ones(len(samples), dtype=np.int64)
+        else:
+            starts = self.offsets[samples]
+            lengths = self.offsets[samples + 1] - starts
+            ends = np.cumsum(lengths)
+            at = np.arange(ends[-1] if len(ends) else 0)
+            at += np.repeat(starts - (ends - lengths), lengths)
+        weights = None if self.weights is None else self.weights[at]
+        return self.values[at].astype(np.int64, copy=False), lengths, weights
+
+
+@dataclass(frozen=True)
+class ParquetSpec:
+    """Which files to read, and how. Raises ConfigError that names the key.
+
+    `paths`, `held_out_paths`: a file, a glob, or a sequence of either, in order of time;
+    `id_columns`: one feature and one table each, of `table_rows` rows; `weight_columns`: id column
+    -> column with a weight for each of its ids; `held_out`: share of the samples, the last ones,
+    that is evaluated on (with `held_out_paths`: those files instead); `shuffle_rows`: samples that
+    are shuffled together (0: file order); `dtype`: torch.float32 or torch.float64, of dense
+    features and labels (the features have float32's precision in both).
+
+    How values become numbers: `nulls`: `error`; `zero`: a dense value or weight that is missing is
+    0 (NaN counts as missing), an id is row 0, a list is an empty bag; `empty`: the same, but a
+    missing id leaves its bag. `string_ids`: `hash` or `hex` (see `hashed`, `hexadecimal`);
+    `on_bad_id`: an integer outside its table is an `error`, or taken modulo the table's rows
+    (`hash`); `dense_transform`: `none`, or `log1p`: log(1 + max(x, 0)).
+    """
+
+    paths: str | Path | Sequence[str | Path]
+    label_column: str
+    id_columns: Sequence[str]
+    table_rows: Sequence[int]
+    dense_columns: Sequence[str] = ()
+    weight_columns: Mapping[str, str] = field(default_factory=dict)
+    held_out: float = 1 / 7
+    held_out_paths: str | Path | Sequence[str | Path] | None = None
+    global_batch_size: int = 2048
+    seed: int = 0
+    shuffle_rows: int = 1 << 20
+    nulls: str = "error"
+    string_ids: str = "hash"
+    on_bad_id: str = "error"
+    dense_transform: str = "none"
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        ids = list(self.id_columns)
+        twice = sorted(name for name in set(ids) if ids.count(name) > 1)
+        if twice:
+            raise ConfigError(f"data.id_columns names {twice[0]!r} twice: leave one out")
+
+    def wanted(self) -> list[tuple[str, str, tuple[str, ...], bool]]:
+        """The columns to read: name, the config key that names it, the kinds that it may have, and
+        whether it may be a list."""
+        numbers, ids = ("integer", "float", "bool"), ("integer", "string")
+        found = [(self.label_column, "data.label_column", numbers, False)]
+        found += [(name, "data.dense_columns", numbers, False) for name in self.dense_columns]
+        found += [(name, "data.id_columns", ids, True) for name in self.id_columns]
+        weights = self.weight_columns.values()
+        return found + [(n, "data.weight_columns", ("float", "integer"), True) for n in weights]
+
+
+_KINDS = {
+    "integer": (pa.types.is_integer,),
+    "float": (pa.types.is_floating,),
+    "bool": (pa.types.is_boolean,),
+    "string": (
+        pa.types.is_string,
+        pa.types.is_large_string,
+        pa.types.is_binary,
+        pa.types.is_large_binary,
+    ),
+}
+_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+
+
+def kind_of(type_: pa.DataType) -> tuple[str, bool]:
+    """(`integer`, `float`, `bool`, `string` or the type's own name, whether it is a list)."""
+    is_list = any(test(type_) for test in _LISTS)
+    inner = type_.value_type if is_list else type_
+    if pa.types.is_dictionary(inner):
+        inner = inner.value_type
+    for name, tests in _KINDS.items():
+        if any(test(inner) for test in tests):
+            return name, is_list
+    return str(inner), is_list
+
+
+_NULL = "there is no value (null); data.nulls=zero or data.nulls=empty says what to take"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a row group, which `spec` says how to turn into numbers.
+
+    `path`, `name`, `first_row`: its file, its name and the file's row at which it begins, for
+    messages. Every method raises DataError that names file, row (from 1) and column.
+    """
+
+    values: pa.Array
+    path: Path
+    name: str
+    first_row: int
+    spec: ParquetSpec
+
+    def refuse(
+        self, bad: np.ndarray, what: Callable[[int], str], row_of: np.ndarray | None = None
+    ) -> None:
+        """Raise DataError where a value is `bad`: `what` says it of the first one, whose row in the
+        column is `row_of` it (None: its own place)."""
+        if bad.any():
+            at = int(np.argmax(bad))
+            row = self.first_row + int(at if row_of is None else row_of[at]) + 1
+            raise DataError(f"{self.path}, row {row}, column {self.name!r}: {what(at)}")
+
+    def labels(self) -> np.ndarray:
+        """Labels uint8 `[n]`, each 0 or 1."""
+        values, missing = _decoded(self.values)
+        self.refuse(
+            missing | ~((values == 0) | (values == 1)),
+            lambda at: f"the label is {'null' if missing[at] else f'{values[at]:g}'}, not 0 or 1",
+        )
+        return values.astype(np.uint8)
+
+    def dense(self) -> np.ndarray:
+        """Dense values float64 `[n]` that float32 can hold."""
+        values, missing = _floats(self.values)
+        self._refuse_nulls(missing)
+        if self.spec.dense_transform == "log1p":
+            values = np.log1p(np.maximum(values, 0.0))
+        self.refuse(
+            np.abs(values) > np.finfo(np.float32).max,
+            lambda at: f"{values[at]} is not a finite number of float32; correct the data",
+        )
+        return values
+
+    def bags(self, rows: int, weights: Column | None = None) -> BagColumn:
+        """The bags of an id column over a table of `rows` rows; `weights`: of each id, or None."""
+        flat, lengths = self._flat()
+        row_of = _rows_of(lengths, len(self.values))
+        ids, missing = self._ids(flat, rows, row_of)
+        weight = None if weights is None else weights._weights(lengths)
+        self._refuse_nulls(missing, row_of)
+        if self.spec.nulls == "empty" and missing.any():
+            lengths = np.bincount(row_of[~missing], minlength=len(self.values))
+            ids, weight = ids[~missing], None if weight is None else weight[~missing]
+        offsets = None if lengths is None else np.concatenate(([0], np.cumsum(lengths)))
+        return BagColumn(ids.astype(np.int32 if rows <= 2**31 else np.int64), offsets, weight)
+
+    def _refuse_nulls(self, missing: np.ndarray, row_of: np.ndarray | None = None) -> None:
+        if self.spec.nulls == "error":
+            self.refuse(missing, lambda at: _NULL, row_of)
+
+    def _flat(self) -> tuple[pa.Array, np.ndarray | None]:
+        """The values in a row and the lengths of the lists int64 `[n]`; None if there are none."""
+        column = self.values
+        if not kind_of(column.type)[1]:
+            return column, None
+        self._refuse_nulls(column.is_null().to_numpy(zero_copy_only=False))
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+        return column.flatten(), lengths.astype(np.int64)
+
+    def _weights(self, lengths: np.ndarray | None) -> np.ndarray:
+        """Weights float64, one per id, for bags of `lengths` (None: one id each)."""
+        flat, own = self._flat()
+        kinds = ("one number", "a list")
+        self.refuse(
+            np.array([(own is None) != (lengths is None)]),
+            lambda at: (
+                f"the weights are {kinds[own is not None]} per sample, the ids are "
+                f"{kinds[lengths is not None]}: give one weight for each id"
+            ),
+        )
+        if own is not None and lengths is not None:
+            self.refuse(
+                own != lengths,
+                lambda at: f"{own[at]} weights for {lengths[at]} ids: give one weight for each id",
+            )
+        values, missing = _floats(flat)
+        far = np.abs(values) > np.finfo(np.float32).max
+        text = "the weight {} is not a finite number of float32; correct the data"
+        self.refuse(
+            far | (missing if self.spec.nulls == "error" else False),
+            lambda at: _NULL if missing[at] else text.format(values[at]),
+            _rows_of(own, len(self.values)),
+        )
+        return values
+
+    def _ids(self, flat: pa.Array, rows: int, row_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ids int64 in [0, rows), 0 where null, and a mask of the nulls; `row_of`: row of each."""
+        if kind_of(flat.type)[0] == "string":
+            return self._string_ids(flat, rows, row_of)
+        values, missing = _decoded(flat)
+        bad = values >= rows
+        if values.dtype.kind == "i":
+            bad |= values < 0
+        if self.spec.on_bad_id == "error":
+            self.refuse(
+                bad,
+                lambda at: (
+                    f"id {values[at]} is not in its table, which has {rows} rows (ids 0 to "
+                    f"{rows - 1}); {int(bad.sum())} such ids in this row group. Correct the data "
+                    "or data.table_rows, or take such ids modulo the rows with data.on_bad_id=hash"
+                ),
+                row_of,
+            )
+        if bad.any():
+            wide = values.astype(np.uint64 if values.dtype == np.uint64 else np.int64)
+            values = wide % wide.dtype.type(rows)
+        return values.astype(np.int64), missing
+
+    def _string_ids(
+        self, flat: pa.Array, rows: int, row_of: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The same for strings: every distinct one is turned into an id once."""
+        coded = flat if pa.types.is_dictionary(flat.type) else flat.dictionary_encode()
+        words = [
+            text.encode() if isinstance(text, str) else text
+            for text in coded.dictionary.to_pylist()
+        ]
+        convert = hashed if self.spec.string_ids == "hash" else hexadecimal
+        table = convert([text or b"" for text in words], rows)
+        codes, missing = _decoded(coded.indices)
+        if not len(words):
+            return np.zeros(len(codes), dtype=np.int64), missing
+        missing |= np.array([text is None for text in words])[codes]
+        ids = np.where(missing, 0, table[codes])
+        self.refuse(
+            ids < 0,
+            lambda at: (
+                f"{words[codes[at]][:40].decode(errors='replace')!r} is not hexadecimal; "
+                "data.string_ids=hash takes any string"
+            ),
+            row_of,
+        )
+        return ids, missing
+
+
+def _rows_of(lengths: np.ndarray | None, count: int) -> np.ndarray:
+    """The row of each value in lists of `lengths`; None: one value in each of `count` rows."""
+    return np.arange(count) if lengths is None else np.repeat(np.arange(count), lengths)
+
+
+def _decoded(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Values `[n]` (0 where null) and a mask of the nulls."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_boolean(column.type):
+        column = column.cast(pa.uint8())
+    missing = column.is_null().to_numpy(zero_copy_only=False)
+    filled = pc.fill_null(column, pa.scalar(0, column.type)) if missing.any() else column
+    return filled.to_numpy(zero_copy_only=False), missing
+
+
+def _floats(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Values float64 `[n]`, 0 where null or NaN, and a mask of these."""
+    values, missing = _decoded(column)
+    values = values.astype(np.float64)
+    missing = missing | np.isnan(values)
+    return np.where(missing, 0.0, values), missing
+
 
 T = TypeVar("T")
 
 
 class BlockCache(Generic[T]):
-    """Keeps blocks of at most `samples` samples in all, and always the last one.
+    """Keeps the blocks that were used last, of at most `samples` samples in all, and always one.
 
     May be used by several threads; a block is decoded once at a time.
     """
@@ -52,96 +356,139 @@ class BlockCache(Generic[T]):
             return block
 
 
+_OPEN_FILES = 16
+"""Files that are kept open at a time."""
+
+_DAMAGE = (pa.ArrowException, OSError, EOFError, UnicodeDecodeError)
+"""What pyarrow raises for a damaged file."""
+
+
 @dataclass(frozen=True)
-class _Epoch:
-    """Blocks in the epoch's order, `starts` `[blocks + 1]`: position at which each begins, and
-    `windows`: places in that order at which a window begins, with the end."""
+class RowGroup:
+    """One row group: its file, its number in it, its samples, and the file's row before it."""
 
-    blocks: np.ndarray
-    starts: np.ndarray
-    windows: np.ndarray
+    file: int
+    number: int
+    rows: int
+    first_row: int
 
 
-class RowGroupOrder:
-    """Positions of an epoch to (block, sample inside it).
+class ParquetFiles:
+    """Files of one schema, read by row groups; may be used by several threads.
 
-    `sizes`: samples of each block; `window`: samples shuffled together, at least; 0 keeps the
-    order of the blocks. If all samples fit into one window, an epoch's order is that of
-    `SampleOrder(samples, key_of(seed, 0))`: the same as for sources that shuffle all samples.
-    Otherwise the samples of a batch are put in the order of their blocks, so that the slices of
-    several ranks share the blocks among them.
+    Raises DataError that names the file: not Parquet, a column that is missing or has another
+    type, no row at all; later when a file vanishes, changes or turns out to be damaged.
     """
 
-    def __init__(self, sizes: Sequence[int], seed: int, window: int) -> None:
-        self.sizes = np.asarray(sizes, dtype=np.int64)
-        self.edges = np.concatenate(([0], np.cumsum(self.sizes)))
-        self.samples = int(self.edges[-1])
-        self.one_window = self.samples <= window
-        self._seed, self._window = seed, window
-        self._all = SampleOrder(self.samples, key_of(seed, 0), shuffle=window > 0)
-        self._epochs: dict[int, _Epoch] = {}
+    def __init__(self, files: Sequence[InputFile], spec: ParquetSpec) -> None:
+        self.files, self.spec = list(files), spec
+        self._lock = threading.Lock()
+        self._open = BlockCache[pq.ParquetFile](_OPEN_FILES)
+        self.row_groups: list[RowGroup] = []
+        first: dict[str, tuple[pa.DataType, InputFile]] = {}
+        for index, file in enumerate(self.files):
+            opened = self._opened(index)
+            _check_schema(file, opened.schema_arrow, spec, first)
+            before = 0
+            for number in range(opened.metadata.num_row_groups):
+                rows = opened.metadata.row_group(number).num_rows
+                if rows > 0:
+                    self.row_groups.append(RowGroup(index, number, rows, before))
+                before += abs(rows)
+            if before != opened.metadata.num_rows:
+                raise _damaged(file, ValueError("its row groups do not add up to its rows"))
+        if not self.row_groups:
+            raise DataError(
+                f"data.path: {self.files[0].path}"
+                f"{f' and {len(self.files) - 1} more' if len(self.files) > 1 else ''}: no rows in "
+                "any row group; write at least one sample"
+            )
 
-    @property
-    def widest(self) -> int:
-        """Samples of the largest window that any epoch may have."""
-        return min(self.samples, self._window + int(self.sizes.max(initial=0)))
+    def digest(self) -> str:
+        """A digest of the files' lengths and footers, which have the place, size and statistics of
+        every column of every row group: not of the values themselves."""
+        found = hashlib.blake2b(digest_size=32)
+        for file in self.files:
+            with file.open() as stream:
+                stream.seek(-8, os.SEEK_END)  # the footer's length and the magic number
+                length = int.from_bytes(stream.read(4), "little")
+                stream.seek(-8 - length, os.SEEK_END)
+                found.update(f"{file.bytes} {length} ".encode() + stream.read(length))
+        return found.hexdigest()
 
-    def places(self, epoch: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Block and sample inside it, int64 `[stop - start]` each, at positions of `epoch`.
+    def read(self, group: RowGroup, columns: Sequence[str]) -> Mapping[str, Column]:
+        """Some columns of a row group, whole, by name."""
+        file = self.files[group.file]
+        with self._lock:
+            opened = self._opened(group.file)
+            try:
+                table = opened.read_row_group(group.number, list(columns), use_threads=False)
+                table.validate(full=True)  # damaged text and dictionaries
+            except _DAMAGE as error:
+                file.check_unchanged()
+                raise _damaged(file, error) from error
+        file.check_unchanged()
+        found = {name: table.column(name).unify_dictionaries().combine_chunks() for name in columns}
+        short = [name for name, column in found.items() if len(column) != group.rows]
+        if short:
+            raise DataError(
+                f"{file.path}: column {short[0]!r} of row group {group.number} has "
+                f"{len(found[short[0]])} values instead of {group.rows}: write the file again"
+            )
+        return {
+            name: Column(values, file.path, name, group.first_row, self.spec)
+            for name, values in found.items()
+        }
 
-        The positions must be those of one whole batch: ranks take slices of the result.
-        """
-        if self.one_window or self._window == 0:
-            return self.locate(self._all.positions(epoch, start, stop))
-        parts = list(self._window_places(epoch, start, stop))
-        at = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-        order = self._epoch(epoch)
-        places = np.searchsorted(order.starts, at, side="right") - 1
-        sorted_ = np.argsort(places, kind="stable")
-        at, places = at[sorted_], places[sorted_]
-        return order.blocks[places], at - order.starts[places]
+    def _opened(self, index: int) -> pq.ParquetFile:
+        """The file's reader, the same file as was found."""
+        file = self.files[index]
 
-    def positions(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """The samples of `places`, counted over all blocks in their own order; int64."""
-        blocks, inside = self.places(epoch, start, stop)
-        return self.edges[blocks] + inside
+        def opened() -> pq.ParquetFile:
+            file.check_unchanged()
+            try:
+                return pq.ParquetFile(file.path, page_checksum_verification=True)
+            except _DAMAGE as error:
+                file.check_unchanged()
+                raise _damaged(file, error) from error
 
-    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Block and sample inside it of samples that are counted over all blocks; int64 each."""
-        blocks = np.searchsorted(self.edges, samples, side="right") - 1
-        return blocks, samples - self.edges[blocks]
+        return self._open.get(index, 1, opened)
 
-    def _window_places(self, epoch: int, start: int, stop: int):
-        """Shuffled positions in the epoch's order of blocks, window by window."""
-        order = self._epoch(epoch)
-        edges = order.starts[order.windows]
-        first = int(np.searchsorted(edges, start, side="right")) - 1
-        for window in range(first, len(edges) - 1):
-            low, high = int(edges[window]), int(edges[window + 1])
-            if low >= stop:
-                return
-            shuffle = SampleOrder(high - low, key_of(self._seed, 1, window))
-            inside = shuffle.positions(epoch, max(start, low) - low, min(stop, high) - low)
-            yield inside + low
 
-    def _epoch(self, epoch: int) -> _Epoch:
-        """The order of blocks in an epoch; the last two are remembered."""
-        known = self._epochs.get(epoch)
-        if known is not None:
-            return known
-        blocks = SampleOrder(len(self.sizes), key_of(self._seed, 2)).positions(
-            epoch, 0, len(self.sizes)
-        )
-        starts = np.concatenate(([0], np.cumsum(self.sizes[blocks])))
-        windows = [0]
-        while windows[-1] < len(blocks):
-            enough = np.searchsorted(starts, starts[windows[-1]] + self._window, side="left")
-            windows.append(min(int(enough), len(blocks)))
-        made = _Epoch(blocks, starts, np.array(windows))
-        for old in [e for e in self._epochs if e < epoch - 1]:
-            self._epochs.pop(old, None)
-        self._epochs[epoch] = made
-        return made
+def _damaged(file: InputFile, error: BaseException) -> DataError:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return DataError(
+        f"{file.path} is no Parquet file that can be read ({first}); write it again, or leave it "
+        "out of data.path"
+    )
+
+
+def _check_schema(
+    file: InputFile,
+    schema: pa.Schema,
+    spec: ParquetSpec,
+    first: dict[str, tuple[pa.DataType, InputFile]],
+) -> None:
+    """Every wanted column is there, once, of a kind that it may have, as in the first file."""
+    for name, key, kinds, may_be_list in spec.wanted():
+        count = schema.names.count(name)
+        if count != 1:
+            known = ", ".join(schema.names[:12]) + (" ..." if len(schema.names) > 12 else "")
+            what = "no column" if count == 0 else f"{count} columns"
+            raise DataError(f"{file.path} has {what} {name!r}, which {key} names; it has: {known}")
+        type_ = schema.field(name).type
+        kind, is_list = kind_of(type_)
+        before, where = first.setdefault(name, (type_, file))
+        if is_list and not may_be_list:
+            wrong = f"holds lists ({type_}); one {' or '.join(kinds)} per sample is needed"
+        elif kind not in kinds:
+            wrong = f"is {type_}; it must be {' or '.join(kinds)}"
+            wrong += ", or a list of these" if may_be_list else ""
+        elif kind_of(before) != (kind, is_list):
+            wrong = f"is {type_}, but {before} in {where.path}: write all files with one schema"
+        else:
+            continue
+        raise DataError(f"{file.path}: column {name!r} ({key}) {wrong}")
 
 
 class ParquetSource(SlicedSource):

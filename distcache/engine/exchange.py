@@ -145,7 +145,7 @@ class PlanExchange:
         before, size = self._link.counters.planning_bytes, self._size
         header = torch.from_numpy(self._header(asking, deciding))
         what = f"header of {_step(asking, deciding)}"
-        table = self._link.all_gather(header, PLANNING, what).numpy()
+        table = self._link.start_all_gather(header, PLANNING, what)().numpy()
         asked, decided = self._verdict(table, ASKED, asking), None
         if deciding is not None:
             decided = self._verdict(table, DECIDED, deciding)
@@ -276,7 +276,8 @@ class PlanExchange:
         flat = np.concatenate([part for parts in outgoing for part in parts], dtype=_WIRE)
         sends = [sum([len(part) for part in parts]) for parts in outgoing]
         receives = lengths.sum(1).tolist()
-        received = self._link.all_to_all(torch.from_numpy(flat), sends, receives, PLANNING, what)
+        sent = torch.from_numpy(flat)
+        received = self._link.start_all_to_all(sent, sends, receives, PLANNING, what)()
         pieces = np.split(received.numpy(), np.cumsum(lengths.reshape(-1))[:-1])
         width = lengths.shape[1]
         return [pieces[at : at + width] for at in range(0, len(pieces), width)]

@@ -288,7 +288,8 @@ class GroupRows:
         node do so, if with none.
         """
         rows, relay = self.cache.gather(transfer.slots, there.slots), there.relay
-        came = link.all_to_all(rows, transfer.send_counts, transfer.receive_counts, ROWS, what)
+        counts = transfer.send_counts, transfer.receive_counts
+        came = link.start_all_to_all(rows, *counts, ROWS, what)()
         if relay is None:
             return came
         passed, what = came.index_select(0, relay.passed), f"{what}, inside the node"

@@ -21,7 +21,7 @@ from distcache.engine.tables import CachedTables, RowSums
 from distcache.engine.whole import RowExchange, blocks, row_numbers, shares
 from distcache.errors import PlanError
 from distcache.layout import TableSpec
-from distcache.store.memory import SharedMemory, require_memory
+from distcache.store.memory import require_memory, share_memory, tensor_in
 from distcache.store.rows import RowStore, initial_rows
 
 # -----------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class StepRows:
     def _of_all(self, value: Tensor, what: str) -> Tensor:
         """One number of every rank."""
         what = f"{what} of step {self._flight.step}"
-        return self._tables.link.all_gather(value, PLANNING, what).flatten()
+        return self._tables.link.start_all_gather(value, PLANNING, what)().flatten()
 
 
 def _most(values: Tensor) -> Tensor:
@@ -284,9 +284,8 @@ class WholeTables:
         if not width:
             return None
         size = spec.rows * width * store.dtype.itemsize
-        memory = SharedMemory.create(size, world, f"a copy of table {spec.name!r}", _WAY_OUT)
-        copy = memory.tensor(0, (spec.rows, width), store.dtype)
-        memory.close()  # from here on the tensor holds the mapping
+        memory = share_memory(size, world, f"a copy of table {spec.name!r}", _WAY_OUT)
+        copy = tensor_in(memory, 0, (spec.rows, width), store.dtype)
         exchange = RowExchange(world, store)
         # The ranks of each node bring a part of the table each: every row to every node.
         ranges = [part for count in world.nodes.sizes for part in shares(spec.rows, count)]

@@ -309,9 +309,8 @@ class RowExchange:
         """
         store, route = self._store, _Route(self._world, self._store, wanted)
         own = wanted[self._world.rank]
-        arrived = self._link.all_to_all(
-            _joined(store.gather(route.sent)), route.sends, route.receives, ROWS, "rows of tables"
-        )
+        sent, what = _joined(store.gather(route.sent)), "rows of tables"
+        arrived = self._link.start_all_to_all(sent, route.sends, route.receives, ROWS, what)()
         near = _joined(store.gather(torch.from_numpy(own[route.near])))
         found = near.new_empty((len(own), near.shape[1]))
         found[torch.from_numpy(route.near)] = near
@@ -326,13 +325,8 @@ class RowExchange:
         """
         store, route = self._store, _Route(self._world, self._store, wanted)
         joined, own = _joined(values), wanted[self._world.rank]
-        arrived = self._link.all_to_all(
-            joined[torch.from_numpy(route.far)],
-            route.receives,
-            route.sends,
-            ROWS,
-            "rows of tables",
-        )
+        sent, what = joined[torch.from_numpy(route.far)], "rows of tables"
+        arrived = self._link.start_all_to_all(sent, route.receives, route.sends, ROWS, what)()
         _scatter(store, route.sent, arrived)
         _scatter(store, torch.from_numpy(own[route.near]), joined[torch.from_numpy(route.near)])
 

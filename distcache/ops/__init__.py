@@ -10,14 +10,19 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from distcache.errors import ConfigError
 from distcache.ops import reference
-from distcache.ops.reference import Rule, SegmentChunks, segment_chunks
+from distcache.ops.reference import SegmentChunks, segment_chunks
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 VARIABLE = "DISTCACHE_OPS"
 """Environment variable, read at the first call: `reference`, `triton` (also on CPU tensors under
@@ -50,7 +55,7 @@ def triton_bodies() -> ModuleType | None:
     return importlib.import_module("distcache.ops.triton")
 
 
-def body(operation: str, *tensors: Tensor | None) -> ModuleType:
+def body(operation: str, *tensors: Any) -> ModuleType:
     """The module whose `operation` takes a call with these float tensors."""
     chosen = choice()
     if not chosen and tensors[0] is not None and tensors[0].is_cuda:
@@ -68,41 +73,21 @@ def chunks_for(segments: Tensor, device: torch.device) -> SegmentChunks | None:
     return segment_chunks(segments).to(device)
 
 
-def pooled_lookup(
-    rows: Tensor, positions: Tensor, offsets: Tensor, weights: Tensor | None = None
-) -> Tensor:
-    """Sum the rows `[U, D]` of each bag to `[K, D]`: see `reference.pooled_lookup`."""
-    return body("pooled_lookup", rows).pooled_lookup(rows, positions, offsets, weights)
+def _dispatched(operation: Callable[P, R], *floats: int) -> Callable[P, R]:
+    """`operation` of the reference, by the body that takes these of its arguments, by position."""
+
+    @functools.wraps(operation)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        chosen = body(operation.__name__, *(args[at] for at in floats))
+        return getattr(chosen, operation.__name__)(*args, **kwargs)
+
+    return call
 
 
-def row_gradients(
-    bag_gradients: Tensor,
-    bag_of: Tensor,
-    order: Tensor,
-    segments: Tensor,
-    weights: Tensor | None = None,
-    chunks: SegmentChunks | None = None,
-) -> Tensor:
-    """Sum bag gradients `[K, D]` over each row's ids to `[R, D]`: see `reference.row_gradients`.
-
-    `chunks`: of `chunks_for(segments)`; a kernel that needs it and does not get it makes it, for
-    which it waits for the device.
-    """
-    chosen = body("row_gradients", bag_gradients)
-    return chosen.row_gradients(bag_gradients, bag_of, order, segments, weights, chunks)
-
-
-def update_rows(
-    rule: Rule,
-    weight: Tensor,
-    state: Tensor | None,
-    slots: Tensor,
-    gradient: Tensor,
-    enabled: Tensor | None = None,
-) -> None:
-    """One optimizer step on the rows at `slots`, in place: see `reference.update_rows`."""
-    chosen = body("update_rows", weight, state, gradient)
-    chosen.update_rows(rule, weight, state, slots, gradient, enabled)
+pooled_lookup = _dispatched(reference.pooled_lookup, 0)
+# A kernel that needs `chunks_for(segments)` and does not get it makes it: it waits for the device.
+row_gradients = _dispatched(reference.row_gradients, 0)
+update_rows = _dispatched(reference.update_rows, 1, 2, 4)
 
 
 def copy_rows(
@@ -113,12 +98,12 @@ def copy_rows(
     One of the tables may lie in host memory that is registered with the GPU of the other and of the
     index: a kernel reads or writes it there (`copy_kernel`).
     """
-    bodies, kernels = reference, triton_bodies() if choice() == "triton" else None
+    kernels = triton_bodies() if choice() == "triton" else None
     if source.device != target.device:
-        bodies = copy_kernel()
-    elif kernels is not None and kernels.fits(source, target):
-        bodies = kernels
-    bodies.copy_rows(source, source_rows, target, target_rows)
+        kernels = copy_kernel()
+    elif kernels is None or not kernels.fits(source, target):
+        kernels = reference
+    kernels.copy_rows(source, source_rows, target, target_rows)
 
 
 def copy_kernel() -> ModuleType:

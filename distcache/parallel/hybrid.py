@@ -419,7 +419,7 @@ class HybridParallel(Parallel):
     def _agree(self, loss_sum: Tensor, global_size: int, stop: bool) -> StepResult:
         """What the ranks' losses, stop requests and flags come to."""
         said = words(loss_sum.double() / global_size, stop)
-        said = self._link.all_gather(said, PLANNING, "loss and control")
+        said = self._link.start_all_gather(said, PLANNING, "loss and control")()
         self._link.settle("loss and control")
         return agreement(said)
 

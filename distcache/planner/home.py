@@ -163,7 +163,7 @@ class HomePlanner(Planner):
         """See `Planner.ingest`; the policy's window learns of the step's uses."""
         entry = super().ingest(step, kind, requests)
         if self._looks_ahead:
-            self._table.window.refer(entry.local, entry.previous, self._planned, step)
+            self._table.refer(entry.local, entry.previous, self._planned, step)
         return entry
 
     def plan(self) -> HomeDecision:
@@ -184,7 +184,7 @@ class HomePlanner(Planner):
         filled, latest = table.take(len(fetch), step)
         evict_slots, leaving = table.fill(local, fetch, filled, slots)
         if self._looks_ahead:
-            table.window.look_ahead(step)
+            table.look_ahead(step)
         self._past.append((entry, self._ranking.learn(local, entry.previous, step)))
         table.file(slots, step)
         if self._first_slot:

@@ -127,57 +127,6 @@ def find_rows(rows: np.ndarray, table: np.ndarray, distinct: np.ndarray, labels:
     return count
 
 
-@compiled(types.void(in4, out4, out4))
-def group(keys: np.ndarray, order: np.ndarray, starts: np.ndarray) -> None:
-    """Stable counting sort: `order[starts[g]:starts[g + 1]]` are the indices whose key is g.
-
-    `keys` int32 `[n]`, all in [0, G); `order` int32 `[n]` and `starts` int32 `[G + 1]` are written.
-    """
-    groups = len(starts) - 1
-    for g in range(groups + 1):
-        starts[g] = 0
-    for i in range(len(keys)):
-        starts[keys[i]] += 1
-    total = 0
-    for g in range(groups):
-        total += starts[g]
-        starts[g] = total
-    starts[groups] = total
-    for back in range(len(keys)):  # from the last to the first: ends become starts
-        i = len(keys) - 1 - back
-        g = keys[i]
-        starts[g] -= 1
-        order[starts[g]] = i
-
-
-@compiled(i8(in4, in4, out4, out4, i8, out4, out4))
-def look_up(
-    local: np.ndarray,
-    slot_of: np.ndarray,
-    last_use: np.ndarray,
-    next_use: np.ndarray,
-    step: int,
-    slots: np.ndarray,
-    fetch: np.ndarray,
-) -> int:
-    """Hold the slots of those rows of `step` that are cached.
-
-    `local` int32 `[U]`; writes each row's slot (-1: not cached) to `slots`, the indices of those
-    not cached to `fetch` (int32 `[U]` each), and returns their number.
-    """
-    misses = 0
-    for k in range(len(local)):
-        slot = slot_of[local[k]]
-        slots[k] = slot
-        if slot >= 0:
-            last_use[slot] = step  # held: not a victim of its own step
-            next_use[slot] = NEVER
-        else:
-            fetch[misses] = k
-            misses += 1
-    return misses
-
-
 @compiled(i8(in4, in4, in4, out4, out4, out4, out4, out4))
 def fill(
     local: np.ndarray,
@@ -210,337 +159,122 @@ def fill(
 
 
 # -----------------------------------------------------------------------------
-# The window: what the steps known beyond the one being decided will use.
+# Lists of slots, first in, first out. A slot is in one of them at most.
 #
-# Step s has the place s & mask in `begin` (int64), `soon` and `again` (int32, a power of two of
-# them): where its part of three rings of numbers starts (int32, a power of two each; places wrap),
-# and how many of it are in use. `slots`: those whose row s is the next to use. `rows` and `steps`:
-# rows of s that the window names again, and the step that does. No part is larger than the number
-# of the step's distinct rows, for each of them has one step before and one after.
+# `links` int32 `[slots + 1 + 2 n, 2]`, n a power of two: what comes after each slot in its list,
+# and what before. A list has a node beyond the slots, which follows its last slot and precedes its
+# first: one for all pinned rows; then one for each step in the window (at step & n - 1), whose list
+# has the slots that it is the next to use; then one for each key (at key & n - 1), with the slots
+# that no step in the window uses.
 
 
-@compiled(i8(in4, in4, i8, i8, in4, in1, out4, in8, out4, out4, out4, out4, out4))
-def refer(
-    local: np.ndarray,
-    previous: np.ndarray,
-    planned: int,
-    step: int,
+@compiled(types.void(out44, i8))
+def unlink(links: np.ndarray, slot: int) -> None:
+    """Take a slot out of its list."""
+    after, before = links[slot, 0], links[slot, 1]
+    links[before, 0], links[after, 1] = after, before
+
+
+@compiled(types.void(out44, i8, i8))
+def append(links: np.ndarray, node: int, slot: int) -> None:
+    """Put a slot, which is in no list, at the end of the list of `node`."""
+    last = links[node, 1]
+    links[slot, 0], links[slot, 1] = node, last
+    links[last, 0], links[node, 1] = slot, slot
+
+
+@compiled(types.void(in4, i8, out4, out4, out44))
+def hold(
+    slots: np.ndarray, step: int, last_use: np.ndarray, next_use: np.ndarray, links: np.ndarray
+) -> None:
+    """Let `step` use `slots` (int32, -1 for none), which leave their lists.
+
+    But for the list of those that the window said that it uses: that one goes as a whole.
+    """
+    for i in range(len(slots)):
+        slot = slots[i]
+        if slot >= 0:
+            last_use[slot] = step  # held: not a victim of its own step
+            if next_use[slot] != step:
+                unlink(links, slot)
+            next_use[slot] = NEVER
+
+
+@compiled(types.void(in4, in4, i8, in4, in1, out4, out44))
+def tell(
+    rows: np.ndarray,
+    uses: np.ndarray,
+    filed: int,
     slot_of: np.ndarray,
     classes: np.ndarray,
     next_use: np.ndarray,
-    begin: np.ndarray,
-    soon: np.ndarray,
-    again: np.ndarray,
-    slots: np.ndarray,
-    rows: np.ndarray,
-    steps: np.ndarray,
-) -> int:
-    """Tell the steps that named `local` before (`previous`; int32 `[U]`) of their use by `step`.
-
-    Rows that a step up to `planned` named learn it now, if they are cached; the others when the
-    step that names them before is planned (`look_ahead`). Pinned rows (`classes`, or none) are not
-    told. Returns U; or -1 - i for a row i that `step` or a later one has named.
-    """
-    ring, mask = len(begin) - 1, len(slots) - 1
-    for i in range(len(local)):
-        before, row = previous[i], local[i]
-        if before >= step:
-            return -1 - i
-        if before > planned:
-            at = before & ring
-            place = (begin[at] + again[at]) & mask
-            rows[place] = row
-            steps[place] = step
-            again[at] += 1
-        elif slot_of[row] >= 0 and not (len(classes) and classes[row] == PINNED):
-            at = step & ring
-            next_use[slot_of[row]] = step
-            slots[(begin[at] + soon[at]) & mask] = slot_of[row]
-            soon[at] += 1
-    return len(local)
-
-
-@compiled(types.void(i8, in4, in1, out4, in8, out4, out4, out4, in4, in4))
-def look_ahead(
-    step: int,
-    slot_of: np.ndarray,
-    classes: np.ndarray,
-    next_use: np.ndarray,
-    begin: np.ndarray,
-    soon: np.ndarray,
-    again: np.ndarray,
-    slots: np.ndarray,
-    rows: np.ndarray,
-    steps: np.ndarray,
+    links: np.ndarray,
 ) -> None:
-    """Tell those rows of `step`, which has its slots, of the step that uses them next."""
-    ring, mask = len(begin) - 1, len(slots) - 1
-    own = step & ring
-    for k in range(again[own]):
-        place = (begin[own] + k) & mask
-        row, use = rows[place], steps[place]
-        if slot_of[row] >= 0 and not (len(classes) and classes[row] == PINNED):
-            at = use & ring
-            next_use[slot_of[row]] = use
-            slots[(begin[at] + soon[at]) & mask] = slot_of[row]
-            soon[at] += 1
-    again[own] = 0
+    """Tell those of `rows` that are cached of the steps in the window that use them next.
 
-
-@compiled(types.UniTuple(i8, 2)(i8, i8, i8, out4, out4, in8, out4, out4, out4))
-def leave_farthest(
-    step: int,
-    newest: int,
-    before: int,
-    last_use: np.ndarray,
-    next_use: np.ndarray,
-    begin: np.ndarray,
-    soon: np.ndarray,
-    slots: np.ndarray,
-    out: np.ndarray,
-) -> tuple[int, int]:
-    """At most `len(out)` slots that were last used before `before`, the farthest next use first.
-
-    They are used by `step` from now on. Returns how many there are, and their latest last use (-1:
-    none). What is read of the window is cleared of slots that no longer wait for their step.
+    `rows` and `uses`: int32; `filed`: whether their slots are in lists of keys. Pinned rows
+    (`classes`, or none) are not told.
     """
-    ring, mask = len(begin) - 1, len(slots) - 1
-    count, latest = 0, -1
-    for back in range(newest - step):
-        if count == len(out):
-            break
-        use = newest - back
-        at, kept = use & ring, 0
-        for k in range(soon[at]):
-            slot = slots[(begin[at] + k) & mask]
-            if next_use[slot] != use:
-                continue
-            if count < len(out) and last_use[slot] < before:
-                latest = max(latest, last_use[slot])
-                last_use[slot] = step
-                next_use[slot] = NEVER
-                out[count] = slot
-                count += 1
-            else:
-                slots[(begin[at] + kept) & mask] = slot
-                kept += 1
-        soon[at] = kept
-    return count, latest
+    slots = len(next_use)
+    mask = ((len(links) - slots - 1) >> 1) - 1
+    for i in range(len(rows)):
+        slot = slot_of[rows[i]]
+        if slot >= 0 and not (len(classes) and classes[rows[i]] == PINNED):
+            if filed:
+                unlink(links, slot)
+            next_use[slot] = uses[i]
+            append(links, slots + 1 + (uses[i] & mask), slot)
 
 
-# -----------------------------------------------------------------------------
-# Slots in the order in which their rows leave: a list for each key, first in, first out.
-#
-# `keys` int64, ascending, and `ends` int32 `[lists, 4]`: first chunk and place in it, last chunk
-# and the place after its last entry. A chunk is `CHUNK` rows of `entries` int32 `[n, 2]`: a slot,
-# and the step that used it last when it was filed. `link` int32: the chunk after each, of a list or
-# among the free ones. `state` int64: how many lists there are, the first free chunk, how many are
-# free, and how many entries there are. Entries are hints: one holds while its slot has neither been
-# used nor wanted since.
-
-CHUNK = 32
-"""Entries of a chunk."""
-
-LISTS, FREE, LEFT, HINTS = 0, 1, 2, 3
-"""Places in `state`."""
-
-
-@compiled(types.void(i8, out8, out44, out4, out8, out4))
-def open_lists(
-    base: int,
-    keys: np.ndarray,
-    ends: np.ndarray,
-    link: np.ndarray,
-    state: np.ndarray,
-    where: np.ndarray,
-) -> None:
-    """The list of each key `base` + k with `where[k]` not -1, to `where`; made if need be."""
-    low = state[LISTS]  # the lists before it have lower keys than any of these
-    while low > 0 and keys[low - 1] >= base:
-        low -= 1
-    new, at = 0, low
-    for k in range(len(where)):
-        while at < state[LISTS] and keys[at] < base + k:
-            at += 1
-        if where[k] >= 0 and (at == state[LISTS] or keys[at] != base + k):
-            new += 1
-    at, to = state[LISTS] - 1, state[LISTS] + new - 1
-    state[LISTS] += new
-    for back in range(len(where)):  # from the highest key down, to make room for those between
-        k = len(where) - 1 - back
-        key, wanted = base + k, where[k] >= 0
-        while at >= low and keys[at] >= key:
-            keys[to] = keys[at]
-            ends[to, 0], ends[to, 1] = ends[at, 0], ends[at, 1]
-            ends[to, 2], ends[to, 3] = ends[at, 2], ends[at, 3]
-            if keys[at] == key:
-                where[k], wanted = to, False
-            at -= 1
-            to -= 1
-        if wanted:
-            chunk = state[FREE]
-            state[FREE] = link[chunk]
-            state[LEFT] -= 1
-            keys[to] = key
-            ends[to, 0], ends[to, 1], ends[to, 2], ends[to, 3] = chunk, 0, chunk, 0
-            where[k] = to
-            to -= 1
-
-
-@compiled(types.void(in4, i8, i8, in4, in4, in1, in4, out8, out44, out44, out4, out8, out4, out4))
+@compiled(types.void(in4, in4, in4, in1, in4, out44))
 def file_slots(
     slots: np.ndarray,
-    step: int,
-    base: int,
     next_use: np.ndarray,
     row_of: np.ndarray,
     levels: np.ndarray,
-    ranks: np.ndarray,
-    keys: np.ndarray,
-    ends: np.ndarray,
-    entries: np.ndarray,
-    link: np.ndarray,
-    state: np.ndarray,
-    where: np.ndarray,
-    rank_of: np.ndarray,
+    nodes: np.ndarray,
+    links: np.ndarray,
 ) -> None:
-    """File those of `slots`, last used by `step`, that no step in the window uses.
-
-    Their keys are `base` + `ranks[levels[row]]`, or `base` where there are no `levels`; `where`
-    and `rank_of`, int32, as many as there are ranks and slots, are scratch. There are chunks enough
-    for all.
-    """
-    where[:] = -1
+    """Put those of `slots` that no step in the window uses into the lists `nodes[levels[row]]`, or
+    `nodes[0]` where there are no `levels`."""
     for i in range(len(slots)):
-        rank_of[i] = -1
-        if next_use[slots[i]] == NEVER:
-            rank = ranks[levels[row_of[slots[i]]]] if len(levels) else 0
-            rank_of[i] = rank
-            where[rank] = 0
-    open_lists(base, keys, ends, link, state, where)
-    for i in range(len(slots)):
-        slot, rank = slots[i], rank_of[i]
-        if rank < 0:
-            continue
-        at = where[rank]
-        if ends[at, 3] == CHUNK:
-            chunk = state[FREE]
-            state[FREE] = link[chunk]
-            state[LEFT] -= 1
-            link[ends[at, 2]] = chunk
-            ends[at, 2], ends[at, 3] = chunk, 0
-        place = np.int64(ends[at, 2]) * CHUNK + ends[at, 3]
-        entries[place, 0], entries[place, 1] = slot, step
-        ends[at, 3] += 1
-        state[HINTS] += 1
+        slot = slots[i]
+        if next_use[slot] == NEVER:
+            append(links, nodes[levels[row_of[slot]] if len(levels) else 0], slot)
 
 
-@compiled(types.UniTuple(i8, 2)(i8, i8, out4, in4, out8, out44, in44, out4, out8, out4))
+@compiled(types.UniTuple(i8, 2)(i8, i8, in4, i8, out4, out4, out44, out4))
 def leave(
     step: int,
     before: int,
+    nodes: np.ndarray,
+    ordered: int,
     last_use: np.ndarray,
     next_use: np.ndarray,
-    keys: np.ndarray,
-    ends: np.ndarray,
-    entries: np.ndarray,
-    link: np.ndarray,
-    state: np.ndarray,
+    links: np.ndarray,
     out: np.ndarray,
 ) -> tuple[int, int]:
-    """At most `len(out)` of the slots that were last used before `before`, the next to leave first.
+    """At most `len(out)` slots of the lists of `nodes`, in this order, that were last used before
+    `before`.
 
-    They are used by `step` from now on, and filed no longer. Returns how many there are, and their
-    latest last use (-1: none). What is read is in proportion to what leaves, and to entries that
-    hold no longer, which are dropped.
+    They are used by `step` from now on, and leave their lists. `ordered`: slots lie in their lists
+    by their last use. Returns how many there are, and their latest last use (-1: none).
     """
-    count, latest, at, kept = 0, -1, 0, 0
-    while at < state[LISTS] and count < len(out):
-        chunk, start, last, stop = ends[at, 0], ends[at, 1], ends[at, 2], ends[at, 3]
-        while chunk != last or start != stop:
-            if start == CHUNK:
-                after = link[chunk]
-                link[chunk] = state[FREE]
-                state[FREE] = chunk
-                state[LEFT] += 1
-                chunk, start = after, 0
-                continue
-            place = np.int64(chunk) * CHUNK + start
-            slot, used = entries[place, 0], entries[place, 1]
-            if count == len(out) or used >= before:
-                break
-            if last_use[slot] == used and next_use[slot] == NEVER:
-                latest = max(latest, used)
-                last_use[slot] = step
+    count, latest = 0, -1
+    for at in range(len(nodes)):
+        slot = links[nodes[at], 0]
+        while slot != nodes[at] and count < len(out):
+            after = links[slot, 0]
+            if last_use[slot] < before:
+                latest = max(latest, last_use[slot])
+                last_use[slot], next_use[slot] = step, NEVER
+                unlink(links, slot)
                 out[count] = slot
                 count += 1
-            start += 1
-            state[HINTS] -= 1
-        if chunk == last and start == stop:  # an empty list goes
-            link[chunk] = state[FREE]
-            state[FREE] = chunk
-            state[LEFT] += 1
-        else:
-            keys[kept] = keys[at]
-            ends[kept, 0], ends[kept, 1], ends[kept, 2], ends[kept, 3] = chunk, start, last, stop
-            kept += 1
-        at += 1
-    if kept < at:
-        for rest in range(at, state[LISTS]):
-            keys[kept] = keys[rest]
-            for k in range(4):
-                ends[kept, k] = ends[rest, k]
-            kept += 1
-        state[LISTS] = kept
+            elif ordered:
+                break
+            slot = after
     return count, latest
-
-
-@compiled(types.void(in4, in4, out8, out44, out44, out4, out8))
-def tidy(
-    last_use: np.ndarray,
-    next_use: np.ndarray,
-    keys: np.ndarray,
-    ends: np.ndarray,
-    entries: np.ndarray,
-    link: np.ndarray,
-    state: np.ndarray,
-) -> None:
-    """Drop every entry that holds no longer, and the lists that have none left."""
-    lists = state[LISTS]
-    state[LISTS] = state[HINTS] = 0
-    for at in range(lists):
-        chunk, start, last, stop = ends[at, 0], ends[at, 1], ends[at, 2], ends[at, 3]
-        first, begin, goal, to = chunk, start, chunk, start
-        while chunk != last or start != stop:
-            if start == CHUNK:
-                chunk, start = link[chunk], 0
-                continue
-            place = np.int64(chunk) * CHUNK + start
-            slot, used = entries[place, 0], entries[place, 1]
-            start += 1
-            if last_use[slot] != used or next_use[slot] != NEVER:
-                continue
-            if to == CHUNK:
-                goal, to = link[goal], 0
-            place = np.int64(goal) * CHUNK + to
-            entries[place, 0] = slot
-            entries[place, 1] = used
-            to += 1
-            state[HINTS] += 1
-        empty = goal == first and to == begin
-        rest = goal if empty else link[goal]
-        free = empty or goal != last
-        while free:  # the chunks that nothing was written to
-            after, free = link[rest], rest != last
-            link[rest] = state[FREE]
-            state[FREE] = rest
-            state[LEFT] += 1
-            rest = after
-        if not empty:
-            kept = state[LISTS]
-            keys[kept] = keys[at]
-            ends[kept, 0], ends[kept, 1], ends[kept, 2], ends[kept, 3] = first, begin, goal, to
-            state[LISTS] += 1
 
 
 # -----------------------------------------------------------------------------
@@ -660,39 +394,3 @@ def find_sorted(
                     if low < starts[bucket + 1] and known[low] == row:
                         place = low
         found[i] = place
-
-
-@compiled(i8(in4, i8, in4, in4, in8, out8, out8, out8))
-def divide(
-    values: np.ndarray,
-    bound: int,
-    index: np.ndarray,
-    items: np.ndarray,
-    ends: np.ndarray,
-    above: np.ndarray,
-    others: np.ndarray,
-    counts: np.ndarray,
-) -> int:
-    """Those of n items whose value is above `bound`, and the others, in order.
-
-    Item i is `items[index[i]]` with `values[index[i]]` (int32), or, with no `items`, i itself with
-    `values[i]`, and `index` is not read. They come in pieces, of which p ends before `ends[p]`
-    (int64). Writes `above` and `others` (int64 `[n]`), and to `counts` (int64) how many of each
-    piece are above; returns how many of all are.
-    """
-    given = len(items) > 0
-    high = low = i = 0
-    for piece in range(len(ends)):
-        before = high
-        while i < ends[piece]:
-            place = np.int64(index[i]) if given else i
-            item = np.int64(items[place]) if given else i
-            if values[place] > bound:
-                above[high] = item
-                high += 1
-            else:
-                others[low] = item
-                low += 1
-            i += 1
-        counts[piece] = high - before
-    return high

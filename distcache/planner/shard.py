@@ -15,6 +15,7 @@ from distcache.errors import PlanError
 from distcache.layout import RowLayout
 from distcache.planner import loops
 from distcache.planner.home import HomeDecision
+from distcache.planner.victims import grouped
 from distcache.step_plan import Relay, ShardPlan, StepPlan, Transfer
 
 # -----------------------------------------------------------------------------
@@ -357,25 +358,14 @@ def divided(
     The items, in pieces of `lengths`, are 0, 1, ... of these `values` (int32 `[n]`), or, with
     `items` = (index int32 `[n]`, of int32 `[U]`), `of[index]` of `values[index]`.
     """
-    none = np.empty(0, np.int32)
-    index, of = (none, none) if items is None or not len(items[1]) else items
-    index, of = (np.ascontiguousarray(part, dtype=np.int32) for part in (index, of))
-    ends = np.cumsum(lengths, dtype=np.int64)
-    count = int(ends[-1]) if len(ends) else 0
-    above, others = np.empty(count, np.int64), np.empty(count, np.int64)
-    counts = np.empty(len(ends), np.int64)
-    values = np.ascontiguousarray(values, dtype=np.int32)
-    high = loops.divide(values, bound, index, of, ends, above, others, counts)
+    above = (values if items is None else values[items[0]]) > bound
+    high, low = np.flatnonzero(above), np.flatnonzero(~above)
+    counts = np.diff(np.searchsorted(high, np.cumsum(lengths)), prepend=0)
     rest = (np.asarray(lengths, np.int64) - counts).tolist()
-    return (above[:high].copy(), counts.tolist()), (others[: count - high].copy(), rest)
-
-
-def grouped(keys: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:
-    """`(order [n], starts [groups + 1])`, int32: a stable sort of integer keys in [0, groups)."""
-    keys = np.ascontiguousarray(keys, dtype=np.int32)
-    order, starts = np.empty(len(keys), np.int32), np.empty(groups + 1, np.int32)
-    loops.group(keys, order, starts)
-    return order, starts
+    if items is not None:
+        index, of = items
+        high, low = (of[index[part]].astype(np.int64) for part in (high, low))
+    return (high, counts.tolist()), (low, rest)
 
 
 class Arrivals:
@@ -478,8 +468,8 @@ def make_request(layout: RowLayout, rows: np.ndarray, hot: HotRows | None = None
     if hot is not None:
         homes = homes + world * (hot.find(distinct) < 0)
     order, starts = grouped(homes, world if hot is None else 2 * world)
-    places = np.empty_like(order)
-    places[order] = np.arange(len(order), dtype=np.int32)
+    places = np.empty(len(order), np.int32)
+    places[order] = np.arange(len(order))
     named = distinct[order]
     parts = tuple(named[start:stop] for start, stop in pairwise(starts.tolist()))
     return RowRequest(parts[:world], labels, places, parts[world:])

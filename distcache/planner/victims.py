@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -224,161 +225,6 @@ class ByCount(Ranking):
 
 
 # -----------------------------------------------------------------------------
-# What compiled loops write: memory that grows where a step needs more.
-
-_HINTS = 4
-"""Entries for each slot beyond which those that hold no longer are dropped."""
-
-
-class Queue:
-    """Slots in the order in which their rows leave: by key, the lowest first, then by the step that
-    used them last, the oldest first.
-
-    Entries are hints: a slot that has been used, wanted or emptied since is passed over when its
-    turn comes, and dropped for good once hints outnumber the slots. So filing and taking cost as
-    much as the rows filed and taken, whatever the size of the cache. `last_use`, `next_use`: those
-    of every slot, which tell whether a hint holds: the slot was last used when it was filed, and no
-    step in the window wants it. At most about 50 bytes for each slot.
-    """
-
-    def __init__(self, last_use: np.ndarray, next_use: np.ndarray, ranking: Ranking) -> None:
-        self._last_use, self._next_use, self._ranking = last_use, next_use, ranking
-        self._where = np.empty(ranking.span, np.int32)
-        self.clear()
-
-    @property
-    def hints(self) -> int:
-        """Entries, outdated ones among them."""
-        return int(self._state[loops.HINTS])
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._state = np.array([0, -1, 0, 0], np.int64)
-        self._keys, self._ends = np.empty(0, np.int64), np.empty((0, 4), np.int32)
-        self._entries, self._link = np.empty((0, 2), np.int32), np.empty(0, np.int32)
-
-    def file(self, slots: np.ndarray, step: int, row_of: np.ndarray) -> None:
-        """File those of `slots` (int32) that nobody wants, last used by `step`, no earlier than
-        those filed before, by the scores of their rows (`row_of`, by slot)."""
-        ranking, state = self._ranking, self._state
-        if self.hints + len(slots) > _HINTS * len(self._last_use):
-            loops.tidy(self._last_use, self._next_use, *self._lists)
-        chunks = len(slots) // loops.CHUNK + 2 * ranking.span
-        if state[loops.LEFT] < chunks or len(self._keys) < state[loops.LISTS] + ranking.span:
-            self._grow(chunks)
-        scores = (self._next_use, row_of, ranking.levels, ranking.ranks)
-        scratch = (self._where, np.empty(len(slots), np.int32))
-        loops.file_slots(slots, step, ranking.base, *scores, *self._lists, *scratch)
-
-    def leave(self, step: int, before: int, out: np.ndarray) -> tuple[int, int]:
-        """Take at most `len(out)` slots for `step`; see `loops.leave`."""
-        return loops.leave(step, before, self._last_use, self._next_use, *self._lists, out)
-
-    @property
-    def _lists(self) -> tuple[np.ndarray, ...]:
-        return self._keys, self._ends, self._entries, self._link, self._state
-
-    def _grow(self, chunks: int) -> None:
-        """Room for so many chunks more, and for as many lists as there are ranks."""
-        have, state = len(self._link), self._state
-        new = max(chunks, have // 2)
-        self._entries = _longer(self._entries, (have + new) * loops.CHUNK)
-        self._link = _longer(self._link, have + new)
-        self._link[have:] = np.arange(have + 1, have + new + 1)
-        self._link[-1] = state[loops.FREE]  # what was free before follows
-        state[loops.FREE] = have
-        state[loops.LEFT] += new
-        lists = 2 * (int(state[loops.LISTS]) + self._ranking.span)
-        self._keys, self._ends = _longer(self._keys, lists), _longer(self._ends, lists)
-
-
-def _longer(values: np.ndarray, length: int) -> np.ndarray:
-    """The same with room for `length` entries."""
-    found = np.empty((max(length, len(values)), *values.shape[1:]), values.dtype)
-    found[: len(values)] = values
-    return found
-
-
-class Window:
-    """The uses that the steps known beyond the planned ones will make; see `loops.refer`.
-
-    `slot_of`: of every row; `classes`: of every row where some are pinned, or none; `last_use`,
-    `next_use`: of every slot, the last of them written. Memory: 12 bytes for each distinct row of
-    each step in the window, at most twice that.
-    """
-
-    def __init__(
-        self,
-        slot_of: np.ndarray,
-        classes: np.ndarray,
-        last_use: np.ndarray,
-        next_use: np.ndarray,
-    ) -> None:
-        self._rows_of, self._uses = (slot_of, classes, next_use), (last_use, next_use)
-        self._begin, self._end = np.zeros(1, np.int64), 0
-        self._soon, self._again = np.zeros(1, np.int32), np.zeros(1, np.int32)
-        self._slots, self._rows, self._steps = (np.zeros(1, np.int32) for _ in range(3))
-        self._parts: deque[tuple[int, int]] = deque()  # steps, and where their parts start
-        self._newest = -1
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._parts.clear()
-        self._newest = -1
-
-    def refer(self, local: np.ndarray, previous: np.ndarray, planned: int, step: int) -> None:
-        """`step`, the newest that is known, names the rows `local`, which `previous` named last.
-
-        Both int32 `[U]`; steps up to `planned` are planned. Raises PlanError where steps do not
-        come in order.
-        """
-        self._open(step, len(local), planned)
-        told = loops.refer(local, previous, planned, step, *self._rows_of, *self._rings)
-        if told < 0:
-            raise PlanError(f"{previous[-1 - told]} is not below {step}: steps come in order")
-
-    def look_ahead(self, step: int) -> None:
-        """Tell which rows of `step`, whose slots are filled by now, are used again, and when."""
-        loops.look_ahead(step, *self._rows_of, *self._rings)
-
-    def leave(self, step: int, before: int, out: np.ndarray) -> tuple[int, int]:
-        """Take at most `len(out)` slots for `step`; see `loops.leave_farthest`."""
-        rings = (self._begin, self._soon, self._slots)
-        return loops.leave_farthest(step, self._newest, before, *self._uses, *rings, out)
-
-    @property
-    def _rings(self) -> tuple[np.ndarray, ...]:
-        return self._begin, self._soon, self._again, self._slots, self._rows, self._steps
-
-    def _open(self, step: int, rows: int, planned: int) -> None:
-        """Make room for a step of so many distinct rows, when those up to `planned` are planned."""
-        while self._parts and self._parts[0][0] <= planned:
-            self._parts.popleft()
-        if step - planned > len(self._begin):
-            size = 1 << (step - planned - 1).bit_length()
-            known = np.array([step for step, _ in self._parts], np.int64)
-            steps = (self._begin, self._soon, self._again)
-            self._begin, self._soon, self._again = (_larger(ring, size, known) for ring in steps)
-        start = self._parts[0][1] if self._parts else self._end
-        if self._end + rows - start > len(self._slots):
-            size = 1 << (self._end + rows - start - 1).bit_length()
-            known = np.arange(start, self._end)
-            parts = (self._slots, self._rows, self._steps)
-            self._slots, self._rows, self._steps = (_larger(ring, size, known) for ring in parts)
-        at = step & (len(self._begin) - 1)
-        self._begin[at], self._soon[at], self._again[at] = self._end, 0, 0
-        self._parts.append((step, self._end))
-        self._newest, self._end = step, self._end + rows
-
-
-def _larger(ring: np.ndarray, size: int, known: np.ndarray) -> np.ndarray:
-    """A ring of `size` places with what `ring` has at the places `known`, which wrap in both."""
-    found = np.zeros(size, ring.dtype)
-    found[known & (size - 1)] = ring[known & (len(ring) - 1)]
-    return found
-
-
-# -----------------------------------------------------------------------------
 # Which slots of one home may be filled next.
 #
 # Window-Belady (Belady 1966, on the known window; BagPipe, SOSP 2023): rows without a use in the
@@ -388,11 +234,18 @@ def _larger(ring: np.ndarray, size: int, known: np.ndarray) -> np.ndarray:
 # other row can, least recently used first.
 
 
+_STEPS, _KEYS = 0, 1
+"""Kinds of lists."""
+
+
 class SlotTable:
     """Bookkeeping of one home's slots `0 .. slots - 1` (local numbers) for its `rows` rows.
 
     `slot_of`: of each row, -1 none; `row`: local row held, -1 free; `last_use`, `next_use`: steps;
-    all int32. `popularity` uint8 `[rows]` or None: says which rows are `PINNED`, if any.
+    all int32. `popularity` uint8 `[rows]` or None: says which rows are `PINNED`, if any. Every slot
+    with a row lies in a list (`loops`), so filing and taking cost as much as the rows filed and
+    taken, whatever the size of the cache. Rows of a step in the window that it names again wait for
+    their slots until that step is planned: 4 bytes each.
     """
 
     def __init__(
@@ -412,20 +265,62 @@ class SlotTable:
         pins = popularity is not None and bool((popularity == PINNED).any())
         self._classes = popularity if pins and popularity is not None else _NO_LEVELS
         self._free = np.arange(slots, dtype=np.int32)
-        self._idle = Queue(self.last_use, self.next_use, ranking)
-        self._pinned = Queue(self.last_use, self.next_use, Ranking())
-        self.window = Window(self.slot_of, self._classes, self.last_use, self.next_use)
+        self._lists, self._links = 1, np.empty((slots + 3, 2), np.int32)
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forget all lists, and what waits to be told."""
+        self._links[self.slots :] = np.arange(self.slots, len(self._links))[:, None]
+        self._spans = [range(0), range(0)]  # steps, and keys, whose lists may have slots
+        self._newest = -1
+        self._again: dict[int, list[tuple[int, np.ndarray]]] = {}
         self._used: deque[tuple[int, np.ndarray]] = deque()
+
+    # --- what the steps known beyond the planned ones will use -------------------------------
+
+    def refer(self, local: np.ndarray, previous: np.ndarray, planned: int, step: int) -> None:
+        """`step`, the newest that is known, names the rows `local`, which `previous` named last.
+
+        Both int32 `[U]`; steps up to `planned` are planned. Rows that one of these named learn it
+        now, if they are cached; the others when the step that names them before is planned. Raises
+        PlanError where steps do not come in order.
+        """
+        latest = int(previous.max(initial=-1))
+        if latest >= step:
+            raise PlanError(f"{latest} is not below {step}: steps come in order")
+        self._cover(_STEPS, range(planned + 1, step + 1))
+        self._newest = step
+        order, starts = grouped(np.maximum(previous - planned, 0), step - planned)
+        known, *later = pairwise(starts.tolist())
+        self._tell([(step, local[order[slice(*known)]])], filed=True)
+        for before, (start, stop) in enumerate(later, planned + 1):
+            if start < stop:
+                self._again.setdefault(before, []).append((step, local[order[start:stop]]))
+
+    def look_ahead(self, step: int) -> None:
+        """Tell which rows of `step`, whose slots are filled by now, are used again, and when."""
+        if step in self._again:
+            self._tell(self._again.pop(step), filed=False)
+
+    def _tell(self, parts: list[tuple[int, np.ndarray]], filed: bool) -> None:
+        """Tell rows of the steps that use them next; see `loops.tell`."""
+        rows = np.concatenate([rows for _, rows in parts])
+        uses = np.repeat([use for use, _ in parts], [len(rows) for _, rows in parts])
+        told = (self.slot_of, self._classes, self.next_use, self._links)
+        loops.tell(rows, uses.astype(np.int32), filed, *told)
+
+    # --- a step is planned --------------------------------------------------------------------
 
     def look_up(self, local: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
         """The slots of the distinct rows `local` that `step` uses, and which of them to fetch.
 
         Slots found are held: they cannot leave for this step. All int32.
         """
-        slots, fetch = np.empty(len(local), np.int32), np.empty(len(local), np.int32)
-        uses = (self.slot_of, self.last_use, self.next_use)
-        misses = loops.look_up(local, *uses, step, slots, fetch)
-        return slots, fetch[:misses].copy()
+        slots = self.slot_of[local]
+        loops.hold(slots, step, self.last_use, self.next_use, self._links)
+        node = self._nodes(_STEPS, np.array([step]))
+        self._links[node] = node
+        return slots, np.flatnonzero(slots < 0).astype(np.int32)
 
     def fill(
         self, local: np.ndarray, fetch: np.ndarray, filled: np.ndarray, slots: np.ndarray
@@ -443,9 +338,14 @@ class SlotTable:
         and the ranking learnt the step."""
         if len(self._classes):
             pinned = self._classes[self.row[slots]] == PINNED
-            self._pinned.file(slots[pinned], step, self.row)
+            node = np.array([self.slots], np.int32)
+            filed = (self.next_use, self.row, _NO_LEVELS, node, self._links)
+            loops.file_slots(slots[pinned], *filed)
             slots = slots[~pinned]
-        self._idle.file(slots, step, self.row)
+        ranking = self.ranking
+        self._cover(_KEYS, range(ranking.base, ranking.base + ranking.span))
+        nodes = self._nodes(_KEYS, ranking.base + ranking.ranks)
+        loops.file_slots(slots, self.next_use, self.row, ranking.levels, nodes, self._links)
         self._used.append((step, slots))
         while self._used[0][0] < step - self.prefetch:
             self._used.popleft()
@@ -460,19 +360,29 @@ class SlotTable:
         found, latest, before = min(count, len(self._free)), -1, step - self.prefetch
         taken[:found], self._free = self._free[:found], self._free[found:]
         self.last_use[taken[:found]] = step
+        keys, steps = self._spans[_KEYS], range(self._newest, step, -1)
         if found < count:  # rows without a use in the window whose hold has ended, lowest first
-            got, latest = self._idle.leave(step, before, taken[found:])
+            nodes = self._nodes(_KEYS, np.arange(keys.start, keys.stop))
+            got, latest = self._leave(step, before, nodes, taken[found:])
             found += got
         if found < count:  # rows with a use in the window whose hold has ended, farthest first
-            got, late = self.window.leave(step, before, taken[found:])
+            nodes = self._nodes(_STEPS, np.arange(steps.start, steps.stop, steps.step))
+            got, late = self._leave(step, before, nodes, taken[found:], ordered=False)
             found, latest = found + got, max(latest, late)
         if found < count:
             got, late = self._take_held(step, taken[found:])
             found, latest = found + got, max(latest, late)
         if found < count:  # pinned rows, held or not
-            _, late = self._pinned.leave(step, step, taken[found:])
+            _, late = self._leave(step, step, np.array([self.slots], np.int32), taken[found:])
             latest = max(latest, late)
         return taken, latest
+
+    def _leave(
+        self, step: int, before: int, nodes: np.ndarray, out: np.ndarray, ordered: bool = True
+    ) -> tuple[int, int]:
+        """See `loops.leave`."""
+        uses = (self.last_use, self.next_use)
+        return loops.leave(step, before, nodes, ordered, *uses, self._links, out)
 
     def _take_held(self, step: int, out: np.ndarray) -> tuple[int, int]:
         """Shorten holds: oldest last use first, farthest next use first within it."""
@@ -483,7 +393,7 @@ class SlotTable:
             live = slots[self.last_use[slots] == used_at]
             order = np.argsort(-self.next_use[live].astype(np.int64), kind="stable")
             live = live[order[: len(out) - found]]
-            self.last_use[live], self.next_use[live] = step, loops.NEVER
+            loops.hold(live, step, self.last_use, self.next_use, self._links)
             out[found : found + len(live)] = live
             found += len(live)
             latest = used_at if len(live) else latest
@@ -500,14 +410,51 @@ class SlotTable:
         self.slot_of.fill(-1)
         self.slot_of[row[held]] = held
         self._free = np.flatnonzero(row < 0).astype(np.int32)
-        self._used.clear()
-        self.window.clear()
-        self._idle.clear()
-        self._pinned.clear()
+        self._clear()
         if self._popularity is not None:
             held = held[np.argsort(self._popularity[row[held]], kind="stable")]
-        if len(self._classes):
-            pinned = self._classes[row[held]] == PINNED
-            self._pinned.file(held[pinned], used_at, self.row)
-            held = held[~pinned]
-        self._idle.file(held, used_at, self.row)
+        self.file(held, used_at)
+        self._used.clear()
+
+    # --- room for lists -----------------------------------------------------------------------
+
+    def _nodes(self, kind: int, numbers: np.ndarray) -> np.ndarray:
+        """The nodes, int32, of the lists of these steps or keys."""
+        first = self.slots + 1 + kind * self._lists
+        return (first + (numbers & (self._lists - 1))).astype(np.int32)
+
+    def _cover(self, kind: int, numbers: range) -> None:
+        """Let there be a list for each of these steps or keys, beside those that have slots."""
+        known = self._spans[kind] or numbers
+        wanted = range(min(known.start, numbers.start), max(known.stop, numbers.stop))
+        if len(wanted) > self._lists:
+            nodes = self._nodes(kind, np.arange(known.start, known.stop))
+            full = np.flatnonzero(self._links[nodes, 0] != nodes)
+            start = known.start + int(full[0]) if len(full) else numbers.start
+            wanted = range(min(start, numbers.start), wanted.stop)
+        if len(wanted) > self._lists:
+            self._widen(2 * len(wanted))
+        self._spans[kind] = wanted
+
+    def _widen(self, lists: int) -> None:
+        """Room for so many lists of either kind."""
+        spans = [np.arange(span.start, span.stop) for span in self._spans]
+        old = np.concatenate([self._nodes(kind, span) for kind, span in enumerate(spans)])
+        self._lists = 1 << (lists - 1).bit_length()
+        new = np.concatenate([self._nodes(kind, span) for kind, span in enumerate(spans)])
+        known, slots = self._links, self.slots
+        full = known[old, 0] != old
+        old, new = old[full], new[full]
+        self._links = np.empty((slots + 1 + 2 * self._lists, 2), np.int32)
+        self._links[slots:] = np.arange(slots, len(self._links))[:, None]
+        self._links[: slots + 1] = known[: slots + 1]
+        self._links[new] = known[old]
+        self._links[known[old, 0], 1] = new
+        self._links[known[old, 1], 0] = new
+
+
+def grouped(keys: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """`(order [n], starts [groups + 1])`: a stable sort of integer keys in [0, groups)."""
+    # NumPy sorts small integers in linear time.
+    order = keys.astype(np.min_scalar_type(groups)).argsort(kind="stable")
+    return order, np.concatenate(([0], np.bincount(keys, minlength=groups).cumsum()))

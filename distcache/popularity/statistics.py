@@ -22,7 +22,7 @@ from distcache.data.raw.settings import NAME as MANIFEST
 from distcache.errors import ConfigError, DataError
 from distcache.layout import RowLayout
 from distcache.planner.victims import PINNED
-from distcache.store.memory import SharedMemory, describe_bytes
+from distcache.store.memory import describe_bytes, share_memory, tensor_in
 
 # -----------------------------------------------------------------------------
 # How often every row of every table was looked up, as `analyze` and `preprocess` leave it.
@@ -395,10 +395,9 @@ def _share_group(
     size = 8 * hot + classed
     if size == 0:
         return GroupPopularity(), 0
-    memory = SharedMemory.create(size, world, "the popularity of the rows", _WAY_OUT)
-    hottest = memory.tensor(0, (hot,), torch.int64).numpy() if hot else None
-    classes = memory.tensor(8 * hot, (classed,), torch.uint8).numpy() if classed else None
-    memory.close()  # from here on the arrays hold the mapping
+    memory = share_memory(size, world, "the popularity of the rows", _WAY_OUT)
+    hottest = tensor_in(memory, 0, (hot,), torch.int64).numpy() if hot else None
+    classes = tensor_in(memory, 8 * hot, (classed,), torch.uint8).numpy() if classed else None
 
     def fill() -> None:
         if world.local_rank:

@@ -7,7 +7,6 @@ import mmap
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from distcache.comm.agreement import together
 from distcache.comm.world import World
-from distcache.errors import DistcacheError, MemoryTooSmallError, PeerError
+from distcache.errors import MemoryTooSmallError, PeerError
 
 # -----------------------------------------------------------------------------
 # How much host memory can still be had, and the refusal to ask for more.
@@ -75,12 +74,8 @@ def _mem_available(proc: Path) -> int:
 
 def _memory_cgroups(proc: Path) -> Iterator[tuple[Path, int]]:
     """Folders, with their version (1 or 2), of every memory control group above this process."""
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-        mounts = list(_cgroup_mounts(proc))
-    except OSError:
-        return
-    for line in lines:
+    mounts = list(_cgroup_mounts(proc))
+    for line in _text(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         version = 2 if not controllers else 1
         if version == 1 and "memory" not in controllers.split(","):
@@ -92,7 +87,7 @@ def _memory_cgroups(proc: Path) -> Iterator[tuple[Path, int]]:
 
 def _cgroup_mounts(proc: Path) -> Iterator[tuple[str, Path, int]]:
     """(root inside the hierarchy, mount point, version) of the mounts that may limit memory."""
-    for line in (proc / "self/mountinfo").read_text().splitlines():
+    for line in _text(proc / "self/mountinfo").splitlines():
         fields, _, tail = line.partition(" - ")
         kind, _, options = tail.split(" ", 2)
         root, point = (_unescape(field) for field in fields.split(" ")[3:5])
@@ -137,11 +132,16 @@ def _cgroup_available(folder: Path, version: int) -> Iterator[int]:
 
 def _number(file: Path) -> int | None:
     """The integer in a control file; None when there is no file, or it says `max`."""
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
+    text = _text(file).strip()
     return int(text) if text.isdigit() else None
+
+
+def _text(file: Path) -> str:
+    """What a file of the kernel says; nothing where there is none."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 def _reclaimable(folder: Path, prefix: str) -> int:
@@ -150,11 +150,7 @@ def _reclaimable(folder: Path, prefix: str) -> int:
     All inactive file pages, and half of the active ones: some of those are in use, and the
     kernel's own MemAvailable takes half of them too. Shared memory is in neither.
     """
-    try:
-        text = (folder / "memory.stat").read_text()
-    except OSError:
-        return 0
-    stat = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
+    stat = dict(re.findall(r"^(\w+) (\d+)", _text(folder / "memory.stat"), re.MULTILINE))
     inactive = int(stat.get(f"{prefix}inactive_file", 0))
     return inactive + int(stat.get(f"{prefix}active_file", 0)) // 2
 
@@ -166,103 +162,67 @@ def _reclaimable(folder: Path, prefix: str) -> int:
 # that rank. It has no name, so nothing is left to clean up even after SIGKILL, and it does not
 # count against the size of /dev/shm.
 
-__all__ = ["SharedMemory", "available_memory", "describe_bytes", "require_memory"]
+_Handle = tuple[int, int, tuple[int, int], int]
+"""Process and descriptor by which the other local ranks find the memory, (device, inode) by which
+they know that it is the right one, and its bytes."""
 
 
-@dataclass(frozen=True)
-class _Handle:
-    """Where the other local ranks find the memory, and how they know that it is the right one."""
+def share_memory(size: int, world: World, what: str, way_out: str) -> mmap.mmap:
+    """`size` bytes, zero at first, made on local rank 0 and mapped by all local ranks of a node.
 
-    pid: int
-    fd: int
-    device: int
-    inode: int
-    size: int
+    Called by all ranks; `what` and `way_out`: for the error message, as in `require_memory`.
+    The mapping goes with the last tensor over it. Never unmap it by force: torch holds no buffer
+    lock, so `mmap.close` would pull it from under living tensors. Raises MemoryTooSmallError on
+    every rank when some node cannot hold it, PeerError when a local rank cannot open it.
+    """
+    made: list[int] = []
 
+    def make() -> _Handle | None:
+        if world.local_rank:
+            return None
+        require_memory(size, what, way_out)
+        try:  # no page of it exists before it is touched
+            made.append(os.memfd_create("distcache"))
+            os.ftruncate(made[0], size)
+            info = os.fstat(made[0])
+        except OSError as error:
+            raise MemoryTooSmallError(
+                f"the system refused {describe_bytes(size)} of shared memory for {what}: "
+                f"{error.strerror}; {way_out}"
+            ) from error
+        return os.getpid(), made[0], (info.st_dev, info.st_ino), size
 
-class SharedMemory:
-    """`size` bytes, zero at first, mapped by every local rank of a node."""
-
-    def __init__(self, mapping: mmap.mmap) -> None:
-        self._mapping: mmap.mmap | None = mapping
-        self.size = len(mapping)
-
-    @classmethod
-    def create(cls, size: int, world: World, what: str, way_out: str) -> SharedMemory:
-        """Make the memory on local rank 0 and map it on all local ranks; called by all ranks.
-
-        `size`: bytes; `what` and `way_out`: for the error message, as in `require_memory`.
-        Raises MemoryTooSmallError on every rank when some node cannot hold it, PeerError when a
-        local rank cannot open it.
-        """
-        made: list[_Handle] = []
-
-        def make() -> _Handle | None:
-            if world.local_rank:
-                return None
-            require_memory(size, what, way_out)
-            made.append(_make(size, what, way_out))
-            return made[0]
-
-        try:
-            handles = together(world, make)
-            creator = world.rank - world.local_rank  # torchrun numbers the ranks of a node in a row
-            mapping: list[mmap.mmap] = []
-            together(world, lambda: mapping.append(_map(handles[creator], size, world)))
-        finally:
-            for handle in made:
-                os.close(handle.fd)  # every mapping keeps a descriptor of its own
-        return cls(mapping[0])
-
-    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor of `shape` over the bytes from `offset` on; it shares the memory."""
-        if self._mapping is None:
-            raise DistcacheError("the shared memory is closed: make its tensors before `close`")
-        count = prod(shape)
-        flat = torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset)
-        return flat.view(shape)
-
-    def close(self) -> None:
-        """Let go of the mapping; safe to call twice.
-
-        The mapping itself goes with the last tensor over it. It is never unmapped by force:
-        torch holds no buffer lock, so `mmap.close` would pull it from under living tensors.
-        """
-        self._mapping = None
-
-
-def _make(size: int, what: str, way_out: str) -> _Handle:
-    """A new anonymous file of `size` bytes; no page of it exists before it is touched."""
-    fd = -1
     try:
-        fd = os.memfd_create("distcache")
-        os.ftruncate(fd, size)
-        info = os.fstat(fd)
-    except OSError as error:
-        if fd >= 0:
-            os.close(fd)
-        raise MemoryTooSmallError(
-            f"the system refused {describe_bytes(size)} of shared memory for {what}: "
-            f"{error.strerror}; {way_out}"
-        ) from error
-    return _Handle(os.getpid(), fd, info.st_dev, info.st_ino, size)
+        handles = together(world, make)
+        mapping: list[mmap.mmap] = []
+        together(world, lambda: mapping.append(_map(handles[world.first_local], size, world)))
+    finally:
+        for fd in made:
+            os.close(fd)  # every mapping keeps a descriptor of its own
+    return mapping[0]
+
+
+def tensor_in(memory: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor of `shape` over the bytes from `offset` on; it shares the memory."""
+    flat = torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=offset)
+    return flat.view(shape)
 
 
 def _map(handle: _Handle | None, size: int, world: World) -> mmap.mmap:
     """Map the creator's file into this process, read and write."""
-    if handle is None or handle.size != size:
+    pid, made, file, nbytes = handle or (0, 0, (0, 0), None)
+    if nbytes != size:
         raise PeerError(
-            f"rank {world.rank} wants {size} bytes of shared memory, but rank "
-            f"{world.rank - world.local_rank}, local rank 0 of its node, made "
-            f"{'none' if handle is None else handle.size}; LOCAL_RANK and LOCAL_WORLD_SIZE must "
-            "be as torchrun sets them, and all ranks must run the same configuration"
+            f"rank {world.rank} wants {size} bytes of shared memory, but rank {world.first_local}, "
+            f"local rank 0 of its node, made {nbytes or 'none'}; LOCAL_RANK and LOCAL_WORLD_SIZE "
+            "must be as torchrun sets them, and all ranks must run the same configuration"
         )
-    path = f"/proc/{handle.pid}/fd/{handle.fd}"
+    path = f"/proc/{pid}/fd/{made}"
     fd = -1
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         info = os.fstat(fd)
-        if (info.st_dev, info.st_ino) != (handle.device, handle.inode):
+        if (info.st_dev, info.st_ino) != file:
             raise FileNotFoundError(2, "another process has this id here", path)
         mapping = mmap.mmap(fd, size)
     except (OSError, ValueError, OverflowError) as error:

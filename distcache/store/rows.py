@@ -24,7 +24,7 @@ from distcache.comm.world import World
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
 from distcache.layout import RowLayout
 from distcache.ops.reference import check_rows, put_rows, take_rows
-from distcache.store.memory import SharedMemory, describe_bytes, require_memory
+from distcache.store.memory import describe_bytes, require_memory, share_memory, tensor_in
 from distcache.streams import Mark
 
 Rows = tuple[Tensor, Tensor | None]
@@ -159,8 +159,11 @@ class DirectRows:
         kernel that reads it cannot be had.
         """
         self.device, self._places = device, places
-        self._locked = _Locked(weight, state)
-        self._release = weakref.finalize(self, self._locked.release)
+        self._tables: list = [weight, state]
+        self._registered: list[Tensor] = []
+        self._events: dict[int, torch.cuda.Event] = {}  # after what each stream was last given
+        held = self._tables, self._registered, self._events
+        self._release = weakref.finalize(self, _let_go, *held)
         self._release.atexit = False  # the driver is gone by then, and so is what it had locked
         if device.type == "cuda":
             ops.copy_kernel()  # whether there is one
@@ -170,7 +173,7 @@ class DirectRows:
         """Read a row of each table and write it back: what cannot work is found, and the kernels
         are compiled, before training. Raises ConfigError."""
         try:
-            for table in self._tables():
+            for table in self._tables:
                 if table is None or not len(table):
                     continue
                 at, expected = self._index(np.zeros(1, np.int64)), table[:1].clone()
@@ -191,8 +194,8 @@ class DirectRows:
 
         Raises PlanError for a row that does not lie here.
         """
-        weight, state = self._tables()
         at = self._index(self._places(rows.numpy()))
+        weight, state = self._tables
         found = self._read(weight, at), None if state is None else self._read(state, at)
         self._mark()
         return found
@@ -200,22 +203,17 @@ class DirectRows:
     def write(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
         """Write `weight` `[m, D]` and `state` `[m, S]`, on the device, to distinct `rows`.
 
-        Raises PlanError for a row that does not lie here, or other shapes.
+        Raises PlanError for a row that does not lie here.
         """
-        tables = self._tables()
         at = self._index(self._places(rows.numpy()))
-        for name, table, values in zip(("weight", "state"), tables, (weight, state), strict=True):
-            want = None if table is None else (len(at), table.shape[1])
-            got = None if values is None else tuple(values.shape)
-            if want != got:
-                raise PlanError(f"{name} of {len(at)} rows must be {want}, got {got}")
+        for table, values in zip(self._tables, (weight, state), strict=True):
             if table is not None and values is not None and len(at):
                 ops.copy_rows(values, None, table, at)
         self._mark()
 
     def marks(self) -> list[Mark]:
         """The last reads and writes, of each stream that they were on."""
-        return [Mark(event) for event in self._locked.events.values()]
+        return [Mark(event) for event in self._events.values()]
 
     def close(self) -> None:
         """Let go of the memory once the device is through with it; safe to call twice.
@@ -224,11 +222,6 @@ class DirectRows:
         """
         self._release()
 
-    def _tables(self) -> tuple[Tensor, Tensor | None]:
-        if self._locked.weight is None:
-            raise DistcacheError("the row store is closed")
-        return self._locked.weight, self._locked.state
-
     def _read(self, table: Tensor, at: Tensor) -> Tensor:
         out = torch.empty(len(at), table.shape[1], dtype=table.dtype, device=self.device)
         if len(at):
@@ -236,7 +229,9 @@ class DirectRows:
         return out
 
     def _index(self, places: np.ndarray) -> Tensor:
-        check_rows(places, len(self._tables()[0]))
+        if not self._tables:
+            raise DistcacheError("the row store is closed")
+        check_rows(places, len(self._tables[0]))
         at = torch.from_numpy(places)
         if self.device.type != "cuda":
             return at
@@ -246,23 +241,23 @@ class DirectRows:
         """Note that work was issued on the current stream."""
         if self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device)
-            events, name = self._locked.events, stream.cuda_stream
-            if name not in events:
-                events[name] = torch.cuda.Event()
-            events[name].record(stream)
+            name = stream.cuda_stream
+            if name not in self._events:
+                self._events[name] = torch.cuda.Event()
+            self._events[name].record(stream)
 
     def _register(self) -> None:
         """Lock the tables' pages and map them for the device."""
         runtime = torch.cuda.cudart()
-        for table in self._tables():
+        for table in self._tables:
             if table is None or not table.numel():
                 continue
-            nbytes = table.numel() * table.element_size()
+            nbytes = table.nbytes
             with torch.cuda.device(self.device):
                 # 3: portable and mapped (cudaHostRegisterPortable | cudaHostRegisterMapped)
                 error = runtime.cudaHostRegister(table.data_ptr(), nbytes, 3)
             if int(error) == 0:
-                self._locked.registered.append(table)
+                self._registered.append(table)
                 continue
             with suppress(Exception):  # the next launch reports the refusal once more
                 torch.zeros(1, device=self.device)
@@ -275,34 +270,24 @@ class DirectRows:
             )
 
 
-class _Locked:
-    """The tables of a `DirectRows`, those of them that are `registered`, and on each stream the
-    `events` after what was last issued."""
-
-    def __init__(self, weight: Tensor, state: Tensor | None) -> None:
-        self.weight: Tensor | None = weight
-        self.state = state
-        self.registered: list[Tensor] = []
-        self.events: dict[int, torch.cuda.Event] = {}
-
-    def release(self) -> None:
-        """Unlock what is registered, before it may be unmapped; raises nothing."""
-        try:
-            deadline = time.monotonic() + _PATIENCE_S
-            while not all(event.query() for event in self.events.values()):
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"the device still used them after {_PATIENCE_S:.0f} s")
-                time.sleep(_PAUSE_S)
-            while self.registered:
-                error = torch.cuda.cudart().cudaHostUnregister(self.registered[-1].data_ptr())
-                if int(error) != 0:
-                    raise RuntimeError(torch.cuda.cudart().cudaGetErrorString(error))
-                self.registered.pop()
-        except RuntimeError as error:
-            log.warning("rows stay locked in host memory: %s", first_line(error))
-            _kept.extend(self.registered)
-        self.weight = self.state = None
-        self.registered, self.events = [], {}
+def _let_go(tables: list, registered: list[Tensor], events: dict[int, torch.cuda.Event]) -> None:
+    """Unlock what is registered, before it may be unmapped; raises nothing, and empties all."""
+    try:
+        deadline = time.monotonic() + _PATIENCE_S
+        while not all(event.query() for event in events.values()):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the device still used them after {_PATIENCE_S:.0f} s")
+            time.sleep(_PAUSE_S)
+        while registered:
+            error = torch.cuda.cudart().cudaHostUnregister(registered[-1].data_ptr())
+            if int(error) != 0:
+                raise RuntimeError(torch.cuda.cudart().cudaGetErrorString(error))
+            registered.pop()
+    except RuntimeError as error:
+        log.warning("rows stay locked in host memory: %s", first_line(error))
+        _kept.extend(registered)
+    for held in (tables, registered, events):
+        held.clear()
 
 
 # -----------------------------------------------------------------------------
@@ -422,14 +407,17 @@ class RowStore:
         rows = self.part.rows
         first, second = _part_bytes(self.part, state_width, dtype)
         what = f"{rows} rows x ({layout.dim} + {state_width} of state), {dtype}"
-        memory = SharedMemory.create(first + second, world, what, _WAY_OUT)
-        self._weight: Tensor | None = memory.tensor(0, (rows, layout.dim), dtype)
-        self._state: Tensor | None = None
+        memory = share_memory(first + second, world, what, _WAY_OUT)
+        self._weight: Tensor | None = tensor_in(memory, 0, (rows, layout.dim), dtype)
+        self.state: Tensor | None = None
+        """All optimizer state of the node, `[R, S]`, shared by its ranks; None when S = 0."""
         if state_width:
-            self._state = memory.tensor(first, (rows, state_width), dtype)
-        memory.close()  # from here on the tensors hold the mapping
+            self.state = tensor_in(memory, first, (rows, state_width), dtype)
         self.nbytes = first + second
-        self._taker = RowTaker(_gather_threads(world))
+        threads = 1  # where training itself keeps the cores busy
+        if world.device.type == "cuda":
+            threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)) // world.local_size)
+        self._taker = RowTaker(threads)
         self.direct: DirectRows | None = None
 
     @property
@@ -439,13 +427,6 @@ class RowStore:
             raise DistcacheError("the row store is closed")
         return self._weight
 
-    @property
-    def state(self) -> Tensor | None:
-        """All optimizer state of the node, `[R, S]`, shared by its ranks; None when S = 0."""
-        if self._weight is None:
-            raise DistcacheError("the row store is closed")
-        return self._state
-
     def initialise(
         self, seed: int, table_indices: Sequence[int], initial_state: float = 0.0
     ) -> None:
@@ -454,10 +435,6 @@ class RowStore:
         The local ranks of a node share its blocks round-robin, each on its share of the cores;
         the values depend on (seed, table index in the model, block) alone. Logs GB/s.
         """
-        if len(table_indices) != len(self.layout.tables):
-            raise ConfigError(
-                f"{len(table_indices)} table indices for {len(self.layout.tables)} tables"
-            )
         world, began = self._world, time.perf_counter()
         # NumPy, not torch, in these threads: each would bring a pool of OpenMP threads of its own.
         weight = self.weight.numpy()
@@ -480,8 +457,7 @@ class RowStore:
             mine = islice(_blocks(self.layout), world.local_rank, None, world.local_size)
             threads = max(1, len(os.sched_getaffinity(0)) // world.local_size)
             with ThreadPoolExecutor(threads, "distcache-initialise") as pool:
-                for _ in pool.map(fill, mine):
-                    pass
+                list(pool.map(fill, mine))  # and raise what one of them raised
 
         together(world, fill_mine)
         if not world.local_rank:
@@ -500,14 +476,12 @@ class RowStore:
         """Copies of `rows` (int64 `[m]`, on the CPU): weight `[m, D]`, state `[m, S]` or None.
 
         With `out` they are written there (contiguous tensors of exactly these shapes).
-        Raises PlanError for a row outside [0, V) or at home on another node, or wrong shapes.
+        Raises PlanError for a row outside [0, V) or at home on another node.
         """
-        _check_index(rows)
         if out is None:
             out = torch.empty(len(rows), self.layout.dim, dtype=self.dtype), None
             if self.state is not None:
                 out = out[0], torch.empty(len(rows), self.state_width, dtype=self.dtype)
-        self._check_values(rows, *out)
         places = self.part.places(rows.numpy())
         for source, target in zip((self.weight, self.state), out, strict=True):
             if source is not None and target is not None:
@@ -519,8 +493,6 @@ class RowStore:
 
         Raises PlanError for a row outside [0, V) or at home on another node, or wrong shapes.
         """
-        _check_index(rows)
-        self._check_values(rows, weight, state)
         places = self.part.places(rows.numpy())
         for target, values in ((self.weight, weight), (self.state, state)):
             if target is not None and values is not None:
@@ -551,36 +523,8 @@ class RowStore:
         if self.direct is not None:
             self.direct.close()
         self.direct = None
-        self._weight = self._state = None
+        self._weight = self.state = None
         self._taker.close()
-
-    def _check_values(self, rows: Tensor, weight: Tensor | None, state: Tensor | None) -> None:
-        """PlanError unless weight and state are on the CPU and as wide and long as they must be."""
-        for name, tensor, width in (
-            ("weight", weight, self.layout.dim),
-            ("state", state, self.state_width),
-        ):
-            got = None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device)
-            want = ((rows.shape[0], width), self.dtype, rows.device) if width else None
-            if got != want:
-                raise PlanError(f"{name} of {len(rows)} rows must be {want}, got {got}")
-
-
-def _check_index(rows: Tensor) -> None:
-    """PlanError unless row numbers are int64 `[m]` on the CPU."""
-    if rows.dtype != torch.int64 or rows.dim() != 1 or rows.device.type != "cpu":
-        raise PlanError(
-            f"row numbers must be int64 [m] on the CPU, got {rows.dtype} {list(rows.shape)} "
-            f"on {rows.device}"
-        )
-
-
-def _gather_threads(world: World) -> int:
-    """Threads that gather rows for this rank: its share of the cores beside a GPU; one where
-    training itself keeps the cores busy."""
-    if world.device.type != "cuda":
-        return 1
-    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // world.local_size))
 
 
 def _part_bytes(part: NodePart, state_width: int, dtype: torch.dtype) -> tuple[int, int]:

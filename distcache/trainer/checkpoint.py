@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,12 +48,10 @@ from distcache.trainer.schedule import Phase
 # -----------------------------------------------------------------------------
 # Whether all nodes see one and the same folder, as checkpoints and traces need it.
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-PATIENCE_S = 5.0
-"""How long a network file system may take to show another node's file, seconds."""
-
-_POLL_S = 0.1
+PATIENCE_S, _POLL_S = 5.0, 0.1
+"""How long a network file system may take to show another node's file, seconds; between looks."""
 
 
 def blind_ranks(world: World, folder: Path) -> list[int]:
@@ -95,7 +93,7 @@ def check_run_folder(world: World, folder: Path, needed_by: str | None) -> None:
             "share (NFS, Lustre ...), the same path on each"
         )
     if world.is_first:
-        log.warning("%s: nothing can be saved should this run be stopped", where)
+        logger.warning("%s: nothing can be saved should this run be stopped", where)
 
 
 # -----------------------------------------------------------------------------
@@ -127,26 +125,19 @@ class BlockSavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The rows of one block, or what the default planner says."""
-        value = self.state_dict[write_item.index.fqn]
-        data = write_item.tensor_data
-        if data is None or write_item.type is not WriteItemType.SHARD or not is_plain(value):
+        value, data = self.state_dict[write_item.index.fqn], write_item.tensor_data
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter)  # no DTensor, no ShardedTensor
+        if data is None or write_item.type is not WriteItemType.SHARD or not plain:
             return super().resolve_data(write_item)
         return value.detach().narrow(0, data.chunk.offsets[0], data.chunk.sizes[0])
-
-
-def is_plain(value: object) -> bool:
-    """Whether `value` is a tensor that holds all of its elements (no DTensor, no ShardedTensor)."""
-    return type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
 def split(item: WriteItem, block_bytes: int) -> Iterator[WriteItem]:
     """The blocks of an item of a plan; the item itself unless it is a plain tensor beyond one."""
     data = item.tensor_data
-    if item.type is not WriteItemType.TENSOR or data is None or len(data.size) == 0:
-        yield item
-        return
-    count, *rest = data.size
-    row_bytes = torch.Size(rest).numel() * data.properties.dtype.itemsize
+    plain = item.type is WriteItemType.TENSOR and data is not None
+    count, *rest = data.size if plain and data.size else (0,)
+    row_bytes = torch.Size(rest).numel() * data.properties.dtype.itemsize if count else 1
     step = max(1, block_bytes // max(row_bytes, 1))
     if step >= count:
         yield item
@@ -224,6 +215,10 @@ def state_digest(
     all ranks; every rank gets the hexadecimal digest.
     """
     sha, hashed = hashlib.sha256(), 0
+
+    def update(values: Tensor) -> None:
+        sha.update(values.detach().to("cpu", dtype).reshape(-1).contiguous().numpy().data)
+
     for index, table in enumerate(tables):
         rows = max(1, DIGEST_BLOCK_BYTES // (table.dim * dtype.itemsize))
         for start in range(0, table.rows, rows):
@@ -235,25 +230,18 @@ def state_digest(
             if world.is_first:
                 if block is None:
                     raise DistcacheError(f"rank 0 got no rows of table {table.name!r} to hash")
-                _update(sha, block, dtype)
+                update(block)
     for parameter in mode.dense_state().values():
         if world.is_first:
-            _update(sha, parameter, dtype)
+            update(parameter)
     return on_first(world, sha.hexdigest)
-
-
-def _update(sha: hashlib._Hash, values: Tensor, dtype: torch.dtype) -> None:
-    sha.update(values.detach().to("cpu", dtype).reshape(-1).contiguous().numpy().data)
 
 
 # -----------------------------------------------------------------------------
 # Checkpoints: the model folder of a run, from which the same trajectory goes on.
 #
-# A checkpoint is complete or not there: ranks write into `model.partial/`, which takes the place
-# of
+# A checkpoint is complete or not there: ranks write into `model.partial/`, which takes the place of
 # `model/` when all of them are done; an older `model/` stays until then.
-
-logger = logging.getLogger(__name__)
 
 FORMAT = 2
 """Version of what a checkpoint holds."""
@@ -337,14 +325,9 @@ def save(
     values.update(extra or {})
     partial = folder.with_name(folder.name + ".partial")
     on_first(world, lambda: make_room(folder, partial))
-    with file_group(world, identity) as group:
-        try:
-            writer, planner = FileSystemWriter(partial), BlockSavePlanner()
-            state_dict_saver.save(
-                values, storage_writer=writer, planner=planner, process_group=group
-            )
-        except CheckpointException as error:
-            fail(f"the checkpoint {folder} could not be written", error)
+    with file_group(world, identity, f"the checkpoint {folder} could not be written") as group:
+        writer, planner = FileSystemWriter(partial), BlockSavePlanner()
+        state_dict_saver.save(values, storage_writer=writer, planner=planner, process_group=group)
         found = file_digests(partial, files_of(partial), world, group)
         on_first(world, lambda: (partial / CHECKSUMS).write_text(json.dumps(found, indent=1)))
     on_first(world, lambda: swap(folder, partial))
@@ -365,13 +348,10 @@ def compare(
     """
     folder = find(path)
     header: dict[str, Any] = {TRAINER_KEY: ""}
-    with file_group(world, identity) as group:
+    with file_group(world, identity, f"the checkpoint {folder} cannot be read") as group:
         verify_files(folder, world, group)
-        try:
-            reader = FileSystemReader(folder)
-            state_dict_loader.load(header, storage_reader=reader, process_group=group)
-        except CheckpointException as error:
-            fail(f"the checkpoint {folder} cannot be read", error)
+        reader = FileSystemReader(folder)
+        state_dict_loader.load(header, storage_reader=reader, process_group=group)
     saved = json.loads(header[TRAINER_KEY])
     check(folder, saved, identity)
     other = other_data(saved["run"], identity)
@@ -404,14 +384,9 @@ def load(
     """
     folder = find(path)
     values = mode.blank_state() | (extra or {})
-    with file_group(world, identity) as group:
-        try:
-            reader, planner = FileSystemReader(folder), CompleteLoadPlanner()
-            state_dict_loader.load(
-                values, storage_reader=reader, planner=planner, process_group=group
-            )
-        except CheckpointException as error:
-            fail(f"the checkpoint {folder} does not fit this run", error)
+    with file_group(world, identity, f"the checkpoint {folder} does not fit this run") as group:
+        reader, planner = FileSystemReader(folder), CompleteLoadPlanner()
+        state_dict_loader.load(values, storage_reader=reader, planner=planner, process_group=group)
     if extra is not None:
         extra.update({name: values.pop(name) for name in extra})
     mode.load_state_dict(values)
@@ -476,11 +451,12 @@ def verify_files(folder: Path, world: World, group: dist.ProcessGroup) -> None:
 
 
 @contextmanager
-def file_group(world: World, identity: RunIdentity) -> Iterator[dist.ProcessGroup]:
+def file_group(world: World, identity: RunIdentity, fails: str) -> Iterator[dist.ProcessGroup]:
     """A CPU group for the time of reading or writing files, whose patience grows with the tables.
 
     The ranks wait for the slowest disk, which takes longer than `trainer.timeout_s` for large
-    tables; a rank that dies is noticed at once all the same.
+    tables; a rank that dies is noticed at once all the same. What fails on the first rank is raised
+    on all as an error of this package, which begins with `fails`.
     """
     elements = sum(rows * dim for _, rows, dim in identity.tables)
     largest = 3 * 8 * elements  # Adam: weight and two moments, float64
@@ -488,6 +464,10 @@ def file_group(world: World, identity: RunIdentity) -> Iterator[dist.ProcessGrou
     group: Any = dist.new_group(backend="gloo", timeout=patience)
     try:
         yield group
+    except CheckpointException as error:  # which is no `Exception`
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        kind = type(cause) if isinstance(cause, DistcacheError) else DistcacheError
+        raise kind(f"{fails}: rank {rank}: {cause}") from error
     finally:
         dist.destroy_process_group(group)
 
@@ -577,10 +557,3 @@ def swap(folder: Path, partial: Path) -> None:
         folder.rename(old)
     partial.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def fail(what: str, error: CheckpointException) -> NoReturn:
-    """Raise the first rank's failure as an error of this package (theirs is no `Exception`)."""
-    rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-    kind = type(cause) if isinstance(cause, DistcacheError) else DistcacheError
-    raise kind(f"{what}: rank {rank}: {cause}") from error

@@ -99,73 +99,67 @@ def measure(world: World, dim: int, update: RowUpdate, part: DensePart) -> Measu
     Takes about a second.
     """
     generator = torch.Generator().manual_seed(world.rank)
-    mates, others = _near_and_far(world)
-    alone = len(mates) == 1
-    near = [0.0, 0.0] if alone else _exchange_seconds(world, mates)
-    far = _exchange_seconds(world, others) if others else [0.0, 0.0]
-    host = _host_seconds(world, dim, generator)
-    lookup, updated, copied = _row_seconds(world, dim, update, generator)
-    sample = _dense_seconds(world, part)
-    timed = [*near, *far, host, lookup, updated, copied, sample]
+    nodes, every = world.nodes, range(world.size)
+    alike = len(set(nodes.sizes)) == 1  # else all ranks are of one node
+    near = nodes.ranks(nodes.of(world.rank)) if alike else every
+    far = [rank for rank in every if rank not in near]
+    timed = [
+        *_exchange_seconds(world, near),
+        *_exchange_seconds(world, far),
+        _host_seconds(world, dim, generator),
+        *_row_seconds(world, dim, update, generator),
+        _dense_seconds(world, part),
+    ]
     own = torch.tensor(timed, dtype=torch.float64)
     if world.size > 1:
         dist.all_reduce(own, group=world.host_group)
-    *links, host, lookup, updated, copied, sample = (own / world.size).tolist()
-    near, far = links[:2], links[2:]
-    inside = None if alone else _bandwidth(near, len(mates) - 1)
+    few, many, far_few, far_many, host, lookup, updated, copied, sample = (
+        own / world.size
+    ).tolist()
+
+    def bandwidth(few: float, many: float, peers: int) -> float:
+        return (_LARGE - _SMALL) * peers / max(many - few, 1e-9)
+
+    inside = bandwidth(few, many, len(near) - 1) if len(near) > 1 else None
     between = None
-    if others:
-        between = Link(_bandwidth(far, len(others)), far[0] / len(others), "measured")
+    if far:
+        between = Link(bandwidth(far_few, far_many, len(far)), far_few / len(far), "measured")
     compute = Compute(lookup / _ROWS, updated / _ROWS, copied / _ROWS, sample / part.batch)
-    return Measured(inside, near[0], _ROWS * dim * 4 / host, compute, between)
-
-
-def _near_and_far(world: World) -> tuple[range, list[int]]:
-    """The ranks of this node, and the others; where nodes have different numbers of ranks all are
-    of one."""
-    nodes, every = world.nodes, range(world.size)
-    near = every if len(set(nodes.sizes)) > 1 else nodes.ranks(nodes.of(world.rank))
-    return near, [rank for rank in every if rank not in near]
-
-
-def _bandwidth(seconds: Sequence[float], peers: int) -> float:
-    """Bytes per second from what `_exchange_seconds` gave."""
-    return (_LARGE - _SMALL) * peers / max(seconds[1] - seconds[0], 1e-9)
+    return Measured(inside, few, _ROWS * dim * 4 / host, compute, between)
 
 
 def _timed(world: World, call: Callable[[], object], repeat: int = 7) -> float:
     """Least seconds of a call, after one that does not count: without what other load adds."""
     taken = []
     for _ in range(repeat + 1):
-        _wait(world)
         start = time.perf_counter()
         call()
-        _wait(world)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
         taken.append(time.perf_counter() - start)
     return min(taken[1:])
 
 
-def _wait(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
-
-
 def _exchange_seconds(world: World, peers: Sequence[int]) -> list[float]:
     """Of all-to-alls in which each rank sends `_SMALL`, and `_LARGE`, bytes to each of `peers`;
-    where these are its node's they are the node's own."""
+    where these are its node's they are the node's own. 0 where it has no peer but itself."""
+    if not set(peers) - {world.rank}:
+        return [0.0, 0.0]
     link = comm.Link(world, world.device_group, CollectiveCounters(), "the device group")
     here = world.nodes.ranks(world.nodes.of(world.rank))
-    inside, found = all(rank in here for rank in peers), []
+    inside, what, found = all(rank in here for rank in peers), "a measurement", []
+
+    def exchange(sent: Tensor, splits: list[int]) -> Tensor:
+        near = splits[here.start : here.stop]
+        if inside:
+            return link.within_node(sent, near, near, ROWS, what)
+        return link.start_all_to_all(sent, splits, splits, ROWS, what)()
+
     for nbytes in (_SMALL, _LARGE):
         splits = [nbytes // 4 if rank in peers else 0 for rank in range(world.size)]
         sent = torch.zeros(sum(splits), device=world.device)
-        near, what = splits[here.start : here.stop], "a measurement"
         dist.barrier(group=world.host_group)
-        if inside:
-            call = partial(link.within_node, sent, near, near, ROWS, what)
-        else:
-            call = partial(link.all_to_all, sent, splits, splits, ROWS, what)
-        found.append(_timed(world, call))
+        found.append(_timed(world, partial(exchange, sent, splits)))
     return found
 
 
@@ -314,16 +308,11 @@ def _room(each: int, world: World) -> int:
     """How many steps fit on their way, in L and P together, in this rank's share of memory."""
     rooms = [int(_SHARE * available_memory() / world.local_size / each)]
     if world.device.type == "cuda":
-        free = torch.cuda.mem_get_info(world.device)[0] / _ranks_of_a_gpu(world)
+        # Ranks may share a GPU, but under NCCL each has one.
+        gpus = world.local_size if world.backend == "nccl" else torch.cuda.device_count()
+        free = torch.cuda.mem_get_info(world.device)[0] / math.ceil(world.local_size / max(1, gpus))
         rooms.append(int(_SHARE * free / each))
     return min(rooms) - _BETWEEN
-
-
-def _ranks_of_a_gpu(world: World) -> int:
-    """How many local ranks share this rank's GPU; NCCL has one for each."""
-    if world.backend == "nccl":
-        return 1
-    return math.ceil(world.local_size / max(1, torch.cuda.device_count()))
 
 
 def _check(cache: CacheConfig, lookahead: int, prefetch: int, room: int, each: int) -> None:
@@ -508,13 +497,13 @@ def resolve_placement(
 
     def measured() -> Cluster:
         features = getattr(source, "dense_features", None)  # which `distcache.fit` is not told
-        return measured_cluster(config, world, tables, model, features)
+        return _measured_cluster(config, world, tables, model, features)
 
     request = request_of(config, sum(math.prod(p.shape) for p in model.parameters()))
     return request.placement(world, tables, facts, measured)
 
 
-def measured_cluster(
+def _measured_cluster(
     config: Config,
     world: World,
     tables: Sequence[TableSpec],

@@ -21,7 +21,7 @@ from distcache.popularity.counters import DENSE_BYTES, TableCounter, make_counte
 from distcache.popularity.curve import TableProfile, profile_of
 from distcache.popularity.slots import BY_CURVE, PROPORTIONAL, cache_bytes
 from distcache.popularity.statistics import Statistics, vocabulary_of
-from distcache.replay import Case, Outcome, popularity_of, replay
+from distcache.replay import Case, GroupCounts, Outcome, popularity_of, replay
 from distcache.store.memory import require_memory
 from distcache.trace import Trace, record_source
 from distcache.trainer.plan_cache import (
@@ -218,24 +218,6 @@ _LATE = 4
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """What a run of `steps` steps is expected to measure in a case; None where it is `refused`.
-
-    `hit_rate`: of distinct rows; `hit_rate_lookups`: of lookups, both as in `summary.json`;
-    `distinct`, `fetched`, `written_back`: rows over the run.
-    """
-
-    case: Case
-    steps: int
-    refused: str | None = None
-    hit_rate: float | None = None
-    hit_rate_lookups: float | None = None
-    distinct: float | None = None
-    fetched: float | None = None
-    written_back: float | None = None
-
-
-@dataclass(frozen=True)
 class Sizes:
     """Bytes and slots of `tables` with the cache that is asked for; `statistics` of them share out
     its slots where `cache.split=by_curve`."""
@@ -329,8 +311,8 @@ class RecordedRun:
             total += sum(int(home.distinct[trace.training].sum()) for home in homes)
         return total / self.recorded
 
-    def estimate(self, case: Case) -> Estimate:
-        """What the run comes to in `case`.
+    def estimate(self, case: Case) -> Outcome:
+        """What the run is expected to come to in `case`; its counts may be no whole numbers.
 
         More slots than a home has rows in the trace change nothing, and are not made.
         """
@@ -339,34 +321,20 @@ class RecordedRun:
         slots = (min(s, world * most) for s, most in zip(case.slots, named, strict=True))
         small = replace(case, slots=tuple(max(count, 1) for count in slots))
         whole = replay(self.traces, [small], self.classes)[0]
-        if whole.refused is not None:
-            return Estimate(case, self.steps, whole.refused)
-        if not self._late:
-            return _estimate(case, self.steps, whole, None, 0.0)
-        late = replay(self._late, [small], self.classes)[0]
-        return _estimate(case, self.steps, whole, late, (self.steps - self.recorded) / late.steps)
+        groups = whole.groups
+        if self._late and whole.refused is None:
+            late = replay(self._late, [small], self.classes)[0]
+            times = (self.steps - self.recorded) / late.steps
+            pairs = zip(groups, late.groups, strict=True)
+            groups = tuple(_goes_on(one, other, times) for one, other in pairs)
+        return replace(whole, case=case, steps=self.steps, groups=groups)
 
 
-def _estimate(
-    case: Case, steps: int, whole: Outcome, late: Outcome | None, times: float
-) -> Estimate:
-    """The counts of `whole` with `times` those of `late`, as rates."""
-
-    def total(name: str, of_late: str | None = None) -> float:
-        rest = 0.0 if late is None else times * getattr(late, of_late or name)
-        return getattr(whole, name) + rest
-
-    distinct, ids, fetched = total("distinct"), total("ids"), total("fetched")
-    return Estimate(
-        case,
-        steps,
-        None,
-        1 - fetched / distinct,
-        total("lookups_hit") / ids,
-        distinct,
-        fetched,
-        total("written_back", "fetched"),  # once the cache is full, as many leave as come
-    )
+def _goes_on(whole: GroupCounts, late: GroupCounts, times: float) -> GroupCounts:
+    """The counts of `whole` with `times` those of `late`."""
+    # Once the cache is full, as many rows leave as come.
+    more = vars(late) | {"written_back": late.fetched}
+    return GroupCounts(**{name: own + times * more[name] for name, own in vars(whole).items()})
 
 
 def _late(trace: Trace) -> Trace:

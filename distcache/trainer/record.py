@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distcache.comm.agreement import on_first
 from distcache.comm.world import World
 from distcache.engine.step import WAIT
 from distcache.parallel.base import Durations, Parallel, StepResult
@@ -104,37 +105,9 @@ class Evaluation:
     def finish(self, world: World) -> EvalResult:
         """The metrics over all ranks, equal on every rank; all ranks call this."""
         local = torch.cat(self._parts, dim=1) if self._parts else torch.zeros(2, 0).double()
-        gathered = gather_columns(local, world)
-        values = torch.full((4,), torch.nan, dtype=torch.float64)
-        if gathered is not None:
-            logits, labels = gathered.numpy()
-            result = measure(logits, labels)
-            found = (result.auc, result.logloss, result.ne)
-            values = torch.tensor(
-                [torch.nan if value is None else value for value in found] + [result.samples],
-                dtype=torch.float64,
-            )
-        dist.broadcast(values, src=0, group=world.host_group)
-        *found, samples = values.tolist()
-        area, loss, ne = (None if np.isnan(value) else value for value in found)
-        return EvalResult(area, loss, ne, int(samples))
-
-
-def gather_columns(local: Tensor, world: World) -> Tensor | None:
-    """Float64 `[k, n_r]` of every rank side by side in rank order on rank 0; None on the others.
-
-    gloo refuses to gather uneven shapes, so columns are padded to the longest and cut again.
-    """
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
-    dist.all_gather(lengths, torch.tensor([local.shape[1]]), group=world.host_group)
-    longest = max(int(length) for length in lengths)
-    padded = torch.zeros(local.shape[0], longest, dtype=torch.float64)
-    padded[:, : local.shape[1]] = local
-    parts = [torch.empty_like(padded) for _ in range(world.size)] if world.is_first else None
-    dist.gather(padded, parts, dst=0, group=world.host_group)
-    if parts is None:
-        return None
-    return torch.cat([p[:, : int(n)] for p, n in zip(parts, lengths, strict=True)], dim=1)
+        parts: list[Any] | None = [None] * world.size if world.is_first else None
+        dist.gather_object(local.numpy(), parts, dst=0, group=world.host_group)
+        return on_first(world, lambda: measure(*np.concatenate(parts or (), axis=1)))
 
 
 def measure(logits: np.ndarray, labels: np.ndarray) -> EvalResult:

@@ -1,4 +1,4 @@
-"""The command line of the analysis: what it leaves, what it advises, and what it refuses."""
+"""The command line of the analysis: what it leaves, advises, replays, and what it refuses."""
 
 from __future__ import annotations
 
@@ -11,25 +11,51 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from analyses import SMALL, refused, run
 
 from distcache.analyze import main
 from distcache.cli import analyze_run
-from distcache.cli.analyze_run import AnalyzeConfig, SizeSearch, check_line, rounded_up
-from distcache.cli.compose import read_line
+from distcache.cli.analyze_run import (
+    DEFAULT_SIZES,
+    AnalyzeConfig,
+    SizeSearch,
+    cases_of,
+    policy_named,
+    rounded_up,
+)
+from distcache.cli.compose import compose_overrides, read_line, to_config
+from distcache.comm.world import close_world, open_world
 from distcache.config.tree import CacheConfig
 from distcache.data.synthetic import SyntheticSource
 from distcache.engine.placing import CacheRequest
-from distcache.errors import ConfigError
 from distcache.layout import TableSpec
 from distcache.optim import row_update
 from distcache.planner.victims import Policy
 from distcache.popularity.counters import Drift
 from distcache.popularity.curve import Curve, TableProfile, ZipfFit
 from distcache.popularity.statistics import TableCounts, read_statistics
-from distcache.replay import Case
+from distcache.replay import Case, GroupCounts, Outcome, replay
 from distcache.store import memory as available
-from distcache.trainer.prediction import Estimate, Sizes
+from distcache.trace import record_ids
+from distcache.trainer.prediction import RecordedRun, Sizes
+from distcache.trainer.trainer import train
+
+SMALL = (
+    *("data=synthetic", "data.table_rows=[20000,3000,40]", "data.global_batch_size=256"),
+    *("trainer.steps=60", "cache.ratio=0.1"),
+)
+
+
+def run(folder: Path, *arguments: str) -> dict:
+    """The report of an analysis that goes well."""
+    out = folder / "out"
+    assert main([*arguments, f"output={out}"]) == 0
+    return json.loads((out / "report.json").read_text())
+
+
+def refused(capsys: pytest.CaptureFixture, *arguments: str) -> str:
+    """What is said of a command line that does not work."""
+    assert main(list(arguments)) == 1
+    return capsys.readouterr().err
 
 
 def test_everything_is_left(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -123,23 +149,16 @@ def test_odd_tables_are_named(tmp_path: Path) -> None:
     assert "Nothing looks up t_never" in text and "All ids of t_always are equal" in text
 
 
-@pytest.mark.parametrize(
-    ("ratio", "up"), [(0.012345, 0.0124), (0.0124, 0.0124), (0.99951, 1.0), (3e-5, 3e-5), (1, 1)]
-)
-def test_sizes_have_three_digits(ratio: float, up: float) -> None:
-    assert rounded_up(ratio) == up
-
-
 class Served:
     """A `Prediction` of 40 rows, of which a cache of 30 serves less than one of 29."""
 
-    def estimate(self, case: Case) -> Estimate:
+    def estimate(self, case: Case) -> Outcome:
         """See `RecordedRun.estimate`."""
         rate = 0.5 if case.slots[0] == 30 else case.slots[0] / 40
-        return Estimate(case, 1, hit_rate=rate, hit_rate_lookups=rate)
+        return Outcome(case, 1, (GroupCounts(1, rate, 1, 1 - rate),))
 
 
-@pytest.mark.parametrize("wanted", [0.3, 0.725, 0.74, 0.75, 0.9])
+@pytest.mark.parametrize("wanted", [0.3, 0.725, 0.74, 0.75, 0.9, 1.0])
 def test_the_target_has_three_digits_where_few_sizes_differ(wanted: float) -> None:
     """Many shares give the same slots: the search ends, and names the one that it asked for."""
     request = CacheRequest(CacheConfig(), row_update("sgd", 0.0), 1, 4, 8, 1, "bytes")
@@ -192,18 +211,16 @@ def test_ctrl_c_reports_what_there_is(
         assert "stopped: the first 4 steps of the run are replayed" in shown.err
 
 
-def test_data_without_a_lookup(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    said = refused(capsys, *SMALL, "data.bag_size=0", f"output={tmp_path}")
-    assert "look up no id at all" in said and "data.bag_size" in said
-    empty = tmp_path / "empty.txt"
-    empty.write_text("")
-    source = ("data=criteo", f"data.path={empty}", f"output={tmp_path}")
-    assert "empty.txt is empty" in refused(capsys, *source)
-
-
-def test_memory_that_is_not_there(
+def test_data_and_memory_that_are_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    said = refused(capsys, *SMALL, "data.bag_size=0", f"output={tmp_path}")
+    assert "look up no id at all" in said and "data.bag_size" in said
+    (tmp_path / "file").write_text("")
+    source = ("data=criteo", f"data.path={tmp_path / 'file'}", f"output={tmp_path}")
+    assert "file is empty" in refused(capsys, *source)
+    said = refused(capsys, *SMALL, f"output={tmp_path / 'file/out'}")
+    assert "output=" in said and "name another folder" in said
     monkeypatch.setattr(available, "available_memory", lambda: 100_000)
     said = refused(capsys, *SMALL, f"output={tmp_path}")
     assert "counts of all lookups" in said and "lower analyze.memory" in said
@@ -232,6 +249,7 @@ def test_memory_that_is_not_there(
             "analyze.hit_rate: no such key: did you mean analyze.target",
         ),
         ("run.dir=here", "run.dir: nothing is trained"),
+        ("parallel=host", "parallel: nothing is trained"),
         ("trace=x.txt", "trace=x.txt is a trace to simulate: give simulate=true"),
         ("--simulate", "--simulate: write simulate=..."),
         ("analyze.output=x", "analyze.output: no such key: did you mean output?"),
@@ -246,16 +264,119 @@ def test_what_makes_no_sense(
     assert named in refused(capsys, f"output={tmp_path}", *SMALL, *word.split())
 
 
-def test_help_names_every_key(capsys: pytest.CaptureFixture) -> None:
-    assert main(["--help"]) == 0
-    shown = capsys.readouterr().out
-    for key in ("analyze.target_hit_rate=0.95", "analyze.sample=auto", "simulate=false", "trace="):
-        assert key in shown
+def test_policies_and_cases() -> None:
+    assert policy_named("lookahead-frequency") == Policy("lookahead", "frequency")
+    words = ["simulate=true", "analyze.policies=all", "analyze.lookaheads=[2,8]"]
+    line = read_line("analyze", AnalyzeConfig, [*words, "analyze.world_sizes=1,3"])
+    options = line.values.analyze
+    assert len(options.chosen_policies) == 7
+    cases = cases_of(
+        options,
+        DEFAULT_SIZES,
+        lambda size, world: (int(1000 * size),),
+        lambda slots, world: (9, int(slots[0] > 5)),
+    )
+    sizes = len(DEFAULT_SIZES)
+    assert len(cases) == 2 * sizes * (1 + 3 * 2 + 4)
+    assert {(case.prefetch, case.slots[0] > 5) for case in cases} == {(0, False), (1, True)}
+    assert cases[0].policy is None and {case.world_size for case in cases} == {1, 3}
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    (tmp_path / "file").write_text("")
-    said = refused(capsys, *SMALL, f"output={tmp_path / 'file/out'}")
-    assert "output=" in said and "name another folder" in said
-    with pytest.raises(ConfigError, match="nothing is trained"):
-        check_line(read_line("analyze", AnalyzeConfig, ["parallel=host"]))
+def test_default_sizes_fit_the_data(tmp_path: Path) -> None:
+    """Two small tables, most of whose rows a step names: nothing that is simulated is refused."""
+    report = run(tmp_path, *SMALL, "data.table_rows=[300,40]", "simulate=true")
+    simulated = report["simulated"]
+    assert simulated and all(case["refused"] is None for case in simulated)
+    assert len({tuple(case["slots"]) for case in simulated}) > 1
+
+
+def test_simulation_of_the_data(tmp_path: Path) -> None:
+    report = run(
+        tmp_path, *SMALL, "simulate=true", "analyze.policies=all", "analyze.sizes=0.001,0.1,4000",
+        "analyze.world_sizes=1,2",
+    )  # fmt: skip
+    cases = report["simulated"]
+    assert len(cases) == 2 * 3 * 8
+    small = [case for case in cases if case["slots"][0] < 300]
+    assert len(small) == 16 and all("distinct rows" in case["refused"] for case in small)
+    done = [case for case in cases if case["refused"] is None]
+    least = {(str(c["slots"]), c["world_size"]): c["fetched"] for c in done if c["label"] == "MIN"}
+    for case in done:
+        assert case["fetched"] >= least[str(case["slots"]), case["world_size"]]
+        assert 0 < case["hit_rate"] < 1
+    text = (tmp_path / "out/report.md").read_text()
+    assert "## Simulated policies" in text and "Training would refuse" in text
+
+
+def test_simulation_of_a_file_of_ids(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    rng = np.random.default_rng(0)
+    ids = (1000 * rng.random((50, 40)) ** 3).astype(np.int64)
+    np.save(tmp_path / "ids.npy", ids)
+    words = ("simulate=true", f"trace={tmp_path / 'ids.npy'}", "analyze.sizes=0.1,1.0")
+    report = run(tmp_path, *words)
+    assert report["read"] == {"ids": 2000, "steps": 50, "rows": int(ids.max()) + 1}
+    assert {case["label"] for case in report["simulated"]} == {"MIN", "lookahead 64, lfu", "lru"}
+    assert "of MIN" in capsys.readouterr().out
+    said = refused(capsys, *words, "optim=adam", f"output={tmp_path}")
+    assert "optim=adam speaks of a data source" in said
+    bad = tmp_path / "ids.txt"
+    bad.write_text("1 2\n3 -4\n")
+    said = refused(capsys, "simulate=true", f"trace={bad}", f"output={tmp_path / 'o'}")
+    assert "trace: " in said and "line 2: '-4'" in said and "name another one" in said
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("policy", [Policy(), Policy("lfu"), Policy("static"), Policy("lru")])
+def test_more_slots_than_rows(world: int, policy: Policy) -> None:
+    rng = np.random.default_rng(0)
+    steps = [(4000 * rng.random(50) ** 2).astype(np.int64) for _ in range(40)]
+    trace = record_ids(steps, 4000, (world,))
+    most = max(len(home.names) for home in trace.of_world(world))
+    prediction = RecordedRun([trace], 40)
+    for slots in (3999, world * most, world * most - world, 300):
+        case = Case(policy, (slots,), 4, 1, world)
+        found = prediction.estimate(case)
+        (plain,) = replay(trace, [case], prediction.classes)
+        assert found.case == case and found.hit_rate == plain.hit_rate
+        assert found.fetched == plain.fetched and found.written_back == plain.written_back
+
+
+RUN = (
+    *("data=synthetic", "data.table_rows=[3000,500,40]", "data.global_batch_size=64"),
+    *("model=dcn_v2", "model.table_dims=[16,16,32]", "model.dense_arch=[8,4]"),
+    *("model.over_arch=[8,1]", "model.cross_layers=1", "model.cross_rank=2"),
+    *("trainer.steps=30", "trainer.device=cpu", "trainer.log_level=ERROR", "run.save=false"),
+)
+
+
+def simulated(folder: Path, *words: str) -> dict[tuple[str, int], float]:
+    """Rows fetched per step by policy and slots over all groups."""
+    given = [*RUN, "simulate=true", "analyze.policies=[lookahead]"]
+    cases = run(folder, *given, *words)["simulated"]
+    return {(case["label"], sum(case["slots"])): case["fetched"] for case in cases}
+
+
+def test_each_size_has_its_own_prefetch(tmp_path: Path) -> None:
+    up = simulated(tmp_path / "up", "analyze.sizes=[0.05,0.5]")
+    down = simulated(tmp_path / "down", "analyze.sizes=[0.5,0.05]")
+    assert up == down and len(up) == 4
+
+
+def test_statistics_are_those_that_are_counted(tmp_path: Path) -> None:
+    words = ("cache.tail=frequency", "cache.split=by_curve", "analyze.sizes=[0.3]")
+    found = simulated(tmp_path / "counted", *words)
+    ((label, slots), fetched) = next(item for item in found.items() if item[0][0] != "MIN")
+    assert "lfu" in label  # analyze.policies=[lookahead] has the default tail
+    wanted = (*RUN, "cache.split=by_curve", "cache.ratio=0.3", "cache.warm_start=0")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    world = open_world("cpu", timeout_s=60)
+    try:
+        words = [*wanted, f"cache.statistics={tmp_path / 'counted/out'}"]
+        summary = train(to_config(compose_overrides(words)), world, folder).summary
+    finally:
+        close_world(world)
+    assert summary["cache_rows"] == slots
+    assert summary["rows_fetched"] == pytest.approx(fetched)
+    least = next(value for (name, _), value in found.items() if name == "MIN")
+    assert least <= fetched

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import signal
 import socket
-import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -16,8 +12,6 @@ import torch.distributed as dist
 from node_cases import open_nodes
 from ranks import run_ranks
 
-from distcache.comm import rendezvous
-from distcache.comm.rendezvous import exchange
 from distcache.comm.world import (
     Claim,
     Nodes,
@@ -27,7 +21,7 @@ from distcache.comm.world import (
     nodes_of_names,
     open_world,
 )
-from distcache.errors import ConfigError, DistcacheError, PeerError
+from distcache.errors import ConfigError, DistcacheError
 
 COMMAND = (["a=1", "b=2"], {"distcache": "1", "numpy": "5"})
 
@@ -41,16 +35,13 @@ def claims(*sizes: int) -> list[Claim]:
     ]
 
 
-def test_places() -> None:
+def test_places_and_bytes_between_them() -> None:
     nodes = agree_on_claims(claims(2, 1, 3))
     assert nodes == Nodes((2, 1, 3))
     assert [nodes.of(rank) for rank in range(6)] == [0, 0, 1, 2, 2, 2]
     assert [list(nodes.ranks(node)) for node in range(3)] == [[0, 1], [2], [3, 4, 5]]
     assert [nodes.peer(rank, 0) for rank in range(6)] == [0, 1, 0, 0, 1, 0]
     assert [nodes.peer(rank, 2) for rank in range(6)] == [3, 4, 3, 3, 4, 5]
-
-
-def test_bytes_between_nodes() -> None:
     nodes = Nodes((2, 2))
     assert nodes.bytes_between(1, [3, 0, 2, 5], 100) == 70
     assert nodes.bytes_between(1, [0, 0, 0, 0], 0) == 0
@@ -58,20 +49,15 @@ def test_bytes_between_nodes() -> None:
     assert Nodes((4,)).ring_bytes_between(3, 10) == 0
 
 
-def test_two_agents_of_one_machine_are_two_nodes() -> None:
-    here = [replace(claim, host="here") for claim in claims(2, 2)]
-    assert agree_on_claims(here) == Nodes((2, 2))
-
-
 @pytest.mark.parametrize(
     ("rank", "change", "message"),
     [
-        (1, {"local_rank": 0}, r"ranks 0 to 1 have LOCAL_RANK \[0, 0\]"),
-        (3, {"local_size": 1}, r"LOCAL_WORLD_SIZE \[2, 1\]"),
-        (2, {"local_size": 0}, r"rank 2 \(host1\) has LOCAL_WORLD_SIZE=0: give the number"),
-        (0, {"local_size": -1}, r"rank 0 \(host0\) has LOCAL_WORLD_SIZE=-1: give the number"),
-        (1, {"host": "other"}, "run on host0, other"),
-        (3, {"group": "0"}, r"GROUP_RANK\) are \['1', '0'\]"),
+        (1, {"local_rank": 0}, "rank 0 .* the first of 2 ranks on one node: .* rank 1 .*_RANK=0,"),
+        (3, {"local_size": 1}, "rank 2 .*; but rank 2 .*; rank 3 on host1 .*LOCAL_WORLD_SIZE=1"),
+        (2, {"local_size": 0}, r"rank 2 \(host1\) says that it is the first of 0 ranks"),
+        (0, {"local_size": -1}, r"rank 0 \(host0\) says that it is the first of -1 ranks"),
+        (1, {"host": "other"}, "on one machine .*; but rank 0 on host0 .*; rank 1 on other has"),
+        (3, {"group": "0"}, "under one agent, .* GROUP_RANK=1; .* GROUP_RANK=0"),
         (2, {"backend": "nccl"}, "backend is gloo on rank 0 .host0. and nccl on rank 2 .host1."),
         (2, {"device": "cuda"}, "set trainer.device to one that all nodes have"),
         (3, {"error": "no GPU here"}, "rank 3 .host1.: no GPU here"),
@@ -92,45 +78,14 @@ def test_what_need_not_be_the_same(caplog) -> None:
     found[1] = replace(found[1], arguments=["b=2", "a=1"], versions=COMMAND[1] | {"numba": "7"})
     assert agree_on_claims(found, rank=0) == agree_on_claims(found, rank=1) == Nodes((2,))
     assert caplog.text.count("the ranks' versions differ: numba is") == 1
+    two_agents = [replace(claim, host="here") for claim in claims(2, 2)]
+    assert agree_on_claims(two_agents) == Nodes((2, 2))
 
 
 def test_ranks_that_go_round_the_nodes_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"the ranks on a are \[0, 2\]: number the ranks"):
         nodes_of_names(["a", "b", "a", "b"])
     assert nodes_of_names(["a", "a", "b"]) == Nodes((2, 1))
-
-
-def meet(store: dist.Store, rank: int, size: int = 2, limit_s: float = 20) -> list:
-    return exchange(store, "a test", (rank, size), {"of": rank}, limit_s)
-
-
-def test_missing_ranks_are_named() -> None:
-    says = r"rank 1 of 3 waited .* rank 0, rank 2 did not come within trainer.timeout_s \(0.2 s\)"
-    with pytest.raises(PeerError, match=says):
-        meet(dist.HashStore(), 1, 3, 0.2)
-
-
-@pytest.mark.parametrize("late_s", [0.0, 0.6])
-def test_ranks_that_come_late_are_waited_for_and_told(late_s, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(rendezvous, "NOTICE_S", 0.2 if late_s else 10)
-    caplog.set_level(logging.INFO)
-    store = dist.HashStore()
-    late = threading.Timer(late_s, lambda: meet(store, 1))
-    late.start()
-    found = meet(store, 0)
-    late.join()
-    assert found == [{"of": 0}, {"of": 1}]
-    told = [line for line in caplog.messages if "waits for" in line]
-    assert len(told) == (late_s > 0.5)
-    assert not told or "waits for rank 1 to start (20 s at most)" in told[0]
-
-
-def test_ctrl_c_ends_the_wait_for_the_others() -> None:
-    began = time.monotonic()
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        meet(dist.HashStore(), 0, limit_s=60)
-    assert time.monotonic() - began < 20
 
 
 def refused(rank: int, size: int) -> str:

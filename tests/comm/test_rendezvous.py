@@ -1,4 +1,5 @@
-"""Places, and what rank 0 hands to the other ranks before any process group exists."""
+"""Before any process group exists: places, what rank 0 hands on, who is waited for, and whose
+failure is told: the first, and a cause before its consequences."""
 
 from __future__ import annotations
 
@@ -16,16 +17,26 @@ from distcache.comm import rendezvous
 from distcache.comm.rendezvous import (
     LEAST_TIMEOUT_S,
     TIMEOUT_S,
+    Failure,
     Place,
+    cause_of,
+    describe,
+    exchange,
     find_place,
+    is_secondary,
     open_store,
     publish,
     receive,
+    record_failure,
+    recorded_failures,
     start_timeout,
 )
-from distcache.errors import ConfigError, PeerError
+from distcache.errors import ConfigError, DataError, PeerError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TWO = {"WORLD_SIZE": 2, "MASTER_ADDR": "h"}
+GLOO = RuntimeError("[/src/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+MISSING = PeerError("rank 2 is missing")
 
 
 @pytest.fixture
@@ -41,19 +52,18 @@ def launched(monkeypatch):
     return launch
 
 
-def test_alone_without_torchrun(launched):
+@pytest.fixture
+def store():
+    return dist.HashStore()
+
+
+def test_places_are_torchruns_or_alone(launched):
+    launched(RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4, MASTER_ADDR="h")
+    assert find_place() == Place(5, 8, 1, 4)
     launched()
     assert find_place() == Place(0, 1, 0, 1)
     assert open_store(find_place()) is None
     publish(None, 1, {"text": None})
-
-
-def test_torchruns_variables(launched):
-    launched(RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4, MASTER_ADDR="h")
-    assert find_place() == Place(5, 8, 1, 4)
-
-
-TWO = {"WORLD_SIZE": 2, "MASTER_ADDR": "h"}
 
 
 @pytest.mark.parametrize(
@@ -83,24 +93,20 @@ def test_ranks_wait_for_a_start_as_long_as_the_command_line_says() -> None:
     assert start_timeout(["trainer.timeout_s=2"]) == LEAST_TIMEOUT_S
 
 
-def test_what_rank_0_publishes_all_receive():
-    store, received = dist.HashStore(), []
-
-    def other() -> None:
-        received.append(receive(store, timeout_s=20))
-
-    threads = [threading.Thread(target=other) for _ in range(3)]
-    for thread in threads:
+def test_what_rank_0_publishes_all_receive(store):
+    with pytest.raises(PeerError, match="rank 0 published no configuration"):
+        receive(store, timeout_s=0.1)
+    received: list = []
+    others = [
+        threading.Thread(target=lambda: received.append(receive(store, timeout_s=20)))
+        for _ in range(3)
+    ]
+    for thread in others:
         thread.start()
     publish(store, 4, {"text": "a: 1", "exit_code": 0})
-    for thread in threads:
+    for thread in others:
         thread.join()
     assert received == [{"text": "a: 1", "exit_code": 0}] * 3
-
-
-def test_a_silent_rank_0_is_named():
-    with pytest.raises(PeerError, match="rank 0 published no configuration"):
-        receive(dist.HashStore(), timeout_s=0.1)
 
 
 def test_keys_carry_the_run_and_its_restart(launched, monkeypatch):
@@ -120,27 +126,110 @@ def test_keys_carry_the_run_and_its_restart(launched, monkeypatch):
 def test_a_rank_waits_for_rank_0_and_says_so(launched, monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(rendezvous, "NOTICE_S", 0.2)
-    port = free_port()
+    port, served = free_port(), []
     launched(RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     with pytest.raises(PeerError, match=rf"nobody serves the ranks' store at 127.0.0.1:{port} aft"):
         open_store(find_place(), timeout_s=0.6)
     assert f"waits for rank 0 at 127.0.0.1:{port} (1 s at most)" in caplog.text
-    served: list = []
-    launched(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    place = find_place()
-    late = threading.Timer(0.5, lambda: served.append(open_store(place)))
+    late = threading.Timer(0.5, lambda: served.append(open_store(Place(0, 2, 0, 2))))
     late.start()
-    launched(RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     store = open_store(find_place(), timeout_s=20)
     late.join()
     served[0].set("word", "heard")
     assert store.get("word") == b"heard"
 
 
-def test_ctrl_c_ends_the_wait_for_rank_0(launched) -> None:
+def meet(store: dist.Store, rank: int, size: int = 2, limit_s: float = 20) -> list:
+    return exchange(store, "a test", (rank, size), {"of": rank}, limit_s)
+
+
+def test_ctrl_c_ends_every_wait(launched, store) -> None:
     launched(RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
-    began = time.monotonic()
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        open_store(find_place(), timeout_s=60)
-    assert time.monotonic() - began < 20
+    for wait in (lambda: open_store(find_place(), 60), lambda: meet(store, 0, limit_s=60)):
+        began = time.monotonic()
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+        assert time.monotonic() - began < 20
+
+
+def test_missing_ranks_are_named(store) -> None:
+    says = r"rank 1 of 3 waited .* rank 0, rank 2 did not come within trainer.timeout_s \(0.2 s\)"
+    with pytest.raises(PeerError, match=says):
+        meet(store, 1, 3, 0.2)
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.6])
+def test_ranks_that_come_late_are_waited_for_and_told(late_s, store, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(rendezvous, "NOTICE_S", 0.2 if late_s else 10)
+    caplog.set_level(logging.INFO)
+    late = threading.Timer(late_s, lambda: meet(store, 1))
+    late.start()
+    found = meet(store, 0)
+    late.join()
+    assert found == [{"of": 0}, {"of": 1}]
+    told = [line for line in caplog.messages if "waits for" in line]
+    assert len(told) == (late_s > 0.5)
+    assert not told or "waits for rank 1 to start (20 s at most)" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("errors", "first"),
+    [
+        ([(2, DataError("bad id")), (0, DataError("later"))], (2, "bad id")),
+        ([(0, MISSING), (1, GLOO), (2, ValueError("a bug"))], (2, "ValueError: a bug")),
+        ([(1, MISSING), (0, PeerError("rank 2 is missing, too"))], (1, "rank 2 is missing")),
+    ],
+)
+def test_a_cause_goes_before_its_consequences(store, errors, first):
+    assert recorded_failures(store) == recorded_failures(None) == []
+    for rank, error in errors:
+        record_failure(store, rank, error)
+    found = recorded_failures(store)
+    assert len(found) == len(errors) and (found[0].rank, found[0].text) == first
+
+
+def test_a_bug_is_told_with_its_place_and_a_mistake_without(store):
+    assert Failure.of(0, MISSING).traceback == ""
+    try:
+        [][1]
+    except IndexError as error:
+        error.add_note("in stage gather of step 7")
+        record_failure(store, 2, error)
+    (found,) = recorded_failures(store)
+    assert found.traceback.startswith("Traceback (most recent call last)")
+    assert "[][1]" in found.traceback and "in stage gather of step 7" in found.traceback
+    assert "(in stage gather of step 7)" in found.text
+
+
+def test_a_consequence_waits_for_its_cause_and_a_cause_tells_itself(store):
+    late = threading.Timer(0.2, lambda: record_failure(store, 1, DataError("the cause")))
+    late.start()
+    found = cause_of(store, 0, PeerError("rank 1 sent an error"), grace_s=20)
+    late.join()
+    assert (found.rank, found.text) == (1, "the cause")
+    again = dist.HashStore()
+    assert cause_of(again, 3, DataError("mine"), grace_s=20).rank == 3
+    assert cause_of(again, 1, PeerError("theirs"), grace_s=20).text == "mine"
+    assert cause_of(None, 0, ConfigError("alone")) == Failure(0, "alone", False)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    del server
+    assert cause_of(client, 1, DataError("mine")) == Failure(1, "mine", False)
+
+
+@pytest.mark.parametrize(
+    ("error", "secondary", "words"),
+    [
+        (PeerError("x"), True, "x"),
+        (dist.DistNetworkError("x"), True, "DistNetworkError: x"),
+        (GLOO, True, f"RuntimeError: {GLOO}"),
+        (RuntimeError("shapes do not match"), False, "RuntimeError: shapes do not match"),
+        (ValueError("socket"), False, "ValueError: socket"),
+        (DataError("line 3"), False, "line 3"),
+        (DataError(), False, "DataError"),
+        (KeyError("k"), False, "KeyError: 'k'"),
+    ],
+)
+def test_which_errors_are_consequences_and_what_they_say(error, secondary, words):
+    assert is_secondary(error) is secondary and describe(error) == words

@@ -19,8 +19,10 @@ from distcache.engine.tracing import SharedClock, machine, share_clock
 from distcache.errors import ConfigError, PeerError
 
 
-def many_worlds(rank: int, size: int) -> float:
-    """Five worlds, each with a group more, then one that the caller makes by himself."""
+def many_worlds(rank: int, size: int, port: int) -> tuple[float, int]:
+    """Five worlds, each with a group more, and one that the caller makes by himself; a world whose
+    second group cannot be made, as where a rank has gone; then another one, whose store is served
+    at a `port` of its own: rank 0 may still serve the first one."""
     total = torch.zeros(1)
     for _ in range(5):
         world = open_world("cpu", timeout_s=30)
@@ -34,16 +36,6 @@ def many_worlds(rank: int, size: int) -> float:
     dist.init_process_group("gloo", rank=rank, world_size=size)
     dist.all_reduce(total, group=dist.new_group(backend="gloo"))
     dist.destroy_process_group()
-    return total.item()
-
-
-def test_one_world_after_the_other():
-    assert run_ranks(many_worlds, 2, timeout=100) == [2 * 5 * 4 * 2] * 2
-
-
-def joined_in_part(rank: int, size: int, port: int) -> tuple[bool, int]:
-    """A world whose second group cannot be made, as where a rank has gone; then another one, whose
-    store is served at a `port` of its own: rank 0 may still serve the first one."""
     make = dist.new_group
 
     def fail(*args, **kwargs):
@@ -52,15 +44,16 @@ def joined_in_part(rank: int, size: int, port: int) -> tuple[bool, int]:
     dist.new_group = fail
     with pytest.raises(PeerError, match=r"not join the others \(Connection closed by peer\):"):
         open_world("cpu", "gloo", 30)
-    dist.new_group, left = make, dist.is_initialized()
+    assert not dist.is_initialized()
+    dist.new_group = make
     os.environ["MASTER_PORT"] = str(port)
     world = open_world("cpu", "gloo", 30)
     close_world(world)
-    return left, world.size
+    return total.item(), world.size
 
 
-def test_a_world_that_was_joined_in_part_leaves_nothing_behind():
-    assert run_ranks(joined_in_part, 2, free_port(), timeout=60) == [(False, 2)] * 2
+def test_one_world_after_the_other_and_after_one_that_was_joined_in_part():
+    assert run_ranks(many_worlds, 2, free_port(), timeout=100) == [(2 * 5 * 4 * 2, 2)] * 2
 
 
 def outcomes(rank: int, size: int) -> list[str]:
@@ -84,20 +77,25 @@ def outcomes(rank: int, size: int) -> list[str]:
     fail(KeyError, 0, 2)
     fail(ConfigError, first=True)
     fail(ConfigError, 0, first=True)
+    agree_on(world, {"rows": 4})
+    for values in ({"rows": 4 + rank // 2}, dict.fromkeys("abcde", rank)):
+        with pytest.raises(ConfigError) as caught:
+            agree_on(world, values)
+        seen.append(str(caught.value))
     close_world(world)
     return seen
 
 
-def test_all_ranks_learn_of_a_failure() -> None:
+def test_all_ranks_learn_of_a_failure_and_of_a_difference() -> None:
     first, second, third = run_ranks(outcomes, 3)
-    assert first == [
+    assert first[:5] == [
         "[0, 1, 2]",
         "ConfigError: rank 1: no 1",
         "KeyError: 'no 0'",
         "0",
         "ConfigError: no 0",
     ]
-    assert second == [
+    assert second[:5] == [
         "[0, 1, 2]",
         "ConfigError: no 1",
         f"{PeerError.__name__}: rank 0: KeyError: 'no 0'",
@@ -105,6 +103,9 @@ def test_all_ranks_learn_of_a_failure() -> None:
         "ConfigError: rank 0: no 0",
     ]
     assert third[1:] == ["ConfigError: rank 1: no 1", "KeyError: 'no 2'", *second[3:]]
+    assert first[5:] == second[5:]
+    assert first[5].startswith("the ranks differ: rows is 4 on ranks 0, 1 and 5 on rank 2; start a")
+    assert "c is 0 on rank 0, 1 on rank 1 and 2 on rank 2 (and 2 more); start" in first[6]
 
 
 def test_a_difference_names_every_value_and_its_ranks() -> None:
@@ -117,65 +118,30 @@ def test_a_difference_names_every_value_and_its_ranks() -> None:
     assert differences([same, dict(same)]) == differences([]) == []
 
 
-def disagreeing(rank: int, size: int) -> list[str]:
-    world = open_world("cpu", timeout_s=60)
-    seen = []
-    for values in (
-        {"rows": 4},
-        {"rows": 4 + rank},
-        {name: rank for name in "abcde"},
-    ):
-        try:
-            agree_on(world, values)
-            seen.append("agreed")
-        except ConfigError as error:
-            seen.append(str(error))
-    close_world(world)
-    return seen
-
-
-def test_ranks_that_disagree_all_say_so() -> None:
-    first, second = run_ranks(disagreeing, 2)
-    assert first == second and first[0] == "agreed"
-    assert first[1].startswith("the ranks differ: rows is 4 on rank 0 and 5 on rank 1; start all")
-    assert "c is 0 on rank 0 and 1 on rank 1 (and 2 more); start" in first[2]
-
-
 WRONG_S = (0.0, 5_000.25, -123.5)
 
 
-def shared(rank: int, size: int, machines: list[str]) -> tuple[SharedClock, float, float]:
-    """The clock of this rank, and a moment that all ranks share, on its own and on rank 0's."""
+def shared(rank: int, size: int, machines: list[str]) -> tuple[SharedClock, float, float, str]:
+    """The clock of this rank, a moment that all ranks share, on its own and on rank 0's, and the
+    machine that it is on."""
     world = open_world("cpu", "gloo", 60)
     clock = share_clock(world, lambda: time.perf_counter() + WRONG_S[rank], machines[rank])
     true = time.perf_counter()
     close_world(world)
-    return clock, true + WRONG_S[rank], true + WRONG_S[0]
+    return clock, true + WRONG_S[rank], true + WRONG_S[0], machine()
 
 
-def test_the_offset_is_wrong_by_at_most_what_it_says() -> None:
-    for (clock, mine, first), wrong in zip(
-        run_ranks(shared, 3, ["here", "there", "far"]), WRONG_S, strict=True
-    ):
+@pytest.mark.parametrize("last", ["far", "here"])
+def test_the_offset_is_wrong_by_at_most_what_it_says(last: str) -> None:
+    """A rank that says that it is where rank 0 is gets rank 0's clock as it is, unasked."""
+    found = run_ranks(shared, 3, ["here", "there", last])
+    asked = [False, True, last == "far"]
+    for (clock, mine, first, name), wrong, is_asked in zip(found, WRONG_S, asked, strict=True):
+        assert (clock.error_s > 0) == is_asked and clock.error_s < 1.0
+        assert name == machine()
+        if not is_asked:
+            assert clock.offset_s == 0.0
+            continue
         assert abs(clock.offset_s + wrong) <= clock.error_s + 1e-9
-        assert clock.error_s < 1.0
         assert abs(clock.since_start(mine) - (first - clock.start_s)) <= clock.error_s + 1e-9
-        assert (clock.error_s > 0) == (wrong != 0.0)
-
-
-def test_ranks_of_one_machine_are_not_asked() -> None:
-    """Rank 2 says that it is where rank 0 is, so its clock is taken as it is."""
-    found = run_ranks(shared, 3, ["here", "there", "here"])
-    starts = {clock.start_s for clock, _, _ in found}
-    assert len(starts) == 1
-    assert [clock.error_s > 0 for clock, _, _ in found] == [False, True, False]
-    assert found[2][0].offset_s == 0.0
-
-
-def names(rank: int, size: int) -> str:
-    return machine()
-
-
-def test_processes_of_one_machine_say_so() -> None:
-    one, other = run_ranks(names, 2)
-    assert one == other == machine()
+    assert len({clock.start_s for clock, *_ in found}) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from copy import deepcopy
 from functools import lru_cache
 
 import pytest
@@ -26,9 +27,6 @@ MIXED = "cache.placement=mixed "
 REFUSED = {
     "cache.rows=5 cache.ratio=0.1": ("cache.rows=5 and cache.ratio=0.1", "one of them"),
     "cache.rows=5 cache.bytes=9": ("cache.rows=5 and cache.bytes=9", "one of them"),
-    "cache.ratio=0": ("cache.ratio=0", "cache.rows=<"),
-    "cache.ratio=1.01": ("cache.ratio=1.01", "at most 1"),
-    "cache.ratio=nan": ("cache.ratio=nan", "at most 1"),
     "cache.policy=lru cache.tail=frequency cache.statistics=.": (
         "cache.tail=frequency",
         "leave one of them out",
@@ -36,14 +34,11 @@ REFUSED = {
     "cache.tail=lfu cache.half_life=0": ("cache.half_life=0", "give auto, or steps from 1"),
     "cache.tail=lfu cache.half_life=long": ("cache.half_life=long", "give auto"),
     "cache.tail=lru cache.half_life=9": ("cache.half_life=9", "cache.tail=lfu or cache.policy=lfu"),
-    "cache.replicated_share=0.1": ("cache.replicated_share=0.1", "cache.placement=mixed"),
-    MIXED + "cache.replicated_share=1": ("cache.replicated_share=1.0", "above 0 and below 1"),
     MIXED + "cache.replicated_rows=7": ("cache.replicated_rows=7", "t_cat_0:1000"),
     MIXED + "cache.replicated_rows={t_cat_0:~-1}": ("t_cat_0=-1", "at least 0"),
     MIXED + "cache.replicated_rows={a:~1} cache.replicated_share=0.1": ("give one of them",),
     "cache.placement=sharded cache.reduction=native": ("native", "cache.placement=sharded"),
     "cache.state=home cache.reduction=native": ("native", "cache.state=home"),
-    "cache.cluster=x": ("cache.cluster=x", "cache.placement=auto"),
     "optim.betas=[0.9]": ("optim.betas=[0.9]", "two numbers"),
     "optim.betas=[0.9,1.0]": ("optim.betas=[0.9, 1.0]", "two numbers"),
     "optim=adam optim.eps=0": ("optim.eps=0", "1e-8"),
@@ -59,10 +54,7 @@ REFUSED = {
     "model.over_arch=[]": ("model.over_arch=[]", "at least 1"),
     "model.dense_arch=[64,8]": ("model.dense_arch=[64, 8]", "model.embedding_dim=16"),
     "model.dense_arch=[0,16]": ("model.dense_arch=[0, 16]", "at least 1"),
-    "model.table_dims=[16,16,16,16,16,16,16,16]": ("model.table_dims", "model=dcn_v2"),
     "model=dcn_v2 model.table_dims=[16,8]": ("model.table_dims has 2", "data.table_rows has 8"),
-    "model=dcn_v2 model.cross_layers=0": ("model.cross_layers=0", "at least 1"),
-    "model=dcn_v2 model.cross_rank=0": ("model.cross_rank=0", "at least 1"),
     "data.table_rows=[]": ("data.table_rows=[]", "at least 1"),
     "data.table_rows=[5,0]": ("data.table_rows=[5, 0]", "at least 1"),
     "data.bag_size=many": ("data.bag_size=many", "give an int"),
@@ -70,16 +62,11 @@ REFUSED = {
     "data.bag_size=-2": ("data.bag_size=-2", "at least 0"),
     "data.bag_size=[1,2]": ("data.bag_size has 2", "data.table_rows has 8"),
     "data.weighted=true model.pooling=mean": ("data.weighted=true", "model.pooling=sum"),
-    "data.path=x": ("data.path=x", "data=criteo"),
     "data=criteo": ("data.path", "data=synthetic"),
     "data=criteo data.path=/no/such/file": ("data.path=/no/such/file", "no such file"),
     "data=criteo data.path=FOLDER": ("is a folder without manifest.json", "distcache.preprocess"),
-    "data=criteo data.path=HERE data.shuffle_block=0": ("data.shuffle_block=0", "at least 1"),
     "data=criteo data.path=HERE data.table_rows=[5,6]": ("data.table_rows has 2", "26"),
     "data=criteo data.path=HERE data.dense_features=4": ("data.dense_features=4", "13"),
-    "data=criteo data.path=HERE data.bag_size=2": ("data.bag_size=2", "leave it out"),
-    "data=criteo data.path=HERE data.weighted=true": ("data.weighted=True", "leave it out"),
-    "data=criteo data.path=HERE data.samples=9": ("data.samples=9", "leave it out"),
     "parallel=hybrid model.embedding_dim=6 model.dense_arch=[6]": ("width 6", "8"),
     "parallel=hybrid model=dcn_v2 data.table_rows=[5,6] model.table_dims=[8,10]": (
         "width 10",
@@ -97,26 +84,18 @@ REFUSED = {
     PARQUET + "data.path=HERE data.label_column=null": ("data.label_column is not set",),
     PARQUET + "data.path=HERE data.weight_columns={c:~w}": ("its keys from data.id_columns",),
     PARQUET + "data.path=HERE data.on_bad_line=skip": ("Parquet has no lines",),
-    PARQUET + "data.path=HERE data.held_out=1": ("data.held_out=1.0: give a share",),
     PARQUET + "data.path=HERE data.held_out=0.1 data.held_out_path=HERE": ("contradict",),
     PARQUET + "data.path=HERE data.weight_columns={a:~w} model.pooling=mean": (
         "data.weight_columns with model.pooling=mean",
     ),
-    PARQUET + "data.path=HERE data.negatives=2": ("is a key of data=interactions",),
-    PARQUET + "data.path=HERE data.samples=2": ("is a key of data=synthetic",),
     "data=interactions data.path=HERE data.delimiter=''": ("data.delimiter is empty",),
     "data=interactions data.path=HERE data.table_rows=[1,2,3]": ("rows of users and items",),
     "data=interactions data.path=HERE data.held_out=0.1": ("data.held_out_by=last, which holds",),
-    "data=interactions data.path=HERE data.id_columns=[a]": ("is a key of data=parquet",),
     "data.batching=hot_cold data.samples=9": ("needs to know which rows are hot: give cache.st",),
     "data.batching=hot_cold cache.statistics=x": ("data.samples=null is a stream without",),
     "data.batching=hot_cold data.hot_rows=-1": ("data.hot_rows=-1: give auto, a whole number",),
     "data.batching=hot_cold data.hot_rows=1.5": ("data.hot_rows=1.5: give auto",),
     "data.batching=hot_cold data.hot_rows=many": ("data.hot_rows=many: give auto",),
-    "data.batching=hot_cold data.phase_rate=0": ("data.phase_rate=0.0: give a share above 0",),
-    "data.batching=hot_cold data.phase_rate=1.1": ("data.phase_rate=1.1",),
-    "data.hot_rows=9": ("a key of data.batching=hot_cold",),
-    "data.held_out=0.1": ("is a key of data=parquet and data=interactions and means",),
     "data=criteo data.path=FOLDER/ids.npy": (
         "ids.npy is a file of",
         "give the folder, data.path=FOLDER",
@@ -164,33 +143,50 @@ def test_refused_with_key_value_and_way_out(overrides, tmp_path, no_fbgemm):
         assert words.replace("FOLDER", str(tmp_path)) in str(caught.value)
 
 
+def sides(rule) -> tuple[list, list]:
+    """Values outside the rule of a field, and values within."""
+    if "choice" in rule:
+        return ["mru"], rule["choice"]
+    if "counted" in rule:
+        return [rule["counted"] - 1, "far", True, 1.5], ["auto", rule["counted"]]
+    if "share" in rule:
+        low, high = rule["share"][0] == "(", rule["share"][-1] == ")"
+        ends = [0] * low + [1] * high, [0] * (not low) + [1] * (not high)
+        return [-0.1, 1.1, math.nan, "many", True, *ends[0]], [0.5, *ends[1]]
+    if "least" in rule:
+        return [rule["least"] - 1, math.nan, math.inf], [rule["least"]]
+    return [], ["neither this nor the default"]
+
+
 def test_rules_of_single_values():
-    """Each rule that stands beside a field of the tree, on both sides of its bound."""
-    config = to_config(composed())
-    rules = rules_of(Config)
-    assert len([key for key, rule in rules.items() if "choice" in rule]) > 25
+    """Each rule that stands beside a field of the tree, on both sides of its bound, and with the
+    field that says whether it is read."""
+    plain, rules = to_config(composed()), {key: r for key, r in rules_of(Config).items() if r}
+    assert len(rules) > 60 and sum("only" in rule for rule in rules.values()) > 25
     for key, rule in rules.items():
         section, name = key.split(".")
-        part = getattr(config, section)
-        before, wrong = getattr(part, name), []
-        if "choice" in rule:
-            wrong, fine = ["mru"], rule["choice"]
-        elif "least" in rule:
-            wrong, fine = [rule["least"] - 1, math.nan, math.inf], [rule["least"]]
-        elif "counted" in rule:
-            wrong, fine = [rule["counted"] - 1, "far", True, 1.5], ["auto", rule["counted"]]
-        for value in wrong:
-            setattr(part, name, value)
-            with pytest.raises(ConfigError, match=re.escape(f"{key}={value} is ")) as caught:
+        config = deepcopy(plain)
+        part, (wrong, fine) = getattr(config, section), sides(rule)
+        for word in rule.get("only", [""]):
+            if "only" in rule:
+                setattr(part, rule["by"], word)
+            for value in wrong:
+                setattr(part, name, value)
+                with pytest.raises(ConfigError, match=re.escape(f"{key}={value} is ")) as caught:
+                    check_values(config)
+                assert re.search("choose |at least |above 0", str(caught.value))
+            for value in fine:
+                setattr(part, name, value)
                 check_values(config)
-            assert "choose " in str(caught.value) or "at least " in str(caught.value)
-        for value in fine if wrong else ():
-            setattr(part, name, value)
-            check_values(config)
-        setattr(part, name, before)
-    config.data.batching = "split"
+        if "only" in rule:
+            known = rules[f"{section}.{rule['by']}"]["choice"]
+            setattr(part, rule["by"], next(word for word in known if word not in rule["only"]))
+            words = re.escape(f"={rule['only'][0]}") + ".*: leave it out"
+            with pytest.raises(ConfigError, match=f"^{key}=.* is a key of {section}.*{words}"):
+                check_values(config)
+    plain.data.batching = "split"
     with pytest.raises(ConfigError, match=r"data\.batching=split is no longer there: "):
-        check_values(config)
+        check_values(plain)
 
 
 @pytest.mark.parametrize(

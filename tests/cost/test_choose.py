@@ -1,18 +1,17 @@
-"""Predictions, the choice among them, and the sweep over ranks."""
+"""Predictions, the choice among them, the sweep over ranks; clusters and their links."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from dataclasses import replace
 
 import pytest
 from cost_cases import DIM, ROWS, STATE, cluster, demand, settings
 
-from distcache.cost.cluster import Link
+from distcache.cost.cluster import PRESETS, Cluster, Compute, Link, check_world, parse_link
 from distcache.cost.predict import (
-    Crossover,
-    Settings,
     best_mixed,
     candidate_prefixes,
     choose_placement,
@@ -35,26 +34,19 @@ from distcache.cost.traffic import (
 from distcache.errors import ConfigError
 
 ALL = {f"t_cat_{index}": rows for index, rows in enumerate(ROWS)}
-
-
-def bytes_of(placement: str, world: int, **rows: int) -> float:
-    return predict(placement, demand(world), cluster(world), settings(), rows).collective_bytes
+LINK = Link(1e9, 1e-6)
 
 
 def test_mixed_lies_between_its_ends() -> None:
-    world = 4
-    none = predict(MIXED, demand(world), cluster(world), settings(), {})
-    sharded = predict(SHARDED, demand(world), cluster(world), settings())
+    step = demand(4), cluster(4), settings()
+    none, everything = (predict(MIXED, *step, rows) for rows in ({}, ALL))
+    sharded, replicated = (predict(kind, *step) for kind in (SHARDED, REPLICATED))
     assert none.collective_bytes == sharded.collective_bytes
     assert none.time == sharded.time and none.device_bytes == sharded.device_bytes
-    everything = predict(MIXED, demand(world), cluster(world), settings(), ALL)
-    replicated = predict(REPLICATED, demand(world), cluster(world), settings())
     assert everything.collective_bytes == pytest.approx(replicated.collective_bytes)
     assert everything.time.total == pytest.approx(replicated.time.total)
-    some = [bytes_of(MIXED, world, t_cat_0=k) for k in (0, 10, 100, 1000)]
+    some = [predict(MIXED, *step, {"t_cat_0": k}).collective_bytes for k in (0, 10, 100, 1000)]
     assert some == sorted(some)
-    with pytest.raises(ConfigError, match=r"t_cat_1=301, but the table has 300 rows"):
-        bytes_of(MIXED, world, t_cat_1=301)
 
 
 def test_replication_never_wins_on_bytes() -> None:
@@ -66,57 +58,47 @@ def test_replication_never_wins_on_bytes() -> None:
 
 
 def test_the_choice_has_the_least_predicted_time() -> None:
-    world = 4
+    """And says so, with three digits of each placement's time."""
     for latency in (1e-7, 1e-2):  # a slow start favours what exchanges less often
-        link = Link(1e8, latency)
-        found = choose_placement(
-            demand(world), replace(cluster(world), inside=link, overlap=0.0), settings(4000)
-        )
+        there = replace(cluster(4), inside=Link(1e8, latency), overlap=0.0)
+        found = choose_placement(demand(4), there, settings(4000))
         able = {p.placement: p.time.total for p in found.predictions if p.refused is None}
         assert able[found.placement] == min(able.values())
         assert found.predictions[0].placement == found.placement
-        assert reasons(found.why) == {
+        told = re.findall(r"(\w+) ([\d.,]+\d)(?=[, ]|$)", found.why.partition(": ")[2])
+        numbers = {name: number.replace(",", "") for name, number in told}
+        assert min(len(n.replace(".", "").lstrip("0")) for n in numbers.values()) >= 3
+        assert {name: float(number) for name, number in numbers.items()} == {
             p.placement: pytest.approx(p.time.total * 1e3, rel=0.005) for p in found.predictions
         }
-    again = choose_placement(
-        demand(world), replace(cluster(world), inside=link, overlap=0.0), settings(4000)
-    )
-    assert again == found
-
-
-def reasons(why: str) -> dict[str, float]:
-    """The numbers that a choice gives for its placements, which need three digits each."""
-    told = re.findall(r"(\w+) ([\d.,]+\d)(?=[, ]|$)", why.partition(": ")[2])
-    assert all(len(number.replace(",", "").replace(".", "").lstrip("0")) >= 3 for _, number in told)
-    return {name: float(number.replace(",", "")) for name, number in told}
+        assert choose_placement(demand(4), there, settings(4000)) == found
 
 
 def test_what_does_not_fit_is_never_chosen() -> None:
-    world = 4
-    small = predict(REPLICATED, demand(world), cluster(world), settings(400))
+    small = predict(REPLICATED, demand(4), cluster(4), settings(400))
     assert small.refused is not None and "one home, which has 100 slots" in small.refused
-    found = choose_placement(demand(world), cluster(world), settings(400), "bytes")
-    assert found.placement == SHARDED
-    tight = cluster(world, device_memory=1000)
-    assert "device_memory=1,000" in str(predict(SHARDED, demand(world), tight, settings()).refused)
+    assert choose_placement(demand(4), cluster(4), settings(400), "bytes").placement == SHARDED
+    tight = cluster(4, device_memory=1000)
+    assert "device_memory=1,000" in str(predict(SHARDED, demand(4), tight, settings()).refused)
     with pytest.raises(ConfigError, match=r"no placement fits: sharded: needs .*replicated: needs"):
-        choose_placement(demand(world), tight, settings())
+        choose_placement(demand(4), tight, settings())
 
 
 def test_hybrid_needs_the_tables_on_the_devices() -> None:
-    world, floats = 2, DIM + STATE
-    found = predict(TABLE_WISE, demand(world), cluster(world), settings())
-    shard = max(ROWS) * floats * 4  # the largest table alone fills one rank
+    found = predict(TABLE_WISE, demand(2), cluster(2), settings())
+    shard = max(ROWS) * (DIM + STATE) * 4  # the largest table alone fills one rank
     assert found.device_bytes == pytest.approx(shard + 2 * found.collective_bytes * 4 / 3)
     assert found.hits is None and found.traffic.host_in == 0
-    tight = cluster(world, device_memory=shard)
-    assert predict(TABLE_WISE, demand(world), tight, settings()).refused is not None
+    tight = cluster(2, device_memory=shard)
+    assert predict(TABLE_WISE, demand(2), tight, settings()).refused is not None
 
 
 def test_state_at_home_sends_no_state_and_holds_it_once() -> None:
-    world, warm = 4, settings(2000)
-    everywhere = predict(REPLICATED, demand(world), cluster(world), warm)
-    at_home = predict(REPLICATED, demand(world), cluster(world), replace(warm, state="home"))
+    warm = settings(2000)
+    everywhere, at_home = (
+        predict(REPLICATED, demand(4), cluster(4), replace(warm, state=state))
+        for state in ("replicated", "home")
+    )
     fetched = everywhere.hits.fetched
     fills = 3 / 4 * fetched * STATE * 4
     assert everywhere.collective_bytes - at_home.collective_bytes == pytest.approx(fills)
@@ -127,17 +109,19 @@ def test_state_at_home_sends_no_state_and_holds_it_once() -> None:
 
 
 def test_faster_links_and_hidden_movement_make_faster_steps() -> None:
-    world = 4
-    base = predict(SHARDED, demand(world), cluster(world), settings())
-    fast = replace(cluster(world), inside=Link(1e10, 1e-6))
-    slow = replace(cluster(world), overlap=0.0)
-    assert predict(SHARDED, demand(world), fast, settings()).time.total < base.time.total
-    assert predict(SHARDED, demand(world), slow, settings()).time.total > base.time.total
-    busy = replace(cluster(world), host=Link(1e5))  # the host link is what a step waits for
-    waiting = predict(SHARDED, demand(world), busy, settings(400)).time
-    assert waiting.total == waiting.host and waiting.waiting > 0
-    for t in (base.time, waiting):
-        assert t.compute + t.exposed + t.waiting == pytest.approx(t.total)
+    base, fast, slow, busy = (
+        predict(SHARDED, demand(4), replace(cluster(4), **change), settings(slots)).time
+        for change, slots in (
+            ({}, 2000),
+            ({"inside": Link(1e10, 1e-6)}, 2000),
+            ({"overlap": 0.0}, 2000),
+            ({"host": Link(1e5)}, 400),  # the host link is what a step waits for
+        )
+    )
+    assert fast.total < base.total < slow.total
+    assert busy.total == busy.host and busy.waiting > 0
+    for t in (base, busy):
+        assert t.dense + t.sparse + t.exposed + t.waiting == pytest.approx(t.total)
 
 
 def test_prefixes_hold_the_likeliest_rows_and_half_the_slots() -> None:
@@ -146,9 +130,7 @@ def test_prefixes_hold_the_likeliest_rows_and_half_the_slots() -> None:
     assert len(found) > 5 and sums == sorted(sums) and sums[-1] <= 1000
     table = demand(4).groups[0].tables[0]
     one = found[len(found) // 2]["t_cat_0"]
-    inside = table.rank[table.end <= one]
-    outside = table.rank[table.start >= one]
-    assert inside.min() >= outside.max()
+    assert table.rank[table.end <= one].min() >= table.rank[table.start >= one].max()
     best = best_mixed(demand(4), cluster(4), settings(2000), "bytes")
     assert best is not None and best.replicated_rows in [
         {name: k for name, k in rows.items() if k} for rows in found
@@ -164,41 +146,126 @@ def test_yardsticks_never_win() -> None:
     assert {p.placement for p in point.predictions} == {*CACHED, *HYBRID}
 
 
+def test_mixed_wins_only_where_it_saves_one_per_cent() -> None:
+    sharded = predict(SHARDED, demand(4), cluster(4), settings(4000))
+    for factor, best in ((0.989, MIXED), (0.991, SHARDED), (1.1, SHARDED)):
+        time = replace(sharded.time, total=factor * sharded.time.total)
+        found = [sharded, replace(sharded, placement=MIXED, time=time)]
+        for order in (found, found[::-1]):
+            assert winner(order, "time").placement == best
+        assert winner(found[1:], "time").placement == MIXED
+
+
 def test_a_sweep_finds_where_the_winner_changes() -> None:
-    def at(world: int):
+    points = []
+    for world in powers_of_two(32):
         # In a node starting an exchange is what takes time, and sharded has one more of them;
         # between nodes bytes do, of which it has the fewest.
         nodes = max(1, world // 4)
-        found = cluster(world, nodes, collective_s=1e-4)
-        return demand(world, nodes=nodes), found, settings(5340)
-
-    points = [compare(*at(world), "time") for world in powers_of_two(32)]
+        there = cluster(world, nodes, collective_s=1e-4)
+        points.append(compare(demand(world, nodes=nodes), there, settings(5340), "time"))
     assert [point.world_size for point in points] == [1, 2, 4, 8, 16, 32]
-    for found in crossovers(points, "time"):
-        assert isinstance(found, Crossover) and found.old != found.new
+    changes = crossovers(points, "time")
+    for found in changes:
         assert found.before <= found.at <= found.after == 2 * found.before
         there = next(p for p in points if p.world_size == found.before)
-        assert there.best is not None and there.best.placement == found.old
+        assert there.best is not None and there.best.placement == found.old != found.new
     winners = [point.best.placement for point in points if point.best is not None]
-    changes = sum(a != b for a, b in itertools.pairwise(winners))
-    assert changes == len(crossovers(points, "time")) > 0
+    assert sum(a != b for a, b in itertools.pairwise(winners)) == len(changes) > 0
     assert (winners[1], winners[-1]) == (REPLICATED, SHARDED)
+    assert [ranks_per_node(world, 6) for world in (1, 4, 8, 48, 64)] == [1, 4, 4, 6, 4]
 
 
-def test_ranks_are_spread_evenly_over_nodes() -> None:
-    assert powers_of_two(1000) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-    assert [ranks_per_node(world, 6) for world in (1, 4, 8, 64)] == [1, 4, 4, 4]
-    assert ranks_per_node(48, 6) == 6
+@pytest.mark.parametrize(
+    ("placement", "worlds", "said"),
+    [
+        ("nowhere", (2, 2), r"placement nowhere is unknown: choose replicated"),
+        (SHARDED, (2, 4), r"demand is of world_size=2, the cluster has 4"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(placement, worlds, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        predict(placement, demand(worlds[0]), cluster(worlds[1]), settings())
 
 
-def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cache.objective=money"):
-        choose_placement(demand(2), cluster(2), settings(), "money")
-    with pytest.raises(ConfigError, match=r"placement nowhere is unknown: choose replicated"):
-        predict("nowhere", demand(2), cluster(2), settings())
-    with pytest.raises(ConfigError, match=r"demand is of world_size=2, the cluster has 4"):
-        predict(SHARDED, demand(2), cluster(4), settings())
+def test_demand_and_cluster_are_of_one_world() -> None:
     with pytest.raises(ConfigError, match=r"demand is of nodes of 1 ranks, the cluster has 2 on"):
         predict(SHARDED, demand(4, nodes=4), cluster(4, 2), settings())
-    with pytest.raises(ConfigError, match=r"slots for 2 groups, but tables of 1 widths"):
-        predict(SHARDED, demand(2), cluster(2), Settings((10, 10)))
+    with pytest.raises(ConfigError, match=r"cache.objective=money"):
+        choose_placement(demand(2), cluster(2), settings(), "money")
+
+
+@pytest.mark.parametrize("bandwidth", [0.0, -1.0, math.nan, math.inf])
+def test_bandwidth_is_above_zero(bandwidth: float) -> None:
+    with pytest.raises(ConfigError, match=r"given.bandwidth=.*must be above 0: give bytes per"):
+        Link(bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("nvlink9", r"inside=nvlink9: the link is not known: give a preset \(pcie4, .*400gbe\)"),
+        (None, r"inside=None"),
+        ({"latency": 1e-6}, r"inside=.*the bandwidth is missing: give a preset"),
+        ({"bandwidth": 0}, r"inside.bandwidth=0.0: it must be above 0"),
+        ({"bandwidth": "fast"}, r"inside.bandwidth=fast is not a number"),
+        ({"bandwidth": 1, "latency": -1}, r"inside.latency=-1.0: it must be at least 0"),
+        ({"bandwidth": 1, "speed": 2}, r"inside.speed: no such key"),
+    ],
+)
+def test_links_that_are_none(value, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_link("inside", value)
+
+
+def test_links_are_named_or_described() -> None:
+    assert parse_link("inside", "NVLink4") == PRESETS["nvlink4"]
+    described = parse_link("inside", {"bandwidth": "300e9", "latency": 5e-6})
+    assert (described.bandwidth, described.latency) == (300e9, 5e-6)
+    assert parse_link("host", {"bandwidth": 1e9}).latency == 0
+    # What the specifications say, multiplied out, in bytes per second.
+    for name, bandwidth in {"pcie4": 16 * 16e9 / 8, "pcie5": 16 * 32e9 / 8}.items():
+        assert PRESETS[name].bandwidth == pytest.approx(bandwidth * 128 / 130, rel=0.001)
+    for name, bandwidth in {"nvlink3": 12 * 25e9, "nvlink4": 18 * 25e9}.items():
+        assert PRESETS[name].bandwidth == bandwidth
+    for gigabits in (100, 200, 400):
+        assert PRESETS[f"{gigabits}gbe"].bandwidth == gigabits * 1e9 / 8
+    assert LINK.seconds(1e6, 3) == pytest.approx(3e-6 + 1e-3)
+    assert LINK.seconds(0, 3) == 0
+    assert LINK.shared(4).seconds(1e6) == pytest.approx(1e-6 + 4e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Cluster(8, LINK, LINK, LINK, nodes=3), "nodes=3 does not divide world_size=8"),
+        (lambda: Cluster(8, LINK, LINK, nodes=2), "nodes=2, and the bandwidth between them is mis"),
+        (lambda: Cluster(0, LINK, LINK), "world_size=0"),
+        (lambda: Cluster(1, LINK, LINK, overlap=2), "overlap=2"),
+        (lambda: Cluster(1, LINK, LINK, device_memory=0), "device_memory=0"),
+        (lambda: Compute(update_s=-1), r"compute.update_s=-1"),
+    ],
+)
+def test_clusters_that_are_none(make, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "sizes", "said"),
+    [
+        (2, (4,), r"world_size=8, but 4 ranks run: describe world_size=4"),
+        (2, (8,), r"nodes=2 of 4 ranks, but 8 ranks run.*describe nodes=1"),
+        (2, (5, 3), r"ranks run on its nodes.*one: describe nodes=1"),
+        (2, (4, 2, 2), r"ranks run on its nodes.*one: describe nodes=1"),
+        (2, (4, 4), None),
+        (1, (5, 3), None),  # nodes of different sizes are described as one
+        (1, (4, 2, 2), None),
+    ],
+)
+def test_a_cluster_describes_the_world_that_runs(nodes, sizes, said) -> None:
+    found = Cluster(8, LINK, LINK, LINK, nodes)
+    if said is None:
+        return check_world(found, sizes)
+    with pytest.raises(ConfigError, match=said):
+        check_world(found, sizes)

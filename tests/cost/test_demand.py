@@ -1,4 +1,4 @@
-"""Distinct rows as predicted, against rows that are drawn."""
+"""Distinct rows and hit rates as predicted, against rows that are drawn and planned."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import math
 
 import numpy as np
 import pytest
-from cost_cases import BAGS, BATCH, ROWS, cluster, counted, demand, draw, settings
+from cost_cases import BAGS, BATCH, ROWS, cluster, counted, demand, draw, layout, settings
 
+from distcache.cost import traffic as module
 from distcache.cost.demand import GroupDemand, TableSource, demand_at, zipf_curve, zipf_sources
 from distcache.cost.predict import choose_placement
-from distcache.cost.traffic import expected_hits
+from distcache.cost.traffic import expected_hits, miniature
 from distcache.errors import ConfigError
+from distcache.planner.victims import DEFAULT
+from distcache.replay import Case, replay
+from distcache.trace import record_ids
 
-STEPS = 400
+WORLD, STEPS = 2, 120
 
 
 def within(values: list[float], expected: float, deviations: float = 4.5) -> bool:
@@ -25,7 +29,7 @@ def within(values: list[float], expected: float, deviations: float = 4.5) -> boo
 
 def test_distinct_rows_are_those_of_drawn_ids() -> None:
     world = 3
-    found, drawn = demand(world), draw(world, STEPS)
+    found, drawn = demand(world), draw(world, 400)
     ranks = [float(len(np.unique(rows))) for step in drawn for rows in step]
     every = [float(len(np.unique(np.concatenate(step)))) for step in drawn]
     assert within(ranks, found.rank_rows)
@@ -117,10 +121,7 @@ def test_a_few_steps_are_enough_to_choose() -> None:
     hits = [expected_hits(d.groups[0], 2000, 8, 1) for d in (counted(draw(3, 30, 2), 3), law)]
     assert hits[0].touched == pytest.approx(hits[1].touched, rel=0.05)
     assert hits[0].rate == pytest.approx(hits[1].rate, abs=0.01)
-
-
-def test_one_step_of_counts_says_nothing_of_the_next() -> None:
-    one = counted(draw(3, 1, 2), 3)
+    one = counted(draw(3, 1, 2), 3)  # which says nothing of the next step
     assert one.rank_rows > 0 and all(table.reuse is None for table in one.tables)
     assert choose_placement(one, cluster(3), settings(3000)).predictions
 
@@ -131,13 +132,75 @@ def test_tables_of_one_width_are_a_group() -> None:
     assert [(g.dim, g.state_width, g.rows) for g in found.groups] == [(8, 16, 400), (4, 4, 200)]
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        ((0, 1), "batch=0"),
+        ((1, 0), "world_size=0"),
+        ((1, 4, 3), "world_size=4 ranks are no whole number of nodes of 3"),
+    ],
+)
+def test_steps_of_no_one_are_refused(step: tuple[int, ...], said: str) -> None:
     source = TableSource("t", 10, 4, 1.0, zipf_curve(10, 1.0))
-    with pytest.raises(ConfigError, match=r"batch=0"):
-        demand_at([source], [0], 0, 1)
-    with pytest.raises(ConfigError, match=r"world_size=0"):
-        demand_at([source], [0], 1, 0)
-    with pytest.raises(ConfigError, match=r"world_size=4 ranks are no whole number of nodes of 3"):
-        demand_at([source], [0], 1, 4, 3)
-    with pytest.raises(ConfigError, match=r"a table of 0 rows"):
-        zipf_curve(0, 1.0)
+    with pytest.raises(ConfigError, match=said):
+        demand_at([source], [0], *step)
+
+
+@pytest.fixture(scope="module")
+def trace():
+    """Drawn rows, all ranks' one after the other."""
+    steps = [np.concatenate(step) for step in draw(WORLD, STEPS, 11)]
+    return record_ids(steps, layout(WORLD).rows, (WORLD,))
+
+
+@pytest.mark.parametrize("slots", [700, 1000, 2000, 5340])
+def test_fetched_rows_are_about_those_of_the_planner(trace, slots: int) -> None:
+    case = Case(DEFAULT, (slots // WORLD * WORLD,), 8, 1, WORLD)
+    planned = replay(trace, [case])[0]
+    assert planned.refused is None
+    found = expected_hits(demand(WORLD).groups[0], slots, 8, 1, STEPS)
+    assert found.touched == pytest.approx(planned.distinct / STEPS, rel=0.01)
+    assert found.fetched == pytest.approx(planned.fetched / STEPS, rel=0.03)
+    written = planned.written_back / STEPS
+    assert found.written_back == pytest.approx(written, abs=0.03 * found.fetched)
+    assert 0 < found.rate < 1
+
+
+def test_what_holds_everything_misses_only_what_is_new() -> None:
+    group = demand(WORLD).groups[0]
+    cold = expected_hits(group, float(group.rows), 8, 1, 50)
+    assert cold.fetched == pytest.approx(union(group, 50) / 50)
+    assert cold.written_back == pytest.approx(0, abs=1e-9)
+    warm = expected_hits(group, float(group.rows), 8, 1)
+    assert warm.fetched == pytest.approx(0, abs=1e-9) and warm.rate == pytest.approx(1)
+    nothing, _ = group.split([0.0, 0.0, 0.0])
+    found = expected_hits(nothing, 0, 8, 1)
+    assert (found.touched, found.fetched, found.rate) == (0.0, 0.0, 1.0)
+
+
+def test_more_slots_and_longer_windows_miss_less() -> None:
+    group = demand(WORLD).groups[0]
+    by_slots = [expected_hits(group, c, 8, 1).fetched for c in (300, 600, 1200, 2400, 4800)]
+    assert by_slots == sorted(by_slots, reverse=True)
+    assert expected_hits(group, 900, 0, 1).fetched > expected_hits(group, 900, 4, 1).fetched
+
+
+MANY = np.array([1.0, 3.0, 50.0, 400.0, 3000.0, 20000.0])
+CHANCE = np.array([1.0, 0.9, 0.3, 0.05, 0.02, 0.001])
+AHEAD = (4, 1)
+
+
+def test_a_share_of_the_rows_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = miniature(MANY, CHANCE, 1500, AHEAD, 200)
+    monkeypatch.setattr(module, "USES", module.USES // 50)
+    part = miniature(MANY, CHANCE, 1500, AHEAD, 200)
+    assert whole is not None and part is not None
+    assert 0 < part.steps <= whole.steps == 200
+    assert miniature(MANY, CHANCE, 1500, AHEAD, part.steps) == part
+    monkeypatch.undo()
+    whole = miniature(MANY, CHANCE, 1500, AHEAD, part.steps)
+    assert whole is not None and part.again != whole.again
+    assert part.again == pytest.approx(whole.again, rel=0.1)
+    roomy = miniature(MANY, CHANCE, 30_000, AHEAD, 100)
+    assert roomy is not None and roomy.again == 0  # nothing leaves
+    assert miniature(MANY, CHANCE, 60, AHEAD, 100) is None  # a step does not fit

@@ -1,124 +1,222 @@
-"""Predicted bytes, against all-to-alls of drawn rows that are counted as `comm.counters` does."""
+"""Predicted bytes, against rows that are drawn and routed over ranks and nodes one by one."""
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from cost_cases import BATCH, DIM, ROWS, STATE, cluster, demand, settings
+from cost_cases import BATCH, DIM, ROWS, STATE, cluster, demand, draw, layout, settings, total
 
-from distcache.comm.link import all_reduce_bytes, all_to_all_bytes, gather_bytes
-from distcache.cost.cluster import Cluster
-from distcache.cost.demand import Demand
-from distcache.cost.predict import predict
+from distcache.comm.link import gather_bytes
+from distcache.comm.world import Nodes
+from distcache.cost.cluster import Cluster, Link
+from distcache.cost.predict import exchange_seconds, predict
 from distcache.cost.traffic import (
     CACHED,
+    EACH,
     HYBRID,
+    MIXED,
     REPLICATED,
-    RING,
     ROW_WISE,
     ROW_WISE_DEDUP,
     ROW_WISE_IDS,
     SHARDED,
+    SHARED,
+    SPREAD,
     TABLE_WISE,
     Exchange,
-    dense_exchange,
+    Traffic,
     hybrid_exchanges,
     replicated_exchanges,
+    sharded_exchanges,
     split,
-    total,
 )
 
-ITEM = 4
-
-
-def sent(counts: np.ndarray, width: int) -> float:
-    """Mean bytes per rank of an all-to-all that sends `counts[from][to]` rows of `width` floats."""
-    world = len(counts)
-    each = [
-        all_to_all_bytes(int(row.sum()) * width * ITEM, row.tolist(), rank, world)
-        for rank, row in enumerate(counts)
-    ]
-    return float(np.mean(each))
-
-
-@pytest.mark.parametrize("state", ["replicated", "home"])
-def test_fills_are_copies_of_what_homes_fetch(state: str) -> None:
-    world, fetched = 4, np.array([7, 0, 3, 10])
-    width = DIM + (STATE if state == "replicated" else 0)
-    counted = sent(np.repeat(fetched[:, None], world, axis=1), width)
-    found = replicated_exchanges(demand(world).groups[0], world, 20.0, ITEM, state)
-    assert total(found, "fill") == pytest.approx(counted)
+ITEM, STEPS = 4, 120
+ROW = DIM * ITEM
+SHAPES = [(4, 2), (6, 2), (6, 3), (3, 3), (5, 1)]
+"""Ranks and nodes."""
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_hybrid_bytes_are_those_of_the_collectives(world: int) -> None:
-    found, vectors = demand(world), BATCH * DIM * ITEM
-    tables = len(ROWS)
+    found, tables, k = demand(world), len(ROWS), (world - 1) / world
+    buffer = world * BATCH * ROW
     whole = [tables // world + (rank < tables % world) for rank in range(world)]
-    pooled = np.mean([count * gather_bytes(world * vectors, world) for count in whole])
-    table_wise = hybrid_exchanges(found, TABLE_WISE, ITEM)
-    assert total(table_wise, "pooled") == pytest.approx(pooled)
-    assert total(table_wise, "pooled_gradients") == pytest.approx(pooled)
-    row_wise = hybrid_exchanges(found, ROW_WISE, ITEM)
-    summed = tables * gather_bytes(world * vectors, world)  # of the whole buffer, [W b, D]
-    for stage in ("partial_sums", "partial_gradients"):
-        assert total(row_wise, stage) == pytest.approx(summed)
-    lookups = found.groups[0].lookups * DIM * ITEM * (world - 1) / world
-    for exchange in hybrid_exchanges(found, ROW_WISE_IDS, ITEM):
-        assert exchange.nbytes == pytest.approx(lookups)
-    unique = found.rank_rows * DIM * ITEM * (world - 1) / world
-    for exchange in hybrid_exchanges(found, ROW_WISE_DEDUP, ITEM):
-        assert exchange.nbytes == pytest.approx(unique)
+    pooled = np.mean([count * gather_bytes(buffer, world) for count in whole])
+    summed = tables * gather_bytes(buffer, world)  # of the whole buffer, [W b, D]
+    lookups, unique = (k * rows * ROW for rows in (found.groups[0].lookups, found.rank_rows))
+    rows = ("rows", "row_gradients")
+    for kind, stages, nbytes in (
+        (TABLE_WISE, ("pooled", "pooled_gradients"), pooled),
+        (ROW_WISE, ("partial_sums", "partial_gradients"), summed),
+        (ROW_WISE_IDS, rows, lookups),
+        (ROW_WISE_DEDUP, rows, unique),
+    ):
+        exchanges = hybrid_exchanges(found, kind, ITEM)
+        for stage in stages:
+            assert total(exchanges, stage) == pytest.approx(nbytes), kind
 
 
 def test_tables_too_small_for_row_shards_stay_whole() -> None:
-    found = hybrid_exchanges(demand(64), ROW_WISE, ITEM)
-    vectors = BATCH * DIM * ITEM  # 300 and 40 rows leave some of 64 ranks without one
+    found, vectors = hybrid_exchanges(demand(64), ROW_WISE, ITEM), BATCH * ROW
     assert total(found, "partial_sums") == pytest.approx(63 * vectors)
+    # 300 and 40 rows leave some of 64 ranks without one
     assert total(found, "pooled") == pytest.approx(63 / 64 * 2 * vectors)
 
 
-def test_dense_gradients_are_all_reduced() -> None:
-    for world in (1, 2, 7):
-        counted = all_reduce_bytes(1000 * ITEM, world)
-        assert dense_exchange(1000, world).nbytes == pytest.approx(counted, abs=1)
-
-
-def test_one_rank_sends_nothing() -> None:
-    for placement in (*CACHED, *HYBRID):
-        found = predict(placement, demand(1), cluster(1), settings(dense_parameters=1000))
-        assert found.collective_bytes == 0 and found.traffic.dense_bytes == 0
-        assert found.time.exposed == found.time.hidden == 0
-
-
 def test_formulas_of_the_design() -> None:
-    world = 8
-    found, k = demand(world), 7 / 8
-    s = DIM * ITEM
-    with_cache = settings(sum(ROWS) + world)  # warm, and of all rows: nothing is fetched
-
-    def bytes_of(placement: str) -> float:
-        return predict(placement, found, cluster(world), with_cache).collective_bytes
-
-    q, whole = found.rank_rows, found.world_rows
-    assert bytes_of(SHARDED) == pytest.approx(2 * k * s * q)
-    assert bytes_of(REPLICATED) == pytest.approx(k * s * (q + whole))
-    assert bytes_of(TABLE_WISE) == pytest.approx(2 * k * s * BATCH * len(ROWS))
-
-
-def test_bytes_between_nodes_are_those_of_remote_peers() -> None:
-    found = Cluster(8, *[cluster(8).inside] * 3, nodes=2)
-    inside, between = split(Exchange("rows", 700.0), found)
-    assert (inside, between) == (pytest.approx(300), pytest.approx(400))  # 3 and 4 of 7 peers
-    ring = split(Exchange("dense", 800.0, pattern=RING), found)
-    assert ring == (pytest.approx(600), pytest.approx(200))  # a hop of four leaves the node
-    assert split(Exchange("rows", 700.0), cluster(8)) == (700.0, 0.0)
-    prediction = predict(SHARDED, demand(8, nodes=2), found, settings())
-    assert prediction.inside + prediction.between == pytest.approx(prediction.collective_bytes)
+    world, k = 8, 7 / 8
+    warm = settings(sum(ROWS) + world)  # of all rows: nothing is fetched
+    q, whole = demand(world).rank_rows, demand(world).world_rows
+    for placement, nbytes in (
+        (SHARDED, 2 * k * ROW * q),
+        (REPLICATED, k * ROW * (q + whole)),
+        (TABLE_WISE, 2 * k * ROW * BATCH * len(ROWS)),
+    ):
+        found = predict(placement, demand(world), cluster(world), warm)
+        assert found.collective_bytes == pytest.approx(nbytes)
+    for placement in (*CACHED, *HYBRID):
+        alone = predict(placement, demand(1), cluster(1), settings(dense_parameters=1000))
+        assert alone.collective_bytes == 0 and alone.traffic.dense_bytes == 0
+        assert alone.time.exposed == alone.time.hidden == 0
 
 
-def test_lookups_of_no_one_cost_nothing() -> None:
-    empty = demand(4, batch=1e-12)
-    assert isinstance(empty, Demand)
-    found = predict(SHARDED, empty, cluster(4), settings())
-    assert found.collective_bytes == pytest.approx(0, abs=1e-6)
+class Routed:
+    """Rows that ranks sent to mates and to other nodes, mean per rank and step."""
+
+    def __init__(self, world: int, nodes: int) -> None:
+        self.world, self.homes = world, layout(world).home
+        self.nodes = Nodes((world // nodes,) * nodes)
+        self.inside = self.between = 0
+
+    def send(self, source: int, target: int, rows: int) -> None:
+        if self.nodes.of(source) != self.nodes.of(target):
+            self.between += rows
+        elif source != target:
+            self.inside += rows
+
+    def to_all(self, rows: np.ndarray) -> None:
+        """Each home's rows, once to each other node, and on inside it."""
+        for home in range(self.world):
+            count = int(np.count_nonzero(self.homes(rows) == home))
+            for node in range(self.nodes.count):
+                first = self.nodes.peer(home, node)
+                self.send(home, first, count)
+                for mate in self.nodes.ranks(node):
+                    self.send(first, mate, count)
+
+    def to_namers(self, named: list[np.ndarray]) -> None:
+        """Each home's rows to the ranks that named them; on other nodes, to the first of them from
+        the home's own index on, which hands them on."""
+        for home in range(self.world):
+            own = [rows[self.homes(rows) == home] for rows in named]
+            for node in range(self.nodes.count):
+                mates, first = self.nodes.ranks(node), self.nodes.peer(home, node)
+                if home in mates:
+                    for mate in mates:
+                        self.send(home, mate, len(own[mate]))
+                    continue
+                here, there = np.empty(0, np.int64), first - mates.start
+                for mate in (*mates[there:], *mates[:there]):
+                    new = np.setdiff1d(own[mate], here)
+                    self.send(home, mate, len(new))
+                    self.inside += len(own[mate]) - len(new)
+                    here = np.append(here, new)
+
+    def to_homes(self, named: list[np.ndarray]) -> None:
+        """A gradient of each row that a rank named, to its home."""
+        for rank, rows in enumerate(named):
+            for home, count in enumerate(np.bincount(self.homes(rows), minlength=self.world)):
+                self.send(rank, home, int(count))
+
+    def is_about(self, *exchanges: Exchange) -> None:
+        """Bytes inside and between nodes are as predicted."""
+        shape = self.world, self.nodes.count
+        found = Traffic(exchanges).by_link(cluster(*shape))
+        sent = (ROW * rows / self.world / STEPS for rows in (self.inside, self.between))
+        assert found == pytest.approx(tuple(sent), rel=0.01)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_cross_once_for_each_node(shape: tuple[int, int]) -> None:
+    world, nodes = shape
+    group, there = demand(world, nodes=nodes).groups[0], cluster(*shape)
+    steps = [[np.unique(rows) for rows in step] for step in draw(world, STEPS + 1, 4)]
+    sums, gradients, every, late = (Routed(*shape) for _ in range(4))
+    for before, step in itertools.pairwise(steps):
+        sums.to_all(np.unique(np.concatenate(step)))
+        gradients.to_homes(step)
+        every.to_namers(step)
+        changed = np.unique(np.concatenate(before))
+        late.to_namers([np.intersect1d(rows, changed) for rows in step])
+    late_rows, early_rows, back = sharded_exchanges(group, world, ITEM, nodes)
+    late.is_about(late_rows)
+    every.is_about(late_rows, early_rows)
+    gradients.is_about(back)
+    for state, width in (("home", ROW), ("replicated", ROW + STATE * ITEM)):
+        filled, back, given = replicated_exchanges(group, world, 300.0, ITEM, state)
+        sums.is_about(given)
+        gradients.is_about(back)
+        shares = [split(e, there)[1] / e.nbytes for e in (filled, given)]
+        assert shares[0] == pytest.approx(shares[1])
+        assert filled.nbytes == pytest.approx((world - 1) / world * 300 * width)
+
+
+def test_a_node_touches_more_rows_the_more_ranks_it_has() -> None:
+    found = [demand(8, nodes=nodes).groups[0] for nodes in (8, 4, 2, 1)]
+    rows = [group.node_rows for group in found]
+    assert rows[0] == found[0].rank_rows == rows[3]  # of one node nobody asks
+    assert rows[0] < rows[1] < rows[2] < found[0].world_rows
+    parts = found[2].split([100.0, 7.0, 40.0])
+    for what in ("node_rows", "late_node_rows"):
+        both = sum(getattr(part, what) for part in parts)
+        assert both == pytest.approx(getattr(found[2], what))
+
+
+def test_rows_of_nodes_that_do_not_hand_on_cross_for_each_rank() -> None:
+    for world, pattern in ((128, SHARED), (130, EACH)):
+        group = demand(world, nodes=2).groups[0]
+        assert {e.pattern for e in sharded_exchanges(group, world, ITEM, 2)[:2]} == {pattern}
+
+
+def test_predictions_have_the_sums_of_their_exchanges() -> None:
+    shape, prefix = (8, 2), {"t_cat_0": 30, "t_cat_2": 40}
+    there, each = cluster(*shape), demand(8, nodes=2)
+    found = {p: predict(p, each, there, settings(), prefix) for p in (REPLICATED, SHARDED, MIXED)}
+    for prediction in found.values():
+        parts = prediction.inside + prediction.between
+        assert parts == pytest.approx(prediction.collective_bytes)
+        assert prediction.traffic.inter_node_bytes(there) == pytest.approx(prediction.between)
+    hot, cold = each.groups[0].split([30.0, 0.0, 40.0])
+    filled = total(found[MIXED].traffic.exchanges, "fill")
+    want = sharded_exchanges(cold, 8, ITEM, 2)
+    want += replicated_exchanges(hot, 8, 0.0, ITEM, REPLICATED)
+    want.append(Exchange("fill", filled, pattern=SPREAD))
+    assert found[MIXED].between == pytest.approx(Traffic(tuple(want)).by_link(there)[1])
+    # Copies for every rank of the other node would be four times as many.
+    sums = total(found[REPLICATED].traffic.exchanges, "row_sums")
+    assert sums / 7 == pytest.approx(split(Exchange("", sums, pattern=SPREAD), there)[1])
+
+
+def test_rows_are_handed_on_by_a_second_collective() -> None:
+    there = Cluster(8, Link(1e9), Link(100.0, 0.5), Link(10.0, 2.0), 2, collective_s=7.0)
+    # Of seven copies three go to mates and one to the other node, where three are made of it.
+    first = max(3 * 0.5 + 300 / 100, 1 * 2.0 + 100 / 10)
+    second = 3 * 0.5 + 300 / 100
+    spread = Exchange("fill", 700.0, pattern=SPREAD)
+    assert exchange_seconds(spread, there) == pytest.approx(7 + first + 7 + second)
+    # Sharded rows go to whoever named them, but once to a node: 150 of 400 bytes are handed on.
+    shared = Exchange("late_rows", 700.0, pattern=SHARED, crossing=250.0)
+    first = max(3 * 0.5 + 300 / 100, 4 * 2.0 + 250 / 10)
+    assert exchange_seconds(shared, there) == pytest.approx(7 + first + 7 + 3 * 0.5 + 150 / 100)
+    quick = replace(there, between=Link(1e9))  # the first is over when mates have their copies
+    for exchange, rest in ((spread, 300), (shared, 150)):
+        expected = 7 + 3 * 0.5 + 300 / 100 + 7 + 3 * 0.5 + rest / 100
+        assert exchange_seconds(exchange, quick) == pytest.approx(expected)
+    for nodes in (1, 8):  # one node, and nodes of one rank: from each to each
+        flat = replace(there, nodes=nodes)
+        each = exchange_seconds(Exchange("fill", 700.0), flat)
+        assert exchange_seconds(spread, flat) == pytest.approx(each)

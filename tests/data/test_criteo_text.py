@@ -7,19 +7,25 @@ import logging
 import math
 import random
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from criteo_lines import ROWS, counted_lines, make_lines, read_plainly, with_fields, write_lines
+from criteo_lines import (
+    ROWS,
+    counted_lines,
+    make_lines,
+    parsed,
+    read_plainly,
+    with_fields,
+    write_lines,
+)
 from damaged import damage
 
 from distcache.data import criteo
 from distcache.data.criteo import CriteoSource, CriteoSpec
-from distcache.data.files import inspect
 from distcache.data.raw import parts
-from distcache.data.raw.parts import PartTask, parse_blocks, parse_part
+from distcache.data.raw.parts import parse_blocks
 from distcache.errors import DataError
 
 LINES = make_lines(14, seed=5)
@@ -157,13 +163,8 @@ def read_source(path: Path, on_bad_line: str):
 
 def read_part(path: Path, rows) -> tuple[list[np.ndarray], list[int]]:
     """The arrays of the whole (plain) file as a part, and the numbers of its malformed lines."""
-    file = inspect(path)
-    task = PartTask("p", file, 0, file.bytes, str(path.parent), rows, True, 0)
-    report, folder = parse_part(task), path.parent / "p"
-    kinds = (("labels", "u1", 1), ("dense", "<f4", 13), ("ids", report.id_dtype, 26))
-    arrays = [np.fromfile(folder / f"{n}.bin", d).reshape(-1, width) for n, d, width in kinds]
-    shutil.rmtree(folder)
-    return [arrays[0].ravel(), *arrays[1:]], [1 + line for line, _ in report.bad]
+    report, found = parsed(path, rows)
+    return [found.labels, found.dense, found.ids], [1 + line for line, _ in report.bad]
 
 
 def check_plain(path: Path, text: bytes) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import gzip
 import os
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distcache.data.files import Spool, find_files, inspect, read_range, read_text, whole_lines
+from distcache.data.files import find_files, inspect, read_range, read_text, unpack, whole_lines
 from distcache.errors import DataError
 
 
@@ -100,43 +99,26 @@ def test_a_file_that_vanishes_shrinks_or_changes(tmp_path, packed):
 
 
 @pytest.mark.parametrize("size", [1, 50, 333, 100_000])
-def test_spooled_pieces_are_whole_lines_cut_the_same_again(tmp_path, size):
+def test_unpacked_pieces_are_whole_lines_cut_the_same_again(tmp_path, size):
     lines = [os.urandom(9).hex().encode()[: i % 18] for i in range(60)]
-    files = []
-    for number in range(3):
-        path = tmp_path / f"{number}.gz"
-        path.write_bytes(gzip.compress(b"\n".join(lines[number:]) + b"\n"))
-        files.append((number, inspect(path)))
-    first = pieces(tmp_path / "spool", size, files, set())
-    for number in range(3):
-        text = b"".join(body for (at, _), body in sorted(first.items()) if at == number)
-        assert text == b"\n".join(lines[number:]) + b"\n"
+    text = b"\n".join(lines) + b"\n"
+    (tmp_path / "a.gz").write_bytes(gzip.compress(text))
+
+    def pieces(done: set[int]) -> dict[int, bytes]:
+        found, read = {}, 0
+        file = inspect(tmp_path / "a.gz")
+        unpacked = unpack(file, tmp_path / "a", size, 100, done.__contains__)
+        for number, (piece, packed) in enumerate(unpacked):
+            assert (piece is None) == (number in done)
+            if piece is not None:
+                found[number] = piece.path.read_bytes()
+                piece.path.unlink()
+            read += packed
+        assert read == file.bytes and not list(tmp_path.glob("a.[0-9]*"))
+        return found
+
+    first = pieces(set())
+    assert b"".join(first.values()) == text
     assert all(body.endswith(b"\n") for body in first.values())
     some = set(list(first)[::2])
-    again = pieces(tmp_path / "spool", size, files, some)
-    assert again == {key: body for key, body in first.items() if key not in some}
-    assert not list((tmp_path / "spool").glob("*.txt"))
-
-
-def pieces(folder: Path, size: int, files: list, done: set) -> dict[tuple[int, int], bytes]:
-    spool, found, read = Spool(folder, size, ahead=3), {}, 0
-    for number, index, piece, packed in spool.pieces(files, lambda *key: key in done, threads=2):
-        found[number, index] = Path(piece.path).read_bytes()
-        spool.finished(piece)
-        read += packed
-    for number, _ in files:
-        known = {index for at, index in found.keys() | done if at == number}
-        assert spool.known_pieces(number) == len(known)
-    assert done or read <= sum(file.bytes for _, file in files)
-    return found
-
-
-def test_pieces_that_nobody_takes_end_with_their_reader(tmp_path):
-    """A reader that stops in the middle stops the threads, which wait for room."""
-    path = tmp_path / "a.gz"
-    path.write_bytes(gzip.compress(b"0123456789\n" * 1000))
-    spool = Spool(tmp_path / "spool", 100, ahead=2)
-    found = spool.pieces([(0, inspect(path))], lambda *key: False, threads=1)
-    next(found)
-    found.close()
-    assert spool.known_pieces(0) is None
+    assert pieces(some) == {key: body for key, body in first.items() if key not in some}

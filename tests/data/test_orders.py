@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from distcache.data import samplers
 from distcache.data.files import digest_of
-from distcache.data.parquet import RowGroupOrder
-from distcache.data.parquet_files import hashed, hexadecimal
+from distcache.data.parquet import hashed, hexadecimal
 from distcache.data.raw.settings import bags
 from distcache.data.samplers import (
     BatchSpans,
     BlockOrder,
     ReadAhead,
+    RowGroupOrder,
     SampleOrder,
     Subset,
     both,

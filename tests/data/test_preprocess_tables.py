@@ -1,4 +1,4 @@
-"""Parts and tables: in little memory, widened late; runs, vocabularies, bags the plain way."""
+"""Parts, runs and workers: in little memory, merged the plain way, ended with their parent."""
 
 from __future__ import annotations
 
@@ -11,52 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from criteo_lines import ROWS, make_lines, read_plainly, with_fields, write_lines
+from criteo_lines import ROWS, make_lines, parsed, with_fields, write_lines
 
-from distcache.data.files import inspect
-from distcache.data.raw import parts
 from distcache.data.raw.job import Pool
-from distcache.data.raw.parts import PartTask, parse_part, read_pieces, write_runs
-from distcache.data.raw.tables import (
-    ENTRY_BYTES,
-    Run,
-    merge_runs,
-)
+from distcache.data.raw.parts import CriteoRows
+from distcache.data.raw.tables import ENTRY_BYTES, Run, merge_runs, write_runs
 from distcache.errors import MemoryTooSmallError
 
 
-def parse(path: Path, folder: Path, rows=None, name: str = "p"):
-    file = inspect(path)
-    return parse_part(PartTask(name, file, 0, file.bytes, str(folder), rows, False, 0))
-
-
-@pytest.mark.parametrize("where", [None, 0, 350, 699])
-def test_values_are_widened_when_one_needs_it(tmp_path, monkeypatch, where):
-    """Blocks of a few lines; the id of more than 32 bits is in the first, a middle, the last."""
-    monkeypatch.setattr(parts, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(parts, "PIECE", 37)
-    lines = make_lines(700)
-    if where is not None:
-        lines[where] = with_fields(lines[where], {39: b"123456789abcdef0"})
-    path = write_lines(tmp_path / "a.txt", lines)
-    report = parse(path, tmp_path)
-    assert report.id_dtype == ("<u4" if where is None else "<u8") and report.samples == 700
-    labels, dense, ids, _ = read_plainly(path.read_bytes(), None)
-    pieces = list(read_pieces(tmp_path / "p", 700, np.dtype(report.id_dtype)))
-    assert [first for first, _ in pieces] == list(range(0, 700, 37))
-    for name, expected in (("labels", labels), ("dense", dense), ("ids", ids)):
-        assert np.array_equal(np.concatenate([getattr(p, name) for _, p in pieces]), expected)
-    empty = np.array([[field == b"" for field in line.split(b"\t")[14:]] for line in lines])
-    bits = np.concatenate([rows.missing for _, rows in pieces])
-    assert np.array_equal(bits[:, None] >> np.arange(26) & 1, empty)
-    (tmp_path / "some").mkdir()
-    dtype = np.dtype(report.id_dtype)
-    lengths, absent = write_runs(tmp_path / "p", tmp_path / "some", 123, dtype)
-    assert absent == empty[:123].sum(0).tolist()
-    distinct = [np.unique(ids[:123, t][~empty[:123, t]]) for t in range(26)]
-    assert lengths == [len(values) for values in distinct]
-    written = np.fromfile(tmp_path / "some/values.bin", dtype)
-    assert np.array_equal(written, np.concatenate(distinct))
+def run_code(code: str, **more) -> subprocess.CompletedProcess:
+    """A process of its own, which finds what the tests import."""
+    words = [sys.executable, "-c", code]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    return subprocess.run(words, capture_output=True, text=True, env=env, **more)
 
 
 def test_a_part_takes_the_memory_of_its_blocks(tmp_path):
@@ -64,38 +31,30 @@ def test_a_part_takes_the_memory_of_its_blocks(tmp_path):
     text = b"0" + b"\t" * 39 + b"\n"
     path = tmp_path / "a.txt"
     path.write_bytes(text * ((32 << 20) // len(text)))
-    code = f"""
-import resource, sys
-sys.path[:0] = ["tests", "."]
-from pathlib import Path
-from test_preprocess_tables import parse
-few = parse(Path({str(tmp_path / "few.txt")!r}), Path({str(tmp_path)!r}), None, "few")
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-report = parse(Path({str(path)!r}), Path({str(tmp_path)!r}))
-print(report.samples, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
     (tmp_path / "few.txt").write_bytes(text * ((4 << 20) // len(text)))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
-    )
+    done = run_code(f"""
+import resource
+from pathlib import Path
+from criteo_lines import parsed
+parsed(Path({str(tmp_path / "few.txt")!r}), None)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+report, _ = parsed(Path({str(path)!r}), None, read=False)
+print(report.samples, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+""")
     samples, grown = map(int, done.stdout.split())
     assert samples == (32 << 20) // len(text)
-    # The pages of the part's file that were touched count; its arrays, twice that, do not.
+    # A few pieces of its arrays, which all together are more.
     assert grown * 1024 < 1.5 * samples * 26 * 4
 
 
 def test_rows_are_as_wide_as_the_largest_table_needs(tmp_path):
     line = with_fields(make_lines(1, missing=0)[0], {14: b"ffffffff", 15: b"fffffffe"})
     path = write_lines(tmp_path / "a.txt", [line] * 7)
-    assert parse(path, tmp_path, ROWS, "narrow").id_dtype == "<i4"
-    assert not (tmp_path / "narrow/missing.bin").stat().st_size
-    assert parse(path, tmp_path, (2**32, *ROWS[1:])).id_dtype == "<i8"
-    ids = np.fromfile(tmp_path / "p/ids.bin", np.int64).reshape(7, 26)
-    assert ids[6, :2].tolist() == [2**32 - 1, 0xFFFFFFFE % ROWS[1]]
+    report, rows = parsed(path, ROWS)
+    assert report.id_dtype == "<i4" and rows.ids.dtype == np.int32 and rows.missing is None
+    report, rows = parsed(path, (2**32, *ROWS[1:]))
+    assert report.id_dtype == "<i8" and rows.ids.dtype == np.int64
+    assert rows.ids[6, :2].tolist() == [2**32 - 1, 0xFFFFFFFE % ROWS[1]]
 
 
 def die(task: str) -> None:
@@ -104,31 +63,42 @@ def die(task: str) -> None:
 
 def test_a_worker_that_died_between_tasks_is_explained():
     """The pool is broken when the next task comes, as when unpacking took long."""
-    ended = []
 
     def tasks():
         yield "first"
-        deadline = time.monotonic() + 30
-        while "first" not in ended and time.monotonic() < deadline:
-            time.sleep(0.01)
+        time.sleep(2)
         yield "second"
 
     with Pool(2) as pool, pytest.raises(MemoryTooSmallError, match="a worker process was killed"):
-        list(pool.run(die, tasks(), on_end=ended.append))
-    assert ended == ["first", "second"]
+        list(pool.run(die, tasks()))
+
+
+def test_workers_end_with_a_parent_that_is_killed():
+    found = run_code("""
+import os, time
+from distcache.data.raw.job import Pool
+with Pool(2) as pool:
+    next(pool.run(time.sleep, [0, 99, 99, 99]))
+    print(*pool._executor._processes, flush=True)
+    os.kill(os.getpid(), 9)
+""")
+    workers, deadline = [Path(f"/proc/{pid}/cmdline") for pid in found.stdout.split()], 10
+    assert len(workers) == 2
+    while any(path.exists() and path.read_bytes() for path in workers):  # none: not reaped yet
+        time.sleep(0.1)
+        deadline -= 0.1
+        assert deadline > 0
 
 
 def make_runs(tmp_path: Path, columns: list[np.ndarray]) -> list[Run]:
     """A run for each column of ids, as parts leave them (with another table before)."""
-    runs = []
+    runs, none = [], np.empty(0)
     for number, column in enumerate(columns):
-        folder = tmp_path / f"run{number}"
-        folder.mkdir()
-        ids = np.stack([column[::-1] // 2, *[column] * 25], axis=1)
-        ids.tofile(folder / "ids.bin")
-        (folder / "missing.bin").touch()
-        lengths, _ = write_runs(folder, folder, len(ids), ids.dtype)
-        runs.append(Run(str(folder), column.dtype.str, lengths[0], lengths[1]))
+        path, halves = tmp_path / f"run{number}", np.array_split(column, 2)
+        ids = [np.stack([half[::-1] // 2, *[half] * 25], axis=1) for half in halves]
+        pieces = [CriteoRows(none, none, one) for one in ids]
+        lengths, _, dtype = write_runs(pieces, path, column.dtype)
+        runs.append(Run(str(path), dtype.str, lengths[0], lengths[1]))
     return runs
 
 
@@ -141,10 +111,10 @@ def draw(dtype: str, seed: int = 0, parts: int = 5) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize("dtype", ["<u4", "<u8", "<i4"])
+@pytest.mark.parametrize("dtype", ["<u4", "<u8", "<i4", "mixed"])
 @pytest.mark.parametrize("most", [1, 10, 100, 10**6])
 def test_merged_runs_are_the_counts_of_all(tmp_path, dtype, most):
-    columns = draw(dtype)
+    columns = draw("<u4") + draw("<u8", 1) if dtype == "mixed" else draw(dtype)
     expected = np.unique(np.concatenate(columns), return_counts=True)
     chunks = list(merge_runs(make_runs(tmp_path, columns), most))
     assert np.array_equal(np.concatenate([v for v, _ in chunks]), expected[0])
@@ -158,11 +128,10 @@ def test_long_runs_are_merged_in_the_memory_of_a_range(tmp_path):
     """Runs are searched and sampled by memory map: what is held is one range, never a run."""
     runs, length = [], 1_000_000
     for number in range(3):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        np.arange(number, 3 * length, 3, dtype=np.uint32).tofile(folder / "values.bin")
-        np.ones(length, dtype=np.uint32).tofile(folder / "counts.bin")
-        runs.append(Run(str(folder), "<u4", 0, length))
+        path = tmp_path / str(number)
+        np.arange(number, 3 * length, 3, dtype=np.uint32).tofile(f"{path}.values")
+        np.ones(length, dtype=np.int64).tofile(f"{path}.counts")
+        runs.append(Run(str(path), "<u4", 0, length))
     most, total = 1 << 14, 0
     tracemalloc.start()
     try:
@@ -170,6 +139,6 @@ def test_long_runs_are_merged_in_the_memory_of_a_range(tmp_path):
             total += int(counts.sum())
             assert len(values) <= 2 * most
         assert total == 3 * length
-        assert tracemalloc.get_traced_memory()[1] < 2 * most * ENTRY_BYTES < runs[0].values().nbytes
+        assert tracemalloc.get_traced_memory()[1] < 2 * most * ENTRY_BYTES < 4 * length
     finally:
         tracemalloc.stop()

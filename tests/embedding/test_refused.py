@@ -97,7 +97,7 @@ def test_wrong_arguments_are_named(kind) -> None:
         ),
         ({"placement": "spread"}, "placement='spread'"),
         ({"placement": "mixed"}, "needs to know how often rows are looked up"),
-        ({"replicated_share": 0.5}, "which rows placement=mixed replicates"),
+        ({"replicated_share": 0.5}, "replicated_share=0.5 is a key of placement=mixed and"),
         ({"placement": "sharded", "reduction": "native"}, "placement=sharded sums them at"),
         ({"state": "home", "reduction": "native"}, "state=home sums them at their homes"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore'"),

@@ -121,7 +121,7 @@ def own_folders(rank: int, size: int, home: str) -> tuple[str, str, list[str]]:
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
-    shared_folder.log.addHandler(handler)
+    shared_folder.logger.addHandler(handler)
     shared_folder.check_run_folder(world, folder, None)
     shared_folder.check_run_folder(world, Path(home), "run.save=true")
     close_world(world)

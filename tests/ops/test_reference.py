@@ -1,4 +1,5 @@
-"""The reference row operations against loops and autograd, and their independence of labels."""
+"""The reference row operations against loops and autograd, and their independence of labels; who
+runs an operation: the device, the dtype, `DISTCACHE_OPS` and what is installed decide."""
 
 from __future__ import annotations
 
@@ -89,32 +90,24 @@ def test_bits_do_not_depend_on_labels_or_company(dim, dtype, weighted):
 def test_repeats_bit_for_bit_with_two_threads():
     table, positions, offsets, weights = random_bags(5, 3000, 500, 16, torch.float32, True, 8)
     order, segments = segments_of(positions, 500)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 2):
-            torch.set_num_threads(count)
-            pooled = ops.pooled_lookup(table, positions, offsets, weights)
-            gradient = ops.row_gradients(pooled, bag_of(offsets), order, segments, weights)
-            results.append((pooled, gradient))
-    finally:
-        torch.set_num_threads(threads)
+    threads, results = torch.get_num_threads(), []
+    for count in (1, 2, 2):
+        torch.set_num_threads(count)
+        pooled = ops.pooled_lookup(table, positions, offsets, weights)
+        gradient = ops.row_gradients(pooled, bag_of(offsets), order, segments, weights)
+        results.append((pooled, gradient))
+    torch.set_num_threads(threads)
     for pooled, gradient in results[1:]:
         assert torch.equal(pooled, results[0][0]) and torch.equal(gradient, results[0][1])
 
 
 def test_nothing_to_look_up():
     empty = torch.zeros(0, dtype=torch.int64)
-    none = ops.pooled_lookup(torch.zeros(0, 4), empty, torch.zeros(4, dtype=torch.int64))
-    assert torch.equal(none, torch.zeros(3, 4))
-    assert ops.pooled_lookup(torch.ones(2, 4), empty, torch.zeros(1, dtype=torch.int64)).shape == (
-        0,
-        4,
-    )
-    gradient = ops.row_gradients(
-        torch.zeros(0, 4), empty, empty, torch.zeros(1, dtype=torch.int64), torch.zeros(0)
-    )
-    assert gradient.shape == (0, 4)
+    for rows, bags in ((torch.zeros(0, 4), 3), (torch.ones(2, 4), 0)):
+        found = ops.pooled_lookup(rows, empty, torch.zeros(bags + 1, dtype=torch.int64))
+        assert torch.equal(found, torch.zeros(bags, 4))
+    one = torch.zeros(1, dtype=torch.int64)
+    assert ops.row_gradients(torch.zeros(0, 4), empty, empty, one, one[:0]).shape == (0, 4)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -184,9 +177,6 @@ def test_what_makes_no_sense_is_refused():
         reference.update(Rule("adagrad", 0.1), weight, None, weight)
 
 
-# Rows in and out of host memory.
-
-
 @pytest.mark.parametrize("width", [1, 2, 3, 16, 17, 64, 511])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("count", [0, 1, 7, 900])
@@ -220,16 +210,6 @@ def test_threads_share_a_large_gather(threads) -> None:
     taker.close()
 
 
-@pytest.mark.parametrize("bad", [-1, 10])
-def test_a_row_outside_is_refused_before_anything_is_written(bad) -> None:
-    target = np.zeros((10, 4), np.float32)
-    with pytest.raises(PlanError, match=rf"row {bad} is outside \[0, 10\)"):
-        put_rows(target, np.array([3, bad]), np.ones((2, 4), np.float32))
-    assert not target.any()
-    with pytest.raises(PlanError, match=f"row {bad}"):
-        take_rows(target, np.array([bad]), np.empty((1, 4), np.float32))
-
-
 @examples(100)
 @given(st.integers(0, 2**32), st.sampled_from([torch.float32, torch.float64]), st.booleans())
 def test_put_is_index_copy(seed: int, dtype: torch.dtype, strided: bool) -> None:
@@ -251,10 +231,81 @@ def test_put_is_index_copy(seed: int, dtype: torch.dtype, strided: bool) -> None
 @pytest.mark.parametrize(
     "values", [torch.ones(2, 4), torch.ones(4, 4), torch.ones(3, 5), torch.ones(3, 4).double()]
 )
-def test_put_refuses_what_does_not_fit(values: torch.Tensor) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_written(values: torch.Tensor) -> None:
     table = torch.zeros(6, 4)
     with pytest.raises(PlanError, match=r"for [23] rows of float32"):
         put(table, torch.tensor([0, 2, 4]), values)
-    with pytest.raises(PlanError, match=r"row 6 is outside \[0, 6\)"):
-        put(table, torch.tensor([0, 6]), torch.ones(2, 4))
+    for bad in (-1, 6):
+        with pytest.raises(PlanError, match=rf"row {bad} is outside \[0, 6\)"):
+            put(table, torch.tensor([0, bad]), torch.ones(2, 4))
+        with pytest.raises(PlanError, match=f"row {bad}"):
+            take_rows(table.numpy(), np.array([bad]), np.empty((1, 4), np.float32))
     assert not table.any()
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """Set `DISTCACHE_OPS` for one test."""
+
+    def choose(value):
+        monkeypatch.setenv(ops.VARIABLE, value)
+        ops.choice.cache_clear()
+
+    yield choose
+    ops.choice.cache_clear()
+
+
+class OnGpu:
+    """What the dispatch looks at of a tensor on a GPU."""
+
+    is_cuda, dtype, device = True, torch.float32, torch.device("cuda")
+
+
+def test_cpu_tensors_go_to_the_reference(choose):
+    segments = torch.tensor([0, 40])
+    for value in ("", "reference"):
+        choose(value)
+        for operation in ops.ON_GPU:
+            assert ops.body(operation, torch.ones(2, 2)) is reference
+        assert ops.chunks_for(segments, torch.device("cpu")) is None
+
+
+def test_triton_takes_float32_only(choose):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    choose("triton")
+    device = torch.device("cpu" if ops.triton_bodies().INTERPRETED else "cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU, and Triton was imported without TRITON_INTERPRET=1")
+    floats = torch.ones(2, 2, device=device)
+    assert ops.body("pooled_lookup", floats) is ops.triton_bodies()
+    assert ops.body("pooled_lookup", floats.double()) is reference
+    assert ops.body("update_rows", floats, None, floats) is ops.triton_bodies()
+    assert ops.body("update_rows", floats, floats.double(), floats) is reference
+    chunks = ops.chunks_for(torch.tensor([0, 40]), device)
+    assert chunks is not None and chunks.sizes == (2, 1) and chunks.table.device.type == device.type
+
+
+def test_what_gpu_tensors_run_is_one_table(choose, monkeypatch):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    kernels = ops.triton_bodies()
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    choose("")
+    assert ops.body("row_gradients", OnGpu()) is kernels
+    monkeypatch.setitem(ops.ON_GPU, "row_gradients", "reference")
+    assert ops.body("row_gradients", OnGpu()) is reference
+    assert ops.chunks_for(torch.tensor([0, 40]), torch.device("cuda")) is None
+    assert ops.body("update_rows", OnGpu()) is kernels
+    choose("reference")
+    assert ops.body("update_rows", OnGpu()) is reference
+
+
+def test_without_triton_and_unknown_choices(choose, monkeypatch):
+    choose("cuda")
+    with pytest.raises(ConfigError, match="DISTCACHE_OPS='cuda' is not 'reference' or 'triton'"):
+        ops.pooled_lookup(torch.ones(1, 1), torch.zeros(1, dtype=torch.int64), torch.arange(2))
+    monkeypatch.setattr(ops, "triton_bodies", lambda: None)
+    choose("")
+    assert ops.body("update_rows", OnGpu()) is reference
+    choose("triton")
+    with pytest.raises(ConfigError, match="DISTCACHE_OPS=triton, but Triton is not installed"):
+        ops.body("update_rows", OnGpu())

@@ -1,17 +1,118 @@
-"""The kernels as the GPU's compiler sees them: Triton compiles for a GPU that need not be there."""
+"""The kernels as the GPU's compiler sees them: Triton compiles for a GPU that need not be there.
+
+`python test_triton_compiles.py <compute capability> <width> ...`, without TRITON_INTERPRET, prints
+one JSON line per launch: kernel, width, the constants that name the variant, and counts of
+instructions in the PTX. ptxas must accept it too. The bodies run on CPU tensors with the launches
+recorded, so tile sizes, strides and options are those of real calls.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from jagged import bag_of, segments_of
 
-pytest.importorskip("triton", reason="Triton is not installed")
+from distcache.ops.reference import Rule, segment_chunks
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+COUNTED = {
+    "wide_loads": r"ld\.global[^;]*\.v4\.b32",
+    "fused": r"fma\.rn\.f32|mad\.f32",
+    "sqrt": r"sqrt\.rn\.f32",
+    "division": r"div\.rn\.f32",
+    "approximate": r"\.approx|div\.full",
+    "atomics": r"\batom|\bred\.",
+    "barriers": r"bar\.sync",
+}
+TYPES = {torch.float32: "*fp32", torch.int64: "*i64", torch.uint8: "*u8", float: "fp32", int: "i32"}
+VARIANT = ("HOPS", "WEIGHTED", "SCATTER", "MOST", "RULE", "MASKED", "FROM", "TO")
+
+
+class Recorder:
+    """Stands for a kernel: notes launches instead of running them."""
+
+    def __init__(self, kernel, launches):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **constants):
+            self.launches.append((self.kernel, arguments, constants))
+
+        return launch
+
+
+def call_all(width):
+    """Every operation in every variant that callers can reach."""
+    from distcache.ops import triton as bodies
+
+    positions = torch.zeros(40, dtype=torch.int64)
+    offsets = torch.arange(0, 41, 2)
+    order, segments = segments_of(positions, 1)
+    rows = torch.zeros(4, width)
+    for weights in (None, torch.ones(40)):
+        bodies.pooled_lookup(rows, positions, offsets, weights)
+        upstream = torch.zeros(20, width)
+        for chunk in (2, 40):
+            call = (upstream, bag_of(offsets), order, segments, weights)
+            bodies.row_gradients(*call, segment_chunks(segments, chunk))
+    at = torch.arange(3)
+    bodies.copy_rows(rows, at, torch.zeros(3, width), None)
+    bodies.copy_rows(torch.zeros(3, width), None, rows, at)
+    for name in ("sgd", "adagrad", "rowwise_adagrad", "adam"):
+        rule = Rule(name, 0.1)
+        state = torch.zeros(4, rule.state_width(width)) if name != "sgd" else None
+        for enabled in (None, torch.ones((), dtype=torch.bool)):
+            bodies.update_rows(rule, rows, state, torch.arange(3), torch.zeros(3, width), enabled)
+
+
+def compiled(kernel, arguments, constants, capability):
+    """The PTX and the machine code of one launch, its pointers aligned to 16 bytes."""
+    options = {key: constants.pop(key) for key in ("num_warps", "enable_fp_fusion")}
+    names = kernel.arg_names
+    given = dict(zip(names, arguments, strict=False))
+    signature = {name: "constexpr" for name in names}
+    signature |= {name: TYPES[getattr(v, "dtype", type(v))] for name, v in given.items()}
+    pointers = [index for index, name in enumerate(names) if signature[name].startswith("*")]
+    source = triton.compiler.ASTSource(
+        kernel,
+        signature,
+        constexprs=dict(constants),
+        attrs={(index,): [["tt.divisibility", 16]] for index in pointers},
+    )
+    return triton.compile(
+        source, target=triton.backends.compiler.GPUTarget("cuda", capability, 32), options=options
+    ).asm
+
+
+def main(capability, widths):
+    from distcache.ops import triton_kernels
+
+    for width in widths:
+        launches: list = []
+        for name in ("segment_sums", "update_rows", "copy_rows"):
+            kernel = getattr(triton_kernels, name)
+            kernel = kernel.kernel if isinstance(kernel, Recorder) else kernel
+            setattr(triton_kernels, name, Recorder(kernel, launches))
+        call_all(width)
+        seen = set()
+        for kernel, arguments, constants in launches:
+            variant = {key: constants[key] for key in VARIANT if key in constants}
+            variant |= {"kernel": kernel.__name__, "width": width}
+            if (key := tuple(variant.items())) in seen:
+                continue
+            seen.add(key)
+            asm = compiled(kernel, arguments, dict(constants), capability)
+            counts = {name: len(re.findall(p, asm["ptx"])) for name, p in COUNTED.items()}
+            print(json.dumps(variant | counts | {"bytes": len(asm["cubin"])}), flush=True)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="ptxas is only tried on x86-64")
@@ -25,9 +126,9 @@ def test_every_launch_compiles_and_rounds_as_it_says(
     """No fused multiply-add, no approximate quotient or root, no atomics; 16-byte loads for widths
     of 4 floats; no exchange between threads in sums."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(checkout), "TRITON_CACHE_DIR": str(tmp_path)}
-    script = checkout / "tests" / "compile_kernels.py"
-    command = [sys.executable, str(script), str(capability), *map(str, widths)]
+    path = os.pathsep.join((str(checkout), str(checkout / "tests")))
+    environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, __file__, str(capability), *map(str, widths)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     found = [json.loads(line) for line in run.stdout.splitlines()]
@@ -47,3 +148,7 @@ def test_every_launch_compiles_and_rounds_as_it_says(
         for one in updates:
             rooted = one["RULE"] != "sgd"
             assert (one["sqrt"] > 0) == (one["division"] > 0) == rooted, one
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), [int(width) for width in sys.argv[2:]])

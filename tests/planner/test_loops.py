@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,14 +20,7 @@ from policy_reference import counted
 from distcache.errors import PlanError
 from distcache.planner import loops
 from distcache.planner.home import HomePlanner, distinct_rows
-from distcache.planner.shard import (
-    HotRows,
-    divided,
-    grouped,
-    hashed_rows,
-    make_request,
-    occurrences,
-)
+from distcache.planner.shard import HotRows, hashed_rows, make_request, occurrences
 from distcache.planner.victims import ByCount
 
 
@@ -64,9 +58,12 @@ def as_rows(values: list[int], kind: str) -> np.ndarray:
 
 
 @examples(150)
-@given(ids, kinds, st.integers(1, 130), st.integers(0, 5))
-def test_distinct_rows(values: list[int], kind: str, size: int, step: int) -> None:
+@given(ids, kinds, st.integers(1, 130), st.integers(0, 5), st.sampled_from([1, 3, 2**33, 2**56]))
+def test_distinct_rows(values: list[int], kind: str, size: int, step: int, stride: int) -> None:
     rows = as_rows(values, kind)
+    distinct, labels = by_all(hashed_rows, rows * stride)
+    assert distinct.tolist() == [stride * row for row in dict.fromkeys(rows.tolist())]
+    assert (distinct[labels] == rows * stride).all()
     position = np.random.default_rng(size).integers(-1, step, size, dtype=np.int32)
     result = by_all(distinct_rows, rows, position, step, written=1)
     if len(rows) and rows.max() >= size:
@@ -76,29 +73,9 @@ def test_distinct_rows(values: list[int], kind: str, size: int, step: int) -> No
             "ids must lie within their tables"
         )
         return
-    distinct, previous, labels = result
-    assert distinct.tolist() == list(dict.fromkeys(rows.tolist()))
-    assert (distinct[labels] == rows).all() and (previous == position[distinct]).all()
-
-
-@examples(150)
-@given(ids, kinds, st.sampled_from([1, 3, 2**20, 2**33 + 1, 2**56]))
-def test_hashed_rows(values: list[int], kind: str, stride: int) -> None:
-    rows = as_rows(values, kind) * stride
-    distinct, labels = by_all(hashed_rows, rows)
-    assert distinct.tolist() == list(dict.fromkeys(rows.tolist()))
-    assert (distinct[labels] == rows).all()
-
-
-@examples(100)
-@given(ids, kinds)
-def test_grouped(values: list[int], kind: str) -> None:
-    keys = as_rows(values, kind)
-    groups = int(keys.max(initial=0)) + 1
-    order, starts = by_all(grouped, keys, groups)
-    parts = np.split(order, starts[1:-1])
-    for g in range(groups):
-        assert parts[g].tolist() == np.flatnonzero(keys == g).tolist()
+    known, previous, again = result
+    assert (known.astype(np.int64) * stride == distinct).all() and (again == labels).all()
+    assert (previous == position[known]).all()
 
 
 @examples(150)
@@ -141,31 +118,6 @@ def test_hot_rows(hot: set[int], first: int, stride: int, values: list[int]) -> 
     assert found.tolist() == [place.get(row, -1) for row in rows.tolist()]
     if len(hot) > 1:
         assert (found >= 0).any() and (found < 0).any()
-
-
-@examples(200)
-@given(
-    st.lists(st.integers(0, 9), max_size=6),
-    st.integers(-3, 12),
-    st.one_of(st.none(), st.integers(1, 20)),
-    st.integers(0, 2**32 - 1),
-)
-def test_divided(lengths: list[int], bound: int, pool: int | None, seed: int) -> None:
-    rng, count = np.random.default_rng(seed), sum(lengths)
-    items, index = None, np.arange(count)
-    values = rng.integers(-2, 11, count if pool is None else pool).astype(np.int32)
-    of = np.arange(count)
-    if pool is not None:
-        index, of = rng.integers(0, pool, count), rng.permutation(pool).astype(np.int32)
-        items = index.astype(np.int32), of
-    (above, counts), (others, rest) = by_all(divided, values, bound, lengths, items)
-    pieces = np.split(index, np.cumsum(lengths)[:-1]) if lengths else []
-    high = [[i for i in piece if values[i] > bound] for piece in pieces]
-    low = [i for piece in pieces for i in piece if values[i] <= bound]
-    assert counts == [len(piece) for piece in high] and np.add(counts, rest).tolist() == lengths
-    assert above.tolist() == [of[i] for piece in high for i in piece]
-    assert others.tolist() == [of[i] for i in low]
-    assert above.dtype == others.dtype == np.int64
 
 
 @examples(150)
@@ -225,21 +177,6 @@ def test_memory_beside_the_index_grows_with_the_batch_alone(world: int) -> None:
     assert larger < 6 * many
 
 
-# What is kept on disk, in a process of its own.
-
-
-def run_python(program: str, **environment: str) -> subprocess.CompletedProcess:
-    """A fresh interpreter that runs `program`, then plans a step; it tells what it fetched."""
-    return subprocess.run(
-        [sys.executable, "-c", program + PLAN],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-
-
 PLAN = """
 import sys, numpy as np
 from distcache.layout import RowLayout, TableSpec
@@ -248,12 +185,25 @@ home = HomePlanner(RowLayout([TableSpec("t", 9, 4, ("f",))], 1), 0, 3, 1)
 home.ingest(0, "train", [np.array([7, 2, 7])])
 sys.stdout.write(str(home.plan().fetch_rows.tolist()))
 """
-FETCHED = "[7, 2]"
+
+
+def kept_by(program: str, **environment: str) -> list[str]:
+    """The machine code that a fresh interpreter keeps, which runs `program`, then plans a step."""
+    done = subprocess.run(
+        [sys.executable, "-c", program + PLAN],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[7, 2]", "")
+    kept = Path(environment.get("NUMBA_CACHE_DIR", os.devnull)).rglob("*.nbc")
+    return sorted(file.name.split("-")[0] for file in kept)
 
 
 def test_the_package_alone_brings_no_numba() -> None:
-    done = run_python("import sys, distcache\nassert 'numba' not in sys.modules\n")
-    assert (done.returncode, done.stdout, done.stderr) == (0, FETCHED, "")
+    kept_by("import sys, distcache\nassert 'numba' not in sys.modules\n")
 
 
 @pytest.mark.parametrize(
@@ -261,17 +211,9 @@ def test_the_package_alone_brings_no_numba() -> None:
     [
         "caching.CacheImpl._locator_classes = []",
         "caching.IndexDataCacheFile.save = lambda *a: (_ for _ in ()).throw(OSError('full'))",
+        "",
     ],
 )
-def test_where_nothing_can_be_kept_the_loops_compile_all_the_same(broken: str, tmp_path) -> None:
-    program = f"from numba.core import caching\n{broken}\n"
-    done = run_python(program, NUMBA_CACHE_DIR=str(tmp_path))
-    assert done.stdout == FETCHED, done.stderr
-    assert not list(tmp_path.rglob("*.nbc"))
-
-
-def test_machine_code_is_kept_where_numba_is_told(tmp_path) -> None:
-    done = run_python("", NUMBA_CACHE_DIR=str(tmp_path))
-    assert done.stdout == FETCHED, done.stderr
-    kept = sorted(file.name.split("-")[0] for file in tmp_path.rglob("*.nbc"))
-    assert kept == sorted(f"loops.{name}" for name in NAMES)
+def test_machine_code_is_kept_where_numba_is_told_if_it_can_be(broken: str, tmp_path) -> None:
+    kept = kept_by(f"from numba.core import caching\n{broken}\n", NUMBA_CACHE_DIR=str(tmp_path))
+    assert kept == ([] if broken else sorted(f"loops.{name}" for name in NAMES))

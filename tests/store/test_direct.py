@@ -7,13 +7,12 @@ import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
 
 from distcache import ops
-from distcache.comm.world import World, close_world, open_world
+from distcache.comm.world import close_world, open_world
 from distcache.engine.groups import make_groups
 from distcache.engine.whole import make_stores
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
@@ -26,19 +25,13 @@ LAYOUT = RowLayout([TableSpec("a", 50, 8, ("a",)), TableSpec("b", 7, 8, ("b",))]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.fixture(scope="module")
-def world():
-    world = open_world("cpu")
-    yield world
-    close_world(world)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("width", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_read_and_written_in_place_are_those_of_the_store(world, device, width, dtype) -> None:
     store = RowStore(LAYOUT, width, dtype, world)
     store.initialise(3, (0, 1), 0.5)
+    assert store.direct is None
     store.open_to(torch.device(device))
     rows_here = store.direct
     rows = torch.tensor([56, 0, 13, 50])
@@ -48,13 +41,18 @@ def test_rows_read_and_written_in_place_are_those_of_the_store(world, device, wi
     assert state is None if width == 0 else torch.equal(state.cpu(), expected[1])
     before = store.weight.clone()
     rows_here.write(rows, weight + 1, None if state is None else state * 2)
-    settled(rows_here)
+    for mark in rows_here.marks():
+        mark.event.synchronize()
     before[rows] += 1
     assert torch.equal(store.weight, before)
     assert width == 0 or store.state.sum() == 0.5 * 3 * (57 + 4)
     empty = rows_here.read(rows[:0])
     assert empty[0].shape == (0, 8)
     rows_here.write(rows[:0], *empty)
+    for bad in ([57], [-1]):
+        for use in (rows_here.read, lambda rows: rows_here.write(rows, weight[:1], state)):
+            with pytest.raises(PlanError, match=rf"row {bad[0]} is outside \[0, 57\)"):
+                use(torch.tensor(bad))
     assert torch.equal(store.weight, before)
     store.close()
     store.close()
@@ -63,30 +61,9 @@ def test_rows_read_and_written_in_place_are_those_of_the_store(world, device, wi
         rows_here.read(rows)
 
 
-def test_wrong_use_is_refused(world: World) -> None:
-    store = RowStore(LAYOUT, 2, torch.float32, world)
-    assert store.direct is None
-    store.open_to(torch.device("cpu"))
-    rows_here = store.direct
-    for rows in ([57], [-1]):
-        with pytest.raises(PlanError, match=rf"row {rows[0]} is outside \[0, 57\)"):
-            rows_here.read(torch.tensor(rows))
-        with pytest.raises(PlanError, match="outside"):
-            rows_here.write(torch.tensor(rows), torch.zeros(1, 8), torch.zeros(1, 2))
-    with pytest.raises(PlanError, match="weight of 1 rows"):
-        rows_here.write(torch.tensor([0]), torch.zeros(1, 7), torch.zeros(1, 2))
-    with pytest.raises(PlanError, match="state of 1 rows"):
-        rows_here.write(torch.tensor([0]), torch.zeros(1, 8), None)
-    store.close()
-
-
-def settled(rows: DirectRows) -> None:
-    for mark in rows.marks():
-        mark.event.synchronize()
-
-
-def same(rows: np.ndarray) -> np.ndarray:
-    return rows
+def on_gpu(weight: torch.Tensor, state: torch.Tensor | None = None) -> DirectRows:
+    """Rows that lie at their own numbers."""
+    return DirectRows(weight, state, lambda rows: rows, torch.device("cuda"))
 
 
 class FakeEvent:
@@ -122,17 +99,13 @@ def fake_gpu(monkeypatch, refused: tuple[int, ...] = ()) -> list[tuple]:
     return calls
 
 
-def tables() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(10, 4), torch.zeros(10, 2)
-
-
 @pytest.mark.parametrize("how", ["closed", "dropped"])
 def test_memory_is_unlocked_when_the_device_is_through_and_before_it_goes(monkeypatch, how) -> None:
     calls = fake_gpu(monkeypatch)
-    weight, state = tables()
+    weight, state = torch.zeros(10, 4), torch.zeros(10, 2)
     first, second, alive = weight.data_ptr(), state.data_ptr(), weakref.ref(weight)
-    rows = DirectRows(weight, state, same, torch.device("cuda"))
-    event = rows._locked.events[7] = FakeEvent(looks=3)
+    rows = on_gpu(weight, state)
+    event = rows._events[7] = FakeEvent(looks=3)
     del weight, state
     assert calls == [("register", first, 160, 3), ("register", second, 80, 3)]
     assert alive() is not None
@@ -147,9 +120,9 @@ def test_memory_is_unlocked_when_the_device_is_through_and_before_it_goes(monkey
 
 def test_memory_that_cannot_be_locked_is_told_with_a_way_out(monkeypatch) -> None:
     calls = fake_gpu(monkeypatch, refused=(1,))
-    weight, state = tables()
+    weight, state = torch.zeros(10, 4), torch.zeros(10, 2)
     with pytest.raises(MemoryTooSmallError, match=r"lock 80 bytes .*\(error 2\): set store.access"):
-        DirectRows(weight, state, same, torch.device("cuda"))
+        on_gpu(weight, state)
     assert calls[2:] == [("unregister", weight.data_ptr())], "the first stays locked"
 
 
@@ -160,9 +133,9 @@ def test_memory_that_cannot_be_let_go_of_stays_mapped(monkeypatch, caplog, why) 
     calls = fake_gpu(monkeypatch, refused=(2,) if why == "refused" else ())
     kept: list[torch.Tensor] = []
     monkeypatch.setattr(direct, "_kept", kept)
-    weight, state = tables()
-    rows = DirectRows(weight, state, same, torch.device("cuda"))
-    rows._locked.events[0] = FakeEvent(math.inf if why == "busy" else 0)
+    weight, state = torch.zeros(10, 4), torch.zeros(10, 2)
+    rows = on_gpu(weight, state)
+    rows._events[0] = FakeEvent(math.inf if why == "busy" else 0)
     rows.close()
     assert len(calls) == (2 if why == "busy" else 3)
     assert [table.data_ptr() for table in kept] == [weight.data_ptr(), state.data_ptr()]
@@ -173,7 +146,7 @@ def test_memory_that_cannot_be_let_go_of_stays_mapped(monkeypatch, caplog, why) 
 @pytest.mark.parametrize("what", ["reads", "writes"])
 def test_what_does_not_work_is_found_at_once(monkeypatch, what) -> None:
     table, copy = torch.ones(3, 4), ops.copy_rows
-    rows = DirectRows(table, None, same, torch.device("cpu"))
+    rows = DirectRows(table, None, lambda rows: rows, torch.device("cpu"))
     rows.try_out()
     assert table.eq(1).all()
 
@@ -219,7 +192,7 @@ def test_a_host_table_and_a_gpu_take_a_kernel(monkeypatch) -> None:
     with pytest.raises(ConfigError, match=r"Triton, which is not installed: set store\.access=st"):
         ops.copy_rows(host, torch.tensor([0, 1]), device, None)
     with pytest.raises(ConfigError, match="not installed"):
-        DirectRows(host, None, same, torch.device("cuda"))
+        on_gpu(host)
     monkeypatch.setattr(ops, "choice", lambda: "reference")
     with pytest.raises(ConfigError, match=r"ruled out by DISTCACHE_OPS: set store\.access=staged"):
         ops.copy_kernel()

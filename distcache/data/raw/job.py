@@ -3,12 +3,14 @@
 Read `preprocess` as a table of contents: parts of the text are parsed, the samples split, tables
 counted and numbered, parts written to their place, and everything described in a manifest.
 Everything unfinished lies in `work/` of the output folder and is found again by the same command:
-`plan.json` says what the work is of, parts and tables are complete when they have their name.
-Nothing here imports torch: the work is done in many small processes.
+`plan.json` says what the work is of, parts and tables are complete when they have their report, and
+a part whose samples are gone is in the arrays. Nothing here imports torch: the work is done in many
+small processes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import itertools
 import logging
@@ -17,28 +19,19 @@ import os
 import resource
 import shutil
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from distcache.data.files import InputFile, Spool, find_files, read_json, write_json
-from distcache.data.raw.parts import (
-    SHOWN,
-    PartReport,
-    PartTask,
-    id_dtype,
-    parse_part,
-    read_report,
-    write_runs,
-)
+from distcache.data.files import InputFile, find_files, read_json, unpack, write_json
+from distcache.data.raw.parts import MAX_LINE, id_dtype
 from distcache.data.raw.settings import (
     HASHED_BYTES,
     IDS,
@@ -53,16 +46,21 @@ from distcache.data.raw.settings import (
     read_manifest,
 )
 from distcache.data.raw.tables import (
-    ENTRY_BYTES,
+    SHOWN,
     AssembleTask,
+    PartReport,
+    PartTask,
     Run,
     TableReport,
     TableTask,
     assemble_part,
     build_table,
-    is_assembled,
+    first_rows,
     make_arrays,
+    parse_part,
+    read_rows,
     read_table_report,
+    write_runs,
 )
 from distcache.errors import ConfigError, DataError, MemoryTooSmallError
 from distcache.versions import installed
@@ -71,6 +69,9 @@ logger = logging.getLogger(__name__)
 
 _VERSIONS = ("distcache", "numpy", "pyarrow")
 """Distributions that the manifest names."""
+
+_WORK_FORMAT = 2
+"""Of the unfinished work, which another version does not take up."""
 
 
 class Bar(Protocol):
@@ -86,13 +87,13 @@ Progress = Callable[[str, int, str, int], AbstractContextManager[Bar]]
 
 @dataclass
 class Work:
-    """A job's state: settings, inputs, parts by (file, part), and bytes of text parsed now."""
+    """A job's state: settings, inputs, complete parts by name, and bytes of text parsed now."""
 
     settings: PreprocessSettings
     files: list[InputFile]
     progress: Progress
     pool: Pool
-    parts: dict[tuple[int, int], PartReport] = field(default_factory=dict)
+    parts: dict[str, PartReport] = field(default_factory=dict)
     text_bytes: int = 0
 
     @property
@@ -105,17 +106,17 @@ class Work:
         """The folder of all unfinished work."""
         return self.output / "work"
 
-    def part_folder(self, key: tuple[int, int]) -> Path:
-        """Where a part lies when it is complete."""
-        return self.folder / "parts" / part_name(key)
+    def part_file(self, name: str, suffix: str = "") -> Path:
+        """A file of the part `name`."""
+        return self.folder / "parts" / f"{name}{suffix}"
 
     def bad_lines(self) -> list[str]:
         """`file:line: reason` of the malformed lines that the parts quote, in order."""
         found, before = [], {}
-        for key, part in sorted(self.parts.items()):
-            first, name = before.get(key[0], 1), self.files[key[0]].path
+        for _, part in sorted(self.parts.items()):
+            first, name = before.get(part.file, 1), self.files[part.file].path
             found += [f"{name}:{first + line}: {reason}" for line, reason in part.bad]
-            before[key[0]] = first + part.lines
+            before[part.file] = first + part.lines
         return found
 
     def skipped(self) -> dict[str, Any]:
@@ -124,15 +125,9 @@ class Work:
         return {"count": count, "first": self.bad_lines()[:SHOWN]}
 
 
-def part_name(key: tuple[int, int]) -> str:
-    """The folder name of part (file, part)."""
-    return f"{key[0]:04d}-{key[1]:07d}"
-
-
-def part_key(name: str) -> tuple[int, int]:
-    """The (file, part) of a folder name."""
-    file, part = map(int, name.split("-"))
-    return file, part
+def part_name(file: int, index: int) -> str:
+    """The name of a part of an input file; names sort as the text goes."""
+    return f"{file:04d}-{index:07d}"
 
 
 def preprocess(settings: PreprocessSettings, progress: Progress) -> Manifest:
@@ -148,8 +143,7 @@ def preprocess(settings: PreprocessSettings, progress: Progress) -> Manifest:
             f"split=last_file holds out {files[0].path}, the only file of input, and leaves "
             "nothing to train: give more files, or split=seventh or none"
         )
-    pool = Pool(settings.workers_for(), Path(settings.output) / "work" / "workers")
-    work = Work(settings, files, progress, pool)
+    work = Work(settings, files, progress, Pool(settings.workers_for()))
     manifest = finished_work(work)
     if manifest is not None:
         logger.info(
@@ -157,13 +151,9 @@ def preprocess(settings: PreprocessSettings, progress: Progress) -> Manifest:
             settings.output,
         )
     else:
-        with alone(work):
-            manifest = finished_work(work)  # by a process that was at it until now
-            if manifest is None:
-                open_work(work)
-                clear_damaged(work)
-                with pool:
-                    manifest = finish_work(work)
+        with alone(work), work.pool:
+            # By a process that was at it until now, or now by this one.
+            manifest = finished_work(work) or finish_work(work)
         _say_rate(work, time.perf_counter() - began, core_seconds() - cpu_s)
     shutil.rmtree(work.folder, ignore_errors=True)
     return manifest
@@ -171,6 +161,7 @@ def preprocess(settings: PreprocessSettings, progress: Progress) -> Manifest:
 
 def finish_work(work: Work) -> Manifest:
     """All stages, each going on where it was stopped."""
+    open_work(work)
     parse(work)
     plan = split_samples(work)
     tables = count_tables(work, plan)
@@ -202,128 +193,92 @@ def finished_work(work: Work) -> Manifest | None:
     return manifest if find_damage(work.output, manifest) is None else None
 
 
-def clear_damaged(work: Work) -> None:
-    """Remove a result of which a file is missing or cut: its manifest first, so that nobody takes
-    it for whole. The unfinished work that replaces it is there already, and goes on from here."""
-    if not (work.output / NAME).exists():
-        return
-    manifest = read_manifest(work.output)
-    logger.warning(
-        "output=%s is damaged, so all of it is made again: %s",
-        work.output,
-        find_damage(work.output, manifest),
-    )
-    (work.output / NAME).unlink()
-    for name in manifest.arrays:
-        (work.output / name).unlink(missing_ok=True)
-
-
 def open_work(work: Work) -> None:
-    """Begin, or go on where an earlier run of the same job was stopped."""
+    """Begin, or go on where an earlier run of the same job was stopped.
+
+    A result of which a file is missing or cut is removed, its manifest first, so that nobody takes
+    it for whole.
+    """
     plan = {
+        "format": _WORK_FORMAT,
         "settings": work.settings.identity(),
         "inputs": [[str(f.path), f.bytes, f.mtime_ns] for f in work.files],
     }
     path = work.folder / "plan.json"
     known = read_json(path)
-    if known is not None:
-        if known != plan:
-            raise ConfigError(
-                f"output={work.output} holds the unfinished work of another job, or the input has "
-                f"changed since: name another folder, or remove {work.folder}"
-            )
-        for partial in (work.folder / "parts").glob("*.partial-*"):
-            shutil.rmtree(partial, ignore_errors=True)
-        return
+    if known is not None and known != plan:
+        raise ConfigError(
+            f"output={work.output} holds the unfinished work of another job, or the input has "
+            f"changed since: name another folder, or remove {work.folder}"
+        )
     (work.folder / "parts").mkdir(parents=True, exist_ok=True)
     write_json(path, plan)
+    if (work.output / NAME).exists():
+        manifest = read_manifest(work.output)
+        logger.warning(
+            "output=%s is damaged, so all of it is made again: %s",
+            work.output,
+            find_damage(work.output, manifest),
+        )
+        for name in (NAME, *manifest.arrays):
+            (work.output / name).unlink(missing_ok=True)
 
 
 def parse(work: Work) -> None:
     """Parse every part that is not complete; `work.parts` has the reports of all then."""
-    settings = work.settings
-    spool = Spool(work.folder / "spool", settings.part, 2 * work.pool.workers)
-    work.parts = _known_parts(work)
+    reports = (work.folder / "parts").glob("*-*.json")
+    work.parts = {path.stem: PartReport(**read_json(path)) for path in reports}
     if work.parts:
         logger.info("going on: %d parts are parsed already", len(work.parts))
-    failed: list[tuple[tuple[int, int], PartReport]] = []
-
-    def tasks() -> Iterator[PartTask]:
-        for key, file, start, stop, read in _ranges(work, spool):
-            if failed:
-                return
-            parts = str(work.folder / "parts")
-            skip = settings.on_bad_line == "skip"
-            rows = settings.table_rows
-            yield PartTask(part_name(key), file, start, stop, parts, rows, skip, read)
-
-    def ended(task: PartTask) -> None:
-        if task.file.path.parent == spool.folder:
-            spool.finished(task.file)
-
+    failed: list[PartReport] = []
+    tasks = itertools.takewhile(lambda task: not failed, _unparsed(work))
     total = sum(file.bytes for file in work.files)
-    with work.progress("parse", total, "B", _parsed_bytes(work, spool)) as bar:
-        for task, report in work.pool.run(parse_part, tasks(), on_end=ended):
-            key = part_key(task.name)
+    done = sum(part.read_bytes for part in work.parts.values())
+    with work.progress("parse", total, "B", done) as bar:
+        for task, report in work.pool.run(parse_part, tasks):
             if report.complete:
-                work.parts[key] = report
+                work.parts[report.name] = report
                 work.text_bytes += report.text_bytes
             else:
-                failed.append((key, report))
+                failed.append(report)
+            if work.files[task.file].gzip:
+                task.text.path.unlink()
             bar.update(task.read_bytes)
     if failed:
         # Its number in the file counts the lines of the parts before it.
-        key, report = min(failed, key=lambda entry: entry[0])
-        work.parts = {at: part for at, part in work.parts.items() if at < key} | {key: report}
+        first = min(failed, key=lambda report: report.name)
+        work.parts = {name: part for name, part in work.parts.items() if name < first.name}
+        work.parts[first.name] = first
         raise DataError(
-            f"{work.bad_lines()[-len(report.bad)]}; correct the line, or leave such lines out with "
+            f"{work.bad_lines()[-len(first.bad)]}; correct the line, or leave such lines out with "
             "on_bad_line=skip"
         )
 
 
-def _known_parts(work: Work) -> dict[tuple[int, int], PartReport]:
-    """The parts whose folders are complete."""
-    found = {}
-    for entry in (work.folder / "parts").iterdir():
-        report = None if ".partial" in entry.name else read_report(entry)
-        if report is not None:
-            found[part_key(entry.name)] = report
-    return found
-
-
-def _parsed_bytes(work: Work, spool: Spool) -> int:
-    """Bytes of the input that are not read again; a gzip file is read again unless all is done."""
-    done, size = 0, work.settings.part
+def _unparsed(work: Work) -> Iterator[PartTask]:
+    """Every part that is to be parsed; text of gzip files is unpacked when it is asked for."""
+    settings, parts, size = work.settings, str(work.folder / "parts"), work.settings.part
+    how = (parts, settings.table_rows, settings.on_bad_line == "skip")
     for number, file in enumerate(work.files):
-        if file.gzip:
-            pieces = spool.known_pieces(number)
-            whole = pieces is not None and all((number, at) in work.parts for at in range(pieces))
-            done += file.bytes if whole else 0
-        else:
-            starts = (at * size for key, at in work.parts if key == number)
-            done += sum(min(size, file.bytes - start) for start in starts)
-    return done
 
+        def done(index: int, number: int = number) -> bool:
+            return part_name(number, index) in work.parts
 
-def _ranges(work: Work, spool: Spool) -> Iterator[tuple[tuple[int, int], InputFile, int, int, int]]:
-    """(key, file, start, stop, bytes of the input) of every part that is to be parsed."""
-    size = work.settings.part
-    packed = []
-    for number, file in enumerate(work.files):
-        if file.gzip:
-            pieces = spool.known_pieces(number)
-            if pieces is None or any((number, at) not in work.parts for at in range(pieces)):
-                packed.append((number, file))
+        if not file.gzip:
+            for index, start in enumerate(range(0, file.bytes, size)):
+                stop, name = min(start + size, file.bytes), part_name(number, index)
+                if not done(index):
+                    yield PartTask(number, name, file, start, stop, stop - start, *how)
             continue
-        for index in range(-(-file.bytes // size)):
-            start, stop = index * size, min((index + 1) * size, file.bytes)
-            if (number, index) not in work.parts:
-                yield (number, index), file, start, stop, stop - start
-    if packed:
-        threads = min(len(packed), work.pool.workers)
-        pieces = spool.pieces(packed, lambda *key: key in work.parts, threads)
-        for number, index, piece, read in pieces:
-            yield (number, index), piece, 0, piece.bytes, read
+        count = work.part_file(f"{number:04d}", ".count")  # how many, of a file that was read
+        known = read_json(count)
+        if known is None or not all(map(done, range(known))):
+            at, found = work.part_file(f"{number:04d}"), 0
+            for text, read in unpack(file, at, size, MAX_LINE, done):
+                name, found = part_name(number, found), found + 1
+                if text is not None:
+                    yield PartTask(number, name, text, 0, text.bytes, read, *how)
+            write_json(count, found)
 
 
 def core_seconds() -> float:
@@ -357,22 +312,21 @@ def amount(count: float) -> str:
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """Where each part's samples go: parts in order of time, and the place of its first sample."""
+    """Where the samples go: the place of each part's first one, in order of time."""
 
-    keys: list[tuple[int, int]]
-    firsts: list[int]
+    firsts: dict[str, int]
     samples: int
     train_samples: int
 
 
 def split_samples(work: Work) -> SamplePlan:
     """The order of all samples and how many of them train. Raises DataError for too few."""
-    keys, firsts, samples, before_last = sorted(work.parts), [], 0, 0
-    for key in keys:
-        if key[0] == len(work.files) - 1 and not before_last:
+    firsts, samples, before_last = dict[str, int](), 0, 0
+    for name, part in sorted(work.parts.items()):
+        firsts[name] = samples
+        samples += part.samples
+        if part.file < len(work.files) - 1:
             before_last = samples
-        firsts.append(samples)
-        samples += work.parts[key].samples
     train = {"seventh": samples * 6 // 7, "last_file": before_last, "none": samples}
     count = train[work.settings.split]
     if count == 0:
@@ -384,42 +338,35 @@ def split_samples(work: Work) -> SamplePlan:
             f"{first}): give more data, or split=none"
         )
     logger.info("%s samples, of which %s train", f"{samples:,}", f"{count:,}")
-    return SamplePlan(keys, firsts, samples, count)
+    return SamplePlan(firsts, samples, count)
 
 
 def count_tables(work: Work, plan: SamplePlan) -> list[TableReport]:
     """Counts of every table over the training samples, and the vocabularies."""
-    runs, missing = _training_runs(work, plan)
     settings = work.settings
-    arrays = work.folder / "arrays"
-    for name in ("counts", "vocabulary"):
-        (arrays / name).mkdir(parents=True, exist_ok=True)
-    rows = settings.table_rows or [None] * IDS
-    most = max(1 << 16, WORKER_BYTES // 2 // ENTRY_BYTES)
-    tasks = []
-    for table in range(IDS):
-        tasks.append(
-            TableTask(
-                table=table,
-                runs=runs[table],
-                missing=missing[table],
-                most=most,
-                rows=rows[table],
-                min_count=settings.min_count,
-                bag=settings.multi_hot[table] if settings.multi_hot else 1,
-                folder=str(table_folder(work, table)),
-                counts_path=str(arrays / f"counts/cat_{table}.npy"),
-                vocabulary_path=str(arrays / f"vocabulary/cat_{table}.npy"),
-            )
+    rows, bag = settings.table_rows or [None] * IDS, settings.multi_hot or [1] * IDS
+    todo = [table for table in range(IDS) if read_table_report(table_folder(work, table)) is None]
+    runs, missing = _training_runs(work, plan) if todo else ([], [])
+    tasks = [
+        TableTask(
+            table=table,
+            runs=runs[table],
+            missing=missing[table],
+            rows=rows[table],
+            min_count=settings.min_count,
+            bag=bag[table],
+            folder=str(table_folder(work, table)),
+            output=str(work.output),
         )
-    todo = [task for task in tasks if read_table_report(Path(task.folder)) is None]
+        for table in todo
+    ]
     # Counting bags takes a table's counts twice, in memory.
-    largest = max((task.rows or 0 for task in todo if task.bag > 1), default=0)
+    largest = max((task.rows or 0 for task in tasks if task.bag > 1), default=0)
     at_once = settings.workers_for(WORKER_BYTES + 16 * largest) if largest else None
     with work.progress("count", IDS, "table", IDS - len(todo)) as bar:
-        for _ in work.pool.run(build_table, todo, at_once):
+        for _ in work.pool.run(build_table, tasks, at_once):
             bar.update(1)
-    found = [read_table_report(Path(task.folder)) for task in tasks]
+    found = [read_table_report(table_folder(work, table)) for table in range(IDS)]
     return [report for report in found if report is not None]
 
 
@@ -432,56 +379,48 @@ def _training_runs(work: Work, plan: SamplePlan) -> tuple[list[list[Run]], list[
     """Runs of each table over the training samples, and how many of them lack an id."""
     runs: list[list[Run]] = [[] for _ in range(IDS)]
     missing = np.zeros(IDS, dtype=np.int64)
-    for key, first in zip(plan.keys, plan.firsts, strict=True):
-        report, folder = work.parts[key], work.part_folder(key)
-        lengths, absent = report.lengths, report.missing
+    for name, first in plan.firsts.items():
+        report, path = work.parts[name], work.part_file(name)
+        lengths, absent, dtype = report.lengths, report.missing, report.id_dtype
         left = plan.train_samples - first
         if left <= 0:
             break
-        if left < report.samples and not is_assembled(folder):
-            target = work.folder / "boundary"  # the part in which the held-out samples begin
-            target.mkdir(exist_ok=True)
-            lengths, absent = write_runs(folder, target, left, np.dtype(report.id_dtype))
-            folder = target
+        if left < report.samples:
+            training = first_rows(read_rows(work.part_file(name, ".rows")), left)
+            path = work.folder / "boundary"  # of the part in which the held-out samples begin
+            lengths, absent, wide = write_runs(training, path, np.dtype(dtype))
+            dtype = wide.str
         ends = np.cumsum(lengths)
         for table, (end, length) in enumerate(zip(ends.tolist(), lengths, strict=True)):
-            runs[table].append(Run(str(folder), report.id_dtype, end - length, length))
+            runs[table].append(Run(str(path), dtype, end - length, length))
         missing += absent
     return runs, missing.tolist()
 
 
-def assemble(work: Work, plan: SamplePlan, tables: Sequence[TableReport]) -> None:
+def assemble(work: Work, plan: SamplePlan, tables: list[TableReport]) -> None:
     """Write every part's samples to their place in the arrays."""
-    arrays = work.folder / "arrays"
-    hashed = work.settings.table_rows is not None
-    dtype = id_dtype([report.rows for report in tables])
-    if not (work.folder / "arrays-made").exists():
-        make_arrays(arrays, plan.samples, dtype)
-        (work.folder / "arrays-made").touch()
-    vocabularies = [] if hashed else [(str(table_folder(work, r.table)), r) for r in tables]
+    make_arrays(work.output, plan.samples, id_dtype([report.rows for report in tables]))
+    words = [] if work.settings.table_rows else [(table_folder(work, r.table), r) for r in tables]
+    files = {name: work.part_file(name, ".rows") for name in plan.firsts}
     tasks = [
-        AssembleTask(str(work.part_folder(key)), work.parts[key], first, str(arrays), vocabularies)
-        for key, first in zip(plan.keys, plan.firsts, strict=True)
+        AssembleTask(files[name], work.parts[name].samples, first, work.output, words)
+        for name, first in plan.firsts.items()
+        if files[name].exists()
     ]
-    done = {task.folder: task.report.samples for task in tasks if is_assembled(Path(task.folder))}
-    with work.progress("write", plan.samples, "sample", sum(done.values())) as bar:
+    done = plan.samples - sum(task.samples for task in tasks)
+    with work.progress("write", plan.samples, "sample", done) as bar:
         for task, _ in work.pool.run(assemble_part, tasks):
-            bar.update(0 if task.folder in done else task.report.samples)
+            bar.update(task.samples)
 
 
-def settle_arrays(work: Work, plan: SamplePlan, tables: Sequence[TableReport]) -> Manifest:
-    """Hash the arrays, move them to their places, and describe everything."""
+def settle_arrays(work: Work, plan: SamplePlan, tables: list[TableReport]) -> Manifest:
+    """Bring the arrays to the disk, hash them, and describe everything."""
     names = ["labels.npy", "dense.npy", "ids.npy"]
-    names += [f"counts/cat_{table}.npy" for table in range(IDS)]
-    if work.settings.mode == "vocabulary":
-        names += [f"vocabulary/cat_{table}.npy" for table in range(IDS)]
+    for kind in ("counts", "vocabulary") if work.settings.mode == "vocabulary" else ("counts",):
+        names += [f"{kind}/cat_{table}.npy" for table in range(IDS)]
     for name in names:
-        made, target = work.folder / "arrays" / name, work.output / name
-        if made.exists() or not target.exists():  # else a run that was stopped here moved it
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with made.open("rb") as file:
-                os.fsync(file.fileno())
-            shutil.move(made, target)
+        with (work.output / name).open("rb") as file:
+            os.fsync(file.fileno())
     blocks = {name: hash_blocks(work.output / name) for name in names}
     hashes: dict[tuple[str, int], bytes] = {}
     total = sum((work.output / name).stat().st_size for name in names)
@@ -500,9 +439,9 @@ def settle_arrays(work: Work, plan: SamplePlan, tables: Sequence[TableReport]) -
             logger.warning("  %s", line)
     settings = work.settings
     lines, samples = [0] * len(work.files), [0] * len(work.files)
-    for key, report in work.parts.items():
-        lines[key[0]] += report.lines
-        samples[key[0]] += report.samples
+    for part in work.parts.values():
+        lines[part.file] += part.lines
+        samples[part.file] += part.samples
     return Manifest(
         samples=plan.samples,
         train_samples=plan.train_samples,
@@ -520,77 +459,46 @@ def settle_arrays(work: Work, plan: SamplePlan, tables: Sequence[TableReport]) -
     ).with_fingerprint()
 
 
-_POLL_S = 0.05
-_STARTING_S = 1.0
-"""A process that was killed while it started another one holds its lock for a moment."""
-_LEAVING_S = 10.0
-"""How long workers of a killed run may take to end; they look for their parent twice a second."""
-
-
 @contextmanager
 def alone(work: Work) -> Iterator[None]:
     """Keep other processes from the same work. Raises ConfigError while one is at it, and for an
-    output folder that holds something else."""
-    with _lock_file(work) as lock, (work.folder / "workers").open("a") as workers:
-        if not _locked(lock, _STARTING_S):
-            raise ConfigError(
-                f"output={work.output}: another process is working on it: wait for it, or name "
-                "another folder"
-            )
-        if not _locked(workers, _LEAVING_S):
-            raise ConfigError(
-                f"output={work.output}: workers of a run that was killed are still there after "
-                f"{_LEAVING_S:g} s: end these processes, then start again"
-            )
-        fcntl.flock(workers, fcntl.LOCK_UN)  # for the workers of this run
-        yield
-
-
-def _lock_file(work: Work) -> IO[str]:
-    """The opened lock in the work folder, which is made where it may be. Raises ConfigError."""
+    output folder that holds something else or cannot be written."""
     ours = (work.folder / "plan.json", work.output / NAME)  # a manifest: of a damaged result
     try:
         used = work.output.is_dir() and any(entry.name != "work" for entry in work.output.iterdir())
         if used and not any(path.exists() for path in ours):
             raise ConfigError(f"output={work.output} is not empty: name a new folder")
         work.folder.mkdir(parents=True, exist_ok=True)
-        return (work.folder / "lock").open("w")
+        lock = (work.folder / "lock").open("w")
     except OSError as error:
         raise ConfigError(
             f"output={work.output} cannot be made a folder, or written ({error.strerror}: "
             f"{error.filename}): name a new folder in a place that you may write to"
         ) from error
-
-
-def _locked(file: IO[str], seconds: float) -> bool:
-    """Whether this process got the file's lock for itself within some seconds."""
-    deadline = time.monotonic() + seconds
-    while True:
+    with lock:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError:
-            if time.monotonic() > deadline:
-                return False
-        time.sleep(_POLL_S)
-
-
-_held: IO[str] | None = None
-"""A worker's lock, held until it ends."""
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # workers do not inherit it
+        except OSError as error:
+            raise ConfigError(
+                f"output={work.output}: another process is working on it: wait for it, or name "
+                "another folder"
+            ) from error
+        yield
 
 
 class Pool:
-    """`workers` processes, started at the first task; with one worker, this process alone.
+    """`workers` processes; with one worker, this process alone."""
 
-    They hold `lock` shared for as long as they live, so that who has it alone knows that none of
-    them is left.
-    """
-
-    def __init__(self, workers: int, lock: Path | None = None) -> None:
-        self.workers, self._lock = workers, lock
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
         self._executor: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Pool:
+        if self.workers > 1:
+            context = multiprocessing.get_context("spawn")
+            self._executor = ProcessPoolExecutor(
+                self.workers, context, _start_worker, (os.getpid(),)
+            )
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -598,101 +506,43 @@ class Pool:
             self._executor.shutdown(wait=True, cancel_futures=True)
 
     def run(
-        self,
-        function: Callable[[Any], Any],
-        tasks: Iterable[Any],
-        at_once: int | None = None,
-        on_end: Callable[[Any], None] = lambda task: None,
+        self, function: Callable[[Any], Any], tasks: Iterable[Any], at_once: int | None = None
     ) -> Iterator[tuple[Any, Any]]:
         """(task, result) of each task as they finish.
 
-        At most `at_once` tasks are in work or waiting, by default two a worker. After a failure
-        no task is started, and of the failures that come to light the one of the earliest task is
-        raised. `on_end` hears of a task at once when it is over, maybe in another thread.
+        At most `at_once` tasks are in work or waiting, by default two a worker. After a failure,
+        which is raised, no task is started.
         """
-        if self.workers == 1:
+        if self._executor is None:
             for task in tasks:
-                try:
-                    result = function(task)
-                finally:
-                    on_end(task)
-                yield task, result
+                yield task, function(task)
             return
-        yield from self._spread(function, tasks, at_once or 2 * self.workers, on_end)
-
-    def _spread(
-        self,
-        function: Callable[[Any], Any],
-        tasks: Iterable[Any],
-        at_once: int,
-        on_end: Callable[[Any], None],
-    ) -> Iterator[tuple[Any, Any]]:
-        waiting: dict[Future, tuple[int, Any]] = {}
-        failures: list[tuple[int, BaseException]] = []
-        drawn, more = enumerate(tasks), True
+        tasks, most = iter(tasks), at_once or 2 * self.workers
+        waiting: dict[Future, Any] = {}
         try:
-            while more or waiting:
-                while more and len(waiting) < at_once:
-                    number, task = next(drawn, (-1, None))
-                    more = number >= 0
-                    if more:
-                        future = self._submit(function, task)
-                        future.add_done_callback(lambda _, task=task: on_end(task))
-                        waiting[future] = number, task
+            while True:
+                for task in itertools.islice(tasks, most - len(waiting)):
+                    waiting[self._executor.submit(function, task)] = task
                 if not waiting:
-                    break
+                    return
                 for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-                    number, task = waiting.pop(future)
-                    error = future.exception()
-                    if error is not None:
-                        failures.append((number, error))
-                        more = False
-                    elif not failures:
-                        yield task, future.result()
-            if failures:
-                raise _explained(min(failures, key=lambda failure: failure[0])[1])
+                    yield waiting.pop(future), future.result()
+        except BrokenProcessPool as error:
+            raise MemoryTooSmallError(
+                "a worker process was killed, most likely for want of memory: give fewer workers "
+                "(workers=...), and run the same command again to go on"
+            ) from error
         finally:
             for future in waiting:
                 future.cancel()
 
-    def _submit(self, function: Callable[[Any], Any], task: Any) -> Future:
-        """A task's future; one that has failed already where a worker died since the last task."""
-        if self._executor is None:
-            context = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(
-                self.workers, context, _start_worker, (os.getpid(), self._lock)
-            )
-        try:
-            return self._executor.submit(function, task)
-        except BrokenProcessPool as error:
-            failed: Future = Future()
-            failed.set_exception(error)
-            return failed
+
+_PR_SET_PDEATHSIG = 1
 
 
-def _explained(error: BaseException) -> BaseException:
-    """`error`, or what the death of a worker probably means."""
-    if isinstance(error, BrokenProcessPool):
-        return MemoryTooSmallError(
-            "a worker process was killed, most likely for want of memory: give fewer workers "
-            "(workers=...), and run the same command again to go on"
-        )
-    return error
-
-
-def _start_worker(parent: int, lock: Path | None) -> None:
-    """A worker leaves Ctrl-C to its parent, and ends when the parent is gone."""
-    global _held
+def _start_worker(parent: int) -> None:
+    """A worker leaves Ctrl-C to its parent, and ends with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if lock is not None:
-        _held = lock.open("a")
-        fcntl.flock(_held, fcntl.LOCK_SH)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Criteo text parsed: blocks of lines to arrays, and parts of the text as raw files.
+"""Criteo text parsed: blocks of lines to arrays.
 
 A line is `label`, 13 integers, 26 hexadecimal ids, separated by tabs; integers and ids may be
 empty. `parse_line` is the definition. pyarrow reads whole blocks (it splits fields and reads
@@ -11,19 +11,17 @@ a vocabulary, which knows missing ids from the id 0.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
+import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from distcache.data.files import InputFile, read_json, read_range, show, whole_lines, write_json
+from distcache.data.files import show
 from distcache.data.raw.settings import IDS, INTEGERS
 from distcache.errors import DataError
 
@@ -46,8 +44,7 @@ _PARSE = pyarrow.csv.ParseOptions(
 _CONVERT = pyarrow.csv.ConvertOptions(
     column_types=_TYPES, check_utf8=False, null_values=[""], strings_can_be_null=False
 )
-_WORD = np.uint64
-_ZEROS = _WORD(0x3030303030303030)
+_DIGITS = np.array([int(chr(at), 16) if chr(at) in string.hexdigits else 0 for at in range(256)])
 
 
 @dataclass(frozen=True)
@@ -261,218 +258,14 @@ def _hexadecimal(lengths: np.ndarray, ends: np.ndarray, data: np.ndarray) -> np.
     longest = int(lengths.max(initial=0))
     eights = lengths == 8
     if longest <= 8 and int(eights.sum()) * 8 == len(data):
-        values = _decode(data.view("<u8"))
-        if len(values) == len(lengths):
-            return values
-        spread = np.zeros(len(lengths), dtype=np.uint32)
-        spread[eights] = values
-        return spread
+        values = np.zeros(len(lengths), dtype=np.uint32)
+        values[eights] = np.frombuffer(bytes.fromhex(data.tobytes().decode()), dtype=">u4")
+        return values
     if longest > 16:
         return None
-    padded = np.concatenate((np.full(16, ord("0"), dtype=np.uint8), data))
-    low = _decode(_windows(padded, ends, np.minimum(lengths, 8)))
-    if longest <= 8:
-        return low
-    high = _decode(_windows(padded, ends - 8, np.maximum(lengths - 8, 0)))
-    return (high.astype(np.uint64) << _WORD(32)) | low
-
-
-def _windows(padded: np.ndarray, ends: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The last `lengths` <= 8 characters before `ends`, filled up with zeros on the left.
-
-    `ends` count from character 16 of `padded`.
-    """
-    words = np.ndarray((len(padded) - 7,), dtype="<u8", buffer=padded.data, offset=0, strides=(1,))[
-        ends.astype(np.int64) + 8
-    ]
-    shift = (8 * (8 - lengths)).astype(np.uint64)
-    keep = np.where(lengths == 0, _WORD(0), ~_WORD(0) << np.minimum(shift, _WORD(63)))
-    return (words & keep) | (_ZEROS & ~keep)
-
-
-def _decode(words: np.ndarray) -> np.ndarray:
-    """uint32 of eight hexadecimal digits each, the first in the lowest byte of a word."""
-    return np.frombuffer(bytes.fromhex(words.tobytes().decode()), dtype=">u4").astype(np.uint32)
-
-
-PIECE = 1 << 18
-"""Samples that are read back at once."""
-
-
-class PartWriter:
-    """Writes blocks of rows to the files of a part in `folder`.
-
-    Ids are written as `dtype`; values (uint32) are widened to uint64 when one needs it.
-    `samples`: rows written so far.
-    """
-
-    def __init__(self, folder: Path, dtype: np.dtype) -> None:
-        self.folder, self.samples, self.dtype = folder, 0, dtype
-        names = ("labels", "dense", "ids", "missing")
-        self._files = {name: (folder / f"{name}.bin").open("wb") for name in names}
-
-    def __enter__(self) -> PartWriter:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for file in self._files.values():
-            file.close()
-
-    def add(self, rows: CriteoRows) -> None:
-        """Write one block."""
-        narrow = self.dtype == np.uint32 and rows.ids.dtype == np.uint64
-        if narrow and int(rows.ids.max(initial=0)) >= 2**32:
-            self._widen()
-        rows.labels.tofile(self._files["labels"])
-        rows.dense.tofile(self._files["dense"])
-        rows.ids.astype(self.dtype, copy=False).tofile(self._files["ids"])
-        if rows.missing is not None:
-            rows.missing.tofile(self._files["missing"])
-        self.samples += len(rows.labels)
-
-    def _widen(self) -> None:
-        """Write the ids so far again, as uint64."""
-        self._files["ids"].close()
-        old, new = self.folder / "ids.bin", self.folder / "wide.bin"
-        self._files["ids"] = new.open("wb")
-        with old.open("rb") as narrow:
-            while len(ids := np.fromfile(narrow, np.uint32, PIECE * IDS)):
-                ids.astype(np.uint64).tofile(self._files["ids"])
-        new.replace(old)
-        self.dtype = np.dtype(np.uint64)
-
-
-def read_pieces(folder: Path, samples: int, id_dtype: np.dtype) -> Iterator[tuple[int, CriteoRows]]:
-    """All samples of a part, `PIECE` at a time, each with the number of its first."""
-    packed = (folder / "missing.bin").stat().st_size > 0
-    for first in range(0, samples, PIECE):
-        count = min(PIECE, samples - first)
-
-        def some(name: str, dtype: type | np.dtype, width: int, at=first, n=count) -> np.ndarray:
-            path, offset = folder / f"{name}.bin", at * width * np.dtype(dtype).itemsize
-            return np.fromfile(path, dtype, n * width, offset=offset)
-
-        yield (
-            first,
-            CriteoRows(
-                some("labels", np.uint8, 1),
-                some("dense", np.float32, INTEGERS).reshape(count, INTEGERS),
-                some("ids", id_dtype, IDS).reshape(count, IDS),
-                some("missing", np.uint32, 1) if packed else None,
-            ),
-        )
-
-
-def write_runs(
-    source: Path, target: Path, samples: int, id_dtype: np.dtype
-) -> tuple[list[int], list[int]]:
-    """Write distinct ids (rising) of the first samples of a part, and how often each occurs, table
-    after table.
-
-    Missing ids are not counted. Returns distinct and missing ids by table.
-    """
-    lengths, absent = [], []
-    ids = missing = None
-    if samples:
-        ids = np.memmap(source / "ids.bin", id_dtype, "r", shape=(samples, IDS))
-        if (source / "missing.bin").stat().st_size:
-            missing = np.memmap(source / "missing.bin", np.uint32, "r", shape=(samples,))
-    with (target / "values.bin").open("wb") as values, (target / "counts.bin").open("wb") as counts:
-        for table in range(IDS):
-            column = np.empty(0, id_dtype) if ids is None else np.array(ids[:, table])
-            if missing is not None:
-                column = column[missing & np.uint32(1 << table) == 0]
-            distinct, occurrences = np.unique(column, return_counts=True)
-            distinct.tofile(values)
-            occurrences.astype(np.uint32).tofile(counts)
-            lengths.append(len(distinct))
-            absent.append(samples - len(column))
-    return lengths, absent
-
-
-BLOCK_BYTES = 4 << 20
-"""Bytes of text that are parsed at once."""
-SHOWN = 10
-"""Malformed lines that a report quotes."""
-
-
-@dataclass(frozen=True)
-class PartTask:
-    """Lines that begin in [start, stop) of `file`, to be parsed into `folder`/`name`.
-
-    `table_rows`: rows that ids are hashed to, or None to keep values. `read_bytes`: of the input
-    that this part stands for (compressed ones where the input is gzip).
-    """
-
-    name: str
-    file: InputFile
-    start: int
-    stop: int
-    folder: str
-    table_rows: tuple[int, ...] | None
-    skip_bad: bool
-    read_bytes: int
-
-
-@dataclass(frozen=True)
-class PartReport:
-    """What a part holds. `bad`: line (from 0 in the part) and reason of the first malformed ones.
-
-    `lengths`: distinct ids of each table, `missing`: samples without an id of each table.
-    A part with `complete` false was given up at its first malformed line.
-    """
-
-    name: str
-    text_bytes: int
-    lines: int
-    samples: int
-    bad_lines: int
-    bad: list[tuple[int, str]]
-    id_dtype: str
-    lengths: list[int] = field(default_factory=list)
-    missing: list[int] = field(default_factory=list)
-    complete: bool = True
-
-
-def parse_part(task: PartTask) -> PartReport:
-    """Parse a part into its folder, or up to its first malformed line unless they are skipped.
-
-    A part is complete when its folder has its final name; `report.json` in it says what it holds.
-    Raises DataError for a file that changed meanwhile.
-    """
-    partial = Path(task.folder, f"{task.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    bad: list[tuple[int, str]] = []
-    text_bytes = lines = bad_lines = 0
-
-    def on_error(line: int, error: DataError) -> None:
-        nonlocal bad_lines
-        bad_lines += 1
-        if len(bad) < SHOWN:
-            bad.append((line, str(error)))
-
-    chunks = read_range(task.file, BLOCK_BYTES, task.start, task.stop)
-    blocks = whole_lines(chunks, MAX_LINE)
-    with PartWriter(partial, id_dtype(task.table_rows)) as part:
-        for rows, text in parse_blocks(blocks, task.table_rows, on_error):
-            text_bytes += len(text)
-            lines += text.count(b"\n") + (not text.endswith(b"\n"))
-            if bad and not task.skip_bad:
-                break
-            part.add(rows)
-    report = PartReport(task.name, text_bytes, lines, part.samples, bad_lines, bad, part.dtype.str)
-    if bad and not task.skip_bad:
-        shutil.rmtree(partial)
-        return replace(report, complete=False)
-    lengths, missing = write_runs(partial, partial, part.samples, part.dtype)
-    report = replace(report, lengths=lengths, missing=missing)
-    write_json(partial / "report.json", asdict(report))
-    partial.rename(Path(task.folder, task.name))
-    return report
-
-
-def read_report(folder: Path) -> PartReport | None:
-    """The report of a complete part; None where there is none."""
-    found = read_json(folder / "report.json")
-    return found and PartReport(**found)
+    values = np.zeros(len(lengths), np.uint64 if longest > 8 else np.uint32)
+    for place in range(longest):  # from the last digit on
+        some = np.flatnonzero(lengths > place)
+        digits = _DIGITS[data[ends[some] - 1 - place]].astype(values.dtype)
+        values[some] |= digits << values.dtype.type(4 * place)
+    return values

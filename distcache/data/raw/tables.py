@@ -1,103 +1,232 @@
-"""One table's counts over all parts and, in mode `vocabulary`, its rows.
+"""What workers do: parts of the text, counts and vocabularies of tables, the samples' arrays.
 
-Runs of sorted ids on disk are merged range by range. Memory grows with neither the samples nor the
-distinct ids: ranges are chosen from a sample of the runs so that each holds at most a given number
-of entries. Row 0 of a vocabulary is every id outside it and row 1 a missing id; then come the ids
-that occur often enough in training samples, by falling count, equal counts by rising id.
+A part is three files and a report, which is written last: its samples, piece by piece, and for each
+table the run of its distinct ids with their counts. A table merges the runs of all parts range by
+range. Memory grows with neither the samples nor the distinct ids: ranges are chosen from a sample
+of the runs so that each holds at most a given number of entries. Row 0 of a vocabulary is every id
+outside it and row 1 a missing id; then come the ids that occur often enough in training samples, by
+falling count, equal counts by rising id.
 """
 
 from __future__ import annotations
 
+import pickle
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from distcache.data.files import read_json, write_json
-from distcache.data.raw.parts import PartReport, read_pieces
+from distcache.data.files import InputFile, read_json, read_range, whole_lines, write_json
+from distcache.data.raw.parts import MAX_LINE, CriteoRows, id_dtype, parse_blocks
 from distcache.data.raw.settings import (
     FIRST,
     IDS,
     INTEGERS,
     MISSING,
     OUT_OF_VOCABULARY,
+    WORKER_BYTES,
     bags,
 )
+from distcache.errors import DataError
+
+BLOCK_BYTES = 4 << 20
+"""Bytes of text that are parsed at once."""
+PIECE = 1 << 17
+"""Samples that are written, and read back, at once; a block more at the most."""
+SHOWN = 10
+"""Malformed lines that a report quotes."""
+
+
+@dataclass(frozen=True)
+class PartTask:
+    """Lines that begin in [start, stop) of `text`, to be parsed into files of `folder` that are
+    called `name`. `file`: number of the input file.
+
+    `table_rows`: rows that ids are hashed to, or None to keep values. `read_bytes`: of the input
+    that this part stands for (compressed ones where the input is gzip).
+    """
+
+    file: int
+    name: str
+    text: InputFile
+    start: int
+    stop: int
+    read_bytes: int
+    folder: str
+    table_rows: tuple[int, ...] | None
+    skip_bad: bool
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """What a part holds. `bad`: line (from 0 in the part) and reason of the first malformed ones.
+
+    `id_dtype`: of its runs; `lengths`: distinct ids of each table, `missing`: samples without an id
+    of each table. A part with `complete` false was given up at its first malformed line.
+    """
+
+    file: int
+    name: str
+    read_bytes: int
+    text_bytes: int
+    lines: int
+    samples: int
+    bad_lines: int
+    bad: list[tuple[int, str]]
+    id_dtype: str
+    lengths: list[int] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
+    complete: bool = True
+
+
+def parse_part(task: PartTask) -> PartReport:
+    """Parse a part, or up to its first malformed line unless they are skipped.
+
+    A part is complete when its report is there. Raises DataError for a file that changed meanwhile.
+    """
+    bad: list[tuple[int, str]] = []
+    text_bytes = lines = samples = bad_lines = 0
+
+    def on_error(line: int, error: DataError) -> None:
+        nonlocal bad_lines
+        bad_lines += 1
+        if len(bad) < SHOWN:
+            bad.append((line, str(error)))
+
+    def parsed() -> Iterator[CriteoRows]:
+        nonlocal text_bytes, lines, samples
+        chunks = read_range(task.text, BLOCK_BYTES, task.start, task.stop)
+        for rows, text in parse_blocks(whole_lines(chunks, MAX_LINE), task.table_rows, on_error):
+            text_bytes += len(text)
+            lines += text.count(b"\n") + (not text.endswith(b"\n"))
+            if bad and not task.skip_bad:
+                return
+            samples += len(rows.labels)
+            yield rows
+
+    path = Path(task.folder, task.name)
+    pieces = save_rows(parsed(), path.with_suffix(".rows"))
+    lengths, missing, dtype = write_runs(pieces, path, id_dtype(task.table_rows))
+    complete = task.skip_bad or not bad
+    about = (task.file, task.name, task.read_bytes, text_bytes, lines, samples, bad_lines, bad)
+    report = PartReport(*about, dtype.str, lengths, missing, complete)
+    if complete:
+        write_json(path.with_suffix(".json"), asdict(report))
+    return report
+
+
+def save_rows(blocks: Iterable[CriteoRows], path: Path) -> Iterator[CriteoRows]:
+    """The rows in pieces of about `PIECE` samples, each written to `path` before it is given on."""
+    held: list[CriteoRows] = []
+    with path.open("wb") as file:
+
+        def written() -> CriteoRows:
+            columns = zip(*(vars(rows).values() for rows in held), strict=True)
+            piece = CriteoRows(*(None if c[0] is None else np.concatenate(c) for c in columns))
+            pickle.dump(piece, file, pickle.HIGHEST_PROTOCOL)
+            held.clear()
+            return piece
+
+        for rows in blocks:
+            held.append(rows)
+            if sum(len(one.labels) for one in held) >= PIECE:
+                yield written()
+        if held:
+            yield written()
+
+
+def read_rows(path: Path) -> Iterator[CriteoRows]:
+    """The pieces that `save_rows` wrote."""
+    with path.open("rb") as file:
+        while file.peek(1):
+            yield pickle.load(file)
+
+
+def first_rows(pieces: Iterable[CriteoRows], samples: int) -> Iterator[CriteoRows]:
+    """The first `samples` of them."""
+    for rows in pieces:
+        if samples > 0:
+            arrays = vars(rows).values()
+            yield CriteoRows(*(None if array is None else array[:samples] for array in arrays))
+        samples -= len(rows.labels)
+
+
+def write_runs(
+    pieces: Iterable[CriteoRows], path: Path, dtype: np.dtype
+) -> tuple[list[int], list[int], np.dtype]:
+    """Write distinct ids (rising) of some samples, and how often each occurs (int64), table after
+    table, to `path` with the suffixes `.values` and `.counts`.
+
+    Missing ids are not counted. Returns distinct and missing ids by table, and the dtype of the
+    ids: `dtype`, or wider where they need it.
+    """
+    nothing = np.empty(0, dtype), np.empty(0, np.int64)
+    found, absent = [[nothing] for _ in range(IDS)], [0] * IDS
+    for rows in pieces:
+        for table in range(IDS):
+            column = rows.ids[:, table]
+            if rows.missing is not None:
+                column = column[rows.missing & np.uint32(1 << table) == 0]
+            found[table].append(np.unique(column, return_counts=True))
+            absent[table] += len(rows.ids) - len(column)
+    merged = [_merge(*zip(*own, strict=True)) for own in found]
+    dtype = np.result_type(*(values.dtype for values, _ in merged))
+    with open(f"{path}.values", "wb") as to_values, open(f"{path}.counts", "wb") as to_counts:
+        for values, counts in merged:
+            values.astype(dtype).tofile(to_values)
+            counts.tofile(to_counts)
+    return [len(values) for values, _ in merged], absent, dtype
+
 
 ENTRY_BYTES = 64
 """Memory of an entry while its range is merged."""
+MOST = max(1 << 16, WORKER_BYTES // 2 // ENTRY_BYTES)
+"""Entries that are merged at once."""
 FAN_IN = 256
 """Runs that are merged at once; more are merged in groups first."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Distinct ids of one part and table, rising: entries [start, start + length) of its files."""
+    """Distinct ids of one part and table, rising, and how often each occurs: entries [start,
+    start + length) of the files of `write_runs`."""
 
-    folder: str
+    path: str
     dtype: str
     start: int
     length: int
-    count_dtype: str = "<u4"
 
-    def values(self, low: int = 0, high: int | None = None) -> np.ndarray:
-        """The ids at places [low, high) of the run."""
-        return self._read("values.bin", np.dtype(self.dtype), low, high)
-
-    def mapped(self) -> np.ndarray:
-        """All ids, by memory map: what is not touched is not read."""
-        path, dtype = Path(self.folder, "values.bin"), np.dtype(self.dtype)
-        return np.memmap(path, dtype, "r", self.start * dtype.itemsize, (self.length,))
-
-    def places(self, ids: np.ndarray) -> np.ndarray:
-        """How many ids of the run are smaller than each of the rising `ids`."""
-        own = ids[ids <= np.iinfo(self.dtype).max]
-        places = np.full(len(ids), self.length, dtype=np.int64)
-        places[: len(own)] = np.searchsorted(self.mapped(), own.astype(self.dtype))
-        return places
-
-    def counts(self, low: int = 0, high: int | None = None) -> np.ndarray:
-        """How often they occur, int64."""
-        return self._read("counts.bin", np.dtype(self.count_dtype), low, high).astype(np.int64)
-
-    def _read(self, name: str, dtype: np.dtype, low: int, high: int | None) -> np.ndarray:
-        count = (self.length if high is None else high) - low
-        offset = (self.start + low) * dtype.itemsize
-        return np.fromfile(Path(self.folder, name), dtype, count, offset=offset)
+    def mapped(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, and counts int64, by memory map: what is not touched is not read."""
+        kinds = ((".values", np.dtype(self.dtype)), (".counts", np.dtype(np.int64)))
+        values, counts = (
+            np.memmap(self.path + suffix, dtype, "r", self.start * dtype.itemsize, (self.length,))
+            for suffix, dtype in kinds
+        )
+        return values, counts
 
 
-def fewer_runs(runs: Sequence[Run], most: int, folder: Path) -> list[Run]:
+def fewer_runs(runs: Sequence[Run], folder: Path) -> Sequence[Run]:
     """At most `FAN_IN` runs that say the same; new ones are written into `folder`.
 
     What a range is cut by grows with the square of the runs that are merged at once.
     """
-    level, made = list(runs), []
-    while len(level) > FAN_IN:
-        groups = [level[at : at + FAN_IN] for at in range(0, len(level), FAN_IN)]
-        below, level = made, []
-        made = [folder / f"{len(groups)}-{number}" for number in range(len(groups))]
-        for target, group in zip(made, groups, strict=True):
-            level.append(_write_merged(group, most, target))
-        for old in below:
-            shutil.rmtree(old)
-    return level
-
-
-def _write_merged(runs: Sequence[Run], most: int, folder: Path) -> Run:
-    """One run of several, in a folder of its own."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    dtype = max((np.dtype(run.dtype) for run in runs), key=lambda dtype: dtype.itemsize)
-    length = 0
-    with (folder / "values.bin").open("wb") as values, (folder / "counts.bin").open("wb") as counts:
-        for found, times in merge_runs(runs, most):
-            found.astype(dtype).tofile(values)
-            times.tofile(counts)
-            length += len(found)
-    return Run(str(folder), dtype.str, 0, length, np.dtype(np.int64).str)
+    while len(runs) > FAN_IN:
+        groups = [runs[at : at + FAN_IN] for at in range(0, len(runs), FAN_IN)]
+        level, runs = len(runs), []
+        for number, group in enumerate(groups):
+            path, length = folder / f"{level}-{number}", 0
+            dtype = np.result_type(*(run.dtype for run in group))
+            with open(f"{path}.values", "wb") as values, open(f"{path}.counts", "wb") as counts:
+                for found, times in merge_runs(group, MOST):
+                    found.astype(dtype).tofile(values)
+                    times.tofile(counts)
+                    length += len(found)
+            runs.append(Run(str(path), dtype.str, 0, length))
+    return runs
 
 
 def merge_runs(runs: Sequence[Run], most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -106,40 +235,38 @@ def merge_runs(runs: Sequence[Run], most: int) -> Iterator[tuple[np.ndarray, np.
     A range has about `most` entries at the most (before equal ones are joined), or as many as
     there are runs where that is more.
     """
-    runs = [run for run in runs if run.length]
-    if not runs:
+    maps = [run.mapped() for run in runs if run.length]
+    if not maps:
         return
-    if sum(run.length for run in runs) <= most:
-        yield _merge([run.values() for run in runs], [run.counts() for run in runs])
-        return
-    splitters = _splitters(runs, most)
-    places = np.empty((len(runs), len(splitters) + 2), dtype=np.int64)
-    for index, run in enumerate(runs):
-        places[index, 0], places[index, -1] = 0, run.length
-        places[index, 1:-1] = run.places(splitters)
-    for step in range(len(splitters) + 1):
-        values, counts = [], []
-        for run, low, high in zip(runs, places[:, step], places[:, step + 1], strict=True):
-            if low < high:
-                values.append(run.values(low, high))
-                counts.append(run.counts(low, high))
-        if values:
-            yield _merge(values, counts)
+    every = max(1, most // (2 * len(maps)))
+    sample = np.sort(np.concatenate([values[every - 1 :: every] for values, _ in maps]))
+    splitters = np.unique(sample[:: max(1, most // (2 * every))])
+    edges = np.array([[0, *_places(values, splitters), len(values)] for values, _ in maps])
+    for lows, highs in zip(edges.T[:-1].tolist(), edges.T[1:].tolist(), strict=True):
+        some = [
+            (values[low:high], counts[low:high])
+            for (values, counts), low, high in zip(maps, lows, highs, strict=True)
+            if low < high
+        ]
+        if some:
+            yield _merge(*zip(*some, strict=True))
 
 
-def _splitters(runs: Sequence[Run], most: int) -> np.ndarray:
-    """Ids that divide the runs into ranges of about `most` entries."""
-    every = max(1, most // (2 * len(runs)))
-    sample = np.sort(np.concatenate([run.mapped()[every - 1 :: every] for run in runs]))
-    return np.unique(sample[:: max(1, most // (2 * every))])
+def _places(values: np.ndarray, ids: np.ndarray) -> list[int]:
+    """How many of the rising `values` are smaller than each of the rising `ids`."""
+    inside = ids[ids <= np.iinfo(values.dtype).max].astype(values.dtype)  # else all are converted
+    beyond = [len(values)] * (len(ids) - len(inside))
+    return np.searchsorted(values, inside).tolist() + beyond
 
 
-def _merge(values: list[np.ndarray], counts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _merge(
+    values: Sequence[np.ndarray], counts: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
     """Distinct values of several rising runs, with the sums of their counts."""
     joined, summed = np.concatenate(values), np.concatenate(counts)
     order = np.argsort(joined, kind="stable")
     joined = joined[order]
-    starts = np.flatnonzero(np.concatenate(([True], joined[1:] != joined[:-1])))
+    starts = np.flatnonzero(np.append(True, joined[1:] != joined[:-1])[: len(joined)])
     return joined[starts], np.add.reduceat(summed[order], starts)
 
 
@@ -149,23 +276,20 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class TableTask:
-    """Count table number `table` over `runs`; at most `most` entries are merged at once.
+    """Count table number `table` over `runs`, into `output` (see `count_path`).
 
     `rows`: of the table in mode `hash`, None for a vocabulary of ids that occur `min_count` times.
-    `missing`: training samples without an id. `bag`: ids per bag. `folder`: work files;
-    `counts_path`, `vocabulary_path`: where the results go.
+    `missing`: training samples without an id. `bag`: ids per bag. `folder`: work files.
     """
 
     table: int
     runs: Sequence[Run]
     missing: int
-    most: int
     rows: int | None
     min_count: int
     bag: int
     folder: str
-    counts_path: str
-    vocabulary_path: str
+    output: str
 
 
 @dataclass(frozen=True)
@@ -181,13 +305,14 @@ class TableReport:
 
 def build_table(task: TableTask) -> TableReport:
     """Count one table; leaves `report.json` in its work folder when all is written."""
-    folder = Path(task.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    task = replace(task, runs=fewer_runs(task.runs, task.most, folder / "runs"))
-    report = _hashed(task) if task.rows is not None else _vocabulary(task)
-    shutil.rmtree(folder / "runs", ignore_errors=True)
+    folder, counts = Path(task.folder), Path(task.output, f"counts/cat_{task.table}.npy")
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    counts.parent.mkdir(exist_ok=True)
+    task = replace(task, runs=fewer_runs(task.runs, folder / "runs"))
+    report = _vocabulary(task, counts) if task.rows is None else _hashed(task, task.rows, counts)
+    shutil.rmtree(folder / "runs")
     if task.bag > 1:
-        _count_bags(Path(task.counts_path), task.table, task.bag)
+        _count_bags(counts, task.table, task.bag)
     write_json(folder / "report.json", asdict(report))
     return report
 
@@ -198,23 +323,24 @@ def read_table_report(folder: Path) -> TableReport | None:
     return found and TableReport(**found)
 
 
-def _hashed(task: TableTask) -> TableReport:
+def _hashed(task: TableTask, rows: int, path: Path) -> TableReport:
     """Counts int64 `[rows]` by row; rows that never occur stay 0."""
-    rows = task.rows or 0
-    counts = np.lib.format.open_memmap(task.counts_path, "w+", np.int64, (rows,))
-    for values, found in merge_runs(task.runs, task.most):
+    counts = np.lib.format.open_memmap(path, "w+", np.int64, (rows,))
+    for values, found in merge_runs(task.runs, MOST):
         counts[values] = found
     return TableReport(task.table, rows)
 
 
-def _vocabulary(task: TableTask) -> TableReport:
+def _vocabulary(task: TableTask, path: Path) -> TableReport:
     """The vocabulary sorted by id with the row of each, counts by row, and ids by row."""
     folder = Path(task.folder)
     entries, outside, histogram, dtype = _select(task, folder)
     row_dtype = np.dtype(np.int32 if entries + FIRST <= 2**31 else np.int64)
     distinct, numbers = histogram
-    _write_counts(Path(task.counts_path), [outside, task.missing], distinct, numbers)
-    names = np.lib.format.open_memmap(task.vocabulary_path, "w+", dtype, (entries + FIRST,))
+    _write_counts(path, [outside, task.missing], distinct, numbers)
+    named = Path(task.output, f"vocabulary/cat_{task.table}.npy")
+    named.parent.mkdir(exist_ok=True)
+    names = np.lib.format.open_memmap(named, "w+", dtype, (entries + FIRST,))
     # Rows of a count begin after all rows of higher counts.
     begin = FIRST + (entries - np.cumsum(numbers))
     with (folder / "rows.bin").open("wb") as rows_file:
@@ -241,12 +367,11 @@ def _select(
     Returns their number, the samples of the other ids, the distinct counts (rising) with the
     number of ids of each, and the dtype of ids.
     """
-    wide = any(np.dtype(run.dtype).itemsize > 4 for run in task.runs)
-    dtype = np.dtype(np.uint64 if wide else np.uint32)
+    dtype = np.result_type(*(run.dtype for run in task.runs))
     entries = outside = 0
     distinct, numbers = np.empty(0, np.int64), np.empty(0, np.int64)
     with (folder / "values.bin").open("wb") as to_values, (folder / "sums.bin").open("wb") as to:
-        for values, counts in merge_runs(task.runs, task.most):
+        for values, counts in merge_runs(task.runs, MOST):
             keep = counts >= task.min_count
             outside += int(counts[~keep].sum())
             values, counts = values[keep].astype(dtype), counts[keep]
@@ -291,67 +416,61 @@ def _count_bags(path: Path, table: int, size: int) -> None:
 
 @dataclass(frozen=True)
 class AssembleTask:
-    """Write one part's samples from place `first` of the arrays in `arrays` on.
+    """Write the samples in the file `rows` of a part from place `first` of the arrays in `output`
+    on.
 
-    `folder`: of the part; `tables`: work folders of the vocabularies with their reports, or empty
-    where the part's ids are rows already.
+    `samples`: how many they are; `tables`: work folders of the vocabularies with their reports, or
+    empty where the part's ids are rows already.
     """
 
-    folder: str
-    report: PartReport
+    rows: Path
+    samples: int
     first: int
-    arrays: str
-    tables: Sequence[tuple[str, TableReport]]
+    output: Path
+    tables: Sequence[tuple[Path, TableReport]]
 
 
 def make_arrays(folder: Path, samples: int, id_dtype: np.dtype) -> None:
-    """Files of the final shape for labels uint8, dense float32 and ids, without their values."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Files of the final shape for labels uint8, dense float32 and ids, without their values; what
+    a run that was stopped has made stays."""
     shapes: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
         "labels": (np.dtype(np.uint8), (samples,)),
         "dense": (np.dtype(np.float32), (samples, INTEGERS)),
         "ids": (id_dtype, (samples, IDS)),
     }
     for name, (dtype, shape) in shapes.items():
-        np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, shape)
+        if not (folder / f"{name}.npy").exists():
+            np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, shape)
 
 
 def assemble_part(task: AssembleTask) -> None:
-    """Write one part's samples, and remove what they were made from."""
-    folder, arrays, report = Path(task.folder), Path(task.arrays), task.report
-    # Killed after this part was marked but before its files were gone: nothing is left to do.
-    if not is_assembled(folder):
-        for first, rows in read_pieces(folder, report.samples, np.dtype(report.id_dtype)):
-            ids = rows.ids
-            if rows.missing is not None:
-                ids = _rows_of(ids, rows.missing, task.tables)
-            for name, values in (("labels", rows.labels), ("dense", rows.dense), ("ids", ids)):
-                _write_at(arrays / f"{name}.npy", task.first + first, values)
-        (folder / "assembled").touch()
-    for name in ("ids", "missing", "labels", "dense", "values", "counts"):
-        (folder / f"{name}.bin").unlink(missing_ok=True)
-
-
-def is_assembled(folder: Path) -> bool:
-    """Whether the part in `folder` is in the arrays."""
-    return (folder / "assembled").exists()
+    """Write one part's samples, and then remove their file: without it a part is written."""
+    first = task.first
+    for rows in read_rows(task.rows):
+        ids = rows.ids
+        if rows.missing is not None:
+            ids = _rows_of(ids, rows.missing, task.tables)
+        for name, values in (("labels", rows.labels), ("dense", rows.dense), ("ids", ids)):
+            _write_at(task.output / f"{name}.npy", first, values)
+        first += len(ids)
+    task.rows.unlink()
 
 
 def _rows_of(
-    values: np.ndarray, missing: np.ndarray, tables: Sequence[tuple[str, TableReport]]
+    values: np.ndarray, missing: np.ndarray, tables: Sequence[tuple[Path, TableReport]]
 ) -> np.ndarray:
     """Rows `[n, 26]` of id values by the vocabularies."""
     dtype = max((np.dtype(report.row_dtype) for _, report in tables), key=lambda d: d.itemsize)
     rows = np.empty(values.shape, dtype=dtype)
     for table, (folder, report) in enumerate(tables):
         column = np.ascontiguousarray(values[:, table])
-        found = look_up(column, Path(folder), report)
+        found = _look_up(column, folder, report)
         found[(missing >> np.uint32(table)) & np.uint32(1) == 1] = MISSING
         rows[:, table] = found
     return rows
 
 
-def look_up(values: np.ndarray, folder: Path, report: TableReport) -> np.ndarray:
+def _look_up(values: np.ndarray, folder: Path, report: TableReport) -> np.ndarray:
     """Rows of `values` `[n]` by the sorted vocabulary of a table; OUT_OF_VOCABULARY for others."""
     if report.entries == 0 or len(values) == 0:
         return np.full(len(values), OUT_OF_VOCABULARY, dtype=report.row_dtype)
@@ -370,9 +489,7 @@ def look_up(values: np.ndarray, folder: Path, report: TableReport) -> np.ndarray
 def _write_at(path: Path, first: int, values: np.ndarray) -> None:
     """Write rows of an array file from row `first` on."""
     with path.open("r+b") as file:
-        version = np.lib.format.read_magic(file)
-        if version != (1, 0):
-            raise ValueError(f"{path}: array file of version {version}")
+        np.lib.format.read_magic(file)
         np.lib.format.read_array_header_1_0(file)
         file.seek(file.tell() + first * values[:1].nbytes)
         values.tofile(file)
