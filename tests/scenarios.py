@@ -60,7 +60,7 @@ class Scenario:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """All features."""
+        """The features that batches have: all."""
         return tuple(self.readers)
 
     @property
@@ -85,7 +85,7 @@ class Scenario:
             high = low if rank == 0 else high
         dense = rng.standard_normal((size, 5))
         labels = (rng.random(size) < 0.3).astype(np.float64)
-        for table in self.readers.values():
+        for table in map(self.readers.get, self.features):
             counts = rng.integers(0, self.bag + 1, size) if self.bag > 1 else np.ones(size, int)
             ids = (rng.random(counts.sum()) ** self.skew * table.rows).astype(np.int64)
             weight = rng.uniform(0.5, 1.5, counts.sum())
@@ -198,7 +198,7 @@ def check_against_trainer(
     drift of the trainer itself when it takes its samples in reverse."""
     settings = reference_trainer.Settings(
         optimizer=case.optimizer.name,
-        feature_tables=tuple(table.name for table in case.readers.values()),
+        feature_tables=tuple(case.readers[feature].name for feature in case.features),
         dense_lr=case.lr,
         embedding_lr=case.lr,
         eps=case.optimizer.eps,
@@ -230,7 +230,7 @@ def check_against_trainer(
 
 def count(case: Scenario, steps: range) -> Statistics:
     """Counts of every feature over some steps of a scenario."""
-    rows = {feature: table.rows for feature, table in case.readers.items()}
+    rows = {feature: case.readers[feature].rows for feature in case.features}
     return count_ids(rows, (case.batch(step).ids for step in steps))
 
 
