@@ -2,9 +2,9 @@
 
 `Forked` and `run` take what `subprocess.Popen` and `subprocess.run` take and run the command in
 processes of the fork server (`ranks.forking`): tenths of a second and not seconds. They read
-`python -m module` and `python script`, and torchrun's `--nproc-per-node` in front of these. What an
-interpreter does by itself (imports, its last breath) and what torchrun's agent does is seen only in
-fresh ones: tests of that use `subprocess`.
+`python -m module`, `python -c code`, `python script`, and torchrun's `--nproc-per-node` in front of
+these. What an interpreter does by itself (imports, its last breath) and what torchrun's agent does
+is seen only in fresh ones: tests of that use `subprocess`.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def _become(
 
 
 def _execute(program: list[str], command: list[str]) -> None:
-    """Run `-m module` or a script as the main module."""
+    """Run `-m module`, `-c code` or a script as the main module."""
     sys.orig_argv = list(command)
     sys.path[:0] = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     if program[0] == "-m":
@@ -224,6 +224,9 @@ def _execute(program: list[str], command: list[str]) -> None:
         sys.path.insert(0, os.getcwd())
         sys.modules.pop(program[1], None)  # run anew, not what the fork server has imported
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    elif program[0] == "-c":
+        sys.argv = ["-c", *program[2:]]
+        exec(compile(program[1], "<string>", "exec"), {"__name__": "__main__"})
     else:
         sys.argv = program
         sys.path.insert(0, str(Path(program[0]).resolve().parent))

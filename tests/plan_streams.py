@@ -1,15 +1,19 @@
-"""Random streams of rows for the planner, by rank and step, with a layout and settings that fit."""
+"""Random streams of rows for the planner, by rank and step, with a layout and settings that fit;
+its compiled loops, and the same as Python runs them, where NumPy checks every index."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from simulator import PlannerSettings
 
 from distcache.layout import RowLayout, TableSpec
+from distcache.planner import loops
 from distcache.planner.victims import PINNED, POLICIES, TAILS, Policy
 
 
@@ -107,3 +111,19 @@ def sharded_streams(
         nodes=nodes if shapes else draw(st.sampled_from([(), nodes, nodes])),
     )
     return stream, layout, config
+
+
+COMPILED, PYTHON = BODIES = ("compiled", "python")
+
+NAMES = [name for name, value in vars(loops).items() if hasattr(value, "py_func")]
+"""The names of the loops."""
+
+
+@contextlib.contextmanager
+def using(body: str) -> Iterator[None]:
+    """The loops by one body while open."""
+    with pytest.MonkeyPatch.context() as patch, np.errstate(over="ignore"):
+        for name in NAMES if body == PYTHON else ():
+            loop = getattr(loops, name)
+            patch.setattr(loops, name, getattr(loop, "py_func", loop))
+        yield

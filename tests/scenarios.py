@@ -5,22 +5,27 @@ they are held against, and the statistics of their batches.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import reference_trainer
 import torch
-from counting import count_ids
 from torch import Tensor, nn
 
 from distcache.comm.world import World
-from distcache.data.batch import Batch, JaggedIds, slice_bounds
+from distcache.data.batch import Batch, BatchSource, JaggedIds, slice_bounds
 from distcache.layout import TableSpec
 from distcache.models import initialise
 from distcache.parallel.base import OptimizerSpec
 from distcache.parallel.cached import CachedParallel, CachedSettings
 from distcache.popularity.slots import Budget, likeliest_rows, statistics_of
-from distcache.popularity.statistics import Popularity, Statistics
+from distcache.popularity.statistics import (
+    Popularity,
+    Statistics,
+    TableCounts,
+    vocabulary_of,
+)
 
 
 class SmallNet(nn.Module):
@@ -228,14 +233,31 @@ def check_against_trainer(
         assert weight <= max(weights or 1e-10, 10 * weight_drift)
 
 
-def count(case: Scenario, steps: range) -> Statistics:
-    """Counts of every feature over some steps of a scenario."""
-    rows = {feature: case.readers[feature].rows for feature in case.features}
-    return count_ids(rows, (case.batch(step).ids for step in steps))
+def count_ids(
+    rows: Mapping[str, int], batches: Iterable[JaggedIds], vocabulary: str = "ids"
+) -> Statistics:
+    """How often each row of the features' tables is looked up; `rows`: by feature."""
+    counts, samples = {feature: np.zeros(count, np.int64) for feature, count in rows.items()}, 0
+    for ids in batches:
+        samples += ids.batch_size
+        spans = np.split(ids.values.numpy(), ids.offsets.numpy()[:: ids.batch_size][1:-1])
+        for feature, values in zip(ids.features, spans, strict=True):
+            counts[feature] += np.bincount(values, minlength=rows[feature])
+    tables = tuple(TableCounts.of(feature, own) for feature, own in counts.items())
+    return Statistics(tables, vocabulary, samples)
+
+
+def count_steps(source: BatchSource, steps: Iterable[int]) -> Statistics:
+    """Of some training steps of a source."""
+    rows = dict(zip(source.features, source.table_rows, strict=True))
+    batches = (source.train_batch(step, 0, 1).ids for step in steps)
+    return count_ids(rows, batches, vocabulary_of(source))
 
 
 def popularity_of(case: Scenario, slots: tuple[int, ...], **how: object) -> Popularity:
     """The popularity of the first half of a run for caches of `slots`."""
-    counted = statistics_of(count(case, range(max(case.steps // 2, 1))), case.tables, "here")
+    rows = {feature: case.readers[feature].rows for feature in case.features}
+    batches = (case.batch(step).ids for step in range(max(case.steps // 2, 1)))
+    counted = statistics_of(count_ids(rows, batches), case.tables, "here")
     unbounded = Budget(rows=None, ratio=None, bytes=None, itemsize=4, world_size=1)
     return Popularity(counted, likeliest_rows(case.tables, slots, counted, unbounded), **how)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from counting import count_steps
+from scenarios import count_steps
 from source_runs import summaries
 
 from distcache.cli.compose import compose_overrides, to_config
