@@ -208,12 +208,11 @@ def killer(folder: Path, tests: str, limit_s: float) -> str:
         text = out.read()
     if code == 0:
         return ""
-    told = re.search(r"(?m)^(?:FAILED|ERROR) (\S+)(.*)", text)
+    told = re.search(r"(?m)^(?:FAILED|ERROR) ([^\s[]+)(.*)", text)
     if told:
-        hangs = "hang: " if "Timeout (>" in told[2] else ""
-        return hangs + re.sub(r"\[.*", "", told[1])
+        return ("hang: " if "Timeout (>" in told[2] else "") + told[1]
     if code < 0:
-        return "hang" if code == -signal.SIGKILL else f"crash: {signal.Signals(-code).name}"
+        return f"hang or crash: {signal.Signals(-code).name}"
     return f"pytest ends with {code}: {' '.join(text.split())[-200:]}"
 
 

@@ -15,8 +15,7 @@ import torch
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_streams import make_layout, streams
-from planner_bodies import BODIES, using
+from plan_streams import BODIES, make_layout, streams, using
 from protocol_cases import CASE, SLOTS, make, train
 from ranks import run_ranks
 from simulator import PlannerSettings, simulate
