@@ -29,7 +29,7 @@ from distcache.cli.run import (
     train_command,
 )
 from distcache.comm.rendezvous import Place
-from distcache.config.checks import as_words, check, refuse
+from distcache.config.checks import as_words, check, refuse_if
 from distcache.config.keys import (
     check_value,
     is_known,
@@ -151,11 +151,11 @@ def read_line(command: str, schema: type[T], arguments: Sequence[str]) -> Line[T
     Own lists may be typed without brackets, own texts as they are. Raises ConfigError, SystemExit
     for errors that Hydra has printed.
     """
-    refuse(asks_for_sweep(arguments), "--multirun: only distcache.train has sweeps")
+    refuse_if(asks_for_sweep(arguments), "--multirun: only distcache.train has sweeps")
     for flag in arguments:
         name = flag.lstrip("-").partition("=")[0].replace("-", "_")
         own = flag.startswith("--") and name in own_keys(schema)
-        refuse(own, f"{flag}: write {name}=... (true, where it has no value)")
+        refuse_if(own, f"{flag}: write {name}=... (true, where it has no value)")
     typed = [_as_hydra(text, schema) for text in arguments]
     _check_line(typed, schema)
     _store(schema, command)
@@ -237,7 +237,7 @@ def to_text(config: DictConfig) -> str:
     if unknown := unknown_keys(config):
         raise no_such_key(unknown)
     missing = sorted(OmegaConf.missing_keys(config))
-    refuse(missing, f"{', '.join(missing)}: a value is needed; give one or choose a group")
+    refuse_if(missing, f"{', '.join(missing)}: a value is needed; give one or choose a group")
     try:
         return OmegaConf.to_yaml(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -279,7 +279,7 @@ def override(key: str, value: object) -> str:
 
 def _check_alone(world_size: int) -> None:
     """Raise ConfigError for `--multirun` under torchrun."""
-    refuse(
+    refuse_if(
         world_size > 1,
         f"--multirun under torchrun would start every job of the sweep in each of {world_size} "
         "ranks: run `python -m distcache.train --multirun "
@@ -301,7 +301,7 @@ def _check_sweep(place: Place, arguments: Sequence[str]) -> None:
     for argument in arguments:
         one = f"{argument} in a sweep would put all jobs into one folder"
         how = "name the folder of the sweep with hydra.sweep.dir=<folder>"
-        refuse(argument.startswith("run.dir="), f"{one}: {how}")
+        refuse_if(argument.startswith("run.dir="), f"{one}: {how}")
 
 
 def _run_sweep_job(config: DictConfig) -> int:

@@ -158,7 +158,7 @@ def test_wrong_keys_types_and_groups_are_named(override, named):
 def test_the_command_line_names_unknown_keys_before_hydra(words, named, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train", *words.split()])
     with pytest.raises(ConfigError, match=re.escape(named)):
-        compose_command_line()
+        compose_command_line(Place(0, 1, 0, 1))
 
 
 VALID = [
@@ -171,13 +171,13 @@ VALID = [
 @pytest.mark.parametrize("override", VALID)
 def test_what_hydra_takes_is_not_refused(override, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["train", override, f"run.dir={tmp_path}"])
-    assert compose_command_line().text is not None
+    assert compose_command_line(Place(0, 1, 0, 1)).text is not None
 
 
 @pytest.mark.parametrize("flags", ["-c job", "-p trainer -c job", "-c job --resolve", "--info all"])
 def test_hydras_own_flags_are_its_own(flags, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train", *flags.split(), "trainer.steps=7"])
-    assert compose_command_line().text is None
+    assert compose_command_line(Place(0, 1, 0, 1)).text is None
     assert "steps: 7" in capsys.readouterr().out
 
 
@@ -200,7 +200,7 @@ def test_groups_of_an_own_folder_are_hydras_to_judge(where, monkeypatch, tmp_pat
     before = root.level, list(root.handlers)
     for more, steps in (((), 7), (("site=other",), 9)):
         monkeypatch.setattr(sys, "argv", ["train", *words, *more])
-        composed = compose_command_line()
+        composed = compose_command_line(Place(0, 1, 0, 1))
         assert composed.text is not None and to_config(composed.text).trainer.steps == steps
     assert (root.level, root.handlers) == before  # Hydra's own would show what libraries say
 
