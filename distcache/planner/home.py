@@ -184,8 +184,9 @@ class HomePlanner(Planner):
         evict_slots, leaving = table.fill(local, fetch, filled, slots)
         if self._looks_ahead:
             table.look_ahead(step)
-        self._past.append((entry, self._ranking.learn(local, entry.previous, step)))
-        table.file(slots, step)
+        levels, forget = self._ranking.learn(local, entry.previous, step)
+        self._past.append((entry, forget))
+        table.file(slots, levels, step)
         if self._first_slot:
             slots, evict_slots = slots + np.int32(self._first_slot), evict_slots + self._first_slot
         rows = [self.layout.row(self.home, of.astype(np.int64)) for of in (local[fetch], leaving)]

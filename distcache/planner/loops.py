@@ -156,19 +156,69 @@ def append(table: np.ndarray, node: int, slot: int) -> None:
     table[last, AFTER], table[node, BEFORE] = slot, slot
 
 
-@compiled(types.void(in4, i8, out44))
-def hold(slots: np.ndarray, step: int, table: np.ndarray) -> None:
-    """Let `step` use `slots` (int32, -1 for none), which leave their lists.
+@compiled(types.void(out44, i8, i8))
+def hold(table: np.ndarray, slot: int, step: int) -> None:
+    """Let `step` use a slot, which leaves its list.
 
     But for the list of those that the window said that it uses: that one goes as a whole.
     """
-    for i in range(len(slots)):
-        slot = slots[i]
+    if table[slot, NEXT] != step:
+        unlink(table, slot)
+    table[slot, LAST], table[slot, NEXT] = step, NEVER  # held: not a victim of its own step
+
+
+@compiled(i8(in4, in4, i8, out44, out4, out4))
+def look_up(
+    local: np.ndarray,
+    slot_of: np.ndarray,
+    step: int,
+    table: np.ndarray,
+    slots: np.ndarray,
+    fetch: np.ndarray,
+) -> int:
+    """Hold the slots of those rows of `step` that are cached.
+
+    `local` int32 `[U]`; writes each row's slot (-1: not cached) to `slots`, the indices of those
+    not cached to `fetch` (int32 `[U]` each), and returns their number.
+    """
+    misses = 0
+    for k in range(len(local)):
+        slot = slot_of[local[k]]
+        slots[k] = slot
         if slot >= 0:
-            if table[slot, NEXT] != step:
-                unlink(table, slot)
-            table[slot, LAST] = step  # held: not a victim of its own step
-            table[slot, NEXT] = NEVER
+            hold(table, slot, step)
+        else:
+            fetch[misses] = k
+            misses += 1
+    return misses
+
+
+@compiled(i8(in4, in4, in4, out4, out4, out4, out4, out4))
+def fill(
+    local: np.ndarray,
+    fetch: np.ndarray,
+    filled: np.ndarray,
+    slot_of: np.ndarray,
+    row_of: np.ndarray,
+    slots: np.ndarray,
+    evict_slots: np.ndarray,
+    evict_rows: np.ndarray,
+) -> int:
+    """Give the slots `filled` to the rows `local[fetch]`, all int32; `slots[fetch]` is written.
+
+    Writes which slots held a row that leaves, and that row (int32 `[len(fetch)]` each); returns
+    how many do.
+    """
+    leaving = 0
+    for i in range(len(fetch)):
+        slot, row = filled[i], local[fetch[i]]
+        old = row_of[slot]
+        if old >= 0:
+            slot_of[old] = -1
+            evict_slots[leaving], evict_rows[leaving] = slot, old
+            leaving += 1
+        slot_of[row], row_of[slot], slots[fetch[i]] = slot, row, slot
+    return leaving
 
 
 @compiled(types.void(in4, in4, i8, in4, in1, i8, out44))
@@ -196,16 +246,13 @@ def tell(
             append(table, first + (uses[i] & (lists - 1)), slot)
 
 
-@compiled(types.void(in4, in4, in1, in4, out44))
-def file_slots(
-    slots: np.ndarray, row_of: np.ndarray, levels: np.ndarray, nodes: np.ndarray, table: np.ndarray
-) -> None:
-    """Put those of `slots` that no step in the window uses into the lists `nodes[levels[row]]`, or
-    `nodes[0]` where there are no `levels`."""
+@compiled(types.void(in4, in1, in4, out44))
+def file_slots(slots: np.ndarray, levels: np.ndarray, nodes: np.ndarray, table: np.ndarray) -> None:
+    """Put those of `slots` that no step in the window uses into the lists `nodes[levels]`, or
+    `nodes[0]` where there are no `levels` (uint8, of each)."""
     for i in range(len(slots)):
-        slot = slots[i]
-        if table[slot, NEXT] == NEVER:
-            append(table, nodes[levels[row_of[slot]] if len(levels) else 0], slot)
+        if table[slots[i], NEXT] == NEVER:
+            append(table, nodes[levels[i] if len(levels) else 0], slots[i])
 
 
 @compiled(types.UniTuple(i8, 2)(i8, i8, in4, i8, out44, out4))
@@ -239,7 +286,7 @@ def leave(
 # How often rows are used, what occurs where, and what is among what.
 
 
-@compiled(types.void(in4, in4, in4, i8, i8, in8, in8, out1))
+@compiled(types.void(in4, in4, in4, i8, i8, in8, in8, out1, out1, out1))
 def count_uses(
     rows: np.ndarray,
     names: np.ndarray,
@@ -249,23 +296,28 @@ def count_uses(
     values: np.ndarray,
     factors: np.ndarray,
     counts: np.ndarray,
+    before: np.ndarray,
+    after: np.ndarray,
 ) -> None:
     """Count one use by `step` of each of `rows` (int32, distinct), last used by `previous`.
 
     `names`: what a row is called in the hash, or none: as it is numbered.
 
-    `counts` uint8: each row's level, `values` int64 `[256]`: what a level stands for, in 1 / 256
-    uses, ascending from 0. Counts lose `rate` / 2^32 octaves a step; `factors` int64 `[257]`:
-    2^28 * 2^(-i / 256). The sum lies between two levels, and a hash of (row, step) chooses one of
-    them so that the expected value is the sum (Morris 1978).
+    `counts` uint8: each row's level, which was `before` and is `after` (uint8, of `rows`).
+    `values` int64 `[256]`: what a level stands for, in 1 / 256 uses, ascending from 0. Counts lose
+    `rate` / 2^32 octaves a step; `factors` int64 `[257]`: 2^28 * 2^(-i / 256). The sum lies between
+    two levels, and a hash of (row, step) chooses one of them so that the expected value is the sum
+    (Morris 1978).
     """
     for i in range(len(rows)):
         row = rows[i]
         age = np.int64(min(step - previous[i], _OLDEST)) * rate
         place, rest = (age >> 24) & 255, age & 0xFFFFFF
         factor = factors[place] - (((factors[place] - factors[place + 1]) * rest) >> 24)
-        value = (((values[counts[row]] * factor) >> 28) >> min(age >> 32, 62)) + 256
-        low = np.int64(counts[row])  # to the highest level whose value is not above: a few away
+        low = np.int64(counts[row])
+        before[i] = low
+        value = (((values[low] * factor) >> 28) >> min(age >> 32, 62)) + 256
+        # To the highest level whose value is not above: a few away.
         while low < 255 and values[low + 1] <= value:
             low += 1
         while values[low] > value:
@@ -278,7 +330,7 @@ def count_uses(
             chance = np.int64((key ^ (key >> _HALF)) >> _TOP)
             if (value - values[low]) << 24 > chance * (values[low + 1] - values[low]):
                 low += 1
-        counts[row] = low
+        counts[row] = after[i] = low
 
 
 @compiled(i8(in4, in4, out8, out4, out8, out8, out8))

@@ -131,10 +131,15 @@ class Ranking:
         """The lowest key that a row used by the step learnt last may have."""
         return 0
 
-    def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> Forget:
+    def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> tuple[np.ndarray, Forget]:
         """`step`, the next to be planned, uses the distinct `rows`; `previous`: the steps that
-        named them last, -1 for none. Both int32. Returns what undoes that; the last first."""
-        return _nothing
+        named them last, -1 for none. Both int32. Returns the rows' levels from now on, and what
+        undoes that; the last first."""
+        return self.levels_of(rows), _nothing
+
+    def levels_of(self, rows: np.ndarray) -> np.ndarray:
+        """The levels of `rows`, uint8; empty where all rows are alike."""
+        return self.levels[rows] if len(self.levels) else _NO_LEVELS
 
 
 def _nothing() -> None:
@@ -198,13 +203,13 @@ class ByCount(Ranking):
         """See `Ranking.base`."""
         return self._clock * _KEYS_PER_OCTAVE >> 32
 
-    def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> Forget:
+    def learn(self, rows: np.ndarray, previous: np.ndarray, step: int) -> tuple[np.ndarray, Forget]:
         """See `Ranking.learn`."""
-        levels = self.levels[rows]
+        old, new = np.empty(len(rows), np.uint8), np.empty(len(rows), np.uint8)
         before = (self._used, self._steps, self._rate, self._clock, self._step)
 
         def forget() -> None:
-            self.levels[rows] = levels
+            self.levels[rows] = old
             self._used, self._steps, self._rate, self._clock, self._step = before
 
         self._used += len(rows)
@@ -214,9 +219,9 @@ class ByCount(Ranking):
         passed = step - self._step  # below 0 where a stream was left and another goes on
         self._clock = max(0, self._clock + self._rate * passed)
         self._step = step
-        tables = (self._values, self._factors, self.levels)
+        tables = (self._values, self._factors, self.levels, old, new)
         loops.count_uses(rows, self._names, previous, step, self._rate, *tables)
-        return forget
+        return new, forget
 
 
 # -----------------------------------------------------------------------------
@@ -310,11 +315,11 @@ class SlotTable:
 
         Slots found are held: they cannot leave for this step. All int32.
         """
-        slots = self.slot_of[local]
-        loops.hold(slots, step, self._table)
+        slots, fetch = np.empty_like(local), np.empty_like(local)
+        misses = loops.look_up(local, self.slot_of, step, self._table, slots, fetch)
         node = self._nodes(_STEPS, np.array([step]))
         self._table[node, : loops.LAST] = node
-        return slots, np.flatnonzero(slots < 0).astype(np.int32)
+        return slots, fetch[:misses].copy()
 
     def fill(
         self, local: np.ndarray, fetch: np.ndarray, filled: np.ndarray, slots: np.ndarray
@@ -324,24 +329,23 @@ class SlotTable:
 
         Returns the slots among them whose rows leave, and those rows.
         """
-        rows, old = local[fetch], self.row[filled]
-        held = old >= 0
-        self.slot_of[old[held]] = -1
-        self.slot_of[rows], self.row[filled], slots[fetch] = filled, rows, filled
-        return filled[held], old[held]
+        left, leaving = np.empty_like(fetch), np.empty_like(fetch)
+        own = (self.slot_of, self.row)
+        count = loops.fill(local, fetch, filled, *own, slots, left, leaving)
+        return left[:count].copy(), leaving[:count].copy()
 
-    def file(self, slots: np.ndarray, step: int) -> None:
+    def file(self, slots: np.ndarray, levels: np.ndarray, step: int) -> None:
         """File the slots of a step that has been planned, after the window told their next uses
-        and the ranking learnt the step."""
+        and the ranking learnt the step, which says the `levels` of their rows."""
         if len(self._classes):
             pinned = self._classes[self.row[slots]] == PINNED
             node = np.array([self.slots], np.int32)
-            loops.file_slots(slots[pinned], self.row, _NO_LEVELS, node, self._table)
-            slots = slots[~pinned]
+            loops.file_slots(slots[pinned], _NO_LEVELS, node, self._table)
+            slots, levels = slots[~pinned], levels[~pinned] if len(levels) else levels
         ranking = self.ranking
         self._cover(_KEYS, range(ranking.base, ranking.base + ranking.span))
         nodes = self._nodes(_KEYS, ranking.base + ranking.ranks)
-        loops.file_slots(slots, self.row, ranking.levels, nodes, self._table)
+        loops.file_slots(slots, levels, nodes, self._table)
         self._used.append((step, slots))
         while self._used[0][0] < step - self.prefetch:
             self._used.popleft()
@@ -383,7 +387,7 @@ class SlotTable:
             live = slots[self._table[slots, loops.LAST] == used_at]
             order = np.argsort(-self._table[live, loops.NEXT].astype(np.int64), kind="stable")
             live = live[order[: len(out) - found]]
-            loops.hold(live, step, self._table)
+            self.look_up(self.row[live], step)
             out[found : found + len(live)] = live
             found += len(live)
             latest = used_at if len(live) else latest
@@ -403,7 +407,7 @@ class SlotTable:
         self._clear(used_at)
         if self._popularity is not None:
             held = held[np.argsort(self._popularity[row[held]], kind="stable")]
-        self.file(held, used_at)
+        self.file(held, self.ranking.levels_of(row[held]), used_at)
         self._used.clear()
 
     # --- room for lists -----------------------------------------------------------------------

@@ -119,7 +119,9 @@ def test_counts(levels: list[int], step: int, rate: int, seed: int) -> None:
 
     def count(counts: np.ndarray) -> np.ndarray:
         tables = ranking._values, ranking._factors
-        loops.count_uses(rows, names, step - back - 1, step, rate, *tables, counts)
+        both = np.empty(len(rows), np.uint8), np.empty(len(rows), np.uint8)
+        loops.count_uses(rows, names, step - back - 1, step, rate, *tables, counts, *both)
+        np.testing.assert_equal(both, (np.array(levels)[rows], counts[rows]))
         return counts
 
     counts = np.array(levels, np.uint8)
