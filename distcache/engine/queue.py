@@ -28,11 +28,8 @@ share comes through the planner, which is faster."""
 _KEPT = 64
 """Marks of applied steps that are kept; an older step is waited for by a later one's."""
 
-_ALL = 2**62
-"""`_last` while every step that is released may move."""
-
-_HELD = -(2**62)
-"""`_released` while nothing may start to move."""
+_ALL, _HELD = 2**62, -(2**62)
+"""`_last` while every step that is released may move; `_released` while nothing may start to."""
 
 DEPTH = 2
 """Planned steps that wait for their movement: slack between the threads."""

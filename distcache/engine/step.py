@@ -94,11 +94,6 @@ class Span(NamedTuple):
     start: float
     end: float
 
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return self.end - self.start
-
 
 class DeviceSpan(NamedTuple):
     """Where the device work of a stage began and ended, on its stream."""
