@@ -154,7 +154,7 @@ failures-unheard: an exception of one rank reaches the others within seconds
   + if failure.rank < 0
   tests/pipeline/test_failures.py
 waiting-ranks-blamed: who is missing is named, and nobody else
-  - if not self._waits_too(rank)
+  - if not waits_too(f"{self._key}/{rank}")
   + if rank >= 0
   tests/pipeline/test_failures.py
 deaths-unseen: a rank that ended without a word is named at once
@@ -174,8 +174,8 @@ movement-fails-in-silence: what ends the thread that moves rows ends training, o
   + self._moving = False
   tests/pipeline/test_failures.py -k "seconds and gather"
 work-fails-alone: what fails on one rank in work that all do is raised on all
-  - (value, _portable(caught))
-  + (value or b"N.", None)
+  - gather_objects((value, failure),
+  + gather_objects((value or b"N.", None),
   tests/comm/test_worlds.py
 """
 """Four lines for each: name and law; the text of the package; what stands there instead; pytest's
@@ -208,12 +208,11 @@ def killer(folder: Path, tests: str, limit_s: float) -> str:
         text = out.read()
     if code == 0:
         return ""
-    told = re.search(r"(?m)^(?:FAILED|ERROR) (\S+)(.*)", text)
+    told = re.search(r"(?m)^(?:FAILED|ERROR) ([^\s[]+)(.*)", text)
     if told:
-        hangs = "hang: " if "Timeout (>" in told[2] else ""
-        return hangs + re.sub(r"\[.*", "", told[1])
+        return ("hang: " if "Timeout (>" in told[2] else "") + told[1]
     if code < 0:
-        return "hang" if code == -signal.SIGKILL else f"crash: {signal.Signals(-code).name}"
+        return f"hang or crash: {signal.Signals(-code).name}"
     return f"pytest ends with {code}: {' '.join(text.split())[-200:]}"
 
 

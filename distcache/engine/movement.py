@@ -291,7 +291,8 @@ class GroupRows:
         if relay is None:
             return came
         passed, what = came.index_select(0, relay.passed), f"{what}, inside the node"
-        others = link.within_node(passed, relay.pass_counts, relay.receive_counts, ROWS, what)
+        counts = relay.pass_counts, relay.receive_counts
+        others = link.start_all_to_all(passed, *counts, ROWS, what, inside=True)()
         return torch.cat((came, others)).index_select(0, relay.order)
 
     def apply(

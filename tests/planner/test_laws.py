@@ -8,8 +8,7 @@ import pytest
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_streams import make_layout, sharded_streams, streams
-from planner_bodies import BODIES, using
+from plan_streams import BODIES, make_layout, sharded_streams, streams, using
 from shard_model import replay
 from simulator import PlannerSettings, simulate
 

@@ -13,8 +13,7 @@ import pytest
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_streams import make_layout
-from planner_bodies import BODIES, NAMES, using
+from plan_streams import BODIES, NAMES, make_layout, using
 from policy_reference import counted
 
 from distcache.errors import PlanError

@@ -15,8 +15,7 @@ import torch
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_streams import make_layout, streams
-from planner_bodies import BODIES, using
+from plan_streams import BODIES, make_layout, streams, using
 from protocol_cases import CASE, SLOTS, make, train
 from ranks import run_ranks
 from simulator import PlannerSettings, simulate
@@ -31,7 +30,7 @@ from distcache.trace import Recorder, Trace, record_ids, record_source
 def recorded(steps: Sequence[Sequence[np.ndarray]], rows: int, world: int) -> Trace:
     recorder = Recorder(rows, [world])
     for parts in steps:
-        recorder.add({world: parts})
+        recorder.add(lambda rank, _, parts=parts: parts[rank])
     return recorder.finish()
 
 

@@ -10,8 +10,7 @@ import pytest
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_streams import make_layout, streams
-from planner_bodies import BODIES, using
+from plan_streams import BODIES, make_layout, streams, using
 from policy_reference import Reference
 
 from distcache.errors import ConfigError
