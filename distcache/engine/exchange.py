@@ -96,8 +96,8 @@ class Told:
     """What an exchange told; a group here is what is planned by itself: the replicated or the
     sharded rows of some tables.
 
-    `asked`: what the ranks agree on, OK where none asked; if one did, for every group `named`,
-    the rows that each rank names here, and of each rank `samples`, those of its batch. `decided`:
+    `asked`: what the ranks agree on (OK where none asked); if rows came, for every group `named`,
+    those that each rank names here, and of each rank `samples`, those of its batch. `decided`:
     None where nothing was to decide, or a rank stops. Of what all homes decided: `rows` int64
     `[W, G]`, distinct rows by home and group (also if the verdict is TOO_LARGE), `fetched`, those
     of them to fetch, and, if it is OK, for every group `parts`, those of all homes, and
@@ -146,9 +146,8 @@ class PlanExchange:
         header = torch.from_numpy(self._header(asking, deciding))
         what = f"header of {_step(asking, deciding)}"
         table = self._link.start_all_gather(header, PLANNING, what)().numpy()
-        asked, decided = self._verdict(table, ASKED, asking), None
-        if deciding is not None:
-            decided = self._verdict(table, DECIDED, deciding)
+        asked = self._verdict(table, ASKED, asking)
+        decided = self._verdict(table, DECIDED, deciding)
         self._compare(table, asked, decided)
         ends = LEAD + self._groups * size
         numbers = table[:, ends:].reshape(size, self._groups, 3)
@@ -159,26 +158,26 @@ class PlanExchange:
         told = Told(said, decided, samples, numbers[:, :, 0], numbers[:, :, 1])
         outgoing: Pieces = [[] for _ in range(size)]
         lengths = np.zeros((size, 0), dtype=np.int64)
-        asks = asking is not None and asked is not None and asked.status is Status.OK
-        if asks and asking is not None and asking.flight is not None:
-            for rows in asking.flight.asked:
+        request = asking.flight if asking and asked and asked.status is Status.OK else None
+        decides = deciding if decided and decided.status is Status.OK else None
+        if request is not None:
+            for rows in request.asked:
                 for parts, of_home in zip(outgoing, rows, strict=True):
                     parts.append(of_home.view(_WIRE))
             by_rank = table[:, LEAD:ends].reshape(size, self._groups, size)
             lengths = _WORDS * by_rank[:, :, self._rank]
-        decides = deciding is not None and decided is not None and decided.status is Status.OK
-        if decides and deciding is not None:
-            told.decision_bytes = self._tell(deciding, outgoing)
-            lengths = np.concatenate((lengths, self._lengths(numbers, deciding)), axis=1)
-        if asks or decides:
-            what = f"plans of {_step(asking if asks else None, deciding)}"
+        if decides is not None:
+            told.decision_bytes = self._tell(decides, outgoing)
+            lengths = np.concatenate((lengths, self._lengths(numbers, decides)), axis=1)
+        if request is not None or decides is not None:
+            what = f"plans of {_step(asking if request else None, deciding)}"
             pieces = self._all_to_all(outgoing, lengths, what)
-            if asks:
+            if request is not None:
                 groups = range(self._groups)
                 told.named = [[of[group].view(np.int64) for of in pieces] for group in groups]
                 pieces = [of_rank[self._groups :] for of_rank in pieces]
-            if decides and deciding is not None:
-                self._take(told, numbers, deciding, pieces)
+            if decides is not None:
+                self._take(told, numbers, decides, pieces)
         told.sent = self._link.counters.planning_bytes - before - told.decision_bytes
         return told
 

@@ -574,13 +574,14 @@ class ControlRing:
         """Tell all ranks `loss` (one element, on the device) and this rank's `stop`; call it for
         what all said."""
         wait = self._link.start_all_gather(words(loss, stop), PLANNING, "loss and control")
-        return lambda: self._control(wait())
 
-    def _control(self, said: Tensor) -> Control:
-        """The words `said`, on their way to the host."""
-        self._enabled = self._enabled & torch.isfinite(said[:, 0].sum())
-        on_host = self._ring[self._turn]
-        self._turn = (self._turn + 1) % len(self._ring)
-        on_host.copy_(said, non_blocking=True)
-        mark = self._streams.mark(COMMUNICATION)
-        return Control(on_host, self._enabled, mark, self._link)
+        def finish() -> Control:
+            said = wait()
+            self._enabled = self._enabled & torch.isfinite(said[:, 0].sum())
+            on_host = self._ring[self._turn]
+            self._turn = (self._turn + 1) % len(self._ring)
+            on_host.copy_(said, non_blocking=True)
+            mark = self._streams.mark(COMMUNICATION)
+            return Control(on_host, self._enabled, mark, self._link)
+
+        return finish

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,10 +71,9 @@ class GroupBags:
     @cached_property
     def single(self) -> bool:
         """Whether every bag has one id, without a weight."""
-        bags = self.offsets.shape[0] - 1
-        if self.weights is not None or len(self.rows) != bags:
+        if self.weights is not None or len(self.rows) != self.offsets.shape[0] - 1:
             return False
-        return np.array_equal(self.offsets.numpy(), _counted(bags + 1))
+        return bool((np.diff(self.offsets.numpy()) == 1).all())
 
     @cached_property
     def bag_of(self) -> np.ndarray:
@@ -147,14 +146,6 @@ def _rows(group: TableGroup, ids: np.ndarray, edges: np.ndarray) -> np.ndarray:
     for offset, start, stop in zip(group.offsets, bounds, bounds[1:], strict=False):
         np.add(ids[start:stop], offset, out=rows[start:stop], dtype=np.int64)
     return rows
-
-
-@lru_cache(maxsize=2)
-def _counted(count: int) -> np.ndarray:
-    """0, 1, ..., int64 `[count]`; nobody writes to it."""
-    numbers = np.arange(count)
-    numbers.flags.writeable = False
-    return numbers
 
 
 def _scale(group: TableGroup, lengths: np.ndarray, batch: int, dtype: torch.dtype) -> Tensor:

@@ -77,21 +77,17 @@ def home_regions(
     """
     regions: list[Region] = []
     for place, ((group, slots), classes) in enumerate(zip(placed, popularity, strict=True)):
-        layout, hot = group.layout, group.hot
-        own, tail = slots.own_replicated(rank, layout.world_size), slots.own_sharded
-        shared = own.stop - own.start
-        if hot is None:
-            planner = HomePlanner(layout, rank, shared, prefetch, policy, classes)
-            regions.append(Region(place, planner))
-            continue
-        if len(hot):
-            narrow = HotLayout(layout, rank, hot)
+        layout, own = group.layout, slots.own_replicated(rank, group.layout.world_size)
+        parts = [(layout, own, classes)]
+        if group.hot is not None:
+            narrow = HotLayout(layout, rank, group.hot)
             rated = None if classes is None else narrow.rated(layout, classes)
-            planner = HomePlanner(narrow, rank, shared, prefetch, policy, rated, own.start)
-            regions.append(Region(place, planner))
-        count = tail.stop - tail.start
-        planner = HomePlanner(layout, rank, count, prefetch, policy, classes, tail.start)
-        regions.append(Region(place, planner, sharded=True))
+            parts = [(narrow, own, rated)] if len(group.hot) else []
+            parts.append((layout, slots.own_sharded, classes))
+        for numbers, at, rates in parts:
+            how = (at.stop - at.start, prefetch, policy, rates, at.start)
+            sharded = group.hot is not None and numbers is layout
+            regions.append(Region(place, HomePlanner(numbers, rank, *how), sharded))
     return regions
 
 
@@ -179,15 +175,14 @@ class StreamPlanner:
         """This rank's part of the next step: the rows of its batch, or why there is none."""
         began, step = time.perf_counter(), self.ingested
         try:
-            batch = next(iterator, None)
-            if batch is None:
-                return Part(step, Status.END)
-            batch = self._prepare(batch)
+            batch = self._prepare(next(iterator))
             bags = [group_bags(group, batch.ids, self.settings.dtype) for group in self.groups]
             requests = [
                 make_request(group.layout, bag.rows, hot)
                 for group, bag, hot in zip(self.groups, bags, self._hot, strict=True)
             ]
+        except StopIteration:
+            return Part(step, Status.END)
         except Exception as error:
             return Part(step, Status.ERROR, error=error)
         flight = Flight(step, batch, bags, requests)

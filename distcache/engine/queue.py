@@ -28,11 +28,8 @@ share comes through the planner, which is faster."""
 _KEPT = 64
 """Marks of applied steps that are kept; an older step is waited for by a later one's."""
 
-_ALL = 2**62
-"""`_last` while every step that is released may move."""
-
-_HELD = -(2**62)
-"""`_released` while nothing may start to move."""
+_ALL, _HELD = 2**62, -(2**62)
+"""`_last` while every step that is released may move; `_released` while nothing may start to."""
 
 DEPTH = 2
 """Planned steps that wait for their movement: slack between the threads."""
@@ -56,8 +53,8 @@ class StepStream:
         batches: Iterable[Batch],
         depth: int,
         streams: Streams,
-        mover: Mover | None = None,
-        shake: Shaker | None = None,
+        mover: Mover | None,
+        shake: Shaker,
     ) -> None:
         self._planner, self._batches, self._streams = planner, batches, streams
         self._world = planner.link.world
@@ -120,7 +117,7 @@ class StepStream:
     def _plan(self) -> None:
         try:
             for flight in self._planner.planned(self._batches, lambda: self.stopping):
-                self._pause()
+                self._shake()
                 flight.stream = self
                 self._put(flight)
         except BaseException as error:  # which follows the last step
@@ -161,7 +158,7 @@ class StepStream:
             self._streams.bind()
             while self._mover is not None and (flight := self._next_unmoved()) is not None:
                 self._mover.move(flight, MOVEMENT_LANE, self._shake)
-                self._pause()
+                self._shake()
                 with self._lock:  # its rows are on the device
                     self._unmoved.popleft()
                     flight.moved, self._moving = True, False
@@ -356,7 +353,3 @@ class StepStream:
         for thread in (self._movement, self._plans) if self._moves else (self._plans,):
             thread.join(max(0.0, deadline - time.monotonic()))
         return self.ended
-
-    def _pause(self) -> None:
-        if self._shake is not None:
-            self._shake()

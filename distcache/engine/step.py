@@ -94,11 +94,6 @@ class Span(NamedTuple):
     start: float
     end: float
 
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return self.end - self.start
-
 
 class DeviceSpan(NamedTuple):
     """Where the device work of a stage began and ended, on its stream."""
@@ -183,14 +178,13 @@ class Flight:
 
 @contextmanager
 def running(
-    stage: Stage, flight: Flight, lane: str, streams: Streams, shake: Shaker | None = None
+    stage: Stage, flight: Flight, lane: str, streams: Streams, shake: Callable[[], None]
 ) -> Iterator[None]:
     """The time in which `stage` of `flight` runs; an error is noted with stage and step.
 
     Its device work runs on the stage's stream, after that of the stage before.
     """
-    if shake is not None:
-        shake()
+    shake()
     began = time.perf_counter()
     streams.after(stage.stream, (flight.after,))
     try:
@@ -292,7 +286,7 @@ def record(clock: StageClock, flight: Flight, streams: Streams) -> None:
 
 class Shaker:
     """Called before every stage and hand-over, in every thread: sleeps up to `most_ms`, or not; a
-    debugging mode that shakes out races.
+    debugging mode that shakes out races. With 0 it does nothing.
 
     Two calls in three return at once, so that threads run in bursts as well as one by one. The
     delays of a thread depend on `seed` and the thread's name; results must depend on none.
@@ -303,6 +297,8 @@ class Shaker:
         self._local = threading.local()
 
     def __call__(self) -> None:
+        if not self._most_s:
+            return
         draw = getattr(self._local, "draw", None)
         if draw is None:
             name = f"{self._seed} {threading.current_thread().name}"

@@ -117,8 +117,7 @@ class CachedTables:
         """Whether a step begins with an exchange of rows."""
         self.home_state = self.placement.state == "home"
         self._returns = self.home_state and any(rows.slots.replicated for rows in self.rows)
-        shakes = settings.shake_ms > 0
-        self._shake = Shaker(settings.shake_ms, world.rank) if shakes else None
+        self._shake = Shaker(settings.shake_ms, world.rank)
         how = (settings.dtype, settings.pooled, settings.shares_early(world))
         self._mover = Mover(self.rows, self.link, self.streams, *how)
         self.overlapped = settings.schedule == "overlapped"

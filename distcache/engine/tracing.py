@@ -142,7 +142,7 @@ class TracePart:
             "cat": span.name,
             "ph": "X",
             "ts": round(1e6 * self.clock.since_start(span.start), 3),
-            "dur": round(1e6 * span.seconds, 3),
+            "dur": round(1e6 * (span.end - span.start), 3),
             "pid": self._process,
             "tid": self._lanes[span.lane],
             "args": {"step": span.step, "kind": kind},

@@ -124,25 +124,28 @@ def _make_caches(
     settings: TableSettings,
 ) -> list[DeviceCache]:
     """A cache of `slots[g]` for every group; `resident` has every row in it."""
-    stateful = [state_slots(count, world, settings.placed(world)) for count in slots]
-    widths = [update.state_width(group.dim) for group in groups]
+    parts = []
+    for group, count in zip(groups, slots, strict=True):
+        width, own = (
+            update.state_width(group.dim),
+            state_slots(count, world, settings.placed(world)),
+        )
+        parts.append((group, count.all, width, own))
     if world.device.type == "cpu":  # pages come with their first touch: count all at once
         floats = 0
-        for count, group, own, width in zip(slots, groups, stateful, widths, strict=True):
-            with_state = count.all if own is None else own.rows(count.all)
-            floats += count.all * group.dim + with_state * width
+        for group, count, width, own in parts:
+            floats += count * group.dim + (count if own is None else own.rows(count)) * width
         require_memory(
             floats * settings.dtype.itemsize * world.local_size,
             f"the slots of {world.local_size} local ranks",
             "lower cache.rows (or cache.ratio, cache.bytes), use fewer ranks or more memory",
         )
     made = []
-    for count, group, own, width in zip(slots, groups, stateful, widths, strict=True):
-        size = (count.all, group.dim, width, settings.dtype, world.device)
-        cache = DeviceCache(*size, state_slots=own, validate=settings.validate)
+    for group, count, width, own in parts:
+        size = (count, group.dim, width, settings.dtype, world.device)
+        made.append(DeviceCache(*size, state_slots=own, validate=settings.validate))
         if settings.mode == "resident":
-            _initialise(group, cache, settings.seed, update.initial_state(group.dim))
-        made.append(cache)
+            _initialise(group, made[-1], settings.seed, update.initial_state(group.dim))
     return made
 
 

@@ -98,10 +98,7 @@ class Planner:
         rows = np.concatenate(requests) if len(requests) > 1 else requests[0]
         known = self._last_reference
         distinct, previous, labels = distinct_rows(self.layout.local(rows), known, step)
-        replies, start = [], 0
-        for request in requests:
-            replies.append(labels[start : start + len(request)])
-            start += len(request)
+        replies = np.split(labels, np.cumsum([len(request) for request in requests])[:-1])
         entry = Ingested(step, kind, distinct, previous, tuple(replies))
         self._window.append(entry)
         return entry

@@ -24,12 +24,9 @@ from distcache.step_plan import Relay, ShardPlan, StepPlan, Transfer
 # A row's *carrier* is the first rank of the node that named it, counted round the node from
 # `Nodes.peer` of the row's home on. The home sends the row to it alone, and it hands the row to
 # its mates: the two levels of hierarchical all-to-alls (as Tutel's, arXiv 2206.03382), but only
-# for rows that several ranks named. So a row is sent as often as when each rank got it from its
-# home, and a row that one rank of a node named takes no second hop.
-#
-# What a home tells is one mask for each row that a rank of such a node asked for: a bit for each
-# rank of the node that named it. Who carries a row and to whom it goes follows from that on all
-# sides, and rows go from mate to mate in the order of their numbers, which both know. Pure.
+# for rows that several ranks named. What a home tells is one mask for each row that a rank of such
+# a node asked for: a bit for each rank of the node that named it. Who carries a row and to whom it
+# goes follows from that on all sides; rows go from mate to mate in the order of their numbers.
 
 MOST_RANKS = 64
 """Ranks of a node that a mask has bits for; larger nodes get every row from its home."""
@@ -38,39 +35,19 @@ _ANY = np.uint8(255)
 """In place of the carrier of a row that one rank named alone."""
 
 
-@dataclass(frozen=True)
 class Routes:
-    """Which way sharded rows go from and to `rank` of `nodes`."""
+    """Which way sharded rows go from and to `rank` of `nodes`.
 
-    nodes: Nodes
-    rank: int
+    `node`: this rank's node; `local`: this rank among the `mates` ranks there, which hand rows to
+    one another where `hands_on`; `runs`: as in `ShardPlan`, of this rank as a home.
+    """
 
-    @property
-    def node(self) -> int:
-        """This rank's node."""
-        return self.nodes.of(self.rank)
-
-    @property
-    def local(self) -> int:
-        """This rank among its node's."""
-        return self.rank - self.nodes.firsts[self.node]
-
-    @property
-    def mates(self) -> int:
-        """L: ranks of this node."""
-        return self.nodes.sizes[self.node]
-
-    @property
-    def hands_on(self) -> bool:
-        """Whether this node's ranks hand rows to one another."""
-        return relays(self.mates)
-
-    @property
-    def runs(self) -> tuple[int, ...]:
-        """As in `ShardPlan`: of this rank as a home."""
-        sizes = enumerate(self.nodes.sizes)
+    def __init__(self, nodes: Nodes, rank: int) -> None:
+        self.nodes, self.rank, self.node = nodes, rank, nodes.of(rank)
+        self.local, self.mates = rank - nodes.firsts[self.node], nodes.sizes[self.node]
+        self.hands_on, sizes = relays(self.mates), enumerate(nodes.sizes)
         runs = [[size] if self.reached_once(node) else [1] * size for node, size in sizes]
-        return tuple(chain(*runs))
+        self.runs: tuple[int, ...] = tuple(chain(*runs))
 
     def reached_once(self, node: int) -> bool:
         """Whether this home's rows go once to `node`."""
@@ -261,17 +238,6 @@ class ShardParts:
         """The replies of all homes, int32 `[N]`."""
         return np.concatenate(self.replies)
 
-    @property
-    def fetched(self) -> np.ndarray:
-        """Which of this rank's sharded rows are fetched: indices, ascending."""
-        return np.flatnonzero(self.joined & FETCHED)
-
-    @property
-    def named(self) -> np.ndarray:
-        """One more than the step that named each of this rank's sharded rows before, int32 `[N]`;
-        0 for none."""
-        return self.joined & ~FETCHED
-
 
 def replies_to_all(decision: HomeDecision) -> list[np.ndarray]:
     """What a home tells each rank about every sharded row that it asked for, int32; see
@@ -317,7 +283,7 @@ def shard_plan(parts: ShardParts, asked: Sequence[np.ndarray], move_after: int) 
         _transfer(going, coming, arrivals)
         for going, coming in zip(
             divided(own.previous, bound, sent_counts, (flat, own.slots)),
-            divided(parts.named, bound + 1, counts),
+            divided(parts.joined & ~FETCHED, bound + 1, counts),
             strict=True,
         )
     )
@@ -513,7 +479,9 @@ def assemble(
         ids = occurrences(request.labels, asked[request.places], leaf_rows)
     positions, order, touched, segments, starts = ids
     fetch = _joined([part.fetch for part in parts], base)
-    missing = fetch if sharded is None else np.concatenate((fetch, total + sharded.fetched))
+    missing = fetch
+    if sharded is not None:
+        missing = np.concatenate((fetch, total + np.flatnonzero(sharded.joined & FETCHED)))
     missed = int((starts[missing + 1] - starts[missing]).sum())
     if len(parts) == 1 and sharded is None:  # the only rank names every row
         sources = [np.arange(total)]

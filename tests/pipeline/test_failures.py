@@ -29,18 +29,8 @@ LAST_WORD = 77
 """Exit code of the rank that vanishes in an exchange of rows."""
 
 NO_ROOM = "MemoryError: no room"
-LONE = dict.fromkeys(
-    (
-        "apply",
-        "gather",
-        "no data",
-        "warm start",
-        "warm start, serial",
-        "plan",
-        "plan, serial",
-    ),
-    NO_ROOM,
-) | {"model": "ValueError: the model fails in step 2"}
+LONE = ("apply", "gather", "no data", "warm start", "warm start, serial", "plan", "plan, serial")
+LONE = dict.fromkeys(LONE, NO_ROOM) | {"model": "ValueError: the model fails in step 2"}
 """What fails on rank 1 alone, and its error."""
 
 EXCHANGES = {
@@ -126,10 +116,9 @@ def lone(rank: int, size: int, name: str) -> dict:
                 flushed.append((error, written() - before))
 
     flushed: list[tuple[str, int]] = []
-    seen = attempt(world, go, mode)
+    seen = attempt(world, go, mode) | {"flushed": flushed, "failed": mode.tables.failed}
     never.set()
-    counts = {"steps": len(losses), "applied": int(mode.applied)}
-    return seen | counts | {"flushed": flushed, "failed": mode.tables.failed}
+    return seen | {"steps": len(losses), "applied": int(mode.applied)}
 
 
 def vanishes(rank: int, size: int, name: str) -> dict:
@@ -172,13 +161,13 @@ def opened(dying: int, timeout_s: float = LONG_S) -> World:
     return world
 
 
-def tell(world: World, what: str) -> None:
-    world.store.set(f"test/{what}/{world.rank}", "")
-
-
 def wait_for_others(world: World, what: str) -> None:
     """Until every other rank has told it."""
     world.store.wait([f"test/{what}/{rank}" for rank in range(world.size) if rank != world.rank])
+
+
+def tell(world: World, what: str) -> None:
+    world.store.set(f"test/{what}/{world.rank}", "")
 
 
 def dies(rank: int, size: int, where: str, how: str) -> dict:
@@ -207,10 +196,9 @@ def ends(world: World, action):
 
 
 def told(world: World, source):
-    """`source`, whose first batch the others hear of."""
-    for number, batch in enumerate(source):
-        if number == 0:
-            tell(world, "drawn")
+    """`source`, of whose first batch the others hear."""
+    for batch in source:
+        tell(world, "drawn")
         yield batch
 
 
@@ -358,5 +346,4 @@ def test_a_rank_that_hangs_is_named(all_ends, name: str) -> None:
 
 
 def test_a_slow_rank_is_waited_for(all_ends) -> None:
-    assert [end.value["error"] for end in all_ends["late"]] == ["", ""]
-    assert [end.exitcode for end in all_ends["late"]] == [0, 0]
+    assert [(end.value["error"], end.exitcode) for end in all_ends["late"]] == [("", 0)] * 2

@@ -181,12 +181,3 @@ def test_what_a_policy_needs_is_named() -> None:
     for field, value in (("name", "mru"), ("tail", "fifo"), ("half_life", 0), ("half_life", "x")):
         with pytest.raises(ConfigError, match=f"{value}"):
             replace(Policy(), **{field: value})
-
-
-def test_each_home_reads_its_part_of_the_popularity() -> None:
-    layout = make_layout(11, 3)
-    classes = np.arange(11, dtype=np.uint8) + 1
-    for home in range(3):
-        mine = GroupPopularity(classes).classes_at(layout, home)
-        rows = layout.row(home, np.arange(layout.local_rows))
-        assert mine.tolist() == [row + 1 if row < 11 else 0 for row in rows.tolist()]
