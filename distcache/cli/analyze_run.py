@@ -424,7 +424,7 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
     with progress_bar("record", None, "step") as bar, StopRequest() as stop:
         traces = record_run(checked, tables, schedule, ranks, most, bar.update, stop)
     prediction = RecordedRun(traces, run_steps)
-    if stop.requested:
+    if stop.signal:
         log.warning("stopped: the first %d steps of the run are replayed", prediction.recorded)
 
     def case(slots: Sequence[int], world: int = ranks[0]) -> Case:
@@ -460,7 +460,7 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
         target,
         config.optim.name,
         config.data.name,
-        checked.keeps_order,
+        hasattr(source, "in_file_order"),
         tuple(outcomes),
         counted.stopped_by or stop.signal,
     )

@@ -126,7 +126,6 @@ def configured(overrides: list[str]) -> Config:
 
 
 def checked(overrides: list[str]) -> list[str]:
-    """The warnings of a configuration."""
     return check(configured(overrides), world_size=2, local_size=2)
 
 

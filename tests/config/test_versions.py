@@ -67,16 +67,13 @@ def test_what_does_not_load_is_explained(load, error):
     assert (str(error).splitlines() or ["AttributeError"])[0] in text
 
 
-def test_two_builds_over_each_other_are_named(monkeypatch, load):
+def test_other_installations_that_do_not_work_are_named(monkeypatch, load):
+    load(sys)
+    monkeypatch.setattr(torch.ops, "fbgemm", object(), raising=False)
+    with pytest.raises(ConfigError, match="asynchronous_complete_cumsum"):
+        require_hybrid()
     load(OSError("undefined symbol"))
     both = {"fbgemm-gpu": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}
     monkeypatch.setattr(versions, "fbgemm_here", lambda: both)
     with pytest.raises(ConfigError, match="fbgemm-gpu and fbgemm-gpu-cpu are installed"):
-        require_hybrid()
-
-
-def test_operators_that_were_not_registered_are_noticed(monkeypatch, load):
-    load(sys)
-    monkeypatch.setattr(torch.ops, "fbgemm", object(), raising=False)
-    with pytest.raises(ConfigError, match="asynchronous_complete_cumsum"):
         require_hybrid()
