@@ -35,12 +35,12 @@ from distcache.config.keys import (
     is_known,
     is_plain,
     is_section,
+    keys_of,
     list_keys,
     no_such_key,
     not_a_value,
     not_in_group,
     own_keys,
-    unknown_keys,
     usage,
 )
 from distcache.config.tree import Config
@@ -240,7 +240,7 @@ def to_text(config: DictConfig) -> str:
 
     Raises ConfigError for keys outside the tree (`+key=value`) and for values that are missing.
     """
-    unknown = unknown_keys(config)
+    unknown = sorted(key for key in keys_of(config) if not is_known(key))
     if unknown:
         raise no_such_key(unknown)
     missing = sorted(OmegaConf.missing_keys(config))

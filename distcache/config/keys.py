@@ -42,11 +42,6 @@ MOVED = {
 """Keys that have another name now."""
 
 
-def unknown_keys(tree: DictConfig) -> list[str]:
-    """Dotted keys of `tree` that a `Config` does not have, in order."""
-    return sorted(key for key in keys_of(tree) if not is_known(key))
-
-
 def is_known(key: str, schema: type = Config) -> bool:
     """Whether a value or section of `schema` has this dotted key, or it is of a mapping there."""
     known, sections = _known(schema)

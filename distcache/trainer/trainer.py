@@ -255,8 +255,7 @@ def train(config: Config, world: World, run_dir: Path) -> TrainResult:
     bad_lines = getattr(source, "bad_lines", None)
     if bad_lines is not None and bad_lines.skip:  # every rank has read, and skipped, the same
         on_first(world, lambda: write_json(run_dir / "bad_lines.json", bad_lines.summary()))
-    run = Run(config, world, run_dir, source, tables, mode, start)
-    return run.go(build.build_rates(config))
+    return Run(config, world, run_dir, source, tables, mode, start).go(build.build_rates(config))
 
 
 def identity_of(

@@ -19,6 +19,7 @@ from launching import TORCHRUN, environment
 from launching import run as launch
 from ranks import run_ranks
 from scenarios import Scenario, SmallNet, run_mode, table
+from source_runs import digests
 from torch.utils.data import DataLoader, IterableDataset
 
 import distcache
@@ -104,10 +105,6 @@ def fit(world, folder: Path, loader, parallel="data", **settings):
     return distcache.fit(
         loader, tables, model, parallel=parallel, settings=keys, world=world, **rest
     ).summary
-
-
-def digests(summary) -> tuple[str, str]:
-    return summary["loss_digest"], summary["state_digest"]
 
 
 def error_of(function, *arguments, **settings) -> str | None:

@@ -18,7 +18,6 @@ from hot_cold_cases import RUN, SYNTHETIC, count, counted
 from ranks import run_ranks
 
 from distcache.comm.world import close_world, open_world
-from distcache.data.interactions import InteractionsSource, InteractionsSpec
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError
 from distcache.parallel.cached import CachedParallel
@@ -70,14 +69,6 @@ def play(rank: int, size: int, folder: str) -> dict[str, Any]:
         cold_start = run(world, home / "cold", known, "cache.warm_start=0", *LONG)
         seen["cold start"] = (cold_start["digests"], cold_start["hot_rows_fetched"])
     seen["rows"] = sum(seen["data"]["hot_rows_by_table"].values())
-    clicks = (
-        *("data=interactions", f"data.path={home / 'users.txt'}", "data.table_rows=[]"),
-        *(f"cache.statistics={home / 'clicks'}", "trainer.steps=40", "cache.rows=60"),
-        *("data.samples=null", "data.bag_size=1", "data.dense_features=13", "run.save=false"),
-    )
-    for mode in ("data", "resident") if size == 1 else ():
-        found = run(world, home / f"clicks-{mode}", *clicks, f"parallel={mode}")
-        seen.setdefault("clicks", set()).add(found["digests"])
     seen["resumed"] = {}
     for steps in {1: (7, 23, 45), 2: (23,)}.get(size, ()):
         half, rest = home / f"half-{steps}", home / f"rest-{steps}"
@@ -119,18 +110,9 @@ def counts(tmp_path_factory) -> Path:
     return counted(SyntheticSource(SyntheticSpec(**SYNTHETIC)), tmp_path_factory.mktemp("known"))
 
 
-def prepare(folder: Path) -> None:
-    counted(SyntheticSource(SyntheticSpec(**SYNTHETIC)), folder / "counted")
-    rng = np.random.default_rng(0)
-    users = folder / "users.txt"
-    rows = [[user, *np.unique(rng.zipf(1.4, 12) % 60)] for user in range(40)]
-    users.write_text("".join(" ".join(map(str, row)) + "\n" for row in rows))
-    counted(InteractionsSource(InteractionsSpec(users)), folder / "clicks")
-
-
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_modes_and_stops_give_the_same_bits(tmp_path, size):
-    prepare(tmp_path)
+    counted(SyntheticSource(SyntheticSpec(**SYNTHETIC)), tmp_path / "counted")
     first = run_ranks(play, size, str(tmp_path), timeout=240)[0]
     whole = first["data"]
     for mode in ("resident", "host") if size != 2 else ("resident",):
@@ -143,7 +125,6 @@ def test_modes_and_stops_give_the_same_bits(tmp_path, size):
         digests, fetched = first["cold start"]
         assert digests == whole["digests"]
         assert 0 < fetched <= first["rows"]  # each hot row once at most, whatever came between
-    assert len(first.get("clicks", ())) == (size == 1)
     for name, found in first["resumed"].items():
         assert found == whole["digests"], name
     reported(whole, lines_of(tmp_path / "data"))

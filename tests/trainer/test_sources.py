@@ -268,36 +268,28 @@ MODES = ("data", "resident", "host", "hybrid")
 
 
 class Meeting:
-    """The training step s and the load of batch s + 1 wait for each other: neither can end before
-    the other one began. `met`: (`step` or `load`, number) of those that found the other."""
+    """A source whose load of batch s + 1 and the training step s wait for each other: neither can
+    end before the other one began. `met`: (kind, number) of those that found the other."""
 
     def __init__(self, source) -> None:
-        """`source`: whose batches wait for the meeting when they are loaded."""
-        self._source = source
-        self.steps = [threading.Event() for _ in range(STEPS + 1)]
-        self.loads = [threading.Event() for _ in range(STEPS + 1)]
-        self.met: list[tuple[str, int]] = []
-        self.threads: set[str] = set()
+        self._source, self.met, self.threads = source, [], set()
+        kinds = ("load", "step")
+        self.began = {kind: [threading.Event() for _ in range(STEPS)] for kind in kinds}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
-    def load(self, number: int) -> None:
-        self.loads[number].set()
-        self.threads.add(threading.current_thread().name)
-        if number and self.steps[number - 1].wait(PATIENCE_S):
-            self.met.append(("load", number))
-
-    def step(self, number: int) -> None:
-        self.steps[number].set()
-        if number + 1 < STEPS and self.loads[number + 1].wait(PATIENCE_S):
-            self.met.append(("step", number))
+    def meet(self, kind: str, number: int, other: str, at: int) -> None:
+        self.began[kind][number].set()
+        if 0 <= at < STEPS and self.began[other][at].wait(PATIENCE_S):
+            self.met.append((kind, number))
 
     def train_batch(self, step: int, rank: int, world_size: int):
         batch = self._source.train_batch(step, rank, world_size).loaded()
 
         def load():
-            self.load(step)
+            self.threads.add(threading.current_thread().name)
+            self.meet("load", step, "step", step - 1)
             return batch.dense, batch.labels
 
         dense, labels = batch.dense.to("meta"), batch.labels.to("meta")
@@ -322,7 +314,8 @@ def load_late(rank: int, size: int, folder: str) -> dict[str, Any]:
         train = mode.train_step
 
         def train_step(step, stop=False, train=train, meeting=meeting):
-            meeting.step(step.batch.index)
+            index = step.batch.index
+            meeting.meet("step", index, "load", index + 1)
             return train(step, stop=stop)
 
         mode.train_step = train_step
