@@ -28,6 +28,12 @@ def refuse(found: Refusals) -> None:
             raise ConfigError(text)
 
 
+def refuse_if(wrong: object, text: str) -> None:
+    """Raise ConfigError with `text` for what is `wrong`."""
+    if wrong:
+        raise ConfigError(text)
+
+
 # -----------------------------------------------------------------------------
 # Rules of one value, of which most stand beside its field in the tree.
 

@@ -207,7 +207,6 @@ def _hybrid(
         seed=config.trainer.seed,
         sharding=config.parallel.sharding,
         weighted=config.data.weighted or bool(config.data.weight_columns),
-        dtype=dtype_of(config),
         local_batch_size=-(-config.data.global_batch_size // world.size),
         on_bad_id=config.data.on_bad_id,
         agree_on_sizes=config.data.name == "own",

@@ -136,10 +136,8 @@ def _exchange_seconds(world: World, peers: Sequence[int]) -> list[float]:
     inside, what, found = all(rank in here for rank in peers), "a measurement", []
 
     def exchange(sent: Tensor, splits: list[int]) -> Tensor:
-        near = splits[here.start : here.stop]
-        if inside:
-            return link.within_node(sent, near, near, ROWS, what)
-        return link.start_all_to_all(sent, splits, splits, ROWS, what)()
+        splits = splits[here.start : here.stop] if inside else splits
+        return link.start_all_to_all(sent, splits, splits, ROWS, what, inside)()
 
     for nbytes in (_SMALL, _LARGE):
         splits = [nbytes // 4 if rank in peers else 0 for rank in range(world.size)]

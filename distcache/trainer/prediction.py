@@ -18,8 +18,12 @@ from distcache.engine.placing import CacheRequest
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec, group_tables
 from distcache.planner.victims import WINDOWS, auto_lookahead
-from distcache.popularity.counters import DENSE_BYTES, make_counters
-from distcache.popularity.curve import TableProfile, profile_of
+from distcache.popularity.curve import (
+    COUNT_BYTES,
+    TableCounter,
+    TableProfile,
+    profile_of,
+)
 from distcache.popularity.slots import BY_CURVE, PROPORTIONAL, cache_bytes
 from distcache.popularity.statistics import Statistics, vocabulary_of
 from distcache.replay import Case, GroupCounts, Outcome, popularity_of, replay
@@ -140,18 +144,19 @@ def sampled_steps(source: BatchSource, steps: int, share: float | None) -> list[
 
 
 def count_source(
-    source: CheckedSource, steps: int, share: float | None, memory: int, progress: Progress
+    source: CheckedSource, steps: int, share: float | None, progress: Progress
 ) -> Counted:
     """Count the lookups of the training steps [0, `steps`) of `source`, or a sample of them.
 
-    At most about `memory` bytes of counts. Ctrl-C ends the reading, not the counting. Raises
-    DataError where nothing is looked up, MemoryTooSmallError where the machine lacks the memory.
+    Ctrl-C ends the reading, not the counting. Raises DataError where nothing is looked up,
+    MemoryTooSmallError where the machine lacks the memory.
     """
     reader = source.in_file_order()
     wanted = sampled_steps(reader, steps, share)
-    exact = DENSE_BYTES * sum(source.table_rows)
-    require_memory(min(memory, exact), "counts of all lookups", "lower analyze.memory")
-    counters = make_counters(source.features, source.table_rows, memory)
+    size = COUNT_BYTES * sum(source.table_rows)
+    require_memory(size, "counts of all lookups", "count where the tables fit, or smaller tables")
+    pairs = zip(source.features, source.table_rows, strict=True)
+    counters = [TableCounter(feature, rows) for feature, rows in pairs]
     part = -(-len(wanted) // PARTS)
     sizes: dict[int, int] = {}
     with progress("count", len(wanted), "step") as bar, StopRequest() as stop:

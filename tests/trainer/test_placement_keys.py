@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from counting import count_steps
 from ranks import run_ranks
+from scenarios import count_steps
 from source_runs import configured, digests, summaries
 from torch import nn
 
