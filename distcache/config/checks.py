@@ -24,8 +24,7 @@ Refusals = dict[str, object]
 def refuse(found: Refusals) -> None:
     """Raise ConfigError for the first of what is told that is so."""
     for text, wrong in found.items():
-        if wrong:
-            raise ConfigError(text)
+        refuse_if(wrong, text)
 
 
 def refuse_if(wrong: object, text: str) -> None:
@@ -86,7 +85,7 @@ def one_of(key: str, value: Any, allowed: Sequence[str]) -> None:
     """Raise ConfigError unless `value` is one of `allowed`."""
     if value not in allowed:
         gone = GONE.get(f"{key}={value}")
-        refuse({f"{key}={value} is no longer there: {gone}": gone})
+        refuse_if(gone, f"{key}={value} is no longer there: {gone}")
         raise ConfigError(f"{key}={value} is unknown: choose {' or '.join(allowed)}")
 
 
@@ -98,10 +97,9 @@ def at_least(key: str, value: float | None, least: float) -> None:
 
 def auto_or_count(key: str, value: Any, least: int = 0) -> None:
     """Raise ConfigError unless `value` is `auto` or a whole number from `least` on."""
-    if value != "auto" and not _is_count(value, least):
-        raise ConfigError(
-            f"{key}={value} is out of range: give auto, or a whole number of at least {least}"
-        )
+    how = f"give auto, or a whole number of at least {least}"
+    wrong = value != "auto" and not _is_count(value, least)
+    refuse_if(wrong, f"{key}={value} is out of range: {how}")
 
 
 def _within(key: str, value: Any, bounds: str) -> None:
@@ -166,12 +164,9 @@ def _same_length(key: str, values: Any, data: DataConfig) -> Refusals:
 def _check_data(data: DataConfig) -> None:
     if data.name == "synthetic" or data.table_rows:
         refuse(_positive("data.table_rows", data.table_rows))
+    how = "give an int (ids per bag), a float (their mean), or a list with one of these per table"
     for size in data.bag_size if isinstance(data.bag_size, list) else [data.bag_size]:
-        if not _is_number(size):
-            raise ConfigError(
-                f"data.bag_size={data.bag_size}: give an int (ids per bag), a float (their mean), "
-                "or a list with one of these per table"
-            )
+        refuse_if(not _is_number(size), f"data.bag_size={data.bag_size}: {how}")
         at_least("data.bag_size", size, 0)
     refuse(_same_length("data.bag_size", data.bag_size, data))
     if data.name in _OF_SOURCES:
