@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from protocol_cases import Raises, batches, make, state, train
@@ -25,31 +26,23 @@ from distcache.comm.world import close_world, open_world
 RANKS = 2
 
 
-def run() -> None:
-    """Stop one stream with plans on their way, end another, leave a third one half-read."""
+def run(fails: bool) -> None:
+    """Stop one stream with plans on their way, end another, leave a third one half-read; or end as
+    the command line does when the model of rank 1 raises, with plans on their way."""
     world = open_world("cpu", "gloo", 60)
-    mode = make(world, 8, 8)
-    train(mode, batches(world, range(6)), stop_at=1 if world.rank == 0 else None)
-    train(mode, batches(world, range(2, 4)))
-    state(mode)
-    stream = mode.stream(batches(world, range(4, 6)))
-    mode.train_step(next(stream))
-    mode.close()
-    del mode, stream
-    close_world(world)
-
-
-def fail() -> None:
-    """End as the command line does when the model of rank 1 raises, with plans on their way."""
-    world = open_world("cpu", "gloo", 60)
-    mode = make(world, 8, 8, model=Raises(2 if world.rank else None))
+    mode = make(world, 8, 8, model=Raises(2 if fails and world.rank else None))
     try:
-        train(mode, batches(world, range(6)))
+        train(mode, batches(world, range(6)), stop_at=1 if not (fails or world.rank) else None)
+        train(mode, batches(world, range(2, 4)))
+        state(mode)
+        stream = mode.stream(batches(world, range(4, 6)))
+        mode.train_step(next(stream))
     except Exception as error:
+        if not fails:
+            raise
         cause_of(world.store, world.rank, error)
-    finally:
-        mode.close()
-        close_world(world, orderly=False)
+    mode.close()
+    close_world(world, orderly=not fails)
 
 
 def left_behind() -> list[str]:
@@ -58,12 +51,9 @@ def left_behind() -> list[str]:
     left = [thread.name for thread in threading.enumerate() if "distcache" in thread.name]
     left += [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd" in line]
     for link in Path("/proc/self/fd").iterdir():
-        try:
+        with suppress(OSError):
             target = os.readlink(link)
-        except OSError:
-            continue
-        if "memfd" in target or target.startswith("/dev/shm"):
-            left.append(target)
+            left += [target] * ("memfd" in target or target.startswith("/dev/shm"))
     return left
 
 
@@ -73,14 +63,12 @@ def repeat(fails: bool) -> list[int]:
     for rank in range(RANKS):
         process = os.fork()
         if process == 0:
-            here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS}
+            here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
             here |= {"LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1"}
-            here |= {"MASTER_PORT": port}
             os.environ.update({key: str(value) for key, value in here.items()})
+            run(fails)
             if fails:
-                fail()
                 leave(1)
-            run()
             left = left_behind()
             sys.stderr.write(f"rank {rank} left {left}\n" if left else "")
             sys.exit(3 if left else 0)
@@ -88,11 +76,6 @@ def repeat(fails: bool) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
 
 
-def main() -> None:
-    """Repeat as often as the first argument says."""
+if __name__ == "__main__":
     for _ in range(int(sys.argv[1])):
         print(json.dumps(repeat("fails" in sys.argv)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -22,7 +22,6 @@ SMALL = ("trainer.device=cpu", "trainer.log_level=WARNING", "run.save=false", "t
 
 
 def configured(*overrides: str) -> Config:
-    """The configuration with these overrides."""
     return to_config(compose_overrides(overrides))
 
 

@@ -400,7 +400,7 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
     with progress_bar("record", None, "step") as bar, StopRequest() as stop:
         traces = record_run(checked, tables, schedule, ranks, most, bar.update, stop)
     prediction = RecordedRun(traces, run_steps)
-    if stop.requested:
+    if stop.signal:
         log.warning("stopped: the first %d steps of the run are replayed", prediction.recorded)
 
     def case(slots: Sequence[int], world: int = ranks[0]) -> Case:
@@ -424,5 +424,6 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
 
         outcomes = simulated(options, traces, sizes.slots, ahead, prediction.classes)
     replayed = (prediction, estimates, search.grid(), target, outcomes)
-    how = {"files_order": checked.keeps_order, "stopped_by": counted.stopped_by or stop.signal}
+    ordered, by = hasattr(source, "in_file_order"), counted.stopped_by or stop.signal
+    how = {"files_order": ordered, "stopped_by": by}
     return Analysis(options, config, counted, sizes, *replayed, **how)

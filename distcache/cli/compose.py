@@ -35,12 +35,12 @@ from distcache.config.keys import (
     is_known,
     is_plain,
     is_section,
+    keys_of,
     list_keys,
     no_such_key,
     not_a_value,
     not_in_group,
     own_keys,
-    unknown_keys,
     usage,
 )
 from distcache.config.tree import Config
@@ -234,7 +234,7 @@ def to_text(config: DictConfig) -> str:
 
     Raises ConfigError for keys outside the tree (`+key=value`) and for values that are missing.
     """
-    if unknown := unknown_keys(config):
+    if unknown := sorted(key for key in keys_of(config) if not is_known(key)):
         raise no_such_key(unknown)
     missing = sorted(OmegaConf.missing_keys(config))
     refuse_if(missing, f"{', '.join(missing)}: a value is needed; give one or choose a group")

@@ -44,7 +44,7 @@ from distcache.optim import RowUpdate, row_update
 from distcache.planner.victims import auto_lookahead
 from distcache.popularity.slots import cache_slots
 from distcache.popularity.statistics import read_statistics
-from distcache.trainer.plan_cache import DensePart, Measured, measure
+from distcache.trainer.plan_cache import Measured, measure
 
 # -----------------------------------------------------------------------------
 # The command line of `distcache.plan`: its keys, checked, and what they describe.
@@ -311,8 +311,8 @@ def main() -> int:
         world = open_world()
         widths = [want["width"]] * want["tables"]
         model = build_model("dlrm", DENSE_FEATURES, widths, *dense_layers(want["width"]))
-        part = DensePart(model.to(world.device), DENSE_FEATURES, sum(widths), want["batch"])
-        found = measure(world, want["width"], row_update(want["optim"], 0.0), part)
+        update, shape = row_update(want["optim"], 0.0), (want["batch"], DENSE_FEATURES, sum(widths))
+        found = measure(world, want["width"], update, model.to(world.device), shape)
         if world.is_first:
             values = asdict(found) | {"device": world.device.type, "ranks": world.size}
             Path(want["out"]).write_text(json.dumps(values))

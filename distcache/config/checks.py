@@ -24,8 +24,7 @@ Refusals = dict[str, object]
 def refuse(found: Refusals) -> None:
     """Raise ConfigError for the first of what is told that is so."""
     for text, wrong in found.items():
-        if wrong:
-            raise ConfigError(text)
+        refuse_if(wrong, text)
 
 
 def refuse_if(wrong: object, text: str) -> None:
@@ -86,7 +85,7 @@ def one_of(key: str, value: Any, allowed: Sequence[str]) -> None:
     """Raise ConfigError unless `value` is one of `allowed`."""
     if value not in allowed:
         gone = GONE.get(f"{key}={value}")
-        refuse({f"{key}={value} is no longer there: {gone}": gone})
+        refuse_if(gone, f"{key}={value} is no longer there: {gone}")
         raise ConfigError(f"{key}={value} is unknown: choose {' or '.join(allowed)}")
 
 
@@ -98,10 +97,9 @@ def at_least(key: str, value: float | None, least: float) -> None:
 
 def auto_or_count(key: str, value: Any, least: int = 0) -> None:
     """Raise ConfigError unless `value` is `auto` or a whole number from `least` on."""
-    if value != "auto" and not _is_count(value, least):
-        raise ConfigError(
-            f"{key}={value} is out of range: give auto, or a whole number of at least {least}"
-        )
+    how = f"give auto, or a whole number of at least {least}"
+    wrong = value != "auto" and not _is_count(value, least)
+    refuse_if(wrong, f"{key}={value} is out of range: {how}")
 
 
 def _within(key: str, value: Any, bounds: str) -> None:
@@ -166,12 +164,9 @@ def _same_length(key: str, values: Any, data: DataConfig) -> Refusals:
 def _check_data(data: DataConfig) -> None:
     if data.name == "synthetic" or data.table_rows:
         refuse(_positive("data.table_rows", data.table_rows))
+    how = "give an int (ids per bag), a float (their mean), or a list with one of these per table"
     for size in data.bag_size if isinstance(data.bag_size, list) else [data.bag_size]:
-        if not _is_number(size):
-            raise ConfigError(
-                f"data.bag_size={data.bag_size}: give an int (ids per bag), a float (their mean), "
-                "or a list with one of these per table"
-            )
+        refuse_if(not _is_number(size), f"data.bag_size={data.bag_size}: {how}")
         at_least("data.bag_size", size, 0)
     refuse(_same_length("data.bag_size", data.bag_size, data))
     if data.name in _OF_SOURCES:
@@ -333,15 +328,13 @@ def _popularity(cache: CacheConfig) -> Refusals:
 def _placement(cache: CacheConfig) -> Refusals:
     kind, rows, share = cache.placement, cache.replicated_rows, cache.replicated_share
     key = "state" if kind == "replicated" else "placement"
-    at_homes = key == "placement" or cache.state == "home"
+    at_homes = cache.reduction == "native" and (key == "placement" or cache.state == "home")
     no_tables = rows is not None and not isinstance(rows, Mapping)
     return {
         f"cache.replicated_rows={rows} and cache.replicated_share={share} contradict each other: "
         "give one of them": rows is not None and share is not None,
         "cache.reduction=native lets the library sum rows that all ranks hold, but "
-        f"cache.{key}={getattr(cache, key)} sums them at their homes: leave one of them out": (
-            cache.reduction == "native" and at_homes
-        ),
+        f"cache.{key}={getattr(cache, key)} sums them at their homes: leave one out": at_homes,
         f"cache.replicated_rows={rows}: give the rows of each table, "
         "cache.replicated_rows='{t_cat_0:1000,t_cat_1:500}'": no_tables,
         **_rows("cache.replicated_rows", rows),
@@ -405,12 +398,12 @@ def _model(model: ModelConfig, data: DataConfig) -> Refusals:
 
 def _optim(optim: OptimConfig) -> Refusals:
     two = len(optim.betas) == 2 and all(0 <= beta < 1 for beta in optim.betas)
-    zero = optim.eps == 0 and (optim.name == "adam" or optim.initial_accumulator == 0)
+    zero = optim.name == "adam" or (optim.name != "sgd" and optim.initial_accumulator == 0)
     inside = optim.decay_steps > 0 and optim.decay_start < optim.warmup_steps
     return {
         f"optim.betas={optim.betas}: give two numbers in [0, 1)": not two,
         f"optim.eps=0 divides by zero in {optim.name} where a gradient is zero: give 1e-8": (
-            optim.name != "sgd" and zero
+            optim.eps == 0 and zero
         ),
         f"optim.decay_start={optim.decay_start} lies inside the warm-up of optim.warmup_steps="
         f"{optim.warmup_steps}: start the decay at that step or later": inside,
@@ -421,17 +414,15 @@ def _trainer(config: Config) -> Refusals:
     """Of a run whose data and model are the package's."""
     trainer, data = config.trainer, config.data
     endless = trainer.steps is None and data.name == "synthetic" and data.samples is None
+    nothing = trainer.eval_every is not None and trainer.eval_steps == 0
+    no_time = not (math.isfinite(trainer.timeout_s) and trainer.timeout_s > 0)
     return {
         "run.dir is empty: name a folder, such as run.dir=runs/first": not config.run.dir.strip(),
         "trainer.steps=null means one epoch, but data.samples=null is a stream without an end: "
         "give trainer.steps=<steps> or data.samples=<samples of an epoch>": endless,
         f"trainer.eval_every={trainer.eval_every} with trainer.eval_steps=0 evaluates nothing: "
-        "give trainer.eval_steps=<batches>, or leave eval_every out": (
-            trainer.eval_every is not None and trainer.eval_steps == 0
-        ),
-        f"trainer.timeout_s={trainer.timeout_s}: give seconds above 0": (
-            not (math.isfinite(trainer.timeout_s) and trainer.timeout_s > 0)
-        ),
+        "give trainer.eval_steps=<batches>, or leave eval_every out": nothing,
+        f"trainer.timeout_s={trainer.timeout_s}: give seconds above 0": no_time,
     }
 
 

@@ -34,10 +34,6 @@ _WENT = {
 }
 """Keys that were there once, and why they are not."""
 
-_MOST = 3
-"""Similar keys that are shown."""
-
-
 MOVED = {
     "out": "output",
     "analyze.output": "output",
@@ -45,11 +41,6 @@ MOVED = {
     "analyze.trace": "trace",
 }
 """Keys that have another name now."""
-
-
-def unknown_keys(tree: DictConfig) -> list[str]:
-    """Dotted keys of `tree` that a `Config` does not have, in order."""
-    return sorted(key for key in keys_of(tree) if not is_known(key))
 
 
 def is_known(key: str, schema: type = Config) -> bool:
@@ -89,10 +80,10 @@ def near_keys(key: str, schema: type = Config) -> list[str]:
     same = [value for value in values if last[value] == name]
     words = set(name.split("_"))
     part = [] if same else [value for value in values if words <= set(last[value].split("_"))]
-    alike = difflib.get_close_matches(name, set(last.values()), n=_MOST)
+    alike = difflib.get_close_matches(name, set(last.values()), n=3)
     close = [value for other in alike for value in values if last[value] == other]
     close.sort(key=lambda value: not value.startswith(f"{section}."))
-    return list(dict.fromkeys([*own, *same, *part, *close]))[:_MOST]
+    return list(dict.fromkeys([*own, *same, *part, *close]))[:3]
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,8 +34,6 @@ from distcache.trainer.plan_cache import (
     resolve_placement,
     resolve_prefetch,
 )
-
-T = TypeVar("T")
 
 
 def compute_threads(config: Config, world: World) -> int:
@@ -93,7 +91,7 @@ def build_source(config: Config) -> BatchSource:
     return CriteoArrays(spec) if folder else CriteoSource(spec)
 
 
-def _settings(kind: type[T], group: Any, own: Mapping[str, Any]) -> T:
+def _settings(kind: type, group: Any, own: Mapping[str, Any]) -> Any:
     """Settings of a part: the fields that it has of `own` and of a group of the config tree."""
     known = vars(group) | dict(own)
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
@@ -105,9 +103,8 @@ def build_tables(config: Config, source: BatchSource) -> list[TableSpec]:
     model, rows = config.model, source.table_rows
     dims = model.table_dims or [model.embedding_dim] * len(rows)
     if len(dims) != len(rows):
-        raise ConfigError(
-            f"model.table_dims has {len(dims)} widths for {len(rows)} tables (data.table_rows)"
-        )
+        wrong = f"model.table_dims has {len(dims)} widths for {len(rows)} tables"
+        raise ConfigError(f"{wrong} (data.table_rows)")
     return [
         TableSpec(f"t_{feature}", count, dim, (feature,), model.pooling)
         for feature, count, dim in zip(source.features, rows, dims, strict=True)
@@ -119,15 +116,9 @@ def build_dense(config: Config, tables: Sequence[TableSpec], dense_features: int
 
     `model(dense [b, dense_features], pooled [b, sum of widths]) -> logits [b]`.
     """
-    model = build_model(
-        config.model.name,
-        dense_features,
-        [table.dim for table in tables for _ in table.features],
-        config.model.dense_arch,
-        config.model.over_arch,
-        config.model.cross_layers,
-        config.model.cross_rank,
-    )
+    want, widths = config.model, [table.dim for table in tables for _ in table.features]
+    layers = want.dense_arch, want.over_arch, want.cross_layers, want.cross_rank
+    model = build_model(want.name, dense_features, widths, *layers)
     return initialise(model, config.trainer.seed, dtype_of(config))
 
 

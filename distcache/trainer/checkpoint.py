@@ -21,22 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import metadata, planner, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 
 from distcache.comm.agreement import on_first, together
 from distcache.comm.world import World
@@ -116,26 +104,26 @@ class BlockSavePlanner(DefaultSavePlanner):
         super().__init__()
         self.block_bytes = block_bytes
 
-    def create_local_plan(self) -> SavePlan:
+    def create_local_plan(self) -> planner.SavePlan:
         """The default plan with every big plain tensor split into blocks."""
         plan = super().create_local_plan()
         items = [block for item in plan.items for block in split(item, self.block_bytes)]
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+    def resolve_data(self, write_item: planner.WriteItem) -> torch.Tensor | io.BytesIO:
         """The rows of one block, or what the default planner says."""
         value, data = self.state_dict[write_item.index.fqn], write_item.tensor_data
         plain = type(value) in (torch.Tensor, torch.nn.Parameter)  # no DTensor, no ShardedTensor
-        if data is None or write_item.type is not WriteItemType.SHARD or not plain:
+        if data is None or write_item.type is not planner.WriteItemType.SHARD or not plain:
             return super().resolve_data(write_item)
         return value.detach().narrow(0, data.chunk.offsets[0], data.chunk.sizes[0])
 
 
-def split(item: WriteItem, block_bytes: int) -> Iterator[WriteItem]:
+def split(item: planner.WriteItem, block_bytes: int) -> Iterator[planner.WriteItem]:
     """The blocks of an item of a plan; the item itself unless it is a plain tensor beyond one."""
     data = item.tensor_data
-    plain = item.type is WriteItemType.TENSOR and data is not None
+    plain = item.type is planner.WriteItemType.TENSOR and data is not None
     count, *rest = data.size if plain and data.size else (0,)
     row_bytes = torch.Size(rest).numel() * data.properties.dtype.itemsize if count else 1
     step = max(1, block_bytes // max(row_bytes, 1))
@@ -144,11 +132,12 @@ def split(item: WriteItem, block_bytes: int) -> Iterator[WriteItem]:
         return
     for start in range(0, count, step):
         offsets = torch.Size([start, *[0] * len(rest)])
-        chunk = ChunkStorageMetadata(offsets, torch.Size([min(step, count - start), *rest]))
-        yield WriteItem(
-            index=MetadataIndex(item.index.fqn, offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk, data.properties, data.size),
+        sizes = torch.Size([min(step, count - start), *rest])
+        chunk = metadata.ChunkStorageMetadata(offsets, sizes)
+        yield planner.WriteItem(
+            index=metadata.MetadataIndex(item.index.fqn, offsets),
+            type=planner.WriteItemType.SHARD,
+            tensor_data=planner.TensorWriteData(chunk, data.properties, data.size),
         )
 
 
@@ -159,7 +148,7 @@ class CompleteLoadPlanner(DefaultLoadPlanner):
     for different values: those that share memory need to read it only once.
     """
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+    def create_global_plan(self, global_plan: list[planner.LoadPlan]) -> list[planner.LoadPlan]:
         """Raises ConfigError naming what would be left unread."""
         wanted = {item.dest_index.fqn for plan in global_plan for item in plan.items}
         stored = self.metadata.state_dict_metadata if self.metadata else {}
@@ -167,7 +156,7 @@ class CompleteLoadPlanner(DefaultLoadPlanner):
             name
             for name, value in stored.items()
             if name not in wanted | {TRAINER_KEY}
-            and not (isinstance(value, TensorStorageMetadata) and value.size.numel() == 0)
+            and not (isinstance(value, metadata.TensorStorageMetadata) and value.size.numel() == 0)
         )
         if unread:
             more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
@@ -321,13 +310,15 @@ def save(
         )
     started = time.monotonic()
     values = mode.state_dict()
-    values[TRAINER_KEY] = describe(identity, state)
+    header = {"format": FORMAT, "run": dataclasses.asdict(identity), "step": state.step}
+    header |= {"loss_digest": state.loss_digest.hex(), "phase": state.phase and vars(state.phase)}
+    values[TRAINER_KEY] = json.dumps(header)
     values.update(extra or {})
     partial = folder.with_name(folder.name + ".partial")
     on_first(world, lambda: make_room(folder, partial))
     with file_group(world, identity, f"the checkpoint {folder} could not be written") as group:
-        writer, planner = FileSystemWriter(partial), BlockSavePlanner()
-        state_dict_saver.save(values, storage_writer=writer, planner=planner, process_group=group)
+        writer, blocks = FileSystemWriter(partial), BlockSavePlanner()
+        state_dict_saver.save(values, storage_writer=writer, planner=blocks, process_group=group)
         found = file_digests(partial, files_of(partial), world, group)
         on_first(world, lambda: (partial / CHECKSUMS).write_text(json.dumps(found, indent=1)))
     on_first(world, lambda: swap(folder, partial))
@@ -386,8 +377,8 @@ def load(
     folder = find(path)
     values = mode.blank_state() | (extra or {})
     with file_group(world, identity, f"the checkpoint {folder} does not fit this run") as group:
-        reader, planner = FileSystemReader(folder), CompleteLoadPlanner()
-        state_dict_loader.load(values, storage_reader=reader, planner=planner, process_group=group)
+        reader, whole = FileSystemReader(folder), CompleteLoadPlanner()
+        state_dict_loader.load(values, storage_reader=reader, planner=whole, process_group=group)
     if extra is not None:
         extra.update({name: values.pop(name) for name in extra})
     mode.load_state_dict(values)
@@ -471,19 +462,6 @@ def file_group(world: World, identity: RunIdentity, fails: str) -> Iterator[dist
         raise kind(f"{fails}: rank {rank}: {cause}") from error
     finally:
         dist.destroy_process_group(group)
-
-
-def describe(identity: RunIdentity, state: TrainerState) -> str:
-    """The JSON text that tells whose checkpoint this is and where in the data it stands."""
-    return json.dumps(
-        {
-            "format": FORMAT,
-            "run": dataclasses.asdict(identity),
-            "step": state.step,
-            "loss_digest": state.loss_digest.hex(),
-            "phase": state.phase and vars(state.phase),
-        }
-    )
 
 
 def check(folder: Path, header: Mapping[str, Any], identity: RunIdentity) -> None:

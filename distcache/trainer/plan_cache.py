@@ -69,31 +69,17 @@ class Measured:
         nodes = 1 if self.between is None else world.nodes.count
         peers = max(world.size // nodes - 1, 1)
         inside = Link(self.inside or 1e12, self.latency_s / peers, "measured")
-        return Cluster(
-            world.size,
-            Link(self.host, 0.0, "measured"),
-            inside,
-            self.between,
-            nodes,
-            compute=self.compute,
-            collective_s=0.0,
-            overlap=0.0 if world.device.type == "cpu" else 1.0,
-        )
+        links = Link(self.host, 0.0, "measured"), inside, self.between
+        overlap = 0.0 if world.device.type == "cpu" else 1.0
+        cluster = Cluster(world.size, *links, nodes, compute=self.compute)
+        return replace(cluster, collective_s=0.0, overlap=overlap)
 
 
-@dataclass(frozen=True)
-class DensePart:
-    """`model(dense [b, dense_features], pooled [b, pooled_width]) -> logits [b]`, on the world's
-    device, for `batch` samples (b)."""
-
-    model: nn.Module
-    dense_features: int
-    pooled_width: int
-    batch: int
-
-
-def measure(world: World, dim: int, update: RowUpdate, part: DensePart) -> Measured:
-    """Time the links, rows of `dim` elements, and the dense part; all ranks call this.
+def measure(
+    world: World, dim: int, update: RowUpdate, model: nn.Module, shape: tuple[int, int, int]
+) -> Measured:
+    """Time the links, rows of `dim` elements, and `model(dense [b, F], pooled [b, P]) -> logits
+    [b]`, on the world's device; `shape`: (b, F, P). All ranks call this.
 
     The least of a few repetitions, then the mean over ranks: all ranks get the same numbers.
     Takes about a second.
@@ -108,7 +94,7 @@ def measure(world: World, dim: int, update: RowUpdate, part: DensePart) -> Measu
         *_exchange_seconds(world, far),
         _host_seconds(world, dim, generator),
         *_row_seconds(world, dim, update, generator),
-        _dense_seconds(world, part),
+        _dense_seconds(world, model, shape),
     ]
     own = torch.tensor(timed, dtype=torch.float64)
     if world.size > 1:
@@ -124,7 +110,7 @@ def measure(world: World, dim: int, update: RowUpdate, part: DensePart) -> Measu
     between = None
     if far:
         between = Link(bandwidth(far_few, far_many, len(far)), far_few / len(far), "measured")
-    compute = Compute(lookup / _ROWS, updated / _ROWS, copied / _ROWS, sample / part.batch)
+    compute = Compute(lookup / _ROWS, updated / _ROWS, copied / _ROWS, sample / shape[0])
     return Measured(inside, few, _ROWS * dim * 4 / host, compute, between)
 
 
@@ -204,10 +190,10 @@ def _row_seconds(
     )
 
 
-def _dense_seconds(world: World, part: DensePart) -> float:
-    batch, model = part.batch, part.model
-    dense = torch.zeros(batch, part.dense_features, device=world.device)
-    pooled = torch.zeros(batch, part.pooled_width, device=world.device, requires_grad=True)
+def _dense_seconds(world: World, model: nn.Module, shape: tuple[int, int, int]) -> float:
+    batch, dense_features, pooled_width = shape
+    dense = torch.zeros(batch, dense_features, device=world.device)
+    pooled = torch.zeros(batch, pooled_width, device=world.device, requires_grad=True)
     labels = torch.zeros(batch, device=world.device)
 
     def step() -> None:
@@ -486,8 +472,7 @@ def resolve_placement(
         return Known(tables, slots, counted)
 
     def measured() -> Cluster:
-        features = getattr(source, "dense_features", None)  # which `distcache.fit` is not told
-        return _measured_cluster(config, world, tables, model, features)
+        return _measured_cluster(config, world, tables, model, source)
 
     request = request_of(config, sum(math.prod(p.shape) for p in model.parameters()))
     return request.placement(world, tables, facts, measured)
@@ -498,13 +483,11 @@ def _measured_cluster(
     world: World,
     tables: Sequence[TableSpec],
     model: nn.Module,
-    features: int | None,
+    source: BatchSource,
 ) -> Cluster:
-    """The links and the speed of these ranks, timed; all of them call this.
-
-    `features`: dense ones; ConfigError where that is None, for the model is timed too. The model
-    and the state of random numbers are left as they are.
-    """
+    """The links and the speed of these ranks, timed; all of them call this. The model is timed too,
+    and left as it is with the state of random numbers."""
+    features = getattr(source, "dense_features", None)  # which `distcache.fit` is not told
     if features is None:
         raise ConfigError(
             f"cache.placement={config.cache.placement} with cache.objective=time runs the dense "
@@ -518,4 +501,4 @@ def _measured_cluster(
     batch = max(1, config.data.global_batch_size // world.size)
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         own = copy.deepcopy(model).to(world.device, torch.float32)
-        return measure(world, widest, update, DensePart(own, features, width, batch)).cluster(world)
+        return measure(world, widest, update, own, (batch, features, width)).cluster(world)

@@ -61,7 +61,7 @@ class CheckedSource:
     """A batch source whose ids all lie inside their tables, as training checks them."""
 
     def __init__(self, source: BatchSource, tables: Sequence[TableSpec], on_bad_id: str) -> None:
-        self._source = source
+        self._source, self._how = source, (tables, on_bad_id)
         self._check = BatchCheck(tables, source.features, on_bad_id)
 
     def __getattr__(self, name: str) -> Any:
@@ -78,16 +78,7 @@ class CheckedSource:
     def in_file_order(self) -> CheckedSource:
         """The same with the samples in their own order, where the source can give them so."""
         make = getattr(self._source, "in_file_order", None)
-        if make is None:
-            return self
-        other = CheckedSource.__new__(CheckedSource)
-        other._source, other._check = make(), self._check
-        return other
-
-    @property
-    def keeps_order(self) -> bool:
-        """Whether `in_file_order` gives the order of the files."""
-        return hasattr(self._source, "in_file_order")
+        return self if make is None else CheckedSource(make(), *self._how)
 
 
 @dataclass(frozen=True)
@@ -170,7 +161,7 @@ def count_source(
     sizes: dict[int, int] = {}
     with progress("count", len(wanted), "step") as bar, StopRequest() as stop:
         for done, step in enumerate(wanted):
-            if stop.requested:
+            if stop.signal:
                 log.warning("stopped: the report is of the %d of %d steps read", done, len(wanted))
                 break
             ids = reader.train_batch(step, 0, 1).ids
@@ -348,7 +339,7 @@ def record_run(
 
     def goes_on(batch: tuple[str, int]) -> bool:
         kind, index = batch
-        return kind != "train" or index < (_LATE if stop.requested else count)
+        return kind != "train" or index < (_LATE if stop.signal else count)
 
     order = takewhile(goes_on, schedule.order())
     return record_source(source, tables, worlds, order, lambda _: progress(1))

@@ -250,18 +250,14 @@ class Progress:
         if phase is not None:
             values |= {"phase": phase.kind, "phase_rate": phase.rate}
         self._write(values)
-        logger.info(
-            "step %s  loss %.6f  %s samples/s  %.2f ms%s%s%s",
-            self._done(done),
-            result.loss,
-            f"{rate:,.0f}",
-            1e3 * interval_s,
-            "" if phase is None else f"  {phase.kind}",
-            shares(live),
-            self._eta(interval_s, done),
-        )
+        speed = f"{rate:,.0f} samples/s  {1e3 * interval_s:.2f} ms"
+        more = ("" if phase is None else f"  {phase.kind}") + shares(live)
+        if self._steps is not None:
+            left = timedelta(seconds=round(interval_s * max(0, self._steps - done)))
+            more += f"  ETA {left}"
+        logger.info(f"step {self._done(done)}  loss {result.loss:.6f}  {speed}{more}")
         if live.get("stage_ms"):
-            logger.info("%s", stages(live["stage_ms"], live["stage_hidden_ms"]))
+            logger.info(stages(live["stage_ms"], live["stage_hidden_ms"]))
 
     def _write(self, values: dict[str, Any]) -> None:
         if self._file is not None:
@@ -271,11 +267,6 @@ class Progress:
         """`done` of how many steps, where that is known."""
         return f"{done:,}" if self._steps is None else f"{done:,}/{self._steps:,}"
 
-    def _eta(self, interval_s: float, done: int) -> str:
-        if self._steps is None:
-            return ""
-        return f"  ETA {timedelta(seconds=round(interval_s * max(0, self._steps - done)))}"
-
     def evaluation(self, done: int, result: EvalResult, phase: Phase | None = None) -> None:
         """Report an evaluation after `done` training steps; `phase`: with the rate after it."""
         if self._file is None:
@@ -283,13 +274,9 @@ class Progress:
         values = {"eval_auc": result.auc, "eval_logloss": result.logloss, "eval_ne": result.ne}
         rate = {} if phase is None else {"phase_rate": phase.rate}
         self._write({"step": done} | values | rate)
-        shown = ("none" if value is None else f"{value:.6f}" for value in values.values())
-        logger.info(
-            "step %s  AUC %s  log loss %s  NE %s  on %s held-out samples",
-            self._done(done),
-            *shown,
-            f"{result.samples:,}",
-        )
+        shown = ["none" if value is None else f"{value:.6f}" for value in values.values()]
+        metrics = "AUC {}  log loss {}  NE {}".format(*shown)
+        logger.info(f"step {self._done(done)}  {metrics}  on {result.samples:,} held-out samples")
 
 
 def shares(live: dict[str, Any]) -> str:

@@ -287,15 +287,11 @@ def arrange(
     """`source` as `data.batching` says; called by all ranks, which come to the same.
 
     The hot set depends on the keys of `cache`, not on the mode, so that all modes see the same
-    samples. Raises ConfigError where there are no statistics, or where they or `data.hot_rows` do
-    not fit.
+    samples. Raises ConfigError where the statistics or `data.hot_rows` do not fit.
     """
-    kind = config.data.batching
-    if kind == "as_is":
+    if config.data.batching == "as_is":
         return source
-    statistics = read_checked(config, tables, source)
-    if statistics is None:
-        raise ConfigError(f"data.batching={kind} needs cache.statistics=<folder>")
+    statistics: Any = read_checked(config, tables, source)  # there are some, or it was refused
     hot = HotSet(statistics, choose(config, world, statistics, tables))
     return HotColdSource(source, hot, show=world.is_first, world=world)  # type: ignore[arg-type]
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -63,8 +63,6 @@ logger = logging.getLogger(__name__)
 # -----------------------------------------------------------------------------
 # Stopping in order: SIGINT and SIGTERM become a flag that all ranks act on after the same step.
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
 
 class StopRequest:
     """While entered, the first Ctrl-C or SIGTERM sets `signal`; a Ctrl-C after it interrupts.
@@ -79,7 +77,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
+            for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -91,11 +89,6 @@ class StopRequest:
         if number == signal.SIGINT and self.signal is not None:
             raise KeyboardInterrupt
         self.signal = number
-
-    @property
-    def requested(self) -> bool:
-        """Whether this rank was asked to stop."""
-        return self.signal is not None
 
     def agreed(self, world: World) -> int | None:
         """The signal that some rank got (the highest number), or None; all ranks call this."""
@@ -179,12 +172,10 @@ class Loop:
         index = step.batch.index
         due = self.outcome.state.step + len(self.unread)
         if index != due:
-            raise PlanError(
-                f"the {type(self.mode).__name__} stream gave training step {index} where "
-                f"{due} is due"
-            )
+            mode = type(self.mode).__name__
+            raise PlanError(f"the {mode} stream gave training step {index} where {due} is due")
         self.mode.set_lr(*self.rates(index))
-        result = self.mode.train_step(step, stop=self.stop.requested)
+        result = self.mode.train_step(step, stop=self.stop.signal is not None)
         ended = time.perf_counter()
         batch = step.batch
         ran = _Run(index, batch.epoch, batch.global_size, ended - self.mark, result)
@@ -264,8 +255,7 @@ def train(config: Config, world: World, run_dir: Path) -> TrainResult:
     bad_lines = getattr(source, "bad_lines", None)
     if bad_lines is not None and bad_lines.skip:  # every rank has read, and skipped, the same
         on_first(world, lambda: write_json(run_dir / "bad_lines.json", bad_lines.summary()))
-    run = Run(config, world, run_dir, source, tables, mode, start)
-    return run.go(build.build_rates(config))
+    return Run(config, world, run_dir, source, tables, mode, start).go(build.build_rates(config))
 
 
 def identity_of(
@@ -319,17 +309,17 @@ class Run:
                 start = resumed_state(self.config, self.world, self.identity())
             self.resume(start)
             schedule = self.schedule(start)
-            with StopRequest() as stop, tf32(self.config.trainer.tf32), self.traced():
+            want, trace = self.config.trainer, nullcontext()
+            if want.trace:
+                trace = tracing(self.world, self.run_dir, self.mode.watch)
+            with StopRequest() as stop, tf32(want.tf32), trace:
                 outcome = self.run_steps(start, schedule, rates, stop)
                 stopped_by = stop.agreed(self.world)
                 if stopped_by is not None and self.world.is_first:
                     # At once: the checkpoint of large tables takes its time.
-                    logger.warning(
-                        "%s: stopping after step %s, with a checkpoint in %s",
-                        signal.Signals(stopped_by).name,
-                        f"{outcome.state.step:,}",
-                        self.run_dir / "model",
-                    )
+                    end = f"{signal.Signals(stopped_by).name}: stopping after step "
+                    end += f"{outcome.state.step:,}, with a checkpoint in {self.run_dir / 'model'}"
+                    logger.warning(end)
                 measured = self.mode.summary()
                 self.save(outcome, stopped_by)
                 digest, dtype = None, build.dtype_of(self.config)
@@ -339,12 +329,6 @@ class Run:
             return TrainResult(summary, stopped_by)
         finally:
             self.mode.close()
-
-    def traced(self) -> AbstractContextManager[None]:
-        """The time in which all stages go into the trace, where one is asked for."""
-        if not self.config.trainer.trace:
-            return nullcontext()
-        return tracing(self.world, self.run_dir, self.mode.watch)
 
     def resume(self, start: TrainerState) -> None:
         """Put what is under `trainer.resume`, which stands at `start`, into the mode, if any is."""
@@ -359,24 +343,17 @@ class Run:
     def schedule(self, start: TrainerState) -> Schedule:
         """The batches to come, from `start` on."""
         want = self.config.trainer
-        schedule = make_schedule(
-            self.source, start.step, want.steps, want.eval_every, want.eval_steps
-        )
+        evaluations = want.eval_every, want.eval_steps
+        schedule = make_schedule(self.source, start.step, want.steps, *evaluations)
         if isinstance(self.source, HotColdSource):
             rate = self.config.data.phase_rate
             schedule = PhasedSchedule.of(schedule, self.source, start.phase, rate)
         if self.world.is_first and schedule.nothing_to_train:
-            logger.warning(
-                "nothing to train: %d steps are done and trainer.steps is %s",
-                schedule.first_step,
-                schedule.steps,
-            )
+            steps = f"{schedule.first_step} steps are done and trainer.steps is {schedule.steps}"
+            logger.warning(f"nothing to train: {steps}")
         if self.world.is_first and schedule.eval_batches < want.eval_steps:
-            logger.warning(
-                "trainer.eval_steps=%d, but no more than %d batches are held out",
-                want.eval_steps,
-                schedule.eval_batches,
-            )
+            held_out = f"no more than {schedule.eval_batches} batches are held out"
+            logger.warning(f"trainer.eval_steps={want.eval_steps}, but {held_out}")
         return schedule
 
     def run_steps(
@@ -441,12 +418,8 @@ class Run:
                 "optim.dense_lr or optim.embedding_lr, or look at the data of this step"
             )
         if stopped_by is not None and self.world.is_first:
-            logger.warning(
-                "stopped by %s after step %s; go on with trainer.resume=%s",
-                signal.Signals(stopped_by).name,
-                f"{outcome.state.step:,}",
-                self.run_dir,
-            )
+            end = f"stopped by {signal.Signals(stopped_by).name} after step {outcome.state.step:,}"
+            logger.warning(f"{end}; go on with trainer.resume={self.run_dir}")
 
     def summarise(
         self,
@@ -459,7 +432,7 @@ class Run:
 
         `measured`: what only the mode knows. `steps` and all measures are this process's.
         """
-        evaluation = outcome.evaluation
+        evaluation, times = outcome.evaluation or EvalResult(None, None, None, 0), outcome.times
         values = measured | {
             "mode": self.config.parallel.mode,
             "world_size": self.world.size,
@@ -467,11 +440,11 @@ class Run:
             "steps": outcome.state.step - start.step,
             "global_batch_size": self.identity().global_batch_size or None,
             "final_loss": outcome.final_loss,
-            "eval_auc": evaluation and evaluation.auc,
-            "eval_logloss": evaluation and evaluation.logloss,
-            "eval_ne": evaluation and evaluation.ne,
-            "samples_per_second": outcome.times.samples_per_second(),
-            "step_ms": outcome.times.step_ms(),
+            "eval_auc": evaluation.auc,
+            "eval_logloss": evaluation.logloss,
+            "eval_ne": evaluation.ne,
+            "samples_per_second": times.samples_per_second(),
+            "step_ms": times.step_ms(),
             "table_rows": sum(table.rows for table in self.tables),
             "loss_digest": outcome.state.loss_digest.hex() or None,
             "state_digest": digest,
@@ -479,9 +452,6 @@ class Run:
         if isinstance(self.source, HotColdSource):
             values["hot_samples"] = self.source.epoch(0).share
             values["phase_rate"] = outcome.state.phase and outcome.state.phase.rate
-        unknown = sorted(set(values) - set(SUMMARY_KEYS))
-        if unknown and self.world.is_first:
-            logger.warning("left out of summary.json, which does not have them: %s", unknown)
 
         def write() -> dict[str, Any]:
             summary = plain({key: values.get(key) for key in SUMMARY_KEYS})

@@ -25,7 +25,7 @@ from distcache.cost.traffic import CACHED, HYBRID
 from distcache.models import build_model
 from distcache.optim import row_update
 from distcache.plan import main
-from distcache.trainer.plan_cache import DensePart, measure
+from distcache.trainer.plan_cache import measure
 
 TABLES = ("table_rows=[20000,3000,40]", "batch=128", "cache_ratio=0.2", "width=8")
 SMALL = (*TABLES, "most_ranks=16", "world_size=4")
@@ -223,7 +223,7 @@ def test_the_default_dense_part_is_that_of_the_experiment() -> None:
 def measured(rank: int, size: int, sizes: tuple[int, ...]) -> tuple:
     world = open_nodes(rank, sizes)
     model = build_model("dlrm", 13, [8] * 3, [16, 8], [8, 1])
-    found = measure(world, 8, row_update("adagrad", 0.1), DensePart(model, 13, 24, 16))
+    found = measure(world, 8, row_update("adagrad", 0.1), model, (16, 13, 24))
     cluster = found.cluster(world)
     close_world(world)
     return found, cluster

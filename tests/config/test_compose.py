@@ -12,6 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from distcache.cli.compose import (
+    Composed,
     checked_config,
     compose_command_line,
     compose_overrides,
@@ -39,6 +40,12 @@ def options(group: str) -> list[str]:
 
 def compose(*overrides: str) -> Config:
     return checked_config(compose_overrides(overrides), Place(0, 2, 0, 2))
+
+
+def composed(monkeypatch, *words: str) -> Composed:
+    """What comes of a command line."""
+    monkeypatch.setattr(sys, "argv", ["train", *words])
+    return compose_command_line(Place(0, 1, 0, 1))
 
 
 @pytest.fixture
@@ -156,9 +163,8 @@ def test_wrong_keys_types_and_groups_are_named(override, named):
     ],
 )
 def test_the_command_line_names_unknown_keys_before_hydra(words, named, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train", *words.split()])
     with pytest.raises(ConfigError, match=re.escape(named)):
-        compose_command_line(Place(0, 1, 0, 1))
+        composed(monkeypatch, *words.split())
 
 
 VALID = [
@@ -170,14 +176,12 @@ VALID = [
 
 @pytest.mark.parametrize("override", VALID)
 def test_what_hydra_takes_is_not_refused(override, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["train", override, f"run.dir={tmp_path}"])
-    assert compose_command_line(Place(0, 1, 0, 1)).text is not None
+    assert composed(monkeypatch, override, f"run.dir={tmp_path}").text is not None
 
 
 @pytest.mark.parametrize("flags", ["-c job", "-p trainer -c job", "-c job --resolve", "--info all"])
 def test_hydras_own_flags_are_its_own(flags, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train", *flags.split(), "trainer.steps=7"])
-    assert compose_command_line(Place(0, 1, 0, 1)).text is None
+    assert composed(monkeypatch, *flags.split(), "trainer.steps=7").text is None
     assert "steps: 7" in capsys.readouterr().out
 
 
@@ -199,9 +203,8 @@ def test_groups_of_an_own_folder_are_hydras_to_judge(where, monkeypatch, tmp_pat
     root = logging.getLogger()
     before = root.level, list(root.handlers)
     for more, steps in (((), 7), (("site=other",), 9)):
-        monkeypatch.setattr(sys, "argv", ["train", *words, *more])
-        composed = compose_command_line(Place(0, 1, 0, 1))
-        assert composed.text is not None and to_config(composed.text).trainer.steps == steps
+        text = composed(monkeypatch, *words, *more).text
+        assert text is not None and to_config(text).trainer.steps == steps
     assert (root.level, root.handlers) == before  # Hydra's own would show what libraries say
 
 

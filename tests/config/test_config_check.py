@@ -1,10 +1,12 @@
-"""Each wrong value is refused with its key, its value and a way out."""
+"""Each wrong value is refused with its key, its value and a way out; so are versions of
+torch, fbgemm and torchrec that do not fit."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from functools import lru_cache
@@ -13,6 +15,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from distcache import versions
 from distcache.cli.compose import compose_overrides, given_keys, to_config
 from distcache.config import checks as config_check
 from distcache.config import rules_of
@@ -21,6 +24,7 @@ from distcache.config.keys import without_use
 from distcache.config.tree import CacheConfig, Config
 from distcache.errors import ConfigError
 from distcache.planner.victims import DEFAULT, Policy
+from distcache.versions import check_versions, require_hybrid
 
 PARQUET = "data=parquet data.id_columns=[a,b] data.table_rows=[5,6] "
 MIXED = "cache.placement=mixed "
@@ -126,7 +130,6 @@ def configured(overrides: list[str]) -> Config:
 
 
 def checked(overrides: list[str]) -> list[str]:
-    """The warnings of a configuration."""
     return check(configured(overrides), world_size=2, local_size=2)
 
 
@@ -291,3 +294,70 @@ def test_a_preprocessed_folder_says_its_own_rows(tmp_path):
 def test_the_tree_and_the_planner_have_the_same_policies() -> None:
     cache = CacheConfig()
     assert Policy.of(cache.policy, cache.tail, cache.half_life) == DEFAULT == Policy()
+
+
+def test_fitting_versions_pass():
+    check_versions("2.13.0+cpu", False, {"fbgemm-gpu-cpu": "1.8.0"}, "1.8.0")
+    check_versions("2.11.0+cu130", True, {"fbgemm-gpu-cpu": "1.6.0"}, "1.6.1")
+
+
+@pytest.mark.parametrize(
+    ("release", "cuda", "fbgemm", "torchrec", "words"),
+    [
+        ("2.13.0", False, {}, None, ["torchrec and fbgemm", "fbgemm-gpu-cpu==1.8.*"]),
+        ("2.13.0", True, {}, "1.8.0", ["needs fbgemm", "'fbgemm-gpu==1.8.*'", "--no-deps"]),
+        ("2.12.1", False, {"fbgemm-gpu-cpu": "1.7.0"}, None, ["needs torchrec", "torchrec==1.7.*"]),
+        ("2.13.0+cpu", False, {"fbgemm-gpu-cpu": "1.6.0"}, "1.6.1",
+         ["fbgemm-gpu-cpu 1.6.0 was built for torch 2.11", "torch 2.13.0+cpu", "1.8.*"]),
+        ("2.13.0", True, {"fbgemm-gpu": "0.9.0"}, "1.8.0",
+         ["another version", "fbgemm-gpu==1.8.*"]),
+        ("2.20.0", False, {"fbgemm-gpu": "1.8.0"}, "1.8.0", ["torch 2.20.0", "parallel=data"]),
+    ],
+)  # fmt: skip
+def test_misfits_name_the_way_out(release, cuda, fbgemm, torchrec, words):
+    with pytest.raises(ConfigError) as caught:
+        check_versions(release, cuda, fbgemm, torchrec)
+    for word in words:
+        assert word in str(caught.value)
+    assert "parallel=data" in str(caught.value)
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Sets what importing fbgemm gives, or raises, where the versions fit."""
+
+    def set_to(found) -> None:
+        def load(name: str):
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        monkeypatch.setattr(versions.importlib, "import_module", load)
+
+    monkeypatch.setattr(versions, "check_versions", lambda *values: None)
+    return set_to
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError("undefined symbol: _ZN3c10\nmore"), ImportError("no module"), AttributeError()],
+)
+def test_what_does_not_load_is_explained(load, error):
+    load(error)
+    with pytest.raises(ConfigError, match="does not load beside torch") as caught:
+        require_hybrid()
+    text = str(caught.value)
+    assert "pip install" in text and "more" not in text
+    assert (str(error).splitlines() or ["AttributeError"])[0] in text
+
+
+def test_other_installations_that_do_not_work_are_named(monkeypatch, load):
+    load(sys)
+    monkeypatch.setattr(torch.ops, "fbgemm", object(), raising=False)
+    with pytest.raises(ConfigError, match="asynchronous_complete_cumsum"):
+        require_hybrid()
+    load(OSError("undefined symbol"))
+    both = {"fbgemm-gpu": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}
+    monkeypatch.setattr(versions, "fbgemm_here", lambda: both)
+    with pytest.raises(ConfigError, match="fbgemm-gpu and fbgemm-gpu-cpu are installed"):
+        require_hybrid()

@@ -1,5 +1,5 @@
 """The main command as a user gives it: processes, run folders, digests, resume, Ctrl-C, errors; two
-nodes with the digests of one, as two torchrun agents, and as ranks that are told so."""
+torchrun agents with the digests of one."""
 
 from __future__ import annotations
 
@@ -54,25 +54,12 @@ def traced(folder: Path) -> dict[int, set[str]]:
     return stages
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_modes_and_resume_have_the_same_digests(tmp_path: Path, ranks) -> None:
-    adam = ("optim=adam", "optim.embedding_lr=0.01", "optim.dense_lr=0.01", "trainer.steps=24")
-    evaluated = ("trainer.eval_every=7", "trainer.eval_steps=2")
-    run(tmp_path / "data", ranks, *adam)
-    run(tmp_path / "resident", ranks, *adam, "parallel=resident", *evaluated)
-    assert summary(tmp_path / "resident")["eval_auc"] > 0.4
-    run(tmp_path / "first", ranks, *adam, "trainer.steps=10")
-    resume = f"trainer.resume={tmp_path / 'first'}"
-    run(tmp_path / "second", ranks, *adam, resume, "cache.rows=500")
-    assert len({digests(tmp_path / name) for name in ("data", "resident", "second")}) == 1
-    found = summary(tmp_path / "second")
-    assert (found["first_step"], found["steps"]) == (10, 14)
-
-
 def test_hybrid_agrees_and_resumes(tmp_path: Path) -> None:
     settings = ("optim=adagrad", "optim.initial_accumulator=0.1", "trainer.steps=16")
+    evaluated = ("trainer.eval_every=7", "trainer.eval_steps=2")
     rows = (*settings, "parallel=hybrid", "parallel.sharding=row_wise")
-    run(tmp_path / "data", 2, *settings)
+    run(tmp_path / "data", 2, *settings, *evaluated)
+    assert summary(tmp_path / "data")["eval_auc"] > 0.4
     run(tmp_path / "hybrid", 2, *rows, "trainer.trace=true")
     assert traced(tmp_path / "hybrid") == {key: {"wait", "step", "forward"} for key in (1, 2)}
     one, other = summary(tmp_path / "data"), summary(tmp_path / "hybrid")
@@ -104,7 +91,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
     assert process.returncode == 130, output
     assert {"plan", "gather", "forward_backward", "wait"} <= traced(folder)[1]
     total = f"trainer.steps={summary(folder)['steps'] + 5}"
-    run(tmp_path / "second", 1, total, f"trainer.resume={folder}")
+    run(tmp_path / "second", 1, total, f"trainer.resume={folder}", "cache.rows=500")
     run(tmp_path / "whole", 1, total)
     assert digests(tmp_path / "second") == digests(tmp_path / "whole")
 
@@ -149,23 +136,6 @@ def two_agents(folder: Path, ranks: tuple[int, int], *more: str, **how) -> None:
     assert sum("run folder" in text for _, text in ends) == 1, ends
 
 
-@pytest.mark.parametrize(
-    "placement", [pytest.param((), marks=pytest.mark.slow, id="default"), (SHARDED,)]
-)
-def test_two_nodes_have_the_digests_of_one(tmp_path: Path, placement: tuple[str, ...]) -> None:
-    nodes, resume = {"nodes": (1, 1)}, f"trainer.resume={tmp_path / 'two'}"
-    whole = (*ADAM, *placement, "trainer.steps=8")
-    run(tmp_path / "one", 2, *whole)
-    run(tmp_path / "two", 2, *whole, "trainer.steps=4", **nodes)
-    one, two = summary(tmp_path / "one"), summary(tmp_path / "two")
-    assert one["world_size"] == two["world_size"] == 2
-    assert one["inter_node_bytes"] is None and two["inter_node_bytes"] > 0
-    run(tmp_path / "again", 2, *whole, "trainer.trace=true", resume, **nodes)
-    assert (tmp_path / "again" / "trace.json").exists()
-    run(tmp_path / "back", 2, *whole, resume)
-    assert len({digests(tmp_path / name) for name in ("one", "again", "back")}) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(2, 2), (1, 3)])
 def test_agents_with_several_ranks(tmp_path: Path, ranks: tuple[int, int]) -> None:
@@ -177,8 +147,11 @@ def test_agents_with_several_ranks(tmp_path: Path, ranks: tuple[int, int]) -> No
 
 def test_two_agents_have_the_digests_of_one(tmp_path: Path, **how) -> None:
     run(tmp_path / "one", 2, *ADAM, "trainer.steps=4")
-    two_agents(tmp_path / "two", (1, 1), SHARDED, "trainer.steps=4", **how)
+    two_agents(tmp_path / "two", (1, 1), SHARDED, "trainer.steps=4", "trainer.trace=true", **how)
     assert digests(tmp_path / "two") == digests(tmp_path / "one")
+    assert set(traced(tmp_path / "two")) == {1, 2}
+    bytes_of = [summary(tmp_path / name)["inter_node_bytes"] for name in ("one", "two")]
+    assert bytes_of[0] is None and bytes_of[1] > 0
 
 
 def test_an_error_on_the_command_line_ends_both_agents(tmp_path: Path) -> None:

@@ -44,18 +44,17 @@ def read(folder: Path) -> dict:
 def spans_of(found: dict) -> dict[tuple[str, str], list[dict]]:
     """Complete events by the names of their rank and lane, in the order of time."""
     events = found["traceEvents"]
-    about = [e for e in events if e["ph"] == "M"]
+    about, rest = ([e for e in events if (e["ph"] == "M") == meta] for meta in (True, False))
     ranks = {e["pid"]: e["args"]["name"] for e in about if e["name"] == "process_name"}
     named = [e for e in about if e["name"] == "thread_name"]
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in named}
     assert len(named) == len(lanes), "a lane is named once"
     spans: dict[tuple[str, str], list[dict]] = defaultdict(list)
-    for event in events:
-        if event["ph"] != "M":
-            assert event["ph"] == "X" and event["dur"] >= 0
-            place = event["pid"], event["tid"]
-            spans[ranks[event["pid"]].split(" on ")[0], lanes[place]].append(event)
-    return {key: sorted(found, key=lambda e: e["ts"]) for key, found in spans.items()}
+    for event in sorted(rest, key=lambda e: e["ts"]):
+        assert event["ph"] == "X" and event["dur"] >= 0
+        lane = lanes[event["pid"], event["tid"]]
+        spans[ranks[event["pid"]].split(" on ")[0], lane].append(event)
+    return spans
 
 
 def by_step(events: list[dict]) -> dict[int, list[str]]:
@@ -126,17 +125,10 @@ def test_an_interrupted_run_has_its_trace(world, tmp_path) -> None:
             mode.train_step(step)
             if step.batch.index == 3:
                 raise KeyboardInterrupt
-    mode.close()
     assert list(by_step(spans_of(read(tmp_path))["rank 0", "training"])) == [0, 1, 2, 3]
-
-
-def test_a_folder_that_cannot_be_written_is_refused(world, tmp_path) -> None:
     (tmp_path / "file").write_text("")
-    mode = make(world)
-    with (
-        pytest.raises(ConfigError, match=r"trainer\.trace=true cannot write into .*run\.dir"),
-        tracing(world, tmp_path / "file", mode.watch),
-    ):
+    refusal = pytest.raises(ConfigError, match=r"trainer\.trace=true cannot write into .*run\.dir")
+    with refusal, tracing(world, tmp_path / "file", mode.watch):
         pass
     mode.close()
 
@@ -226,9 +218,9 @@ def test_memory_does_not_grow_with_the_steps(tmp_path) -> None:
 
 
 def test_an_older_trace_is_removed_and_nothing_else(tmp_path) -> None:
-    names = ["trace.json", "trace.json.gz", "trace.rank0.open", "trace.rank11.done"]
-    for name in [*names, "summary.json", "trace.txt"]:
-        (tmp_path / name).write_text("")
+    for end in ("json", "json.gz", "rank0.open", "rank11.done", "txt"):
+        (tmp_path / f"trace.{end}").write_text("")
+    (tmp_path / "summary.json").write_text("")
     remove_trace(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["summary.json", "trace.txt"]
 

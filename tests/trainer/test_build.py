@@ -38,22 +38,17 @@ def test_synthetic_data_tables_and_dense_model_fit_together():
         assert torch.equal(one, other)
 
 
-def test_criteo_lines_have_26_tables(tmp_path):
+def test_criteo_lines_have_26_tables_and_tables_widths(tmp_path):
     config = toy_config(data__name="criteo", data__table_rows=[10] * 26)
     line = "\t".join(["1", *["3"] * 13, *["0a"] * 26])
     (tmp_path / "day").write_text(f"{line}\n" * 14)
     config.data.path = str(tmp_path / "day")
     source = build.build_source(config)
     assert (source.steps_per_epoch, source.eval_batches) == (1, 1)
-    assert len(build.build_tables(config, source)) == 26
-
-
-def test_widths_of_tables():
-    config = toy_config(model__table_dims=[4, 8])
-    source = build.build_source(config)
-    assert [table.dim for table in build.build_tables(config, source)] == [4, 8]
+    config.model.table_dims = [4, 8] * 13
+    assert [table.dim for table in build.build_tables(config, source)] == [4, 8] * 13
     config.model.table_dims = [4]
-    with pytest.raises(ConfigError, match="1 widths for 2 tables"):
+    with pytest.raises(ConfigError, match="1 widths for 26 tables"):
         build.build_tables(config, source)
 
 

@@ -44,11 +44,9 @@ class Plain(ToyParallel):
         self.values = values
 
     def state_dict(self) -> dict[str, Any]:
-        """The given values."""
         return dict(self.values)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep what was loaded."""
         self.values = state
 
 
@@ -133,10 +131,7 @@ def test_other_data_are_refused_unless_they_are_meant(saved, fives, caplog, chan
         ({"seed": 1}, r"trainer\.seed was 0, is 1"),
         ({"global_batch_size": 32}, r"data\.global_batch_size was 16, is 32"),
         ({"tables": IDENTITY.tables[:1]}, "number of tables was 2, is 1"),
-        (
-            {"tables": (IDENTITY.tables[0], ("t_cat_1", 8, 4))},
-            "t_cat_1 with 7 rows x 4, is t_cat_1 with 8 rows x 4",
-        ),
+        ({"tables": (IDENTITY.tables[0], ("t_cat_1", 8, 4))}, "7 rows x 4, is t_cat_1 with 8 rows"),
         ({"mode": "resident"}, None),  # modes of one format read one another's
         ({"mode": "host"}, None),
     ],

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from launching import TORCHRUN, environment
 from launching import run as launch
 from ranks import run_ranks
 from scenarios import Scenario, SmallNet, run_mode, table
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from source_runs import digests
+from torch.utils.data import DataLoader, IterableDataset
 
 import distcache
 from distcache.comm.world import close_world, open_world
@@ -41,7 +41,6 @@ MODES = ("data", "resident", "host", "hybrid")
 
 
 def item(step: int, rank: int = 0, world: int = 1, form: str = "tuple") -> Any:
-    """One item of a loader."""
     batch = SCENARIO.batch(step, rank, world)
     ids = batch.ids
     if form == "kjt":
@@ -59,7 +58,6 @@ def item(step: int, rank: int = 0, world: int = 1, form: str = "tuple") -> Any:
 
 
 def slices(rank: int = 0, world: int = 1, count: int = 12, form: str = "tuple") -> list:
-    """A rank's items of the first steps."""
     return [item(step, rank, world, form) for step in range(count)]
 
 
@@ -82,19 +80,6 @@ class Resumable:
 
     def load_state_dict(self, state: dict) -> None:
         self.at = state["at"]
-
-
-class Items(Dataset):
-    """A map-style data set whose samples are whole slices."""
-
-    def __init__(self, rank: int, world: int) -> None:
-        self.place = rank, world
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int):
-        return item(index, *self.place)
 
 
 class Endless(IterableDataset):
@@ -122,11 +107,6 @@ def fit(world, folder: Path, loader, parallel="data", **settings):
     ).summary
 
 
-def digests(summary) -> tuple[str, str]:
-    """What says the bits of a run: of its losses and of its state."""
-    return summary["loss_digest"], summary["state_digest"]
-
-
 def error_of(function, *arguments, **settings) -> str | None:
     """What a call raises, in a line; None where it returns."""
     try:
@@ -146,7 +126,7 @@ def forms(world, home: Path) -> dict[str, Any]:
         "generator": (item(step, *place) for step in range(12)),
         "kjt": slices(*place, form="kjt"),
         "jagged": slices(*place, form="jagged"),
-        "workers": DataLoader(Items(*place), batch_size=None, num_workers=2, pin_memory=True),
+        "workers": DataLoader(slices(*place), batch_size=None, num_workers=2, pin_memory=True),
         "no length": DataLoader(Endless(*place, 12), batch_size=None),
     }
     found = {name: fit(world, home / name, loader, **AUTO) for name, loader in loaders.items()}
@@ -160,7 +140,7 @@ def resuming(world, home: Path) -> dict[str, Any]:
     makers = {
         "replayed": lambda: slices(*place),
         "state": lambda: Resumable(*place),
-        "workers": lambda: DataLoader(Items(*place), batch_size=None, num_workers=1),
+        "workers": lambda: DataLoader(slices(*place), batch_size=None, num_workers=1),
     }
     for name, make in makers.items():
         first = fit(world, home / name, make(), trainer__steps=5, **AUTO)
@@ -213,38 +193,29 @@ def workers_end(world, home: Path) -> dict[str, Any]:
 
 def uneven(world, home: Path) -> dict[str, Any]:
     """Sizes, lengths and evaluations that differ between ranks, in every mode."""
-    rank, third = world.rank, SCENARIO.global_batch // 3
-
-    def part(step: int):
-        if world.size == 1:
-            return as_tuple(SCENARIO.batch(step))
-        return as_tuple(SCENARIO.batch(step, 0, 3) if rank == 0 else cut(step, third))
+    rank, shares = world.rank, [1] if world.size == 1 else [1 / 3, 2 / 3]
 
     def lopsided():
-        return [part(step) for step in range(12 - 2 * rank)]
+        return [cut(step, sum(shares[:rank]), shares[rank]) for step in range(12 - 2 * rank)]
 
-    evals = [as_tuple(SCENARIO.batch(50 + n, rank, world.size)) for n in range(3 + 2 * rank)]
+    evals = [item(50 + n, rank, world.size) for n in range(3 + 2 * rank)]
     more = {"eval_loader": evals, "trainer__eval_every": 4}
     seen = {mode: fit(world, home / f"uneven-{mode}", lopsided(), mode, **more) for mode in MODES}
     return seen | {"no eval": fit(world, home / "none", lopsided())}
 
 
-def as_tuple(batch):
-    return batch.dense, batch.ids, batch.labels
-
-
-def cut(step: int, first: int):
-    """The samples of a batch from `first` on."""
-    batch = SCENARIO.batch(step)
-    ids, b = batch.ids, batch.ids.batch_size
-    lengths = ids.offsets.diff().view(len(ids.features), b)[:, first:]
-    values = [
-        ids.values[ids.offsets[f * b + first] : ids.offsets[(f + 1) * b]]
-        for f in range(len(ids.features))
-    ]
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.reshape(-1).cumsum(0)])
-    jagged = JaggedIds(ids.features, torch.cat(values), offsets)
-    return replace(batch, dense=batch.dense[first:], labels=batch.labels[first:], ids=jagged)
+def cut(step: int, first: float, share: float):
+    """The samples of a batch from a share of them on, so many of them."""
+    dense, (values, offsets), labels = item(step)
+    b = len(labels)
+    mine = slice(round(first * b), round((first + share) * b))
+    lengths = offsets.diff().view(3, b)
+    picked = torch.zeros(3, b, dtype=torch.bool)
+    picked[:, mine] = True
+    kept = lengths[:, mine].reshape(-1)
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), kept.cumsum(0)])
+    ids = values[picked.reshape(-1).repeat_interleave(lengths.reshape(-1))]
+    return dense[mine], (ids, ends), labels[mine]
 
 
 def nothing_to_train(world, home: Path) -> dict[str, Any]:
@@ -340,13 +311,15 @@ def seen(request, tmp_path_factory):
 def test_every_kind_of_iterable_trains_alike(seen):
     ranks, _, folder = seen
     for found in ranks:
-        assert found["forms"].pop("source") == ranks[0]["last loss"]
-        for name, summary in found["forms"].items():
+        *runs, (_, source) = found["forms"].items()
+        assert source == ranks[0]["last loss"]
+        for name, summary in runs:
             assert digests(summary) == ranks[0]["whole"], name
             assert summary["steps"] == 12 and summary["global_batch_size"] is None
             assert summary["lookahead"] == 64
-        kept = found["reused"].pop("kept")
-        assert found["reused"] == dict.fromkeys(MODES, found["whole"]) | {"hybrid": kept}
+        kept = found["reused"]["kept"]
+        expected = dict.fromkeys(MODES, found["whole"]) | {"hybrid": kept, "kept": kept}
+        assert found["reused"] == expected
     assert json.loads((folder / "whole" / "summary.json").read_text())["steps"] == 12
 
 
@@ -398,7 +371,7 @@ def test_uneven_sizes_and_lengths(seen):
 def test_what_is_wrong_is_heard_by_all_ranks_before_its_step(seen):
     ranks = seen[0]
     for rank, found in enumerate(ranks):
-        heard = found["refused"]
+        heard = dict(found["refused"])
         assert heard.pop("raises") == (7, found["whole"])  # the steps before the error are saved
         assert heard.pop("label") == (6, found["whole"])
         assert heard.keys() == {(name, mode) for name, (modes, _) in BAD.items() for mode in modes}
@@ -413,19 +386,6 @@ def test_what_is_wrong_is_heard_by_all_ranks_before_its_step(seen):
 
 # In a process that has initialised torch.distributed itself.
 
-OWN_WORLD = ("data", "hybrid")
-
-
-def alone(rank: int, size: int, folder: str) -> dict[str, Any]:
-    """Runs in fit's own world, which it leaves."""
-    torch.set_num_threads(1)
-    runs = {
-        mode: fit(None, Path(folder, mode), slices(rank, size, 8), mode, trainer__device="cpu")
-        for mode in OWN_WORLD
-    }
-    assert not dist.is_initialized()
-    return {mode: digests(summary) for mode, summary in runs.items()}
-
 
 def beside(rank: int, size: int, folder: str, launched: bool) -> dict[str, Any]:
     """Runs in the caller's world, before and after some that fail."""
@@ -437,10 +397,10 @@ def beside(rank: int, size: int, folder: str, launched: bool) -> dict[str, Any]:
     groups, seen = len(dist.distributed_c10d._world.pg_map), {}
 
     def run(mode: str, bad: bool = False):
-        items = broken("raises", rank, size) if bad else slices(rank, size, 8)
+        items = broken("raises", rank, size) if bad else slices(rank, size)
         return fit(None, Path(folder, "beside"), items, mode, trainer__device="cpu")
 
-    for mode in OWN_WORLD:
+    for mode in ("data", "hybrid"):
         seen[mode] = digests(run(mode))
         seen[f"bad {mode}"] = error_of(run, mode, rank == size - 1)
     seen["again"] = digests(run("data"))
@@ -452,17 +412,16 @@ def beside(rank: int, size: int, folder: str, launched: bool) -> dict[str, Any]:
     return seen | {"sum": number.item()}
 
 
-@pytest.mark.parametrize(("size", "launched"), [(1, True), (2, False)])
-def test_the_callers_groups_are_used_and_stay(tmp_path, size, launched):
-    own = run_ranks(alone, size, str(tmp_path), timeout=200)[0]
-    ranks = run_ranks(beside, size, str(tmp_path), launched, timeout=200)
+def test_the_callers_groups_are_used_and_stay(seen, tmp_path):
+    (whole, *_), size, _ = seen
+    ranks = run_ranks(beside, size, str(tmp_path), size == 1, timeout=200)
     for found in ranks:
-        for mode in OWN_WORLD:
-            assert found[mode] == own[mode]
+        assert found["data"] == found["again"] == whole["whole"]
+        assert found["hybrid"] == whole["reused"]["hybrid"]
+        for mode in ("data", "hybrid"):
             said = f"rank {size - 1}{':' if mode == 'hybrid' else ' failed'}"
             assert said in found[f"bad {mode}"] or found is ranks[-1]
             assert "disk on fire" in ranks[-1][f"bad {mode}"]
-        assert found["again"] == own["data"]
         assert found["groups"] == 0 and found["sum"] == size * (size + 1) / 2
 
 
@@ -604,6 +563,7 @@ def test_keys_without_use_are_told_by_fit_too(tmp_path, caplog, monkeypatch):
     own = {"optim.betas": [0.5, 0.6], "cache": {"placement": "sharded"}, "run.save": False}
     keys = ROWS | own | {"run.dir": str(tmp_path)}
     distcache.fit(slices(count=2), SCENARIO.tables, SCENARIO.model(), settings=keys)
+    assert not dist.is_initialized()
     # A set, for pytest may listen to a logger that did not propagate besides.
     assert {line for line in caplog.messages if "without use" in line} == {
         "without use in this mode, on 1 rank(s): cache.placement=sharded, optim.betas=[0.5, 0.6]"

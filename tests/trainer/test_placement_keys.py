@@ -37,7 +37,6 @@ CLUSTER = Cluster(2, Link(1e9, 1e-6), Link(1e8, 1e-5), compute=Compute(1e-8, 1e-
 
 
 def parts(*overrides: str):
-    """Config, source and tables."""
     config = configured(*BASE, *overrides)
     source = build_source(config)
     return config, source, build_tables(config, source)
@@ -95,11 +94,10 @@ class Shifted:
 
     def train_batch(self, *where: int):
         batch = self.source.train_batch(*where)
-        ids = batch.ids
-        each = ids.offsets[:: ids.batch_size].diff()
+        each = batch.ids.offsets[:: batch.ids.batch_size].diff()
         rows = torch.tensor(self.table_rows).repeat_interleave(each)
-        away = torch.arange(len(rows)) % 5 - 3
-        return replace(batch, ids=replace(ids, values=ids.values + away * rows))
+        values = batch.ids.values + (torch.arange(len(rows)) % 5 - 3) * rows
+        return replace(batch, ids=replace(batch.ids, values=values))
 
 
 def test_the_window_counts_the_ids_that_training_takes() -> None:

@@ -125,15 +125,12 @@ class Source:
     sizes = (11, 6)
 
     def epoch(self, number):
-        """See `HotColdSource.epoch`."""
         return self
 
     def batch(self, place: BatchPlace, step: int, rank: int, world_size: int) -> str:
-        """See `HotColdSource.batch`."""
         return f"{place.kind} {place.epoch} {place.number} {step}"
 
     def eval_batch(self, index: int, rank: int, world_size: int) -> str:
-        """See `HotColdSource.eval_batch`."""
         return f"eval {index}"
 
 

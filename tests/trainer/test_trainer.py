@@ -74,7 +74,6 @@ def scenario(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=[1, 2])
 def seen(request, tmp_path_factory):
-    """What every rank saw, and the folder of the runs."""
     folder = tmp_path_factory.mktemp(f"world{request.param}")
     return run_ranks(scenario, request.param, str(folder)), folder
 
@@ -131,12 +130,10 @@ class Odd(ToyParallel):
         self.loss, self.signals, self.evaluated = loss, signals or {}, 0
 
     def train_step(self, step, stop=False):
-        """The step, with its loss replaced."""
         result = super().train_step(step, stop)
         return result if self.loss is None else type(result)(self.loss, (), result.stop)
 
     def eval_step(self, step):
-        """The step, after its signals."""
         self.evaluated += 1
         for number in self.signals.get(self.evaluated, ()):
             signal.raise_signal(number)
@@ -161,11 +158,6 @@ def test_digests_by_hand_and_only_where_asked(world, tmp_path):
     assert result.summary["state_digest"] is None
 
 
-def test_a_sum_that_overflows_is_refused_though_no_rank_is_to_blame(world, tmp_path):
-    with pytest.raises(NonFiniteLossError, match="when summed over ranks"):
-        toy_run(world, tmp_path, Odd(world, float("inf")))
-
-
 def test_one_class_held_out_gives_null_and_a_warning(world, tmp_path, caplog):
     result, _, _ = toy(world, tmp_path, source=ToySource(labels=1.0), trainer__eval_steps=9)
     assert result.summary["eval_auc"] is None
@@ -175,7 +167,11 @@ def test_one_class_held_out_gives_null_and_a_warning(world, tmp_path, caplog):
     assert "5 batches are held out" in caplog.text
 
 
-def test_a_second_ctrl_c_interrupts_and_closes_the_mode(world, tmp_path):
+def test_a_stop_does_not_wait_for_a_long_evaluation_nor_ctrl_c_twice(world, tmp_path):
+    mode = Odd(world, signals={2: (signal.SIGTERM,)})
+    result = toy_run(world, tmp_path, mode, trainer__eval_every=4, trainer__eval_steps=5)
+    assert (mode.evaluated, result.summary["steps"], result.stopped_by) == (2, 4, signal.SIGTERM)
+    assert result.summary["eval_auc"] is None
     mode = Odd(world, signals={1: (signal.SIGINT, signal.SIGINT)})
     with pytest.raises(KeyboardInterrupt):
         toy_run(world, tmp_path, mode, trainer__eval_steps=1)
@@ -183,14 +179,7 @@ def test_a_second_ctrl_c_interrupts_and_closes_the_mode(world, tmp_path):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_stop_does_not_wait_for_a_long_evaluation(world, tmp_path):
-    mode = Odd(world, signals={2: (signal.SIGTERM,)})
-    result = toy_run(world, tmp_path, mode, trainer__eval_every=4, trainer__eval_steps=5)
-    assert (mode.evaluated, result.summary["steps"], result.stopped_by) == (2, 4, signal.SIGTERM)
-    assert result.summary["eval_auc"] is None
-
-
-def test_a_stream_out_of_order_is_refused(world, tmp_path):
+def test_a_stream_out_of_order_and_a_sum_that_overflows_are_refused(world, tmp_path):
     class Swapped(ToyParallel):
         def stream(self, batches):
             first, second, *_ = super().stream(batches)
@@ -198,6 +187,8 @@ def test_a_stream_out_of_order_is_refused(world, tmp_path):
 
     with pytest.raises(DistcacheError, match="step 1 where 0 is due"):
         toy_run(world, tmp_path, Swapped(world))
+    with pytest.raises(NonFiniteLossError, match="when summed over ranks"):  # no rank is to blame
+        toy_run(world, tmp_path, Odd(world, float("inf")))
 
 
 def test_an_evaluation_of_an_earlier_state_is_not_the_summary_s(world, tmp_path):
