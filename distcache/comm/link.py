@@ -88,8 +88,9 @@ class CollectiveCounters:
     def count_all_reduce(self, category: str, tensor: Tensor, world_size: int) -> None:
         """Count an all-reduce of `tensor` over all ranks."""
         nbytes = all_reduce_bytes(tensor.nbytes, world_size)
-        between = self.nodes.ring_bytes_between(self._rank, nbytes) if self.nodes else 0
-        self.count(category, nbytes, between)
+        # Of a ring in rank order, the last rank of a node hands on to another one.
+        last = self.nodes and self._rank == self.nodes.ranks(self.nodes.of(self._rank))[-1]
+        self.count(category, nbytes, nbytes if last else 0)
 
     def values(self) -> dict[str, int]:
         """The categories' counters by name."""

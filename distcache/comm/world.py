@@ -71,11 +71,6 @@ class Nodes:
         inside = sum(send_counts[own.start : own.stop])
         return nbytes * (total - inside) // total if total else 0
 
-    def ring_bytes_between(self, rank: int, nbytes: int) -> int:
-        """Of `nbytes` that `rank` sends to the next rank of a ring in rank order, those that
-        leave its node."""
-        return nbytes if self.count > 1 and rank == self.ranks(self.of(rank))[-1] else 0
-
 
 @dataclass(frozen=True)
 class Claim:
@@ -213,30 +208,6 @@ class World:
         return self.rank == 0
 
 
-def pick_device(device: str, local_rank: int) -> torch.device:
-    """`auto`, `cpu` or `cuda` to this rank's device; local ranks share GPUs round-robin."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("trainer.device=cuda, but torch sees no CUDA device: use device=cpu")
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-def pick_backend(backend: str, device: torch.device, local_size: int) -> str:
-    """`auto`, `gloo` or `nccl` to the device group's backend; NCCL wants a GPU per rank."""
-    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    if backend == "auto":
-        return "nccl" if gpus >= local_size and gpus > 0 else "gloo"
-    if backend == "nccl" and gpus < local_size:
-        raise ConfigError(
-            f"trainer.backend=nccl needs a GPU per rank: {local_size} local ranks, {gpus} GPUs; "
-            "use trainer.backend=gloo, whose ranks may share a GPU"
-        )
-    return backend
-
-
 def open_world(
     device: str = "auto",
     backend: str = "auto",
@@ -306,13 +277,24 @@ def open_world(
 
 
 def _claim(place: Place, device: str, backend: str) -> tuple[torch.device, Claim]:
-    """This rank's device, and what it says of itself; why, where it has no such device."""
+    """This rank's device, and what it says of itself; why, where it has no such device.
+
+    `device`: `auto`, `cpu` or `cuda`; local ranks share GPUs round-robin. `backend`: of the device
+    group, `auto`, `gloo` or `nccl`, which wants a GPU per rank.
+    """
     where, name, refused = torch.device("cpu"), "gloo", None
-    try:
-        where = pick_device(device, place.local_rank)
-        name = pick_backend(backend, where, place.local_size)
-    except ConfigError as error:
-        refused = str(error)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() and device != "cpu" else 0
+    if gpus:
+        where = torch.device("cuda", place.local_rank % gpus)
+        name = "nccl" if gpus >= place.local_size else "gloo"
+    elif device == "cuda":
+        refused = "trainer.device=cuda, but torch sees no CUDA device: use device=cpu"
+    if backend == "nccl" and gpus < place.local_size:
+        refused = refused or (
+            f"trainer.backend=nccl needs a GPU per rank: {place.local_size} local ranks, {gpus} "
+            "GPUs; use trainer.backend=gloo, whose ranks may share a GPU"
+        )
+    name = name if backend == "auto" or refused else backend
     agent = (socket.gethostname(), os.environ.get("GROUP_RANK"))
     own = (where.type, name, refused, place.world_size)
     return where, Claim(place.local_rank, place.local_size, *agent, *own)

@@ -70,19 +70,7 @@ def describe_bytes(count: int) -> str:
 
 def _memory_cgroups(proc: Path) -> Iterator[tuple[Path, int]]:
     """Folders, with their version (1 or 2), of every memory control group above this process."""
-    mounts = list(_cgroup_mounts(proc))
-    for line in _text(proc / "self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        version = 2 if not controllers else 1
-        if version == 1 and "memory" not in controllers.split(","):
-            continue
-        for root, point, mount_version in mounts:
-            if mount_version == version:
-                yield from ((folder, version) for folder in _ancestors(root, point, path))
-
-
-def _cgroup_mounts(proc: Path) -> Iterator[tuple[str, Path, int]]:
-    """(root inside the hierarchy, mount point, version) of the mounts that may limit memory."""
+    mounts = []  # (root inside the hierarchy, mount point, version)
     for line in _text(proc / "self/mountinfo").splitlines():
         fields, _, tail = line.partition(" - ")
         kind, _, options = tail.split(" ", 2)
@@ -91,10 +79,16 @@ def _cgroup_mounts(proc: Path) -> Iterator[tuple[str, Path, int]]:
             re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
             for field in fields.split(" ")[3:5]
         )
-        if kind == "cgroup2":
-            yield root, Path(point), 2
-        elif kind == "cgroup" and "memory" in re.split(r"[ ,]", options):
-            yield root, Path(point), 1
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in re.split(r"[ ,]", options)):
+            mounts.append((root, Path(point), 2 if kind == "cgroup2" else 1))
+    for line in _text(proc / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        version = 2 if not controllers else 1
+        if version == 1 and "memory" not in controllers.split(","):
+            continue
+        for root, point, mount_version in mounts:
+            if mount_version == version:
+                yield from ((folder, version) for folder in _ancestors(root, point, path))
 
 
 def _ancestors(root: str, point: Path, path: str) -> Iterator[Path]:
