@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from protocol_cases import caught
 from ranks import run_ranks
 
 from distcache.comm.world import close_world, open_world
@@ -133,17 +135,13 @@ def failures(rank: int, size: int) -> list[str]:
 
     def attempt(bytes_wanted: int = 8192, **changed: object) -> None:
         """With other functions, here alone, of the module or of `os`."""
-        places = {name: os if hasattr(os, name) else memory for name in changed}
-        real = {name: getattr(place, name) for name, place in places.items()}
-        for name, place in places.items():
-            setattr(place, name, changed[name])
-        try:
-            memory.share_memory(bytes_wanted, world, "the tables", "use less")
-            seen.append("ok")
-        except Exception as error:
-            seen.append(f"{type(error).__name__}: {error}")
-        for name, place in places.items():
-            setattr(place, name, real[name])
+        with ExitStack() as patches:
+            for name, value in changed.items():
+                patches.enter_context(
+                    patch.object(os if hasattr(os, name) else memory, name, value)
+                )
+            what = (bytes_wanted, world, "the tables", "use less")
+            seen.append(caught(lambda: memory.share_memory(*what)) or "ok")
 
     def nowhere(name: str) -> int:
         return os.open("/nowhere/at/all", os.O_RDWR)
