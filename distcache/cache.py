@@ -38,9 +38,6 @@ class StateSlots:
 # -----------------------------------------------------------------------------
 # Host buffers between the store and the device: pinned for a GPU, and used again and again.
 
-_SPARE = 1.25
-"""How much larger than asked for a buffer is made, so that it seldom grows."""
-
 
 class StagingRing:
     """`count` buffers of rows and their state, handed out in turn.
@@ -68,7 +65,7 @@ class StagingRing:
         self._next = (number + 1) % len(self._buffers)
         self._streams.wait(self._busy[number])
         if len(self._buffers[number][0]) < rows:
-            self._buffers[number] = self._make(int(rows * _SPARE))
+            self._buffers[number] = self._make(int(rows * 1.25))  # so that it seldom grows
         weight, state = self._buffers[number]
         return number, weight[:rows], None if state is None else state[:rows]
 

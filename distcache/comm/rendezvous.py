@@ -21,12 +21,6 @@ import torch.distributed as dist
 from distcache.errors import ConfigError, DistcacheError, PeerError
 from distcache.versions import DISTRIBUTIONS, FBGEMM_DISTRIBUTIONS, SOURCE
 
-GRACE_S = 2.0
-"""How long a rank that fails because of another waits for that one's record, seconds."""
-
-NETWORK_WORDS = ("connection closed by peer", "connection reset", "socket", "gloo", "nccl")
-"""Words in a RuntimeError of torch that say that another rank went away."""
-
 
 @dataclass(frozen=True)
 class Failure:
@@ -84,7 +78,7 @@ def _read(store: dist.Store | None) -> list[Failure]:
 
 
 def cause_of(
-    store: dist.Store | None, rank: int, error: BaseException, grace_s: float = GRACE_S
+    store: dist.Store | None, rank: int, error: BaseException, grace_s: float = 2.0
 ) -> Failure:
     """Record this rank's failure; return the one that caused it, maybe itself.
 
@@ -108,7 +102,8 @@ def is_secondary(error: BaseException) -> bool:
     if isinstance(error, DistcacheError) and error.from_rank is not None:
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in NETWORK_WORDS)
+    words = ("connection closed by peer", "connection reset", "socket", "gloo", "nccl")
+    return isinstance(error, RuntimeError) and any(word in text for word in words)
 
 
 def describe(error: BaseException) -> str:
@@ -184,12 +179,6 @@ LEAST_TIMEOUT_S = 30.0
 
 NOTICE_S = 10.0
 """After which a rank says for whom it waits, seconds."""
-
-_STORE_POLL_S = 0.02
-"""Between two looks, seconds."""
-
-_LINGER_S = 5.0
-"""How long rank 0 waits for the others to have read what is in the store, seconds."""
 
 
 def start_timeout(arguments: Sequence[str]) -> float:
@@ -309,7 +298,7 @@ def wait_until(
         if waited > NOTICE_S and whom is not None:
             log.warning("waits for %s (%.0f s at most)", whom(), timeout_s)
             whom = None
-        time.sleep(_STORE_POLL_S)
+        time.sleep(0.02)
 
 
 def publish(store: dist.Store | None, world_size: int, value: dict[str, Any]) -> None:
@@ -324,12 +313,12 @@ def publish(store: dist.Store | None, world_size: int, value: dict[str, Any]) ->
 
 
 def linger(store: dist.Store, key: str, readers: int) -> None:
-    """Wait a little until so many ranks have counted themselves at `key`.
+    """Wait 5 s at most until so many ranks have counted themselves at `key`.
 
     For the rank that serves the store, and may end it soon.
     """
     with suppress(TimeoutError):
-        wait_until(lambda: store.add(key, 0) >= readers, _LINGER_S)
+        wait_until(lambda: store.add(key, 0) >= readers, 5.0)
 
 
 def receive(store: dist.Store, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:

@@ -154,10 +154,6 @@ def nodes_of_names(names: Sequence[str]) -> Nodes:
     return Nodes(tuple(sizes.values()))
 
 
-_WATCHDOG_S = timedelta(seconds=30)
-"""How much longer than the ranks themselves NCCL's watchdog waits."""
-
-
 _number = itertools.count()
 """Worlds that this process has opened so far, as many as every other rank's."""
 
@@ -242,7 +238,7 @@ def open_world(
         nodes = _meet(own, number, rank, claim, (timeout_s, hybrid))
     name = claim.backend
     # NCCL's watchdog ends the process when it sees a timeout: later than the rank itself does.
-    patience = timeout + _WATCHDOG_S if name == "nccl" else timeout
+    patience = timeout + timedelta(seconds=30) if name == "nccl" else timeout
     if where.type == "cuda":
         torch.cuda.set_device(where)
     try:

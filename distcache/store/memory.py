@@ -24,9 +24,6 @@ from distcache.errors import MemoryTooSmallError, PeerError
 # process when it is touched. So sizes are compared with the control group's limits and with the
 # kernel's own estimate before anything is made.
 
-_UNLIMITED = 1 << 60
-"""Limits from here on mean none (v1 writes the largest page-aligned int64)."""
-
 
 def available_memory(proc: Path = Path("/proc")) -> int:
     """Bytes of host memory that this process can still take.
@@ -123,7 +120,7 @@ def _cgroup_available(folder: Path, version: int) -> Iterator[int]:
     use = max(0, use - int(stat.get(f"{prefix}inactive_file", 0)) - active)
     for name in limits:
         limit = _number(folder / name)
-        if limit is not None and limit < _UNLIMITED:
+        if limit is not None and limit < 1 << 60:  # v1 writes the largest int64 for none
             yield limit - use
 
 

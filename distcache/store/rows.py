@@ -288,12 +288,6 @@ def _let_go(tables: list, registered: list[Tensor], events: dict[int, torch.cuda
 # The rows of one group in shared host memory: one store per node, of the rows at home there.
 
 _PAGE = mmap.PAGESIZE
-_MOST_THREADS = 8
-"""More gather no faster."""
-
-_PART_BYTES = 1 << 19
-"""Least bytes of a part that is worth a thread."""
-
 _WAY_OUT = (
     "use fewer or narrower rows (data.table_rows, model.embedding_dim), an optimizer with less "
     "state per row (optim), more nodes, or a machine or control group with more memory"
@@ -352,7 +346,7 @@ class RowTaker:
 
     def take(self, source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
         """See `take_rows`."""
-        parts = min(self._threads, out.nbytes // _PART_BYTES)
+        parts = min(self._threads, out.nbytes >> 19)  # of half a MiB, to be worth a thread
         if parts < 2:
             take_rows(source, rows, out)
             return
@@ -406,7 +400,8 @@ class RowStore:
         self.nbytes = first + second
         threads = 1  # where training itself keeps the cores busy
         if world.device.type == "cuda":
-            threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)) // world.local_size)
+            # Its share of the cores beside a GPU; more than eight gather no faster.
+            threads = min(8, len(os.sched_getaffinity(0)) // world.local_size)
         self._taker = RowTaker(threads)
         self.direct: DirectRows | None = None
 
