@@ -11,9 +11,6 @@ from torch import Tensor
 
 from distcache.errors import ConfigError, PlanError
 
-# -----------------------------------------------------------------------------
-# What one optimizer step does to a row, as a formula's name and its numbers.
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -348,12 +345,12 @@ def put(target: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     return target
 
 
-def check_rows(rows: np.ndarray, limit: int) -> None:
-    """PlanError naming the first of `rows` outside [0, limit)."""
+def check_rows(rows: np.ndarray, limit: int, what: str = "row") -> None:
+    """PlanError naming the first of `rows` (int64) outside [0, limit), as `what` they are."""
     # As unsigned numbers, negative ones are beyond every limit too: one pass.
     if len(rows) and np.maximum.reduce(rows.view(np.uint64)) >= limit:
         bad = rows[(rows < 0) | (rows >= limit)][0]
-        raise PlanError(f"row {bad} is outside [0, {limit})")
+        raise PlanError(f"{what} {bad} is outside [0, {limit})")
 
 
 @lru_cache

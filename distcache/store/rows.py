@@ -64,10 +64,6 @@ def initial_rows(seed: int, table: int, table_rows: int, dim: int, start: int, s
     return torch.from_numpy(out)
 
 
-# -----------------------------------------------------------------------------
-# Which rows of a group a node's store holds, and where: those at home on the node's ranks.
-
-
 class NodePart:
     """The rows of `layout` at home on this node's `count` ranks, `first` and on, in a dense order.
 
@@ -283,9 +279,6 @@ def _let_go(tables: list, registered: list[Tensor], events: dict[int, torch.cuda
     for held in (tables, registered, events):
         held.clear()
 
-
-# -----------------------------------------------------------------------------
-# The rows of one group in shared host memory: one store per node, of the rows at home there.
 
 _PAGE = mmap.PAGESIZE
 _WAY_OUT = (
