@@ -279,11 +279,7 @@ class Link:
     """
 
     def __init__(
-        self,
-        world: World,
-        group: dist.ProcessGroup | None,
-        counters: CollectiveCounters,
-        name: str,
+        self, world: World, group: dist.ProcessGroup | None, counters: CollectiveCounters, name: str
     ) -> None:
         self.world, self.group, self.counters, self.name = world, group, counters, name
         self._on_host = world.size == 1 or dist.get_backend(group) == "gloo"

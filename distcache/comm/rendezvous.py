@@ -41,9 +41,8 @@ class Failure:
     @property
     def message(self) -> str:
         """What the other ranks say about it."""
-        return (
-            self.text if self.secondary else f"stopped because rank {self.rank} failed: {self.text}"
-        )
+        told = "" if self.secondary else f"stopped because rank {self.rank} failed: "
+        return told + self.text
 
 
 def record_failure(store: dist.Store | None, rank: int, error: BaseException) -> None:
@@ -164,8 +163,6 @@ def _started(process: int) -> str | None:
 
 
 # -----------------------------------------------------------------------------
-# What the ranks of one launch agree on before any process group exists.
-#
 # torchrun gives every rank the address of a key-value store. Rank 0 alone composes the
 # configuration and publishes what came of it there; the others wait for that.
 
@@ -184,13 +181,11 @@ NOTICE_S = 10.0
 def start_timeout(arguments: Sequence[str]) -> float:
     """How long ranks wait for one another before they have a configuration, seconds:
     `trainer.timeout_s` of the command line, but no less than `LEAST_TIMEOUT_S`."""
-    found = TIMEOUT_S
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key == "trainer.timeout_s":
-            with suppress(ValueError):
-                found = max(LEAST_TIMEOUT_S, float(value))
-    return found
+    given = dict(argument.partition("=")[::2] for argument in arguments)
+    try:
+        return max(LEAST_TIMEOUT_S, float(given["trainer.timeout_s"]))
+    except (KeyError, ValueError):
+        return TIMEOUT_S
 
 
 @dataclass(frozen=True)

@@ -373,9 +373,7 @@ def require_group(use: str) -> None:
 
 
 def current_world(
-    device: torch.device,
-    process_group: dist.ProcessGroup | None = None,
-    timeout_s: float = 300.0,
+    device: torch.device, process_group: dist.ProcessGroup | None = None, timeout_s: float = 300.0
 ) -> World:
     """The world of the ranks of `process_group` (None: all), with new groups of its own.
 

@@ -130,8 +130,6 @@ def segment_chunks(segments: Tensor, chunk: int = CHUNK) -> SegmentChunks:
 # every bag by itself, from first to last. Its backward does not have that property, hence
 # `row_gradients`.
 
-_SUM = 0  # `torch.embedding_bag` names its modes by number
-
 BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}
 """About how many elements `update_rows` gathers at once, by device type.
 
@@ -149,11 +147,10 @@ def _segment_sum(values: Tensor, index: Tensor, offsets: Tensor, weights: Tensor
     values = values.detach()
     if values.stride(1) != 1:  # `embedding_bag` has other code, with other bits, for such layouts
         values = values.contiguous()
-    # Positional: scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset.
-    out = torch.embedding_bag(
-        values, index, offsets, False, _SUM, False, weights, include_last_offset=True
-    )
-    return out[0]
+    # Positional: scale_grad_by_freq, mode (0 is sum), sparse, per_sample_weights.
+    return torch.embedding_bag(
+        values, index, offsets, False, 0, False, weights, include_last_offset=True
+    )[0]
 
 
 def pooled_lookup(

@@ -303,10 +303,7 @@ def store_bytes(
 
 
 def create_stores(
-    layouts: Sequence[RowLayout],
-    state_widths: Sequence[int],
-    dtype: torch.dtype,
-    world: World,
+    layouts: Sequence[RowLayout], state_widths: Sequence[int], dtype: torch.dtype, world: World
 ) -> list[RowStore]:
     """The stores of all groups, checked as a whole before the first is made; called by all ranks.
 
@@ -365,11 +362,7 @@ class RowStore:
     """
 
     def __init__(
-        self,
-        layout: RowLayout,
-        state_width: int,
-        dtype: torch.dtype,
-        world: World,
+        self, layout: RowLayout, state_width: int, dtype: torch.dtype, world: World
     ) -> None:
         """A store of zeros; called by all ranks, mapped by the local ranks of each node.
 
