@@ -323,9 +323,8 @@ def test_planner(tmp_path) -> None:
             assert 0 < sum(turn["stage_ms"].values()) <= np.mean(turn["step_ms"])
             assert turn["cpu_ms"]["own"] > 0 and turn["stage_ms"][EXCHANGE] > 0
     (inside,) = of(records, "loops")
-    of_several = {"find_rows", "group", "find_sorted", "divide"}
-    # Another policy's victims, and lists that have run out of room.
-    assert set(inside["ms"]) == set(LOOPS) - of_several - {"leave_farthest", "tidy"}
+    of_several = {"find_rows", "find_sorted"}
+    assert set(inside["ms"]) == set(LOOPS) - of_several
     assert all(ms > 0 for ms in inside["ms"].values())
     numbers = plan["rows_per_step"]
     assert plan["steady_eviction"] is True and plan["slots"] == 2622
@@ -359,4 +358,4 @@ def test_two_ranks_plan_every_placement(tmp_path) -> None:
     sent = [sum(found[kind]["sent_per_step"].values()) for kind in ("sharded", "mixed")]
     assert 0 < sent[0] < sent[1] < sum(found["replicated"]["sent_per_step"].values())
     inside = {record["mode"]: set(record["ms"]) for record in of(records, "loops")}
-    assert "divide" in inside["plan, sharded"] and "find_rows" in inside["plan, replicated"]
+    assert "find_sorted" in inside["plan, mixed"] and "find_rows" in inside["plan, replicated"]
