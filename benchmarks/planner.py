@@ -419,9 +419,8 @@ SECTIONS = (
         (
             "Inside: the loops",
             "Mean milliseconds per step of the planner's loops, from steps of their own. "
-            "`find_rows` and `group` (several ranks) are in request, `name_rows` and `refer` in "
-            "ingest, `find_sorted` (hot rows) in request and ingest, `order_ids` and `divide` "
-            "(sharded rows) in assemble, the others in plan.",
+            "`find_rows` (several ranks) is in request, `name_rows` in ingest, `find_sorted` (hot "
+            "rows) in request and ingest, `order_ids` in assemble, the others in plan.",
         ),
         "loops",
         lambda record: record["ms"],
