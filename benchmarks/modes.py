@@ -107,7 +107,7 @@ class RowCounts:
         distinct = sum(plan.all_distinct for plan in plans)
         evictions = sum(len(part.evict_slots) for part in parts)
         self.sums["distinct"] += distinct
-        self.sums["misses"] += sum(plan.all_misses for plan in plans)
+        self.sums["misses"] += sum(part.misses for part in parts)
         self.sums["evictions"] += evictions
         self.most_distinct = max(self.most_distinct, distinct)
         self.steady = evictions > 0 and all(
