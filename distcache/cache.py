@@ -10,17 +10,15 @@ import torch
 from torch import Tensor
 
 from distcache.errors import MemoryTooSmallError, PlanError
-from distcache.ops.reference import put_rows, take_rows
+from distcache.ops.reference import check_rows, put_rows, take_rows
 from distcache.store.memory import describe_bytes, require_memory
 from distcache.streams import Mark, Streams
-
-# -----------------------------------------------------------------------------
-# Slots with optimizer state on this rank, where homes alone keep it (ZeRO's first stage).
 
 
 @dataclass(frozen=True)
 class StateSlots:
-    """The slots [first, first + count), and all from `tail` on, in this order."""
+    """The slots with optimizer state on this rank, where homes alone keep it (ZeRO's first stage):
+    [first, first + count), and all from `tail` on, in this order."""
 
     first: int
     count: int
@@ -37,9 +35,6 @@ class StateSlots:
 
 # -----------------------------------------------------------------------------
 # Host buffers between the store and the device: pinned for a GPU, and used again and again.
-
-_SPARE = 1.25
-"""How much larger than asked for a buffer is made, so that it seldom grows."""
 
 
 class StagingRing:
@@ -68,7 +63,7 @@ class StagingRing:
         self._next = (number + 1) % len(self._buffers)
         self._streams.wait(self._busy[number])
         if len(self._buffers[number][0]) < rows:
-            self._buffers[number] = self._make(int(rows * _SPARE))
+            self._buffers[number] = self._make(int(rows * 1.25))  # so that it seldom grows
         weight, state = self._buffers[number]
         return number, weight[:rows], None if state is None else state[:rows]
 
@@ -297,9 +292,7 @@ class DeviceCache:
     def _slots(self, slots: Index) -> np.ndarray:
         """`slots` as NumPy int64; PlanError for one outside [0, C)."""
         at = _numpy(slots)
-        if len(at) and np.maximum.reduce(at.view(np.uint64)) >= len(self.slot_row):  # or below 0
-            bad = int(at[(at < 0) | (at >= self.slots)][0])
-            raise PlanError(f"slot {bad} is outside [0, {self.slots})")
+        check_rows(at, self.slots, "slot")
         return at
 
     def _held(self, slots: Index, verb: str) -> np.ndarray:

@@ -56,10 +56,6 @@ def check_sizes(key: str, sizes: Sequence[int], last: int | None = None) -> None
         raise ConfigError(f"{key}={list(sizes)} must end in {last}, not {sizes[-1]}")
 
 
-# -----------------------------------------------------------------------------
-# DLRM (arXiv 1906.00091): bottom MLP, pairwise dot products, top MLP.
-
-
 class DotInteraction(nn.Module):
     """Dot products of all pairs of F + 1 vectors of a sample, after the dense vector itself.
 
@@ -114,7 +110,7 @@ class _PairProducts(torch.autograd.Function):
 
 
 class DLRM(nn.Module):
-    """DLRM behind F pooled embeddings of one width D.
+    """DLRM (arXiv 1906.00091) behind F pooled embeddings of one width D.
 
     `dense_arch`: sizes of the bottom MLP (ReLU after each), ending in D; `over_arch`: sizes of the
     top MLP (ReLU between), ending in 1.
@@ -143,12 +139,9 @@ class DLRM(nn.Module):
         return self.over_arch(self.interaction(self.dense_arch(dense), sparse)).squeeze(1)
 
 
-# -----------------------------------------------------------------------------
-# DCN v2 (arXiv 2008.13535): cross layers over dense and pooled vectors, then an MLP.
-
-
 class DCNv2(nn.Module):
-    """DCN v2 in its stacked form, as in MLPerf's DLRM-DCNv2: bottom MLP, cross layers, top MLP.
+    """DCN v2 (arXiv 2008.13535) in its stacked form, as in MLPerf's DLRM-DCNv2: bottom MLP, cross
+    layers over dense and pooled vectors, top MLP.
 
     `pooled_dim`: sum of the pooled widths, which may differ; `dense_arch`: sizes of the bottom MLP
     (ReLU after each); `over_arch`: sizes of the top MLP (ReLU between), ending in 1;
@@ -182,9 +175,6 @@ class DCNv2(nn.Module):
         x = torch.cat((self.dense_arch(dense), pooled), dim=1)
         return self.over_arch(self.cross(x)).squeeze(1)
 
-
-# -----------------------------------------------------------------------------
-# Models by name, and initial weights that are a function of the seed.
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

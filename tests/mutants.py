@@ -100,7 +100,7 @@ homes-by-remainder: strided ids do not pile up at one home
 memory-of-the-machine: memory is checked against the control group's limit too, before it is taken
   - return max(0, min(found))
   + return max(0, max(found))
-  tests/store/test_memory.py
+  tests/store/test_store.py
 library-sums: the bits of a row's summed gradient depend on the contributions in rank order alone
   - if native:
   + if native or plan.misses:

@@ -88,8 +88,9 @@ class CollectiveCounters:
     def count_all_reduce(self, category: str, tensor: Tensor, world_size: int) -> None:
         """Count an all-reduce of `tensor` over all ranks."""
         nbytes = all_reduce_bytes(tensor.nbytes, world_size)
-        between = self.nodes.ring_bytes_between(self._rank, nbytes) if self.nodes else 0
-        self.count(category, nbytes, between)
+        # Of a ring in rank order, the last rank of a node hands on to another one.
+        last = self.nodes and self._rank == self.nodes.ranks(self.nodes.of(self._rank))[-1]
+        self.count(category, nbytes, nbytes if last else 0)
 
     def values(self) -> dict[str, int]:
         """The categories' counters by name."""
@@ -188,11 +189,6 @@ def summing_hook(
 # -----------------------------------------------------------------------------
 # Who is missing: what ranks that wait long write to the job's store, and read from it.
 
-ROLL_CALL_S = 3.0
-"""How long a rank whose wait failed listens for the others before it names the missing."""
-
-_POLL_S = 0.05
-
 
 class Waiting:
     """One wait of this rank, for `what` in the conversation `link`; free while it is short."""
@@ -236,7 +232,7 @@ class Waiting:
 
     def _call_roll(self, where: str, reason: str) -> str:
         """What the store says about the other ranks, listening for a few seconds."""
-        world, deadline = self._world, time.monotonic() + ROLL_CALL_S
+        world, deadline = self._world, time.monotonic() + 3.0
         absent = [rank for rank in range(world.size) if rank != world.rank]
 
         def waits_too(key: str) -> bool:
@@ -254,7 +250,7 @@ class Waiting:
                 return f"{where}; {_names(ended)} ended without a word ({reason})"
             if over:
                 break
-            time.sleep(_POLL_S)
+            time.sleep(0.05)
         if absent:
             limit = f"trainer.timeout_s={world.timeout_s:g}"
             return f"{where}; {_names(absent)} did not come within {limit}, or ended ({reason})"
@@ -274,9 +270,6 @@ def _names(ranks: Sequence[int]) -> str:
 _SLICE_S = 1.0
 """How long a rank waits before it announces that, and between its looks for failures, seconds."""
 
-_PAUSE_S = 5e-5
-"""Between two looks at a CUDA event, seconds."""
-
 
 class Link:
     """Collectives of `group`, for one thread only; `name` tells errors which conversation it is.
@@ -286,11 +279,7 @@ class Link:
     """
 
     def __init__(
-        self,
-        world: World,
-        group: dist.ProcessGroup | None,
-        counters: CollectiveCounters,
-        name: str,
+        self, world: World, group: dist.ProcessGroup | None, counters: CollectiveCounters, name: str
     ) -> None:
         self.world, self.group, self.counters, self.name = world, group, counters, name
         self._on_host = world.size == 1 or dist.get_backend(group) == "gloo"
@@ -377,7 +366,7 @@ class Link:
         waiting = Waiting(self.world, self.name, what)
         began = looked = time.monotonic()
         while not mark.event.query():
-            time.sleep(_PAUSE_S)
+            time.sleep(5e-5)
             now = time.monotonic()
             if now - began > self.world.timeout_s:
                 raise waiting.explain(TimeoutError("the device group's work did not end"))

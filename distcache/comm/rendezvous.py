@@ -21,12 +21,6 @@ import torch.distributed as dist
 from distcache.errors import ConfigError, DistcacheError, PeerError
 from distcache.versions import DISTRIBUTIONS, FBGEMM_DISTRIBUTIONS, SOURCE
 
-GRACE_S = 2.0
-"""How long a rank that fails because of another waits for that one's record, seconds."""
-
-NETWORK_WORDS = ("connection closed by peer", "connection reset", "socket", "gloo", "nccl")
-"""Words in a RuntimeError of torch that say that another rank went away."""
-
 
 @dataclass(frozen=True)
 class Failure:
@@ -47,9 +41,8 @@ class Failure:
     @property
     def message(self) -> str:
         """What the other ranks say about it."""
-        return (
-            self.text if self.secondary else f"stopped because rank {self.rank} failed: {self.text}"
-        )
+        told = "" if self.secondary else f"stopped because rank {self.rank} failed: "
+        return told + self.text
 
 
 def record_failure(store: dist.Store | None, rank: int, error: BaseException) -> None:
@@ -84,7 +77,7 @@ def _read(store: dist.Store | None) -> list[Failure]:
 
 
 def cause_of(
-    store: dist.Store | None, rank: int, error: BaseException, grace_s: float = GRACE_S
+    store: dist.Store | None, rank: int, error: BaseException, grace_s: float = 2.0
 ) -> Failure:
     """Record this rank's failure; return the one that caused it, maybe itself.
 
@@ -108,7 +101,8 @@ def is_secondary(error: BaseException) -> bool:
     if isinstance(error, DistcacheError) and error.from_rank is not None:
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in NETWORK_WORDS)
+    words = ("connection closed by peer", "connection reset", "socket", "gloo", "nccl")
+    return isinstance(error, RuntimeError) and any(word in text for word in words)
 
 
 def describe(error: BaseException) -> str:
@@ -169,8 +163,6 @@ def _started(process: int) -> str | None:
 
 
 # -----------------------------------------------------------------------------
-# What the ranks of one launch agree on before any process group exists.
-#
 # torchrun gives every rank the address of a key-value store. Rank 0 alone composes the
 # configuration and publishes what came of it there; the others wait for that.
 
@@ -185,23 +177,15 @@ LEAST_TIMEOUT_S = 30.0
 NOTICE_S = 10.0
 """After which a rank says for whom it waits, seconds."""
 
-_STORE_POLL_S = 0.02
-"""Between two looks, seconds."""
-
-_LINGER_S = 5.0
-"""How long rank 0 waits for the others to have read what is in the store, seconds."""
-
 
 def start_timeout(arguments: Sequence[str]) -> float:
     """How long ranks wait for one another before they have a configuration, seconds:
     `trainer.timeout_s` of the command line, but no less than `LEAST_TIMEOUT_S`."""
-    found = TIMEOUT_S
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key == "trainer.timeout_s":
-            with suppress(ValueError):
-                found = max(LEAST_TIMEOUT_S, float(value))
-    return found
+    given = dict(argument.partition("=")[::2] for argument in arguments)
+    try:
+        return max(LEAST_TIMEOUT_S, float(given["trainer.timeout_s"]))
+    except (KeyError, ValueError):
+        return TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -309,7 +293,7 @@ def wait_until(
         if waited > NOTICE_S and whom is not None:
             log.warning("waits for %s (%.0f s at most)", whom(), timeout_s)
             whom = None
-        time.sleep(_STORE_POLL_S)
+        time.sleep(0.02)
 
 
 def publish(store: dist.Store | None, world_size: int, value: dict[str, Any]) -> None:
@@ -324,12 +308,12 @@ def publish(store: dist.Store | None, world_size: int, value: dict[str, Any]) ->
 
 
 def linger(store: dist.Store, key: str, readers: int) -> None:
-    """Wait a little until so many ranks have counted themselves at `key`.
+    """Wait 5 s at most until so many ranks have counted themselves at `key`.
 
     For the rank that serves the store, and may end it soon.
     """
     with suppress(TimeoutError):
-        wait_until(lambda: store.add(key, 0) >= readers, _LINGER_S)
+        wait_until(lambda: store.add(key, 0) >= readers, 5.0)
 
 
 def receive(store: dist.Store, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:

@@ -71,11 +71,6 @@ class Nodes:
         inside = sum(send_counts[own.start : own.stop])
         return nbytes * (total - inside) // total if total else 0
 
-    def ring_bytes_between(self, rank: int, nbytes: int) -> int:
-        """Of `nbytes` that `rank` sends to the next rank of a ring in rank order, those that
-        leave its node."""
-        return nbytes if self.count > 1 and rank == self.ranks(self.of(rank))[-1] else 0
-
 
 @dataclass(frozen=True)
 class Claim:
@@ -159,10 +154,6 @@ def nodes_of_names(names: Sequence[str]) -> Nodes:
     return Nodes(tuple(sizes.values()))
 
 
-_WATCHDOG_S = timedelta(seconds=30)
-"""How much longer than the ranks themselves NCCL's watchdog waits."""
-
-
 _number = itertools.count()
 """Worlds that this process has opened so far, as many as every other rank's."""
 
@@ -213,30 +204,6 @@ class World:
         return self.rank == 0
 
 
-def pick_device(device: str, local_rank: int) -> torch.device:
-    """`auto`, `cpu` or `cuda` to this rank's device; local ranks share GPUs round-robin."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("trainer.device=cuda, but torch sees no CUDA device: use device=cpu")
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-def pick_backend(backend: str, device: torch.device, local_size: int) -> str:
-    """`auto`, `gloo` or `nccl` to the device group's backend; NCCL wants a GPU per rank."""
-    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    if backend == "auto":
-        return "nccl" if gpus >= local_size and gpus > 0 else "gloo"
-    if backend == "nccl" and gpus < local_size:
-        raise ConfigError(
-            f"trainer.backend=nccl needs a GPU per rank: {local_size} local ranks, {gpus} GPUs; "
-            "use trainer.backend=gloo, whose ranks may share a GPU"
-        )
-    return backend
-
-
 def open_world(
     device: str = "auto",
     backend: str = "auto",
@@ -271,7 +238,7 @@ def open_world(
         nodes = _meet(own, number, rank, claim, (timeout_s, hybrid))
     name = claim.backend
     # NCCL's watchdog ends the process when it sees a timeout: later than the rank itself does.
-    patience = timeout + _WATCHDOG_S if name == "nccl" else timeout
+    patience = timeout + timedelta(seconds=30) if name == "nccl" else timeout
     if where.type == "cuda":
         torch.cuda.set_device(where)
     try:
@@ -306,13 +273,24 @@ def open_world(
 
 
 def _claim(place: Place, device: str, backend: str) -> tuple[torch.device, Claim]:
-    """This rank's device, and what it says of itself; why, where it has no such device."""
+    """This rank's device, and what it says of itself; why, where it has no such device.
+
+    `device`: `auto`, `cpu` or `cuda`; local ranks share GPUs round-robin. `backend`: of the device
+    group, `auto`, `gloo` or `nccl`, which wants a GPU per rank.
+    """
     where, name, refused = torch.device("cpu"), "gloo", None
-    try:
-        where = pick_device(device, place.local_rank)
-        name = pick_backend(backend, where, place.local_size)
-    except ConfigError as error:
-        refused = str(error)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() and device != "cpu" else 0
+    if gpus:
+        where = torch.device("cuda", place.local_rank % gpus)
+        name = "nccl" if gpus >= place.local_size else "gloo"
+    elif device == "cuda":
+        refused = "trainer.device=cuda, but torch sees no CUDA device: use device=cpu"
+    if backend == "nccl" and gpus < place.local_size:
+        refused = refused or (
+            f"trainer.backend=nccl needs a GPU per rank: {place.local_size} local ranks, {gpus} "
+            "GPUs; use trainer.backend=gloo, whose ranks may share a GPU"
+        )
+    name = name if backend == "auto" or refused else backend
     agent = (socket.gethostname(), os.environ.get("GROUP_RANK"))
     own = (where.type, name, refused, place.world_size)
     return where, Claim(place.local_rank, place.local_size, *agent, *own)
@@ -395,9 +373,7 @@ def require_group(use: str) -> None:
 
 
 def current_world(
-    device: torch.device,
-    process_group: dist.ProcessGroup | None = None,
-    timeout_s: float = 300.0,
+    device: torch.device, process_group: dist.ProcessGroup | None = None, timeout_s: float = 300.0
 ) -> World:
     """The world of the ranks of `process_group` (None: all), with new groups of its own.
 

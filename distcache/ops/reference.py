@@ -11,9 +11,6 @@ from torch import Tensor
 
 from distcache.errors import ConfigError, PlanError
 
-# -----------------------------------------------------------------------------
-# What one optimizer step does to a row, as a formula's name and its numbers.
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -133,8 +130,6 @@ def segment_chunks(segments: Tensor, chunk: int = CHUNK) -> SegmentChunks:
 # every bag by itself, from first to last. Its backward does not have that property, hence
 # `row_gradients`.
 
-_SUM = 0  # `torch.embedding_bag` names its modes by number
-
 BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}
 """About how many elements `update_rows` gathers at once, by device type.
 
@@ -152,11 +147,10 @@ def _segment_sum(values: Tensor, index: Tensor, offsets: Tensor, weights: Tensor
     values = values.detach()
     if values.stride(1) != 1:  # `embedding_bag` has other code, with other bits, for such layouts
         values = values.contiguous()
-    # Positional: scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset.
-    out = torch.embedding_bag(
-        values, index, offsets, False, _SUM, False, weights, include_last_offset=True
-    )
-    return out[0]
+    # Positional: scale_grad_by_freq, mode (0 is sum), sparse, per_sample_weights.
+    return torch.embedding_bag(
+        values, index, offsets, False, 0, False, weights, include_last_offset=True
+    )[0]
 
 
 def pooled_lookup(
@@ -348,12 +342,12 @@ def put(target: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     return target
 
 
-def check_rows(rows: np.ndarray, limit: int) -> None:
-    """PlanError naming the first of `rows` outside [0, limit)."""
+def check_rows(rows: np.ndarray, limit: int, what: str = "row") -> None:
+    """PlanError naming the first of `rows` (int64) outside [0, limit), as `what` they are."""
     # As unsigned numbers, negative ones are beyond every limit too: one pass.
     if len(rows) and np.maximum.reduce(rows.view(np.uint64)) >= limit:
         bad = rows[(rows < 0) | (rows >= limit)][0]
-        raise PlanError(f"row {bad} is outside [0, {limit})")
+        raise PlanError(f"{what} {bad} is outside [0, {limit})")
 
 
 @lru_cache

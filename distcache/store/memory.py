@@ -24,9 +24,6 @@ from distcache.errors import MemoryTooSmallError, PeerError
 # process when it is touched. So sizes are compared with the control group's limits and with the
 # kernel's own estimate before anything is made.
 
-_UNLIMITED = 1 << 60
-"""Limits from here on mean none (v1 writes the largest page-aligned int64)."""
-
 
 def available_memory(proc: Path = Path("/proc")) -> int:
     """Bytes of host memory that this process can still take.
@@ -70,19 +67,7 @@ def describe_bytes(count: int) -> str:
 
 def _memory_cgroups(proc: Path) -> Iterator[tuple[Path, int]]:
     """Folders, with their version (1 or 2), of every memory control group above this process."""
-    mounts = list(_cgroup_mounts(proc))
-    for line in _text(proc / "self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        version = 2 if not controllers else 1
-        if version == 1 and "memory" not in controllers.split(","):
-            continue
-        for root, point, mount_version in mounts:
-            if mount_version == version:
-                yield from ((folder, version) for folder in _ancestors(root, point, path))
-
-
-def _cgroup_mounts(proc: Path) -> Iterator[tuple[str, Path, int]]:
-    """(root inside the hierarchy, mount point, version) of the mounts that may limit memory."""
+    mounts = []  # (root inside the hierarchy, mount point, version)
     for line in _text(proc / "self/mountinfo").splitlines():
         fields, _, tail = line.partition(" - ")
         kind, _, options = tail.split(" ", 2)
@@ -91,10 +76,16 @@ def _cgroup_mounts(proc: Path) -> Iterator[tuple[str, Path, int]]:
             re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
             for field in fields.split(" ")[3:5]
         )
-        if kind == "cgroup2":
-            yield root, Path(point), 2
-        elif kind == "cgroup" and "memory" in re.split(r"[ ,]", options):
-            yield root, Path(point), 1
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in re.split(r"[ ,]", options)):
+            mounts.append((root, Path(point), 2 if kind == "cgroup2" else 1))
+    for line in _text(proc / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        version = 2 if not controllers else 1
+        if version == 1 and "memory" not in controllers.split(","):
+            continue
+        for root, point, mount_version in mounts:
+            if mount_version == version:
+                yield from ((folder, version) for folder in _ancestors(root, point, path))
 
 
 def _ancestors(root: str, point: Path, path: str) -> Iterator[Path]:
@@ -129,7 +120,7 @@ def _cgroup_available(folder: Path, version: int) -> Iterator[int]:
     use = max(0, use - int(stat.get(f"{prefix}inactive_file", 0)) - active)
     for name in limits:
         limit = _number(folder / name)
-        if limit is not None and limit < _UNLIMITED:
+        if limit is not None and limit < 1 << 60:  # v1 writes the largest int64 for none
             yield limit - use
 
 

@@ -64,10 +64,6 @@ def initial_rows(seed: int, table: int, table_rows: int, dim: int, start: int, s
     return torch.from_numpy(out)
 
 
-# -----------------------------------------------------------------------------
-# Which rows of a group a node's store holds, and where: those at home on the node's ranks.
-
-
 class NodePart:
     """The rows of `layout` at home on this node's `count` ranks, `first` and on, in a dense order.
 
@@ -284,16 +280,7 @@ def _let_go(tables: list, registered: list[Tensor], events: dict[int, torch.cuda
         held.clear()
 
 
-# -----------------------------------------------------------------------------
-# The rows of one group in shared host memory: one store per node, of the rows at home there.
-
 _PAGE = mmap.PAGESIZE
-_MOST_THREADS = 8
-"""More gather no faster."""
-
-_PART_BYTES = 1 << 19
-"""Least bytes of a part that is worth a thread."""
-
 _WAY_OUT = (
     "use fewer or narrower rows (data.table_rows, model.embedding_dim), an optimizer with less "
     "state per row (optim), more nodes, or a machine or control group with more memory"
@@ -316,10 +303,7 @@ def store_bytes(
 
 
 def create_stores(
-    layouts: Sequence[RowLayout],
-    state_widths: Sequence[int],
-    dtype: torch.dtype,
-    world: World,
+    layouts: Sequence[RowLayout], state_widths: Sequence[int], dtype: torch.dtype, world: World
 ) -> list[RowStore]:
     """The stores of all groups, checked as a whole before the first is made; called by all ranks.
 
@@ -352,7 +336,7 @@ class RowTaker:
 
     def take(self, source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
         """See `take_rows`."""
-        parts = min(self._threads, out.nbytes // _PART_BYTES)
+        parts = min(self._threads, out.nbytes >> 19)  # of half a MiB, to be worth a thread
         if parts < 2:
             take_rows(source, rows, out)
             return
@@ -378,11 +362,7 @@ class RowStore:
     """
 
     def __init__(
-        self,
-        layout: RowLayout,
-        state_width: int,
-        dtype: torch.dtype,
-        world: World,
+        self, layout: RowLayout, state_width: int, dtype: torch.dtype, world: World
     ) -> None:
         """A store of zeros; called by all ranks, mapped by the local ranks of each node.
 
@@ -406,7 +386,8 @@ class RowStore:
         self.nbytes = first + second
         threads = 1  # where training itself keeps the cores busy
         if world.device.type == "cuda":
-            threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)) // world.local_size)
+            # Its share of the cores beside a GPU; more than eight gather no faster.
+            threads = min(8, len(os.sched_getaffinity(0)) // world.local_size)
         self._taker = RowTaker(threads)
         self.direct: DirectRows | None = None
 

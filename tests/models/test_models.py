@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from distcache.errors import ConfigError
-from distcache.models import DLRM, DCNv2, DotInteraction, build_model, initialise
+from distcache.models import DLRM, DotInteraction, build_model, initialise
 
 FEATURES, DIM, DENSE, BATCH = 5, 8, 7, 12
 
@@ -127,12 +127,6 @@ def test_initialise_is_a_function_of_the_seed_with_the_spread_of_dlrm():
     layer = initialise(DLRM(400, 3, 300, [300], [8, 1]), 1).dense_arch[0]
     assert abs(layer.weight.std().item() / (2 / 700) ** 0.5 - 1) < 0.02
     assert abs(layer.bias.std().item() / (1 / 300) ** 0.5 - 1) < 0.15
-
-
-def test_dcn_takes_tables_of_different_widths():
-    model = initialise(build_model("dcn_v2", 3, [4, 8, 16], [5], [1], 1, 2), 0)
-    assert isinstance(model, DCNv2)
-    assert model(torch.randn(6, 3), torch.randn(6, 28)).shape == (6,)
 
 
 @pytest.mark.parametrize(
