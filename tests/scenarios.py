@@ -254,10 +254,14 @@ def count_steps(source: BatchSource, steps: Iterable[int]) -> Statistics:
     return count_ids(rows, batches, vocabulary_of(source))
 
 
+def count(case: Scenario, steps: Iterable[int]) -> Statistics:
+    """Of every feature over some steps of a scenario."""
+    rows = {feature: case.readers[feature].rows for feature in case.features}
+    return count_ids(rows, (case.batch(step).ids for step in steps))
+
+
 def popularity_of(case: Scenario, slots: tuple[int, ...], **how: object) -> Popularity:
     """The popularity of the first half of a run for caches of `slots`."""
-    rows = {feature: case.readers[feature].rows for feature in case.features}
-    batches = (case.batch(step).ids for step in range(max(case.steps // 2, 1)))
-    counted = statistics_of(count_ids(rows, batches), case.tables, "here")
+    counted = statistics_of(count(case, range(max(case.steps // 2, 1))), case.tables, "here")
     unbounded = Budget(rows=None, ratio=None, bytes=None, itemsize=4, world_size=1)
     return Popularity(counted, likeliest_rows(case.tables, slots, counted, unbounded), **how)
