@@ -38,12 +38,11 @@ def shared_data() -> Path:
     Skips the test where there is none.
     """
     given = os.environ.get("DISTCACHE_SHARED")
-    above = [folder / "shared" / "data" for folder in list(CHECKOUT.parents)[:2]]
-    places = [Path(given)] if given else above
-    for place in places:
+    above = [folder / "shared" / "data" for folder in CHECKOUT.parents[:2]]
+    for place in [Path(given)] if given else above:
         if place.is_dir():
             return place
-    pytest.skip(f"no sample files at {' or '.join(map(str, places))}: set DISTCACHE_SHARED")
+    pytest.skip(f"no sample files at {given or above}: set DISTCACHE_SHARED")
 
 
 @pytest.fixture(scope="module")

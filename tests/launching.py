@@ -72,7 +72,6 @@ def run(
     command: Sequence[str],
     capture_output: bool = False,
     timeout: float | None = None,
-    check: bool = False,
     **how: Any,
 ) -> subprocess.CompletedProcess[str]:
     """`subprocess.run` for a `Forked` command."""
@@ -80,13 +79,10 @@ def run(
         how |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     job = Forked(command, **how)
     try:
-        out, err = job.communicate(timeout=timeout)
+        out = job.communicate(timeout=timeout)
     finally:
         job.kill()
-    done = subprocess.CompletedProcess(list(command), job.returncode, out, err)
-    if check:
-        done.check_returncode()
-    return done
+    return subprocess.CompletedProcess(list(command), job.returncode, *out)
 
 
 class Forked:

@@ -85,9 +85,9 @@ def _child(
     mp.set_start_method(None, force=True)  # Python's own, not how this process was started
     torch.set_num_threads(1)
     try:
-        pipe.send((0.0, function(rank, size, *args)))
+        pipe.send((function(rank, size, *args), 0.0))
     except BaseException:
-        pipe.send((time.monotonic(), f"rank {rank} failed:\n{traceback.format_exc()}"))
+        pipe.send((f"rank {rank} failed:\n{traceback.format_exc()}", time.monotonic()))
     pipe.close()
 
 
@@ -136,8 +136,7 @@ class Job:
         TimeoutError names those that are not done in `timeout` seconds; `raising`: the first that
         fails or dies is a RuntimeError.
         """
-        found = {rank: End() for rank in but}
-        deadline = time.monotonic() + timeout
+        found, deadline = [End() for _ in self._children], time.monotonic() + timeout
         pipes = {pipe: rank for pipe, rank in self._pipes.items() if rank not in but}
         try:
             while pipes:
@@ -147,10 +146,14 @@ class Job:
                     raise TimeoutError(f"ranks {missing} not done within {timeout} s")
                 for pipe in ready:
                     rank = pipes.pop(pipe)
-                    found[rank] = self._end(pipe, rank)
-                failures = [(end.failed_at, rank) for rank, end in found.items() if end.failed_at]
-                if raising and failures:
-                    rank = min(failures)[1]
+                    try:
+                        found[rank] = End(*pipe.recv())
+                    except EOFError:
+                        self._children[rank].join(10)
+                        found[rank] = End(None, time.monotonic())
+                failed = [rank for rank, end in enumerate(found) if end.failed_at]
+                if raising and failed:
+                    rank = min(failed, key=lambda rank: found[rank].failed_at)
                     died = f"rank {rank} died: exit code {self._children[rank].exitcode}"
                     raise RuntimeError(found[rank].value or died)
             for rank, child in enumerate(self._children):
@@ -161,15 +164,7 @@ class Job:
             for child in self._children:
                 child.kill()
                 child.join()
-        return [found[rank] for rank in range(len(self._children))]
-
-    def _end(self, pipe: Connection, rank: int) -> End:
-        try:
-            failed_at, value = pipe.recv()
-            return End(value, failed_at)
-        except EOFError:
-            self._children[rank].join(10)
-            return End(None, time.monotonic())
+        return found
 
 
 def run_ranks(

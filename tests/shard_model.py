@@ -199,20 +199,18 @@ def check_step(
     """One step's regions, order, sources and transfers against a plain computation."""
     plans, world = plans_by_step[step], layout.world_size
     rows = [part.tolist() for part in rows_by_step[step]]
-    hot, replicated = set(range(layout.rows)), config.slots
-    if config.hot is not None:
-        hot, replicated = set(config.hot.tolist()), config.replicated
-    after = plans[0].move_after
-    assert after < step and (config.hot is None or step - config.prefetch - 1 <= after)
+    sharding = config.hot is not None
+    hot = set(config.hot.tolist() if sharding else range(layout.rows))
+    replicated, after = config.replicated if sharding else config.slots, plans[0].move_after
+    assert after < step and (not sharding or step - config.prefetch - 1 <= after)
     urgent = {row for s in range(after + 1, step) for part in rows_by_step[s] for row in part}
     seen = list(dict.fromkeys(row for part in rows for row in part))
     homes = dict(zip(seen, layout.home(np.array(seen, np.int64)).tolist(), strict=True))
     by_home = [[row for row in seen if homes[row] == home] for home in range(world)]
     near = [[row for row in own if row in hot] for own in by_home]
     tail = [[row for row in own if row not in hot] for own in by_home]
-    fetched = {row for p in plans for row in p.fetch_rows.tolist()}
-    if config.hot is not None:
-        fetched |= {row for p in plans for row in p.shard.fetch_rows.tolist()}
+    parts = [part for plan in plans for part in (plan, plan.shard) if part is not None]
+    fetched = {row for part in parts for row in part.fetch_rows.tolist()}
     for rank, plan in enumerate(plans):
         check_plan_fully(plan, config.slots)
         named = set(rows[rank])
@@ -226,7 +224,7 @@ def check_step(
             assert [near[rank][i] for i in part] == [r for r in near[rank] if r in rows[source]]
         shard = plan.shard
         if shard is None:
-            assert config.hot is None and named <= hot
+            assert not sharding and named <= hot
             continue
         assert list(shard.counts) == [len(own) for own in mine]
         assert shard.distinct == sum(map(len, tail))

@@ -188,7 +188,6 @@ class Teacher:
         ids_variance = IDS_STD**2 * np.count_nonzero(self._scale) / count
         dense_variance = DENSE_STD**2 if norm > 0 else 0.0
         self._bias = _bias_for(BASE_RATE, float(np.sqrt(ids_variance + dense_variance)))
-        self._label_key = key_of(seed, 2)
 
     def probabilities(
         self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None, dense: np.ndarray
