@@ -51,7 +51,7 @@ from distcache.comm.rendezvous import Place
 from distcache.data.files import write_json
 from distcache.popularity.curve import TOP_SHARES, TableProfile, most_frequent
 from distcache.popularity.statistics import write_statistics
-from distcache.replay import Case, Outcome
+from distcache.replay import Outcome
 from distcache.trainer.prediction import Sizes
 from distcache.trainer.record import plain
 
@@ -648,10 +648,10 @@ def values(analysis: Analysis, advice: Advice) -> dict[str, Any]:
             "replayed_steps": analysis.prediction.recorded,
             "distinct_per_step_expected": counted.distinct_per_step(),
             "distinct_per_step_replayed": analysis.prediction.distinct_per_step,
-            "cases": [_estimate(estimate) for estimate in analysis.estimates],
+            "cases": [_outcome(estimate) for estimate in analysis.estimates],
         },
         "sizes": [
-            {"ratio": point.ratio, "bytes": point.bytes, **_estimate(point.estimate)}
+            {"ratio": point.ratio, "bytes": point.bytes, **_outcome(point.estimate)}
             | {"static_lookups": point.static, "static_distinct": point.static_distinct}
             for point in analysis.points
         ],
@@ -661,11 +661,9 @@ def values(analysis: Analysis, advice: Advice) -> dict[str, Any]:
 
 def outcome_values(outcomes: Sequence[Outcome], row_bytes: Sequence[int]) -> list[dict[str, Any]]:
     """Outcomes as JSON values."""
-    names = "steps refused hit_rate hit_rate_lookups ids lookups_hit distinct fetched written_back"
     return [
         {
-            **_case(outcome.case),
-            **{name: getattr(outcome, name) for name in f"{names} tight_steps seconds".split()},
+            **_outcome(outcome),
             "host_to_device_bytes": outcome.host_to_device_bytes(row_bytes),
             "device_to_host_bytes": outcome.device_to_host_bytes(row_bytes),
         }
@@ -673,16 +671,12 @@ def outcome_values(outcomes: Sequence[Outcome], row_bytes: Sequence[int]) -> lis
     ]
 
 
-def _estimate(estimate: Outcome) -> dict[str, Any]:
-    names = ("hit_rate", "hit_rate_lookups", "distinct", "fetched", "written_back")
-    counts = {name: None if estimate.refused else getattr(estimate, name) for name in names}
-    about = {"steps": estimate.steps, "refused": estimate.refused}
-    return _case(estimate.case) | about | counts
-
-
-def _case(case: Case) -> dict[str, Any]:
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    case, names = outcome.case, "steps refused hit_rate hit_rate_lookups ids lookups_hit distinct"
     policy = None if case.policy is None else vars(case.policy)
-    return vars(case) | {"label": case.label, "policy": policy}
+    about = vars(case) | {"label": case.label, "policy": policy}
+    more = "fetched written_back tight_steps seconds"
+    return about | {name: getattr(outcome, name) for name in f"{names} {more}".split()}
 
 
 _ROW_BYTES = 4

@@ -29,7 +29,7 @@ from distcache.cli.compose import Line, checked_config, compose_overrides, overr
 from distcache.cli.run import Table, draw, machine_text, run_job, tidy, train_command
 from distcache.comm.rendezvous import Place
 from distcache.config import option, rules_of
-from distcache.config.checks import at_least, one_of, refuse
+from distcache.config.checks import at_least, one_of, refuse_if
 from distcache.config.tree import Config, RunConfig
 from distcache.errors import ConfigError
 
@@ -127,15 +127,15 @@ def check_line(line: Line[CompareConfig]) -> None:
     own = line.values
     for key in ("parallel", "parallel.mode", "run.dir"):
         itself = f"{key}: a comparison sets {key} itself: use modes= and output="
-        refuse(key in line.given, itself)
+        refuse_if(key in line.given, itself)
     for mode in own.modes:
         one_of("modes", mode, list(VARIANTS))
         _check_free(mode, line.overrides)
     twice = f"modes={','.join(own.modes)} names a mode twice: use repeats=2"
-    refuse(len(set(own.modes)) < len(own.modes), twice)
+    refuse_if(len(set(own.modes)) < len(own.modes), twice)
     at_least("world_size", own.world_size, 1)
     at_least("repeats", own.repeats, 1)
-    refuse(not own.modes, "modes is empty: name at least one")
+    refuse_if(not own.modes, "modes is empty: name at least one")
 
 
 def _check_free(mode: str, overrides: Sequence[str]) -> None:
@@ -143,7 +143,7 @@ def _check_free(mode: str, overrides: Sequence[str]) -> None:
     for own in VARIANTS[mode]:
         key = own.partition("=")[0]
         for given in overrides:
-            refuse(
+            refuse_if(
                 given.partition("=")[0].lstrip("+") == key,
                 f"{given}: modes={mode} sets {key} itself: leave it out, or name the mode "
                 f"({VARIANTS[mode][0].partition('=')[2]}) in modes= instead of its layout",
@@ -181,7 +181,7 @@ def _check_different(configs: dict[str, Config]) -> None:
     for one, other in combinations(configs, 2):
         same = f"modes={one},{other} are one and the same configuration"
         how = "leave one of them out; repeats=2 runs it twice"
-        refuse(configs[one] == configs[other], f"{same}: {how}")
+        refuse_if(configs[one] == configs[other], f"{same}: {how}")
 
 
 def _taken(overrides: Sequence[str], modes: Sequence[str], mode: str) -> list[str]:

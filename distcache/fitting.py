@@ -15,7 +15,7 @@ from torch import nn
 
 from distcache.comm.agreement import agree_on, agree_on_versions, on_first, together
 from distcache.comm.world import World, close_world, current_world, open_world
-from distcache.config.checks import as_words, check_own, refuse
+from distcache.config.checks import as_words, check_own, refuse_if
 from distcache.config.keys import flat_settings
 from distcache.config.tree import Config
 from distcache.data.batch import Batch
@@ -206,7 +206,7 @@ def table_specs(tables: Sequence[Any]) -> list[TableSpec]:
             rows, dim = table.num_embeddings, table.embedding_dim
             table = TableSpec(table.name, rows, dim, features, str(pooling).lower())
         found.append(table)
-    refuse(not found, "tables is empty: give at least one table")
+    refuse_if(not found, "tables is empty: give at least one table")
     return found
 
 
@@ -235,13 +235,13 @@ def _check_own_keys(keys: Collection[str]) -> None:
     for key in sorted(keys):
         section = key.partition(".")[0]
         argument = f"settings[{key!r}]: give it as the argument {_ARGUMENTS.get(key)}="
-        refuse(key in _ARGUMENTS, argument)
-        refuse(
+        refuse_if(key in _ARGUMENTS, argument)
+        refuse_if(
             section == "model",
             f"settings[{key!r}] means nothing to a model of your own: leave it out (widths, rows "
             "and pooling are those of its tables)",
         )
-        refuse(
+        refuse_if(
             section == "data" and key not in _OF_LOADERS,
             f"settings[{key!r}] means nothing to batches of your own loader: leave it out (of "
             f"group data it knows {', '.join(_OF_LOADERS[:2])})",
@@ -258,7 +258,7 @@ def _check_without_batch(config: Config) -> None:
         "policy": ("static",),
     }
     for key, values in predicted.items():
-        refuse(
+        refuse_if(
             config.parallel.mode == "data" and getattr(cache, key) in values,
             f"cache.{key}={getattr(cache, key)} is decided by what a step is expected to need, "
             "and loaders do not say how large their batches are: give "
@@ -304,13 +304,13 @@ def fit(
     package versions, and DataError, with the way out.
     """
     specs, mapped = table_specs(tables), isinstance(settings or {}, Mapping)
-    refuse(not mapped, f"settings={settings!r} is no mapping of keys to values")
+    refuse_if(not mapped, f"settings={settings!r} is no mapping of keys to values")
     given = flat_settings(settings or {})
     config = own_config(parallel, optimizer, given, len(specs))
     local_size = world.local_size if world else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     check_own(config, local_size)
     lone = config.trainer.eval_every is not None and eval_loader is None
-    refuse(lone, "trainer.eval_every is set, but there is no eval_loader to evaluate on")
+    refuse_if(lone, "trainer.eval_every is set, but there is no eval_loader to evaluate on")
     features = [feature for spec in specs for feature in spec.features]
     ahead = most_ahead(config.cache)
     train = OwnBatches(loader, features, epochs, keep=ahead)

@@ -13,7 +13,7 @@ import numpy as np
 from distcache.cli.compose import Line
 from distcache.cli.run import progress_bar
 from distcache.config import option
-from distcache.config.checks import at_least, byte_count, one_of, refuse
+from distcache.config.checks import at_least, byte_count, one_of, refuse_if
 from distcache.config.tree import Config
 from distcache.errors import ConfigError, DataError
 from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy, auto_lookahead
@@ -84,14 +84,14 @@ class Options:
         except (ValueError, TypeError):
             share = 0.0
         how = "give auto, or a share of the steps above 0 and at most 1"
-        refuse(not 0 < share <= 1, f"analyze.sample={self.sample}: {how}")
+        refuse_if(not 0 < share <= 1, f"analyze.sample={self.sample}: {how}")
         return share
 
     @property
     def memory_bytes(self) -> int:
         """`memory` in bytes."""
         count = byte_count("analyze.memory", self.memory)
-        refuse(not count, f"analyze.memory={self.memory}: give bytes, such as 4000000000 or 4g")
+        refuse_if(not count, f"analyze.memory={self.memory}: give bytes, such as 4000000000 or 4g")
         return count
 
     @property
@@ -116,31 +116,31 @@ class AnalyzeConfig(Config):
 def check_line(line: Line[AnalyzeConfig]) -> None:
     """ConfigError, naming the key, for what makes no sense."""
     for key in ("run.dir", "parallel", "parallel.mode"):
-        refuse(key in line.given, f"{key}: nothing is trained here: leave it out")
+        refuse_if(key in line.given, f"{key}: nothing is trained here: leave it out")
     options = line.values.analyze
     wanted, how = options.target_hit_rate, "above 0 and below 1, such as 0.95"
     share = f"analyze.target_hit_rate={wanted}: give a share of the lookups {how}"
-    refuse(not 0 < wanted < 1, share)
+    refuse_if(not 0 < wanted < 1, share)
     for key, bound in (("replay", 1), ("ids_per_step", 0), ("trace_rows", 0)):
         at_least(f"analyze.{key}", getattr(options, key), bound)
     for key, bound in (("world_sizes", 1), ("lookaheads", 0)):
         given = getattr(options, key)
         wrong = given is not None and min(given, default=-1) < bound
-        refuse(wrong, f"analyze.{key}={given}: give numbers from {bound}")
+        refuse_if(wrong, f"analyze.{key}={given}: give numbers from {bound}")
     for size in options.sizes or ():
         wrong = size <= 0 or (size > 1 and size != int(size))
-        refuse(wrong, f"analyze.sizes={size}: give shares of the rows in (0, 1], or whole rows")
+        refuse_if(wrong, f"analyze.sizes={size}: give shares of the rows in (0, 1], or whole rows")
     trace, simulate = line.values.trace, line.values.simulate
     lone = f"trace={trace} is a trace to simulate: give simulate=true as well"
-    refuse(trace and not simulate, lone)
+    refuse_if(trace and not simulate, lone)
     for key in ("policies", "sizes", "lookaheads"):
-        refuse(
+        refuse_if(
             f"analyze.{key}" in line.given and not simulate,
             f"analyze.{key} says what simulate=true replays: give that as well, or leave "
             f"analyze.{key} out",
         )
     own = f"{next(iter(line.overrides), '')} speaks of a data source"
-    refuse(
+    refuse_if(
         trace and line.overrides,
         f"{own}, and trace={trace} takes its place: leave one of them out",
     )

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distcache.cli.run import INTERRUPTED, set_up_logging, take_over_ctrl_c
 from distcache.comm.rendezvous import Place
-from distcache.config.checks import as_words, check, refuse
+from distcache.config.checks import as_words, check, refuse_if
 from distcache.config.keys import (
     check_value,
     is_known,
@@ -134,7 +134,7 @@ def read_line(command: str, schema: type[T], arguments: Sequence[str]) -> Line[T
     for flag in arguments:
         name = flag.lstrip("-").partition("=")[0].replace("-", "_")
         own = flag.startswith("--") and name in own_keys(schema)
-        refuse(own, f"{flag}: write {name}=... (true, where it has no value)")
+        refuse_if(own, f"{flag}: write {name}=... (true, where it has no value)")
     typed = [_as_hydra(text, schema) for text in arguments]
     OmegaConf.register_new_resolver("own_keys", lambda: usage(schema), replace=True)
     config, before = None, sys.argv
@@ -213,7 +213,7 @@ def to_text(config: DictConfig) -> str:
     if unknown := unknown_keys(config):
         raise no_such_key(unknown)
     missing = sorted(OmegaConf.missing_keys(config))
-    refuse(missing, f"{', '.join(missing)}: a value is needed; give one or choose a group")
+    refuse_if(missing, f"{', '.join(missing)}: a value is needed; give one or choose a group")
     try:
         return OmegaConf.to_yaml(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -260,7 +260,7 @@ def _check_line(arguments: Sequence[str], schema: type = Config) -> None:
     """
     given = get_args_parser().parse_args(list(arguments))
     sweep = given.multirun or "hydra.mode=MULTIRUN" in arguments
-    refuse(sweep, "--multirun: distcache has no sweeps: start one command for each value")
+    refuse_if(sweep, "--multirun: distcache has no sweeps: start one command for each value")
     if given.help or given.hydra_help or given.shell_completion or given.info:
         return
     own = given.config_path or given.config_name or given.config_dir

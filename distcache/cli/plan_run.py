@@ -23,7 +23,7 @@ from distcache.cli.run import leave, run_job, set_up_logging, train_command
 from distcache.comm.rendezvous import find_place
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import option
-from distcache.config.checks import at_least, auto_or_count, byte_count, one_of, refuse
+from distcache.config.checks import at_least, auto_or_count, byte_count, one_of, refuse_if
 from distcache.config.tree import OptimConfig
 from distcache.cost.cluster import DEVICES, Cluster, Compute, Link, device_compute, parse_link
 from distcache.cost.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
@@ -188,7 +188,7 @@ def parse_request(line: Line[Options]) -> Request:
     memory = None if measured else int(DEVICES[options.device][0])
     if options.device_memory:
         memory = byte_count("device_memory", options.device_memory, kilo=1000)
-        refuse(
+        refuse_if(
             memory < _LEAST_MEMORY,
             f"device_memory={options.device_memory}: give bytes, at least {_LEAST_MEMORY:,.0f}, "
             "such as 80g",
@@ -196,7 +196,7 @@ def parse_request(line: Line[Options]) -> Request:
     if (rows := options.replicated_rows) is not None:
         known = isinstance(rows, dict) and all(type(count) is int for count in rows.values())
         how = "give the rows of each table, '{t_cat_0: 1000}'"
-        refuse(not known, f"replicated_rows={rows}: {how}")
+        refuse_if(not known, f"replicated_rows={rows}: {how}")
         rows = {str(name): count for name, count in rows.items()}
     sources, update = tuple(_sources(options, given)), row_update(options.optim.name, 0.0)
     links = [parse_link(key, getattr(options, key)) for key in ("inside", "between", "host")]
@@ -209,14 +209,14 @@ def _check_choices(options: Options, given: Collection[str]) -> None:
     choices = {"objective": OBJECTIVES, "state": _STATES, "device": list(DEVICES)}
     for key, words in choices.items():
         one_of(key, getattr(options, key), words)
-    refuse(
+    refuse_if(
         options.cache_rows and "cache_ratio" in given,
         f"cache_rows={options.cache_rows} and cache_ratio={options.cache_ratio} contradict each "
         "other: give one of them",
     )
     timed = ["host"] + ["inside"] * (options.measure_ranks > 1)  # one rank has no link to time
     for key in timed:
-        refuse(
+        refuse_if(
             options.measure and key in given,
             f"{key}={getattr(options, key)} and measure=true, which times this machine's: leave "
             "one out",
@@ -228,13 +228,13 @@ def _sources(options: Options, given: Collection[str]) -> list[TableSource]:
     rows = _sizes(options, given)
     if options.statistics:
         for key in ("zipf", "bag_size"):
-            refuse(
+            refuse_if(
                 key in given,
                 f"{key}={getattr(options, key)} and statistics={options.statistics}: the "
                 f"statistics say how rows are looked up: leave {key} out",
             )
         statistics = read_statistics(options.statistics, "statistics")
-        refuse(
+        refuse_if(
             rows and tuple(rows) != statistics.table_rows,
             f"statistics={options.statistics} are of tables with {list(statistics.table_rows)} "
             f"rows (fingerprint {statistics.fingerprint}), but {list(rows)} are asked for: count "
@@ -243,8 +243,8 @@ def _sources(options: Options, given: Collection[str]) -> list[TableSource]:
         dims = _each("width", options.width, len(statistics.tables), 1)
         return counted_sources(statistics, dims)
     ways = "statistics=<folder>, preset=criteo_kaggle, or table_rows=[1000,50]"
-    refuse(not rows, f"no tables: give {ways}")
-    refuse(min(rows) < 1, f"table_rows={list(rows)}: a table has at least 1 row")
+    refuse_if(not rows, f"no tables: give {ways}")
+    refuse_if(min(rows) < 1, f"table_rows={list(rows)}: a table has at least 1 row")
     least = {"width": 1, "bag_size": 0, "zipf": 0}
     each = [_each(key, getattr(options, key), len(rows), bound) for key, bound in least.items()]
     return zipf_sources(rows, *each)
@@ -254,7 +254,7 @@ def _sizes(options: Options, given: Collection[str]) -> tuple[int, ...]:
     if not options.preset:
         return tuple(options.table_rows or ())
     sizes = f"preset={options.preset} and table_rows={options.table_rows}"
-    refuse("table_rows" in given, f"{sizes}: give one of them")
+    refuse_if("table_rows" in given, f"{sizes}: give one of them")
     known = {f"criteo_{name}": rows for name, rows in TABLES.items()}
     one_of("preset", options.preset, list(known))
     return known[options.preset]
@@ -262,11 +262,11 @@ def _sizes(options: Options, given: Collection[str]) -> tuple[int, ...]:
 
 def _each(key: str, values: Sequence[Any], count: int, least: int) -> list[Any]:
     """One value for each of `count` tables, all of them at least `least`."""
-    refuse(
+    refuse_if(
         len(values) not in (1, count),
         f"{key} has {len(values)} entries for {count} tables: give one for all, or one each",
     )
-    refuse(min(values) < least, f"{key}={min(values)}: give at least {least}")
+    refuse_if(min(values) < least, f"{key}={min(values)}: give at least {least}")
     return list(values) * (count if len(values) == 1 else 1)
 
 

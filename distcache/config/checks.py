@@ -28,6 +28,11 @@ def refuse(found: Refusals) -> None:
             raise ConfigError(text)
 
 
+def refuse_if(wrong: object, text: str) -> None:
+    """Raise ConfigError with `text` where something is `wrong`."""
+    refuse({text: wrong})
+
+
 # -----------------------------------------------------------------------------
 # Rules of one value, of which most stand beside its field in the tree.
 

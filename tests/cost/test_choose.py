@@ -41,14 +41,6 @@ def test_mixed_lies_between_its_ends() -> None:
     assert some == sorted(some)
 
 
-def test_replication_never_wins_on_bytes() -> None:
-    for world in (2, 4, 16):
-        found = choose_placement(demand(world), cluster(world), settings(4000), "bytes")
-        assert found.placement == SHARDED and found.replicated_rows == {}
-        costs = [p.collective_bytes for p in found.predictions if p.refused is None]
-        assert costs[0] == min(costs)
-
-
 def test_the_choice_has_the_least_predicted_time() -> None:
     """And says so, with three digits of each placement's time."""
     for latency in (1e-7, 1e-2):  # a slow start favours what exchanges less often
