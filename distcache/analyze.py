@@ -16,7 +16,6 @@ import logging
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +41,7 @@ from distcache.cli.run import (
     draw,
     human_bytes,
     open_folder,
+    output_folder,
     percent,
     plain_numbers,
     tidy,
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(line: Line[AnalyzeConfig], command: Sequence[str]) -> int:
     """Find everything out, write and say it."""
     check_line(line)
-    output = Path(line.values.output or f"runs/analyze-{datetime.now():%Y-%m-%d_%H-%M-%S}")
+    output = output_folder(line.values.output, "runs/analyze-")
     open_folder(output, "output")
     make = _simulation if line.values.trace else _analysis
     text, stopped_by = make(line, output, command)
@@ -195,10 +195,8 @@ def prediction_table(analysis: Analysis) -> Table:
     prediction, expected = analysis.prediction, analysis.counted.distinct_per_step()
     how = f"all {prediction.steps:,} steps were replayed"
     if prediction.recorded < prediction.steps:
-        how = (
-            f"the first {prediction.recorded:,} of {prediction.steps:,} steps were replayed, and "
-            "the rest taken to go on as the last quarter of them"
-        )
+        part = f"the first {prediction.recorded:,} of {prediction.steps:,} steps were replayed"
+        how = f"{part}, and the rest taken to go on as the last quarter of them"
     table = Table.of(
         "What training will measure with this configuration",
         "`hit_rate_lookups` and `hit_rate` (of distinct rows) of `summary.json`; distinct rows per "
@@ -536,19 +534,14 @@ def _report(analysis: Analysis, out: Path, command: Sequence[str]) -> str:
         "misses": draw(out / "misses.png", (9, 7), plot_misses, *misses),
         "drift": bool(parted) and draw(out / "drift.png", (13, 6), plot_drift, parted),
     }
-    advice = advise(analysis)
-    tables = [
-        access_table(profiles),
-        use_table(profiles, analysis.options.world_sizes, advice.table_rows),
-        prediction_table(analysis),
-        # Not those sizes that the search only passed by.
-        size_table(
-            [p for p in analysis.points if p.ratio in GRID or p is analysis.target.point],
-            analysis.sizes,
-        ),
-    ]
+    advice, sizes = advise(analysis), analysis.sizes
+    tables = [access_table(profiles)]
+    tables.append(use_table(profiles, analysis.options.world_sizes, advice.table_rows))
+    # Not those sizes that the search only passed by.
+    shown = [p for p in analysis.points if p.ratio in GRID or p is analysis.target.point]
+    tables += [prediction_table(analysis), size_table(shown, sizes)]
     if analysis.simulated:
-        tables.append(simulation_table(analysis.simulated, analysis.sizes.row_bytes))
+        tables.append(simulation_table(analysis.simulated, sizes.row_bytes))
     parts = ["## Advice", advice.text, "```\n" + "\n".join(advice.paste) + "\n```"]
     parts += ["## What was read", read_text(analysis), *(table.section for table in tables)]
     parts += [f"![{name}]({name}.png)" for name, drawn in pictures.items() if drawn]
@@ -598,20 +591,16 @@ def terminal(analysis: Analysis, advice: Advice) -> str:
     """A short table and the advice."""
     pairs = list(zip(analysis.counted.profiles, advice.table_rows, strict=True))
     largest = sorted(range(len(pairs)), key=lambda table: -pairs[table][0].counts.rows)[:_SHOWN]
-    table = Table.of(
-        "",
-        "",
-        [
-            ("table", lambda pair: pair[0].counts.table),
-            ("rows", lambda pair: f"{pair[0].counts.rows:,}"),
-            ("lookups", lambda pair: f"{pair[0].counts.lookups:,}"),
-            ("top 1 %", lambda pair: percent(pair[0].top(0.01), 1)),
-            ("top 10 %", lambda pair: percent(pair[0].top(0.1), 1)),
-            ("distinct/batch", lambda pair: f"{pair[0].distinct_per_batch():,.0f}"),
-            ("cache rows", lambda pair: f"{pair[1]:,}"),
-        ],
-        [pairs[table] for table in sorted(largest)],
-    )
+    columns = [
+        ("table", lambda pair: pair[0].counts.table),
+        ("rows", lambda pair: f"{pair[0].counts.rows:,}"),
+        ("lookups", lambda pair: f"{pair[0].counts.lookups:,}"),
+        ("top 1 %", lambda pair: percent(pair[0].top(0.01), 1)),
+        ("top 10 %", lambda pair: percent(pair[0].top(0.1), 1)),
+        ("distinct/batch", lambda pair: f"{pair[0].distinct_per_batch():,.0f}"),
+        ("cache rows", lambda pair: f"{pair[1]:,}"),
+    ]
+    table = Table.of("", "", columns, [pairs[table] for table in sorted(largest)])
     lines = [table.aligned, "", read_text(analysis), "", advice.text, ""]
     if analysis.simulated:
         lines += [simulation_table(analysis.simulated, analysis.sizes.row_bytes).aligned, ""]

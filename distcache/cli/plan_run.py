@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from distcache.cli.compose import Line
-from distcache.cli.run import leave, run_job, set_up_logging, train_command
+from distcache.cli.run import leave, output_folder, run_job, set_up_logging, train_command
 from distcache.comm.rendezvous import find_place
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import option
@@ -200,8 +199,8 @@ def parse_request(line: Line[Options]) -> Request:
         rows = {str(name): count for name, count in rows.items()}
     sources, update = tuple(_sources(options, given)), row_update(options.optim.name, 0.0)
     links = [parse_link(key, getattr(options, key)) for key in ("inside", "between", "host")]
-    output = options.output or f"runs/plan-{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    return Request(options, sources, update, *links, memory, rows, Path(output))
+    output = output_folder(options.output, "runs/plan-")
+    return Request(options, sources, update, *links, memory, rows, output)
 
 
 def _check_choices(options: Options, given: Collection[str]) -> None:

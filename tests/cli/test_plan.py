@@ -112,9 +112,6 @@ def test_statistics_are_as_good_as_the_law(tmp_path: Path, capsys: pytest.Captur
     by_counts = asked(run(tmp_path / "b", known, *rest, "lookahead=8"))
     for key in ("rank_rows", "world_rows"):
         assert by_counts["sharded"][key] == pytest.approx(by_law["sharded"][key], rel=0.01)
-    for name in ("sharded", "table_wise"):  # replicated ones also send what the cache misses
-        law, counted = by_law[name]["collective_bytes"], by_counts[name]["collective_bytes"]
-        assert counted == pytest.approx(law, rel=0.01)
     law, counted = by_law["replicated"]["hit_rate"], by_counts["replicated"]["hit_rate"]
     assert law < counted < law + 0.05  # sorting a sample's counts makes them look steeper
     for line in (tmp_path / "b/overrides.txt").read_text().splitlines():
@@ -159,9 +156,7 @@ TABLE = " ".join(SMALL)
         (f"{TABLE} cache_rows=4 cache_ratio=0.1", "cache_rows=4 and cache_ratio=0.1 contradict"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture, arguments: str, said: str
-) -> None:
+def test_what_makes_no_sense_is_refused(tmp_path, capsys, arguments: str, said: str) -> None:
     assert main([*arguments.split(), f"output={tmp_path / 'new'}"]) == 1
     assert said in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

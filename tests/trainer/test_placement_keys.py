@@ -208,13 +208,14 @@ def test_a_cluster_that_is_not_the_running_world_is_refused(tmp_path) -> None:
         for path in (other, nodes, broken, tmp_path / "none.json", words, less)
     ]
     for errors in run_ranks(resolved, 2, cases):
-        assert "has world_size=8, but 2 ranks run" in errors[0]
-        assert "nodes=2 of 1 ranks, but 2 ranks run on each node: describe nodes=1" in errors[1]
+        assert "has world_size=8 on nodes=1, but 2 ranks run" in errors[0]
+        said = "nodes=2, but 2 ranks run on the nodes: describe world_size=2 and nodes=1"
+        assert said in errors[1]
         assert (
             "inside.bandwidth=0.0: it must be above 0" in errors[2] and "cache.cluster" in errors[2]
         )
         assert "none.json: cannot be read" in errors[3]
-        assert "words.json: host.bandwidth=fast is no number" in errors[4]
+        assert "words.json: host.bandwidth=fast is not a number" in errors[4]
         assert "less.json: inside is missing: give the cluster.json" in errors[5]
     assert read_cluster(tmp_path) == Cluster(8, Link(1e9), Link(1e9))
 
