@@ -109,7 +109,7 @@ def agree(place: Place, store: dist.Store | None, timeout_s: float = TIMEOUT_S) 
 
 def run(config: Config, place: Place, store: dist.Store | None, given: Collection[str] = ()) -> int:
     """Train with a checked configuration, which sets the `given` keys; this rank's exit code."""
-    # Imported here: `--help`, `--cfg job` and the parent of a sweep need no trainer.
+    # Imported here: `--help` and `--cfg job` need no trainer.
     from distcache.trainer.build import compute_threads
     from distcache.trainer.checkpoint import check_run_folder
     from distcache.trainer.trainer import train
