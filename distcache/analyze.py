@@ -111,7 +111,7 @@ def access_table(profiles: Sequence[TableProfile]) -> Table:
 
     def zipf(profile: TableProfile) -> str:
         fit = profile.fit
-        if profile.alike:
+        if profile.curve.alike:
             return "alike"
         if fit.exponent is None or fit.error is None:
             return "-"
@@ -127,7 +127,7 @@ def access_table(profiles: Sequence[TableProfile]) -> Table:
             ("table", lambda p: p.counts.table),
             ("rows", lambda p: f"{p.counts.rows:,}"),
             ("lookups", lambda p: f"{p.counts.lookups:,}"),
-            ("distinct", lambda p: f"{'~' if p.distinct_error else ''}{p.counts.distinct:,}"),
+            ("distinct", lambda p: f"{p.counts.distinct:,}"),
             *((f"top {100 * share:g} %", partial(top, share)) for share in TOP_SHARES),
             ("Zipf", zipf),
         ],
@@ -297,6 +297,7 @@ def advise(analysis: Analysis) -> Advice:
         f"{human_bytes(saved)}, {saved / sizes.bytes:.1%}."
     )
     parts += _beside(target, sizes, analysis.prediction.distinct_per_step)
+    parts += holds_that_bind([point.estimate, *analysis.simulated])
     if share > _MOSTLY:
         parts.append("That saves little: the lookups are spread over most of the rows.")
     rows = [0] * len(profiles)  # of each table if each group's slots hold its most frequent rows
@@ -335,6 +336,33 @@ def _beside(target: Target, sizes: Sizes, distinct: float) -> list[str]:
     return parts
 
 
+_LARGE_STEP = 0.25
+"""Share of the slots that a step's rows take from which on the holds of P + 1 steps bind."""
+
+
+def holds_that_bind(outcomes: Sequence[Outcome]) -> list[str]:
+    """What to say of slots so few that holding those of the P + 1 steps on their way costs fetches
+    at any window (measured in docs/results/policies.md): once for each number of slots."""
+    said: dict[int, str] = {}
+    for outcome in outcomes:
+        case, slots = outcome.case, sum(outcome.case.slots)
+        if (
+            outcome.refused
+            or case.policy is None
+            or not (case.policy.uses_window and case.prefetch)
+        ):
+            continue
+        shares = zip(outcome.groups, case.slots, strict=True)
+        share = max(group.distinct / (room * outcome.steps) for group, room in shares)
+        if share >= _LARGE_STEP:
+            said[slots] = (
+                f"With {slots:,} slots a step's rows are {share:.0%} of them, and the holds of "
+                "moving ahead bind: no deeper window fetches less. More slots do, or "
+                "cache.prefetch=0, where rows move between the steps."
+            )
+    return list(said.values())
+
+
 def _reach(target: Target) -> str:
     """Which rate is reached, and why not the one that was wanted."""
     point, whole = target.point, target.whole
@@ -359,7 +387,7 @@ def _reach(target: Target) -> str:
 
 def _alike(profiles: Sequence[TableProfile]) -> list[str]:
     """Why a cache will not help, where most rows are in tables without hot rows."""
-    tables = [profile for profile in profiles if profile.alike]
+    tables = [profile for profile in profiles if profile.curve.alike]
     rows = sum(profile.counts.rows for profile in tables)
     share = rows / sum(profile.counts.rows for profile in profiles)
     if share <= _MOSTLY:
@@ -558,7 +586,7 @@ def _leave(out: Path, command: Sequence[str], parts: Sequence[str], values: dict
 
 
 def read_text(analysis: Analysis) -> str:
-    """What was counted, in which order, how well, in how much memory."""
+    """What was counted, in which order."""
     counted = analysis.counted
     text = (
         f"{counted.samples:,} samples in {counted.steps:,} of {counted.all_steps:,} training steps "
@@ -568,23 +596,7 @@ def read_text(analysis: Analysis) -> str:
         text += "; the reading was stopped, so this speaks of the first part of the data alone"
     parts = max((len(profile.drift.own) for profile in counted.profiles), default=0)
     order = "in the order of the files" if analysis.files_order else "in the order of training"
-    text += f". They were read {order}, in {parts} parts. "
-    memory = human_bytes(sum(profile.count_bytes for profile in counted.profiles))
-    if not (sketched := [p for p in counted.profiles if not p.exact]):
-        return f"{text}Every row was counted exactly, in {memory}."
-    worst = max(sketched, key=lambda p: p.counts.error / max(p.counts.lookups, 1))
-    text += (
-        f"Counts took {memory} (analyze.memory={analysis.options.memory}), so "
-        f"{len(sketched)} table(s) were counted with a frequent-items sketch: a count of "
-        f"{worst.counts.table} is at most {worst.counts.error:,} too small (of "
-        f"{worst.counts.lookups:,} lookups), those of the other tables less; rows that it does not "
-        "hold share the rest evenly. So these tables look flatter than they are: shares of the "
-        "most frequent rows are at least, distinct rows per batch at most those shown. "
-    )
-    if not (guessed := [p.distinct_error for p in sketched if p.distinct_error]):
-        return f"{text}Distinct rows are exact."
-    how = f"estimates (linear counting, standard error {guessed[0]:.2%})"
-    return f"{text}Distinct rows of {len(guessed)} table(s) are {how}."
+    return f"{text}. They were read {order}, in {parts} parts. Every row was counted."
 
 
 def terminal(analysis: Analysis, advice: Advice) -> str:
@@ -618,7 +630,6 @@ def values(analysis: Analysis, advice: Advice) -> dict[str, Any]:
             **{name: getattr(counted, name) for name in read},
             "stopped": counted.stopped_by is not None,
             "in_order_of_files": analysis.files_order,
-            "count_bytes": sum(profile.count_bytes for profile in counted.profiles),
         },
         "tables": [profile.values(worlds) for profile in counted.profiles],
         "advice": {
@@ -683,13 +694,15 @@ def _simulation(
         "one float32 element of each row."
     )
     drawn = draw(out / "misses.png", (9, 7), plot_misses, trace.rows, outcomes)
-    parts = ["# A simulated trace", read, table.section, *(["![misses](misses.png)"] * drawn)]
+    said = holds_that_bind(outcomes)
+    parts = ["# A simulated trace", read, table.section, *said]
+    parts += ["![misses](misses.png)"] * drawn
     record = {
         "read": {"ids": trace.ids, "steps": trace.steps, "rows": trace.rows},
         "simulated": outcome_values(outcomes, [_ROW_BYTES]),
     }
     _leave(out, command, parts, record)
-    return f"{read}\n\n{table.aligned}\n", None
+    return "\n\n".join([read, table.aligned, *said]) + "\n", None
 
 
 if __name__ == "__main__":

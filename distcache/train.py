@@ -90,7 +90,7 @@ def agree(place: Place, store: dist.Store | None, timeout_s: float = TIMEOUT_S) 
         return Composed(**receive(store, timeout_s))
     composed, agreed = Composed(None, 1), Composed(None, 1)
     try:
-        composed = compose_command_line()
+        composed = compose_command_line(place)
         if composed.text is not None:
             checked_config(composed.text, place)
         agreed = composed

@@ -13,11 +13,11 @@ import numpy as np
 from distcache.cli.compose import Line
 from distcache.cli.run import progress_bar
 from distcache.config import option
-from distcache.config.checks import at_least, byte_count, one_of, refuse_if
+from distcache.config.checks import at_least, one_of, refuse_if
 from distcache.config.tree import Config
 from distcache.errors import ConfigError, DataError
 from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy, auto_lookahead
-from distcache.popularity.curve import StaticSet, StepCurves, TableProfile
+from distcache.popularity.curve import StaticSet, TableProfile
 from distcache.popularity.slots import BY_CURVE
 from distcache.replay import Case, Outcome, Popularity, popularity_of, replay
 from distcache.trace import Trace, read_steps, record_ids
@@ -56,7 +56,6 @@ class Options:
         "share of the training steps to count, in (0, 1]; auto: all, or as many as have 300 M "
         "lookups, but 1 to 10 %",
     )
-    memory: str = option("4g", "bytes for counts; below 8 per row, large tables are sketched")
     replay: int = option(20_000_000, "lookups of the run that are replayed through the planner")
     world_sizes: list[int] = option([1], "ranks; the advice is for the first")
     policies: list[str] = option(
@@ -86,13 +85,6 @@ class Options:
         how = "give auto, or a share of the steps above 0 and at most 1"
         refuse_if(not 0 < share <= 1, f"analyze.sample={self.sample}: {how}")
         return share
-
-    @property
-    def memory_bytes(self) -> int:
-        """`memory` in bytes."""
-        count = byte_count("analyze.memory", self.memory)
-        refuse_if(not count, f"analyze.memory={self.memory}: give bytes, such as 4000000000 or 4g")
-        return count
 
     @property
     def chosen_policies(self) -> list[Policy]:
@@ -144,7 +136,7 @@ def check_line(line: Line[AnalyzeConfig]) -> None:
         trace and line.overrides,
         f"{own}, and trace={trace} takes its place: leave one of them out",
     )
-    _ = options.share, options.memory_bytes, options.chosen_policies
+    _ = options.share, options.chosen_policies
 
 
 def policy_named(name: str) -> Policy:
@@ -305,7 +297,7 @@ class SizeSearch:
         for members in sizes.members:
             pairs = [(profiles[table].curve, profiles[table].batch_lookups) for table in members]
             curves, lookups = zip(*pairs, strict=True)
-            self._static.append(StaticSet.of(StepCurves(curves, lookups)))
+            self._static.append(StaticSet.of(curves, lookups))
         self._known: dict[tuple[int, ...], SizePoint] = {}
 
     def at(self, ratio: float) -> SizePoint:
@@ -397,7 +389,7 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
     schedule = make_schedule(source, 0, want.steps, want.eval_every, want.eval_steps)
     run_steps = schedule.steps or 0
     steps = source.steps_per_epoch or run_steps
-    counted = count_source(checked, steps, options.share, options.memory_bytes, progress_bar)
+    counted = count_source(checked, steps, options.share, progress_bar)
     sizes = Sizes(tables, request_of(config), counted.statistics)
     most = min(options.replay, counted.lookups) if counted.stopped_by else options.replay
     with progress_bar("record", None, "step") as bar, StopRequest() as stop:

@@ -17,10 +17,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from distcache.cli.run import INTERRUPTED, set_up_logging, take_over_ctrl_c
+from distcache.cli.run import (
+    INTERRUPTED,
+    run_job,
+    set_up_logging,
+    take_over_ctrl_c,
+    train_command,
+)
 from distcache.comm.rendezvous import Place
 from distcache.config.checks import as_words, check, refuse_if
 from distcache.config.keys import (
@@ -64,42 +71,56 @@ class Composed:
     """What came of the command line.
 
     `text`: the whole config tree as YAML, or None where there is nothing to run (`--help`,
-    `--cfg job`, an error); then `exit_code` says how every rank ends.
+    `--cfg job`, a sweep, an error); then `exit_code` says how every rank ends.
     """
 
     text: str | None
     exit_code: int = 0
 
 
-def compose_command_line() -> Composed:
-    """Run Hydra over `sys.argv`; SystemExit for errors that it has printed. Raises ConfigError."""
-    config = _run_hydra("train", Config, sys.argv[1:])
-    return Composed(None if config is None else to_text(config))
+def compose_command_line(place: Place) -> Composed:
+    """Run Hydra over `sys.argv`; SystemExit for errors that Hydra has printed.
+
+    Raises ConfigError for a sweep under several ranks. A sweep of one rank runs here, each job in
+    fresh processes.
+    """
+    if asks_for_sweep(sys.argv[1:]):
+        _check_sweep(place, sys.argv[1:])
+    _check_line(sys.argv[1:])
+    _store(Config, "config")
+    configs: list[DictConfig] = []
+    codes: list[int] = []
+
+    def task(config: DictConfig) -> None:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            _check_alone(place.world_size)
+            codes.append(_run_sweep_job(config))
+        else:
+            configs.append(config)
+
+    _run_hydra("train", task)
+    return Composed(to_text(configs[0])) if configs else Composed(None, int(any(codes)))
 
 
-def _store(schema: type, command: str) -> None:
+def _store(schema: type, name: str) -> None:
     """Make a tree known to Hydra, which then checks every key and type against it."""
-    name = "config" if schema is Config else command
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
 
 
-def _run_hydra(command: str, schema: type, arguments: Sequence[str]) -> DictConfig | None:
-    """Run Hydra over `arguments`, which are the process's own, with `conf/<command>.yaml` over the
-    tree `schema`; None where that composes nothing.
+def _run_hydra(command: str, task: Callable[[DictConfig], None]) -> None:
+    """Run Hydra over `sys.argv` with `conf/<command>.yaml`.
 
     What it sets up for its own messages, through which libraries would speak, is taken back unless
     the user has chosen a logging of Hydra's.
     """
-    _check_line(arguments, schema)
-    _store(schema, command)
-    root, asked, found = logging.getLogger(), [], list[DictConfig]()
+    root, asked = logging.getLogger(), []
     level, handlers = root.level, list(root.handlers)
 
     def run(config: DictConfig) -> None:
         settings = HydraConfig.get()
         chosen = settings.runtime.choices.get("hydra/job_logging") != "none"
         asked.append(bool(settings.verbose) or chosen)
-        found.append(config)
+        task(config)
 
     try:
         # Hydra's decorator is applied here so that importing this module touches no configuration.
@@ -108,7 +129,6 @@ def _run_hydra(command: str, schema: type, arguments: Sequence[str]) -> DictConf
         if not any(asked):
             root.setLevel(level)
             root.handlers[:] = handlers
-    return found[0] if found else None
 
 
 T = TypeVar("T")
@@ -131,24 +151,28 @@ def read_line(command: str, schema: type[T], arguments: Sequence[str]) -> Line[T
     Own lists may be typed without brackets, own texts as they are. Raises ConfigError, SystemExit
     for errors that Hydra has printed.
     """
+    refuse_if(asks_for_sweep(arguments), "--multirun: only distcache.train has sweeps")
     for flag in arguments:
         name = flag.lstrip("-").partition("=")[0].replace("-", "_")
         own = flag.startswith("--") and name in own_keys(schema)
         refuse_if(own, f"{flag}: write {name}=... (true, where it has no value)")
     typed = [_as_hydra(text, schema) for text in arguments]
+    _check_line(typed, schema)
+    _store(schema, command)
     OmegaConf.register_new_resolver("own_keys", lambda: usage(schema), replace=True)
-    config, before = None, sys.argv
+    configs: list[DictConfig] = []
+    before = sys.argv
     sys.argv = [command, *typed]
     try:
-        config = _run_hydra(command, schema, typed)
+        _run_hydra(command, configs.append)
     except SystemExit as stop:
         if stop.code:
             raise
     finally:
         sys.argv = before
-    if config is None:
+    if not configs:
         return None
-    values = OmegaConf.to_object(config)
+    values = OmegaConf.to_object(configs[0])
     own, overrides = own_keys(schema), get_args_parser().parse_args(typed).overrides
     theirs = [text for text in overrides if text.lstrip("+").partition("=")[0] not in own]
     return Line(values, frozenset(given_keys(typed)), tuple(theirs))  # type: ignore[arg-type]
@@ -196,7 +220,7 @@ def _as_hydra(text: str, schema: type) -> str:
 def compose_overrides(overrides: Sequence[str]) -> str:
     """Compose without a command line; the config tree as YAML. Raises ConfigError."""
     _check_keys(overrides)
-    _store(Config, "train")
+    _store(Config, "config")
     try:
         with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
             return to_text(hydra.compose("train", overrides=list(overrides)))
@@ -240,10 +264,28 @@ def checked_config(text: str, place: Place) -> Config:
     return config
 
 
+def asks_for_sweep(arguments: Sequence[str]) -> bool:
+    """Whether Hydra would read a command line as a sweep."""
+    flags = [argument for argument in arguments if argument.startswith("-")]
+    long = [flag for flag in flags if len(flag) > 3 and "--multirun".startswith(flag)]
+    return bool(long) or "-m" in flags or "hydra.mode=MULTIRUN" in arguments
+
+
 def override(key: str, value: object) -> str:
     """A Hydra override whose value is taken as it is, whatever signs it holds."""
     text = str(value).replace("\\", "\\\\").replace("'", "\\'")
     return f"{key}='{text}'"
+
+
+def _check_alone(world_size: int) -> None:
+    """Raise ConfigError for `--multirun` under torchrun."""
+    refuse_if(
+        world_size > 1,
+        f"--multirun under torchrun would start every job of the sweep in each of {world_size} "
+        "ranks: run `python -m distcache.train --multirun "
+        f"run.sweep_ranks={world_size} key=a,b ...` without torchrun; it starts each job with "
+        "that many ranks, one job after the other",
+    )
 
 
 def given_keys(arguments: Sequence[str]) -> set[str]:
@@ -253,18 +295,41 @@ def given_keys(arguments: Sequence[str]) -> set[str]:
     return {given.key_or_group for given in parsed}
 
 
-def _check_line(arguments: Sequence[str], schema: type = Config) -> None:
-    """`_check_keys` for a command line, unless it asks for something that composes nothing.
+def _check_sweep(place: Place, arguments: Sequence[str]) -> None:
+    """Raise ConfigError for a sweep under several ranks, or into one folder."""
+    _check_alone(place.world_size)
+    for argument in arguments:
+        one = f"{argument} in a sweep would put all jobs into one folder"
+        how = "name the folder of the sweep with hydra.sweep.dir=<folder>"
+        refuse_if(argument.startswith("run.dir="), f"{one}: {how}")
 
-    Raises ConfigError for a sweep: every rank would run all of it.
-    """
+
+def _run_sweep_job(config: DictConfig) -> int:
+    """Run one job of a sweep in fresh processes; its exit code."""
+    settings = HydraConfig.get()
+    # The job itself checks its configuration: the parent never looks at a device.
+    folder = Path(settings.runtime.output_dir)
+    flags, ranks = _config_flags(sys.argv[1:]), int(config.run.sweep_ranks)
+    arguments = [*flags, *settings.overrides.task, override("run.dir", folder)]
+    code = run_job(train_command(ranks, arguments), ranks)
+    if code:
+        log.error("job %s of the sweep ended with exit code %d: %s", settings.job.num, code, folder)
+    return code
+
+
+def _config_flags(arguments: Sequence[str]) -> list[str]:
+    """The flags of a command line that say where configuration lies."""
     given = get_args_parser().parse_args(list(arguments))
-    sweep = given.multirun or "hydra.mode=MULTIRUN" in arguments
-    refuse_if(sweep, "--multirun: distcache has no sweeps: start one command for each value")
+    values = {name: getattr(given, f"config_{name}") for name in ("path", "name", "dir")}
+    return [f"--config-{name}={value}" for name, value in values.items() if value is not None]
+
+
+def _check_line(arguments: Sequence[str], schema: type = Config) -> None:
+    """`_check_keys` for a command line, unless it asks for something that composes nothing."""
+    given = get_args_parser().parse_args(list(arguments))
     if given.help or given.hydra_help or given.shell_completion or given.info:
         return
-    own = given.config_path or given.config_name or given.config_dir
-    _check_keys(given.overrides, own is not None, schema)
+    _check_keys(given.overrides, bool(_config_flags(arguments)), schema)
 
 
 def _check_keys(overrides: Sequence[str], own_groups: bool = False, schema: type = Config) -> None:

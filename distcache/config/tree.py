@@ -267,6 +267,8 @@ class RunConfig:
     """Write `model/` at the end (always on Ctrl-C and on a non-finite loss)."""
     digest: str = choice("auto", "true", "false")
     """SHA-256 over the final state: `true`, `false`, or `auto` (tables of at most 4 GiB)."""
+    sweep_ranks: int = least(1, 1)
+    """Ranks of each job of a `--multirun` sweep, all on this machine."""
 
 
 @dataclass

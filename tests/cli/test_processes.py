@@ -14,7 +14,16 @@ import pytest
 from launching import environment, run
 
 from distcache.cli import run as module
-from distcache.cli.run import commit, descendants, job_environment, run_job, stop_job, train_command
+from distcache.cli.run import (
+    commit,
+    descendants,
+    describe_environment,
+    job_environment,
+    run_job,
+    set_up_logging,
+    stop_job,
+    train_command,
+)
 
 
 def test_commands():
@@ -124,7 +133,7 @@ def test_the_commit_of_a_checkout(tmp_path, monkeypatch):
 
 
 def test_hardware_and_versions():
-    found = module.describe_environment(3)
+    found = describe_environment(3)
     hardware, versions = found["hardware"], found["versions"]
     assert hardware["cpu"] and hardware["cores"] >= 1 and hardware["memory_bytes"] > 2**20
     assert versions["torch"] and versions["numpy"] and versions["python"] and found["command"]
@@ -137,7 +146,7 @@ def speak(capsys):
     before, level, passes = list(logger.handlers), logger.level, logger.propagate
 
     def spoken(*setting: object) -> tuple[list[str], list[str]]:
-        module.set_up_logging(*setting)
+        set_up_logging(*setting)
         for word in ("debug", "info", "warning", "error"):
             getattr(logging.getLogger("distcache.some.module"), word)("a %s", word)
         said = capsys.readouterr()

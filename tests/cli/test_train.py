@@ -1,4 +1,4 @@
-"""The main command with a stand-in for the trainer: one rank, and several."""
+"""The main command with a stand-in for the trainer: one rank, several, and the jobs of a sweep."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launching import STUB, Forked, environment, train
+from launching import CHECKOUT, STUB, Forked, environment, train
 from omegaconf import OmegaConf
 from ranks import free_port
 
 from distcache import train as entry
-from distcache.cli.compose import compose_command_line, compose_overrides, to_config
+from distcache.cli import compose
+from distcache.cli.compose import asks_for_sweep, compose_overrides, to_config
 from distcache.comm.rendezvous import Place
 from distcache.errors import ConfigError, DataError
 
@@ -84,7 +85,7 @@ def test_another_run_is_overwritten_only_where_that_is_meant(tmp_path):
 def test_whatever_happens_to_rank_0_is_published(monkeypatch, error, code):
     published = []
 
-    def fail() -> None:
+    def fail(place: Place) -> None:
         raise error
 
     monkeypatch.setattr(entry, "compose_command_line", fail)
@@ -116,6 +117,7 @@ def test_ranks_have_one_folder_and_one_configuration(tmp_path):
         ("--cfg job cache.rows=77", 0, "rows: 77"),
         ("cache.row=5", 1, "cache.row"),
         pytest.param("cache.ratio=7", 1, "cache.ratio=7", marks=pytest.mark.slow),
+        pytest.param("--multirun optim=sgd,adam", 1, "sweep_ranks=2", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_without_a_run_end_at_once(tmp_path, arguments, code, said):
@@ -169,10 +171,64 @@ def test_ranks_that_only_their_environment_brings_together(tmp_path, words, size
     assert (tmp_path / "run" / "rank1.json").exists() is runs
 
 
-@pytest.mark.parametrize("line", ["--multirun a=1", "-m a=1", "--multi a=1", "hydra.mode=MULTIRUN"])
-def test_sweeps_are_refused(monkeypatch, tmp_path, line):
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    """Run `--multirun` with jobs that use the stand-in trainer; (exit code, commands)."""
+    commands = []
+
+    def command(ranks, arguments):
+        commands.append((ranks, list(arguments)))
+        return [sys.executable, STUB, *arguments]
+
+    monkeypatch.setattr(compose, "train_command", command)
+    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, list]:
+        monkeypatch.setattr(sys, "argv", ["train", "--multirun", *arguments])
+        return entry.main(), commands
+
+    return run
+
+
+def test_each_job_has_its_folder_and_processes(sweep, tmp_path):
+    code, commands = sweep("trainer.seed=0,1", "optim=adam", "hydra.sweep.dir=all")
+    assert code == 1  # one of them fails
+    folder = tmp_path / "all"
+    assert commands == [
+        (1, [f"trainer.seed={seed}", "optim=adam", f"run.dir='{folder / str(seed)}'"])
+        for seed in (0, 1)
+    ]
+    assert [(folder / str(seed) / "summary.json").exists() for seed in (0, 1)] == [True, False]
+    assert "name: adam" in (folder / "0" / "config.yaml").read_text()
+
+
+def test_jobs_of_several_ranks(sweep, monkeypatch):
+    monkeypatch.setattr(compose, "run_job", lambda command, ranks: 0)
+    code, commands = sweep("optim=sgd,adam", "run.sweep_ranks=3", "hydra.sweep.dir=all")
+    assert code == 0
+    assert [ranks for ranks, _ in commands] == [3, 3]
+
+
+def test_one_folder_for_all_jobs_is_refused(sweep, capsys, tmp_path):
+    code, commands = sweep("optim=sgd,adam", "run.dir=same")
+    assert (code, commands) == (1, [])
+    assert "hydra.sweep.dir=<folder>" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sweeps_are_recognised():
+    sweeps = ("--multirun a=1,2", "-m a=1,2", "--multi a=1,2", "a=1 hydra.mode=MULTIRUN")
+    assert all(asks_for_sweep(line.split()) for line in sweeps)
+    assert not any(asks_for_sweep(line.split()) for line in ("a=-m b=1", "--cfg job", ""))
+
+
+@pytest.mark.parametrize("line", ["--multirun optim=sgd,adam", "-m a=1"])
+def test_sweeps_under_torchrun_are_refused(monkeypatch, tmp_path, line):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train", *line.split()])
-    with pytest.raises(ConfigError, match="no sweeps: start one command for each value"):
-        compose_command_line()
+    with pytest.raises(ConfigError, match=r"run\.sweep_ranks=4"):
+        compose.compose_command_line(Place(0, 4, 0, 4))
     assert list(tmp_path.iterdir()) == []

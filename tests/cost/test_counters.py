@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from counting import count_steps
+from scenarios import count_steps
 from source_runs import NET, configured, summaries
 
 from distcache.cost.cluster import Cluster, Link
