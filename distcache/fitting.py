@@ -237,7 +237,7 @@ def _check_own_keys(keys: Collection[str]) -> None:
         argument = f"settings[{key!r}]: give it as the argument {_ARGUMENTS.get(key)}="
         refuse_if(key in _ARGUMENTS, argument)
         refuse_if(
-            section == "model",
+            section == "model" or key == "run.sweep_ranks",
             f"settings[{key!r}] means nothing to a model of your own: leave it out (widths, rows "
             "and pooling are those of its tables)",
         )
