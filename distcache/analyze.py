@@ -323,11 +323,9 @@ def _beside(target: Target, sizes: Sizes, distinct: float) -> list[str]:
     can move ahead."""
     parts, case = [], target.point.estimate.case
     if len(sizes.members) == 1:
-        dim = sizes.tables[0].dim
-        parts.append(
-            f"A step's copies of its {distinct:,.0f} rows, their gradients and sums take about "
-            f"{human_bytes(round(3 * distinct * dim * sizes.request.itemsize))} beside it."
-        )
+        copies = human_bytes(round(3 * distinct * sizes.tables[0].dim * sizes.request.itemsize))
+        rows = f"A step's copies of its {distinct:,.0f} rows, their gradients and sums"
+        parts.append(f"{rows} take about {copies} beside it.")
     if case.prefetch == 0 and case.policy is not None and sum(case.slots) < 2 * distinct:
         parts.append(
             "It does not hold the rows of two steps, so rows move between the steps and not beside "
@@ -346,11 +344,8 @@ def holds_that_bind(outcomes: Sequence[Outcome]) -> list[str]:
     said: dict[int, str] = {}
     for outcome in outcomes:
         case, slots = outcome.case, sum(outcome.case.slots)
-        if (
-            outcome.refused
-            or case.policy is None
-            or not (case.policy.uses_window and case.prefetch)
-        ):
+        window = case.policy is not None and case.policy.uses_window
+        if outcome.refused or not (window and case.prefetch):
             continue
         shares = zip(outcome.groups, case.slots, strict=True)
         share = max(group.distinct / (room * outcome.steps) for group, room in shares)
@@ -388,8 +383,7 @@ def _reach(target: Target) -> str:
 def _alike(profiles: Sequence[TableProfile]) -> list[str]:
     """Why a cache will not help, where most rows are in tables without hot rows."""
     tables = [profile for profile in profiles if profile.curve.alike]
-    rows = sum(profile.counts.rows for profile in tables)
-    share = rows / sum(profile.counts.rows for profile in profiles)
+    share = sum(p.counts.rows for p in tables) / sum(p.counts.rows for p in profiles)
     if share <= _MOSTLY:
         return []
     lookups = sum(p.counts.lookups for p in tables) / sum(p.counts.lookups for p in profiles)
@@ -420,8 +414,7 @@ def _odd_tables(profiles: Sequence[TableProfile]) -> list[str]:
 # -----------------------------------------------------------------------------
 # The pictures of an analysis: access curves, misses by cache size, drift.
 
-_MARKS = "osD^vP*Xh<>"
-_LINES = ("-", "--", "-.", ":")
+_MARKS, _LINES = "osD^vP*Xh<>", ("-", "--", "-.", ":")
 
 
 def _styled(profiles: Sequence[TableProfile]) -> Iterator[tuple[TableProfile, dict[str, Any]]]:
@@ -570,11 +563,11 @@ def _report(analysis: Analysis, out: Path, command: Sequence[str]) -> str:
     tables += [prediction_table(analysis), size_table(shown, sizes)]
     if analysis.simulated:
         tables.append(simulation_table(analysis.simulated, sizes.row_bytes))
-    parts = ["## Advice", advice.text, "```\n" + "\n".join(advice.paste) + "\n```"]
+    parts = [f"# Lookups of data={analysis.config.data.name}", "## Advice", advice.text]
+    parts.append("```\n" + "\n".join(advice.paste) + "\n```")
     parts += ["## What was read", read_text(analysis), *(table.section for table in tables)]
     parts += [f"![{name}]({name}.png)" for name, drawn in pictures.items() if drawn]
-    title = f"# Lookups of data={analysis.config.data.name}"
-    _leave(out, command, [title, *parts], values(analysis, advice))
+    _leave(out, command, parts, values(analysis, advice))
     return terminal(analysis, advice)
 
 
@@ -588,10 +581,8 @@ def _leave(out: Path, command: Sequence[str], parts: Sequence[str], values: dict
 def read_text(analysis: Analysis) -> str:
     """What was counted, in which order."""
     counted = analysis.counted
-    text = (
-        f"{counted.samples:,} samples in {counted.steps:,} of {counted.all_steps:,} training steps "
-        f"({counted.share:.1%}), {counted.lookups:,} lookups"
-    )
+    text = f"{counted.samples:,} samples in {counted.steps:,} of {counted.all_steps:,} training "
+    text += f"steps ({counted.share:.1%}), {counted.lookups:,} lookups"
     if counted.stopped_by:
         text += "; the reading was stopped, so this speaks of the first part of the data alone"
     parts = max((len(profile.drift.own) for profile in counted.profiles), default=0)

@@ -24,7 +24,15 @@ from distcache.comm.world import World, close_world, open_world
 from distcache.config import option
 from distcache.config.checks import at_least, auto_or_count, byte_count, one_of, refuse_if
 from distcache.config.tree import OptimConfig
-from distcache.cost.cluster import DEVICES, Cluster, Compute, Link, device_compute, parse_link
+from distcache.cost.cluster import (
+    DEVICES,
+    Cluster,
+    Compute,
+    Link,
+    device_compute,
+    parse_link,
+    read_cluster,
+)
 from distcache.cost.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
 from distcache.cost.predict import (
     OBJECTIVES,
@@ -43,7 +51,7 @@ from distcache.optim import RowUpdate, row_update
 from distcache.planner.victims import auto_lookahead
 from distcache.popularity.slots import cache_slots
 from distcache.popularity.statistics import read_statistics
-from distcache.trainer.plan_cache import DensePart, Measured, measure
+from distcache.trainer.plan_cache import DensePart, measure
 
 # -----------------------------------------------------------------------------
 # The command line of `distcache.plan`: its keys, checked, and what they describe.
@@ -94,7 +102,7 @@ class Options:
 class Request:
     """What to predict. `between`: of one rank with a card of its own; `device_memory` in bytes,
     None: not limited; `replicated_rows`: {table: K} or None for the best; `measured`: this machine,
-    None: presets; `on_cpu`: it was measured without a device, where nothing hides."""
+    None: presets."""
 
     options: Options
     sources: tuple[TableSource, ...]
@@ -105,8 +113,7 @@ class Request:
     device_memory: int | None
     replicated_rows: dict[str, int] | None
     output: Path
-    measured: Measured | None = None
-    on_cpu: bool = False
+    measured: Cluster | None = None
 
     @property
     def state(self) -> str:
@@ -162,16 +169,9 @@ class Request:
         between = self.between.shared(max(local / (options.cards or local), 1.0))
         links, memory = (self.host, self.inside, between), self.device_memory
         cluster = Cluster(world, *links, nodes, memory, self.compute)
-        found = self.measured
-        if found is None:
+        if (found := self.measured) is None:
             return cluster
-        host = replace(self.host, bandwidth=found.host, latency=0.0, name="measured")
-        inside = self.inside  # one rank has no link to measure
-        if found.inside is not None:
-            latency = found.latency_s / (options.measure_ranks - 1)
-            inside = replace(inside, bandwidth=found.inside, latency=latency, name="measured")
-        overlap = 0.0 if self.on_cpu else 1.0
-        return replace(cluster, host=host, inside=inside, collective_s=0.0, overlap=overlap)
+        return replace(cluster, collective_s=found.collective_s, overlap=found.overlap)
 
 
 def parse_request(line: Line[Options]) -> Request:
@@ -291,17 +291,16 @@ def measured_here(request: Request) -> Request:
                 f"measure=true: {ranks} local ranks ended with exit code {code}:\n"
                 f"{said.read_text()[-2000:]}"
             )
-        values = json.loads(out.read_text())
-    compute = Compute(**values["compute"])
-    found = Measured(values["inside"], values["latency_s"], values["host"], compute)
-    return replace(request, measured=found, on_cpu=values["device"] == "cpu")
+        found = read_cluster(out)
+    inside = found.inside if ranks > 1 else request.inside  # one rank has no link to measure
+    return replace(request, host=found.host, inside=inside, measured=found)
 
 
 def main() -> int:
     """One rank of the measurement; its exit code.
 
     Its argument says what to measure: for `batch` samples with `tables` vectors of `width` elements
-    and the optimizer `optim`; rank 0 writes `Measured` and the kind of device to `out`.
+    and the optimizer `optim`; rank 0 writes the cluster of these ranks to `out`.
     """
     want, place = json.loads(sys.argv[1]), find_place()
     set_up_logging("INFO", place.rank, place.world_size)
@@ -313,8 +312,7 @@ def main() -> int:
         part = DensePart(model.to(world.device), DENSE_FEATURES, sum(widths), want["batch"])
         found = measure(world, want["width"], row_update(want["optim"], 0.0), part)
         if world.is_first:
-            values = asdict(found) | {"device": world.device.type, "ranks": world.size}
-            Path(want["out"]).write_text(json.dumps(values))
+            Path(want["out"]).write_text(json.dumps(asdict(found.cluster(world))))
         close_world(world)
         return 0
     except DistcacheError as error:

@@ -154,14 +154,12 @@ class Cluster:
         return self.ranks // self.nodes
 
 
-def parse_link(key: str, value: str | Mapping[str, Any] | Link | None) -> Link:
+def parse_link(key: str, value: str | Mapping[str, Any] | None) -> Link:
     """The link that a user gave `key` as: a name of `PRESETS`, or bandwidth and latency.
 
     Raises ConfigError naming key, value and way out.
     """
     how = f"a preset ({', '.join(PRESETS)}) or '{{bandwidth: 25e9, latency: 5e-6}}'"
-    if isinstance(value, Link):
-        return value
     if isinstance(value, str) and value.lower() in PRESETS:
         return PRESETS[value.lower()]
     if not isinstance(value, Mapping):
