@@ -16,7 +16,6 @@ import logging
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +41,7 @@ from distcache.cli.run import (
     draw,
     human_bytes,
     open_folder,
+    output_folder,
     percent,
     plain_numbers,
     tidy,
@@ -51,7 +51,7 @@ from distcache.comm.rendezvous import Place
 from distcache.data.files import write_json
 from distcache.popularity.curve import TOP_SHARES, TableProfile, most_frequent
 from distcache.popularity.statistics import write_statistics
-from distcache.replay import Case, Outcome
+from distcache.replay import Outcome
 from distcache.trainer.prediction import Sizes
 from distcache.trainer.record import plain
 
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(line: Line[AnalyzeConfig], command: Sequence[str]) -> int:
     """Find everything out, write and say it."""
     check_line(line)
-    output = Path(line.values.output or f"runs/analyze-{datetime.now():%Y-%m-%d_%H-%M-%S}")
+    output = output_folder(line.values.output, "runs/analyze-")
     open_folder(output, "output")
     make = _simulation if line.values.trace else _analysis
     text, stopped_by = make(line, output, command)
@@ -195,10 +195,8 @@ def prediction_table(analysis: Analysis) -> Table:
     prediction, expected = analysis.prediction, analysis.counted.distinct_per_step()
     how = f"all {prediction.steps:,} steps were replayed"
     if prediction.recorded < prediction.steps:
-        how = (
-            f"the first {prediction.recorded:,} of {prediction.steps:,} steps were replayed, and "
-            "the rest taken to go on as the last quarter of them"
-        )
+        part = f"the first {prediction.recorded:,} of {prediction.steps:,} steps were replayed"
+        how = f"{part}, and the rest taken to go on as the last quarter of them"
     table = Table.of(
         "What training will measure with this configuration",
         "`hit_rate_lookups` and `hit_rate` (of distinct rows) of `summary.json`; distinct rows per "
@@ -325,11 +323,9 @@ def _beside(target: Target, sizes: Sizes, distinct: float) -> list[str]:
     can move ahead."""
     parts, case = [], target.point.estimate.case
     if len(sizes.members) == 1:
-        dim = sizes.tables[0].dim
-        parts.append(
-            f"A step's copies of its {distinct:,.0f} rows, their gradients and sums take about "
-            f"{human_bytes(round(3 * distinct * dim * sizes.request.itemsize))} beside it."
-        )
+        copies = human_bytes(round(3 * distinct * sizes.tables[0].dim * sizes.request.itemsize))
+        rows = f"A step's copies of its {distinct:,.0f} rows, their gradients and sums"
+        parts.append(f"{rows} take about {copies} beside it.")
     if case.prefetch == 0 and case.policy is not None and sum(case.slots) < 2 * distinct:
         parts.append(
             "It does not hold the rows of two steps, so rows move between the steps and not beside "
@@ -348,11 +344,8 @@ def holds_that_bind(outcomes: Sequence[Outcome]) -> list[str]:
     said: dict[int, str] = {}
     for outcome in outcomes:
         case, slots = outcome.case, sum(outcome.case.slots)
-        if (
-            outcome.refused
-            or case.policy is None
-            or not (case.policy.uses_window and case.prefetch)
-        ):
+        window = case.policy is not None and case.policy.uses_window
+        if outcome.refused or not (window and case.prefetch):
             continue
         shares = zip(outcome.groups, case.slots, strict=True)
         share = max(group.distinct / (room * outcome.steps) for group, room in shares)
@@ -390,8 +383,7 @@ def _reach(target: Target) -> str:
 def _alike(profiles: Sequence[TableProfile]) -> list[str]:
     """Why a cache will not help, where most rows are in tables without hot rows."""
     tables = [profile for profile in profiles if profile.curve.alike]
-    rows = sum(profile.counts.rows for profile in tables)
-    share = rows / sum(profile.counts.rows for profile in profiles)
+    share = sum(p.counts.rows for p in tables) / sum(p.counts.rows for p in profiles)
     if share <= _MOSTLY:
         return []
     lookups = sum(p.counts.lookups for p in tables) / sum(p.counts.lookups for p in profiles)
@@ -422,8 +414,7 @@ def _odd_tables(profiles: Sequence[TableProfile]) -> list[str]:
 # -----------------------------------------------------------------------------
 # The pictures of an analysis: access curves, misses by cache size, drift.
 
-_MARKS = "osD^vP*Xh<>"
-_LINES = ("-", "--", "-.", ":")
+_MARKS, _LINES = "osD^vP*Xh<>", ("-", "--", "-.", ":")
 
 
 def _styled(profiles: Sequence[TableProfile]) -> Iterator[tuple[TableProfile, dict[str, Any]]]:
@@ -564,24 +555,19 @@ def _report(analysis: Analysis, out: Path, command: Sequence[str]) -> str:
         "misses": draw(out / "misses.png", (9, 7), plot_misses, *misses),
         "drift": bool(parted) and draw(out / "drift.png", (13, 6), plot_drift, parted),
     }
-    advice = advise(analysis)
-    tables = [
-        access_table(profiles),
-        use_table(profiles, analysis.options.world_sizes, advice.table_rows),
-        prediction_table(analysis),
-        # Not those sizes that the search only passed by.
-        size_table(
-            [p for p in analysis.points if p.ratio in GRID or p is analysis.target.point],
-            analysis.sizes,
-        ),
-    ]
+    advice, sizes = advise(analysis), analysis.sizes
+    tables = [access_table(profiles)]
+    tables.append(use_table(profiles, analysis.options.world_sizes, advice.table_rows))
+    # Not those sizes that the search only passed by.
+    shown = [p for p in analysis.points if p.ratio in GRID or p is analysis.target.point]
+    tables += [prediction_table(analysis), size_table(shown, sizes)]
     if analysis.simulated:
-        tables.append(simulation_table(analysis.simulated, analysis.sizes.row_bytes))
-    parts = ["## Advice", advice.text, "```\n" + "\n".join(advice.paste) + "\n```"]
+        tables.append(simulation_table(analysis.simulated, sizes.row_bytes))
+    parts = [f"# Lookups of data={analysis.config.data.name}", "## Advice", advice.text]
+    parts.append("```\n" + "\n".join(advice.paste) + "\n```")
     parts += ["## What was read", read_text(analysis), *(table.section for table in tables)]
     parts += [f"![{name}]({name}.png)" for name, drawn in pictures.items() if drawn]
-    title = f"# Lookups of data={analysis.config.data.name}"
-    _leave(out, command, [title, *parts], values(analysis, advice))
+    _leave(out, command, parts, values(analysis, advice))
     return terminal(analysis, advice)
 
 
@@ -595,10 +581,8 @@ def _leave(out: Path, command: Sequence[str], parts: Sequence[str], values: dict
 def read_text(analysis: Analysis) -> str:
     """What was counted, in which order."""
     counted = analysis.counted
-    text = (
-        f"{counted.samples:,} samples in {counted.steps:,} of {counted.all_steps:,} training steps "
-        f"({counted.share:.1%}), {counted.lookups:,} lookups"
-    )
+    text = f"{counted.samples:,} samples in {counted.steps:,} of {counted.all_steps:,} training "
+    text += f"steps ({counted.share:.1%}), {counted.lookups:,} lookups"
     if counted.stopped_by:
         text += "; the reading was stopped, so this speaks of the first part of the data alone"
     parts = max((len(profile.drift.own) for profile in counted.profiles), default=0)
@@ -610,20 +594,16 @@ def terminal(analysis: Analysis, advice: Advice) -> str:
     """A short table and the advice."""
     pairs = list(zip(analysis.counted.profiles, advice.table_rows, strict=True))
     largest = sorted(range(len(pairs)), key=lambda table: -pairs[table][0].counts.rows)[:_SHOWN]
-    table = Table.of(
-        "",
-        "",
-        [
-            ("table", lambda pair: pair[0].counts.table),
-            ("rows", lambda pair: f"{pair[0].counts.rows:,}"),
-            ("lookups", lambda pair: f"{pair[0].counts.lookups:,}"),
-            ("top 1 %", lambda pair: percent(pair[0].top(0.01), 1)),
-            ("top 10 %", lambda pair: percent(pair[0].top(0.1), 1)),
-            ("distinct/batch", lambda pair: f"{pair[0].distinct_per_batch():,.0f}"),
-            ("cache rows", lambda pair: f"{pair[1]:,}"),
-        ],
-        [pairs[table] for table in sorted(largest)],
-    )
+    columns = [
+        ("table", lambda pair: pair[0].counts.table),
+        ("rows", lambda pair: f"{pair[0].counts.rows:,}"),
+        ("lookups", lambda pair: f"{pair[0].counts.lookups:,}"),
+        ("top 1 %", lambda pair: percent(pair[0].top(0.01), 1)),
+        ("top 10 %", lambda pair: percent(pair[0].top(0.1), 1)),
+        ("distinct/batch", lambda pair: f"{pair[0].distinct_per_batch():,.0f}"),
+        ("cache rows", lambda pair: f"{pair[1]:,}"),
+    ]
+    table = Table.of("", "", columns, [pairs[table] for table in sorted(largest)])
     lines = [table.aligned, "", read_text(analysis), "", advice.text, ""]
     if analysis.simulated:
         lines += [simulation_table(analysis.simulated, analysis.sizes.row_bytes).aligned, ""]
@@ -659,10 +639,10 @@ def values(analysis: Analysis, advice: Advice) -> dict[str, Any]:
             "replayed_steps": analysis.prediction.recorded,
             "distinct_per_step_expected": counted.distinct_per_step(),
             "distinct_per_step_replayed": analysis.prediction.distinct_per_step,
-            "cases": [_estimate(estimate) for estimate in analysis.estimates],
+            "cases": [_outcome(estimate) for estimate in analysis.estimates],
         },
         "sizes": [
-            {"ratio": point.ratio, "bytes": point.bytes, **_estimate(point.estimate)}
+            {"ratio": point.ratio, "bytes": point.bytes, **_outcome(point.estimate)}
             | {"static_lookups": point.static, "static_distinct": point.static_distinct}
             for point in analysis.points
         ],
@@ -672,11 +652,9 @@ def values(analysis: Analysis, advice: Advice) -> dict[str, Any]:
 
 def outcome_values(outcomes: Sequence[Outcome], row_bytes: Sequence[int]) -> list[dict[str, Any]]:
     """Outcomes as JSON values."""
-    names = "steps refused hit_rate hit_rate_lookups ids lookups_hit distinct fetched written_back"
     return [
         {
-            **_case(outcome.case),
-            **{name: getattr(outcome, name) for name in f"{names} tight_steps seconds".split()},
+            **_outcome(outcome),
             "host_to_device_bytes": outcome.host_to_device_bytes(row_bytes),
             "device_to_host_bytes": outcome.device_to_host_bytes(row_bytes),
         }
@@ -684,16 +662,12 @@ def outcome_values(outcomes: Sequence[Outcome], row_bytes: Sequence[int]) -> lis
     ]
 
 
-def _estimate(estimate: Outcome) -> dict[str, Any]:
-    names = ("hit_rate", "hit_rate_lookups", "distinct", "fetched", "written_back")
-    counts = {name: None if estimate.refused else getattr(estimate, name) for name in names}
-    about = {"steps": estimate.steps, "refused": estimate.refused}
-    return _case(estimate.case) | about | counts
-
-
-def _case(case: Case) -> dict[str, Any]:
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    case, names = outcome.case, "steps refused hit_rate hit_rate_lookups ids lookups_hit distinct"
     policy = None if case.policy is None else vars(case.policy)
-    return vars(case) | {"label": case.label, "policy": policy}
+    about = vars(case) | {"label": case.label, "policy": policy}
+    more = "fetched written_back tight_steps seconds"
+    return about | {name: getattr(outcome, name) for name in f"{names} {more}".split()}
 
 
 _ROW_BYTES = 4

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from datetime import datetime
 from functools import partial
 from itertools import combinations, takewhile
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from distcache.cli.compose import Line, checked_config, compose_overrides, override, run_command
-from distcache.cli.run import Table, draw, machine_text, run_job, tidy, train_command
+from distcache.cli.run import Table, draw, machine_text, output_folder, run_job, tidy, train_command
 from distcache.comm.rendezvous import Place
 from distcache.config import option, rules_of
 from distcache.config.checks import at_least, one_of, refuse_if
@@ -34,8 +33,6 @@ from distcache.config.tree import Config, RunConfig
 from distcache.errors import ConfigError
 
 log = logging.getLogger("distcache.compare")
-
-_TIME = "%Y-%m-%d_%H-%M-%S"
 
 WINDOWS = 50
 """About how many lines of metrics a run shall leave, so that its spread can be told."""
@@ -104,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(line: Line[CompareConfig], command: Sequence[str]) -> int:
     """Run, read, report; 0, or 1 if a mode failed. Raises ConfigError if no mode can run."""
     check_line(line)
-    jobs, out = prepare(line), Path(line.values.output or f"compare/{datetime.now():{_TIME}}")
+    jobs, out = prepare(line), output_folder(line.values.output, "compare/")
     out.mkdir(parents=True, exist_ok=True)
     runs = [
         run_mode(line.values, out, job, repeat)

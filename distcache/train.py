@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -30,10 +31,10 @@ from distcache.cli.compose import (
 )
 from distcache.cli.run import (
     INTERRUPTED,
+    describe_environment,
     leave,
     set_up_logging,
     take_over_ctrl_c,
-    write_environment,
 )
 from distcache.comm.rendezvous import (
     TIMEOUT_S,
@@ -94,7 +95,8 @@ def agree(place: Place, store: dist.Store | None, timeout_s: float = TIMEOUT_S) 
             checked_config(composed.text, place)
         agreed = composed
     except SystemExit as stop:
-        agreed = Composed(None, exit_code(stop))
+        number = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        agreed = Composed(None, number)
     except KeyboardInterrupt:
         agreed = Composed(None, INTERRUPTED)
     except DistcacheError as error:
@@ -107,7 +109,7 @@ def agree(place: Place, store: dist.Store | None, timeout_s: float = TIMEOUT_S) 
 
 def run(config: Config, place: Place, store: dist.Store | None, given: Collection[str] = ()) -> int:
     """Train with a checked configuration, which sets the `given` keys; this rank's exit code."""
-    # Imported here: `--help`, `--cfg job` and the parent of a sweep need no trainer.
+    # Imported here: `--help` and `--cfg job` need no trainer.
     from distcache.trainer.build import compute_threads
     from distcache.trainer.checkpoint import check_run_folder
     from distcache.trainer.trainer import train
@@ -170,7 +172,8 @@ def open_run_folder(
         (run_dir / "bad_lines.json").unlink(missing_ok=True)
         remove_trace(run_dir)
         (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
-        write_environment(run_dir, world.size)
+        text = json.dumps(describe_environment(world.size), indent=2)
+        (run_dir / "environment.json").write_text(text + "\n")
     except OSError as error:
         raise ConfigError(
             f"run.dir={run_dir} cannot be written ({error.strerror}): name another folder"
@@ -215,13 +218,6 @@ def show(error: Exception) -> None:
         log.debug("where it came from", exc_info=error)
     else:
         log.error(describe(error), exc_info=error)
-
-
-def exit_code(stop: SystemExit) -> int:
-    """The number that a SystemExit ends a process with."""
-    if stop.code is None:
-        return 0
-    return stop.code if isinstance(stop.code, int) else 1
 
 
 if __name__ == "__main__":

@@ -13,33 +13,20 @@ MOVING = {"host_to_device_bytes": 4e5, "device_to_host_bytes": 3.8e5}
 
 def summary(mode: str, ms: float = 12.0, digest: str = "a", steps: int = 200, **more: Any) -> dict:
     """A summary: nulls where a mode has no such value, bytes per step times the steps."""
-    none = dict.fromkeys([*CACHED, *MOVING], None)
     own = {"data": CACHED | MOVING, "host": MOVING}.get(mode, {})
-    per_step = {"collective_bytes": 1.9e6, "dense_collective_bytes": 6e5} | own
-    sums = {
-        key: value * steps for key, value in per_step.items() if key.endswith("bytes") and value
-    }
-    rest = {key: value for key, value in own.items() if not key.endswith("bytes")}
+    own = {"collective_bytes": 1.9e6, "dense_collective_bytes": 6e5} | own
+    times = {key: steps if key.endswith("bytes") else 1 for key in own}
+    small = mode == "data"
     return {
-        "mode": mode,
-        "world_size": 2,
-        "first_step": 0,
-        "steps": steps,
-        "global_batch_size": 2048,
-        "final_loss": 0.7787,
-        "eval_auc": 0.7123,
-        "samples_per_second": 2048 / ms * 1000,
-        "step_ms": {"median": ms, "p90": 1.1 * ms},
-        "stage_ms": {"plan": 1.5, "wait": 0.1},
-        "stage_hidden_ms": {"plan": 1.4},
-        **none,
-        **rest,
-        **sums,
-        "peak_device_bytes": 6.1e7 if mode == "data" else 2.2e9,
-        "embedding_device_bytes": 4.1e7 if mode == "data" else 2.16e9,
-        "table_rows": 33762577,
-        "loss_digest": digest,
-        "state_digest": digest,
+        **{"mode": mode, "world_size": 2, "first_step": 0, "steps": steps},
+        **{"global_batch_size": 2048, "final_loss": 0.7787, "eval_auc": 0.7123},
+        **{"samples_per_second": 2048 / ms * 1000, "step_ms": {"median": ms, "p90": 1.1 * ms}},
+        **{"stage_ms": {"plan": 1.5, "wait": 0.1}, "stage_hidden_ms": {"plan": 1.4}},
+        **dict.fromkeys([*CACHED, *MOVING], None),
+        **{key: value * times[key] for key, value in own.items()},
+        "peak_device_bytes": 6.1e7 if small else 2.2e9,
+        "embedding_device_bytes": 4.1e7 if small else 2.16e9,
+        **{"table_rows": 33762577, "loss_digest": digest, "state_digest": digest},
         **more,
     }
 

@@ -267,11 +267,10 @@ class SizePoint:
 
 @dataclass(frozen=True)
 class Target:
-    """The smallest cache for a share of lookups. `whole`: with all rows on the device; `aim`: what
-    was searched for, lower than `wanted` where no cache reaches that; `point`: the cache."""
+    """The smallest cache, `point`, for a share of lookups: the `wanted` one, or where none reaches
+    that `CLOSE` of what the `whole` tables on the device serve."""
 
     wanted: float
-    aim: float
     whole: SizePoint
     point: SizePoint
 
@@ -305,14 +304,10 @@ class SizeSearch:
         """The point of a cache of `ratio` of the rows."""
         slots = self._sizes.slots(ratio, self._world)
         if slots not in self._known:
-            self._known[slots] = SizePoint(
-                ratio,
-                slots,
-                self._sizes.bytes_of(slots, self._world),
-                self._prediction.estimate(self._case(slots)),
-                self._joint(slots, "lookups"),
-                self._joint(slots, "touched"),
-            )
+            nbytes = self._sizes.bytes_of(slots, self._world)
+            found = self._prediction.estimate(self._case(slots))
+            static = (self._joint(slots, what) for what in ("lookups", "touched"))
+            self._known[slots] = SizePoint(ratio, slots, nbytes, found, *static)
         return self._known[slots]
 
     def _joint(self, slots: Sequence[int], what: str) -> float:
@@ -348,7 +343,7 @@ class SizeSearch:
         point = self._named(rounded_up(math.exp(high)))
         while point.rate < aim and point.ratio < 1:  # where a larger cache serves a little less
             point = self._named(rounded_up(1.05 * point.ratio))
-        return Target(wanted, aim, whole, point)
+        return Target(wanted, whole, point)
 
 
 def rounded_up(ratio: float) -> float:

@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,21 @@ from typing import Any
 import torch
 
 from distcache.cli.compose import Line
-from distcache.cli.run import leave, run_job, set_up_logging, train_command
+from distcache.cli.run import leave, output_folder, run_job, set_up_logging, train_command
 from distcache.comm.rendezvous import find_place
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import option
 from distcache.config.checks import at_least, auto_or_count, byte_count, one_of, refuse_if
 from distcache.config.tree import OptimConfig
-from distcache.cost.cluster import DEVICES, Cluster, Compute, Link, device_compute, parse_link
+from distcache.cost.cluster import (
+    DEVICES,
+    Cluster,
+    Compute,
+    Link,
+    device_compute,
+    parse_link,
+    read_cluster,
+)
 from distcache.cost.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
 from distcache.cost.predict import (
     OBJECTIVES,
@@ -44,7 +51,7 @@ from distcache.optim import RowUpdate, row_update
 from distcache.planner.victims import auto_lookahead
 from distcache.popularity.slots import cache_slots
 from distcache.popularity.statistics import read_statistics
-from distcache.trainer.plan_cache import Measured, measure
+from distcache.trainer.plan_cache import measure
 
 # -----------------------------------------------------------------------------
 # The command line of `distcache.plan`: its keys, checked, and what they describe.
@@ -95,7 +102,7 @@ class Options:
 class Request:
     """What to predict. `between`: of one rank with a card of its own; `device_memory` in bytes,
     None: not limited; `replicated_rows`: {table: K} or None for the best; `measured`: this machine,
-    None: presets; `on_cpu`: it was measured without a device, where nothing hides."""
+    None: presets."""
 
     options: Options
     sources: tuple[TableSource, ...]
@@ -106,8 +113,7 @@ class Request:
     device_memory: int | None
     replicated_rows: dict[str, int] | None
     output: Path
-    measured: Measured | None = None
-    on_cpu: bool = False
+    measured: Cluster | None = None
 
     @property
     def state(self) -> str:
@@ -163,16 +169,9 @@ class Request:
         between = self.between.shared(max(local / (options.cards or local), 1.0))
         links, memory = (self.host, self.inside, between), self.device_memory
         cluster = Cluster(world, *links, nodes, memory, self.compute)
-        found = self.measured
-        if found is None:
+        if (found := self.measured) is None:
             return cluster
-        host = replace(self.host, bandwidth=found.host, latency=0.0, name="measured")
-        inside = self.inside  # one rank has no link to measure
-        if found.inside is not None:
-            latency = found.latency_s / (options.measure_ranks - 1)
-            inside = replace(inside, bandwidth=found.inside, latency=latency, name="measured")
-        overlap = 0.0 if self.on_cpu else 1.0
-        return replace(cluster, host=host, inside=inside, collective_s=0.0, overlap=overlap)
+        return replace(cluster, collective_s=found.collective_s, overlap=found.overlap)
 
 
 def parse_request(line: Line[Options]) -> Request:
@@ -200,8 +199,8 @@ def parse_request(line: Line[Options]) -> Request:
         rows = {str(name): count for name, count in rows.items()}
     sources, update = tuple(_sources(options, given)), row_update(options.optim.name, 0.0)
     links = [parse_link(key, getattr(options, key)) for key in ("inside", "between", "host")]
-    output = options.output or f"runs/plan-{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    return Request(options, sources, update, *links, memory, rows, Path(output))
+    output = output_folder(options.output, "runs/plan-")
+    return Request(options, sources, update, *links, memory, rows, output)
 
 
 def _check_choices(options: Options, given: Collection[str]) -> None:
@@ -292,17 +291,16 @@ def measured_here(request: Request) -> Request:
                 f"measure=true: {ranks} local ranks ended with exit code {code}:\n"
                 f"{said.read_text()[-2000:]}"
             )
-        values = json.loads(out.read_text())
-    compute = Compute(**values["compute"])
-    found = Measured(values["inside"], values["latency_s"], values["host"], compute)
-    return replace(request, measured=found, on_cpu=values["device"] == "cpu")
+        found = read_cluster(out)
+    inside = found.inside if ranks > 1 else request.inside  # one rank has no link to measure
+    return replace(request, host=found.host, inside=inside, measured=found)
 
 
 def main() -> int:
     """One rank of the measurement; its exit code.
 
     Its argument says what to measure: for `batch` samples with `tables` vectors of `width` elements
-    and the optimizer `optim`; rank 0 writes `Measured` and the kind of device to `out`.
+    and the optimizer `optim`; rank 0 writes the cluster of these ranks to `out`.
     """
     want, place = json.loads(sys.argv[1]), find_place()
     set_up_logging("INFO", place.rank, place.world_size)
@@ -314,8 +312,7 @@ def main() -> int:
         update, shape = row_update(want["optim"], 0.0), (want["batch"], DENSE_FEATURES, sum(widths))
         found = measure(world, want["width"], update, model.to(world.device), shape)
         if world.is_first:
-            values = asdict(found) | {"device": world.device.type, "ranks": world.size}
-            Path(want["out"]).write_text(json.dumps(values))
+            Path(want["out"]).write_text(json.dumps(asdict(found.cluster(world))))
         close_world(world)
         return 0
     except DistcacheError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -13,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -76,6 +76,11 @@ def set_up_logging(level: str = "INFO", rank: int = 0, world_size: int = 1) -> N
 
 # -----------------------------------------------------------------------------
 # Folders that a command leaves its files in.
+
+
+def output_folder(given: str, default: str) -> Path:
+    """The folder that a user gave as `output`, or `default` with the time."""
+    return Path(given or f"{default}{datetime.now():%Y-%m-%d_%H-%M-%S}")
 
 
 def open_folder(folder: Path, key: str) -> bool:
@@ -182,12 +187,6 @@ def describe_environment(world_size: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "world_size": world_size,
     }
-
-
-def write_environment(run_dir: Path, world_size: int) -> None:
-    """Write `environment.json` into a run folder."""
-    text = json.dumps(describe_environment(world_size), indent=2)
-    (run_dir / "environment.json").write_text(text + "\n")
 
 
 def _cpu_model() -> str | None:

@@ -154,14 +154,12 @@ class Cluster:
         return self.ranks // self.nodes
 
 
-def parse_link(key: str, value: str | Mapping[str, Any] | Link | None) -> Link:
+def parse_link(key: str, value: str | Mapping[str, Any] | None) -> Link:
     """The link that a user gave `key` as: a name of `PRESETS`, or bandwidth and latency.
 
     Raises ConfigError naming key, value and way out.
     """
     how = f"a preset ({', '.join(PRESETS)}) or '{{bandwidth: 25e9, latency: 5e-6}}'"
-    if isinstance(value, Link):
-        return value
     if isinstance(value, str) and value.lower() in PRESETS:
         return PRESETS[value.lower()]
     if not isinstance(value, Mapping):
@@ -183,20 +181,14 @@ def parse_link(key: str, value: str | Mapping[str, Any] | Link | None) -> Link:
 def check_world(cluster: Cluster, sizes: Sequence[int]) -> None:
     """Raise ConfigError where `cluster` does not describe a running world with `sizes` ranks on its
     nodes. Nodes of different numbers of ranks count as one, as where links are measured."""
-    world_size, even = sum(sizes), len(set(sizes)) == 1
-    if cluster.ranks != world_size:
+    even = len(set(sizes)) == 1
+    want, found = (sum(sizes), len(sizes) if even else 1), (cluster.ranks, cluster.nodes)
+    if want != found:
+        ranks = f"{', '.join(map(str, sizes))} ranks run on the nodes"
         raise ConfigError(
-            f"the cluster description has world_size={cluster.ranks}, but {world_size} ranks run: "
-            f"describe world_size={world_size}, or start {cluster.ranks} ranks"
-        )
-    nodes = len(sizes) if even else 1
-    if cluster.nodes != nodes:
-        run = f"{sizes[0]} ranks run on each node"
-        if not even:
-            run = f"{', '.join(map(str, sizes))} ranks run on its nodes, which count as one"
-        raise ConfigError(
-            f"the cluster description has nodes={cluster.nodes} of {cluster.local_ranks} ranks, "
-            f"but {run}: describe nodes={nodes}, or start {cluster.local_ranks} per node"
+            f"the cluster description has world_size={found[0]} on nodes={found[1]}, but {ranks}"
+            f"{'' if even else ', which count as one'}: describe world_size={want[0]} and "
+            f"nodes={want[1]}, or start as many as it says"
         )
 
 
@@ -248,8 +240,5 @@ def _cluster(values: dict[str, Any]) -> Cluster:
 
 def _link(which: str, values: dict[str, Any]) -> Link:
     """The link of key `which`, by whose name an error calls it."""
-    name = values.get("name", "given")
-    for key in ("bandwidth", "latency"):
-        if not isinstance(values.get(key, 0.0), int | float):
-            raise ConfigError(f"{which}.{key}={values[key]} is no number: give one")
-    return replace(Link(**{**values, "name": which}), name=name)
+    own = {key: value for key, value in values.items() if key != "name"}
+    return replace(parse_link(which, own), name=values.get("name", "given"))

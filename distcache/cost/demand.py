@@ -346,15 +346,6 @@ def demand_at(
     `state_widths`: S of each table's rows; `local_ranks`: ranks of each node. Tables of one width
     are a group, in order of first appearance (as `layout.group_tables`).
     """
-    if batch <= 0:
-        raise ConfigError(f"batch={batch}: give the samples of one rank, at least 1")
-    if world_size < 1:
-        raise ConfigError(f"world_size={world_size}: give at least 1")
-    if local_ranks < 1 or world_size % local_ranks:
-        raise ConfigError(
-            f"world_size={world_size} ranks are no whole number of nodes of {local_ranks}: every "
-            "node has as many ranks"
-        )
     groups: dict[int, list[TableDemand]] = {}
     states: dict[int, int] = {}
     for source, state in zip(sources, state_widths, strict=True):

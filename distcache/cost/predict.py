@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from distcache.cost.cluster import Cluster, Compute
-from distcache.cost.demand import Demand, GroupDemand, TableDemand
+from distcache.cost.demand import Demand, TableDemand
 from distcache.cost.traffic import (
     AT_HOME,
     CACHED,
     DENSE,
-    EACH,
     HYBRID,
     MIXED,
     REPLICATED,
@@ -24,8 +23,10 @@ from distcache.cost.traffic import (
     SHARED,
     SPREAD,
     TABLE_WISE,
+    TREE,
     Exchange,
     Hits,
+    Part,
     Traffic,
     cache_memory,
     dense_exchange,
@@ -92,13 +93,12 @@ def exchange_seconds(exchange: Exchange, cluster: Cluster) -> float:
 def _messages(pattern: str, cluster: Cluster) -> tuple[float, float]:
     """Messages that follow one another on a rank's way to its node's ranks, and to other nodes."""
     local, nodes = cluster.local_ranks, cluster.nodes
-    if pattern in (EACH, SHARED):
-        return local - 1, cluster.ranks - local
-    if pattern == SPREAD:
-        return local - 1, nodes - 1
-    if pattern == RING:
-        return nodes * (local - 1), nodes
-    return 2 * math.log2(local), 2 * math.log2(nodes)
+    ways = {
+        SPREAD: (local - 1, nodes - 1),
+        RING: (nodes * (local - 1), nodes),
+        TREE: (2 * math.log2(local), 2 * math.log2(nodes)),
+    }
+    return ways.get(pattern, (local - 1, cluster.ranks - local))  # to each
 
 
 def step_time(
@@ -195,15 +195,11 @@ def predict(
     none, K beyond a table, or a demand of another number of ranks, or of ranks of a node, than the
     cluster has.
     """
-    if demand.world_size != cluster.ranks:
+    local = demand.local_ranks if cluster.nodes > 1 else cluster.local_ranks
+    if (demand.world_size, local) != (cluster.ranks, cluster.local_ranks):
         raise ConfigError(
-            f"the demand is of world_size={demand.world_size}, the cluster has {cluster.ranks} "
-            "ranks: describe the same world"
-        )
-    if cluster.nodes > 1 and demand.local_ranks != cluster.local_ranks:
-        raise ConfigError(
-            f"the demand is of nodes of {demand.local_ranks} ranks, the cluster has "
-            f"{cluster.local_ranks} on each: describe the same world"
+            f"the demand is of {demand.world_size} ranks, {demand.local_ranks} on a node, the "
+            f"cluster has {cluster.ranks} on {cluster.nodes} node(s): describe the same world"
         )
     if placement in HYBRID:
         return _hybrid(placement, demand, cluster, settings)
@@ -222,62 +218,55 @@ def _cached(
     settings: Settings,
     prefixes: Sequence[Sequence[float]],
 ) -> Prediction:
-    world, item = demand.world_size, settings.itemsize
-    pairs = [g.split(k) for g, k in zip(demand.groups, prefixes, strict=True)]
-    hot, cold = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    regions = []
-    for group, h, c, slots in zip(demand.groups, hot, cold, settings.slots, strict=True):
-        homes = (-(-h.rows // world), -(-group.rows // world))  # rows are spread evenly
-        regions.append(split_slots(slots, *homes, world) if c.rows else (slots, 0))
-    ahead = (settings.window, settings.prefetch, settings.steps)
-    parts = [(g, slots, True) for g, (slots, _) in zip(hot, regions, strict=True)]
-    parts += [(g, world * slots, False) for g, (_, slots) in zip(cold, regions, strict=True)]
-    found = [expected_hits(group, slots, *ahead) for group, slots, _ in parts]
-    hits = sum(found, Hits(0.0, 0.0, 0.0))
-    exchanges: list[Exchange] = []
-    host_in = host_out = 0.0
-    for (group, _, copied), own in zip(parts, found, strict=True):
-        if copied:
-            exchanges += replicated_exchanges(group, world, own.fetched, item, settings.state)
+    world, item, state = demand.world_size, settings.itemsize, settings.state
+    parts: list[Part] = []
+    for group, prefix, slots in zip(demand.groups, prefixes, settings.slots, strict=True):
+        hot, cold = group.split(prefix)
+        homes = (-(-hot.rows // world), -(-group.rows // world))  # rows are spread evenly
+        shared, own = split_slots(slots, *homes, world) if cold.rows else (slots, 0)
+        parts += [Part(hot, shared, True), Part(cold, own, False)]
+    parts.sort(key=lambda part: not part.copied)
+    hits, exchanges, host_in, host_out = Hits(0.0, 0.0, 0.0), list[Exchange](), 0.0, 0.0
+    for part in parts:
+        ahead = (settings.window, settings.prefetch, settings.steps)
+        own = expected_hits(part.rows, part.slots * (1 if part.copied else world), *ahead)
+        if part.copied:
+            exchanges += replicated_exchanges(part.rows, world, own.fetched, item, state)
         else:
-            exchanges += sharded_exchanges(group, world, item, cluster.nodes)
-        row = (group.dim + group.state_width) * item
+            exchanges += sharded_exchanges(part.rows, world, item, cluster.nodes)
+        row = (part.rows.dim + part.rows.state_width) * item
         host_in += own.fetched / world * row
         host_out += own.written_back / world * row
+        hits += own
     exchanges = [e for e in exchanges if e.nbytes > 0]
     exchanges.append(dense_exchange(settings.dense_parameters, world, item))
     traffic = Traffic(tuple(exchanges), host_in, host_out)
-    sparse = _row_seconds(hot, cold, settings.state, world, cluster.compute)
+    sparse = _row_seconds(parts, state, world, cluster.compute)
     time = step_time(traffic, cluster, cluster.compute.sample_s * demand.batch, sparse)
-    memory = cache_memory(hot, cold, regions, (item, settings.state), world)
+    memory = cache_memory(parts, world, item, state)
     replicated = {}
     for group, rows in zip(demand.groups, prefixes if placement == MIXED else (), strict=False):
         replicated |= {t.name: int(k) for t, k in zip(group.tables, rows, strict=True) if k}
-    refused = _too_small(hot, cold, regions, world) or _too_large(memory, cluster)
+    refused = _too_small(parts, world) or _too_large(memory, cluster)
     links = traffic.by_link(cluster)
     return Prediction(placement, traffic, *links, time, memory, refused, hits, replicated)
 
 
-def _row_seconds(
-    hot: Sequence[GroupDemand],
-    cold: Sequence[GroupDemand],
-    state: str,
-    world: int,
-    compute: Compute,
-) -> float:
+def _row_seconds(parts: Sequence[Part], state: str, world: int, compute: Compute) -> float:
     """Replicated rows are copied into the step's leaf and updated on every rank (with their state
     at home, by their homes, and copied by the others); sharded ones are gathered by their homes
     and received, there and back, and updated once."""
-    near, all_near = (sum(getattr(g, n) for g in hot) for n in ("rank_rows", "world_rows"))
-    far, all_far = (sum(getattr(g, n) for g in cold) for n in ("rank_rows", "world_rows"))
-    updates, copies = all_near, all_near
-    if world > 1:
-        copies += 2 * near
-    if state == AT_HOME and world > 1:
-        updates, copies = all_near / world, copies + all_near
-    updates += all_far / world
-    copies += (4 if world > 1 else 1) * far
-    lookups = sum(group.lookups for group in (*hot, *cold))
+    lookups = updates = copies = 0.0
+    for part in parts:
+        near, every = part.rows.rank_rows, part.rows.world_rows
+        lookups += part.rows.lookups
+        if part.copied:
+            at_home = state == AT_HOME and world > 1
+            updates += every / world if at_home else every
+            copies += every * (2 if at_home else 1) + (2 * near if world > 1 else 0)
+        else:
+            updates += every / world
+            copies += (4 if world > 1 else 1) * near
     return compute.rows_s(lookups, updates, copies)
 
 
@@ -308,25 +297,20 @@ def _too_large(memory: float, cluster: Cluster) -> str | None:
     return f"needs {memory:,.0f} bytes of device_memory={cluster.device_memory:,}"
 
 
-def _too_small(
-    hot: Sequence[GroupDemand],
-    cold: Sequence[GroupDemand],
-    regions: Sequence[tuple[int, int]],
-    world: int,
-) -> str | None:
+def _too_small(parts: Sequence[Part], world: int) -> str | None:
     """Why training would refuse steps: a home's rows, with six deviations, exceed its slots.
 
     A home of replicated rows has C / W slots, one of sharded rows all C.
     """
-    for near, far, (shared, own) in zip(hot, cold, regions, strict=True):
-        for group, slots in ((near, shared / world), (far, float(own))):
-            _, _, needed = group.buffers(world)
-            needed = math.ceil(min(needed, math.ceil(group.rows / world)))
-            if group.rows and needed > slots:
-                return (
-                    f"a step may name {needed:,} rows of one home, which has {int(slots):,} slots: "
-                    "give more cache rows, or a smaller batch"
-                )
+    for part in parts:
+        slots = part.slots / world if part.copied else float(part.slots)
+        _, _, needed = part.rows.buffers(world)
+        needed = math.ceil(min(needed, math.ceil(part.rows.rows / world)))
+        if part.rows.rows and needed > slots:
+            return (
+                f"a step may name {needed:,} rows of one home, which has {int(slots):,} slots: "
+                "give more cache rows, or a smaller batch"
+            )
     return None
 
 
@@ -368,10 +352,6 @@ def choose_placement(
     one per cent. Pure and deterministic: ranks that call it with equal arguments choose alike.
     Raises ConfigError where no placement fits, with the reason of each.
     """
-    if objective not in OBJECTIVES:
-        raise ConfigError(
-            f"cache.objective={objective} is unknown: choose {' or '.join(OBJECTIVES)}"
-        )
     found = _cached_placements(demand, cluster, settings, objective)
     best = winner(found, objective)
     if best is None:

@@ -249,28 +249,32 @@ def dense_exchange(parameters: int, world_size: int, itemsize: int = 4) -> Excha
 # Device memory of a placement: slots or shards, and the buffers of a step.
 
 
-def cache_memory(
-    hot: Sequence[GroupDemand],
-    cold: Sequence[GroupDemand],
-    regions: Sequence[tuple[int, int]],
-    row: tuple[int, str],
-    world_size: int,
-) -> float:
+@dataclass(frozen=True)
+class Part:
+    """Rows of a group that lie alike, `copied` on every rank or each at its home alone, and the
+    `slots` of a rank for them."""
+
+    rows: GroupDemand
+    slots: int
+    copied: bool
+
+
+def cache_memory(parts: Sequence[Part], world_size: int, itemsize: int, state: str) -> float:
     """Bytes of slots with their state, and of the rows and gradients of a step.
 
     A step holds a copy of its rows and their gradients: of all ranks' rows where they are
     replicated, of the own ones and, at their home, those that come from others where they are
-    sharded. There is room to spare (`room_for`). `row`: bytes of an element, and where the state
-    of replicated rows lies.
+    sharded. There is room to spare (`room_for`). `state`: where that of replicated rows lies.
     """
-    floats, (itemsize, state_place) = 0.0, row
-    for near, far, (shared, own) in zip(hot, cold, regions, strict=True):
-        dim, state = near.dim, near.state_width
-        at_home = state_place == AT_HOME
-        floats += shared * (dim + state / (world_size if at_home else 1)) + own * (dim + state)
-        _, world_rows, _ = near.buffers(world_size)
-        rank_rows, _, home_rows = far.buffers(world_size)
-        floats += 2 * dim * world_rows + 3 * dim * rank_rows + dim * home_rows
+    floats = 0.0
+    for part in parts:
+        dim, width = part.rows.dim, part.rows.state_width
+        rank_rows, world_rows, home_rows = part.rows.buffers(world_size)
+        if part.copied:
+            held = width / world_size if state == AT_HOME else width
+            floats += part.slots * (dim + held) + 2 * dim * world_rows
+        else:
+            floats += part.slots * (dim + width) + dim * (3 * rank_rows + home_rows)
     return floats * itemsize
 
 

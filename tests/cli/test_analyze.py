@@ -145,9 +145,7 @@ def test_the_target_has_three_digits_where_few_sizes_differ(wanted: float) -> No
     assert target.point in search.grid()
 
 
-def test_without_matplotlib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_without_matplotlib(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run(tmp_path, *SMALL)
     assert "no plots: matplotlib is not installed" in capsys.readouterr().err
@@ -156,9 +154,7 @@ def test_without_matplotlib(
 
 
 @pytest.mark.parametrize("reading", [True, False])
-def test_ctrl_c_reports_what_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, reading: bool
-) -> None:
+def test_ctrl_c_reports_what_there_is(tmp_path, monkeypatch, capsys, reading: bool) -> None:
     """While the data is read, and while the run's first steps are recorded."""
     where, name = (SyntheticSource, "train_batch") if reading else (analyze_run, "record_run")
     whole = getattr(where, name)
@@ -182,9 +178,7 @@ def test_ctrl_c_reports_what_there_is(
         assert "stopped: the first 4 steps of the run are replayed" in shown.err
 
 
-def test_data_and_memory_that_are_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_data_and_memory_that_are_not_there(tmp_path, monkeypatch, capsys) -> None:
     said = refused(capsys, *SMALL, "data.bag_size=0", f"output={tmp_path}")
     assert "look up no id at all" in said and "data.bag_size" in said
     (tmp_path / "file").write_text("")
@@ -222,9 +216,7 @@ def test_data_and_memory_that_are_not_there(
         ("cache.ratio=2", "cache.ratio=2"),
     ],
 )
-def test_what_makes_no_sense(
-    tmp_path: Path, capsys: pytest.CaptureFixture, word: str, named: str
-) -> None:
+def test_what_makes_no_sense(tmp_path, capsys, word: str, named: str) -> None:
     assert named in refused(capsys, f"output={tmp_path}", *SMALL, *word.split())
 
 

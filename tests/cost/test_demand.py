@@ -7,10 +7,10 @@ import math
 
 import numpy as np
 import pytest
-from cost_cases import BAGS, BATCH, ROWS, cluster, counted, demand, draw, layout, settings
+from cost_cases import cluster, counted, demand, draw, layout, settings
 
 from distcache.cost import traffic as module
-from distcache.cost.demand import GroupDemand, TableSource, demand_at, zipf_curve, zipf_sources
+from distcache.cost.demand import GroupDemand, demand_at, zipf_curve, zipf_sources
 from distcache.cost.predict import choose_placement
 from distcache.cost.traffic import expected_hits, miniature
 from distcache.errors import ConfigError
@@ -54,19 +54,20 @@ def test_large_tables_take_few_buckets() -> None:
     assert (np.diff(law.counts) <= 1e-12).all()
 
 
-def test_more_ranks_touch_more_rows_each_as_many() -> None:
-    found = [demand(world) for world in (1, 2, 4, 64, 1024)]
-    assert len({d.rank_rows for d in found}) == 1
-    rows = [d.world_rows for d in found]
-    assert rows == sorted(rows) and rows[0] == found[0].rank_rows
-    assert rows[-1] <= sum(ROWS)
-    assert found[0].groups[0].lookups == BATCH * sum(BAGS)
-
-
 def test_a_prefix_and_the_rest_are_the_whole() -> None:
-    group = demand(4).groups[0]
+    group = demand(4, nodes=2).groups[0]
+    assert group.rank_rows < group.node_rows < group.world_rows
     hot, cold = group.split([100.0, 0.0, 40.0])
-    for name in ("rows", "rank_rows", "world_rows", "late_rows", "lookups"):
+    names = (
+        "rows",
+        "rank_rows",
+        "world_rows",
+        "node_rows",
+        "late_rows",
+        "late_node_rows",
+        "lookups",
+    )
+    for name in names:
         assert getattr(hot, name) + getattr(cold, name) == pytest.approx(getattr(group, name))
     assert hot.tables[1].rank_rows == 0 and cold.tables[2].rank_rows == 0
     share = hot.tables[0].rank_rows / group.tables[0].rank_rows
@@ -130,20 +131,6 @@ def test_tables_of_one_width_are_a_group() -> None:
     tables = zipf_sources([100, 200, 300], [8, 4, 8], [1, 1, 1], [1.0] * 3)
     found = demand_at(tables, [16, 4, 16], 10, 2)
     assert [(g.dim, g.state_width, g.rows) for g in found.groups] == [(8, 16, 400), (4, 4, 200)]
-
-
-@pytest.mark.parametrize(
-    ("step", "said"),
-    [
-        ((0, 1), "batch=0"),
-        ((1, 0), "world_size=0"),
-        ((1, 4, 3), "world_size=4 ranks are no whole number of nodes of 3"),
-    ],
-)
-def test_steps_of_no_one_are_refused(step: tuple[int, ...], said: str) -> None:
-    source = TableSource("t", 10, 4, 1.0, zipf_curve(10, 1.0))
-    with pytest.raises(ConfigError, match=said):
-        demand_at([source], [0], *step)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from distcache.cost.traffic import (
     CACHED,
     EACH,
     HYBRID,
-    MIXED,
     REPLICATED,
     ROW_WISE,
     SHARDED,
@@ -159,40 +158,10 @@ def test_rows_cross_once_for_each_node(shape: tuple[int, int]) -> None:
         assert filled.nbytes == pytest.approx((world - 1) / world * 300 * width)
 
 
-def test_a_node_touches_more_rows_the_more_ranks_it_has() -> None:
-    found = [demand(8, nodes=nodes).groups[0] for nodes in (8, 4, 2, 1)]
-    rows = [group.node_rows for group in found]
-    assert rows[0] == found[0].rank_rows == rows[3]  # of one node nobody asks
-    assert rows[0] < rows[1] < rows[2] < found[0].world_rows
-    parts = found[2].split([100.0, 7.0, 40.0])
-    for what in ("node_rows", "late_node_rows"):
-        both = sum(getattr(part, what) for part in parts)
-        assert both == pytest.approx(getattr(found[2], what))
-
-
 def test_rows_of_nodes_that_do_not_hand_on_cross_for_each_rank() -> None:
     for world, pattern in ((128, SHARED), (130, EACH)):
         group = demand(world, nodes=2).groups[0]
         assert {e.pattern for e in sharded_exchanges(group, world, ITEM, 2)[:2]} == {pattern}
-
-
-def test_predictions_have_the_sums_of_their_exchanges() -> None:
-    shape, prefix = (8, 2), {"t_cat_0": 30, "t_cat_2": 40}
-    there, each = cluster(*shape), demand(8, nodes=2)
-    found = {p: predict(p, each, there, settings(), prefix) for p in (REPLICATED, SHARDED, MIXED)}
-    for prediction in found.values():
-        parts = prediction.inside + prediction.between
-        assert parts == pytest.approx(prediction.collective_bytes)
-        assert prediction.traffic.inter_node_bytes(there) == pytest.approx(prediction.between)
-    hot, cold = each.groups[0].split([30.0, 0.0, 40.0])
-    filled = total(found[MIXED].traffic.exchanges, "fill")
-    want = sharded_exchanges(cold, 8, ITEM, 2)
-    want += replicated_exchanges(hot, 8, 0.0, ITEM, REPLICATED)
-    want.append(Exchange("fill", filled, pattern=SPREAD))
-    assert found[MIXED].between == pytest.approx(Traffic(tuple(want)).by_link(there)[1])
-    # Copies for every rank of the other node would be four times as many.
-    sums = total(found[REPLICATED].traffic.exchanges, "row_sums")
-    assert sums / 7 == pytest.approx(split(Exchange("", sums, pattern=SPREAD), there)[1])
 
 
 def test_rows_are_handed_on_by_a_second_collective() -> None:

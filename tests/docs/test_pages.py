@@ -9,7 +9,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from ebc_cases import DENSE, batches, configs, part, using
@@ -110,9 +109,7 @@ def test_the_table_of_settings_is_complete() -> None:
     assert {name: eval(value, {"torch": torch}) for name, value in told} == shown
 
 
-def test_the_example_of_a_plan_is_what_the_program_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_example_of_a_plan_is_what_the_program_says(tmp_path, capsys) -> None:
     text = (DOCS / "plan.md").read_text()
     shown = text.partition("<!-- plan -->")[2].partition("<!-- /plan -->")[0]
     lines = text.split("```")[1].replace("\\\n", " ").strip().splitlines()

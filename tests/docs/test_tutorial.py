@@ -162,14 +162,11 @@ def test_parts_and_outputs_of_a_text() -> None:
     assert tutorial.with_outputs(text, ["", "1\n"]) == f"{bare[:-1]}\n\n```text\n1\n```\n"
 
 
-@pytest.mark.parametrize(
-    ("kind", "body", "said"),
-    [
-        *(("bash", body, "exit code 1") for body in ("false\ntrue\n", "false | true\n")),
-        ("bash", "echo $NOT_SET_ANYWHERE\n", "exit code 1"),
-        ("python", "1 / 0\n", "ZeroDivisionError"),
-    ],
-)
-def test_a_block_that_fails_is_an_error(tmp_path: Path, kind: str, body: str, said: str) -> None:
-    with pytest.raises(tutorial.TutorialError, match=said):
-        tutorial.new_session(tmp_path).run(tutorial.Part(kind, body))
+def test_a_block_that_fails_is_an_error(tmp_path: Path) -> None:
+    opened = tutorial.new_session(tmp_path)
+    bodies = ("false\ntrue\n", "false | true\n", "echo $NOT_SET_ANYWHERE\n", "1 / 0\n")
+    for body in bodies:
+        python = "/ 0" in body
+        said = "ZeroDivisionError" if python else "exit code 1"
+        with pytest.raises(tutorial.TutorialError, match=said):
+            opened.run(tutorial.Part("python" if python else "bash", body))

@@ -170,10 +170,10 @@ def test_a_cluster_that_is_not_the_running_world_is_refused(tmp_path) -> None:
     other = write_cluster(Cluster(8, Link(1e9), Link(1e9)), tmp_path)
     paths = [other, *(tmp_path / f"{name}.json" for name in (*files, "none"))]
     said = [
-        "has world_size=8, but 2 ranks run",
-        "nodes=2 of 1 ranks, but 2 ranks run on each node: describe nodes=1",
+        "has world_size=8 on nodes=1, but 2 ranks run",
+        "nodes=2, but 2 ranks run on the nodes: describe world_size=2 and nodes=1",
         r"cache\.cluster.*inside.bandwidth=0.0: it must be above 0",
-        "words.json: host.bandwidth=fast is no number",
+        "words.json: host.bandwidth=fast is not a number",
         "less.json: inside is missing: give the cluster.json",
         "none.json: cannot be read",
     ]
