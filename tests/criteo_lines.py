@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from distcache.data.criteo_folder import Manifest, PreprocessSettings
+from distcache.data.criteo_job import preprocess
+from distcache.data.criteo_tables import PartReport, PartTask, parse_part, read_rows
+from distcache.data.criteo_text import CriteoRows, dense_of, parse_line
 from distcache.data.files import inspect
-from distcache.data.raw.job import preprocess
-from distcache.data.raw.parts import CriteoRows, dense_of, parse_line
-from distcache.data.raw.settings import Manifest, PreprocessSettings
-from distcache.data.raw.tables import PartReport, PartTask, parse_part, read_rows
 from distcache.errors import DataError
 
 ROWS = (1000, 7, 5000, 300, 305, 24, 500, 633, 3, 100, 83, 51, 94, 27, 92, 61, 10, 52, 73, 4)

@@ -17,8 +17,8 @@ import torch
 
 from distcache.comm.agreement import agree_on, together
 from distcache.comm.world import World
+from distcache.data.criteo_folder import NAME as MANIFEST
 from distcache.data.files import write_json
-from distcache.data.raw.settings import NAME as MANIFEST
 from distcache.errors import ConfigError, DataError
 from distcache.layout import RowLayout
 from distcache.planner.victims import PINNED

@@ -7,7 +7,7 @@ from benchmark_checks import of, read_report
 from criteo_lines import read_plainly
 
 from benchmarks import preprocess as bench
-from distcache.data.raw.settings import KAGGLE_ROWS
+from distcache.data.criteo_folder import KAGGLE_ROWS
 
 
 def test_lines_are_good_and_as_described(tmp_path) -> None:

@@ -31,11 +31,11 @@ from criteo_lines import (
 from damaged import damage
 
 from distcache.data import criteo
+from distcache.data import criteo_text as parts
 from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
+from distcache.data.criteo_folder import MLPERF_BAGS, bags
+from distcache.data.criteo_text import parse_blocks
 from distcache.data.files import MappedRows
-from distcache.data.raw import parts
-from distcache.data.raw.parts import parse_blocks
-from distcache.data.raw.settings import MLPERF_BAGS, bags
 from distcache.data.samplers import BlockOrder
 from distcache.errors import ConfigError, DataError
 
@@ -289,7 +289,7 @@ def test_too_few_lines(tmp_path):
 
 
 def test_text_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "distcache.data.raw.parts")
+    monkeypatch.delitem(sys.modules, "distcache.data.criteo_text")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"pyarrow, which is not installed.*distcache\[data\]"):
         text_source(write_lines(tmp_path / "a.txt", make_lines(9)))

@@ -34,11 +34,12 @@ from criteo_lines import (
 
 from distcache import preprocess as entry
 from distcache.cli.compose import read_line
-from distcache.data.raw import job, tables
-from distcache.data.raw.job import Pool
-from distcache.data.raw.parts import CriteoRows
-from distcache.data.raw.settings import MLPERF_BAGS, PreprocessSettings, read_manifest, verify
-from distcache.data.raw.tables import ENTRY_BYTES, Run, merge_runs, write_runs
+from distcache.data import criteo_job as job
+from distcache.data import criteo_tables as tables
+from distcache.data.criteo_folder import MLPERF_BAGS, PreprocessSettings, read_manifest, verify
+from distcache.data.criteo_job import Pool
+from distcache.data.criteo_tables import ENTRY_BYTES, Run, merge_runs, write_runs
+from distcache.data.criteo_text import CriteoRows
 from distcache.errors import ConfigError, DataError, MemoryTooSmallError
 
 
@@ -496,7 +497,7 @@ def test_a_worker_that_died_between_tasks_is_explained():
 def test_workers_end_with_a_parent_that_is_killed():
     found = run_code("""
 import os, time
-from distcache.data.raw.job import Pool
+from distcache.data.criteo_job import Pool
 with Pool(2) as pool:
     next(pool.run(time.sleep, [0, 99, 99, 99]))
     print(*pool._executor._processes, flush=True)

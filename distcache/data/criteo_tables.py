@@ -19,9 +19,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from distcache.data.files import SHOWN, InputFile, read_json, read_range, whole_lines, write_json
-from distcache.data.raw.parts import MAX_LINE, CriteoRows, id_dtype, parse_blocks
-from distcache.data.raw.settings import (
+from distcache.data.criteo_folder import (
     FIRST,
     IDS,
     INTEGERS,
@@ -30,6 +28,8 @@ from distcache.data.raw.settings import (
     WORKER_BYTES,
     bags,
 )
+from distcache.data.criteo_text import MAX_LINE, CriteoRows, id_dtype, parse_blocks
+from distcache.data.files import SHOWN, InputFile, read_json, read_range, whole_lines, write_json
 from distcache.errors import DataError
 
 BLOCK_BYTES = 4 << 20
