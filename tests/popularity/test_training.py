@@ -146,9 +146,9 @@ def test_every_use_of_statistics_trains_the_same_model(world, folders, tmp_path)
     ("overrides", "message"),
     [
         (["cache.warm_start=0.5"], r"cache\.warm_start=0\.5 fills slots .* give cache\.statistics"),
-        (["cache.warm_start=1.5"], r"cache\.warm_start=1\.5 .* from 0 to 1"),
-        (["cache.warm_start=-0.1"], r"cache\.warm_start=-0\.1 .* from 0 to 1"),
-        (["cache.warm_start=all"], r"cache\.warm_start=all .* from 0 to 1"),
+        (["cache.warm_start=1.5"], r"cache\.warm_start=1\.5 .* at least 0 and at most 1"),
+        (["cache.warm_start=-0.1"], r"cache\.warm_start=-0\.1 .* at least 0 and at most 1"),
+        (["cache.warm_start=all"], r"cache\.warm_start=all .* at least 0 and at most 1"),
         (["cache.order=popularity"], r"cache\.order: this key went, for .* leave it out"),
         (["cache.admission=true"], r"cache\.admission: this key went, for .* leave it out"),
         (["cache.split=by_curve"], r"cache\.split=by_curve needs .* give cache\.statistics"),

@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import source_runs
 import torch
+from batch_sources import columns, write
+from batch_sources import parquet_source as source
 from criteo_lines import ROWS, make_lines, preprocessed, write_lines
-from parquet_files import columns, source, write
 from ranks import run_ranks
 
 from distcache.comm.world import close_world, open_world

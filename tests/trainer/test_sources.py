@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from batch_sources import write
 from criteo_lines import ROWS, make_lines, preprocessed, write_lines
-from parquet_files import write
 from ranks import run_ranks
 from source_runs import NET, configured, digests, run, summaries
 from source_runs import SMALL as QUIET
