@@ -34,7 +34,7 @@ from distcache.errors import DataError
 
 BLOCK_BYTES = 4 << 20
 """Bytes of text that are parsed at once."""
-PIECE = 1 << 17
+PIECE = 1 << 16
 """Samples that are written, and read back, at once; a block more at the most."""
 
 

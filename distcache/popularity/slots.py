@@ -495,13 +495,10 @@ def statistics_of(statistics: Statistics, tables: Sequence[TableSpec], given: st
             features = [feature for table in tables for feature in table.features]
             rows = [table.rows for table in tables for _ in table.features]
             wanted = fingerprint_of(features, rows, statistics.vocabulary)
-            pairs = zip(statistics.features, statistics.table_rows, strict=True)
-            described = ", ".join(f"{feature} ({count} rows)" for feature, count in pairs)
             raise ConfigError(
-                f"{given} (fingerprint {statistics.fingerprint}) are statistics of the features "
-                f"{described}; table {table.name!r} has {table.rows} rows, read by "
-                f"{', '.join(table.features)} (all tables: fingerprint {wanted}): count this "
-                "model's data with python -m distcache.analyze"
+                f"{given} are statistics {statistics.described}; table {table.name!r} has "
+                f"{table.rows} rows, read by {', '.join(table.features)} (all tables: fingerprint "
+                f"{wanted}): count this model's data with python -m distcache.analyze"
             )
         if len(parts) == 1:
             counts.append(parts[0])

@@ -144,7 +144,7 @@ def test_wrong_arguments_are_named(kind) -> None:
         ),
         (
             {"statistics": replace(counted(), tables=counted().tables[:2])},
-            r"the given statistics \(fingerprint [0-9a-f]{16}\).* fingerprint [0-9a-f]{16}\)",
+            r"the given statistics are .*\(fingerprint [0-9a-f]{16}\).* fingerprint [0-9a-f]{16}\)",
         ),
     ],
 )

@@ -342,7 +342,9 @@ def test_statistics_by_feature_for_tables_of_several() -> None:
     assert found.tables[0].dense().tolist() == [3, 0, 3] and found.tables[0].distinct == 2
     assert found.tables[0].lookups == 6 and found.tables[1] is other
     for wrong in (TableSpec("both", 4, 4, ("x", "y")), TableSpec("w", 3, 4, ("x", "w"))):
-        with pytest.raises(ConfigError, match=r"here \(fingerprint [0-9a-f]{16}\).* fingerprint"):
+        with pytest.raises(
+            ConfigError, match=r"here are .*\(fingerprint [0-9a-f]{16}\); .* fingerprint"
+        ):
             statistics_of(Statistics((other, b, a), "ids", 9), [wrong], "here")
 
 
