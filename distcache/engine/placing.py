@@ -29,8 +29,7 @@ from distcache.popularity.slots import (
     Budget,
     Use,
     decide,
-    likeliest_rows,
-    pinned_rows,
+    first_rows,
     plan_slots,
 )
 from distcache.popularity.statistics import Popularity, Statistics
@@ -232,10 +231,10 @@ class CacheRequest:
         held, budget = [count * world.size for count in slots], self.budget(world.size)
 
         def rows() -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-            hot = likeliest_rows(tables, held, known, budget)
+            hot = first_rows(tables, held, known, budget)
             if pinned is None:
                 return hot, None
-            return hot, pinned_rows(tables, held, known, budget, budget.steps - 1)
+            return hot, first_rows(tables, held, known, budget, budget.steps - 1)
 
         hot, pinned = on_first(world, rows)
         return replace(popularity, hot_rows=hot, pinned_rows=pinned)
