@@ -210,7 +210,7 @@ def open_work(work: Work) -> None:
     if known is not None and known != plan:
         raise ConfigError(
             f"output={work.output} holds the unfinished work of another job, or the input has "
-            f"changed since: name another folder, or remove {work.folder}"
+            f"changed since: name another folder, or remove {work.output}"
         )
     (work.folder / "parts").mkdir(parents=True, exist_ok=True)
     write_json(path, plan)

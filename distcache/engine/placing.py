@@ -25,13 +25,7 @@ from distcache.layout import TableSpec
 from distcache.optim import RowUpdate
 from distcache.planner.victims import Policy
 from distcache.popularity.curve import top_rows
-from distcache.popularity.slots import (
-    Budget,
-    Use,
-    decide,
-    first_rows,
-    plan_slots,
-)
+from distcache.popularity.slots import Budget, Use, decide, first_rows, plan_slots
 from distcache.popularity.statistics import Popularity, Statistics
 
 log = logging.getLogger(__name__)
