@@ -108,14 +108,7 @@ class Yardstick(ABC, Contender):
         self._issued: deque[torch.cuda.Event] = deque()
         self.optim = build.optimizer_spec(config)
         dense_lr, self.lr = build.build_rates(config)(0)
-        self._optimizer = dense_optimizer(
-            self.dense.parameters(),
-            self.optim.name,
-            dense_lr,
-            self.optim.eps,
-            self.optim.betas,
-            self.optim.initial_accumulator,
-        )
+        self._optimizer = dense_optimizer(self.dense.parameters(), self.optim.rows(), dense_lr)
 
     def form(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Ids int64 `[n]` in this library's numbers and offsets int64 `[F b + 1]`, feature-major,

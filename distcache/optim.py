@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -25,8 +24,7 @@ def state_tensors(
 ) -> dict[str, Tensor]:
     """`<parameter name>.<state name>` -> tensor, for every parameter; made first if need be.
 
-    An optimizer that has not stepped yet has no state to fill; a step of zero rate with zero
-    gradients makes it, and weights and gradients are put back as they were.
+    An optimizer that has not stepped yet may have no state to fill.
     """
     parameters = ensure_state(optimizer)
     return {
@@ -38,36 +36,16 @@ def state_tensors(
 
 
 def ensure_state(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Make the state of an optimizer that has not stepped yet; its parameters."""
+    """Give Adam the state that it makes at its first step (Adagrad has its own from the start, SGD
+    none); the parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if parameters and not optimizer.state and optimizer not in _STATELESS:
-        _make_state(optimizer, parameters)
-        if not optimizer.state:
-            _STATELESS.add(optimizer)
+    for parameter in parameters if isinstance(optimizer, torch.optim.Adam) else ():
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
     return parameters
-
-
-_STATELESS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Those that were asked for state and have none, as SGD: they are not asked at every step."""
-
-
-@torch.no_grad()
-def _make_state(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    kept = [(p.detach().clone(), p.grad) for p in parameters]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for parameter, (value, gradient) in zip(parameters, kept, strict=True):
-        parameter.copy_(value)
-        parameter.grad = gradient
-        for value in optimizer.state.get(parameter, {}).values():
-            if isinstance(value, Tensor) and value.dim() == 0:
-                value.zero_()  # the step counter has not counted this one
 
 
 def load_state(
@@ -95,8 +73,10 @@ def masked_step(optimizer: torch.optim.Optimizer, enabled: Tensor) -> None:
     take these back with `uncount` once the host knows. Nobody waits for the device; copies of
     parameters and state are the price, so this is for small dense parts.
     """
-    ensure_state(optimizer)
-    kept = [(value, value.clone()) for value in _values(optimizer)]
+    parameters = ensure_state(optimizer)
+    states = (optimizer.state.get(parameter, {}).items() for parameter in parameters)
+    values = [value for state in states for name, value in state if name != _COUNTER]
+    kept = [(value, value.clone()) for value in (*parameters, *values)]
     optimizer.step()
     put_back(kept, enabled)
 
@@ -116,48 +96,28 @@ def uncount(optimizer: torch.optim.Optimizer) -> None:
             state[_COUNTER] -= 1
 
 
-def _values(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Parameters and their state, without the step counters."""
-    found: list[Tensor] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            found.append(parameter)
-            for name, value in optimizer.state.get(parameter, {}).items():
-                if name != _COUNTER and isinstance(value, Tensor):
-                    found.append(value)
-    return found
-
-
 # -----------------------------------------------------------------------------
 # The optimizer of the dense parameters: torch.optim with the same settings in every mode.
 
 
 def dense_optimizer(
-    parameters: Iterable[nn.Parameter],
-    name: str,
-    lr: float,
-    eps: float = 1e-8,
-    betas: tuple[float, float] = (0.9, 0.999),
-    initial_accumulator: float = 0.0,
+    parameters: Iterable[nn.Parameter], rows: RowUpdate, lr: float = 0.0
 ) -> torch.optim.Optimizer:
-    """The torch optimizer that goes with row optimizer `name`, over all dense parameters.
+    """The torch optimizer that goes with the row optimizer `rows`, over all dense parameters.
 
-    SGD for `sgd`, Adagrad for `adagrad` and `rowwise_adagrad`, Adam for `adam`. Set a step's rate
-    by `param_groups[0]["lr"]`. The implementation is named, not left to torch's choice, so that
-    the same run gives the same bits: multi-tensor kernels on CUDA, one parameter at a time on the
-    CPU. Raises ConfigError for an unknown name.
+    SGD, Adagrad (with row-wise Adagrad too) or Adam, with its settings but the rate. Set a step's
+    rate by `param_groups[0]["lr"]`. The implementation is named, not left to torch's choice, so
+    that the same run gives the same bits: multi-tensor kernels on CUDA, one parameter at a time on
+    the CPU.
     """
     chosen = list(parameters)
-    kernels = {"foreach": bool(chosen) and all(p.is_cuda for p in chosen), "fused": False}
-    if name == "sgd":
-        return torch.optim.SGD(chosen, lr=lr, **kernels)
-    if name in ("adagrad", "rowwise_adagrad"):
-        return torch.optim.Adagrad(
-            chosen, lr=lr, eps=eps, initial_accumulator_value=initial_accumulator, **kernels
-        )
-    if name == "adam":
-        return torch.optim.Adam(chosen, lr=lr, betas=(betas[0], betas[1]), eps=eps, **kernels)
-    raise ConfigError(f"optim={name!r} is not 'sgd', 'adagrad', 'rowwise_adagrad' or 'adam'")
+    how: dict[str, Any] = {"lr": lr, "foreach": bool(chosen) and all(p.is_cuda for p in chosen)}
+    if isinstance(rows, Adagrad):
+        how |= {"eps": rows.eps, "initial_accumulator_value": rows.initial_accumulator}
+        return torch.optim.Adagrad(chosen, fused=False, **how)
+    if isinstance(rows, Adam):
+        return torch.optim.Adam(chosen, betas=rows.betas, eps=rows.eps, fused=False, **how)
+    return torch.optim.SGD(chosen, fused=False, **how)
 
 
 # -----------------------------------------------------------------------------
@@ -312,11 +272,9 @@ def row_update(
 ) -> RowUpdate:
     """The row optimizer of a name: `sgd`, `adagrad`, `rowwise_adagrad` or `adam`.
 
-    Settings that it does not have are ignored. Raises ConfigError for an unknown name.
+    Settings that it does not have are ignored.
     """
-    kind = _ROW_UPDATES.get(name)
-    if kind is None:
-        raise ConfigError(f"optim={name!r} is not 'sgd', 'adagrad', 'rowwise_adagrad' or 'adam'")
+    kind = _ROW_UPDATES[name]
     given = {"eps": eps, "betas": tuple(betas), "initial_accumulator": initial_accumulator}
     own = {field.name for field in fields(kind)}
     return kind(lr, **{key: value for key, value in given.items() if key in own})
@@ -360,18 +318,6 @@ class LearningRate:
     warmup_steps: int = 0
     decay_start: int = 0
     decay_steps: int = 0
-
-    def __post_init__(self) -> None:
-        for key in ("warmup_steps", "decay_start", "decay_steps"):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"optim.{key}={getattr(self, key)} must be at least 0")
-        if not 0 <= self.base < float("inf"):
-            raise ConfigError(f"a learning rate must be finite and at least 0, got {self.base}")
-        if self.decay_steps and self.decay_start < self.warmup_steps:
-            raise ConfigError(
-                f"optim.decay_start={self.decay_start} lies within the warm-up: "
-                f"it must be at least optim.warmup_steps={self.warmup_steps}"
-            )
 
     def __call__(self, step: int) -> float:
         """The rate of step `step`, counted from 0."""

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from counting import count_ids
 from criteo_lines import ROWS, make_lines, preprocessed, write_lines
+from scenarios import count_ids
 from source_runs import NET
 
 from distcache.data.batch import Batch, BatchSlice, SlicedSource

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from reference_trainer import RowWiseAdagrad
+from reference_trainer import Settings, optimizers
+from scenarios import count_ids
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import (
@@ -31,12 +32,12 @@ from torchrec import (
     PoolingType,
 )
 from torchrec.models.dlrm import DLRM
-from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
 import distcache
 from distcache import CachedEmbeddingBagCollection, CachedEmbeddingCollection, lookahead
+from distcache.data.batch import JaggedIds
 from distcache.embedding.step import CollectionTables
-from distcache.popularity.statistics import Statistics, TableCounts
+from distcache.popularity.statistics import Statistics
 
 KINDS = ("bags", "sequences")
 _kind = "bags"
@@ -54,17 +55,6 @@ def using(kind: str) -> None:
     _kind = kind
 
 
-def kind_here() -> str:
-    """The kind in use."""
-    return _kind
-
-
-def of_kind(rank: int, size: int, kind: str, work: Callable, *args: Any) -> Any:
-    """`work(rank, size, *args)` with a kind; for processes of their own."""
-    using(kind)
-    return work(rank, size, *args)
-
-
 def key_of_tables() -> str:
     """The name of a collection's tables in a `state_dict`."""
     return "embedding_bags" if _kind == "bags" else "embeddings"
@@ -80,7 +70,7 @@ class Clicks:
 
 
 def configs(**changes: Any) -> list[Any]:
-    """Tables `t0`, ... of ROWS rows x 8, one feature each; `t1` is read by two."""
+    """Tables `t0`, ... of ROWS rows x 8, one feature each; `t1` is read by `f1` and `g`."""
     table = EmbeddingBagConfig if _kind == "bags" else EmbeddingConfig
     return [
         table(
@@ -96,10 +86,10 @@ def configs(**changes: Any) -> list[Any]:
 
 def mixed_configs() -> list[Any]:
     """Two widths, a mean if pooled, and a feature `f0` that two tables read."""
-    tables = configs()
+    tables = two_widths()
     if _kind == "bags":
         tables[1] = replace(tables[1], pooling=PoolingType.MEAN)
-    tables[2] = replace(tables[2], embedding_dim=4, feature_names=["f2", "f0"], num_embeddings=400)
+    tables[2] = replace(tables[2], feature_names=["f2", "f0"])
     return tables
 
 
@@ -112,12 +102,7 @@ def features_of(tables: list[Any]) -> dict[str, int]:
     return rows
 
 
-def draw(
-    seed: int,
-    size: int = BATCH,
-    tables: list[Any] | None = None,
-    weighted: bool = False,
-) -> Clicks:
+def draw(seed: int, size: int = BATCH, tables: Any = None, weighted: bool = False) -> Clicks:
     """One batch: bags of 0 to 3 ids, skewed so that rows come again."""
     generator = torch.Generator().manual_seed(seed)
     rows = features_of(tables if tables is not None else configs())
@@ -139,45 +124,35 @@ def batches(steps: int = STEPS, size: int = BATCH, **how: Any) -> list[Clicks]:
     return [draw(step, size, **how) for step in range(steps)]
 
 
+def picked(parts: list[Clicks], low: int | None = None, high: int | None = None) -> Clicks:
+    """Samples [low, high) of each of several batches, as one batch."""
+    at, ids = slice(low, high), [one.sparse_features for one in parts]
+    pieces = [one[key] for key in ids[0].keys() for one in ids]  # noqa: SIM118
+
+    def of_samples(piece: JaggedTensor, values: Tensor) -> Tensor:
+        return torch.cat([values[:0], *values.split(piece.lengths().tolist())[at]])
+
+    weights = [of_samples(p, p.weights()) for p in pieces if p.weights_or_none() is not None]
+    chosen = KeyedJaggedTensor(
+        ids[0].keys(),
+        torch.cat([of_samples(piece, piece.values()) for piece in pieces]),
+        torch.cat(weights) if weights else None,
+        torch.cat([piece.lengths()[at] for piece in pieces]),
+    )
+    dense, labels = (
+        [getattr(one, name)[at] for one in parts] for name in ("dense_features", "labels")
+    )
+    return Clicks(torch.cat(dense), chosen, torch.cat(labels))
+
+
 def part(batch: Clicks, rank: int, world_size: int) -> Clicks:
     """One rank's samples of a global batch."""
     size = len(batch.labels)
-    low, high = rank * size // world_size, (rank + 1) * size // world_size
-    ids = batch.sparse_features
-    keys = ids.keys()
-    offsets = ids.offsets().tolist()
-    cuts = [slice(offsets[f * size + low], offsets[f * size + high]) for f in range(len(keys))]
-    weights = ids.weights_or_none()
-    local = KeyedJaggedTensor(
-        keys,
-        torch.cat([ids.values()[cut] for cut in cuts]),
-        None if weights is None else torch.cat([weights[cut] for cut in cuts]),
-        ids.lengths().view(len(keys), size)[:, low:high].reshape(-1),
-    )
-    return Clicks(batch.dense_features[low:high], local, batch.labels[low:high])
+    return picked([batch], rank * size // world_size, (rank + 1) * size // world_size)
 
 
-def joined(parts: list[Clicks]) -> Clicks:
-    """Several batches as one, their samples in order."""
-    keys = list(parts[0].sparse_features.keys())
-    dicts = [batch.sparse_features.to_dict() for batch in parts]
-    pieces = [one[key] for key in keys for one in dicts]
-    weighted = parts[0].sparse_features.weights_or_none() is not None
-    ids = KeyedJaggedTensor(
-        keys,
-        torch.cat([piece.values() for piece in pieces]),
-        torch.cat([piece.weights() for piece in pieces]) if weighted else None,
-        torch.cat([piece.lengths() for piece in pieces]),
-    )
-    return Clicks(
-        torch.cat([batch.dense_features for batch in parts]),
-        ids,
-        torch.cat([batch.labels for batch in parts]),
-    )
-
-
-def two_widths():
-    """Tables of two widths; `t1` is read by `f1` and `g`."""
+def two_widths() -> list[Any]:
+    """`configs`, of two widths."""
     tables = configs()
     tables[2] = replace(tables[2], embedding_dim=4, num_embeddings=400)
     return tables
@@ -186,18 +161,9 @@ def two_widths():
 def counted(steps: int = 6) -> Statistics:
     """Lookups of the first batches, by feature, in another order than the tables'."""
     rows = {f: t.num_embeddings for t in two_widths() for f in t.feature_names}
-    drawn = batches(steps, tables=two_widths())
-    return statistics(dict(sorted(rows.items(), reverse=True)), [b.sparse_features for b in drawn])
-
-
-def statistics(rows: dict[str, int], drawn: list[KeyedJaggedTensor]) -> Statistics:
-    """Lookups of batches by feature, of so many `rows` each."""
-    counts = {feature: np.zeros(n, np.int64) for feature, n in rows.items()}
-    for batch in drawn:
-        for feature, ids in batch.to_dict().items():
-            counts[feature] += np.bincount(ids.values().numpy(), minlength=rows[feature])
-    tables = [TableCounts.of(feature, own) for feature, own in counts.items()]
-    return Statistics(tuple(tables), "ids", len(drawn) * 24)
+    drawn = (batch.sparse_features for batch in batches(steps, tables=two_widths()))
+    ids = (JaggedIds(tuple(one.keys()), one.values(), one.offsets()) for one in drawn)
+    return count_ids(dict(sorted(rows.items(), reverse=True)), ids)
 
 
 UPDATES = {
@@ -249,35 +215,6 @@ def dlrm(ebc: nn.Module) -> nn.Module:
     return DLRM(ebc, DENSE, [8, 8], [8, 1])
 
 
-class ByWidth(nn.Module):
-    """TorchRec's EmbeddingCollections, one for each width (they take only one), as if one."""
-
-    def __init__(self, tables: list[EmbeddingConfig]) -> None:
-        super().__init__()
-        self.tables, self.parts, named = tables, [], {}
-        for width in {table.embedding_dim for table in tables}:
-            part = EmbeddingCollection([t for t in tables if t.embedding_dim == width])
-            self.parts.append(part)
-            named |= dict(part.embeddings.items())
-        self.embeddings = nn.ModuleDict({table.name: named[table.name] for table in tables})
-
-    def embedding_configs(self) -> list[EmbeddingConfig]:
-        return self.tables
-
-    def forward(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        found = {}
-        for part in self.parts:
-            out = part(ids)
-            pairs = zip(part.embedding_configs(), part.embedding_names_by_table(), strict=True)
-            found |= {table.name: [out[name] for name in names] for table, names in pairs}
-        names = get_embedding_names_by_table(self.tables)
-        return {
-            name: rows
-            for table, own in zip(self.tables, names, strict=True)
-            for name, rows in zip(own, found[table.name], strict=True)
-        }
-
-
 def values_of(found: Any) -> Tensor:
     """All values that a collection has given out, in the order of its keys, `[n]`."""
     parts = found.values() if isinstance(found, dict) else [found]
@@ -285,23 +222,22 @@ def values_of(found: Any) -> Tensor:
 
 
 def plain_tables(tables: list[Any] | None = None) -> nn.Module:
-    """TorchRec's own collection."""
+    """TorchRec's own collection; that of sequences takes one width: the others are put in."""
     tables = tables if tables is not None else configs()
-    if kind_here() == "bags":
+    if _kind == "bags":
         return EmbeddingBagCollection(tables)
-    one_width = len({table.embedding_dim for table in tables}) == 1
-    return EmbeddingCollection(tables) if one_width else ByWidth(tables)
+    own = EmbeddingCollection([replace(t, embedding_dim=tables[0].embedding_dim) for t in tables])
+    own._embedding_configs = tables
+    for table in tables:
+        own.embeddings[table.name] = nn.Embedding(table.num_embeddings, table.embedding_dim)
+    return own
 
 
 def cached(name: str = "adagrad", tables: Any = None, **settings: Any):
     """A collection over `tables` with the optimizer `name`."""
+    make = CachedEmbeddingBagCollection if _kind == "bags" else CachedEmbeddingCollection
     settings.setdefault("rows", 300)
-    collection = (
-        CachedEmbeddingBagCollection if kind_here() == "bags" else CachedEmbeddingCollection
-    )
-    return collection(
-        tables if tables is not None else configs(), optimizer=UPDATES[name], **settings
-    )
+    return make(tables if tables is not None else configs(), optimizer=UPDATES[name], **settings)
 
 
 def loss_of(model: nn.Module, batch: Clicks) -> Tensor:
@@ -316,15 +252,18 @@ def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=0.1)
 
 
-def train(model: nn.Module, ebc, stream: Iterable[Clicks], dense=None) -> list[float]:
-    """The loop of a user, over a look-ahead or plain batches; the losses."""
+def train(model, rows, stream: Iterable[Clicks], dense=None, zero=None) -> list[float]:
+    """The loop of a user, over a look-ahead or plain batches; the losses. `rows`: whose `step`
+    updates the tables, and `zero`: what forgets their gradients, if anything must."""
     dense = dense if dense is not None else dense_optimizer(model)
     losses = []
     for batch in stream:
         dense.zero_grad()
+        if zero is not None:
+            zero()
         loss = loss_of(model, batch)
         loss.backward()
-        ebc.step()
+        rows.step()
         dense.step()
         losses.append(loss.item())
     return losses
@@ -345,18 +284,11 @@ def expected() -> dict[str, Tensor]:
 
 def plain_optimizer(name: str, ebc: nn.Module) -> torch.optim.Optimizer:
     """What `UPDATES[name]` is on whole tables in torch, on sparse gradients."""
-    update, weights = UPDATES[name], list(ebc.parameters())
-    for bag in getattr(ebc, key_of_tables()).values():
+    update, own = UPDATES[name], getattr(ebc, key_of_tables())
+    for bag in own.values():
         bag.sparse = True
-    if name == "sgd":
-        return torch.optim.SGD(weights, lr=update.lr)
-    if name == "adam":
-        return torch.optim.SparseAdam(weights, lr=update.lr)
-    if name == "adagrad":
-        return torch.optim.Adagrad(
-            weights, lr=update.lr, eps=update.eps, initial_accumulator_value=0.1
-        )
-    return RowWiseAdagrad(weights, update.lr, update.eps, 0.1)
+    settings = Settings(name, (), update.lr, update.lr, initial_accumulator=0.1)
+    return optimizers(settings, nn.Linear(1, 1), dict(own.items()))[1]
 
 
 def train_plain(
@@ -366,15 +298,8 @@ def train_plain(
     ebc = plain_tables(tables)
     model = make(ebc)
     model.load_state_dict(start)
-    rows, dense, losses = plain_optimizer(name, ebc), dense_optimizer(model), []
-    for batch in stream:
-        rows.zero_grad()
-        dense.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        rows.step()
-        dense.step()
-        losses.append(loss.item())
+    rows = plain_optimizer(name, ebc)
+    losses = train(model, rows, stream, zero=rows.zero_grad)
     return losses, model.state_dict()
 
 
@@ -402,14 +327,13 @@ def written_back(tables: CollectionTables) -> int:
     return sum(rows.counts.rows_written_back for rows in tables.rows)
 
 
-EXACT_STEPS = 12
-
-
 def job(work):
-    """`work(rank, size, ...)` inside a job of its own, which ends in order."""
+    """`work(rank, size, ...)` inside a job of its own, which ends in order; of the kind given
+    first, where `ranks` calls it."""
 
     @functools.wraps(work)
-    def run(rank: int, size: int, *args):
+    def run(rank: int, size: int, kind: str, *args):
+        using(kind)
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         try:
@@ -434,11 +358,9 @@ def as_arrays(value, back: bool = False):
     return value.numpy() if isinstance(value, torch.Tensor) else value
 
 
-def ranks(work, *args) -> list[dict]:
-    """What `work` found on two ranks."""
-    found = [as_arrays(own, back=True) for own in run_ranks(of_kind, 2, kind_here(), work, *args)]
-    torch.set_num_threads(1)
-    return found
+def ranks(work, *args, size: int = 2) -> list[dict]:
+    """What a `job` found on `size` ranks."""
+    return [as_arrays(own, back=True) for own in run_ranks(work, size, _kind, *args)]
 
 
 def mine(rank: int, size: int, steps: int = 20, **how) -> list[Clicks]:
@@ -459,15 +381,3 @@ def unwrapped(ddp) -> dict:
     found = weights_of(ddp)
     assert all(name.startswith("module.") for name in found)
     return {name.removeprefix("module."): value for name, value in found.items()}
-
-
-def run_once(rank, size, name="adagrad", model=dlrm, tables=None, inline=False, **settings):
-    """First weights, losses, last weights of a run, and how many rows it has written back."""
-    data = mine(rank, size, settings.pop("steps", EXACT_STEPS), tables=tables)
-    ebc, ddp, dense = wrapped(name, model, tables=tables, **settings)
-    start = unwrapped(ddp)
-    losses = train(ddp, ebc, data if inline else lookahead(data, ebc), dense)
-    found = unwrapped(ddp)
-    moved = written_back(ebc.tables)
-    ebc.close()
-    return start, losses, found, moved

@@ -65,14 +65,12 @@ class ToySource:
         self.bad, self.labels, self.drawn = bad, labels, []
 
     def train_batch(self, step: int, rank: int, world_size: int) -> Batch:
-        """See BatchSource."""
         epoch, index = divmod(step, 6)
         size = min(BATCH, SAMPLES - index * BATCH)
         self.drawn.append(("train", step))
         return self._batch(7 * step + 1, size, step, epoch, rank, world_size, "train")
 
     def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
-        """See BatchSource."""
         self.drawn.append(("eval", index))
         return self._batch(7 * index + 2, BATCH, index, 0, rank, world_size, "eval")
 
@@ -88,17 +86,8 @@ class ToySource:
         if self.bad == (index, rank) and kind == "train":
             dense = dense * torch.nan
         values = torch.cat([column[low:high] for column in ids])
-        offsets = torch.arange(len(values) + 1)
-        return Batch(
-            dense=dense,
-            ids=JaggedIds(self.features, values, offsets),
-            labels=labels[low:high],
-            global_size=size,
-            index=index,
-            epoch=epoch,
-            first_sample=low,
-            kind=kind,
-        )
+        ids = JaggedIds(self.features, values, torch.arange(len(values) + 1))
+        return Batch(dense, ids, labels[low:high], size, index, epoch, low, kind)
 
 
 class ToyParallel(Parallel):
@@ -115,10 +104,9 @@ class ToyParallel(Parallel):
         self.bags.double(), self.dense.double()
         self.parameters = [*self.bags.parameters(), *self.dense.parameters()]
         self.optimizer = torch.optim.Adagrad(self.parameters, lr=0.1)
-        self.steps, self.closed, self.abandoned, self.flushed = 0, 0, 0, 0
+        self.steps = self.closed = self.abandoned = self.flushed = 0
 
     def stream(self, batches: Iterable[Batch]) -> Iterator[Step]:
-        """See Parallel."""
         ahead: deque[Step] = deque()
         try:
             for batch in batches:
@@ -137,15 +125,11 @@ class ToyParallel(Parallel):
         return self.dense(torch.cat([batch.dense, *pooled], dim=1)).squeeze(1)
 
     def train_step(self, step: Step, stop: bool = False) -> StepResult:
-        """See Parallel."""
         batch, world = step.batch, self.world
         self.optimizer.zero_grad(set_to_none=False)
-        loss = (
-            nn.functional.binary_cross_entropy_with_logits(
-                self.logits(batch), batch.labels, reduction="sum"
-            )
-            / batch.global_size
-        )
+        labels, logits = batch.labels, self.logits(batch)
+        total = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+        loss = total / batch.global_size
         flags = torch.zeros(2 + world.size, dtype=torch.float64)
         flags[0], flags[1], flags[2 + world.rank] = loss.detach(), stop, not loss.isfinite()
         dist.all_reduce(flags, group=world.device_group)
@@ -165,28 +149,22 @@ class ToyParallel(Parallel):
         return result
 
     def eval_step(self, step: Step) -> Tensor:
-        """See Parallel."""
         with torch.no_grad():
             return self.logits(step.batch)
 
     def set_lr(self, dense_lr: float, embedding_lr: float) -> None:
-        """See Parallel."""
         self.optimizer.param_groups[0]["lr"] = dense_lr
 
     def flush(self) -> None:
-        """See Parallel."""
         self.flushed += 1
 
     def table_block(self, table: int, start: int, stop: int) -> Tensor | None:
-        """See Parallel."""
         return self.bags[table].weight.detach()[start:stop] if self.world.is_first else None
 
     def dense_state(self) -> dict[str, Tensor]:
-        """See Parallel."""
         return dict(self.dense.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """See Parallel."""
         state: dict[str, Any] = {"counters": {"steps": self.steps}}
         names = [f"tables.{table.name}.weight" for table in TABLES]
         names += [f"dense.{name}" for name in self.dense_state()]
@@ -197,15 +175,12 @@ class ToyParallel(Parallel):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Parallel; the tensors are already in place."""
         self.steps = state["counters"]["steps"]
 
     def summary(self) -> dict[str, Any]:
-        """See Parallel."""
         return {"stage_ms": {"sync": 1.0}, "collective_bytes": 8, "hit_rate": float("nan")}
 
     def close(self) -> None:
-        """See Parallel."""
         self.closed += 1
 
 

@@ -30,7 +30,7 @@ from distcache.embedding.settings import CacheSettings, Recipe, check_names
 from distcache.embedding.step import CollectionTables, OpenStep
 from distcache.engine.gradients import to_device
 from distcache.engine.tracing import tracing
-from distcache.engine.views import Part
+from distcache.engine.whole import Part
 from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
 from distcache.layout import group_tables
 from distcache.optim import RowUpdate
@@ -61,8 +61,6 @@ class Membership:
         self._recipe, self._timeout_s = recipe, timeout_s
         self.made: CollectionTables | None = None
         self._alone, self._closed, self._error = False, False, ""
-        self.show_leaves: Callable[[], Callable[[list[Tensor]], None] | None] = lambda: None
-        """A weak reference to what is called with the leaves of each step."""
         if process_group is not None or has_group():
             self._join(process_group)
         else:
@@ -77,9 +75,9 @@ class Membership:
         process alone; PlanError once closed.
         """
         name = self._recipe.name
+        if self._closed:
+            raise PlanError(f"the {name} is closed: make a new one")
         if self.made is None:
-            if self._closed:
-                raise PlanError(f"the {name} is closed: make a new one")
             require_group(
                 "the first use of a cached collection (a forward, a look-ahead, state_dict, "
                 "load_state_dict)"
@@ -108,9 +106,6 @@ class Membership:
         except Exception as error:
             self._error = str(error)
             raise
-        show = self.show_leaves()
-        if show is not None:
-            self.made.show_leaves = show
 
     def close(self) -> None:
         """Let go of the tables, or of the wish to have any."""
@@ -135,23 +130,8 @@ class RowOptimizer(torch.optim.Optimizer):
     def __init__(self, member: Membership, recipe: Recipe) -> None:
         """The optimizer of the tables that `member` has or will have, of `recipe`."""
         self._member, self._update = member, recipe.update
-        dtype, device = recipe.settings.dtype, recipe.device
-        self._none = [
-            torch.zeros(0, recipe.lookups.specs[members[0]].dim, dtype=dtype, device=device)
-            for members in group_tables(recipe.lookups.specs)
-        ]
-        super().__init__([leaf.requires_grad_() for leaf in self._none], {"lr": self._update.lr})
-        # Weak: a collection that nobody uses must be gone at the same time on all ranks.
-        member.show_leaves = weakref.WeakMethod(self._show)
-        if member.made is not None:
-            member.made.show_leaves = self._show
-
-    @property
-    def _tables(self) -> CollectionTables:
-        return self._member.tables
-
-    def _show(self, leaves: list[Tensor]) -> None:
-        self.param_groups[0]["params"][:] = leaves or self._none
+        super().__init__(recipe.leaves, {"lr": self._update.lr})
+        self.param_groups[0]["params"] = recipe.leaves  # whose members each step changes
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -163,7 +143,7 @@ class RowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._tables.apply(float(self.param_groups[0]["lr"]))
+        self._member.tables.apply(float(self.param_groups[0]["lr"]))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -193,7 +173,7 @@ class RowOptimizer(torch.optim.Optimizer):
         on (copies, on several nodes); `param_groups[0]`: `lr` and what schedulers keep, `params`
         the table names.
         """
-        tables = self._tables
+        tables = self._member.tables
         state: dict[str, dict[str, Any]] = {}
         for index, (spec, (_, values)) in enumerate(tables.views(states=True)):
             state[spec.name] = {"step": torch.tensor(tables.counts[index])}
@@ -209,7 +189,7 @@ class RowOptimizer(torch.optim.Optimizer):
         Raises ConfigError for state of other tables, another optimizer or other shapes, before
         anything changes.
         """
-        tables, state = self._tables, state_dict["state"]
+        tables, state = self._member.tables, state_dict["state"]
         names = [table.name for table in tables.tables]
         if set(state) != set(names):
             raise ConfigError(f"optimizer state of tables {sorted(state)}, not {sorted(names)}")
@@ -248,11 +228,11 @@ def clip_grad_norm_(
     `GradScaler.unscale_`), on all ranks.
     """
     ebc.reduce()
-    tables = ebc.tables
+    tables, step = ebc.tables, ebc.tables.current
     dense = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     dense = [parameter for parameter in dense if parameter.grad is not None]
     none = torch.zeros((), dtype=torch.float64, device=tables.world.device)
-    norms = [none if tables.current is None else tables.current.view.norm(norm_type)]
+    norms = [none if step is None else step.view.norm(norm_type)]
     if dense:
         grads = [parameter.grad for parameter in dense]
         norms.append(torch.nn.utils.get_total_norm(grads, norm_type).to(norms[0]))
@@ -262,7 +242,7 @@ def clip_grad_norm_(
             f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be "
             "clipped: set error_if_nonfinite=False to scale by it anyway"
         )
-    rows = tables.current.view.params if tables.current is not None else []
+    rows = [] if step is None else step.view.params
     torch.nn.utils.clip_grads_with_norm_([*dense, *rows], max_norm, total)
     return total
 
@@ -310,10 +290,13 @@ class CachedCollection(nn.Module):
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}: give seconds above 0")
         chosen = CacheSettings(**settings)
-        configs = checked_configs(tables, self._config)
-        recipe = Recipe(
-            configs, lookups_of(configs), optimizer, chosen, _concrete(device), name, self._pooled
-        )
+        configs, where = checked_configs(tables, self._config), _concrete(device)
+        lookups = lookups_of(configs)
+        leaves = [
+            torch.zeros(0, lookups.specs[at].dim, dtype=chosen.dtype, device=where).requires_grad_()
+            for at, *_ in group_tables(lookups.specs)
+        ]
+        recipe = Recipe(configs, lookups, optimizer, chosen, where, name, self._pooled, leaves)
         recipe.check_sizes()
         self._recipe = recipe
         self.reader = IdReader(recipe.lookups, self._is_weighted)
@@ -345,7 +328,6 @@ class CachedCollection(nn.Module):
     def _locate(
         self, tables: CollectionTables, features: KeyedJaggedTensor
     ) -> tuple[OpenStep, int]:
-        tables.require_open()
         if not isinstance(features, KeyedJaggedTensor):
             raise DataError(f"{type(features).__name__} is no KeyedJaggedTensor")
         trains = self.training and torch.is_grad_enabled()
@@ -378,7 +360,6 @@ class CachedCollection(nn.Module):
         before the last micro-batch.
         """
         tables = self.tables
-        tables.require_open()
         if tables.current is not None:
             tables.current.ready(without_backward=True)
 

@@ -3,57 +3,44 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from distcache.comm.world import World, has_group
-from distcache.config import choice, counted, least
+from distcache.config import choice, least
 from distcache.config.checks import check_cache
 from distcache.config.tree import CacheConfig
 from distcache.embedding.ids import Lookups
 from distcache.engine.groups import REPLICATED, Placement
 from distcache.engine.placing import CacheRequest, Known
 from distcache.errors import ConfigError, DistcacheError
-from distcache.layout import TableSpec
 from distcache.optim import RowUpdate
-from distcache.planner.victims import DEFAULT, POLICIES, TAILS, WINDOWS, Policy
-from distcache.popularity.slots import Budget, plan_slots, statistics_of
+from distcache.planner.victims import WINDOWS, Policy
+from distcache.popularity.slots import statistics_of
 from distcache.popularity.statistics import Popularity, Statistics, read_statistics
 from distcache.store.rows import ACCESS
 
 
-@dataclass(frozen=True)
-class CacheSettings:
+@dataclass
+class CacheSettings(CacheConfig):
     """How the rows of a collection are cached and summed; see `CachedEmbeddingBagCollection`.
 
-    `statistics` may lie in another folder on each rank: what they say is compared, not where.
+    The keys of group `cache`, and others. `statistics` may lie in another folder on each rank: what
+    they say is compared, not where.
     """
 
-    rows: int | None = least(1, None)
-    ratio: float | None = None
-    bytes: int | None = least(1, None)
-    lookahead: int | str = counted(0)
-    prefetch: int = least(0, 1)
-    policy: str = choice(*POLICIES)
-    tail: str = choice(*TAILS, default=DEFAULT.tail)
-    half_life: float | str = "auto"
-    statistics: Any = field(default=None, repr=False)
-    warm_start: float | str = "auto"
-    split: Any = "proportional"
+    prefetch: Any = least(0, 1)
+    statistics: Any = None
     batch_size: int | None = least(1, None)
-    placement: str = choice("replicated", "sharded", "mixed", "auto")
     state: str = choice("replicated", "home", "auto")
-    replicated_rows: Any = None
-    replicated_share: float | None = None
-    cluster: Any = field(default=None, repr=False)
     schedule: str = choice("overlapped", "serial")
     store_access: str = choice(*ACCESS)
-    reduction: str = choice("ordered", "native")
     gradient_reduction: str = choice("mean", "sum")
     dtype: torch.dtype = torch.float32
     seed: int = least(0, 0)
@@ -63,10 +50,8 @@ class CacheSettings:
     def __post_init__(self) -> None:
         for own in fields(self):
             name, value, rule = own.name, getattr(self, own.name), own.metadata
-            known, bound = rule.get("choice", (value,)), rule.get("least", rule.get("counted"))
-            if value not in known:
-                raise ConfigError(f"{name}={value!r} is not {' or '.join(map(repr, known))}")
-            if bound is None or (value == own.default and not isinstance(value, int)):
+            bound = rule.get("least", rule.get("counted"))
+            if bound is None or (value == own.default and not isinstance(value, bool)):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < bound:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least {bound}")
@@ -79,9 +64,8 @@ class CacheSettings:
             )
         if sum(size is not None for size in (self.rows, self.ratio, self.bytes)) > 1:
             raise ConfigError("give at most one of rows, ratio, bytes")
-        shared = [f.name for f in fields(CacheConfig) if f.name in self.__dataclass_fields__]
         with library_words():
-            check_cache(CacheConfig(**{name: getattr(self, name) for name in shared}))
+            check_cache(self)
         self._check_known()
 
     def _check_known(self) -> None:
@@ -124,7 +108,7 @@ _WENT = {
 
 def check_names(settings: Mapping[str, Any], collection: str) -> None:
     """ConfigError for a setting by keyword that a collection does not have."""
-    known = [f.name for f in fields(CacheSettings)]
+    known = [f.name for f in fields(CacheSettings) if f.name != "objective"]
     for name, value in settings.items():
         if name in _WENT:
             raise ConfigError(
@@ -172,56 +156,49 @@ class Recipe:
     device: torch.device
     name: str
     pooled: bool
+    leaves: list[Tensor]
+    """The parameters of the optimizer: `[U, D]` for each width of table, empty before a step."""
+
+    @property
+    def request(self) -> CacheRequest:
+        """What is asked of the cache; where no cluster is described, bytes decide."""
+        own = self.settings
+        objective = "bytes" if own.cluster is None else "time"
+        ahead = (own.window, own.prefetch)
+        return CacheRequest(
+            own, self.update, own.batch_size or 1, own.dtype.itemsize, *ahead, objective
+        )
+
+    def statistics(self) -> Statistics | None:
+        """The statistics of the tables, in order; ConfigError for those of other tables."""
+        given, where = self.settings.statistics, "the given statistics"
+        if given is None:
+            return None
+        if not isinstance(given, Statistics):
+            given, where = read_statistics(given, "statistics"), f"statistics={given}"
+        return statistics_of(given, self.lookups.named, where)
 
     def check_sizes(self) -> None:
         """Raise ConfigError for sizes that no rank could have, and for statistics that are not
         there or of other tables; other errors need the ranks."""
-        given, tables = self.settings, self.lookups.named
-        widths = [self.update.state_width(spec.dim) for spec in tables]
-        sizes = (given.rows, given.ratio, given.bytes)
         with library_words():
-            if given.split != "by_curve":
-                budget = Budget(*sizes, itemsize=given.dtype.itemsize, world_size=1)
-                plan_slots(tables, widths, budget, given.split, None)
+            if self.settings.split != "by_curve":
+                self.request.slots(self.lookups.named, 1, None)
             if not has_group():  # else rank 0 reads them, for all
-                given_statistics(given, tables)
+                self.statistics()
 
+    def decide_rows(self, world: World) -> tuple[tuple[int, ...], Placement, Popularity | None]:
+        """Slots C of each group, placement of rows, and popularity where there are statistics;
+        called by all ranks, decided by rank 0. Raises ConfigError on all ranks."""
+        tables, request = self.lookups.named, self.request
+        slots, popularity = request.decide_slots(world, tables, self.statistics)
 
-def decide_rows(
-    world: World, tables: Sequence[TableSpec], update: RowUpdate, settings: CacheSettings
-) -> tuple[tuple[int, ...], Placement, Popularity | None]:
-    """Slots C of each group, placement of rows, and popularity where there are statistics; called
-    by all ranks, decided by rank 0.
+        def known() -> Known:
+            if popularity is None:
+                raise ConfigError(f"placement={self.settings.placement!r} needs statistics")
+            return Known(tables, slots, popularity.statistics)
 
-    `tables`: with the keys that they read as features. Raises ConfigError on all ranks.
-    """
-    request = CacheRequest(
-        settings,
-        update,
-        settings.batch_size or 1,
-        settings.dtype.itemsize,
-        settings.window,
-        settings.prefetch,
-        "bytes" if settings.cluster is None else "time",
-    )
-    slots, popularity = request.decide_slots(
-        world, tables, lambda: given_statistics(settings, tables)
-    )
-
-    def known() -> Known:
-        if popularity is None:
-            raise ConfigError(f"placement={settings.placement!r} needs statistics")
-        return Known(tables, slots, popularity.statistics)
-
-    placement = request.placement(world, tables, known)
-    if placement.kind != REPLICATED:
-        popularity = request.of_all_homes(world, tables, slots, popularity)
-    return slots, placement, popularity
-
-
-def given_statistics(settings: CacheSettings, tables: Sequence[TableSpec]) -> Statistics | None:
-    """The statistics of `tables`, in order; ConfigError for those of other tables."""
-    given = settings.statistics
-    if given is None or isinstance(given, Statistics):
-        return given and statistics_of(given, tables, "the given statistics")
-    return statistics_of(read_statistics(given, "statistics"), tables, f"statistics={given}")
+        placement = request.placement(world, tables, known)
+        if placement.kind != REPLICATED:
+            popularity = request.of_all_homes(world, tables, slots, popularity)
+        return slots, placement, popularity

@@ -27,7 +27,7 @@ from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids
 from distcache.embedding.ids import ReadIds, as_batch, initial_change
-from distcache.embedding.settings import Recipe, decide_rows, library_words
+from distcache.embedding.settings import Recipe, library_words
 from distcache.engine.groups import TableSettings
 from distcache.engine.movement import GroupRows, RowChoice
 from distcache.engine.step import (
@@ -40,8 +40,8 @@ from distcache.engine.step import (
     StageClock,
     record,
 )
-from distcache.engine.tables import CachedTables
-from distcache.engine.views import Part, StepRows, WholeTables
+from distcache.engine.tables import CachedTables, StepRows
+from distcache.engine.whole import Part
 from distcache.errors import DataError, NonFiniteLossError, PlanError
 from distcache.layout import TableSpec
 from distcache.parallel.base import StepStatistics
@@ -134,10 +134,17 @@ class OpenStep:
             pairs = zip(leaves, self.trains, strict=True)
             self.leaves = [leaf.requires_grad_(trains) for leaf, trains in pairs]
             self.view = StepRows(self._tables.engine, self.flight, self.leaves)
-        hook = _AfterAccumulate(weakref.ref(self))
+        own = weakref.ref(self)  # a step that is gone has no business in a leaf's hook
+
+        def after_accumulate(leaf: Tensor) -> None:
+            step = own()
+            if step is None:
+                raise _too_late()
+            step.accumulated(leaf)
+
         for leaf in self.leaves:
             if leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(hook)
+                leaf.register_post_accumulate_grad_hook(after_accumulate)
         self._tables.show_leaves(self.view.params)
 
     def _watch(self, micro: int, found: Iterable[Tensor]) -> None:
@@ -237,19 +244,6 @@ class OpenStep:
             self.flight.batch = replace(self.flight.batch, kind="eval")
 
 
-class _AfterAccumulate:
-    """The hook of a leaf. It holds the step weakly: a step that is gone has no business there."""
-
-    def __init__(self, step: weakref.ref[OpenStep]) -> None:
-        self._step = step
-
-    def __call__(self, leaf: Tensor) -> None:
-        step: Any = self._step()
-        if step is None:
-            raise _too_late()
-        step.accumulated(leaf)
-
-
 def _too_late() -> PlanError:
     return PlanError(
         "a backward pass reached the rows of a step that has ended: call backward before step() "
@@ -267,25 +261,28 @@ class CollectionTables:
 
     Called by all ranks of `world` in the same order, but for what says otherwise. `counts`: steps
     applied to each table (one that is frozen does not count); `skipped`: steps that were left out
-    because their gradients were not finite; `show_leaves` is called with the parameters of the
-    current step, or [] when it has none any more.
+    because their gradients were not finite. The parameters of the current step lie in the recipe's
+    `leaves`.
     """
 
     def __init__(self, world: World, recipe: Recipe) -> None:
         lookups, settings, update = recipe.lookups, recipe.settings, recipe.update
-        self.world, self.name, self.tables = world, recipe.name, list(lookups.specs)
+        self.world, self.tables = world, list(lookups.specs)
+        self._leaves, self._no_leaves = recipe.leaves, list(recipe.leaves)
         tables = self.tables
         self.settings, self._lookups = settings, [tables[table] for table in lookups.tables]
         # Statistics may lie elsewhere on each rank: what they say is compared, by the engine.
-        own: dict[str, Any] = {"the collection": self.name, "the features": lookups.features}
+        own: dict[str, Any] = {"the collection": recipe.name, "the features": lookups.features}
         own |= {"the order of tables": [table.name for table in tables], "optimizer": update}
         own |= {f"table {table.name!r}": table for table in tables}
-        own |= {f.name: getattr(settings, f.name) for f in fields(settings) if f.repr}
+        own |= {f.name: getattr(settings, f.name) for f in fields(settings)}
+        for where in ("statistics", "cluster"):
+            del own[where]
         agree_on_versions(world)
         agree_on(world, own | {"device": world.device.type})
         features = [feature for table in tables for feature in table.features]
         with library_words():
-            slots, placement, popularity = decide_rows(world, lookups.named, update, settings)
+            slots, placement, popularity = recipe.decide_rows(world)
             engine = TableSettings(
                 slots=slots,
                 lookahead=settings.window,
@@ -304,17 +301,16 @@ class CollectionTables:
             self.engine = CachedTables(*parts, popularity, self._checked)
         self.current: OpenStep | None = None
         self.counts = [0] * len(self.tables)
-        self.skipped, self.closed = 0, False
-        self.show_leaves: Callable[[list[Tensor]], None] = lambda leaves: None
-        self.whole = WholeTables(self.engine)
+        self.skipped = 0
+        self.whole = self.engine.whole_tables
         self._frozen_of_all: Callable[[], Tensor] | None = None
         self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
         self._judged: list[tuple[int, tuple[int, ...], Tensor, Mark]] = []
         self._streams: list[weakref.ref[Epoch]] = []
         self.leaving: list[Reader] = []
         """Behind look-aheads that nobody holds any more; may still be ending."""
-        self.clock = StageClock()
-        self.statistics = StepStatistics(world.rank, settings.prefetch)
+        self.statistics = StepStatistics(self.engine)
+        self.clock = self.statistics.clock
         self._unrecorded: deque[Flight] = deque()
         self._window_is_open = settings.lookahead == "auto"
         together(world, lambda: self._initialise(recipe))
@@ -326,6 +322,10 @@ class CollectionTables:
             change = initial_change(config, index, seed)
             if change is not None:
                 self.whole.change_initial(index, seed, change)
+
+    def show_leaves(self, leaves: Sequence[Tensor]) -> None:
+        """Let the optimizer have these as parameters; [] where no step has any."""
+        self._leaves[:] = leaves or self._no_leaves
 
     @property
     def rows(self) -> list[GroupRows]:
@@ -357,7 +357,6 @@ class CollectionTables:
 
     def start_stream(self, stream: Epoch, source: Reader) -> None:
         """`stream` is about to plan ahead: the others halt, planning goes on from the device."""
-        self.require_open()
         self.halt()
         alive = self.streams[::-1]
         alive += [] if stream in alive else [stream]
@@ -397,7 +396,9 @@ class CollectionTables:
     def _end_left(self) -> None:
         """Wait for the look-aheads that were left; PeerError for one that does not end."""
         while self.leaving:
-            self.leaving[-1].require_end()
+            reader = self.leaving[-1]
+            if not reader.has_ended(reader.timeout_s + LEAVING_S):
+                raise reader.not_halted()
             self.leaving.pop()
 
     # --- steps ------------------------------------------------------------------------------
@@ -488,7 +489,6 @@ class CollectionTables:
         Raises NonFiniteLossError with `on_nonfinite="stop"`, once it is known that the gradients of
         a step were not finite; nothing was applied since.
         """
-        self.require_open()
         self._judge(0)
         self._check_frozen()
         step = self.current
@@ -514,7 +514,7 @@ class CollectionTables:
             streams.after(COMPUTE, (flight.after,))
         for table in counted:
             self.counts[table] += 1
-        self.statistics.add(flight, self.rows)
+        self.statistics.add(flight)
         self._record(flight)
         step.close()
         self._judge(int(streams.asynchronous))
@@ -555,18 +555,14 @@ class CollectionTables:
 
     def summary(self) -> dict[str, Any]:
         """What was counted so far; called by all ranks."""
-        self.require_open()
-        engine, clock = self.engine, self.record_all()
-        parts = (self.world, self.rows, engine.counters, clock, engine.placement)
-        values = self.statistics.summary(*parts) | {"steps": self.steps}
-        values["lookahead"] = engine.settings.lookahead
-        return values | {"warm_start_rows": max(engine.warmed, 0)}
+        self.record_all()
+        values = {"steps": self.steps, "lookahead": self.engine.settings.lookahead}
+        return self.statistics.summary() | values | {"warm_start_rows": max(self.engine.warmed, 0)}
 
     # --- whole tables -----------------------------------------------------------------------
 
     def flush(self) -> None:
         """Bring every changed row to the store of its home's node."""
-        self.require_open()
         self._end_left()
         self.engine.flush(self.steps)
 
@@ -579,24 +575,19 @@ class CollectionTables:
 
     def replace(self, parts: Sequence[Part], is_state: bool = False) -> None:
         """Let columns of whole tables be `parts`, see `WholeTables.replace`."""
-        self.require_open()
         if self.current is not None and self.current.pending:
             raise PlanError("row gradients wait: call ebc.step() or zero_grad() before loading")
         self.end_current()
         self.halt()
         self.flush()
         self.whole.replace(parts, is_state)
+        self.engine.forget()
 
     # --- the end ----------------------------------------------------------------------------
 
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks why this one will not come."""
         record_failure(self.world.store, self.world.rank, error)
-
-    def require_open(self) -> None:
-        """Raise PlanError once closed."""
-        if self.closed:
-            raise PlanError(f"the {self.name} is closed: make a new one")
 
     def close(self) -> None:
         """Stop planning and let go of the tables; safe to call twice, on one rank alone too.
@@ -609,7 +600,6 @@ class CollectionTables:
         for reader in self.leaving:
             reader.has_ended(limit_s)
         self.leaving.clear()
-        self.closed = True
         if self.current is not None:
             self.current.close()
             self.current = None

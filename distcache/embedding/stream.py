@@ -9,6 +9,7 @@ of a look-ahead starts an epoch; which batches were read, given out and recognis
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import logging
 import sys
@@ -26,7 +27,7 @@ from distcache.data.batch import Batch
 from distcache.embedding.collection import CachedCollection, Membership
 from distcache.embedding.ids import IdReader, ReadIds, as_batch, bytes_of, find_ids
 from distcache.embedding.settings import library_words
-from distcache.embedding.step import LEAVING_S, STOP_S, CollectionTables, OpenStep
+from distcache.embedding.step import LEAVING_S, STOP_S, OpenStep
 from distcache.engine.queue import StepStream
 from distcache.engine.step import Flight
 from distcache.engine.tables import CachedTables
@@ -69,7 +70,8 @@ def lookahead(
         raise ConfigError(f"accumulate={accumulate!r} must be a whole number of at least 1")
     wanted = ebc.reader.lookups.features
     find = ids if ids is not None else lambda batch: find_ids(batch, wanted)
-    return Lookahead(batches, ebc._member, ebc.reader, find, accumulate)
+    read = functools.partial(Reader, batches, ebc.reader, find, accumulate)
+    return Lookahead(batches, ebc._member, read)
 
 
 # -----------------------------------------------------------------------------
@@ -98,7 +100,7 @@ class Reader(Generic[T]):
         accumulate: int,
     ) -> None:
         self._batches, self._iterator = batches, None
-        self._reader, self._find, self._accumulate = reader, find, accumulate
+        self.reader, self._find, self._accumulate = reader, find, accumulate
         self._next = 0
         self._error: Exception | None = None
         self.kept: dict[int, Kept] = {}
@@ -125,7 +127,7 @@ class Reader(Generic[T]):
             if not batches:
                 self.exhausted = True
                 raise StopIteration
-            reads = [self._reader.read(self._find(batch)) for batch in batches]
+            reads = [self.reader.read(self._find(batch)) for batch in batches]
             ahead = self.kept[self._next] = Kept(batches, reads)
         self._next += 1
         return as_batch(ahead.reads, self._next - 1)
@@ -168,12 +170,12 @@ class Reader(Generic[T]):
             log.warning("the planner's thread did not end within %g s", limit_s)
         return ended
 
-    def halt(self, position: int | None) -> None:
-        """End the threads, to go on later from plan `position` (None: not). Raises PeerError where
+    def halt(self, position: int = 0) -> None:
+        """End the threads, to go on later, if at all, from plan `position`. Raises PeerError where
         they do not end in time."""
         if not self.stop():
-            raise self._not_halted()
-        self._next = self._next if position is None else position
+            raise self.not_halted()
+        self._next = position
 
     def close(self, limit_s: float | None = None) -> None:
         """End the threads for good, in order if the other ranks allow it within `limit_s`.
@@ -208,18 +210,14 @@ class Reader(Generic[T]):
         if not stream.runs_here():  # the garbage collector runs in any thread
             closing.join(LEAVING_S)
 
-    def require_end(self) -> None:
-        """Wait for the end that `leave` has begun; PeerError where it does not come."""
-        if not self.has_ended(self.timeout_s + LEAVING_S):
-            raise self._not_halted()
-
     def has_ended(self, limit_s: float) -> bool:
         """Wait for the end that `leave` has begun; whether it has come, in order."""
         if self._closed.wait(limit_s) and (self._left is None or self._left.ended):
             self._left = None  # which holds this reader, its batches
         return self._left is None
 
-    def _not_halted(self) -> PeerError:
+    def not_halted(self) -> PeerError:
+        """The error for threads that did not end in time."""
         return PeerError(
             f"the planner did not halt within {self.timeout_s:g} s: another rank goes on without "
             "this one, or the batches that lookahead reads are slower than that"
@@ -261,15 +259,10 @@ class Lookahead(Generic[T]):
     """
 
     def __init__(
-        self,
-        batches: Iterable[T],
-        member: Membership,
-        reader: IdReader,
-        find: Callable[[T], KeyedJaggedTensor],
-        accumulate: int,
+        self, batches: Iterable[T], member: Membership, read: Callable[[], Reader[T]]
     ) -> None:
-        self._batches, self._member, self._reader = batches, member, reader
-        self._find, self._accumulate = find, accumulate
+        """`read`: begins to read `batches`."""
+        self._batches, self._member, self._read = batches, member, read
         self._epoch: Epoch[T] | None = None
         self._had_batches = self._warned = False
 
@@ -288,8 +281,7 @@ class Lookahead(Generic[T]):
                     epoch.count,
                 )
                 self._warned = True
-        source = Reader(self._batches, self._reader, self._find, self._accumulate)
-        self._epoch = Epoch(source, self._member.tables, self._reader, self._had_batches)
+        self._epoch = Epoch(self._read(), self._member, self._had_batches)
         return self._epoch
 
     def __next__(self) -> T:
@@ -309,13 +301,11 @@ class Lookahead(Generic[T]):
 class Epoch(Generic[T]):
     """An iterator over the batches of one epoch of a look-ahead."""
 
-    def __init__(
-        self, source: Reader[T], tables: CollectionTables, reader: IdReader, follows: bool
-    ) -> None:
+    def __init__(self, source: Reader[T], member: Membership, follows: bool) -> None:
         """`follows`: an epoch that had batches, so that one without any is an error."""
-        self._tables, self._reader, self._source = tables, reader, source
+        self._member, self._source = member, source
         self._follows, self._replaced = follows, False
-        weakref.finalize(self, source.leave, tables.leaving).atexit = False
+        weakref.finalize(self, source.leave, member.tables.leaving).atexit = False
         self._plans: dict[int, Flight] = {}
         self._opened = -1
         self._yielded = (0, 0)
@@ -365,7 +355,7 @@ class Epoch(Generic[T]):
         # A loop that counts need not have asked whether a batch is left.
         gave_all = self._source.exhausted and self._yielded[0] not in self._source.kept
         left = not self._replaced and (self.awaits or not (self.exhausted or gave_all))
-        self._source.halt(None)
+        self._source.halt()
         self.close()
         self._replaced = True
         return left
@@ -402,13 +392,13 @@ class Epoch(Generic[T]):
                     "through the model once, in order (filter the batches before lookahead reads "
                     "them)"
                 )
-            if not read.is_unchanged(features, self._reader.read):
+            if not read.is_unchanged(features, self._source.reader.read):
                 raise self._altered(place[0])
             self._pending.remove(place)
             self._pending.appendleft(place)
             return True
         read = self._source.kept[expected[0]].reads[expected[1]]
-        return by_content and read.has_ids_of(features, self._reader.read)
+        return by_content and read.has_ids_of(features, self._source.reader.read)
 
     def open_next(self, frozen: frozenset[int]) -> tuple[OpenStep, int]:
         """The step of the batch just claimed, opened unless it is open, and its micro-batch.
@@ -416,7 +406,7 @@ class Epoch(Generic[T]):
         `frozen`: the tables, by index, that the step leaves as they are.
         """
         position, micro = self._pending[0]
-        tables, kept = self._tables, self._source.kept
+        tables, kept = self._member.tables, self._source.kept
         if position != self._opened:
             if not self._plan(position):
                 raise PlanError("the planner ended before a batch that it had planned")
@@ -452,8 +442,9 @@ class Epoch(Generic[T]):
         if position in self._plans:
             return True
         if source.stream is None:
-            self._tables.start_stream(self, source)
-            source.start(self._tables.engine)
+            tables = self._member.tables
+            tables.start_stream(self, source)
+            source.start(tables.engine)
         try:
             with library_words():
                 while position not in self._plans:

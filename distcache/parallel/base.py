@@ -3,12 +3,14 @@ durations, precision, what all ranks must have alike, and what a run counts."""
 
 from __future__ import annotations
 
+import logging
 import random
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distcache.comm.agreement import agree_on
+from distcache.comm.agreement import agree_on, together
 from distcache.comm.link import CollectiveCounters
 from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.engine.gradients import StepResult
-from distcache.engine.groups import Placement
-from distcache.engine.movement import GroupRows, MoveCounts
+from distcache.engine.movement import MoveCounts
 from distcache.engine.step import TRAINING, WAIT, Flight, StageClock, Watcher
+from distcache.engine.tables import CachedTables
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
+from distcache.optim import RowUpdate, row_update
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,10 @@ class OptimizerSpec:
     eps: float = 1e-8
     betas: tuple[float, float] = (0.9, 0.999)
     initial_accumulator: float = 0.0
+
+    def rows(self) -> RowUpdate:
+        """The optimizer of rows."""
+        return row_update(self.name, 0.0, self.eps, self.betas, self.initial_accumulator)
 
 
 @dataclass(frozen=True)
@@ -201,25 +210,16 @@ def predict(model: nn.Module, dense: Tensor, pooled: Tensor, amp: str) -> Tensor
 
     `amp`: `off`, or `bf16`: the model runs under `torch.autocast`, so that its products are taken
     in bfloat16; parameters, `pooled`, all gradients, and the logits returned keep their dtype.
-    Raises ConfigError for another `amp`, and for a model that returns another shape.
+    Raises ConfigError for a model that returns another shape.
     """
-    if amp == "off":
-        return _checked(model(dense, pooled), len(dense))
-    if amp != "bf16":
-        raise ConfigError(f"trainer.amp={amp} is unknown: choose off or bf16")
-    with torch.autocast(pooled.device.type, torch.bfloat16):
+    with torch.autocast(pooled.device.type, torch.bfloat16, enabled=amp == "bf16"):
         logits = model(dense, pooled)
-    return _checked(logits, len(dense)).to(pooled.dtype)
-
-
-def _checked(logits: Tensor, samples: int) -> Tensor:
-    """`logits`, one for each sample."""
-    if tuple(logits.shape) != (samples,):
+    if tuple(logits.shape) != (len(dense),):
         raise ConfigError(
-            f"the model returned {list(logits.shape)} for {samples} samples: return logits [b], "
+            f"the model returned {list(logits.shape)} for {len(dense)} samples: return logits [b], "
             "such as x.squeeze(-1) of [b, 1]"
         )
-    return logits
+    return logits if amp == "off" else logits.to(pooled.dtype)
 
 
 @contextmanager
@@ -273,6 +273,38 @@ def check_same(
 
 
 # -----------------------------------------------------------------------------
+# Global batches whose slices the ranks bring themselves: sizes are agreed step by step.
+
+
+def agreed_batches(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
+    """The batches with their places among the slices of all ranks, until the first rank's end.
+
+    From the main thread: one small exchange per batch. An error of one rank ends all.
+    """
+    iterator, number = iter(batches), 0
+    drawn: list[Batch] = []
+
+    def draw() -> int | None:
+        """Take the next batch; its samples, None at the end."""
+        drawn[:] = islice(iterator, 1)
+        return drawn[0].ids.batch_size if drawn else None
+
+    while True:
+        sizes = together(world, draw)
+        ended = [rank for rank, size in enumerate(sizes) if size is None]
+        if ended:
+            if drawn:
+                log.warning(
+                    "the data of rank %s ended at batch %d; this rank had more, left unread",
+                    ended,
+                    number,
+                )
+            return
+        yield drawn[0].among([size for size in sizes if size is not None], world.rank)
+        number += 1
+
+
+# -----------------------------------------------------------------------------
 # What a run of a cached mode counts for `summary.json`: bytes, rows, phases, the ranks' shares.
 
 COLLECTIVE = ("fill", "share_early", "share_late", "sync", "return_rows")
@@ -288,21 +320,21 @@ class PhaseCounts:
 
 
 class StepStatistics:
-    """Counts over all training steps of this process.
+    """Counts over all training steps of this process on `tables`, and the `clock` of their stages.
 
     Of this rank: `home_rows`, rows of its home that some rank looked up; `received`, sharded rows
     that came to it from their homes, and `early`, those of them that came before their step.
     """
 
-    def __init__(self, rank: int, ahead: int = 0) -> None:
-        """`ahead`: steps, P, whose rows may come beside the step that runs."""
+    def __init__(self, tables: CachedTables) -> None:
         self.distinct = self.misses = self.lookups = self.lookup_hits = 0
         self.steps = self.home_rows = self.received = self.early = 0
-        self._rank, self._ahead, self._own_bytes, self._early_bytes = rank, ahead, 0, 0
+        self._tables, self._own_bytes, self._early_bytes = tables, 0, 0
+        self.clock = StageClock()
         self.phases = {"hot": PhaseCounts(), "cold": PhaseCounts()}
 
-    def add(self, flight: Flight, rows: Sequence[GroupRows]) -> None:
-        """Count one training step over `rows`.
+    def add(self, flight: Flight) -> None:
+        """Count one training step.
 
         Row buffers: the replicated rows' copies, their gradients and the sums (3 U D), sharded ones
         as they come and go at rank and home, and what was fetched and evicted, (D + S) each.
@@ -315,11 +347,11 @@ class StepStatistics:
             phase.steps += 1
             for counts in flight.counts:
                 phase.moved.add(counts)
-        for plan, group in zip(flight.plans, rows, strict=True):
+        for plan, group in zip(flight.plans, self._tables.rows, strict=True):
             item, dim = group.cache.dtype.itemsize, group.cache.dim
             distinct, misses, shard = plan.distinct, plan.misses, plan.shard
             moved, kept = misses + plan.evict_slots.shape[0], 3 * distinct
-            self.home_rows += plan.home_counts[self._rank]
+            self.home_rows += plan.home_counts[self._tables.world.rank]
             self.lookups += plan.positions.shape[0]
             self.lookup_hits += plan.lookup_hits
             if shard is not None:
@@ -342,30 +374,24 @@ class StepStatistics:
     @property
     def row_buffer_bytes(self) -> int:
         """The most that the rows of steps took beside the slots."""
-        return self._own_bytes + self._ahead * self._early_bytes
+        return self._own_bytes + self._tables.settings.prefetch * self._early_bytes
 
     def hit_rate(self) -> float | None:
         """Distinct rows found cached when planned / distinct rows, so far; None before any."""
         return 1 - self.misses / self.distinct if self.distinct else None
 
-    def summary(
-        self,
-        world: World,
-        rows: Sequence[GroupRows],
-        counters: CollectiveCounters,
-        clock: StageClock,
-        placement: Placement,
-        dense_bytes: int = 0,
-    ) -> dict[str, Any]:
+    def summary(self, dense_bytes: int = 0) -> dict[str, Any]:
         """Values of `summary.json`, over all ranks; called by all of them.
 
         `dense_bytes`: parameters, gradients and optimizer state of the dense part.
         """
+        tables, clock = self._tables, self.clock
+        world, rows, counters = tables.world, tables.rows, tables.counters
         embedding = sum(group.cache.device_bytes for group in rows) + self.row_buffer_bytes
         most = {"embedding": embedding, "peak": embedding + dense_bytes, "home": self.home_rows}
         if world.device.type == "cuda":
             most["peak"] = torch.cuda.max_memory_allocated(world.device)
-        most = _over_ranks(world, most, dist.ReduceOp.MAX)
+        most = over_ranks(world, most, dist.ReduceOp.MAX)
         moved = [vars(group.counts) for group in rows]
         own = {name: sum(counts[name] for counts in moved) for name in vars(MoveCounts())}
         own |= {"lookups": self.lookups, "hits": self.lookup_hits} | dict(counters.values())
@@ -374,7 +400,7 @@ class StepStatistics:
             counts = phase.moved
             own[f"{name}_rows_fetched"] = counts.rows_fetched
             own[f"{name}_host_bytes"] = counts.host_to_device_bytes + counts.device_to_host_bytes
-        total = _over_ranks(world, own)
+        total = over_ranks(world, own)
         took, hidden = clock.mean_ms(), clock.hidden_ms()
         values = {
             "hit_rate": self.hit_rate(),
@@ -396,8 +422,8 @@ class StepStatistics:
             exchange = sum(took.get(name, 0.0) for name in COLLECTIVE)
             beside = sum(hidden.get(name, 0.0) for name in COLLECTIVE)
             values |= {
-                "placement": placement.kind,
-                "cache_state": placement.state,
+                "placement": tables.placement.kind,
+                "cache_state": tables.placement.state,
                 "home_rows_mean": total["home"] / world.size / steps,
                 "home_rows_max": most["home"] / steps,
                 "early_rows": total["early"] / received if received else None,
@@ -407,7 +433,7 @@ class StepStatistics:
         return values
 
 
-def _over_ranks(world: World, values: dict[str, int], op: Any = dist.ReduceOp.SUM) -> dict:
+def over_ranks(world: World, values: dict[str, int], op: Any = dist.ReduceOp.SUM) -> dict:
     """The sums of `values` over all ranks, or what `op` makes of them."""
     found = torch.tensor(list(values.values()), dtype=torch.int64)
     if world.size > 1:
@@ -415,11 +441,18 @@ def _over_ranks(world: World, values: dict[str, int], op: Any = dist.ReduceOp.SU
     return dict(zip(values, found.tolist(), strict=True))
 
 
+def held_bytes(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the dense part: its parameters, as many gradients, and optimizer state."""
+    state = (value for own in optimizer.state.values() for value in own.values())
+    tensors = sum(value.nbytes for value in state if isinstance(value, Tensor))
+    return tensors + 2 * sum(parameter.nbytes for parameter in parameters)
+
+
 def inter_node_bytes(world: World, counters: CollectiveCounters) -> int | None:
     """The mean over ranks of what they sent to other nodes; None on one node. Called by all."""
     if world.nodes.count == 1:
         return None
-    return _over_ranks(world, {"sent": counters.inter_node_bytes})["sent"] // world.size
+    return over_ranks(world, {"sent": counters.inter_node_bytes})["sent"] // world.size
 
 
 def stage_values(clock: StageClock) -> dict[str, Any]:

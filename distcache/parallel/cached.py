@@ -24,7 +24,7 @@ from distcache.data.batch import Batch, BatchCheck
 from distcache.engine.gradients import Control, ControlRing, DenseGradients
 from distcache.engine.groups import TableSettings
 from distcache.engine.movement import MoveCounts
-from distcache.engine.step import FORWARD, FORWARD_BACKWARD, Flight, StageClock, Watcher, record
+from distcache.engine.step import FORWARD, FORWARD_BACKWARD, Flight, Watcher, record
 from distcache.engine.tables import CachedTables, RowSums
 from distcache.errors import PlanError
 from distcache.layout import TableSpec
@@ -33,7 +33,6 @@ from distcache.optim import (
     load_state,
     masked_step,
     put_back,
-    row_update,
     state_tensors,
     uncount,
 )
@@ -45,6 +44,7 @@ from distcache.parallel.base import (
     StepResult,
     StepStatistics,
     check_same,
+    held_bytes,
     inter_node_bytes,
     predict,
     stage_values,
@@ -119,13 +119,12 @@ class CachedParallel(Parallel):
         check_same(world, tables, features, model, optimizer, settings)
         self.world, self.settings, self.features = world, settings, tuple(features)
         self.model = model.to(world.device, settings.dtype)
-        spec = (optimizer.eps, optimizer.betas, optimizer.initial_accumulator)
+        update = optimizer.rows()
         check = BatchCheck(tables, features, settings.on_bad_id)
-        update = row_update(optimizer.name, 0.0, *spec)
         self.tables = CachedTables(world, tables, features, update, settings, popularity, check)
         self.groups, self.rows, self.link = self.tables.groups, self.tables.rows, self.tables.link
         self.streams, self.counters = self.tables.streams, self.tables.counters
-        self.dense_optimizer = dense_optimizer(self.model.parameters(), optimizer.name, 0.0, *spec)
+        self.dense_optimizer = dense_optimizer(self.model.parameters(), update)
         self.dense = DenseGradients(self.model, link=self.link)
         delay = settings.result_delay
         self.result_delay = _DELAY * self.streams.asynchronous if delay is None else delay
@@ -137,7 +136,8 @@ class CachedParallel(Parallel):
         self._open = False
         self._unread: deque[Flight] = deque()
         self._modules = list(self.model.modules())
-        self.clock, self.statistics = StageClock(), StepStatistics(world.rank, settings.prefetch)
+        self.statistics = StepStatistics(self.tables)
+        self.clock = self.statistics.clock
         self._hot_rows = None if popularity is None else popularity.hot_rows
 
     # --- the stream of steps ----------------------------------------------------------------
@@ -213,7 +213,7 @@ class CachedParallel(Parallel):
             with tables.applying(flight):
                 self._apply(flight)
         tables.count(flight)
-        self.statistics.add(flight, self.rows)
+        self.statistics.add(flight)
         self._unread.append(flight)
         self._read(self.result_delay)
         if self.result_delay:
@@ -335,19 +335,21 @@ class CachedParallel(Parallel):
 
     def table_block(self, table: int, start: int, stop: int) -> Tensor | None:
         """See `Parallel.table_block`."""
-        return self.tables.block(table, range(start, stop))
+        return self.tables.whole_tables.block(table, range(start, stop))
 
     def dense_state(self) -> dict[str, Tensor]:
         """See `Parallel.dense_state`."""
         return {name: p.detach() for name, p in self.model.named_parameters()}
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Parallel.state_dict`, and `whole.whole_tables`."""
+        """See `Parallel.state_dict`, and `whole.WholeTables.state`."""
         return self.blank_state(filled=True)
 
     def blank_state(self, filled: bool = False) -> dict[str, Any]:
         """See `Parallel.blank_state`."""
-        state = {"applied_steps": self.applied} | self.tables.state(self.scratch, filled)
+        state = {"applied_steps": self.applied} | self.tables.whole_tables.state(
+            self.scratch, filled
+        )
         state |= {f"{_MODEL}{name}": value for name, value in self.model.state_dict().items()}
         optimized = state_tensors(self.dense_optimizer, self._names())
         return state | {f"{_OPTIMIZER}{name}": value for name, value in optimized.items()}
@@ -373,14 +375,8 @@ class CachedParallel(Parallel):
         """See `Parallel.summary`; called by all ranks."""
         self._read(0)
         tables, specs = self.tables, self.tables.tables
-        dense = self.dense.flat.nbytes * 2 + sum(
-            value.nbytes
-            for state in self.dense_optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        )
-        parts = (self.world, self.rows, self.counters, self.clock, tables.placement)
-        values = self.statistics.summary(*parts, dense)
+        dense = held_bytes(self.dense.parameters, self.dense_optimizer)
+        values = self.statistics.summary(dense)
         values["table_rows"] = sum(table.rows for table in specs)
         values |= {"lookahead": self.settings.lookahead, "prefetch": self.settings.prefetch}
         values["inter_node_bytes"] = inter_node_bytes(self.world, self.counters)

@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import gc
-import importlib
-import importlib.util
 import logging
+import os
 import statistics
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torchrec.distributed import comm_ops
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.stats import NoopEmbeddingStats
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim import optimizers, rowwise_adagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distcache.comm.agreement import together
 from distcache.comm.link import PLANNING, CollectiveCounters, Link, count_collectives, summing_hook
@@ -28,28 +47,27 @@ from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchCheck, JaggedIds, Prefetch
 from distcache.engine.gradients import agreement, words
 from distcache.engine.movement import MoveCounts
-from distcache.engine.step import WAIT, Span, StageClock, Watcher
+from distcache.engine.step import TRAINING_LANE, WAIT, Span, StageClock, Watcher
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
-from distcache.optim import dense_optimizer, row_update, state_tensors
+from distcache.optim import dense_optimizer, state_tensors
 from distcache.parallel.base import (
     Durations,
     OptimizerSpec,
     Parallel,
     Step,
     StepResult,
+    agreed_batches,
+    held_bytes,
     inter_node_bytes,
+    over_ranks,
+    predict,
 )
 from distcache.store.memory import require_memory
+from distcache.store.rows import block_rows, initial_rows
 
 # -----------------------------------------------------------------------------
-# What `hybrid` is built from, what it refuses, and the only door to TorchRec and FBGEMM.
-
-log = logging.getLogger(__name__)
-
-SHARDINGS = ("auto", "table_wise", "row_wise", "column_wise")
-
-_LIBRARIES = ("torchrec", "fbgemm_gpu")
+# What `hybrid` is built from, and what it refuses beside `config.checks`.
 
 
 @dataclass(frozen=True)
@@ -69,7 +87,6 @@ class HybridSpec:
     seed: int
     sharding: str = "auto"
     weighted: bool = False
-    dtype: torch.dtype = torch.float32
     local_batch_size: int = 512
     on_bad_id: str = "error"
     agree_on_sizes: bool = False
@@ -82,20 +99,8 @@ def check_spec(spec: HybridSpec, world: World) -> None:
     shared = sorted(feature for feature, count in readers.items() if count > 1)
     narrow = next((table for table in spec.tables if table.dim % 4), None)
     means = next((table for table in spec.tables if table.pooling == "mean"), None)
-    on_cpu, problem = world.device.type == "cpu", ""
-    if spec.sharding not in SHARDINGS:
-        problem = f"parallel.sharding={spec.sharding!r} is not one of {SHARDINGS}"
-    elif spec.dtype != torch.float32:
-        problem = (
-            f"parallel=hybrid trains in float32, not {spec.dtype}: set trainer.dtype=float32, or "
-            "use parallel=data, resident or host for checks in float64"
-        )
-    elif spec.optimizer.name == "adam" and on_cpu:
-        problem = (
-            "optim=adam has no kernel on the CPU in parallel=hybrid: use optim=sgd, adagrad or "
-            "rowwise_adagrad, a CUDA device, or another parallel mode"
-        )
-    elif not on_cpu and world.backend == "gloo" and world.size > 1:
+    problem = ""
+    if world.device.type != "cpu" and world.backend == "gloo" and world.size > 1:
         problem = (
             "parallel=hybrid on CUDA exchanges rows with NCCL, and this job runs on gloo: start "
             "one rank per GPU with trainer.backend=nccl, or set trainer.device=cpu"
@@ -109,10 +114,6 @@ def check_spec(spec: HybridSpec, world: World) -> None:
         problem = f"table {means.name!r} has pooling 'mean' and weighted ids: weights need 'sum'"
     elif shared:
         problem = f"features {shared} are read by several tables: give each table its own"
-    elif sorted(readers) != sorted(spec.features):
-        problem = (
-            f"the tables read features {sorted(readers)}, the batches have {sorted(spec.features)}"
-        )
     if problem:
         raise ConfigError(problem)
 
@@ -124,9 +125,9 @@ def check_memory(spec: HybridSpec, world: World) -> None:
     """
     if world.device.type != "cpu":
         return
-    update = row_update(spec.optimizer.name, 0.0)
+    update = spec.optimizer.rows()
     floats = sum(table.rows * (table.dim + update.state_width(table.dim)) for table in spec.tables)
-    share = floats * spec.dtype.itemsize * world.local_size // world.size
+    share = floats * torch.float32.itemsize * world.local_size // world.size
 
     def check() -> None:
         if world.local_rank == 0:
@@ -161,38 +162,254 @@ def _quieten() -> None:
 
 def _is_no_noise(record: logging.LogRecord) -> bool:
     """Whether the root logger handles `record`."""
-    theirs = any(f"/{name}/" in record.pathname for name in _LIBRARIES)
+    theirs = any(f"/{name}/" in record.pathname for name in ("torchrec", "fbgemm_gpu"))
     return record.levelno >= logging.WARNING or not theirs
 
 
-def load_torchrec() -> ModuleType:
-    """Import `distcache.parallel.hybrid_torchrec`, and with it TorchRec and FBGEMM.
+# -----------------------------------------------------------------------------
+# Which rank holds which rows and columns of `hybrid`'s tables: TorchRec's planner, or by hand.
 
-    Raises ConfigError when one is missing or was built for another torch.
+
+def column_shards(dim: int, world_size: int) -> int:
+    """Into how many column shards, at most one per rank, a width splits (each a multiple of 4)."""
+    return max(k for k in range(1, world_size + 1) if dim % (4 * k) == 0)
+
+
+def splits_rows(rows: int, world_size: int) -> bool:
+    """Whether shards of ceil(rows / W) rows, as TorchRec cuts them, leave no rank without one."""
+    return -(-rows // world_size) * (world_size - 1) < rows
+
+
+def _by_hand(world: World, spec: HybridSpec) -> dict[str, Any]:
+    """The chosen sharding of every table: a TorchRec generator by table name.
+
+    A table too small to give every rank a row (FBGEMM has no shard of none) or too narrow to
+    split its columns goes whole to one rank. Whole tables: largest first, each to the rank that
+    holds least so far.
     """
-    _quieten()
-    missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
-    fit = "fbgemm 1.6 fits torch 2.11, 1.7 fits 2.12, 1.8 fits 2.13"
-    if missing:
-        raise ConfigError(
-            f"parallel=hybrid needs {' and '.join(missing)}, not installed here: install torchrec "
-            f"and the fbgemm-gpu or fbgemm-gpu-cpu made for torch {torch.__version__} ({fit}), "
-            "or use another parallel mode"
+    plans: dict[str, Any] = {}
+    load = [0] * world.size
+    for index, table in enumerate(sorted(spec.tables, key=lambda table: -table.rows * table.dim)):
+        count = column_shards(table.dim, world.size)
+        if spec.sharding == "row_wise" and splits_rows(table.rows, world.size):
+            plans[table.name] = row_wise()
+        elif spec.sharding == "column_wise" and count > 1:
+            ranks = [(index + shard) % world.size for shard in range(count)]
+            plans[table.name] = column_wise(ranks=ranks)
+        else:
+            rank = load.index(min(load))
+            load[rank] += table.rows * table.dim
+            plans[table.name] = table_wise(rank=rank)
+    return {table.name: plans[table.name] for table in spec.tables}
+
+
+def shared_plan(world: World, spec: HybridSpec, ebc: EmbeddingBagCollection) -> ShardingPlan:
+    """The sharding plan of a model's `ebc`, the same on all ranks. Collective.
+
+    `auto` is decided on rank 0, which tells the others its error if it has one (TorchRec's own
+    `collective_plan` leaves them waiting).
+    """
+    if spec.sharding != "auto":
+        module_plan = construct_module_sharding_plan(
+            ebc,
+            _by_hand(world, spec),
+            EmbeddingBagCollectionSharder(),
+            local_size=world.local_size,
+            world_size=world.size,
+            device_type=world.device.type,
         )
-    try:
-        return importlib.import_module("distcache.parallel.hybrid_torchrec")
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        raise ConfigError(
-            f"torchrec or fbgemm does not load under torch {torch.__version__} ({fit}); install "
-            f"the one made for it, or use another parallel mode. First error: {error}"
-        ) from error
+        return ShardingPlan({"ebc": module_plan})
+
+    def decide() -> ShardingPlan | None:
+        try:
+            return _planned(world, spec, ebc) if world.is_first else None
+        except Exception as error:  # of whatever class TorchRec has
+            raise ConfigError(
+                f"TorchRec's planner finds no sharding over {world.size} ranks: use more ranks, "
+                "parallel=data, or parallel.sharding=row_wise. It says: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    (plan,) = [found for found in together(world, decide) if found is not None]
+    return plan
+
+
+def _planned(world: World, spec: HybridSpec, ebc: EmbeddingBagCollection) -> ShardingPlan:
+    # Data-parallel tables would silently lose their fused optimizer.
+    sharder = EmbeddingBagCollectionSharder()
+    allowed = [
+        kind
+        for kind in sharder.sharding_types(world.device.type)
+        if kind != ShardingType.DATA_PARALLEL.value
+    ]
+    constraint = ParameterConstraints(
+        sharding_types=allowed, compute_kernels=["fused"], is_weighted=spec.weighted
+    )
+    capacity: dict[str, int] = {
+        "ddr_cap": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // world.local_size
+    }
+    if world.device.type == "cuda":
+        capacity["hbm_cap"] = torch.cuda.get_device_properties(world.device).total_memory
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(
+            world_size=world.size,
+            local_world_size=world.local_size,
+            compute_device=world.device.type,
+            **capacity,
+        ),
+        batch_size=spec.local_batch_size,
+        constraints={table.name: constraint for table in spec.tables},
+        # The share that is left to the dense part and activations.
+        storage_reservation=FixedPercentageStorageReservation(0.15),
+        stats=NoopEmbeddingStats(),
+        debug=False,
+    )
+    return planner.plan(nn.ModuleDict({"ebc": ebc}), [sharder])
+
+
+_OPTIMIZERS = {
+    "sgd": optimizers.SGD,
+    "adagrad": optimizers.Adagrad,
+    "rowwise_adagrad": rowwise_adagrad.RowWiseAdagrad,
+    "adam": optimizers.Adam,
+}
+
+
+class HybridModel(nn.Module):
+    """Sharded tables in front of the dense part; pooled vectors in the order of `features`."""
+
+    def __init__(
+        self, ebc: EmbeddingBagCollection, dense: nn.Module, features: tuple[str, ...], amp: str
+    ) -> None:
+        super().__init__()
+        self.ebc, self.dense, self.features, self.amp = ebc, dense, features, amp
+
+    def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
+        """Logits `[b]` of `dense` `[b, F]` and bags of ids."""
+        pooled = self.ebc(ids)
+        if tuple(pooled.keys()) == self.features:
+            vectors = pooled.values()
+        else:
+            by_feature = pooled.to_dict()
+            vectors = torch.cat([by_feature[key] for key in self.features], dim=1)
+        return predict(self.dense, dense, vectors, self.amp)
+
+
+def build(world: World, spec: HybridSpec, dense: nn.Module) -> DistributedModelParallel:
+    """The model under DistributedModelParallel: tables sharded, the dense part under DDP.
+
+    Every local shard gets its rows of `initial_rows`, and its optimizer state the initial
+    accumulator. `dense` is moved to the device. Learning rates start at 0. Collective.
+    """
+    tables = [
+        EmbeddingBagConfig(
+            name=table.name,
+            num_embeddings=table.rows,
+            embedding_dim=table.dim,
+            feature_names=list(table.features),
+            pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM,
+        )
+        for table in spec.tables
+    ]
+    ebc = EmbeddingBagCollection(
+        tables=tables,
+        is_weighted=spec.weighted,
+        device=torch.device("meta"),
+    )
+    # FBGEMM's own names, which TorchRec hands on to the kernels as they are.
+    own, options = spec.optimizer, {"lr": 0.0}
+    if own.name != "sgd":
+        options["eps"] = own.eps
+    if own.name == "adam":
+        options["beta1"], options["beta2"] = own.betas
+    _apply_optimizer_in_backward(_OPTIMIZERS[own.name], ebc.parameters(), options)
+    model = HybridModel(ebc, dense.to(world.device), spec.features, spec.amp)
+    plan = shared_plan(world, spec, ebc)
+    dmp = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(world.device_group),
+        device=world.device,
+        plan=plan,
+        sharders=[EmbeddingBagCollectionSharder()],
+        init_parameters=False,  # True would reset the dense weights when they change device
+    )
+    _write_initial(spec, dmp)
+    return dmp
+
+
+def weights(dmp: DistributedModelParallel, spec: HybridSpec) -> dict[str, ShardedTensor]:
+    """The table weights by table name; their local shards are the trained memory itself."""
+    state = dmp.module.ebc.state_dict()
+    return {table.name: state[f"embedding_bags.{table.name}.weight"] for table in spec.tables}
+
+
+def row_states(
+    dmp: DistributedModelParallel, spec: HybridSpec
+) -> dict[str, dict[str, ShardedTensor]]:
+    """The rows' optimizer state by table and name (`momentum1`, ...), as far as it lies here."""
+    found: dict[str, dict[str, ShardedTensor]] = {table.name: {} for table in spec.tables}
+    for key, states in dmp.fused_optimizer.state_dict()["state"].items():
+        name = key.removeprefix("ebc.embedding_bags.").removesuffix(".weight")
+        for state, value in states.items():
+            if 0 not in value.metadata().size:  # SGD has an empty one
+                found[name][state.removeprefix(f"{name}.")] = value
+    return found
+
+
+@torch.no_grad()
+def _write_initial(spec: HybridSpec, dmp: DistributedModelParallel) -> None:
+    by_table, states = weights(dmp, spec), row_states(dmp, spec)
+    for index, table in enumerate(spec.tables):
+        size = block_rows(table.dim)
+        for shard in by_table[table.name].local_shards():
+            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.tensor.shape
+            for block in range(row // size * size, row + rows, size):
+                low, high = max(block, row), min(block + size, row + rows)
+                values = initial_rows(spec.seed, index, table.rows, table.dim, low, high)
+                shard.tensor[low - row : high - row].copy_(values[:, column : column + columns])
+        if spec.optimizer.name in ("adagrad", "rowwise_adagrad"):
+            for state in states[table.name].values():
+                for shard in state.local_shards():
+                    shard.tensor.fill_(spec.optimizer.initial_accumulator)
+
+
+def gather_rows(tensor: ShardedTensor, start: int, stop: int, world: World) -> Tensor | None:
+    """Rows [start, stop) of a sharded table to rank 0, `[stop - start, D]` on the CPU. Collective.
+
+    Other ranks send the parts that they own, shard by shard, and get None.
+    """
+    local = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in tensor.local_shards()}
+    block = torch.empty(stop - start, tensor.metadata().size[1]) if world.is_first else None
+    for shard in tensor.metadata().shards_metadata:
+        (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
+        low, high = max(start, row), min(stop, row + rows)
+        if low >= high:
+            continue
+        owner, part = shard.placement.rank(), torch.empty(high - low, columns)
+        if owner == world.rank:
+            part = local[row, column].detach()[low - row : high - row].cpu().contiguous()
+        if block is None:
+            if owner == world.rank:
+                dist.send(part, dst=0, group=world.host_group)
+            continue
+        if owner != world.rank:
+            dist.recv(part, src=owner, group=world.host_group)
+        block[low - start : high - start, column : column + columns] = part
+    return block
+
+
+def jagged(ids: JaggedIds, size: int, device: torch.device) -> KeyedJaggedTensor:
+    """The bags as TorchRec takes them, with bags of no ids behind, up to `size` samples."""
+    lengths = ids.offsets.diff().to(torch.int32).view(len(ids.features), -1)
+    padded = torch.zeros(len(ids.features), size, dtype=torch.int32)
+    padded[:, : lengths.size(1)] = lengths
+    return KeyedJaggedTensor(
+        keys=list(ids.features), values=ids.values, lengths=padded.view(-1), weights=ids.weights
+    ).to(device)
 
 
 # -----------------------------------------------------------------------------
 # What a hybrid step costs: its time, and the device bytes of what stays between steps.
-
-LANE = "training"
-"""Where all of it runs, for spans."""
 
 
 class StepClock:
@@ -214,7 +431,7 @@ class StepClock:
         """Note a batch that took `load_s` seconds to load beside the steps and that the loop,
         which `asked` for it at that time, has now."""
         got, number = time.perf_counter(), self._seen
-        self._wait = [Span(WAIT, LANE, number, asked, got)]
+        self._wait = [Span(WAIT, TRAINING_LANE, number, asked, got)]
         self._load = [Span("load", "loader", number, got - load_s, got)]
 
     @contextmanager
@@ -234,7 +451,8 @@ class StepClock:
         elif kind == "train":
             self._times_ms.add((now - began) * 1e3)
         for watcher in self.watchers:
-            watcher(self._seen, kind, [*self._wait, Span(name, LANE, self._seen, began, now)])
+            own = Span(name, TRAINING_LANE, self._seen, began, now)
+            watcher(self._seen, kind, [*self._wait, own])
         self.stages.add(self._seen, kind, self._load, self._wait)
         self._seen, self._load, self._wait = self._seen + 1, [], []
 
@@ -253,56 +471,6 @@ class StepClock:
         if found is not None:
             return found[0]
         return statistics.median(self._times_ms.skipped) if self._times_ms.skipped else None
-
-
-def nbytes_by_part(
-    weights: Mapping[str, Any], row_states: Mapping[str, Mapping[str, Any]], dense_optimizer: Any
-) -> tuple[int, int]:
-    """Bytes of this rank's shards with their state, and of the dense part.
-
-    The dense part is parameters, as many gradients, and optimizer state.
-    """
-    sharded = [*weights.values(), *(s for states in row_states.values() for s in states.values())]
-    embedding = sum(shard.tensor.nbytes for tensor in sharded for shard in tensor.local_shards())
-    dense = 0
-    for group in dense_optimizer.param_groups:
-        for parameter in group["params"]:
-            state = dense_optimizer.state[parameter].values()
-            dense += 2 * parameter.nbytes
-            dense += sum(value.nbytes for value in state if isinstance(value, torch.Tensor))
-    return embedding, dense
-
-
-# -----------------------------------------------------------------------------
-# Global batches whose slices the ranks bring themselves: sizes are agreed step by step.
-
-
-def agreed_batches(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
-    """The batches with their places among the slices of all ranks, until the first rank's end.
-
-    From the main thread: one small exchange per batch. An error of one rank ends all.
-    """
-    iterator, number = iter(batches), 0
-    drawn: list[Batch] = []
-
-    def draw() -> int | None:
-        """Take the next batch; its samples, None at the end."""
-        drawn[:] = islice(iterator, 1)
-        return drawn[0].ids.batch_size if drawn else None
-
-    while True:
-        sizes = together(world, draw)
-        ended = [rank for rank, size in enumerate(sizes) if size is None]
-        if ended:
-            if drawn:
-                log.warning(
-                    "the data of rank %s ended at batch %d; this rank had more, left unread",
-                    ended,
-                    number,
-                )
-            return
-        yield drawn[0].among([size for size in sizes if size is not None], world.rank)
-        number += 1
 
 
 # -----------------------------------------------------------------------------
@@ -332,20 +500,18 @@ class HybridParallel(Parallel):
         """
         check_spec(spec, world)
         check_memory(spec, world)
-        self._torchrec = load_torchrec()
+        _quieten()
         self._world, self._spec, self._model = world, spec, model
         self._steps, self._rehearsed = 0, False
         self.counters = CollectiveCounters(world.nodes, world.rank)
         self._link = Link(world, world.device_group, self.counters, "the device group")
         self._clock = StepClock(world.device)
-        self._dmp = self._torchrec.build(world, spec, model)
-        self._divided = self._torchrec.divide_gradients(False)
-        self._weights = self._torchrec.weights(self._dmp, spec)
-        self._row_states = self._torchrec.row_states(self._dmp, spec)
-        rows = spec.optimizer
-        self._dense = dense_optimizer(
-            model.parameters(), rows.name, 0.0, rows.eps, rows.betas, rows.initial_accumulator
-        )
+        self._dmp = build(world, spec, model)
+        self._divided = comm_ops.get_gradient_division()
+        comm_ops.set_gradient_division(False)  # by W, of row gradients, process-wide
+        self._weights = weights(self._dmp, spec)
+        self._row_states = row_states(self._dmp, spec)
+        self._dense = dense_optimizer(model.parameters(), spec.optimizer.rows())
         self._dmp._dmp_wrapped_module.register_comm_hook(
             world.device_group, summing_hook(self.counters)
         )
@@ -368,7 +534,7 @@ class HybridParallel(Parallel):
         if not self._rehearsed:
             self._rehearse(batch.dense.size(1))
         if self._spec.optimizer.name == "adam":
-            self._torchrec.set_row_step(self._dmp, self._steps)
+            self._count_rows_steps()
         with self._clock.step("step", "train"):
             with count_collectives(self.counters):
                 logits = self._logits(batch)
@@ -384,6 +550,15 @@ class HybridParallel(Parallel):
         self._steps += 1
         return result
 
+    def _count_rows_steps(self) -> None:
+        """Tell the kernels the steps applied so far, for Adam's bias correction: FBGEMM counts
+        every forward, evaluation and refused steps too."""
+        for module in self._dmp.modules():
+            if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
+                module.iter.fill_(self._steps)
+                if hasattr(module, "iter_cpu"):
+                    module.iter_cpu.fill_(self._steps)
+
     def _rehearse(self, dense_features: int) -> None:
         """Let DDP order its gradient buckets before the first step counts.
 
@@ -397,7 +572,7 @@ class HybridParallel(Parallel):
         ids = JaggedIds(names, torch.empty(0, dtype=torch.int64), offsets, weights)
         for _ in range(2):
             dense = torch.zeros(1, dense_features, device=device)
-            logits = self._dmp(dense, self._torchrec.jagged(ids, 1, device))
+            logits = self._dmp(dense, jagged(ids, 1, device))
             (logits * 0).sum().backward()
         self.counters.reset()
         self._rehearsed = True
@@ -414,7 +589,7 @@ class HybridParallel(Parallel):
         dense = batch.dense.new_zeros(size, batch.dense.size(1))
         dense[:count] = batch.dense
         device = self._world.device
-        return self._dmp(dense.to(device), self._torchrec.jagged(ids, size, device))[:count]
+        return self._dmp(dense.to(device), jagged(ids, size, device))[:count]
 
     def _agree(self, loss_sum: Tensor, global_size: int, stop: bool) -> StepResult:
         """What the ranks' losses, stop requests and flags come to."""
@@ -434,7 +609,9 @@ class HybridParallel(Parallel):
         """Learning rates of the coming steps, the very next one included."""
         for group in self._dense.param_groups:
             group["lr"] = dense_lr
-        self._torchrec.set_row_lr(self._dmp, embedding_lr)
+        for group in self._dmp.fused_optimizer.param_groups:
+            group["lr"] = embedding_lr
+        self._dmp.fused_optimizer.step()  # updates no row: it hands the rate to the kernels
 
     def errors_are_common(self) -> bool:
         """See `Parallel.errors_are_common`: only where ranks exchange a word before each step."""
@@ -450,7 +627,7 @@ class HybridParallel(Parallel):
     def table_block(self, table: int, start: int, stop: int) -> Tensor | None:
         """Rows [start, stop) of a table, `[stop - start, D]` on the CPU of rank 0."""
         name = self._spec.tables[table].name
-        return self._torchrec.gather_rows(self._weights[name], start, stop, self._world)
+        return gather_rows(self._weights[name], start, stop, self._world)
 
     def dense_state(self) -> dict[str, Tensor]:
         """The dense parameters by the given model's own names, in its order."""
@@ -466,12 +643,10 @@ class HybridParallel(Parallel):
             state[f"tables.{name}.weight"] = weight
             for key, value in self._row_states[name].items():
                 state[f"tables.{name}.{key}"] = value
-        for name, parameter in self._model.named_parameters():
-            state[f"dense.{name}"] = parameter.detach()
+        state |= {f"dense.{name}": value for name, value in self.dense_state().items()}
         names = {parameter: name for name, parameter in self._model.named_parameters()}
-        for name, value in state_tensors(self._dense, names).items():
-            state[f"dense_optim.{name}"] = value
-        return state
+        optimized = state_tensors(self._dense, names)
+        return state | {f"dense_optim.{name}": value for name, value in optimized.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -495,23 +670,22 @@ class HybridParallel(Parallel):
         state; pooled vectors in flight are activations and excluded. `forward_backward` holds
         the whole step: TorchRec sums gradients and updates rows inside backward.
         """
-        sent = torch.tensor(list(self.counters.values().values()), dtype=torch.float64)
-        dist.all_reduce(sent, group=self._world.host_group)
-        embedding, dense = nbytes_by_part(self._weights, self._row_states, self._dense)
-        peak = embedding + dense
+        sharded = [*self._weights.values()]
+        sharded += [state for states in self._row_states.values() for state in states.values()]
+        held = sum(one.tensor.nbytes for tensor in sharded for one in tensor.local_shards())
+        most = {"embedding": held, "peak": held + held_bytes(self._model.parameters(), self._dense)}
         if self._world.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._world.device)
-        held = torch.tensor([embedding, peak])
-        dist.all_reduce(held, op=dist.ReduceOp.MAX, group=self._world.host_group)
-        means = (round(value / self._world.size) for value in sent.tolist())
+            most["peak"] = torch.cuda.max_memory_allocated(self._world.device)
+        most = over_ranks(self._world, most, dist.ReduceOp.MAX)
+        sent = over_ranks(self._world, self.counters.values())
         nothing = ["ingest", "plan", "plan_exchange", "gather", "write_back", "fill"]
         stages = {"load": 0.0, "wait": 0.0} | self._clock.stages.mean_ms()
         unknown = ("cache_rows", "hit_rate", "hit_rate_lookups", *vars(MoveCounts()))
         return {
-            **dict(zip(self.counters.values(), means, strict=True)),
+            **{name: round(value / self._world.size) for name, value in sent.items()},
             "inter_node_bytes": inter_node_bytes(self._world, self.counters),
-            "embedding_device_bytes": int(held[0]),
-            "peak_device_bytes": int(held[1]),
+            "embedding_device_bytes": most["embedding"],
+            "peak_device_bytes": most["peak"],
             "stage_ms": dict.fromkeys([*nothing, "sync", "apply"])
             | {"forward_backward": self._clock.median_ms()}
             | stages,
@@ -526,5 +700,5 @@ class HybridParallel(Parallel):
             return
         self._dmp = self._dense = None
         self._weights, self._row_states = {}, {}
-        self._torchrec.divide_gradients(self._divided)
+        comm_ops.set_gradient_division(self._divided)
         gc.collect()  # DDP lies in reference cycles, and aborts when it outlives its group

@@ -275,8 +275,10 @@ def _by_saving(
     return list(zip(owner[kept].tolist(), rows[kept].tolist(), strict=True))
 
 
-def given_rows(split: Mapping[str, Any], tables: Sequence[TableSpec]) -> list[int]:
-    """The rows that a user's `split` gives each table, by table or feature; 0 to the others.
+def given_rows(
+    split: Mapping[str, Any], tables: Sequence[TableSpec], of: str = "cache.split"
+) -> list[int]:
+    """The rows that a user's key `of` gives each table, by table or feature; 0 to the others.
 
     Raises ConfigError for an unknown table, or a number that is not from 0 to the table's rows.
     """
@@ -286,7 +288,7 @@ def given_rows(split: Mapping[str, Any], tables: Sequence[TableSpec]) -> list[in
             places.setdefault(feature, place)
     rows, named = [0] * len(tables), dict[int, str]()
     for name, count in split.items():
-        key = f"cache.split: {name}={count}"
+        key = f"{of}: {name}={count}"
         if name not in places:
             known = ", ".join(table.name for table in tables[:20])
             raise ConfigError(
@@ -297,10 +299,9 @@ def given_rows(split: Mapping[str, Any], tables: Sequence[TableSpec]) -> list[in
             raise ConfigError(f"{key} names the table that {named[place]} names: give one of them")
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ConfigError(f"{key}: give a whole number of rows, at least 0")
-        if count > tables[place].rows:
-            raise ConfigError(
-                f"{key}, but the table has {tables[place].rows} rows: give at most so"
-            )
+        most = tables[place].rows
+        if count > most:
+            raise ConfigError(f"{key}, but the table has {most} rows: give at most {most}")
         rows[place], named[place] = count, name
     return rows
 

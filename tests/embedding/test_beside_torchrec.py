@@ -80,46 +80,56 @@ def plain_bags() -> nn.Module:
     return of("bags", "s", plain_tables)
 
 
-def train(model, data, optimizers, dense) -> list[float]:
+class Both:
+    """Several optimizers as one."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+    def zero_grad(self) -> None:
+        for one in self.optimizers:
+            one.zero_grad()
+
+    def step(self) -> None:
+        for one in self.optimizers:
+            one.step()
+
+
+def train(model: nn.Module, data, both: Both) -> list[float]:
     """A user's loop; the losses."""
     losses = []
     for batch in data:
-        for one in (*optimizers, dense):
-            one.zero_grad()
+        both.zero_grad()
         loss = loss_of(model, batch)
         loss.backward()
-        for one in (*optimizers, dense):
-            one.step()
+        both.step()
         losses.append(loss.item())
     return losses
 
 
-def sharded_model(name: str, **settings):
-    """`Sides` of cached collections and a sharded one, and its dense optimizer."""
-    sharded = plain_bags()
+def collections(make) -> list[nn.Module]:
+    """A pooled collection and one of sequences."""
+    return [of("bags", "c", make), of("sequences", "q", make)]
+
+
+def sharded_model(name: str, wrap=lambda model: model, plan: bool = True, rows: int = 300):
+    """`Sides` of a sharded collection and cached ones, these, and the optimizer of all but the
+    sharded one's; `plan`: by hand, else TorchRec's own."""
+    sharded, sharder = plain_bags(), EmbeddingBagCollectionSharder()
     kind, options = SHARDED[name]
     _apply_optimizer_in_backward(kind, sharded.parameters(), options)
-    bags = of("bags", "c", lambda tables: cached(name, tables, timeout_s=60, **settings))
-    rows = of("sequences", "q", lambda tables: cached(name, tables, timeout_s=60, **settings))
-    model = Sides(sharded, bags, rows)
-    sharder = EmbeddingBagCollectionSharder()
-    plan = construct_module_sharding_plan(
-        sharded,
-        {"st0": row_wise(), "st1": table_wise(0), "st2": table_wise(1), "st3": table_wise(0)},
-        sharder,
-        local_size=2,
-        world_size=2,
-        device_type="cpu",
-    )
-    dmp = DistributedModelParallel(
-        model,
-        device=torch.device("cpu"),
-        plan=ShardingPlan({"sharded": plan}),
-        sharders=[sharder],
-    )
-    named = dict(dmp.named_parameters())
-    dense = torch.optim.SGD([p for n, p in named.items() if "sharded" not in n], lr=0.1)
-    return dmp, bags, rows, dense
+    cached_ones = collections(lambda tables: cached(name, tables, timeout_s=60, rows=rows))
+    how = {}
+    if plan:
+        ways = {"st0": row_wise(), "st1": table_wise(0), "st2": table_wise(1), "st3": table_wise(0)}
+        ranks_of = {"local_size": 2, "world_size": 2, "device_type": "cpu"}
+        own = construct_module_sharding_plan(sharded, ways, sharder, **ranks_of)
+        how = {"plan": ShardingPlan({"sharded": own}), "sharders": [sharder]}
+    model = wrap(Sides(sharded, *cached_ones))
+    dmp = DistributedModelParallel(model, device=torch.device("cpu"), **how)
+    dense = [p for n, p in dmp.named_parameters() if "sharded" not in n]
+    both = Both(torch.optim.SGD(dense, lr=0.1), *(one.optimizer for one in cached_ones))
+    return dmp, cached_ones, both
 
 
 def whole(dmp: nn.Module) -> dict[str, Tensor]:
@@ -140,32 +150,25 @@ def mine(rank: int, size: int) -> list[Clicks]:
     return [part(draw(step), rank, size) for step in range(STEPS)]
 
 
-def close(*collections) -> None:
-    """Close each of them."""
-    for one in collections:
-        one.close()
-
-
 def reference(name: str, start: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor]]:
     """One process with everything in torch; losses and final weights."""
-    bags, rows = of("bags", "c", plain_tables), of("sequences", "q", plain_tables)
+    bags, rows = collections(plain_tables)
     model = Sides(plain_bags(), bags, rows)
     model.load_state_dict(start)
-    using("bags")
-    optimizers = [plain_optimizer(name, bags)]
-    using("sequences")
-    optimizers.append(plain_optimizer(name, rows))
-    lr = SHARDED[name][1]["lr"]
-    kinds = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
+    plain = torch.optim.SGD if name == "sgd" else torch.optim.Adagrad
     eps = {"eps": 1e-8} if name == "adagrad" else {}
-    optimizers.append(kinds[name](model.sharded.parameters(), lr=lr, **eps))
+    optimizers = [plain(model.sharded.parameters(), lr=SHARDED[name][1]["lr"], **eps)]
+    for kind, own in (("bags", bags), ("sequences", rows)):
+        using(kind)
+        optimizers.append(plain_optimizer(name, own))
     dense = torch.optim.SGD([model.query, *model.over.parameters()], lr=0.1)
-    return train(model, [draw(step) for step in range(STEPS)], optimizers, dense), weights_of(model)
+    losses = train(model, [draw(step) for step in range(STEPS)], Both(*optimizers, dense))
+    return losses, weights_of(model)
 
 
 @job
 def beside(rank: int, size: int, name: str) -> dict:
-    dmp, bags, rows, dense = sharded_model(name, rows=300)
+    dmp, (bags, rows), both = sharded_model(name)
     assert isinstance(dmp.module.sharded, ShardedEmbeddingBagCollection)
     assert dmp.module.bags is bags and dmp.module.rows is rows
     for names in (dict(dmp.named_parameters()), dict(dmp.named_buffers())):
@@ -177,9 +180,10 @@ def beside(rank: int, size: int, name: str) -> dict:
             with torch.no_grad():
                 loss_of(dmp, part(draw(900), rank, size))
             dmp.train()
-        found["losses"] += train(dmp, [batch], (bags.optimizer, rows.optimizer), dense)
+        found["losses"] += train(dmp, [batch], both)
     found["final"] = whole(dmp)
-    close(bags, rows)
+    bags.close()
+    rows.close()
     return found
 
 
@@ -216,43 +220,30 @@ class Item(Clicks, Pipelineable):
         pass
 
 
-class Both:
-    """Several optimizers as one."""
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.optimizers = optimizers
-
-    def zero_grad(self) -> None:
-        for one in self.optimizers:
-            one.zero_grad()
-
-    def step(self) -> None:
-        for one in self.optimizers:
-            one.step()
-
-
 @job
 def resumed(rank: int, size: int, folder: str) -> dict:
     """Stop and resume, from a state in memory and from one in a folder; then a pipeline."""
     found = in_pipeline(rank, size)
     data = mine(rank, size)
-    dmp, bags, rows, dense = sharded_model("sgd", rows=300)
-    train(dmp, lookahead(data[:HALF], bags), (bags.optimizer, rows.optimizer), dense)
+    dmp, (bags, rows), both = sharded_model("sgd")
+    train(dmp, lookahead(data[:HALF], bags), both)
     dcp.save(dmp.state_dict(), checkpoint_id=folder)
     for how in ("memory", "folder"):
-        other, more, sequences, own = sharded_model("sgd", rows=260)
-        train(other, data[:2], (more.optimizer, sequences.optimizer), own)  # to be overwritten
+        other, (more, sequences), own = sharded_model("sgd", rows=260)
+        train(other, data[:2], own)  # to be overwritten
         state = dmp.state_dict()
         if how == "folder":
             state = other.state_dict()
             dcp.load(state, checkpoint_id=folder)
         assert other.load_state_dict(state) == ([], [])
-        train(other, lookahead(data[HALF:], more), (more.optimizer, sequences.optimizer), own)
+        train(other, lookahead(data[HALF:], more), own)
         found[how] = whole(other)
-        close(more, sequences)
-    train(dmp, lookahead(data[HALF:], bags), (bags.optimizer, rows.optimizer), dense)
+        more.close()
+        sequences.close()
+    train(dmp, lookahead(data[HALF:], bags), both)
     found["straight"] = whole(dmp)
-    close(bags, rows)
+    bags.close()
+    rows.close()
     return found
 
 
@@ -260,11 +251,7 @@ def in_pipeline(rank: int, size: int) -> dict:
     """TorchRec's own plan and its train pipeline, which takes batches ahead of the model."""
     found: dict = {}
     for how in ("loop", "pipeline"):
-        bags = of("bags", "c", lambda tables: cached("sgd", tables, rows=300))
-        rows = of("sequences", "q", lambda tables: cached("sgd", tables, rows=300))
-        sharded = plain_bags()
-        _apply_optimizer_in_backward(optimizers.SGD, sharded.parameters(), {"lr": 0.1})
-        dmp = DistributedModelParallel(WithLoss(Sides(sharded, bags, rows)))
+        dmp, (bags, rows), both = sharded_model("sgd", WithLoss, plan=False)
         assert list(dmp.plan.plan) == ["model.sharded"]
         assert not [name for name in dmp.fused_optimizer.params if "sharded" not in name]
         dmp.load_state_dict(
@@ -273,9 +260,6 @@ def in_pipeline(rank: int, size: int) -> dict:
                 for key, value in dmp.state_dict().items()
             }
         )
-        named = dict(dmp.named_parameters())
-        dense = torch.optim.SGD([p for n, p in named.items() if "sharded" not in n], lr=0.1)
-        both = Both([dense, bags.optimizer, rows.optimizer])
         stream = lookahead([Item(*vars(batch).values()) for batch in mine(rank, size)], bags)
         if how == "loop":
             for item in stream:
@@ -283,15 +267,18 @@ def in_pipeline(rank: int, size: int) -> dict:
                 dmp(item)[0].backward()
                 both.step()
         else:
-            pipeline = TrainPipelineSparseDist(dmp, both, torch.device("cpu"))
-            batches = iter(stream)
+            pipeline, batches = (
+                TrainPipelineSparseDist(dmp, both, torch.device("cpu")),
+                iter(stream),
+            )
             for _ in range(STEPS):
                 pipeline.progress(batches)
             with pytest.raises(StopIteration):
                 pipeline.progress(batches)
         found[how] = whole(dmp)
         found[f"{how} planned"] = bags.tables.engine.planner.ingested
-        close(bags, rows)
+        bags.close()
+        rows.close()
     return found
 
 

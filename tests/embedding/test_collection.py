@@ -1,8 +1,14 @@
-"""One rank: a collection is TorchRec's, whatever the cache holds; what sequences alone have."""
+"""One rank: a collection is TorchRec's, whatever the cache holds, and so are its checkpoints; what
+sequences alone have; what is refused: bad ids, keys and sizes, wrong arguments.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import copy
+import io
+import pickle
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,64 +21,57 @@ from ebc_cases import (
     batches,
     cached,
     configs,
+    counted,
+    dense_optimizer,
     dlrm,
     draw,
-    joined,
+    expected,
+    key_of_tables,
     loss_of,
+    made,
     mixed_configs,
+    picked,
     plain_tables,
     train,
     train_plain,
     using,
+    values_of,
     weights_of,
     written_back,
 )
-from torchrec import JaggedTensor, KeyedJaggedTensor
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 
+import distcache
 from distcache import lookahead
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, DataError, PlanError, StepTooLargeError
 
 
-@pytest.mark.usefixtures("kind")
-@pytest.mark.parametrize("name", UPDATES)
-def test_dlrm_trains_as_with_torchrecs_own_tables(name) -> None:
-    ebc = cached(name)
-    model = dlrm(ebc)
+@pytest.mark.parametrize("name", [*UPDATES, "of two widths", "weighted"])
+def test_it_trains_as_torchrecs_own_tables(kind, name) -> None:
+    pooled, mixed, weighted = kind == "bags", name not in UPDATES, name == "weighted"
+    tables = mixed_configs() if mixed else configs()
+    if pooled and weighted:  # a mean has no weights
+        tables = [replace(t, pooling=configs()[0].pooling) for t in tables]
+    how = {"is_weighted": weighted} if pooled else {}  # TorchRec's sequences ignore weights
+    data, update = batches(tables=tables, weighted=weighted), "adagrad" if mixed else name
+    ebc = cached(update, tables, rows=700 if mixed else 300, **how)
+    make = Pooled if mixed else dlrm
+    model = make(ebc)
     start = weights_of(model)
-    losses = train(model, ebc, lookahead(batches(), ebc))
-    plain, final = train_plain(name, configs(), start, dlrm, batches())
-    assert losses == pytest.approx(plain, rel=1e-5)
+    losses = train(model, ebc, lookahead(data, ebc))
+
+    def plain(own: torch.nn.Module) -> torch.nn.Module:
+        if pooled:
+            own._is_weighted = weighted
+        return make(own)
+
+    expected, final = train_plain(update, tables, start, plain, data)
+    assert losses == pytest.approx(expected, rel=1e-5)
     assert_close(weights_of(model), final)
     assert written_back(ebc.tables) > 0
     assert all(not torch.equal(final[key], start[key]) for key in final if "over" in key)
 
 
-@pytest.mark.usefixtures("kind")
-@pytest.mark.parametrize("weighted", [False, True])
-def test_widths_means_and_shared_features_train_as_torchrecs(kind, weighted) -> None:
-    tables = mixed_configs()
-    pooled, how = kind == "bags", {}
-    if pooled and weighted:
-        tables = [dataclasses.replace(t, pooling=configs()[0].pooling) for t in tables]
-    data = batches(tables=tables, weighted=weighted)
-    if pooled:
-        how["is_weighted"] = weighted  # TorchRec's sequences ignore weights
-    ebc = cached("adagrad", tables, rows=700, **how)
-    model = Pooled(ebc)
-    start = weights_of(model)
-    losses = train(model, ebc, lookahead(data, ebc))
-
-    def plain(own: torch.nn.Module) -> Pooled:
-        if pooled:
-            own._is_weighted = weighted
-        return Pooled(own)
-
-    expected, final = train_plain("adagrad", tables, start, plain, data)
-    assert losses == pytest.approx(expected, rel=1e-5)
-    assert_close(weights_of(model), final)
-
-
-@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize(("steps", "weighted"), [(20, False), (19, True)])
 def test_accumulated_micro_batches_are_one_step(kind, steps, weighted) -> None:
     how = {"tables": mixed_configs()}
@@ -80,8 +79,8 @@ def test_accumulated_micro_batches_are_one_step(kind, steps, weighted) -> None:
         how["is_weighted"] = weighted
     data = batches(steps, tables=how["tables"], weighted=weighted)
 
-    def run(rows: int | None):
-        ebc = cached("adagrad", rows=rows, ratio=None if rows else 1.0, **how)
+    def run(**size):
+        ebc = cached("adagrad", **size, **how)
         model = Pooled(ebc)
         dense = torch.optim.SGD(model.parameters(), 0.1)
         for i, batch in enumerate(lookahead(data, ebc, accumulate=4)):
@@ -94,11 +93,11 @@ def test_accumulated_micro_batches_are_one_step(kind, steps, weighted) -> None:
         assert ebc.tables.steps == 5
         return weights_of(model)
 
-    small = run(1000)
-    assert_same(small, run(None))
+    small = run(rows=1000)
+    assert_same(small, run(rows=None, ratio=1.0))
     big = cached("adagrad", rows=1000, **how)
     model = Pooled(big)
-    train(model, big, lookahead([joined(data[at : at + 4]) for at in range(0, steps, 4)], big))
+    train(model, big, lookahead([picked(data[at : at + 4]) for at in range(0, steps, 4)], big))
     assert_close(small, weights_of(model))
 
 
@@ -136,28 +135,24 @@ def test_evaluation_in_the_middle_changes_nothing(how) -> None:
         if pulled is not None:
             yield pulled
 
-    found = train(model, ebc, loop(lookahead(batches(), ebc)))
-    assert found == losses
+    assert train(model, ebc, loop(lookahead(batches(), ebc))) == losses
     assert_same(weights_of(model), weights_of(twin))
     assert ebc.tables.steps == STEPS
 
 
-@pytest.mark.usefixtures("kind")
 def test_keys_names_and_dtypes_are_torchrecs(kind) -> None:
     tables = mixed_configs()
     ebc, own = cached("sgd", tables, rows=800), plain_tables(tables)
     own.load_state_dict(ebc.state_dict())
     ids = draw(4, tables=tables).sparse_features
-    parts = {key: ids[key] for key in ids.keys()}  # noqa: SIM118
-    more = draw(5, tables=[dataclasses.replace(configs()[0], feature_names=["other"])])
-    parts["other"] = more.sparse_features["other"]
+    more = draw(5, tables=[replace(configs()[0], feature_names=["other"])])
+    parts = ids.to_dict() | more.sparse_features.to_dict()
     order = ["other", *reversed(ids.keys())]
+    lengths = torch.cat([parts[key].lengths() for key in order])
     shuffled = KeyedJaggedTensor(
         order,
         torch.cat([parts[key].values() for key in order]).int(),
-        offsets=torch.cat(
-            [torch.zeros(1, dtype=torch.int64)] + [parts[key].lengths() for key in order]
-        ).cumsum(0),
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths]).cumsum(0),
     )
     for given in (ids, shuffled):
         mine, theirs = ebc(given), own(given)
@@ -174,6 +169,8 @@ def test_keys_names_and_dtypes_are_torchrecs(kind) -> None:
     else:
         assert ebc.embedding_configs() == tables and not ebc.need_indices()
         assert [len(names) for names in ebc.embedding_names_by_table()] == [1, 2, 2, 1]
+        with pytest.raises(ConfigError, match=r"several widths, \[4, 8\]"):
+            ebc.embedding_dim()
     assert ebc.device == torch.device("cpu")
     assert [p.numel() for p in ebc.parameters()] == [0] and list(ebc.buffers()) == []
 
@@ -191,19 +188,12 @@ def assert_same_sequences(mine, theirs) -> None:
 
 @pytest.mark.usefixtures("kind")
 def test_the_dense_part_may_be_compiled() -> None:
-    ebc = cached("adagrad", rows=170)
-    model = dlrm(ebc)
+    ebc, other = cached("adagrad", rows=170), cached("adagrad", rows=170)
+    model, plain = dlrm(ebc), dlrm(other)
     compiled = torch.compile(model, backend="eager")
-    losses = train(compiled, ebc, lookahead(batches(4), ebc), dense_of(model))
-    ebc.close()
-    other = cached("adagrad", rows=170)
-    plain = dlrm(other)
+    dense = torch.optim.SGD(model.parameters(), 0.1)
+    losses = train(compiled, ebc, lookahead(batches(4), ebc), dense)
     assert losses == pytest.approx(train(plain, other, batches(4)), rel=1e-6)
-
-
-def dense_of(model):
-    """The dense optimizer of a model that is wrapped."""
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.fixture
@@ -246,44 +236,33 @@ def test_ids_of_one_occurrence_train_with_torchrecs_bits() -> None:
 
 
 @pytest.mark.usefixtures("sequences")
-def test_values_may_be_changed_in_place() -> None:
-    """As those of torchrec.EmbeddingCollection."""
-
-    ebc, own = cached("sgd"), plain_tables()
-    own.load_state_dict(weights_of(ebc))
-    found = ebc(draw(2).sparse_features)
-    theirs = own(draw(2).sparse_features)
-    for one in (found, theirs):
-        sum(part.values().mul_(2).relu_().square().sum() for part in one.values()).backward()
-    ebc.step()
-    torch.optim.SGD(own.parameters(), lr=0.1).step()
-    assert_close(weights_of(ebc), own.state_dict())
-
-
-@pytest.mark.usefixtures("sequences")
-def test_a_loss_of_one_feature_alone() -> None:
-    ebc, own = cached("adagrad", mixed_configs(), rows=800), plain_tables(mixed_configs())
-    own.load_state_dict(weights_of(ebc))
-    batch = draw(4, tables=mixed_configs())
-    for collection in (ebc, own):
-        collection(batch.sparse_features)["f1"].values().square().sum().backward()
-    ebc.step()
-    found = weights_of(ebc)
-    for name, gradient in ((n, p.grad) for n, p in own.named_parameters()):
-        unchanged = torch.equal(found[name], own.state_dict()[name])
-        assert unchanged == (gradient is None or not gradient.any()), name
+def test_values_may_be_changed_in_place_and_some_left_out() -> None:
+    """As those of torchrec.EmbeddingCollection; rows that a loss does not need stay as they are."""
+    for features in (["f0@t0", "f1", "g", "f2", "f0@t2", "f3"], ["f1"]):
+        tables = mixed_configs()
+        ebc, own = cached("sgd", tables, rows=800), plain_tables(tables)
+        own.load_state_dict(weights_of(ebc))
+        for collection in (ebc, own):
+            found = collection(draw(2, tables=tables).sparse_features)
+            parts = [found[name].values().mul_(2).relu_().square().sum() for name in features]
+            sum(parts).backward()
+        ebc.step()
+        before, found = weights_of(own), weights_of(ebc)
+        torch.optim.SGD(own.parameters(), lr=0.1).step()
+        assert_close(found, own.state_dict())
+        for name, gradient in ((n, p.grad) for n, p in own.named_parameters()):
+            unchanged = gradient is None or not gradient.any()
+            assert torch.equal(found[name], before[name]) == unchanged, name
 
 
 @pytest.mark.usefixtures("sequences")
 @pytest.mark.parametrize("size", [0, 1])
 def test_batches_without_any_id(size) -> None:
-    none = torch.zeros(0, dtype=torch.int64)
     keys = list(draw(0).sparse_features.keys())
     lengths = torch.zeros(len(keys) * size, dtype=torch.int32)
-    empty = KeyedJaggedTensor(keys, none, lengths=lengths)
     ebc = cached("adam")
     before = weights_of(ebc)
-    found = ebc(empty)
+    found = ebc(KeyedJaggedTensor(keys, torch.zeros(0, dtype=torch.int64), lengths=lengths))
     for one in found.values():
         assert one.values().shape == (0, 8) and one.lengths().shape == (size,)
         assert one.lengths().dtype == torch.int32
@@ -293,22 +272,262 @@ def test_batches_without_any_id(size) -> None:
     assert ebc.tables.steps == 1
 
 
-@pytest.mark.usefixtures("sequences")
-def test_several_widths_have_no_common_one() -> None:
-    ebc = cached("sgd", mixed_configs(), rows=800)
-    assert {name: one.values().shape[1] for name, one in widths(ebc).items()} == {
-        "f0@t0": 8, "f1": 8, "g": 8, "f2": 4, "f0@t2": 4, "f3": 8,
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"several widths, \[4, 8\]"):
-        ebc.embedding_dim()
+@pytest.mark.usefixtures("one_thread")
+def test_bad_ids_keys_and_sizes_are_named(kind) -> None:
+    ebc, model = made()
+    ids = draw(0).sparse_features
+    wrong = KeyedJaggedTensor(["f0", "f1", "h", "f2", "f3"], ids.values(), lengths=ids.lengths())
+    with pytest.raises(DataError, match=r"feature 'g' of table 't1' is not among .*'h'"):
+        ebc(wrong)
+    with pytest.raises(DataError, match="feature 'g' of table 't1'"):
+        next(lookahead([wrong], ebc))
+    values = ids.values().clone()
+    values[0] = 400
+    beyond = KeyedJaggedTensor(ids.keys(), values, lengths=ids.lengths())
+    with pytest.raises(DataError, match=r"feature 'f0'.*id 400 is not in table 't0'.*on_bad_id=h"):
+        ebc(beyond)
+    assert torch.isfinite(values_of(made(on_bad_id="hash")[0](beyond))).all()
+    tight, other = made(rows=40)
+    with pytest.raises(StepTooLargeError, match=r"set rows=(\d+)") as refusal:
+        train(other, tight, lookahead(batches(), tight))
+    enough = int(str(refusal.value).split("rows=")[1].split()[0])
+    tight, other = made(rows=enough)
+    train(other, tight, [draw(0)])
+    if kind == "bags":
+        with pytest.raises(DataError, match="is_weighted=True, but"):
+            cached(is_weighted=True)(ids)
+    else:
+        with pytest.raises(ConfigError, match="Collection: is_weighted=True: no such setting"):
+            cached(is_weighted=True)
+    with pytest.raises(DataError, match="no KeyedJaggedTensor"):
+        ebc(ids.values())
+    train(model, ebc, lookahead(batches(), ebc))  # none of it has done harm
+    assert_same(weights_of(model), expected())
 
 
-def widths(ebc) -> dict[str, JaggedTensor]:
-    return ebc(draw(1, tables=mixed_configs()).sparse_features)
-
-
-@pytest.mark.usefixtures("sequences")
-def test_a_look_ahead_in_another_is_refused() -> None:
-    ebc, ec = cached(), cached()
+@pytest.mark.usefixtures("one_thread")
+def test_wrong_arguments_are_named(kind) -> None:
+    ebc, model = made()
+    with pytest.raises(ConfigError, match=r"give one of distcache.optim"):
+        type(ebc)(configs(), optimizer=torch.optim.SGD)
+    other = EmbeddingConfig if kind == "bags" else EmbeddingBagConfig
+    with pytest.raises(ConfigError, match=rf"^tables: {other.__name__}\(.* is no torchrec\.Embed"):
+        cached(tables=[other(4, 8, "t")])
+    few, found = replace(counted(), tables=counted().tables[:2]), "fingerprint [0-9a-f]{16}"
+    for settings, message in (
+        ({"rows": 10, "ratio": 0.5}, "at most one of rows, ratio, bytes"),
+        ({"policy": "belady"}, "^policy=belady is unknown: choose lookahead or lfu"),
+        ({"policy": "lru", "tail": "lru"}, "tail=lru orders what policy=lookahead leaves open"),
+        ({"tail": "frequency"}, "tail=frequency ranks .* give statistics="),
+        ({"policy": "lfu", "half_life": 0.5}, "^half_life=0.5 is out of range"),
+        ({"lookahead": -1}, "lookahead=-1"),
+        ({"store_access": "direct"}, "store_access=direct is unknown: choose staged or zero_copy"),
+        ({"dtype": torch.float16}, "dtype=torch.float16"),
+        ({"window": 3}, "window=3: no such setting: there are rows, ratio, bytes, lookahead"),
+        ({"cache_row": 3}, "cache_row=3: no such setting: did you mean rows"),
+        ({"tables": []}, "at least one"),
+        ({"tables": configs()[0]}, "give a list of Embedding.*Config, not Embedding.*Config"),
+        ({"rows": "1000"}, "rows='1000' must be a whole number of at least 1"),
+        ({"rows": True}, "rows=True must be a whole number"),
+        ({"bytes": "1g"}, "bytes='1g' must be a whole number"),
+        ({"batch_size": -1}, "batch_size=-1 must be a whole number of at least 1"),
+        ({"seed": -1}, "seed=-1 must be a whole number of at least 0"),
+        ({"seed": "x"}, "seed='x' must be a whole number"),
+        ({"statistics": 5}, "statistics=5 is neither a folder nor"),
+        ({"policy": "lru", "half_life": 5}, "half_life=5 is for counts, which policy=lru does"),
+        (
+            {"tail": "lru", "half_life": 5},
+            "half_life=5 is for counts, which tail=lru does",
+        ),
+        ({"placement": "spread"}, "placement=spread"),
+        ({"placement": "mixed"}, "needs to know how often rows are looked up"),
+        ({"replicated_share": 0.5}, "replicated_share=0.5 is a key of placement=mixed and"),
+        ({"placement": "sharded", "reduction": "native"}, "placement=sharded sums them at"),
+        ({"state": "home", "reduction": "native"}, "state=home sums them at their homes"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite=ignore"),
+        ({"timeout_s": 0}, "timeout_s=0: give seconds above 0"),
+        ({"device": "meta"}, "device=meta"),
+        ({"warm_start": 0.5}, r"warm_start=0\.5 fills .* give statistics="),
+        ({"warm_start": 2}, r"warm_start=2 is a share"),
+        ({"order": "popularity"}, r"order='popularity': this setting went, for .* leave it out"),
+        ({"admission": True}, r"admission=True: this setting went, for .* leave it out"),
+        ({"objective": "time"}, "objective='time': no such setting"),
+        ({"policy": "static"}, r"policy=static ranks .* give statistics="),
+        ({"split": "by_curve"}, r"split=by_curve needs .* give statistics="),
+        ({"split": 3}, r"split=3 is unknown"),
+        ({"split": {"t9": 3}}, r"^split: t9=3 names no table: choose from t0, t1, t2"),
+        (
+            {"statistics": "/nowhere"},
+            "/nowhere holds neither.* -m distcache.analyze or distcache.pr",
+        ),
+        ({"statistics": few, "split": "by_curve"}, r"split='by_curve' needs .* give batch_size="),
+        ({"statistics": few}, rf"^the given statistics are .*\({found}\).* {found}\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            cached(**settings)
+    with pytest.raises(ConfigError, match="CachedEmbeddingCollection, got list"):
+        lookahead([], [ebc])
+    with pytest.raises(ConfigError, match="accumulate=0"):
+        lookahead([], ebc, accumulate=0)
     with pytest.raises(ConfigError, match="cannot read another look-ahead"):
-        lookahead(lookahead(batches(), ebc), ec)
+        lookahead(lookahead(batches(), ebc), ebc)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(PlanError, match=r"neither copied nor pickled.*state_dict\(\)"):
+            copied(model)
+    with pytest.raises(ConfigError, match=r"cannot become cpu, torch.float64"):
+        model.double()
+    assert model.to("cpu") is model
+    with pytest.raises(ConfigError, match="no other group"):
+        ebc.optimizer.add_param_group({"params": [torch.zeros(1)]})
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = distcache.nothing
+
+
+def saved(state):
+    """`state` after a trip through a file."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.usefixtures("kind")
+def test_state_goes_to_torchrec_and_back() -> None:
+    ebc = cached(rows=200)
+    model = dlrm(ebc)
+    views = ebc.state_dict(prefix="a.")  # of the store, which change as training goes on
+    assert list(views) == [f"a.{key_of_tables()}.t{i}.weight" for i in range(4)]
+    before = {name: value.clone() for name, value in views.items()}
+    train(model, ebc, lookahead(batches(), ebc))
+    ebc.flush()
+    assert any(not torch.equal(views[name], before[name]) for name in views)
+    own = dlrm(plain_tables())
+    state = saved(model.state_dict())
+    assert list(state) == list(own.state_dict())
+    own.load_state_dict(state)
+    batch = draw(9)
+    given = (batch.dense_features, batch.sparse_features)
+    model.eval()
+    assert torch.allclose(model(*given), own(*given))
+    fresh = dlrm(plain_tables())
+    model.load_state_dict(saved(fresh.state_dict()))
+    assert_same(weights_of(model), fresh.state_dict())
+    assert torch.allclose(model(*given), fresh(*given))
+
+
+def test_missing_unexpected_and_misshapen_tables_are_reported(kind) -> None:
+    ebc = cached(rows=200)
+    model = dlrm(ebc)
+    train(model, ebc, lookahead(batches(3), ebc))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    where = "sparse_arch.embedding_bag_collection" if kind == "bags" else "ebc"
+    prefix = f"{where}.{key_of_tables()}."
+    part = dict(state)
+    part[f"{prefix}t0.weight"] = torch.full((400, 8), 0.5)
+    del part[f"{prefix}t1.weight"]
+    part[f"{prefix}t9.weight"] = torch.zeros(1, 8)
+    with pytest.raises(RuntimeError, match=r"(?s)Missing key.*t1\.weight.*Unexpected.*t9\.weight"):
+        model.load_state_dict(part)
+    result = model.load_state_dict(part, strict=False)
+    assert result.missing_keys == [f"{prefix}t1.weight"]
+    assert result.unexpected_keys == [f"{prefix}t9.weight"]
+    now = model.state_dict()
+    assert torch.equal(now[f"{prefix}t1.weight"], state[f"{prefix}t1.weight"])
+    assert (now[f"{prefix}t0.weight"] == 0.5).all()
+    with pytest.raises(RuntimeError, match=r"size mismatch for .*t2\.weight"):
+        model.load_state_dict({**state, f"{prefix}t2.weight": torch.zeros(8, 8)})
+
+
+@pytest.mark.usefixtures("kind")
+@pytest.mark.parametrize("name", UPDATES)
+def test_stop_and_resume_is_exact(name) -> None:
+    data = batches()
+
+    def parts(rows: int):
+        ebc = cached(name, rows=rows)
+        return dlrm(ebc), ebc, torch.optim.lr_scheduler.ExponentialLR(ebc.optimizer, 0.9)
+
+    def run(model, ebc, scheduler, chosen) -> None:
+        dense = dense_optimizer(model)
+        for batch in lookahead(chosen, ebc):
+            train(model, ebc, [batch], dense)
+            scheduler.step()
+
+    def stateful(model, ebc, scheduler) -> tuple:
+        return model, ebc.optimizer, scheduler
+
+    whole = parts(200)
+    run(*whole, data)
+    first = parts(200)
+    run(*first, data[:9])
+    state = saved([part.state_dict() for part in stateful(*first)])
+    second = parts(300)
+    train(*second[:2], lookahead(batches(2), second[1]))  # to be overwritten
+    for part, own in zip(stateful(*second), state, strict=True):
+        part.load_state_dict(own)
+    run(*second, data[9:])
+    assert_same(weights_of(second[0]), weights_of(whole[0]))
+    ends = [ebc.optimizer.state_dict() for _, ebc, _ in (second, whole)]
+    assert ends[0]["param_groups"] == ends[1]["param_groups"]
+    for table in ends[0]["state"]:
+        assert_same(ends[0]["state"][table], ends[1]["state"][table])
+
+
+@pytest.mark.usefixtures("kind")
+def test_loading_in_the_middle_of_a_look_ahead() -> None:
+    ebc = cached(rows=200)
+    model = dlrm(ebc)
+    start = weights_of(model)
+    stream = iter(lookahead(batches(), ebc))
+    dense = dense_optimizer(model)
+    for _ in range(7):
+        train(model, ebc, [next(stream)], dense)
+    model.load_state_dict(start)
+    ebc.optimizer.load_state_dict(cached(rows=200).optimizer.state_dict())
+    train(model, ebc, stream, dense)
+    other = cached(rows=200)
+    plain = dlrm(other)
+    train(plain, other, batches()[7:])
+    assert_same(weights_of(model), weights_of(plain))
+    batch = draw(1)
+    plain(batch.dense_features, batch.sparse_features).sum().backward()
+    with pytest.raises(PlanError, match="before loading"):
+        plain.load_state_dict(start)
+
+
+@pytest.mark.usefixtures("kind")
+def test_optimizer_state_that_does_not_fit_is_refused() -> None:
+    adam, adagrad = cached("adam", rows=200), cached("adagrad", rows=200)
+    state = adam.optimizer.state_dict()
+    assert set(state["state"]["t0"]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert state["param_groups"][0]["params"] == ["t0", "t1", "t2", "t3"]
+    with pytest.raises(ConfigError, match=r"t0.*exp_avg.*Adagrad keeps \['sum'\]"):
+        adagrad.optimizer.load_state_dict(state)
+    own = saved(adagrad.optimizer.state_dict())
+    own["state"]["t1"]["sum"] = torch.zeros(3, 8)
+    with pytest.raises(ConfigError, match=r"t1\.sum: shape \(3, 8\), must be \(60, 8\)"):
+        adagrad.optimizer.load_state_dict(own)
+    del own["state"]["t1"]
+    with pytest.raises(ConfigError, match="optimizer state of tables"):
+        adagrad.optimizer.load_state_dict(own)
+
+
+@pytest.mark.usefixtures("kind")
+def test_initial_rows_are_what_the_configs_ask_for() -> None:
+    plain = weights_of(cached(seed=3))
+    assert_same(weights_of(cached(seed=3)), plain)
+    key = f"{key_of_tables()}.t0.weight"
+    assert not torch.equal(weights_of(cached(seed=4))[key], plain[key])
+    bound = 400**-0.5
+    assert plain[key].min() >= -bound and plain[key].max() <= bound
+    assert plain[key].std() == pytest.approx(bound / 3**0.5, rel=0.05)
+    ranged = weights_of(cached(tables=configs(weight_init_min=1.0, weight_init_max=3.0)))[key]
+    assert 1 <= ranged.min() < 1.1 and 2.9 < ranged.max() <= 3
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    normal = partial(torch.nn.init.normal_, mean=5.0)
+    told = [weights_of(cached(tables=configs(init_fn=normal), seed=s)) for s in (1, 1, 2)]
+    assert torch.equal(before, torch.get_rng_state())
+    assert_same(told[0], told[1])
+    assert not torch.equal(told[0][key], told[2][key])
+    assert told[0][key].mean() == pytest.approx(5.0, abs=0.1)

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ebc_cases import statistics
 from ranks import run_ranks
-from scenarios import OPTIMIZERS, Outcome, Scenario, check_against_trainer, run_mode, table
+from scenarios import OPTIMIZERS, Outcome, Scenario, check_against_trainer, count, run_mode, table
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
@@ -26,9 +25,8 @@ from distcache.data.batch import Batch
 from distcache.engine import tables as engine
 from distcache.engine.step import Shaker
 from distcache.errors import ConfigError, PlanError
-from distcache.optim import dense_optimizer, row_update
+from distcache.optim import dense_optimizer
 from distcache.parallel.cached import CachedSettings
-from distcache.popularity.statistics import Statistics
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 200, dim=4), table("d", 1))
 STEPS = 12
@@ -74,18 +72,11 @@ class OfBatches(nn.Module):
         return self.net(dense, torch.cat([found[name] for name in self.features], dim=1))
 
 
-def counted(case: Scenario) -> Statistics:
-    """How often the first steps look rows up."""
-    rows = {feature: spec.rows for spec in case.tables for feature in spec.features}
-    return statistics(rows, [as_user_batch(case.batch(step))[1] for step in range(6)])
-
-
 def collection(case: Scenario, placement: str, way: str, **settings: object):
     """A collection over the tables of `case`, and whether its batches are read ahead."""
-    about, optim = case.optimizer, (case.optimizer.eps, case.optimizer.betas)
     how = PLACEMENTS[placement] | WAYS[way] | settings
     if how.pop("statistics", False) or placement.startswith("mixed"):
-        how |= {"statistics": counted(case), "batch_size": case.global_batch}
+        how |= {"statistics": count(case, range(6)), "batch_size": case.global_batch}
     ahead = how.pop("read_ahead", True)
     configs = [
         EmbeddingBagConfig(
@@ -100,7 +91,7 @@ def collection(case: Scenario, placement: str, way: str, **settings: object):
     ebc = distcache.CachedEmbeddingBagCollection(
         configs,
         is_weighted=case.weighted,
-        optimizer=row_update(about.name, case.lr, *optim, about.initial_accumulator),
+        optimizer=replace(case.optimizer.rows(), lr=case.lr),
         timeout_s=60,
         dtype=case.dtype,
         **how,
@@ -116,8 +107,7 @@ def drop_in(rank: int, size: int, case: Scenario, placement: str, way: str, ddp:
     model = OfBatches(ebc, case)
     wrapped = DistributedDataParallel(model) if ddp and size > 1 else model
     dense = None if ddp else distcache.DenseGradients(model, gradient_reduction="sum")
-    spec = (case.optimizer.eps, case.optimizer.betas, case.optimizer.initial_accumulator)
-    optimizer = dense_optimizer(model.net.parameters(), case.optimizer.name, case.lr, *spec)
+    optimizer = dense_optimizer(model.net.parameters(), case.optimizer.rows(), case.lr)
     batches = [as_user_batch(case.batch(step, rank, size)) for step in range(case.steps)]
     losses = []
     for floats, ids, labels, whole in distcache.lookahead(batches, ebc) if ahead else batches:
@@ -148,16 +138,14 @@ def added(loss: Tensor, size: int) -> float:
     said = [torch.zeros(1, dtype=torch.float64) for _ in range(size)]
     if size > 1:
         dist.all_gather(said, loss.detach().double().reshape(1))
-    else:
-        said = [loss.detach().double()]
-    return float(sum(said))
+    return float(sum(said)) if size > 1 else float(loss.detach().double())
 
 
 def outcome(model: OfBatches, losses: list[float]) -> Outcome:
     state = model.ebc.state_dict()
     tables = {name.split(".")[1]: value.clone().numpy() for name, value in state.items()}
     dense = {name: value.detach().clone().numpy() for name, value in model.net.named_parameters()}
-    return Outcome(losses, "", "", tables, dense, model.ebc.summary())
+    return Outcome(losses, tables, dense, model.ebc.summary())
 
 
 def through_both_doors(rank: int, size: int, jobs: list[Job]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import environment
 from launching import run as forked
 
 LEFT = """
@@ -27,10 +27,7 @@ if len(sys.argv) > 1:
 
 
 def run(checkout: Path, *command: str, start=subprocess.run) -> subprocess.CompletedProcess:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    env["PYTHONPATH"] = f"{checkout}:{checkout / 'tests'}"
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        env.pop(name, None)
+    env = environment(PYTHONPATH=f"{checkout}:{checkout / 'tests'}")
     return start([sys.executable, *command], env=env, capture_output=True, text=True, timeout=200)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import threading
 
@@ -17,34 +18,53 @@ from distcache.errors import PeerError, PlanError
 pytestmark = pytest.mark.usefixtures("kind")
 
 
-def broken(stream) -> None:
-    """Its thread that moves rows has failed."""
+def broken(monkeypatch, epoch):
+    """The threads of an epoch of which that which moves rows has failed.
+
+    Two ranks settle before they stop; here one does, and finds a movement that has failed.
+    """
+    stream = epoch._source.stream
+    monkeypatch.setattr(stream, "_world", type("", (), {"size": 2})())
     with stream._lock:
         stream._moving, stream._broken = False, ValueError("no memory to pin")
         stream._tell_all()
+    return stream
+
+
+def steps(ebc, model, stream, count: int = 1 << 30) -> list:
+    """Steps on batches without a dense optimizer; the batches."""
+    seen = []
+    for batch in itertools.islice(stream, count):
+        loss_of(model, batch).backward()
+        ebc.step()
+        seen.append(batch)
+    return seen
 
 
 ROOMY = {"ratio": 1.0, "rows": None, "prefetch": 5, "timeout_s": 20}
 
 
-def test_threads_end_when_a_halt_finds_that_moving_failed(monkeypatch) -> None:
+@pytest.mark.parametrize("how", ["halt", "leave"])
+def test_threads_end_when_moving_has_failed_and_nothing_follows(monkeypatch, how: str) -> None:
     ebc = cached("sgd", **ROOMY)
-    model, stream = dlrm(ebc), None
-    stream = iter(lookahead(batches(), ebc))
-    loss_of(model, next(stream)).backward()
-    ebc.step()
-    # Two ranks settle before they stop; here one does, and finds a movement that has failed.
-    pipeline = stream._source.stream
-    monkeypatch.setattr(pipeline, "_world", type("", (), {"size": 2})())
-    broken(pipeline)
-    with pytest.raises(ValueError, match="no memory to pin"):
-        stream.halt()
-    assert not pipeline.stop(10), "what other ranks have moved is not known"
+    stream = iter(lookahead(batches(50), ebc))
+    steps(ebc, dlrm(ebc), stream, 1)
+    pipeline = broken(monkeypatch, stream)
+    if how == "halt":
+        with pytest.raises(ValueError, match="no memory to pin"):
+            stream.halt()
+        assert not pipeline.stop(10), "what other ranks have moved is not known"
+        stream.close()
+    else:
+        del stream
+        gc.collect()
     monkeypatch.undo()
     for thread in (pipeline._plans, pipeline._movement):
         thread.join(10)
         assert not thread.is_alive()
-    stream.close()
+    if how == "leave":
+        with pytest.raises(PeerError, match="did not halt"):
+            next(lookahead(batches(), ebc))
     ebc.close()
 
 
@@ -60,28 +80,20 @@ def test_a_halt_that_came_too_late_is_made_again(monkeypatch) -> None:
             yield batch
 
     ebc = cached("sgd", **{**ROOMY, "lookahead": 2, "prefetch": 1})
-    model, stream, seen = dlrm(ebc), iter(lookahead(slowly(), ebc)), []
-    seen.append(next(stream))
-    loss_of(model, seen[-1]).backward()
-    ebc.step()
+    model, stream = dlrm(ebc), iter(lookahead(slowly(), ebc))
+    seen = steps(ebc, model, stream, 1)
     stream._source.timeout_s = 0.2
     with torch.no_grad(), pytest.raises(Exception, match="did not halt within"):
         loss_of(model, draw(900))
     go.set()
     stream._source.timeout_s = 20.0
-    for batch in stream:
-        seen.append(batch)
-        loss_of(model, batch).backward()
-        ebc.step()
+    seen += steps(ebc, model, stream)
     assert [id(batch) for batch in seen] == [id(batch) for batch in data]
     assert ebc.tables.steps == len(data)
     found = weights_of(ebc)
     ebc.close()
     other = cached("sgd", **ROOMY)
-    twin = dlrm(other)
-    for batch in data:
-        loss_of(twin, batch).backward()
-        other.step()
+    steps(other, dlrm(other), data)
     assert_same(found, weights_of(other))
     other.close()
 
@@ -109,30 +121,8 @@ def test_a_look_ahead_that_was_left_ends_before_the_next_use(monkeypatch) -> Non
     for thread in threading.enumerate():
         if thread.name.startswith("distcache-"):
             thread.join(30)
-    for batch in lookahead(data[1:], ebc):
-        loss_of(model, batch).backward()
-        ebc.step()
+    steps(ebc, model, lookahead(data[1:], ebc))
     assert ebc.tables.steps == len(data) and not ebc.tables.leaving
-    ebc.close()
-
-
-def test_nothing_follows_a_look_ahead_that_was_left_with_rows_that_did_not_move(
-    monkeypatch,
-) -> None:
-    ebc = cached("sgd", **ROOMY)
-    model, stream = dlrm(ebc), iter(lookahead(batches(50), ebc))
-    loss_of(model, next(stream)).backward()
-    ebc.step()
-    pipeline = stream._source.stream
-    monkeypatch.setattr(pipeline, "_world", type("", (), {"size": 2})())
-    broken(pipeline)
-    del stream
-    gc.collect()
-    monkeypatch.undo()
-    for thread in (pipeline._plans, pipeline._movement):
-        thread.join(10)
-    with pytest.raises(PeerError, match="did not halt"):
-        next(lookahead(batches(), ebc))
     ebc.close()
 
 
@@ -181,8 +171,6 @@ def test_a_start_that_is_interrupted_leaves_no_thread(monkeypatch, name: str) ->
         next(lookahead(batches(), ebc))
     monkeypatch.undo()
     assert not [t.name for t in threading.enumerate() if t.name.startswith("distcache-")]
-    for batch in lookahead(batches(3), ebc):
-        loss_of(model, batch).backward()
-        ebc.step()
+    steps(ebc, model, lookahead(batches(3), ebc))
     assert ebc.tables.steps == 3
     ebc.close()

@@ -1,4 +1,6 @@
-"""A user's loops: steps, batches and epochs, exact or a clear error."""
+"""A user's loops: steps, batches and epochs, exact or a clear error; tables that are frozen, all of
+them or one by one, as torch's parameters without `requires_grad`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import threading
 import pytest
 import torch
 from ebc_cases import (
+    UPDATES,
     Clicks,
     assert_close,
     assert_same,
@@ -20,9 +23,11 @@ from ebc_cases import (
     draw,
     expected,
     job,
+    key_of_tables,
     loss_of,
     made,
     mine,
+    plain_optimizer,
     plain_tables,
     ranks,
     train,
@@ -30,6 +35,7 @@ from ebc_cases import (
     unwrapped,
     weights_of,
     wrapped,
+    written_back,
 )
 from torchrec import KeyedJaggedTensor
 
@@ -42,15 +48,23 @@ from distcache.errors import ConfigError, DistcacheError, PlanError
 pytestmark = pytest.mark.usefixtures("one_thread", "kind")
 
 
-def test_forwards_without_backward_change_nothing() -> None:
+def test_forwards_without_backward_and_zeroed_gradients_change_nothing() -> None:
     data = batches()
     ebc, model = made()
     dense = dense_optimizer(model)
-    for batch in lookahead(data, ebc):
+    for number, batch in enumerate(lookahead(data, ebc)):
         with torch.no_grad():
             loss_of(model, batch)
         loss_of(model, batch)
-        train(model, ebc, [batch], dense)
+        if number % 2:
+            train(model, ebc, [batch], dense)
+            continue
+        loss = loss_of(model, batch)
+        dense.zero_grad()
+        ebc.optimizer.zero_grad()  # between forward and backward
+        loss.backward()
+        ebc.step()
+        dense.step()
     assert_same(weights_of(model), expected())
     before = weights_of(model)
     for batch in lookahead(data[:3], ebc):
@@ -126,27 +140,13 @@ def test_a_step_in_the_middle_of_its_micro_batches_is_an_error() -> None:
     ebc, model = made()
     stream = lookahead(batches(), ebc, accumulate=3)
     loss_of(model, next(stream)).backward()
-    with pytest.raises(PlanError, match=r"3 micro-batches.*of which 1"):
-        ebc.step()
-    with pytest.raises(PlanError, match="3 micro-batches"):
-        distcache.clip_grad_norm_(model.parameters(), ebc, 1.0)
+    for early in (ebc.step, lambda: distcache.clip_grad_norm_(model.parameters(), ebc, 1.0)):
+        with pytest.raises(PlanError, match=r"3 micro-batches.*of which 1"):
+            early()
     for _ in range(2):
         loss_of(model, next(stream)).backward()
     ebc.step()
     assert ebc.tables.steps == 1
-
-
-def test_zero_grad_between_forward_and_backward() -> None:
-    ebc, model = made()
-    dense = dense_optimizer(model)
-    for batch in lookahead(batches(), ebc):
-        loss = loss_of(model, batch)
-        dense.zero_grad()
-        ebc.optimizer.zero_grad()
-        loss.backward()
-        ebc.step()
-        dense.step()
-    assert_same(weights_of(model), expected())
 
 
 def clipped_and_scheduled(model, data, rows, clip) -> list[float]:
@@ -157,7 +157,7 @@ def clipped_and_scheduled(model, data, rows, clip) -> list[float]:
         rows.zero_grad()
         dense.zero_grad()
         loss_of(model, batch).backward()
-        norms.append(float(clip(dense.param_groups[0]["params"], 0.05)))
+        norms.append(float(clip(dense.param_groups[0]["params"])))
         rows.step()
         dense.step()
         rates.step()
@@ -169,7 +169,7 @@ def test_clipping_counts_each_row_once_and_schedulers_set_the_rate() -> None:
     found = []
     for rows in (200, 468):
         ebc, model = made("sgd", rows=rows)
-        clip = functools.partial(clip_rows, ebc)
+        clip = functools.partial(distcache.clip_grad_norm_, ebc=ebc, max_norm=0.05)
         norms = clipped_and_scheduled(model, lookahead(batches(), ebc), ebc.optimizer, clip)
         found.append((norms, weights_of(model)))
     assert found[0][0] == found[1][0] and max(found[0][0]) > 0.05
@@ -178,42 +178,16 @@ def test_clipping_counts_each_row_once_and_schedulers_set_the_rate() -> None:
     model = dlrm(own)
     model.load_state_dict(weights_of(dlrm(cached())))
 
-    def clip(dense, limit):
-        return torch.nn.utils.clip_grad_norm_([*own.parameters(), *dense], limit)
+    def clip_all(dense):
+        return torch.nn.utils.clip_grad_norm_([*own.parameters(), *dense], 0.05)
 
     rows = torch.optim.SGD(own.parameters(), lr=0.1)
-    norms = clipped_and_scheduled(model, batches(), rows, clip)
+    norms = clipped_and_scheduled(model, batches(), rows, clip_all)
     assert found[0][0] == pytest.approx(norms, rel=1e-5)
     assert_close(found[0][1], model.state_dict())
 
 
-def clip_rows(ebc, dense, limit):
-    return distcache.clip_grad_norm_(dense, ebc, limit)
-
-
-def test_a_broken_loop_goes_on_exactly_where_it_stopped() -> None:
-    data = batches()
-    ebc, model = made()
-    dense = dense_optimizer(model)
-    for number, batch in enumerate(lookahead(iter(data), ebc)):
-        train(model, ebc, [batch], dense)
-        if number == 5:
-            break
-    assert [t for t in threading.enumerate() if t.name.startswith("distcache")] == []
-    train(model, ebc, data[6:8], dense)
-    kept = lookahead(data[8:], ebc)
-    for number, batch in enumerate(kept):
-        train(model, ebc, [batch], dense)
-        if number == 3:
-            break
-    train(model, ebc, lookahead(data[12:], ebc), dense)
-    assert_same(weights_of(model), expected())
-    assert next(kept, None) is not None  # a look-ahead that was only left may go on
-    kept.close()
-    assert next(kept, None) is None
-
-
-def test_an_exception_in_the_loop_and_one_in_the_data() -> None:
+def test_loops_that_break_or_fail_go_on_exactly_where_they_stopped() -> None:
     data = batches()
     ebc, model = made()
     dense = dense_optimizer(model)
@@ -222,20 +196,28 @@ def test_an_exception_in_the_loop_and_one_in_the_data() -> None:
         yield from data[:4]
         raise OSError("the disk is gone")
 
-    seen = 0
+    def some(stream, count: int, error: type[Exception] | None = None) -> None:
+        for number, batch in enumerate(stream):
+            if number == count:
+                if error is not None:
+                    raise error
+                break
+            train(model, ebc, [batch], dense)
+
     with pytest.raises(OSError, match="the disk is gone"):
-        for batch in lookahead(failing(), ebc):
-            train(model, ebc, [batch], dense)
-            seen += 1
-    assert seen == 4
+        some(lookahead(failing(), ebc), 9)
+    some(lookahead(iter(data[4:]), ebc), 2)
+    assert [t for t in threading.enumerate() if t.name.startswith("distcache")] == []
+    train(model, ebc, data[6:8], dense)
     with pytest.raises(ZeroDivisionError):
-        for batch in lookahead(data[4:], ebc):
-            if seen == 9:
-                raise ZeroDivisionError
-            train(model, ebc, [batch], dense)
-            seen += 1
-    train(model, ebc, lookahead(data[9:], ebc), dense)
+        some(lookahead(data[8:], ebc), 3, ZeroDivisionError)
+    kept = lookahead(data[11:], ebc)
+    some(kept, 2)
+    train(model, ebc, lookahead(data[13:], ebc), dense)
     assert_same(weights_of(model), expected())
+    assert next(kept, None) is not None  # a look-ahead that was only left may go on
+    kept.close()
+    assert next(kept, None) is None
 
 
 def test_close_ends_everything() -> None:
@@ -245,10 +227,9 @@ def test_close_ends_everything() -> None:
     ebc.close()
     ebc.close()
     assert next(stream, None) is None
-    with pytest.raises(PlanError, match="closed"):
-        model(draw(1).dense_features, draw(1).sparse_features)
-    with pytest.raises(PlanError, match="closed"):
-        ebc.state_dict()
+    for use in (lambda: loss_of(model, draw(1)), ebc.state_dict):
+        with pytest.raises(PlanError, match="closed"):
+            use()
 
 
 def test_a_skipped_batch_is_an_error() -> None:
@@ -263,48 +244,40 @@ def test_a_skipped_batch_is_an_error() -> None:
 @pytest.mark.parametrize("how", ["in place", "another batch", "after a copy"])
 def test_an_altered_batch_is_an_error(how) -> None:
     ebc, model = made()
-    for batch in lookahead(batches(3), ebc):
-        if how == "another batch":
-            batch = draw(55)
-        elif how == "in place":
-            batch.sparse_features.values()[0] += 1
-        else:
-            ids = batch.sparse_features.to("cpu")
-            ids._values = ids.values() // 2
-            batch = Clicks(batch.dense_features, ids, batch.labels)
-        with pytest.raises(PlanError, match=r"not those of batch 0.*before lookahead reads them"):
-            train(model, ebc, [batch])
-        break
+    stream = lookahead(batches(3), ebc)
+    batch = next(stream)
+    if how == "another batch":
+        batch = draw(55)
+    elif how == "in place":
+        batch.sparse_features.values()[0] += 1
+    else:
+        ids = batch.sparse_features.to("cpu")
+        ids._values = ids.values() // 2
+        batch = Clicks(batch.dense_features, ids, batch.labels)
+    with pytest.raises(PlanError, match=r"not those of batch 0.*before lookahead reads them"):
+        train(model, ebc, [batch])
 
 
 def test_copies_and_batches_built_anew_are_recognised() -> None:
-    def moved(stream):
-        for batch in stream:
-            ids = batch.sparse_features.to("cpu")
-            yield Clicks(batch.dense_features, ids, batch.labels)
+    def rebuilt(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(list(ids.keys()), ids.values().clone(), lengths=ids.lengths())
 
-    def rebuilt(stream):
-        for batch in stream:
-            old = batch.sparse_features
-            ids = KeyedJaggedTensor(list(old.keys()), old.values().clone(), lengths=old.lengths())
-            yield Clicks(batch.dense_features, ids, batch.labels)
-
-    for change in (moved, rebuilt):
+    for change in (lambda ids: ids.to("cpu"), rebuilt):
         ebc, model = made()
-        train(model, ebc, change(lookahead(batches(), ebc)))
+        for batch in lookahead(batches(), ebc):
+            own = Clicks(batch.dense_features, change(batch.sparse_features), batch.labels)
+            train(model, ebc, [own])
         assert_same(weights_of(model), expected())
         assert ebc.tables.engine.planner.ingested == len(batches())  # none was planned twice
 
 
 def test_the_same_batch_again_and_again() -> None:
-    batch = draw(3)
+    again = [draw(3)] * 6
     ebc, model = made()
-    train(model, ebc, lookahead([batch] * 6, ebc))
-    other, inline = made()
-    train(inline, other, [batch] * 6)
-    assert_same(weights_of(model), weights_of(inline))
+    train(model, ebc, lookahead(again, ebc))
+    assert_same(weights_of(model), by_hand(again))
     start = weights_of(dlrm(cached()))
-    assert_close(weights_of(model), train_plain("adagrad", configs(), start, dlrm, [batch] * 6)[1])
+    assert_close(weights_of(model), train_plain("adagrad", configs(), start, dlrm, again)[1])
 
 
 def test_batches_of_many_forms() -> None:
@@ -332,20 +305,6 @@ def test_batches_of_many_forms() -> None:
 EPOCHS = 3
 
 
-def by_epochs(stream, model, ebc, stop=None) -> list[int]:
-    """Train; the batches of each epoch."""
-    counts = []
-    for _ in range(EPOCHS):
-        count = 0
-        for batch in stream:
-            train(model, ebc, [batch])
-            count += 1
-            if count == stop:
-                break
-        counts.append(count)
-    return counts
-
-
 def by_hand(data) -> dict:
     """The weights after these batches, each planned when it comes."""
     ebc, model = made("adagrad")
@@ -353,65 +312,49 @@ def by_hand(data) -> dict:
     return weights_of(model)
 
 
-@pytest.mark.parametrize("read_by", ["list", "loader"])
-def test_every_epoch_trains_all_batches(read_by: str, caplog) -> None:
+@pytest.mark.parametrize(
+    ("read_by", "stop"), [("list", None), ("loader", None), ("list", 7), ("list", 4)]
+)
+def test_epochs_train_all_batches_or_as_many_as_were_taken(read_by: str, stop, caplog) -> None:
+    """A loop that counts need not ask for the end, as Lightning does with a known length;
+    evaluation, by a look-ahead with epochs of its own, changes nothing in and between them."""
     data = batches(7)
-    again = data
-    if read_by == "loader":
-        again = torch.utils.data.DataLoader(data, batch_size=None)
-    ebc, model = made("adagrad")
-    stream = lookahead(again, ebc)
-    assert by_epochs(stream, model, ebc) == [7] * EPOCHS and len(stream) == 7
-    assert ebc.tables.steps == 7 * EPOCHS
-    assert_same(weights_of(model), by_hand(data * EPOCHS))
-    assert "was ended" not in caplog.text
+    again = data if read_by == "list" else torch.utils.data.DataLoader(data, batch_size=None)
+    ebc, model = made("adagrad", prefetch=3 if stop == 4 else 1)
+    stream, held_out = lookahead(again, ebc), lookahead([draw(90), draw(91)], ebc)
+    for _ in range(EPOCHS):
+        for count, batch in enumerate(stream):
+            train(model, ebc, [batch])
+            if stop is None and count in (2, 6):
+                with torch.no_grad():
+                    assert sum(1 for own in held_out if loss_of(model, own) > 0) == 2
+            if count + 1 == stop:
+                break
+    assert len(stream) == 7 and ebc.tables.steps == (stop or 7) * EPOCHS
+    assert_same(weights_of(model), by_hand(data[:stop] * EPOCHS))
+    assert caplog.text.count("was ended after 4 batches, before its last") == (stop == 4)
+    assert "was ended" not in caplog.text or stop == 4
 
 
-def test_a_loop_that_counts_need_not_ask_for_the_end(caplog) -> None:
-    """As Lightning does with a loader that knows its length."""
-    data = batches(6)
-    ebc, model = made("adagrad")
-    stream = lookahead(data, ebc)
-    assert by_epochs(stream, model, ebc, stop=len(stream)) == [6] * EPOCHS
-    assert_same(weights_of(model), by_hand(data * EPOCHS))
-    assert "was ended" not in caplog.text
-
-
-def test_an_epoch_that_is_left_is_ended_by_the_next(caplog) -> None:
+def test_the_iterator_of_an_epoch_that_was_replaced_raises(caplog) -> None:
     data = batches(9)
-    ebc, model = made("adagrad", prefetch=3)
+    ebc, model = made("adagrad")
     stream = lookahead(data, ebc)
     with caplog.at_level(logging.WARNING, "distcache"):
-        assert by_epochs(stream, model, ebc, stop=4) == [4] * EPOCHS
         first = iter(stream)
         assert next(stream) is data[0] and next(stream) is data[1]
-    assert caplog.text.count("was ended after 4 batches, before its last") == 1
-    iter(stream)
+        iter(stream)
     with pytest.raises(PlanError, match="ended by a later iter"):
         next(first)
     train(model, ebc, [next(stream)])
-    assert_same(weights_of(model), by_hand([*data[:4] * EPOCHS, data[0]]))
+    assert_same(weights_of(model), by_hand(data[:1]))
     stream.close()
-
-
-def test_evaluation_between_epochs_and_inside_them() -> None:
-    data = batches(5)
-    ebc, model = made("adagrad")
-    training, held_out = lookahead(data, ebc), lookahead([draw(90), draw(91)], ebc)
-    for _ in range(EPOCHS):
-        for at, batch in enumerate(training):
-            train(model, ebc, [batch])
-            if at in (2, 4):
-                with torch.no_grad():
-                    assert sum(1 for own in held_out if loss_of(model, own) > 0) == 2
-    assert_same(weights_of(model), by_hand(data * EPOCHS))
 
 
 def test_micro_batches_are_an_epochs_own() -> None:
     """An epoch's last step may have fewer; the next begins with a whole one."""
-    data = batches(5)
     ebc, model = made("sgd")
-    sizes, stream = [], lookahead(data, ebc, accumulate=2)
+    sizes, stream = [], lookahead(batches(5), ebc, accumulate=2)
     for _ in range(EPOCHS):
         for at, batch in enumerate(stream):
             loss_of(model, batch).backward()
@@ -456,9 +399,7 @@ def epochs(rank: int, size: int) -> dict:
 def test_ranks_start_epochs_together() -> None:
     first, second = ranks(epochs)
     assert_same(first, second)
-    ebc = cached("adagrad", rows=300)
-    assert set(weights_of(dlrm(ebc))) == set(first)
-    ebc.close()
+    assert set(weights_of(dlrm(cached("adagrad")))) == set(first)
 
 
 @job
@@ -490,3 +431,146 @@ def test_ranks_choose_one_window_by_their_first_batches() -> None:
     first, second = ranks(windows)
     assert first == second
     assert first == {"small": 64, "batches": 16, "large": 8, "given": 3, "no window": 8}
+
+
+def tables_of(weights: dict) -> dict:
+    return {name: value for name, value in weights.items() if key_of_tables() in name}
+
+
+WAYS = {
+    "collection": lambda ebc, model, flag: ebc.requires_grad_(flag),
+    "parent": lambda ebc, model, flag: model.requires_grad_(flag),
+    "loop": lambda ebc, model, flag: [p.requires_grad_(flag) for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_frozen_collection_is_left_as_it_is(way: str) -> None:
+    """In the middle of training, and back: as a run without the steps between."""
+    data = batches(9)
+    ebc, model = made("adam")
+    keys = list(model.state_dict())
+    train(model, ebc, lookahead(data[:3], ebc))
+    before, moved = tables_of(weights_of(model)), written_back(ebc.tables)
+    WAYS[way](ebc, model, False)
+    for batch in lookahead(data[3:6], ebc):
+        loss = loss_of(model, batch)
+        assert loss.requires_grad == (way == "collection")
+        if loss.requires_grad:
+            loss.backward()
+        ebc.step()  # nothing to do, with a backward or without
+    assert_same(tables_of(weights_of(model)), before)
+    assert ebc.tables.steps == 3 and list(model.state_dict()) == keys
+    assert not any(rows.cache.dirty.any() for rows in ebc.tables.rows)
+    assert written_back(ebc.tables) == moved, "a frozen row is not dirty"
+    WAYS[way](ebc, model, True)
+    for parameter in model.parameters():
+        parameter.grad = None
+    train(model, ebc, lookahead(data[6:], ebc))
+    other, twin = made("adam")
+    train(twin, other, [*data[:3], *data[6:]])
+    assert_same(weights_of(model), weights_of(twin))
+
+
+def frozen_plain(name: str, schedule, data) -> dict:
+    """TorchRec's own tables; `schedule(step)`: the names that are frozen then."""
+    own = plain_tables()
+    model = dlrm(own)
+    model.load_state_dict(weights_of(dlrm(cached())))
+    rows, dense = plain_optimizer(name, own), dense_optimizer(model)
+    for at, batch in enumerate(data):
+        for table, bag in getattr(own, key_of_tables()).items():
+            bag.weight.requires_grad_(table not in schedule(at))
+        train(model, rows, [batch], dense, zero=rows.zero_grad)
+    return weights_of(model)
+
+
+def some(step: int) -> set[str]:
+    """`t0` in the middle, so that step counters differ afterwards; `t2` at first."""
+    return ({"t0"} if 4 <= step < 9 else set()) | ({"t2"} if step < 3 else set())
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_tables_frozen_one_by_one_are_as_torchs(name: str) -> None:
+    data = batches(14)
+    ebc, model = made(name)
+    dense = dense_optimizer(model)
+    for at, batch in enumerate(lookahead(data, ebc)):
+        ebc.unfreeze("t0", "t2")
+        ebc.freeze(*some(at))
+        assert set(ebc.frozen) == some(at)
+        train(model, ebc, [batch], dense)
+    assert ebc.tables.counts == [9, 14, 11, 14]
+    assert_close(weights_of(model), frozen_plain(name, some, data))
+    state = ebc.optimizer.state_dict()
+    assert [int(own["step"]) for own in state["state"].values()] == [9, 14, 11, 14]
+    other, twin = made(name)
+    twin.load_state_dict(model.state_dict())
+    other.optimizer.load_state_dict(state)
+    for batch in batches(16)[14:]:
+        train(model, ebc, [batch], dense)
+        train(twin, other, [batch], dense_optimizer(twin))
+    assert other.tables.counts == ebc.tables.counts == [11, 16, 13, 16]
+    assert_same(tables_of(weights_of(model)), tables_of(weights_of(twin)))
+
+
+def test_frozen_rows_are_not_clipped() -> None:
+    """The norm is that of what trains; the others' gradients do not count."""
+    batch, norms = batches(1)[0], []
+    for frozen in ((), ("t0",), ("t0", "t1", "t2", "t3")):
+        ebc, model = made("sgd")
+        ebc.freeze(*frozen)
+        loss_of(model, batch).backward()
+        norms.append(float(distcache.clip_grad_norm_([], ebc, 1e6)))
+        ebc.step()
+    assert norms[0] > norms[1] > norms[2] == 0.0
+
+
+def test_the_flag_binds_when_a_step_opens() -> None:
+    batch, other = batches(2)
+    ebc, model = made("sgd")
+    loss = loss_of(model, batch)
+    ebc.requires_grad_(False)
+    loss.backward()
+    ebc.step()
+    assert ebc.tables.steps == 1
+    loss_of(model, other)
+    ebc.requires_grad_(True)
+    ebc.step()
+    assert ebc.tables.steps == 1
+    with pytest.raises(ConfigError, match="no table is named 't9': there are t0"):
+        ebc.freeze("t9")
+
+
+@job
+def frozen_ddp(rank: int, size: int) -> dict:
+    """Under DDP with its default arguments, whole and in part; ranks that disagree are refused."""
+    found, data = {}, mine(rank, size, 8)
+    for rows in (260, 468):
+        ebc, ddp, dense = wrapped("adam", rows=rows)
+        for at, batch in enumerate(lookahead(data, ebc)):
+            ebc.requires_grad_(at not in (1, 2))
+            if at >= 4:
+                ebc.freeze("t0")
+            if at >= 6:
+                ebc.unfreeze("t0")
+            train(ddp, ebc, [batch], dense)
+        assert ebc.tables.counts == [4, 6, 6, 6]
+        found[str(rows)] = unwrapped(ddp)
+        ebc.close()
+    assert_same(found["260"], found["468"])
+    for freeze in (lambda ebc: ebc.freeze("t1"), lambda ebc: ebc.requires_grad_(False)):
+        ebc = cached("sgd", timeout_s=60)  # without DDP, which an error in backward leaves hanging
+        model = dlrm(ebc)
+        if rank:
+            freeze(ebc)
+        with pytest.raises(PlanError, match=r"is frozen on rank\(s\) 1 and not on the others"):
+            for batch in data[:2]:
+                train(model, ebc, [batch])
+        ebc.optimizer.zero_grad()
+        ebc.close()
+    return found["260"]
+
+
+def test_ddp_and_frozen_tables() -> None:
+    assert_same(*ranks(frozen_ddp))

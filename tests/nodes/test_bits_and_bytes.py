@@ -42,9 +42,9 @@ RUNS = {name: replace(SHARING, placement=own) for name, own in PLACEMENTS.items(
 
 @dataclass(frozen=True)
 class Run:
-    """A run's digests, what this rank has cached, and what it sent, bytes by counter."""
+    """A run's losses and digest, what this rank has cached, and what it sent, bytes by counter."""
 
-    losses: str
+    losses: list[float]
     state: str
     cached: np.ndarray
     sent: dict[str, int]
@@ -71,7 +71,7 @@ def run_one(world: World, settings: CachedSettings) -> Run:
     losses = [mode.train_step(step).loss for step in mode.stream(batches)]
     outcome, counters = finish(mode, CASE, losses), mode.counters
     sent = counters.values() | {"inter_node_bytes": counters.inter_node_bytes}
-    return Run(outcome.loss_digest, outcome.state_digest, outcome.cached, sent)
+    return Run(outcome.losses, outcome.state_digest, outcome.cached, sent)
 
 
 def named_rows(placement: Placement) -> Iterator[tuple[TableGroup, list[np.ndarray]]]:

@@ -17,23 +17,14 @@ from toy_parallel import ToyParallel
 
 from distcache.comm.world import World, close_world
 from distcache.engine import whole
-from distcache.engine import whole as sharded_state
 from distcache.errors import ConfigError, DistcacheError
 from distcache.parallel.cached import CachedSettings
 from distcache.trainer import checkpoint
-from distcache.trainer import checkpoint as shared_folder
 from distcache.trainer.checkpoint import RunIdentity, TrainerState
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))
 CASE = Scenario(TABLES, OPTIMIZERS["adam"][0], OPTIMIZERS["adam"][1], steps=12, weighted=True)
 SETTINGS = CachedSettings("data", (236, 68), 6, 2)
-
-
-def resumed(path, mode, identity, world, same_data=True):
-    """Compare, then load, as a run does; the state of training."""
-    state = checkpoint.compare(path, identity, world, same_data)
-    checkpoint.load(path, mode, identity, world, state)
-    return state
 
 
 def identity(size: int) -> RunIdentity:
@@ -49,7 +40,8 @@ def part_of_run(
     mode = make_mode(world, CASE, SETTINGS, popularity)
     mode.scratch = target.parent
     if source is not None:
-        state = resumed(source, mode, identity(world.size), world)
+        state = checkpoint.compare(source, identity(world.size), world, True)
+        checkpoint.load(source, mode, identity(world.size), world, state)
         assert state.step == steps.start
     batches = [CASE.batch(step, world.rank, world.size) for step in steps]
     losses = [mode.train_step(step).loss for step in mode.stream(batches)]
@@ -87,14 +79,12 @@ def stored(folder: Path) -> dict:
 def test_from_one_node_to_several_and_back(tmp_path: Path, size: int) -> None:
     several = (1,) * size if size == 2 else (1, 2)
     straight = run_ranks(wander, size, str(tmp_path / "straight"), [(size,)], False)[0][0]
-    way = [(size,), several, (size,)]
-    there = run_ranks(wander, size, str(tmp_path / "there"), way, True)[0]
-    assert [loss for part in there for loss in part.losses] == straight.losses
-    assert there[-1].state_digest == straight.state_digest
-    back = run_ranks(wander, size, str(tmp_path / "back"), [several, several], True)[0]
-    assert [loss for part in back for loss in part.losses] == straight.losses
-    assert back[-1].state_digest == straight.state_digest
-    files = [tmp_path / way for way in ("straight/part0", "there/part2", "back/part1")]
+    files = [tmp_path / "straight" / "part0"]
+    for name, way in (("there", [(size,), several, (size,)]), ("back", [several, several])):
+        found = run_ranks(wander, size, str(tmp_path / name), way, True)[0]
+        assert [loss for part in found for loss in part.losses] == straight.losses
+        assert found[-1].state_digest == straight.state_digest
+        files.append(tmp_path / name / f"part{len(way) - 1}")
     first, *others = (stored(folder / "model") for folder in files)
     assert first["tables.a.exp_avg"].shape == (300, 8) and first["tables.a.exp_avg"].any()
     for other in others:
@@ -105,14 +95,14 @@ def test_from_one_node_to_several_and_back(tmp_path: Path, size: int) -> None:
 
 def own_folders(rank: int, size: int, home: str) -> tuple[str, str, list[str]]:
     """Save into folders that the two nodes do not share; what `check_run_folder` says of them."""
-    shared_folder.PATIENCE_S = 0.2
+    checkpoint.PATIENCE_S = 0.2
     world = open_nodes(rank, (1, 1))
     folder, messages = Path(home, f"node{rank}"), []
     folder.mkdir()
     toy = ToyParallel(world)
     for action in (
         lambda: checkpoint.save(folder / "model", toy, identity(2), TrainerState(1), world),
-        lambda: shared_folder.check_run_folder(world, folder, "run.save=true"),
+        lambda: checkpoint.check_run_folder(world, folder, "run.save=true"),
     ):
         with pytest.raises(DistcacheError) as caught:
             action()
@@ -121,9 +111,9 @@ def own_folders(rank: int, size: int, home: str) -> tuple[str, str, list[str]]:
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
-    shared_folder.logger.addHandler(handler)
-    shared_folder.check_run_folder(world, folder, None)
-    shared_folder.check_run_folder(world, Path(home), "run.save=true")
+    checkpoint.logger.addHandler(handler)
+    checkpoint.check_run_folder(world, folder, None)
+    checkpoint.check_run_folder(world, Path(home), "run.save=true")
     close_world(world)
     return (*messages, logged)
 
@@ -137,15 +127,15 @@ def test_folders_that_nodes_do_not_share_are_refused(tmp_path: Path) -> None:
 
 
 def test_temporary_files_are_unnamed_and_a_full_disk_says_so(tmp_path, monkeypatch) -> None:
-    part = sharded_state.disk_zeros((1000, 4), torch.float64, tmp_path)
+    part = whole.disk_zeros((1000, 4), torch.float64, tmp_path)
     assert part.shape == (1000, 4) and part.dtype == torch.float64 and not part.any()
     part[999, 3] = 1
     assert list(tmp_path.iterdir()) == [] and part.sum() == 1
-    assert sharded_state.disk_zeros((0, 4), torch.float32, tmp_path).shape == (0, 4)
+    assert whole.disk_zeros((0, 4), torch.float32, tmp_path).shape == (0, 4)
 
     def full(fd: int, start: int, size: int) -> None:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(DistcacheError, match=r"No space left.*run\.dir"):
-        sharded_state.disk_zeros((1000, 4), torch.float64, tmp_path)
+        whole.disk_zeros((1000, 4), torch.float64, tmp_path)

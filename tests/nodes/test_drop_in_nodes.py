@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ebc_cases import Clicks, Pooled, batches, cached, loss_of, part
+from node_cases import place_of
 from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagConfig
 
 from distcache import lookahead
-from distcache.engine import views
+from distcache.engine import whole
 from distcache.errors import MemoryTooSmallError
 from distcache.store import memory as available
 
@@ -24,11 +25,8 @@ LAYOUTS = [(3,), (1, 2), (1, 1, 1)]
 
 def tables() -> list[EmbeddingBagConfig]:
     """Initial rows of three kinds: as they are, in a range, and by a function."""
-    told = [
-        {},
-        {"weight_init_min": 1.0, "weight_init_max": 2.0},
-        {"init_fn": partial(torch.nn.init.normal_, std=0.1)},
-    ]
+    told = ({}, {"weight_init_min": 1.0, "weight_init_max": 2.0},
+            {"init_fn": partial(torch.nn.init.normal_, std=0.1)})  # fmt: skip
     return [
         EmbeddingBagConfig(
             name=f"t{i}", num_embeddings=90 - i, embedding_dim=8, feature_names=[f"f{i}"], **how
@@ -37,17 +35,13 @@ def tables() -> list[EmbeddingBagConfig]:
     ]
 
 
-def hosts(sizes: tuple[int, ...], rank: int) -> str:
-    """The host name of `rank` on nodes of `sizes` ranks."""
-    return f"node{next(n for n in range(len(sizes)) if rank < sum(sizes[: n + 1]))}"
-
-
-def steps(ebc, model, data: list[Clicks]) -> None:
+def steps(ebc, data: list[Clicks]) -> None:
+    """The dense part stays as it is: this is about rows."""
+    model = DistributedDataParallel(Pooled(ebc))
     for batch in lookahead(data, ebc):
         model.zero_grad()
         loss_of(model, batch).backward()
         ebc.step()
-    # The dense part stays as it is: this is about rows.
 
 
 def everything(ebc) -> dict:
@@ -65,22 +59,21 @@ def walk(rank: int, size: int, settings: dict) -> list[dict]:
     own, found = socket.gethostname, []
     data = [part(batch, rank, size) for batch in batches(10, tables=tables())]
     for sizes in LAYOUTS:
-        socket.gethostname = lambda sizes=sizes: hosts(sizes, rank)
+        node = place_of(rank, sizes)["GROUP_RANK"]
+        socket.gethostname = lambda node=node: f"node{node}"
         first, second = (
             cached("adam", tables=tables(), rows=r, timeout_s=60, **settings) for r in (270, 240)
         )
         assert first.tables.world.nodes.sizes == sizes
         bytes_here = sum(rows.store.nbytes for rows in first.tables.rows)
         start = everything(first)
-        model = DistributedDataParallel(Pooled(first))
-        steps(first, model, data[:5])
+        steps(first, data[:5])
         second.load_state_dict(copy.deepcopy(first.state_dict()))
         second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
-        steps(second, DistributedDataParallel(Pooled(second)), data[5:])
+        steps(second, data[5:])
         found.append({"start": start, "end": everything(second), "bytes": bytes_here})
         first.close()
         second.close()
-        del model, first, second
     socket.gethostname = own
     dist.barrier()
     dist.destroy_process_group()
@@ -124,4 +117,4 @@ def too_large(rank: int, size: int) -> str:
 
 def test_copies_of_whole_tables_must_fit_a_node() -> None:
     for message in run_ranks(too_large, 2):
-        assert "a copy of table 't0'" in message and views._WAY_OUT in message
+        assert "a copy of table 't0'" in message and whole._WAY_OUT in message

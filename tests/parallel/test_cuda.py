@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from placement_cases import KINDS, fitting_slots, placement_of
+from placement_cases import KINDS, Job, check_groups, fitting_slots, placement_of, run_job, run_jobs
 from ranks import run_ranks
-from scenarios import OPTIMIZERS, Outcome, Scenario, make_mode, popularity_of, run_mode, table
+from scenarios import OPTIMIZERS, Scenario, make_mode, run_mode, table
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.engine.groups import Placement
@@ -24,6 +24,7 @@ from distcache.store.rows import ACCESS
 pytestmark = pytest.mark.gpu
 
 TABLES = (table("a", 3000, dim=64), table("b", 40, dim=64, features=2), table("c", 700, dim=64))
+DOUBLE = {"dtype": torch.float64}
 
 
 def case(optimizer: str, **changes: object) -> Scenario:
@@ -41,65 +42,49 @@ def world():
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_schedule_has_the_bits_of_resident(world: World, optimizer: str) -> None:
-    resident = run_mode(world, case(optimizer), CachedSettings("resident", schedule="serial"))
-    for lookahead, prefetch, schedule in (
-        (8, 1, "overlapped"),
-        (0, 0, "overlapped"),
-        (4, 3, "overlapped"),
-        (8, 1, "serial"),
-        (8, 1, "overlapped zero_copy"),
-        (2, 0, "overlapped zero_copy"),
+    spec = case(optimizer)
+    jobs = [Job(spec, CachedSettings("resident", schedule="serial"))]
+    for lookahead, prefetch, schedule, access, how in (
+        (8, 1, "overlapped", "staged", None),
+        (0, 0, "overlapped", "staged", None),
+        (4, 3, "overlapped", "staged", None),
+        (8, 1, "serial", "staged", None),
+        (8, 1, "overlapped", "zero_copy", None),
+        (2, 0, "overlapped", "zero_copy", None),
+        (8, 1, "overlapped", "staged", {"warm_start": 1.0}),
     ):
-        schedule, _, access = schedule.partition(" ")
-        how = {"schedule": schedule, "access": access or "staged", "shake_ms": 2.0}
-        chosen = CachedSettings("data", (2000,), lookahead, prefetch, **how)
-        found = run_mode(world, case(optimizer), chosen, evals=7)
-        assert found.losses == resident.losses
-        assert found.state_digest == resident.state_digest
-        assert 0 < found.summary["hit_rate"] < 1
-    host = run_mode(world, case(optimizer), CachedSettings("host"))
-    assert host.state_digest == resident.state_digest
-
-
-def ranks_on(rank: int, size: int, device: str, optimizer: str) -> Outcome:
-    world = open_world(device, "gloo", 60)
-    spec = case(optimizer, dtype=torch.float64)
-    found = run_mode(world, spec, CachedSettings("data", (2400,), 4, 2, dtype=torch.float64))
-    close_world(world)
-    return found
+        chosen = {"schedule": schedule, "access": access, "shake_ms": 2.0}
+        settings = CachedSettings("data", (2000,), lookahead, prefetch, **chosen)
+        jobs.append(Job(spec, settings, 7, how))
+    jobs.append(Job(spec, CachedSettings("host")))
+    outcomes = [run_job(world, job) for job in jobs]
+    check_groups([[outcomes]], [jobs])
+    assert all(0 < found.summary["hit_rate"] < 1 for found in outcomes[1:-1])
+    assert outcomes[-2].summary["warm_start_rows"] > 1000
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_ranks_that_share_a_gpu_agree_with_the_cpu(size: int, optimizer: str) -> None:
-    gpu = run_ranks(ranks_on, size, "cuda", optimizer, timeout=300)[0]
-    cpu = run_ranks(ranks_on, size, "cpu", optimizer, timeout=300)[0]
+    jobs = [[Job(case(optimizer, **DOUBLE), CachedSettings("data", (2400,), 4, 2, **DOUBLE))]]
+    gpu, cpu = (
+        run_ranks(run_jobs, size, jobs, device, timeout=300)[0][0][0] for device in ("cuda", "cpu")
+    )
     assert np.allclose(gpu.losses, cpu.losses, rtol=1e-9, atol=0)
     for name, rows in gpu.tables.items():
         assert np.allclose(rows, cpu.tables[name], rtol=1e-7, atol=1e-9)
 
 
-def placed_on(rank: int, size: int, optimizer: str) -> list[tuple]:
-    """Losses and state of `resident`, then of every placement with random delays at hand-overs."""
-    world, spec = open_world("cuda", "gloo", 60), case(optimizer, dtype=torch.float64)
-    double = {"dtype": torch.float64}
-    outcomes = [run_mode(world, spec, CachedSettings("resident", schedule="serial", **double))]
+@pytest.mark.parametrize(("size", "optimizer"), [(2, "adam"), (3, "rowwise_adagrad")])
+def test_every_placement_has_the_bits_of_resident(size: int, optimizer: str) -> None:
+    spec = case(optimizer, **DOUBLE)
+    jobs = [Job(spec, CachedSettings("resident", schedule="serial", **DOUBLE))]
     for prefetch, kind in enumerate(KINDS):
         placement = placement_of(kind, spec)
         slots = tuple(count + 60 for count in fitting_slots(spec, size, placement, 7))
-        how = {"placement": placement, "shake_ms": 2.0, "validate": True, **double}
-        how["access"] = ACCESS[prefetch % 2]
-        outcomes.append(
-            run_mode(world, spec, CachedSettings("data", slots, 4, prefetch, **how), evals=7)
-        )
-    close_world(world)
-    return [(outcome.losses, outcome.state_digest) for outcome in outcomes]
-
-
-@pytest.mark.parametrize(("size", "optimizer"), [(2, "adam"), (3, "rowwise_adagrad")])
-def test_every_placement_has_the_bits_of_resident(size: int, optimizer: str) -> None:
-    for found in run_ranks(placed_on, size, optimizer, timeout=300):
-        assert all(outcome == found[0] for outcome in found)
+        how = {"placement": placement, "access": ACCESS[prefetch % 2], "shake_ms": 2.0, **DOUBLE}
+        jobs.append(Job(spec, CachedSettings("data", slots, 4, prefetch, validate=True, **how), 7))
+    check_groups(run_ranks(run_jobs, size, [jobs], "cuda", timeout=300), [jobs])
 
 
 @pytest.mark.parametrize("access", ACCESS)
@@ -151,12 +136,3 @@ def test_device_memory_is_what_the_parts_add_up_to(world: World) -> None:
         summary = found.summary
         assert summary["peak_device_bytes"] >= summary["embedding_device_bytes"] >= slots
     assert peaks[2] <= 1.01 * peaks[1]
-
-
-def test_a_warm_cache_in_popularity_order_has_the_bits_of_resident(world: World) -> None:
-    spec = case("adam")
-    resident = run_mode(world, spec, CachedSettings("resident"))
-    how = popularity_of(spec, (2000,), warm_start=1.0)
-    found = run_mode(world, spec, CachedSettings("data", (2000,), 8, 1, shake_ms=2.0), 5, how)
-    assert found.losses == resident.losses and found.state_digest == resident.state_digest
-    assert found.summary["warm_start_rows"] > 1000

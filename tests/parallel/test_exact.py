@@ -26,7 +26,7 @@ from scenarios import OPTIMIZERS, Outcome, Scenario, check_against_trainer, tabl
 
 from distcache.data.batch import Batch, JaggedIds
 from distcache.engine.groups import Placement
-from distcache.errors import DataError, StepTooLargeError
+from distcache.errors import DataError
 from distcache.parallel.cached import CachedSettings
 from distcache.planner.victims import Policy
 
@@ -119,7 +119,7 @@ def test_bfloat16_in_the_dense_part_is_one_training_too() -> None:
         for job in [Job(case, CachedSettings("resident")), *twins(case, 2, [(6, 2)])]
     ]
     plain, *same = run_ranks(run_jobs, 2, [[Job(case, CachedSettings("resident")), *jobs]])[0][0]
-    assert len({(outcome.loss_digest, outcome.state_digest) for outcome in same}) == 1
+    assert len({(*outcome.losses, outcome.state_digest) for outcome in same}) == 1
     assert same[0].losses != plain.losses, "amp=bf16 does nothing"
     assert np.allclose(same[0].losses, plain.losses, rtol=2**-6)
     values = (*same[0].tables.values(), *same[0].dense.values())
@@ -238,7 +238,7 @@ def test_native_reduction_agrees_up_to_summation_order() -> None:
 
 
 def test_the_drawn_runs_are_of_all_kinds() -> None:
-    """What the grid is meant to cover, it covers; caches are tight in half of the runs."""
+    """What the grid is meant to cover, it covers."""
     groups = [draw_jobs(seed, 2 + seed % 3, runs=4, steps=8) for seed in range(12)]
     cases, jobs = [jobs[0].case for jobs in groups], [job for jobs in groups for job in jobs[1:]]
     assert {case.optimizer.name for case in cases} == set(OPTIMIZERS)
@@ -274,13 +274,6 @@ def test_a_prefetch_that_moves_early_hides_movement(world) -> None:
     assert "forward_backward" in taken and "wait" in taken
     serial = run_job(world, Job(large, replace(loose, schedule="serial"))).summary
     assert "gather" not in serial["stage_hidden_ms"] and "plan" in serial["stage_hidden_ms"]
-
-
-def test_a_step_that_does_not_fit_is_refused_with_the_number_that_does(world) -> None:
-    case = scenario("sgd", global_batch=200)
-    with pytest.raises(StepTooLargeError, match=r"step 0 .* set cache.rows=(\d+)") as refusal:
-        run_job(world, Job(case, CachedSettings("data", (40, 7))))
-    assert int(str(refusal.value).split("cache.rows=")[1].split()[0]) > 40
 
 
 def test_a_bad_id_is_named_before_it_is_looked_up(world) -> None:

@@ -4,8 +4,10 @@ buckets, bad losses, failures, what is watched and counted on two ranks; what is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,25 +15,34 @@ import torch
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from scenarios import OPTIMIZERS, Outcome, Scenario, check_against_trainer, table
+from torchrec.distributed import comm_ops
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.data.batch import Batch
 from distcache.errors import ConfigError, MemoryTooSmallError
 from distcache.layout import TableSpec
-from distcache.parallel.base import OptimizerSpec, Step
-from distcache.parallel.hybrid import (
-    HybridParallel,
-    HybridSpec,
-    check_memory,
-    check_spec,
-    load_torchrec,
-)
+from distcache.parallel import hybrid as module
+from distcache.parallel.base import OptimizerSpec, Step, StepResult
+from distcache.parallel.hybrid import HybridParallel, HybridSpec, check_memory, check_spec
 from distcache.store import memory as available
 
 SIZES = (8, 7, 1, 5, 2, 3, 8, 8, 8, 8, 8, 8)
 SUMS = (table("t0", 37, 16, features=2), table("t1", 3, 16), table("t2", 64, 32))
 TABLES = (replace(SUMS[0], pooling="mean"), *SUMS[1:])
 """Two widths, two features on one table, one table smaller than four ranks."""
+
+SHARDINGS = ("auto", "table_wise", "row_wise", "column_wise")
+# Column shards keep row states of their own: no row-wise Adagrad of the whole row.
+FULL = [
+    (name, sharding, weighted)
+    for name in ("sgd", "adagrad", "rowwise_adagrad")
+    for sharding in SHARDINGS
+    for weighted in (False, True)
+    if (name, sharding) != ("rowwise_adagrad", "column_wise")
+]
+SAMPLE = [("adagrad", sharding, False) for sharding in SHARDINGS]
+SAMPLE += [("sgd", "row_wise", True), ("sgd", "column_wise", True)]
+SAMPLE += [("rowwise_adagrad", "table_wise", True), ("rowwise_adagrad", "row_wise", False)]
 
 
 class Sizes(Scenario):
@@ -48,6 +59,14 @@ def scenario(name: str = "adagrad", weighted: bool = False) -> Scenario:
     return Sizes(tables, spec, lr, steps=len(SIZES), weighted=weighted, bag=4)
 
 
+def steps_of(case: Scenario, world: World) -> list[Step]:
+    return [Step(case.batch(at, world.rank, world.size)) for at in range(case.steps)]
+
+
+def eval_of(case: Scenario, world: World) -> Step:
+    return Step(case.batch(99, world.rank, world.size, "eval"))
+
+
 def hybrid_of(world: World, case: Scenario, sharding: str, **changes: object) -> HybridParallel:
     named = {"sharding": sharding, "weighted": case.weighted, **changes}
     spec = HybridSpec(case.tables, case.features, case.optimizer, case.seed, **named)
@@ -58,7 +77,7 @@ def hybrid_of(world: World, case: Scenario, sharding: str, **changes: object) ->
 
 def train(hybrid: HybridParallel, world: World, case: Scenario) -> list[float]:
     """The losses of this rank's steps."""
-    slices = (case.batch(step, world.rank, world.size) for step in range(case.steps))
+    slices = (step.batch for step in steps_of(case, world))
     results = [hybrid.train_step(step) for step in hybrid.stream(slices)]
     assert not any(result.bad_ranks or result.stop for result in results)
     return [result.loss for result in results]
@@ -73,7 +92,7 @@ def ended(hybrid: HybridParallel, case: Scenario, losses: list[float]) -> Outcom
         if parts[0] is not None:
             tables[spec.name] = torch.cat(parts).numpy()
     dense = {name: value.numpy().copy() for name, value in hybrid.dense_state().items()}
-    return Outcome(losses, "", "", tables, dense, {})
+    return Outcome(losses, tables, dense, {})
 
 
 def copy_state(hybrid: HybridParallel) -> dict[str, torch.Tensor]:
@@ -88,38 +107,27 @@ def copy_state(hybrid: HybridParallel) -> dict[str, torch.Tensor]:
     return copies
 
 
-# -----------------------------------------------------------------------------
-# Training.
-
-SHARDINGS = ("auto", "table_wise", "row_wise", "column_wise")
-# Column shards keep row states of their own: no row-wise Adagrad of the whole row.
-FULL = [
-    (name, sharding, weighted)
-    for name in ("sgd", "adagrad", "rowwise_adagrad")
-    for sharding in SHARDINGS
-    for weighted in (False, True)
-    if (name, sharding) != ("rowwise_adagrad", "column_wise")
-]
-SAMPLE = [("adagrad", sharding, False) for sharding in SHARDINGS]
-SAMPLE += [("sgd", "row_wise", True), ("sgd", "column_wise", True)]
-SAMPLE += [("rowwise_adagrad", "table_wise", True), ("rowwise_adagrad", "row_wise", False)]
+def in_world(rank: int, size: int, work: Callable, *args: object) -> object:
+    """`work(world, *args)` on ranks."""
+    world = open_world("cpu", "gloo", 60)
+    found = work(world, *args)
+    close_world(world)
+    return found
 
 
-def grid(rank: int, size: int, settings: list, world: World | None = None) -> list:
+def grid(world: World, settings: list) -> list:
     """For each setting: what there was, what came out, logits of another batch, shards by table."""
-    own, out = world or open_world("cpu", "gloo", 60), []
+    out = []
     for name, sharding, weighted in settings:
         case = scenario(name, weighted)
-        hybrid = hybrid_of(own, case, sharding)
+        hybrid = hybrid_of(world, case, sharding)
         start = ended(hybrid, case, [])
-        found = ended(hybrid, case, train(hybrid, own, case))
-        logits = hybrid.eval_step(Step(case.batch(99, rank, size, "eval"))).numpy()
+        found = ended(hybrid, case, train(hybrid, world, case))
+        logits = hybrid.eval_step(eval_of(case, world)).numpy()
         weights = hybrid._weights.items()
         split = {table: len(value.metadata().shards_metadata) for table, value in weights}
         out.append((start, found, logits, split))
         hybrid.close()
-    if world is None:
-        close_world(own)
     return out
 
 
@@ -140,194 +148,166 @@ def check(by_rank: list, settings: list) -> None:
             assert list(split.values()) == [size, 1 if size == 4 else size, size]
 
 
-def test_one_rank_equals_an_unsharded_trainer() -> None:
-    check([grid(0, 1, SAMPLE)], SAMPLE)
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [(1, SAMPLE), (2, SAMPLE)]
+    + [pytest.param(size, FULL, marks=pytest.mark.slow) for size in (1, 2, 4)],
+)
+def test_it_equals_an_unsharded_trainer(size: int, settings: list) -> None:
+    check(run_ranks(in_world, size, grid, settings, timeout=300), settings)
 
 
-def test_two_ranks_equal_an_unsharded_trainer(two_ranks: list) -> None:
-    check([results["grid"] for results in two_ranks], SAMPLE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_setting_equals_an_unsharded_trainer(size: int) -> None:
-    check(run_ranks(grid, size, FULL, timeout=300), FULL)
-
-
-def resumes(world: World, folder: str) -> list:
-    out = []
+def stop_and_resume_is_bitwise(world: World, folder: str) -> None:
     for name, sharding, weighted in (*SAMPLE[:2], SAMPLE[-1], ("adagrad", "column_wise", False)):
         path, case = f"{folder}/{name}-{sharding}", scenario(name, weighted)
-        batches = [case.batch(at, world.rank, world.size) for at in range(case.steps)]
-        steps = [Step(batch) for batch in batches]
-        straight = hybrid_of(world, case, sharding)
-        [straight.train_step(step) for step in steps[:5]]
-        dcp.save(straight.state_dict(), checkpoint_id=path)
-        straight.eval_step(steps[0])
-        losses = [straight.train_step(step).loss for step in steps[5:]]
-        expected = ended(straight, case, losses)
-        straight.close()
-        resumed = hybrid_of(world, case, sharding)
-        state = resumed.state_dict()
-        dcp.load(state, checkpoint_id=path)
-        resumed.load_state_dict(state)
-        assert resumed.state_dict()["counters.steps"] == 5
-        again = [resumed.train_step(step).loss for step in steps[5:]]
-        out.append((expected, ended(resumed, case, again)))
-        resumed.close()
-    return out
+        steps, found = steps_of(case, world), []
+        for resumed in (False, True):
+            hybrid = hybrid_of(world, case, sharding)
+            if resumed:
+                state = hybrid.state_dict()
+                dcp.load(state, checkpoint_id=path)
+                hybrid.load_state_dict(state)
+                assert hybrid.state_dict()["counters.steps"] == 5
+            else:
+                [hybrid.train_step(step) for step in steps[:5]]
+                dcp.save(hybrid.state_dict(), checkpoint_id=path)
+                hybrid.eval_step(steps[0])
+            found.append(ended(hybrid, case, [hybrid.train_step(step).loss for step in steps[5:]]))
+            hybrid.close()
+        assert found[0].losses == found[1].losses
+        for table_name, rows in found[0].tables.items():
+            np.testing.assert_array_equal(found[1].tables[table_name], rows)
 
 
-def test_stop_and_resume_is_bitwise(two_ranks: list) -> None:
-    for expected, again in two_ranks[0]["resumes"]:
-        assert again.losses == expected.losses
-        for name, rows in expected.tables.items():
-            np.testing.assert_array_equal(again.tables[name], rows)
-
-
-def bf16(world: World) -> tuple:
-    case, found = scenario(), []
+def bfloat16_products_and_float32_rows(world: World, folder: str) -> None:
+    case, losses = scenario(), []
     for amp in ("off", "bf16"):
         hybrid = hybrid_of(world, case, "table_wise", amp=amp)
-        found.append(train(hybrid, world, case))
-        dtypes = {value.dtype for value in copy_state(hybrid).values()}
+        losses.append(np.array(train(hybrid, world, case)))
+        assert {value.dtype for value in copy_state(hybrid).values()} == {torch.float32}
         hybrid.close()
-    return found, dtypes
+    apart = np.abs(losses[1] / losses[0] - 1)
+    assert 1e-5 < apart.max() < 2**-6, "bfloat16 rounds each product to 8 bits"
 
 
-def test_bfloat16_products_and_float32_rows(two_ranks: list) -> None:
-    for (plain, rounded), dtypes in (results["bf16"] for results in two_ranks):
-        assert dtypes == {torch.float32}
-        apart = np.abs(np.array(rounded) / plain - 1)
-        assert 1e-5 < apart.max() < 2**-6, "bfloat16 rounds each product to 8 bits"
-
-
-def bad_loss_and_rates(world: World) -> list:
-    case, out = scenario(), []
-    hybrid = hybrid_of(world, case, "row_wise")
-    good, poisoned = (Step(case.batch(at, world.rank, world.size)) for at in (0, 7))
+def a_loss_that_is_not_finite_changes_nothing_and_rates_act_at_once(
+    world: World, folder: str
+) -> None:
+    case = scenario()
+    hybrid, steps = hybrid_of(world, case, "row_wise"), steps_of(case, world)
+    good, poisoned = steps[0], steps[7]
     if world.rank == 1:
         poisoned.batch.dense[0, 0], poisoned.batch.dense[1, 0] = float("inf"), float("-inf")
-    for _ in range(2):  # before and after the first applied step
+
+    def changed_by(step: Step, stop: bool = False) -> tuple[set[str], StepResult]:
         before = copy_state(hybrid)
-        result = hybrid.train_step(poisoned)
-        same = all(torch.equal(value, before[key]) for key, value in copy_state(hybrid).items())
-        out.append((result.bad_ranks, np.isfinite(result.loss), same))
-        out.append(hybrid.train_step(good, stop=world.rank == 1).stop)
+        result = hybrid.train_step(step, stop)
+        after = copy_state(hybrid).items()
+        return {key for key, value in after if not torch.equal(value, before[key])}, result
+
+    for _ in range(2):  # before and after the first applied step
+        changed, result = changed_by(poisoned)
+        assert (changed, result.bad_ranks, np.isfinite(result.loss)) == (set(), (1,), False)
+        changed, result = changed_by(good, stop=world.rank == 1)
+        assert changed and result.stop
     hybrid.set_lr(0.0, 0.0)
-    before = copy_state(hybrid)
-    hybrid.train_step(good)
-    changed = {key for key, v in copy_state(hybrid).items() if not torch.equal(v, before[key])}
-    frozen = not any(key.startswith("dense.") or ".weight/" in key for key in changed)
-    out.append((frozen, any("momentum1" in key for key in changed)))
+    changed, _ = changed_by(good)
+    assert not any(key.startswith("dense.") or ".weight/" in key for key in changed)
+    assert any("momentum1" in key for key in changed)
     hybrid.close()
     hybrid.close()
-    return out
 
 
-def test_a_loss_that_is_not_finite_changes_nothing_and_rates_act_at_once(two_ranks: list) -> None:
-    for seen in (results["bad"] for results in two_ranks):
-        assert seen == [((1,), False, True), True, ((1,), False, True), True, (True, True)]
-
-
-def bucket_orders(world: World) -> list:
+def gradient_buckets_keep_their_order_from_the_first_step_on(world: World, folder: str) -> None:
     case = scenario("sgd")
     hybrid = hybrid_of(world, case, "table_wise")
     orders, wrapped = [], hybrid._dmp._dmp_wrapped_module
-    step = Step(case.batch(0, world.rank, world.size))
     names = {id(p): name for name, p in hybrid._model.named_parameters()}
     for _ in range(4):
-        hybrid.train_step(step)
+        hybrid.train_step(steps_of(case, world)[0])
         buckets = wrapped.reducer._get_zeros_like_grad_buckets()
         orders.append([names[id(p)] for bucket in buckets for p in bucket.parameters()])
     hybrid.close()
-    return orders
-
-
-def test_gradient_buckets_keep_their_order_from_the_first_step_on(two_ranks: list) -> None:
-    orders = two_ranks[0]["buckets"]
     assert len(orders[0]) == 4
     assert orders == [orders[0]] * 4
 
 
-def planner_fails(world: World) -> str:
-    from distcache.parallel import hybrid_torchrec
-
+def a_planner_that_fails_on_rank_0_is_heard_on_all(world: World, folder: str) -> None:
     def fails(*_: object) -> None:
         raise MemoryError("not enough HBM")
 
-    planned = hybrid_torchrec._planned
-    hybrid_torchrec._planned = fails if world.rank == 0 else planned
-    try:
+    said = "parallel.sharding=row_wise. It says: MemoryError: not enough HBM"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match=said):
+        if world.rank == 0:
+            patch.setattr(module, "_planned", fails)
         hybrid_of(world, scenario(), "auto")
-    except ConfigError as error:
-        return str(error)
-    finally:
-        hybrid_torchrec._planned = planned
-    return "no error"
 
 
-def test_a_planner_that_fails_on_rank_0_is_heard_on_all(two_ranks: list) -> None:
-    for told in (results["fails"] for results in two_ranks):
-        assert "parallel.sharding=row_wise. It says: MemoryError: not enough HBM" in told
-
-
-def watched(world: World) -> tuple:
-    case, seen = scenario("sgd"), []
+def a_watcher_sees_each_step_and_its_wait(world: World, folder: str) -> None:
+    case, seen, steps = scenario("sgd"), [], len(SIZES)
     hybrid = hybrid_of(world, case, "table_wise")
     hybrid.watch(lambda step, kind, spans: seen.append((step, kind, spans)))
     train(hybrid, world, case)
-    hybrid.eval_step(Step(case.batch(99, world.rank, world.size, "eval")))
+    hybrid.eval_step(eval_of(case, world))
     summary, progress = hybrid.summary(), hybrid.progress()
     hybrid.close()
-    return seen, summary, progress
+    assert [step for step, _, _ in seen] == list(range(steps + 1))
+    assert [kind for _, kind, _ in seen] == ["train"] * steps + ["eval"]
+    names = [[span.name for span in spans] for _, _, spans in seen]
+    assert names == [["wait", "step"]] * steps + [["forward"]]
+    spans = [span for _, _, spans in seen for span in spans]
+    assert all(a.end <= b.start for a, b in pairwise(spans))
+    waited = sum(span.seconds for span in spans if span.name == "wait")
+    assert summary["stage_ms"]["wait"] == pytest.approx(1e3 * waited / steps)
+    assert 0 <= summary["stage_hidden_ms"]["load"] <= summary["stage_ms"]["load"]
+    assert progress == {}, "no stages: the log line shows none"
 
 
-def test_a_watcher_sees_each_step_and_its_wait(two_ranks: list) -> None:
-    steps = len(SIZES)
-    for seen, summary, progress in (results["watched"] for results in two_ranks):
-        assert [step for step, _, _ in seen] == list(range(steps + 1))
-        assert [kind for _, kind, _ in seen] == ["train"] * steps + ["eval"]
-        names = [[span.name for span in spans] for _, _, spans in seen]
-        assert names == [["wait", "step"]] * steps + [["forward"]]
-        spans = [span for _, _, spans in seen for span in spans]
-        assert all(a.end <= b.start for a, b in pairwise(spans))
-        waited = sum(span.seconds for span in spans if span.name == "wait")
-        assert summary["stage_ms"]["wait"] == pytest.approx(1e3 * waited / steps)
-        assert 0 <= summary["stage_hidden_ms"]["load"] <= summary["stage_ms"]["load"]
-        assert progress == {}, "no stages: the log line shows none"
+@pytest.mark.parametrize(
+    "law",
+    [
+        stop_and_resume_is_bitwise,
+        bfloat16_products_and_float32_rows,
+        a_loss_that_is_not_finite_changes_nothing_and_rates_act_at_once,
+        gradient_buckets_keep_their_order_from_the_first_step_on,
+        a_planner_that_fails_on_rank_0_is_heard_on_all,
+        a_watcher_sees_each_step_and_its_wait,
+    ],
+)
+def test_on_two_ranks(law: Callable, tmp_path: Path) -> None:
+    run_ranks(in_world, 2, law, str(tmp_path))
 
 
 def counted(world: World) -> list:
     case, out = scenario(), []
     for sharding in ("table_wise", "row_wise"):
-        hybrid = hybrid_of(world, case, sharding)
-        assert load_torchrec().comm_ops.get_gradient_division() is False
+        hybrid, steps = hybrid_of(world, case, sharding), steps_of(case, world)
+        assert comm_ops.get_gradient_division() is False
         for at in (0, 6):
-            hybrid.train_step(Step(case.batch(at, world.rank, world.size)))
-        hybrid.eval_step(Step(case.batch(0, world.rank, world.size)))
+            hybrid.train_step(steps[at])
+        hybrid.eval_step(steps[0])
         owners = {
             name: value.metadata().shards_metadata[0].placement.rank()
             for name, value in hybrid._weights.items()
         }
         out.append((hybrid.counters.values(), owners, hybrid.summary()))
         hybrid.close()
-        assert load_torchrec().comm_ops.get_gradient_division() is True
+        assert comm_ops.get_gradient_division() is True
     return out
 
 
-def test_bytes_of_known_steps(two_ranks: list) -> None:
+def test_bytes_of_known_steps() -> None:
     size, steps, local, case = 2, 2, 4, scenario()
-    by_rank = [results["counted"] for results in two_ranks]
+    by_rank = run_ranks(in_world, size, counted)
     parameters = list(case.model().parameters())
     dense = sum(parameter.nbytes for parameter in parameters)
     widths = {spec.name: spec.dim * len(spec.features) for spec in case.tables}
     whole = size * local * 4 * sum(widths.values())
     for rank, (table_wise, row_wise) in enumerate(by_rank):
-        counted, owners, summary = table_wise
+        said, owners, summary = table_wise
         # Forward: my tables' vectors of the other's samples; backward: gradients of my samples.
-        assert counted["collective_bytes"] == steps * whole // size
-        assert counted["dense_collective_bytes"] == steps * dense
+        assert said["collective_bytes"] == steps * whole // size
+        assert said["dense_collective_bytes"] == steps * dense
         assert rank in owners.values(), "each rank owns a table"
         assert summary["stage_ms"]["forward_backward"] > 0
         assert summary["stage_ms"]["sync"] is None
@@ -344,40 +324,6 @@ def test_bytes_of_known_steps(two_ranks: list) -> None:
         assert row_wise[0]["dense_collective_bytes"] == steps * dense
 
 
-def on_two(rank: int, size: int, folder: str) -> dict:
-    world = open_world("cpu", "gloo", 60)
-    results = {
-        "grid": grid(rank, size, SAMPLE, world),
-        "resumes": resumes(world, folder),
-        "bf16": bf16(world),
-        "fails": planner_fails(world),
-        "bad": bad_loss_and_rates(world),
-        "watched": watched(world),
-        "counted": counted(world),
-        "buckets": bucket_orders(world),
-    }
-    close_world(world)
-    return results
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """What several checks saw on two ranks, by rank."""
-    return run_ranks(on_two, 2, str(tmp_path_factory.mktemp("hybrid")))
-
-
-# -----------------------------------------------------------------------------
-# What is refused before anything is made.
-
-
-def test_row_wise_and_column_wise_fall_back_where_a_table_cannot_be_split() -> None:
-    torchrec = load_torchrec()
-    splits = [torchrec.splits_rows(rows, 4) for rows in (3, 4, 5, 6, 7, 8)]
-    assert splits == [False, True, False, False, True, True]
-    shards = [torchrec.column_shards(dim, 4) for dim in (4, 8, 12, 16, 20, 64)]
-    assert shards == [1, 2, 3, 4, 1, 4]
-
-
 def _world(device: str = "cpu", backend: str = "gloo", size: int = 2) -> World:
     fields = dict.fromkeys(("device_group", "host_group", "planning_group", "store"))
     place = torch.device(device)
@@ -387,12 +333,8 @@ def _world(device: str = "cpu", backend: str = "gloo", size: int = 2) -> World:
 @pytest.mark.parametrize(
     ("change", "world", "words"),
     [
-        ({"dtype": torch.float64}, {}, "trainer.dtype=float32"),
-        ({"optimizer": OptimizerSpec("adam")}, {}, "optim=adam"),
-        ({"sharding": "grid"}, {}, "parallel.sharding='grid'"),
         ({"tables": (TableSpec("t", 9, 6, ("a",)),), "features": ("a",)}, {}, "embedding_dim=8"),
         ({"weighted": True}, {}, "weights need 'sum'"),
-        ({"features": ("t0_0", "t1_0")}, {}, "the tables read features"),
         ({"tables": (*TABLES, TableSpec("t", 9, 8, ("t0_0",)))}, {}, "several tables"),
         ({}, {"device": "cuda"}, "trainer.backend=nccl"),
     ],
@@ -404,21 +346,6 @@ def test_refuses_with_the_way_out(change: dict, world: dict, words: str) -> None
         check_spec(replace(spec, **change), _world(**world))
 
 
-def test_a_missing_or_broken_library_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(ConfigError, match="needs torchrec and fbgemm_gpu, not installed"):
-            load_torchrec()
-
-    def broken(name: str) -> None:
-        raise OSError("undefined symbol: _ZN3c10")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("importlib.import_module", broken)
-        with pytest.raises(ConfigError, match=r"does not load under torch .* undefined symbol"):
-            load_torchrec()
-
-
 def test_too_little_memory_is_said_before_anything_is_made(monkeypatch) -> None:
     for optimizer, floats in (("sgd", 8), ("adagrad", 16), ("rowwise_adagrad", 9)):
         spec = HybridSpec((table("t", 1000),), ("t_0",), OptimizerSpec(optimizer), seed=0)
@@ -428,3 +355,10 @@ def test_too_little_memory_is_said_before_anything_is_made(monkeypatch) -> None:
         monkeypatch.setattr(available, "available_memory", lambda needed=needed: needed - 1)
         with pytest.raises(MemoryTooSmallError, match=f"{needed}.*parallel=data"):
             check_memory(spec, _world(size=1))
+
+
+def test_row_wise_and_column_wise_fall_back_where_a_table_cannot_be_split() -> None:
+    splits = [module.splits_rows(rows, 4) for rows in (3, 4, 5, 6, 7, 8)]
+    assert splits == [False, True, False, False, True, True]
+    shards = [module.column_shards(dim, 4) for dim in (4, 8, 12, 16, 20, 64)]
+    assert shards == [1, 2, 3, 4, 1, 4]

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from counting import count_steps
 from ranks import run_ranks
+from scenarios import count_steps
 from source_runs import digests
 
 from distcache.cli.compose import compose_overrides, to_config

@@ -1,0 +1,316 @@
+"""Row optimizers against torch.optim and FBGEMM, whatever the place and layout of a row; the dense
+optimizer: its state by name, and steps that a mask turns into nothing; the schedule of rates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from drawing import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from reference_trainer import Settings, optimizers
+from torch import nn
+
+from distcache.errors import ConfigError
+from distcache.ops import reference
+from distcache.optim import (
+    SGD,
+    Adagrad,
+    Adam,
+    LearningRate,
+    RowWiseAdagrad,
+    apply_rows,
+    dense_optimizer,
+    load_state,
+    masked_step,
+    row_update,
+    state_tensors,
+    uncount,
+)
+
+WIDTHS = {"sgd": 0, "adagrad": 6, "rowwise_adagrad": 1, "adam": 12}
+"""Floats of state of a row of 6 elements."""
+LR, EPS, BETAS, INITIAL = 0.05, 1e-8, (0.9, 0.99), 0.1
+DENSE = pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
+
+
+def spec(name):
+    return row_update(name, LR, EPS, BETAS, INITIAL)
+
+
+def update(optimizer, weight, state, gradient, lr, step):
+    """One step on gathered rows [U, D] and their state [U, S], in place."""
+    reference.update(optimizer.rule(lr, step), weight, state, gradient)
+
+
+def new_state(optimizer, count, dim, dtype=torch.float64):
+    width = optimizer.state_width(dim)
+    return torch.full((count, width), optimizer.initial_state(dim), dtype=dtype) if width else None
+
+
+def column_major(values):
+    """The same values [U, D], a copy with other strides."""
+    return values.t().clone(memory_format=torch.contiguous_format).t()
+
+
+def torch_optimizer(name, parameter):
+    settings = Settings(name, (), LR, LR, EPS, BETAS, INITIAL)
+    return optimizers(settings, nn.Linear(1, 1), {"t": SimpleNamespace(weight=parameter)})[1]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@examples(40)
+@given(
+    name=st.sampled_from(list(WIDTHS)),
+    seed=st.integers(0, 1 << 30),
+    count=st.integers(1, 20),
+    dim=st.sampled_from([1, 2, 3, 8, 16, 20]),
+)
+def test_equal_to_torch_over_random_rows(name, seed, count, dim):
+    """Random touched rows (at times none), some named with a zero gradient, a changing rate."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(count, dim, generator=generator, dtype=torch.float64)
+    parameter = nn.Parameter(weight.clone())
+    theirs, optimizer = torch_optimizer(name, parameter), spec(name)
+    state = new_state(optimizer, count, dim)
+    for step in range(1, 9):
+        touched = (torch.rand(count, generator=generator) < 0.4).nonzero().squeeze(1)
+        if step == 4:
+            touched = touched[:0]
+        gradient = torch.randn(len(touched), dim, generator=generator, dtype=torch.float64)
+        gradient[: len(touched) // 3] = 0
+        parameter.grad = torch.sparse_coo_tensor(touched.unsqueeze(0), gradient, weight.shape)
+        theirs.param_groups[0]["lr"] = lr = LR / step
+        theirs.step()
+        order = torch.randperm(len(touched), generator=generator)
+        apply_rows(optimizer, weight, state, touched[order], gradient[order], lr, step)
+    torch.testing.assert_close(weight, parameter.detach(), rtol=1e-14, atol=1e-15)
+    for key, columns in optimizer.state_columns(dim).items():
+        expected = theirs.state[parameter].get(key, state[:, columns]).view(count, -1)
+        torch.testing.assert_close(state[:, columns], expected, rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad"])
+def test_equal_to_fbgemm(name):
+    tbe = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    common = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+    kinds = pytest.importorskip("fbgemm_gpu.split_embedding_configs").EmbOptimType
+    count, dim = 10, 8
+    tables = tbe.SplitTableBatchedEmbeddingBagsCodegen(
+        [(count, dim, common.EmbeddingLocation.HOST, tbe.ComputeDevice.CPU)],
+        optimizer=kinds[f"EXACT_{name.upper()}"],
+        learning_rate=LR,
+        eps=EPS,
+    )
+    weight = tables.split_embedding_weights()[0]
+    weight.data.copy_(torch.randn(count, dim, generator=torch.Generator().manual_seed(1)))
+    ours, optimizer = weight.detach().clone(), row_update(name, LR, EPS)
+    state = new_state(optimizer, count, dim, torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    for step in range(1, 6):
+        ids = torch.randperm(count, generator=generator)[:6]
+        gradient = torch.randn(6, dim, generator=generator)
+        tables(ids, torch.arange(7)).backward(gradient)
+        apply_rows(optimizer, ours, state, ids, gradient, LR, step)
+    torch.testing.assert_close(ours, weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+@pytest.mark.parametrize("dim", [1, 3, 5, 16, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_row_alone_has_the_bits_it_has_in_company(name, dim, dtype):
+    count, optimizer = 101, spec(name)
+    generator = torch.Generator().manual_seed(dim)
+    weight, gradient = torch.randn(2, count, dim, generator=generator, dtype=dtype)
+    width = optimizer.state_width(dim)
+    state = torch.rand(count, width, generator=generator, dtype=dtype)
+
+    def updated(rows, own, values):
+        rows, own = rows.clone(), own.clone()
+        update(optimizer, rows, own if width else None, values, LR, 3)
+        return rows, own
+
+    together, together_state = updated(weight, state, gradient)
+    assert not torch.equal(together, weight)
+    for row in range(count):
+        at = slice(row, row + 1)
+        one, one_state = updated(weight[at], state[at], gradient[at])
+        assert torch.equal(one, together[at]) and torch.equal(one_state, together_state[at])
+    wide = torch.randn(count, dim + 3, generator=generator, dtype=dtype)
+    wide[:, 2 : dim + 2] = gradient
+    for other in (wide[:, 2 : dim + 2], column_major(gradient)):
+        again, again_state = updated(column_major(weight), column_major(state), other)
+        assert torch.equal(again, together) and torch.equal(again_state, together_state)
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_blocks_and_slots_change_no_bit(name, monkeypatch):
+    dim, count, optimizer = 12, 40, spec(name)
+    generator = torch.Generator().manual_seed(5)
+    weight, gradient = torch.randn(2, count, dim, generator=generator)
+    expected, kept = weight.clone(), gradient.clone()
+    update(optimizer, expected, new_state(optimizer, count, dim, torch.float32), gradient, LR, 1)
+    assert torch.equal(gradient, kept)
+    for elements in (1, 5 * dim, 1 << 20):
+        monkeypatch.setitem(reference.BLOCK_ELEMENTS, "cpu", elements)
+        cache = torch.full((3 * count, dim), 7.0)
+        cache_state = new_state(optimizer, 3 * count, dim, torch.float32)
+        slots = torch.randperm(3 * count, generator=generator)[:count]
+        cache[slots] = weight
+        apply_rows(optimizer, cache, cache_state, slots, gradient, LR, 1)
+        assert torch.equal(cache[slots], expected)
+        others = torch.ones(3 * count, dtype=torch.bool).index_fill_(0, slots, False)
+        assert (cache[others] == 7.0).all()
+        if cache_state is not None:
+            assert (cache_state[others] == optimizer.initial_state(dim)).all()
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_no_rows_and_state_shapes(name):
+    optimizer = spec(name)
+    assert optimizer.state_width(6) == WIDTHS[name]
+    columns = list(optimizer.state_columns(6).values())
+    assert [c.start for c in columns] == [0, 6][: len(columns)]
+    assert (columns[-1].stop if columns else 0) == optimizer.state_width(6)
+    assert optimizer.name == name and tuple(optimizer.state_columns(6)) == optimizer.state_names
+    empty = torch.zeros(0, dtype=torch.int64)
+    weight, state = torch.ones(3, 6), new_state(optimizer, 3, 6, torch.float32)
+    apply_rows(optimizer, weight, state, empty, torch.zeros(0, 6), LR, 1)
+    update(optimizer, torch.zeros(0, 6), None if state is None else state[:0], weight[:0], LR, 1)
+    assert (weight == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: SGD(-1.0), "SGD: lr=-1.0"),
+        (lambda: SGD(float("nan")), "lr=nan"),
+        (lambda: Adagrad(0.1, eps=-1e-8), "eps=-1e-08"),
+        (lambda: RowWiseAdagrad(0.1, initial_accumulator=-1), "initial_accumulator=-1"),
+        (lambda: Adam(0.1, betas=(0.9, 1.0)), "betas"),
+        (lambda: update(Adam(0.1), torch.ones(1, 1), None, torch.ones(1, 1), 0.1, 1), "state"),
+    ],
+)
+def test_settings_are_checked(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def test_settings_are_values():
+    assert Adagrad(lr=0.01) == Adagrad(0.01, 1e-8, 0.0) != RowWiseAdagrad(0.01)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SGD(0.1).lr = 0.2
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_the_dense_optimizer_has_the_settings_of_the_rows(name):
+    parameter = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+    rows = row_update(name, 0.0, 1e-3, (0.5, 0.75), 0.25)
+    optimizer = dense_optimizer(iter([parameter]), rows, 0.1)
+    parameter.grad = gradient = torch.tensor([2.0, 0.5], dtype=torch.float64)
+    optimizer.step()
+    if name == "sgd":
+        change = 0.1 * gradient
+    elif name == "adam":  # at the first step both corrected moments are those of the gradient
+        change = 0.1 * gradient / (gradient.abs() + 1e-3)
+    else:
+        change = 0.1 * gradient / ((0.25 + gradient**2).sqrt() + 1e-3)
+    expected = torch.tensor([1.0, -2.0], dtype=torch.float64) - change
+    torch.testing.assert_close(parameter.detach(), expected, rtol=1e-14, atol=0)
+    assert type(optimizer).__name__.lower() == name.removeprefix("rowwise_")
+    assert optimizer.param_groups[0]["foreach"] is False
+    assert optimizer.param_groups[0].get("betas", (0.5, 0.75)) == (0.5, 0.75)
+
+
+class Shapes(nn.Module):
+    """A single number, a vector and a matrix."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.single, self.vector = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.randn(3))
+        self.matrix = nn.Parameter(torch.randn(2, 3))
+
+
+def parts(name: str, seed: int = 0):
+    """A model, its optimizer, and the names of its parameters."""
+    model = Shapes(seed)
+    optimizer = dense_optimizer(model.parameters(), row_update(name, 0.0, eps=0.0), 0.1)
+    return model, optimizer, {p: n for n, p in model.named_parameters()}
+
+
+def give(model: nn.Module, value: float) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, *values: float) -> None:
+    for value in values:
+        give(model, value)
+        optimizer.step()
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(map(torch.equal, one.parameters(), other.parameters()))
+
+
+@DENSE
+def test_a_step_that_is_masked_leaves_all_bits(name: str) -> None:
+    (model, masked, names), (plain, other, plain_names) = parts(name), parts(name)
+    for value in (0.5, torch.nan, -0.25):
+        give(model, value)
+        enabled = torch.tensor([value == value])
+        masked_step(masked, enabled)
+        if enabled:
+            steps(plain, other, value)
+        else:
+            uncount(masked)
+    assert same(model, plain)
+    found, wanted = state_tensors(masked, names), state_tensors(other, plain_names)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(value, wanted[key]) for key, value in found.items())
+
+
+@DENSE
+def test_naming_the_state_changes_nothing_and_loaded_state_goes_on(name: str) -> None:
+    plain, named = parts(name), parts(name)
+    found = state_tensors(*named[1:])
+    assert all(torch.isfinite(value).all() for value in found.values())
+    for model, optimizer, _ in (plain, named):
+        steps(model, optimizer, 0.5, 1.5, 2.5)
+    assert same(plain[0], named[0])
+    assert {key: value.dtype for key, value in found.items()} == {
+        key: value.dtype for key, value in state_tensors(*plain[1:]).items()
+    }
+    saved = {key: value.clone() for key, value in state_tensors(*named[1:]).items()}
+    again, fresh, fresh_names = parts(name, seed=1)
+    again.load_state_dict(named[0].state_dict())
+    load_state(fresh, fresh_names, saved)
+    steps(*plain[:2], 0.5, 1.5)
+    steps(again, fresh, 0.5, 1.5)
+    assert same(plain[0], again)
+
+
+def test_a_missing_tensor_is_named() -> None:
+    _, optimizer, names = parts("adam")
+    with pytest.raises(KeyError, match=r"single\.step"):
+        load_state(optimizer, names, {})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ((2.0, 4, 10, 5), {0: 0.5, 1: 1.0, 2: 1.5, 3: 2.0, 4: 2.0, 9: 2.0, 10: 2.0}),
+        ((2.0, 4, 10, 5), {11: 2.0 * 0.8**2, 14: 2.0 * 0.2**2, 15: 0.0, 16: 0.0, 10**9: 0.0}),
+        ((0.3,), {0: 0.3, 10**9: 0.3}),
+        ((0.3, 1), {0: 0.3}),
+        ((1.0, 2, 2, 2), {0: 0.5, 1: 1.0, 2: 1.0, 3: 0.25, 4: 0.0}),
+    ],
+)
+def test_the_schedule_at_its_corners(schedule, rates):
+    rate = LearningRate(*schedule)
+    assert {step: rate(step) for step in rates} == pytest.approx(rates, rel=1e-15, abs=0)
