@@ -30,7 +30,7 @@ from benchmarks.report import Bench, Column, Record, Section, run_bench
 from benchmarks.turns import take_turns
 from distcache.cli.run import descendants
 from distcache.data.criteo import CriteoArrays, CriteoSpec
-from distcache.data.raw.settings import KAGGLE_ROWS
+from distcache.data.criteo_folder import KAGGLE_ROWS
 from distcache.data.samplers import mix64
 from distcache.errors import ConfigError
 

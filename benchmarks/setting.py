@@ -9,7 +9,7 @@ from hydra.errors import HydraException, MissingConfigException
 from distcache.cli.compose import checked_config, compose_overrides
 from distcache.comm.rendezvous import Place
 from distcache.config.tree import Config
-from distcache.data.raw.settings import TERABYTE_ROWS
+from distcache.data.criteo_folder import TERABYTE_ROWS
 from distcache.errors import ConfigError
 
 # fmt: off

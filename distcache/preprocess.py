@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from distcache.cli.run import progress_bar
 from distcache.config import option
-from distcache.data.raw.settings import MLPERF_BAGS, PRESETS, Manifest, PreprocessSettings, verify
+from distcache.data.criteo_folder import MLPERF_BAGS, PRESETS, Manifest, PreprocessSettings, verify
 from distcache.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def verified(folder: Path) -> Manifest:
 def run(settings: PreprocessSettings) -> Manifest:
     """Do the job with a progress bar for each stage. Raises ConfigError without pyarrow."""
     try:
-        from distcache.data.raw.job import preprocess
+        from distcache.data.criteo_job import preprocess
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"preprocessing needs {error.name}, which is not installed: install distcache[data]"

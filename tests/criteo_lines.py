@@ -1,7 +1,8 @@
-"""Criteo lines for tests, what they say read the plain way, and folders made of them."""
+"""Criteo lines for tests, what they say read the plain way, folders made of them, damaged text."""
 
 from __future__ import annotations
 
+import random
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,11 +10,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from distcache.data.criteo_folder import Manifest, PreprocessSettings
+from distcache.data.criteo_job import preprocess
+from distcache.data.criteo_tables import PartReport, PartTask, parse_part, read_rows
+from distcache.data.criteo_text import CriteoRows, dense_of, parse_line
 from distcache.data.files import inspect
-from distcache.data.raw.job import preprocess
-from distcache.data.raw.parts import CriteoRows, dense_of, parse_line
-from distcache.data.raw.settings import Manifest, PreprocessSettings
-from distcache.data.raw.tables import PartReport, PartTask, parse_part, read_rows
 from distcache.errors import DataError
 
 ROWS = (1000, 7, 5000, 300, 305, 24, 500, 633, 3, 100, 83, 51, 94, 27, 92, 61, 10, 52, 73, 4)
@@ -105,3 +106,34 @@ def read_plainly(
     dense = dense_of(np.array([row[1] for row in good], dtype=np.int64).reshape(-1, 13))
     ids = np.array([row[2] for row in good], dtype=np.uint64).reshape(-1, 26)
     return labels, dense, ids, bad
+
+
+ODD = [b"\x00", b"\xff", b"\xc3\x28", b" ", b"\t", b"\n", b"\r", b"\r\n", b"-", b"+", b"x", b"_"]
+ODD += [b"g", b".", b"0x", b'"', b"0" * 30, b"f" * 17, b"9" * 19, b"\xef\xbb\xbf", b"\x1a"]
+
+
+def damage(text: bytes, dice: random.Random) -> bytes:
+    """One to three changes of the kinds that disks, networks and editors make."""
+    for _ in range(dice.randint(1, 3)):
+        at, until = sorted((dice.randrange(len(text) + 1), dice.randrange(len(text) + 1)))
+        match dice.randrange(8):
+            case 0:
+                text = text[:at] + dice.randbytes(1) + text[at + 1 :]
+            case 1 | 2:
+                text = text[:at] + dice.choice(ODD) + text[at:]
+            case 3:
+                text = text[:at] + dice.choice(ODD) + text[at + dice.randint(1, 3) :]
+            case 4:
+                text = text[:at] + text[min(until, at + dice.randint(1, 300)) :]
+            case 5:
+                text = text[:at] + text[at : at + dice.randint(1, 300)] + text[at:]
+            case 6:
+                text = text[: max(1, until)]
+            case 7:
+                fields = text.split(b"\t")
+                one, other = dice.randrange(len(fields)), dice.randrange(len(fields))
+                fields[one], fields[other] = fields[other], fields[one]
+                text = b"\t".join(fields)
+        if not text:
+            return b"\n"
+    return text

@@ -19,7 +19,7 @@ from distcache.layout import TableSpec
 from distcache.models import initialise
 from distcache.parallel.base import OptimizerSpec
 from distcache.parallel.cached import CachedParallel, CachedSettings
-from distcache.popularity.slots import Budget, likeliest_rows, statistics_of
+from distcache.popularity.slots import Budget, first_rows, statistics_of
 from distcache.popularity.statistics import (
     Popularity,
     Statistics,
@@ -264,4 +264,4 @@ def popularity_of(case: Scenario, slots: tuple[int, ...], **how: object) -> Popu
     """The popularity of the first half of a run for caches of `slots`."""
     counted = statistics_of(count(case, range(max(case.steps // 2, 1))), case.tables, "here")
     unbounded = Budget(rows=None, ratio=None, bytes=None, itemsize=4, world_size=1)
-    return Popularity(counted, likeliest_rows(case.tables, slots, counted, unbounded), **how)
+    return Popularity(counted, first_rows(case.tables, slots, counted, unbounded), **how)

@@ -44,7 +44,7 @@ from distcache.cost.predict import (
     powers_of_two,
     ranks_per_node,
 )
-from distcache.data.raw.settings import PRESETS as TABLES
+from distcache.data.criteo_folder import PRESETS as TABLES
 from distcache.errors import DistcacheError
 from distcache.models import build_model
 from distcache.optim import RowUpdate, row_update

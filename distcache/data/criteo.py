@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource, unloaded
+from distcache.data.criteo_folder import IDS, INTEGERS, Manifest, bags, open_array, read_manifest
 from distcache.data.files import BadLines, InputFile, MappedRows, digest_of, find_files, read_text
-from distcache.data.raw.settings import IDS, INTEGERS, Manifest, bags, open_array, read_manifest
 from distcache.data.samplers import BlockOrder, ReadAhead, SampleOrder, Subset, key_of
 from distcache.errors import ConfigError, DataError
 
@@ -277,7 +277,7 @@ class CriteoSource(CriteoBatches):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Labels uint8 `[n]`, dense float32 `[n, 13]` and ids `[n, 26]` of all files in order."""
         try:
-            from distcache.data.raw.parts import MAX_LINE, parse_blocks
+            from distcache.data.criteo_text import MAX_LINE, parse_blocks
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"data=criteo reads text with {error.name}, which is not installed: install "

@@ -396,9 +396,7 @@ class InteractionsSource(SlicedSource):
             return mask
         times = np.zeros(count) if found.times is None else found.times
         order = np.lexsort((np.arange(count), times, found.users))
-        users = found.users[order]
-        change = users[1:] != users[:-1]
-        last = np.append(change, True)
-        alone = np.insert(change, 0, True) & last
-        mask[order[last & ~alone]] = True
+        _, first, each = np.unique(found.users[order], return_index=True, return_counts=True)
+        last = first + each - 1
+        mask[order[last[each > 1]]] = True
         return mask

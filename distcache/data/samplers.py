@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -291,19 +290,9 @@ class RowGroupOrder:
         return self._epochs[epoch]
 
 
-class SampleOrdering(Protocol):
-    """An order of numbers [0, n), a function of (seed, epoch, position)."""
-
-    def positions(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """The numbers int64 `[stop - start]` at positions [start, stop), those of one whole
-        batch, in `epoch`."""
-        ...
-
-
-_ONES = np.array([bin(byte).count("1") for byte in range(256)], dtype=np.uint8)
-"""Bits of each byte that are 1."""
-
-_CHUNK = 1 << 20
+SampleOrdering = SampleOrder | BlockOrder | RowGroupOrder
+"""An order of numbers [0, n), a function of (seed, epoch, position): ask for positions of one whole
+batch at a time."""
 
 
 class Subset:
@@ -316,10 +305,7 @@ class Subset:
 
     def __init__(self, bits: np.ndarray) -> None:
         self.bits = bits
-        ones = np.empty(len(bits), dtype=np.int64)
-        for start in range(0, len(bits), _CHUNK):
-            some = bits[start : start + _CHUNK].view(np.uint8)
-            ones[start : start + _CHUNK] = _ONES[some].reshape(-1, 8).sum(axis=1)
+        ones = np.bitwise_count(bits).astype(np.int64)
         ends = np.cumsum(ones)
         self.count = int(ends[-1]) if len(ends) else 0
         wide = np.int64 if len(bits) * 64 >= 1 << 32 else np.uint32
@@ -349,8 +335,8 @@ class Subset:
         words, rest = np.divmod(np.asarray(edges, dtype=np.int64), 64)
         inner = np.minimum(words, max(len(self.bits) - 1, 0))
         mask = (np.uint64(1) << rest.astype(np.uint64)) - np.uint64(1)
-        part = (self.bits[inner] & mask).view(np.uint8).reshape(-1, 8)
-        found = self._starts[inner].astype(np.int64) + _ONES[part].sum(axis=1)
+        ones = np.bitwise_count(self.bits[inner] & mask)
+        found = self._starts[inner].astype(np.int64) + ones
         return np.where(words < len(self.bits), found, self.count)
 
 

@@ -21,15 +21,7 @@ from distcache.layout import TableSpec
 from distcache.optim import RowUpdate
 from distcache.planner.victims import Policy
 from distcache.popularity.curve import top_rows
-from distcache.popularity.slots import (
-    Budget,
-    Use,
-    decide,
-    given_rows,
-    likeliest_rows,
-    pinned_rows,
-    plan_slots,
-)
+from distcache.popularity.slots import Budget, Use, decide, first_rows, given_rows, plan_slots
 from distcache.popularity.statistics import Popularity, Statistics
 
 log = logging.getLogger(__name__)
@@ -224,9 +216,9 @@ class CacheRequest:
             return popularity
         budget = self.budget(world.size)
         of = (tables, [count * world.size for count in slots], popularity.statistics, budget)
-        hot, pinned = on_first(world, lambda: likeliest_rows(*of)), popularity.pinned_rows
+        hot, pinned = on_first(world, lambda: first_rows(*of)), popularity.pinned_rows
         if pinned is not None:
-            pinned = on_first(world, lambda: pinned_rows(*of, budget.steps - 1))
+            pinned = on_first(world, lambda: first_rows(*of, budget.steps - 1))
         return replace(popularity, hot_rows=hot, pinned_rows=pinned)
 
 

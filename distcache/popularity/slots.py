@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -389,7 +389,7 @@ def plan_slots(
         allowed = budget.bytes or cache_bytes(slots, sizes, item)
         row_bytes = [(dim + state) * item for _, dim, state in sizes]
         slots = slots_by_curve(steps, row_bytes, allowed, world)
-    return SlotPlan(tuple(slots), likeliest_rows(tables, slots, statistics, budget))
+    return SlotPlan(tuple(slots), first_rows(tables, slots, statistics, budget))
 
 
 def _as_given(
@@ -428,41 +428,25 @@ def _as_given(
     return SlotPlan(tuple(slots), tuple(hot))
 
 
-def likeliest_rows(
-    tables: Sequence[TableSpec], slots: Sequence[int], statistics: Statistics, budget: Budget
-) -> tuple[int, ...]:
-    """How many of each table's most frequent rows are among the likeliest of its group, of which
-    there are as many as `slots` of the group."""
-    return _by_table(tables, slots, statistics, budget, StepCurves.likeliest)
-
-
-def pinned_rows(
+def first_rows(
     tables: Sequence[TableSpec],
     slots: Sequence[int],
     statistics: Statistics,
     budget: Budget,
-    steps: int,
+    steps: int | None = None,
 ) -> tuple[int, ...]:
-    """For each table, how many of its most frequent rows stay in the cache for good.
+    """How many of each table's most frequent rows are among the likeliest of its group.
 
-    `slots`: C of each group; `steps`: steps whose other rows the remaining slots hold at once.
+    `slots`: C of each group, which has as many of these rows; `steps`: no more than may stay in the
+    cache for good, where the remaining slots hold the other rows of so many steps at once.
     """
-    world = budget.world_size
-    pinned = partial(StepCurves.pinned, steps=steps, world_size=world)
-    return _by_table(tables, slots, statistics, budget, pinned)
-
-
-def _by_table(
-    tables: Sequence[TableSpec],
-    slots: Sequence[int],
-    statistics: Statistics,
-    budget: Budget,
-    rows_of: Callable[[StepCurves, int], list[int]],
-) -> tuple[int, ...]:
-    """`rows_of` the tables of each group and its slots, by table."""
     found = dict[int, int]()
     for members, count in zip(group_tables(tables), slots, strict=True):
-        rows = rows_of(StepCurves.of(statistics, members, budget.batch), count)
+        step = StepCurves.of(statistics, members, budget.batch)
+        if steps is None:
+            rows = step.likeliest(count)
+        else:
+            rows = step.pinned(count, steps, budget.world_size)
         found |= dict(zip(members, rows, strict=True))
     return tuple(found[table] for table in range(len(tables)))
 
@@ -496,13 +480,10 @@ def statistics_of(statistics: Statistics, tables: Sequence[TableSpec], given: st
             features = [feature for table in tables for feature in table.features]
             rows = [table.rows for table in tables for _ in table.features]
             wanted = fingerprint_of(features, rows, statistics.vocabulary)
-            pairs = zip(statistics.features, statistics.table_rows, strict=True)
-            described = ", ".join(f"{feature} ({count} rows)" for feature, count in pairs)
             raise ConfigError(
-                f"{given} (fingerprint {statistics.fingerprint}) are statistics of the features "
-                f"{described}; table {table.name!r} has {table.rows} rows, read by "
-                f"{', '.join(table.features)} (all tables: fingerprint {wanted}): count this "
-                "model's data with python -m distcache.analyze"
+                f"{given} are statistics {statistics.described}; table {table.name!r} has "
+                f"{table.rows} rows, read by {', '.join(table.features)} (all tables: fingerprint "
+                f"{wanted}): count this model's data with python -m distcache.analyze"
             )
         if len(parts) == 1:
             counts.append(parts[0])
@@ -557,7 +538,7 @@ def decide(
         plan = plan_slots(tables, state_widths, budget, use.split, statistics)
         if statistics is None or use.policy.ranking != "static":
             return plan, None
-        return plan, pinned_rows(tables, plan.slots, statistics, budget, use.prefetch + 1)
+        return plan, first_rows(tables, plan.slots, statistics, budget, use.prefetch + 1)
 
     plan, pinned = on_first(world, planned)
     if world.is_first and budget.by_default and isinstance(use.split, str):

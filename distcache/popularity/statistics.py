@@ -17,8 +17,8 @@ import torch
 
 from distcache.comm.agreement import agree_on, together
 from distcache.comm.world import World
+from distcache.data.criteo_folder import NAME as MANIFEST
 from distcache.data.files import write_json
-from distcache.data.raw.settings import NAME as MANIFEST
 from distcache.errors import ConfigError, DataError
 from distcache.layout import RowLayout
 from distcache.planner.victims import PINNED
@@ -134,6 +134,13 @@ class Statistics:
         """What must agree with the data that the statistics are used for."""
         return fingerprint_of(self.features, self.table_rows, self.vocabulary)
 
+    @property
+    def described(self) -> str:
+        """Of what they are, for errors."""
+        pairs = zip(self.features, self.table_rows, strict=True)
+        tables = ", ".join(f"{feature} ({rows} rows)" for feature, rows in pairs)
+        return f"of tables with {tables} and {self.vocabulary} (fingerprint {self.fingerprint})"
+
 
 def fingerprint_of(features: Sequence[str], table_rows: Sequence[int], vocabulary: str) -> str:
     """SHA-256, 16 hexadecimal digits, of tables and vocabulary."""
@@ -152,14 +159,9 @@ def check_fits(statistics: Statistics, source: Any, path: str | Path) -> None:
     wanted = fingerprint_of(source.features, source.table_rows, vocabulary_of(source))
     if wanted == statistics.fingerprint:
         return
-    what = "of another vocabulary"
-    if statistics.features != tuple(source.features):
-        what = f"of the features {', '.join(statistics.features)}"
-    elif statistics.table_rows != tuple(source.table_rows):
-        what = f"of tables with {list(statistics.table_rows)} rows"
     raise ConfigError(
-        f"cache.statistics={path} are statistics {what} (fingerprint {statistics.fingerprint}), "
-        f"the data has fingerprint {wanted}: count this data with python -m distcache.analyze"
+        f"cache.statistics={path} are statistics {statistics.described}; the data has fingerprint "
+        f"{wanted}: count this data with python -m distcache.analyze"
     )
 
 

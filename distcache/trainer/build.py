@@ -17,7 +17,7 @@ from distcache.comm.world import World
 from distcache.config.tree import Config
 from distcache.data.batch import BatchSource
 from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
-from distcache.data.raw.settings import KAGGLE_ROWS
+from distcache.data.criteo_folder import KAGGLE_ROWS
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.engine.groups import SHARDED, warn_if_too_small
 from distcache.errors import ConfigError

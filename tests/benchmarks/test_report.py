@@ -22,7 +22,7 @@ from benchmarks.setting import compose_setting
 from benchmarks.turns import medians, ratio_record, shown, shown_range, spread, take_turns
 from distcache import ops
 from distcache.comm.rendezvous import Place
-from distcache.data.raw.settings import KAGGLE_ROWS
+from distcache.data.criteo_folder import KAGGLE_ROWS
 from distcache.errors import ConfigError
 from distcache.ops import reference
 from distcache.planner import loops

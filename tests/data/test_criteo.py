@@ -21,6 +21,7 @@ import pytest
 from batch_sources import samples_of
 from criteo_lines import (
     ROWS,
+    damage,
     make_lines,
     parsed,
     preprocessed,
@@ -28,14 +29,13 @@ from criteo_lines import (
     with_fields,
     write_lines,
 )
-from damaged import damage
 
 from distcache.data import criteo
+from distcache.data import criteo_text as parts
 from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
+from distcache.data.criteo_folder import MLPERF_BAGS, bags
+from distcache.data.criteo_text import parse_blocks
 from distcache.data.files import MappedRows
-from distcache.data.raw import parts
-from distcache.data.raw.parts import parse_blocks
-from distcache.data.raw.settings import MLPERF_BAGS, bags
 from distcache.data.samplers import BlockOrder
 from distcache.errors import ConfigError, DataError
 
@@ -240,10 +240,6 @@ def test_a_line_of_ten_megabytes(tmp_path, filler):
         assert numbers == [at] and same(found, read_plainly(TEXT, ROWS))
 
 
-def text_source(path, **spec) -> CriteoSource:
-    return CriteoSource(CriteoSpec(path, ROWS, **spec))
-
-
 def folder_source(folder: Path, batch: int = 64, **spec) -> CriteoArrays:
     return CriteoArrays(CriteoSpec(folder, global_batch_size=batch, **spec))
 
@@ -265,7 +261,7 @@ def both(tmp_path_factory) -> tuple[Path, Path]:
 def test_folders_give_the_batches_of_their_text(both, shuffle, shuffle_block, monkeypatch):
     monkeypatch.setattr("distcache.data.samplers.POOL_BLOCKS", 32)
     spec = {"global_batch_size": 64, "seed": 3, "shuffle": shuffle, "shuffle_block": shuffle_block}
-    lines, arrays = text_source(both[0], **spec), CriteoArrays(CriteoSpec(both[1], **spec))
+    lines, arrays = source(both[0], **spec), CriteoArrays(CriteoSpec(both[1], **spec))
     assert arrays.table_rows == lines.table_rows == ROWS and arrays.steps_per_epoch == 5
     for kind, count in (("train_batch", 7), ("eval_batch", 1)):
         for step in range(count):
@@ -280,19 +276,18 @@ def test_folders_give_the_batches_of_their_text(both, shuffle, shuffle_block, mo
 
 
 def test_too_few_lines(tmp_path):
-    one = write_lines(tmp_path / "one.txt", make_lines(1))
     with pytest.raises(DataError, match="1 good lines"):
-        text_source(one)
+        source(write_lines(tmp_path / "one.txt", make_lines(1)))
     skipped = r"0 good .* \(skipped: 2 malformed lines, the first .*d\.txt:1: 1 t"
     with pytest.raises(DataError, match=skipped):
-        text_source(write_lines(tmp_path / "bad.txt", [b"bad", b"bad"]), on_bad_line="skip")
+        source(write_lines(tmp_path / "bad.txt", [b"bad", b"bad"]), on_bad_line="skip")
 
 
 def test_text_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "distcache.data.raw.parts")
+    monkeypatch.delitem(sys.modules, "distcache.data.criteo_text")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"pyarrow, which is not installed.*distcache\[data\]"):
-        text_source(write_lines(tmp_path / "a.txt", make_lines(9)))
+        source(write_lines(tmp_path / "a.txt", make_lines(9)))
 
 
 def test_look_ahead_reads_ids_alone(both, monkeypatch):

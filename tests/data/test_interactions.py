@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import reference_trainer as reference
 import torch
-from damaged import damage
+from criteo_lines import damage
 from source_runs import digests, summaries
 
 from distcache.cli.compose import compose_overrides, to_config

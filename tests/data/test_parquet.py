@@ -13,9 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from batch_sources import samples_of
-from damaged import damage
-from parquet_files import ROWS, columns, seen, source, write
+from batch_sources import PARQUET_ROWS as ROWS
+from batch_sources import columns, samples_of, seen, write
+from batch_sources import parquet_source as source
+from criteo_lines import damage
 
 from distcache.data.parquet import ParquetSource
 from distcache.errors import ConfigError, DataError

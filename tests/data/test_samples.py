@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from distcache.data import samplers
 from distcache.data.batch import Batch, JaggedIds, Prefetch, check_ids, unloaded
+from distcache.data.criteo_folder import bags
 from distcache.data.files import (
     digest_of,
     find_files,
@@ -29,7 +30,6 @@ from distcache.data.files import (
     whole_lines,
 )
 from distcache.data.parquet import hashed, hexadecimal
-from distcache.data.raw.settings import bags
 from distcache.data.samplers import (
     BatchSpans,
     BlockOrder,

@@ -10,9 +10,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from batch_sources import NAMES, make_source, samples_of
+from batch_sources import NAMES, SYNTHETIC, count, make_source, samples_of
 from criteo_lines import make_lines, preprocessed, write_lines
-from hot_cold_cases import SYNTHETIC, count
 
 from distcache.data.batch import Batch, SlicedSource, slice_bounds
 from distcache.data.criteo import CriteoArrays, CriteoSpec

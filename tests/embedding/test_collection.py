@@ -361,7 +361,7 @@ def test_wrong_arguments_are_named(kind) -> None:
             "/nowhere holds neither.* -m distcache.analyze or distcache.pr",
         ),
         ({"statistics": few, "split": "by_curve"}, r"split='by_curve' needs .* give batch_size="),
-        ({"statistics": few}, rf"^the given statistics \({found}\).* {found}\)"),
+        ({"statistics": few}, rf"^the given statistics are .*\({found}\).* {found}\)"),
     ):
         with pytest.raises(ConfigError, match=message):
             cached(**settings)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import source_runs
 import torch
-from hot_cold_cases import RUN, SYNTHETIC, count, counted
+from batch_sources import RUN, SYNTHETIC, count, counted
 from ranks import run_ranks
 
 from distcache.comm.world import close_world, open_world

@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 import source_runs
 import torch
+from batch_sources import columns, write
+from batch_sources import parquet_source as parquet
 from criteo_lines import ROWS, make_lines, preprocessed, write_lines
-from parquet_files import columns, write
-from parquet_files import source as parquet
 from ranks import run_ranks
 from source_runs import NET, configured, digests, summaries
 

@@ -251,13 +251,27 @@ def describe_array(path: Path, digests: Sequence[bytes]) -> ArrayFile:
 
 def open_array(folder: Path, manifest: Manifest, name: str) -> np.ndarray:
     """An array by memory map; DataError where the file is not what the manifest says."""
+    path, expected = folder / name, manifest.arrays.get(name)
     try:
-        return _map_array(folder, manifest, name)
-    except DataError as error:
-        raise DataError(
-            f"data.path: {error}: run the same command of python -m distcache.preprocess again, "
-            "which makes the folder anew"
-        ) from error
+        size = path.stat().st_size
+        if expected is None:
+            wrong = f"the manifest in {folder} has no {name}"
+        elif size != expected.bytes:
+            wrong = f"{path} has {size:,} bytes, not {expected.bytes:,}"
+        else:
+            array = np.load(path, mmap_mode="r")
+            if (array.dtype.str, array.shape) == (expected.dtype, expected.shape):
+                return array
+            wrong = (
+                f"{path} holds {array.dtype} {array.shape}, and the manifest says "
+                f"{expected.dtype} {expected.shape}"
+            )
+    except (OSError, ValueError) as error:
+        wrong = f"{path} cannot be read ({error})"
+    raise DataError(
+        f"data.path: {wrong}: run the same command of python -m distcache.preprocess again, "
+        "which makes the folder anew"
+    )
 
 
 def find_damage(folder: Path, manifest: Manifest) -> str | None:
@@ -265,29 +279,10 @@ def find_damage(folder: Path, manifest: Manifest) -> str | None:
     are as the manifest says. Contents are not read: see `verify`."""
     try:
         for name in manifest.arrays:
-            _map_array(folder, manifest, name)
+            open_array(folder, manifest, name)
     except DataError as error:
-        return str(error)
+        return str(error).removeprefix("data.path: ")
     return None
-
-
-def _map_array(folder: Path, manifest: Manifest, name: str) -> np.ndarray:
-    path, expected = folder / name, manifest.arrays.get(name)
-    if expected is None:
-        raise DataError(f"the manifest in {folder} has no {name}")
-    try:
-        size = path.stat().st_size
-        array = np.load(path, mmap_mode="r") if size == expected.bytes else None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error})") from error
-    if array is None:
-        raise DataError(f"{path} has {size:,} bytes, not {expected.bytes:,}")
-    if array.dtype.str != expected.dtype or array.shape != expected.shape:
-        raise DataError(
-            f"{path} holds {array.dtype} {array.shape}, and the manifest says {expected.dtype} "
-            f"{expected.shape}"
-        )
-    return array
 
 
 def verify(folder: Path) -> Manifest:

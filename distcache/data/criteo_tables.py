@@ -19,9 +19,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from distcache.data.files import SHOWN, InputFile, read_json, read_range, whole_lines, write_json
-from distcache.data.raw.parts import MAX_LINE, CriteoRows, id_dtype, parse_blocks
-from distcache.data.raw.settings import (
+from distcache.data.criteo_folder import (
     FIRST,
     IDS,
     INTEGERS,
@@ -30,11 +28,13 @@ from distcache.data.raw.settings import (
     WORKER_BYTES,
     bags,
 )
+from distcache.data.criteo_text import MAX_LINE, CriteoRows, id_dtype, parse_blocks
+from distcache.data.files import SHOWN, InputFile, read_json, read_range, whole_lines, write_json
 from distcache.errors import DataError
 
 BLOCK_BYTES = 4 << 20
 """Bytes of text that are parsed at once."""
-PIECE = 1 << 17
+PIECE = 1 << 16
 """Samples that are written, and read back, at once; a block more at the most."""
 
 
@@ -274,7 +274,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class TableTask:
-    """Count table number `table` over `runs`, into `output` (see `count_path`).
+    """Count table number `table` over `runs`, into `counts` and `vocabulary` of `output`.
 
     `rows`: of the table in mode `hash`, None for a vocabulary of ids that occur `min_count` times.
     `missing`: training samples without an id. `bag`: ids per bag. `folder`: work files.
@@ -307,7 +307,13 @@ def build_table(task: TableTask) -> TableReport:
     (folder / "runs").mkdir(parents=True, exist_ok=True)
     counts.parent.mkdir(exist_ok=True)
     task = replace(task, runs=fewer_runs(task.runs, folder / "runs"))
-    report = _vocabulary(task, counts) if task.rows is None else _hashed(task, task.rows, counts)
+    if task.rows is None:
+        report = _vocabulary(task, counts)
+    else:
+        array = np.lib.format.open_memmap(counts, "w+", np.int64, (task.rows,))
+        for values, found in merge_runs(task.runs, MOST):
+            array[values] = found  # rows that never occur stay 0
+        report = TableReport(task.table, task.rows)
     shutil.rmtree(folder / "runs")
     if task.bag > 1:
         _count_bags(counts, task.table, task.bag)
@@ -319,14 +325,6 @@ def read_table_report(folder: Path) -> TableReport | None:
     """The report of a finished table; None where there is none."""
     found = read_json(folder / "report.json")
     return found and TableReport(**found)
-
-
-def _hashed(task: TableTask, rows: int, path: Path) -> TableReport:
-    """Counts int64 `[rows]` by row; rows that never occur stay 0."""
-    counts = np.lib.format.open_memmap(path, "w+", np.int64, (rows,))
-    for values, found in merge_runs(task.runs, MOST):
-        counts[values] = found
-    return TableReport(task.table, rows)
 
 
 def _vocabulary(task: TableTask, path: Path) -> TableReport:

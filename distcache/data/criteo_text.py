@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
+from distcache.data.criteo_folder import IDS, INTEGERS
 from distcache.data.files import show
-from distcache.data.raw.settings import IDS, INTEGERS
 from distcache.errors import DataError
 
 FIELDS = 1 + INTEGERS + IDS

@@ -29,17 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from distcache.data.files import (
-    SHOWN,
-    BadLines,
-    InputFile,
-    find_files,
-    read_json,
-    unpack,
-    write_json,
-)
-from distcache.data.raw.parts import MAX_LINE, id_dtype
-from distcache.data.raw.settings import (
+from distcache.data.criteo_folder import (
     HASHED_BYTES,
     IDS,
     NAME,
@@ -52,7 +42,7 @@ from distcache.data.raw.settings import (
     hash_blocks,
     read_manifest,
 )
-from distcache.data.raw.tables import (
+from distcache.data.criteo_tables import (
     AssembleTask,
     PartReport,
     PartTask,
@@ -67,6 +57,16 @@ from distcache.data.raw.tables import (
     read_rows,
     read_table_report,
     write_runs,
+)
+from distcache.data.criteo_text import MAX_LINE, id_dtype
+from distcache.data.files import (
+    SHOWN,
+    BadLines,
+    InputFile,
+    find_files,
+    read_json,
+    unpack,
+    write_json,
 )
 from distcache.errors import ConfigError, DataError, MemoryTooSmallError
 from distcache.versions import installed
@@ -210,7 +210,7 @@ def open_work(work: Work) -> None:
     if known is not None and known != plan:
         raise ConfigError(
             f"output={work.output} holds the unfinished work of another job, or the input has "
-            f"changed since: name another folder, or remove {work.folder}"
+            f"changed since: name another folder, or remove {work.output}"
         )
     (work.folder / "parts").mkdir(parents=True, exist_ok=True)
     write_json(path, plan)
