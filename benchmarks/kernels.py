@@ -32,7 +32,7 @@ from benchmarks.yardsticks import fbgemm_tables, why_no_fbgemm
 from distcache import ops
 from distcache.data.synthetic import ZipfTables
 from distcache.errors import ConfigError
-from distcache.ops import ON_GPU, reference
+from distcache.ops import reference
 from distcache.ops.reference import SegmentChunks, segment_chunks
 from distcache.optim import row_update
 from distcache.planner.shard import hashed_rows
@@ -51,9 +51,6 @@ BARS = {
     ("triton, adam", "triton, sgd"): 1.5,
 }
 """What the time of our kernels must not exceed on a GPU, of that of others."""
-
-OPERATIONS = {"lookup": "pooled_lookup", "gradient": "row_gradients", "update": "update_rows"}
-"""The operation of `ops` that each of our pieces times."""
 
 LR, EPS, BETAS = 0.05, 1e-8, (0.9, 0.999)
 
@@ -301,7 +298,7 @@ def moved_bytes(options: KernelOptions, distinct: int, optimizer: str) -> dict[s
 def _pieces(records: Sequence[Record]) -> list[Record]:
     """A row for each piece of each contender."""
     return [
-        {"of": f"{r['mode']}: {name}", "name": name, "ms": ms, "bytes": r["bytes"][name]}
+        {"of": f"{r['mode']}: {name}", "ms": ms, "bytes": r["bytes"][name]}
         for r in of_kind(records, "mode")
         for name, ms in r["stage_ms"].items()
     ]
@@ -346,15 +343,13 @@ SECTIONS = (
         "Pieces",
         "Medians over the turns of the mean of a turn's steps. Bytes are those that our operation "
         "reads and writes, each id's row counted, whether memory or a cache has it; others' pieces "
-        "are given the same bytes for the same work. What `distcache.ops.ON_GPU` chooses on a GPU "
-        "stands beside the operation.",
+        "are given the same bytes for the same work.",
         _pieces,
         (
             Column("piece", "of"),
             Column("ms", "ms", ".3f"),
             Column("MB", lambda row: row["bytes"] / 1e6, ",.1f"),
             Column("GB/s", lambda row: row["bytes"] / 1e6 / row["ms"], ",.1f"),
-            Column("chosen on a GPU", lambda row: ON_GPU.get(OPERATIONS.get(row["name"], ""))),
         ),
     ),
 )

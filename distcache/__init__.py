@@ -35,12 +35,12 @@ __all__ = [
     "optim",
 ]
 
-_PLAIN = {
+_MODULES = {
     "DenseGradients": "distcache.engine.gradients",
     "TableSpec": "distcache.layout",
     "fit": "distcache.fitting",
 }
-"""Names that need no TorchRec, and where they are."""
+"""Where names are that `distcache.embedding`, with TorchRec, does not have."""
 
 
 if sys.argv[:1] == ["-m"]:
@@ -52,12 +52,10 @@ if sys.argv[:1] == ["-m"]:
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'distcache' has no attribute {name!r}")
-    if name == "optim":
-        return importlib.import_module("distcache.optim")
-    if name in _PLAIN:
-        return getattr(importlib.import_module(_PLAIN[name]), name)
     try:
-        return getattr(importlib.import_module("distcache.embedding"), name)
+        if name == "optim":
+            return importlib.import_module("distcache.optim")
+        return getattr(importlib.import_module(_MODULES.get(name, "distcache.embedding")), name)
     except ModuleNotFoundError as error:
         raise ImportError(
             f"distcache.{name} needs {error.name}, which is not installed: see launch/setup.sh for "

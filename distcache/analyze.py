@@ -16,11 +16,10 @@ import logging
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -70,18 +69,19 @@ def run(line: Line[AnalyzeConfig], command: Sequence[str]) -> int:
     check_line(line)
     output = Path(line.values.output or f"runs/analyze-{datetime.now():%Y-%m-%d_%H-%M-%S}")
     open_folder(output, "output")
-    text, stopped_by = _run(line, output, command)
+    make = _simulation if line.values.trace else _analysis
+    text, stopped_by = make(line, output, command)
     sys.stdout.write(f"\n{text}")
     sys.stdout.flush()
     log.info("the report is in %s", output)
     return 128 + stopped_by if stopped_by else 0
 
 
-def _run(line: Line[AnalyzeConfig], output: Path, command: Sequence[str]) -> tuple[str, int | None]:
-    """Find everything out and write it; the text for the terminal, and what cut it short."""
+def _analysis(
+    line: Line[AnalyzeConfig], output: Path, command: Sequence[str]
+) -> tuple[str, int | None]:
+    """Analyze a data source; the text for the terminal, and the signal that cut it short."""
     wanted, overrides = line.values, line.overrides
-    if wanted.trace:
-        return _simulation(wanted, output, command), None
     if not any(word.startswith("cache.statistics=") for word in overrides):
         # Where statistics are not given, they are those that are counted now.
         overrides = (*overrides, override("cache.statistics", output))
@@ -111,7 +111,7 @@ def access_table(profiles: Sequence[TableProfile]) -> Table:
 
     def zipf(profile: TableProfile) -> str:
         fit = profile.fit
-        if profile.alike:
+        if profile.curve.alike:
             return "alike"
         if fit.exponent is None or fit.error is None:
             return "-"
@@ -127,7 +127,7 @@ def access_table(profiles: Sequence[TableProfile]) -> Table:
             ("table", lambda p: p.counts.table),
             ("rows", lambda p: f"{p.counts.rows:,}"),
             ("lookups", lambda p: f"{p.counts.lookups:,}"),
-            ("distinct", lambda p: f"{'~' if p.distinct_error else ''}{p.counts.distinct:,}"),
+            ("distinct", lambda p: f"{p.counts.distinct:,}"),
             *((f"top {100 * share:g} %", partial(top, share)) for share in TOP_SHARES),
             ("Zipf", zipf),
         ],
@@ -277,14 +277,13 @@ _MOSTLY = 0.5
 """Share of the rows, cached or in tables without hot rows, above which a cache is of little use."""
 
 
-@dataclass(frozen=True)
-class Advice:
+class Advice(NamedTuple):
     """The `text`; `paste`: keys to give to distcache.train; `table_rows`: of the advised cache, how
     many rows each table would have if its rows were the most frequent ones."""
 
     text: str
-    paste: tuple[str, ...]
-    table_rows: tuple[int, ...]
+    paste: list[str]
+    table_rows: list[int]
 
 
 def advise(analysis: Analysis) -> Advice:
@@ -295,11 +294,12 @@ def advise(analysis: Analysis) -> Advice:
     parts = [*_odd_tables(profiles), _reach(target)]
     parts.append(
         f"That is {sum(point.slots):,} rows per rank, {share:.3%} of {sizes.rows:,}: "
-        f"{human_bytes(point.bytes)} with the state of optim={analysis.optimizer}, where the whole "
-        f"tables take {human_bytes(sizes.bytes)} on every rank; it saves "
+        f"{human_bytes(point.bytes)} with the state of optim={analysis.config.optim.name}, where "
+        f"the whole tables take {human_bytes(sizes.bytes)} on every rank; it saves "
         f"{human_bytes(saved)}, {saved / sizes.bytes:.1%}."
     )
     parts += _beside(target, sizes, analysis.prediction.distinct_per_step)
+    parts += holds_that_bind([point.estimate, *analysis.simulated])
     if share > _MOSTLY:
         parts.append("That saves little: the lookups are spread over most of the rows.")
     rows = [0] * len(profiles)  # of each table if each group's slots hold its most frequent rows
@@ -317,7 +317,7 @@ def advise(analysis: Analysis) -> Advice:
     paste = [f"cache.ratio={point.ratio:.12g}"]
     if len(sizes.members) == 1:
         paste.append(f"cache.bytes={point.bytes}")
-    return Advice(" ".join(parts), tuple(paste), tuple(rows))
+    return Advice(" ".join(parts), paste, rows)
 
 
 def _beside(target: Target, sizes: Sizes, distinct: float) -> list[str]:
@@ -338,34 +338,58 @@ def _beside(target: Target, sizes: Sizes, distinct: float) -> list[str]:
     return parts
 
 
+_LARGE_STEP = 0.25
+"""Share of the slots that a step's rows take from which on the holds of P + 1 steps bind."""
+
+
+def holds_that_bind(outcomes: Sequence[Outcome]) -> list[str]:
+    """What to say of slots so few that holding those of the P + 1 steps on their way costs fetches
+    at any window (measured in docs/results/policies.md): once for each number of slots."""
+    said: dict[int, str] = {}
+    for outcome in outcomes:
+        case, slots = outcome.case, sum(outcome.case.slots)
+        if (
+            outcome.refused
+            or case.policy is None
+            or not (case.policy.uses_window and case.prefetch)
+        ):
+            continue
+        shares = zip(outcome.groups, case.slots, strict=True)
+        share = max(group.distinct / (room * outcome.steps) for group, room in shares)
+        if share >= _LARGE_STEP:
+            said[slots] = (
+                f"With {slots:,} slots a step's rows are {share:.0%} of them, and the holds of "
+                "moving ahead bind: no deeper window fetches less. More slots do, or "
+                "cache.prefetch=0, where rows move between the steps."
+            )
+    return list(said.values())
+
+
 def _reach(target: Target) -> str:
     """Which rate is reached, and why not the one that was wanted."""
     point, whole = target.point, target.whole
     estimate, policy = point.estimate, point.estimate.case.label
     rate = f"{estimate.hit_rate_lookups:.2%} of the lookups"
-    unreachable = (
-        f"No cache serves analyze.target_hit_rate={target.wanted:g} of the lookups: the whole "
-        f"tables on the device serve {whole.rate:.2%} over {whole.estimate.steps:,} steps, because "
-        "the first access to a row always misses; a longer run (trainer.steps, more epochs) comes "
-        "closer."
-    )
-    if point.ratio >= 1:
-        start = f"Only the whole tables serve {rate}; no smaller cache does."
-        return start if target.reachable else f"{unreachable} {start}"
-    if target.reachable:
-        return (
-            f"For analyze.target_hit_rate={target.wanted:g}: cache.ratio={point.ratio:g} "
-            f"serves {rate} over {estimate.steps:,} steps ({policy})."
+    start = ""
+    if not target.reachable:
+        start = (
+            f"No cache serves analyze.target_hit_rate={target.wanted:g} of the lookups: the whole "
+            f"tables on the device serve {whole.rate:.2%} over {whole.estimate.steps:,} steps, "
+            "because the first access to a row always misses; a longer run (trainer.steps, more "
+            "epochs) comes closer. "
         )
-    return (
-        f"{unreachable} {CLOSE:.0%} of that takes cache.ratio={point.ratio:g}, "
-        f"which serves {rate} ({policy})."
-    )
+    if point.ratio >= 1:
+        return f"{start}Only the whole tables serve {rate}; no smaller cache does."
+    size = f"cache.ratio={point.ratio:g}"
+    if not target.reachable:
+        return f"{start}{CLOSE:.0%} of that takes {size}, which serves {rate} ({policy})."
+    wanted = f"For analyze.target_hit_rate={target.wanted:g}: {size}"
+    return f"{wanted} serves {rate} over {estimate.steps:,} steps ({policy})."
 
 
 def _alike(profiles: Sequence[TableProfile]) -> list[str]:
     """Why a cache will not help, where most rows are in tables without hot rows."""
-    tables = [profile for profile in profiles if profile.alike]
+    tables = [profile for profile in profiles if profile.curve.alike]
     rows = sum(profile.counts.rows for profile in tables)
     share = rows / sum(profile.counts.rows for profile in profiles)
     if share <= _MOSTLY:
@@ -387,17 +411,11 @@ def _odd_tables(profiles: Sequence[TableProfile]) -> list[str]:
         return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
     found = []
-    unused = [profile.counts.table for profile in profiles if profile.unused]
-    if unused:
-        found.append(
-            f"Nothing looks up {listed(unused)}: such a table takes no slots; leave it out."
-        )
-    single = [profile.counts.table for profile in profiles if profile.single]
-    if single:
-        found.append(
-            f"All ids of {listed(single)} are equal: one row serves every lookup, and the feature "
-            "tells samples apart by nothing."
-        )
+    if unused := [profile.counts.table for profile in profiles if profile.unused]:
+        found += [f"Nothing looks up {listed(unused)}: such a table takes no slots; leave it out."]
+    if single := [profile.counts.table for profile in profiles if profile.single]:
+        found += [f"All ids of {listed(single)} are equal: one row serves every lookup, and the"]
+        found += ["feature tells samples apart by nothing."]
     return found
 
 
@@ -414,16 +432,9 @@ def _styled(profiles: Sequence[TableProfile]) -> Iterator[tuple[TableProfile, di
     for place, profile in enumerate(ordered):
         rows = profile.counts.rows
         size = tqdm.format_sizeof(rows) if rows >= 1000 else str(rows)
-        yield (
-            profile,
-            {
-                "color": _colour(place, len(ordered)),
-                "linestyle": _LINES[place % len(_LINES)],
-                "marker": _MARKS[place % len(_MARKS)],
-                "markersize": 4,
-                "label": f"{profile.counts.table} ({size})",
-            },
-        )
+        style = {"color": _colour(place, len(ordered)), "linestyle": _LINES[place % len(_LINES)]}
+        style |= {"marker": _MARKS[place % len(_MARKS)], "markersize": 4}
+        yield profile, style | {"label": f"{profile.counts.table} ({size})"}
 
 
 def _colour(place: int, count: int) -> Any:
@@ -569,7 +580,7 @@ def _report(analysis: Analysis, out: Path, command: Sequence[str]) -> str:
     parts = ["## Advice", advice.text, "```\n" + "\n".join(advice.paste) + "\n```"]
     parts += ["## What was read", read_text(analysis), *(table.section for table in tables)]
     parts += [f"![{name}]({name}.png)" for name, drawn in pictures.items() if drawn]
-    title = f"# Lookups of data={analysis.data}"
+    title = f"# Lookups of data={analysis.config.data.name}"
     _leave(out, command, [title, *parts], values(analysis, advice))
     return terminal(analysis, advice)
 
@@ -582,7 +593,7 @@ def _leave(out: Path, command: Sequence[str], parts: Sequence[str], values: dict
 
 
 def read_text(analysis: Analysis) -> str:
-    """What was counted, in which order, how well, in how much memory."""
+    """What was counted, in which order."""
     counted = analysis.counted
     text = (
         f"{counted.samples:,} samples in {counted.steps:,} of {counted.all_steps:,} training steps "
@@ -592,27 +603,7 @@ def read_text(analysis: Analysis) -> str:
         text += "; the reading was stopped, so this speaks of the first part of the data alone"
     parts = max((len(profile.drift.own) for profile in counted.profiles), default=0)
     order = "in the order of the files" if analysis.files_order else "in the order of training"
-    text += f". They were read {order}, in {parts} parts. "
-    sketched = [p for p in counted.profiles if not p.exact]
-    memory = human_bytes(sum(profile.count_bytes for profile in counted.profiles))
-    if not sketched:
-        return f"{text}Every row was counted exactly, in {memory}."
-    worst = max(sketched, key=lambda p: p.counts.error / max(p.counts.lookups, 1))
-    text += (
-        f"Counts took {memory} (analyze.memory={analysis.options.memory}), so "
-        f"{len(sketched)} table(s) were counted with a frequent-items sketch: a count of "
-        f"{worst.counts.table} is at most {worst.counts.error:,} too small (of "
-        f"{worst.counts.lookups:,} lookups), those of the other tables less; rows that it does not "
-        "hold share the rest evenly. So these tables look flatter than they are: shares of the "
-        "most frequent rows are at least, distinct rows per batch at most those shown. "
-    )
-    guessed = [p for p in sketched if p.distinct_error]
-    if not guessed:
-        return f"{text}Distinct rows are exact."
-    return (
-        f"{text}Distinct rows of {len(guessed)} table(s) are estimates (linear counting, standard "
-        f"error {guessed[0].distinct_error:.2%})."
-    )
+    return f"{text}. They were read {order}, in {parts} parts. Every row was counted."
 
 
 def terminal(analysis: Analysis, advice: Advice) -> str:
@@ -645,17 +636,15 @@ def values(analysis: Analysis, advice: Advice) -> dict[str, Any]:
     worlds = sorted({1, *analysis.options.world_sizes})
     read = ("steps", "all_steps", "samples", "share", "lookups")
     return {
-        "data": analysis.data,
+        "data": analysis.config.data.name,
         "read": {
             **{name: getattr(counted, name) for name in read},
             "stopped": counted.stopped_by is not None,
             "in_order_of_files": analysis.files_order,
-            "count_bytes": sum(profile.count_bytes for profile in counted.profiles),
         },
         "tables": [profile.values(worlds) for profile in counted.profiles],
         "advice": {
-            "text": advice.text,
-            "paste": advice.paste,
+            **advice._asdict(),
             "target_hit_rate": target.wanted,
             "reachable": target.reachable,
             "whole_tables_hit_rate": target.whole.rate,
@@ -664,7 +653,6 @@ def values(analysis: Analysis, advice: Advice) -> dict[str, Any]:
             "rows": sum(target.point.slots),
             "bytes": target.point.bytes,
             "all_bytes": sizes.bytes,
-            "table_rows": advice.table_rows,
         },
         "prediction": {
             "steps": analysis.prediction.steps,
@@ -674,10 +662,8 @@ def values(analysis: Analysis, advice: Advice) -> dict[str, Any]:
             "cases": [_estimate(estimate) for estimate in analysis.estimates],
         },
         "sizes": [
-            {
-                **{"ratio": point.ratio, "bytes": point.bytes, **_estimate(point.estimate)},
-                **{"static_lookups": point.static, "static_distinct": point.static_distinct},
-            }
+            {"ratio": point.ratio, "bytes": point.bytes, **_estimate(point.estimate)}
+            | {"static_lookups": point.static, "static_distinct": point.static_distinct}
             for point in analysis.points
         ],
         "simulated": outcome_values(analysis.simulated, sizes.row_bytes),
@@ -686,12 +672,11 @@ def values(analysis: Analysis, advice: Advice) -> dict[str, Any]:
 
 def outcome_values(outcomes: Sequence[Outcome], row_bytes: Sequence[int]) -> list[dict[str, Any]]:
     """Outcomes as JSON values."""
-    names = ("steps", "refused", "hit_rate", "hit_rate_lookups", "ids", "lookups_hit")
-    names = (*names, "distinct", "fetched", "written_back", "tight_steps", "seconds")
+    names = "steps refused hit_rate hit_rate_lookups ids lookups_hit distinct fetched written_back"
     return [
         {
             **_case(outcome.case),
-            **{name: getattr(outcome, name) for name in names},
+            **{name: getattr(outcome, name) for name in f"{names} tight_steps seconds".split()},
             "host_to_device_bytes": outcome.host_to_device_bytes(row_bytes),
             "device_to_host_bytes": outcome.device_to_host_bytes(row_bytes),
         }
@@ -715,22 +700,26 @@ _ROW_BYTES = 4
 """A file of ids says nothing of widths: bytes are those of one float32 element of each row."""
 
 
-def _simulation(wanted: AnalyzeConfig, out: Path, command: Sequence[str]) -> str:
+def _simulation(
+    line: Line[AnalyzeConfig], out: Path, command: Sequence[str]
+) -> tuple[str, int | None]:
     """Replay a file of ids and write the report into the folder `out`; what to print."""
-    trace, outcomes = simulate_trace(wanted.trace, wanted.analyze)
+    trace, outcomes = simulate_trace(line.values.trace, line.values.analyze)
     table = simulation_table(outcomes, [_ROW_BYTES])
     read = (
         f"{trace.ids:,} ids in {trace.steps:,} steps, of {trace.rows:,} rows; bytes are those of "
         "one float32 element of each row."
     )
     drawn = draw(out / "misses.png", (9, 7), plot_misses, trace.rows, outcomes)
-    parts = ["# A simulated trace", read, table.section, *(["![misses](misses.png)"] * drawn)]
+    said = holds_that_bind(outcomes)
+    parts = ["# A simulated trace", read, table.section, *said]
+    parts += ["![misses](misses.png)"] * drawn
     record = {
         "read": {"ids": trace.ids, "steps": trace.steps, "rows": trace.rows},
         "simulated": outcome_values(outcomes, [_ROW_BYTES]),
     }
     _leave(out, command, parts, record)
-    return f"{read}\n\n{table.aligned}\n"
+    return "\n\n".join([read, table.aligned, *said]) + "\n", None
 
 
 if __name__ == "__main__":

@@ -77,13 +77,11 @@ class StagingRing:
         self._busy[number] = mark
 
     def _make(self, rows: int) -> tuple[Tensor, Tensor | None]:
-        pinned = self._streams.asynchronous
+        like = {"dtype": self._dtype, "pin_memory": self._streams.asynchronous}
         width, state = self._widths
         try:
-            return (
-                torch.empty(rows, width, dtype=self._dtype, pin_memory=pinned),
-                torch.empty(rows, state, dtype=self._dtype, pin_memory=pinned) if state else None,
-            )
+            weight = torch.empty(rows, width, **like)
+            return weight, torch.empty(rows, state, **like) if state else None
         except RuntimeError as error:
             wanted = describe_bytes(rows * (width + state) * self._dtype.itemsize)
             raise MemoryTooSmallError(

@@ -29,11 +29,13 @@ from distcache.cli.compose import Line, checked_config, compose_overrides, overr
 from distcache.cli.run import Table, draw, machine_text, run_job, tidy, train_command
 from distcache.comm.rendezvous import Place
 from distcache.config import option, rules_of
-from distcache.config.checks import at_least, one_of
+from distcache.config.checks import at_least, one_of, refuse_if
 from distcache.config.tree import Config, RunConfig
 from distcache.errors import ConfigError
 
 log = logging.getLogger("distcache.compare")
+
+_TIME = "%Y-%m-%d_%H-%M-%S"
 
 WINDOWS = 50
 """About how many lines of metrics a run shall leave, so that its spread can be told."""
@@ -82,18 +84,6 @@ class CompareConfig(Config):
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to compare: modes (of `VARIANTS`) in order, ranks and repeats of each, the folder, and
-    overrides."""
-
-    modes: tuple[str, ...]
-    world_size: int
-    repeats: int
-    output: Path
-    overrides: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Job:
     """A mode's overrides: frequent metrics and no checkpoint, unless the user says otherwise.
 
@@ -112,26 +102,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(line: Line[CompareConfig], command: Sequence[str]) -> int:
-    """Compare what the command line asks for."""
-    return compare(parse(line), shlex.join(command))
+    """Run, read, report; 0, or 1 if a mode failed. Raises ConfigError if no mode can run."""
+    check_line(line)
+    jobs, out = prepare(line), Path(line.values.output or f"compare/{datetime.now():{_TIME}}")
+    out.mkdir(parents=True, exist_ok=True)
+    runs = [
+        run_mode(line.values, out, job, repeat)
+        for repeat in range(line.values.repeats)
+        for job in jobs
+        if repeat == 0 or job.refusal is None
+    ]
+    write_files(out, runs, shlex.join(command))
+    sys.stdout.write(f"\n{markdown(runs)}\n")
+    sys.stdout.flush()
+    log.info("table, runs and plots are in %s", out)
+    for run in runs:
+        if run.error is not None:
+            log.error("%s failed (exit code %s): %s", run.name, run.exit_code, run.error)
+    return 1 if any(run.error is not None for run in runs) else 0
 
 
-def parse(line: Line[CompareConfig]) -> Request:
-    """The request of a command line; ConfigError for values that make no sense."""
+def check_line(line: Line[CompareConfig]) -> None:
+    """Raise ConfigError for values that make no sense."""
     own = line.values
-    for key in sorted(line.given.intersection(("parallel", "parallel.mode", "run.dir"))):
-        raise ConfigError(f"{key}: a comparison sets {key} itself: use modes= and output=")
+    for key in ("parallel", "parallel.mode", "run.dir"):
+        itself = f"{key}: a comparison sets {key} itself: use modes= and output="
+        refuse_if(key in line.given, itself)
     for mode in own.modes:
         one_of("modes", mode, list(VARIANTS))
         _check_free(mode, line.overrides)
-    if len(set(own.modes)) < len(own.modes):
-        raise ConfigError(f"modes={','.join(own.modes)} names a mode twice: use repeats=2")
+    twice = f"modes={','.join(own.modes)} names a mode twice: use repeats=2"
+    refuse_if(len(set(own.modes)) < len(own.modes), twice)
     at_least("world_size", own.world_size, 1)
     at_least("repeats", own.repeats, 1)
-    if not own.modes:
-        raise ConfigError("modes is empty: name at least one")
-    folder = Path(own.output or f"compare/{datetime.now():%Y-%m-%d_%H-%M-%S}")
-    return Request(tuple(own.modes), own.world_size, own.repeats, folder, line.overrides)
+    refuse_if(not own.modes, "modes is empty: name at least one")
 
 
 def _check_free(mode: str, overrides: Sequence[str]) -> None:
@@ -139,40 +143,21 @@ def _check_free(mode: str, overrides: Sequence[str]) -> None:
     for own in VARIANTS[mode]:
         key = own.partition("=")[0]
         for given in overrides:
-            if given.partition("=")[0].lstrip("+") == key:
-                raise ConfigError(
-                    f"{given}: modes={mode} sets {key} itself: leave it out, or name the mode "
-                    f"({VARIANTS[mode][0].partition('=')[2]}) in modes= instead of its layout"
-                )
+            refuse_if(
+                given.partition("=")[0].lstrip("+") == key,
+                f"{given}: modes={mode} sets {key} itself: leave it out, or name the mode "
+                f"({VARIANTS[mode][0].partition('=')[2]}) in modes= instead of its layout",
+            )
 
 
-def compare(request: Request, command: str) -> int:
-    """Run, read, report; 0, or 1 if a mode failed. Raises ConfigError if no mode can run."""
-    jobs = prepare(request)
-    request.output.mkdir(parents=True, exist_ok=True)
-    runs = [
-        run_mode(request, job, repeat)
-        for repeat in range(request.repeats)
-        for job in jobs
-        if repeat == 0 or job.refusal is None
-    ]
-    write_files(request.output, runs, command)
-    sys.stdout.write(f"\n{markdown(runs)}\n")
-    sys.stdout.flush()
-    log.info("table, runs and plots are in %s", request.output)
-    for run in runs:
-        if run.error is not None:
-            log.error("%s failed (exit code %s): %s", run.name, run.exit_code, run.error)
-    return 1 if any(run.error is not None for run in runs) else 0
-
-
-def prepare(request: Request) -> list[Job]:
+def prepare(line: Line[CompareConfig]) -> list[Job]:
     """Compose and check every mode's configuration; ConfigError if all are refused."""
-    place = Place(world_size=request.world_size, local_size=request.world_size)
-    given = {word.partition("=")[0] for word in request.overrides}
+    own = line.values
+    place = Place(world_size=own.world_size, local_size=own.world_size)
+    given = {word.partition("=")[0] for word in line.overrides}
     jobs, errors, seen = [], [], dict[str, Config]()
-    for mode in request.modes:
-        arguments = [*VARIANTS[mode], *_taken(request, mode)]
+    for mode in own.modes:
+        arguments = [*VARIANTS[mode], *_taken(line.overrides, own.modes, mode)]
         if "run.save" not in given:
             arguments.append("run.save=false")
         try:
@@ -194,41 +179,36 @@ def prepare(request: Request) -> list[Job]:
 def _check_different(configs: dict[str, Config]) -> None:
     """ConfigError for two modes whose configuration is one and the same."""
     for one, other in combinations(configs, 2):
-        if configs[one] == configs[other]:
-            raise ConfigError(
-                f"modes={one},{other} are one and the same configuration: leave one of them out; "
-                "repeats=2 runs it twice"
-            )
+        same = f"modes={one},{other} are one and the same configuration"
+        how = "leave one of them out; repeats=2 runs it twice"
+        refuse_if(configs[one] == configs[other], f"{same}: {how}")
 
 
-def _taken(request: Request, mode: str) -> list[str]:
+def _taken(overrides: Sequence[str], modes: Sequence[str], mode: str) -> list[str]:
     """The overrides for a mode: all but those of keys that only other layouts asked for take."""
 
     def is_taken(text: str) -> bool:
-        takers = set(ONLY_OF.get(text.partition("=")[0].lstrip("+"), request.modes))
-        return mode in takers or not takers.intersection(request.modes)
+        takers = set(ONLY_OF.get(text.partition("=")[0].lstrip("+"), modes))
+        return mode in takers or not takers.intersection(modes)
 
-    return [text for text in request.overrides if is_taken(text)]
+    return [text for text in overrides if is_taken(text)]
 
 
-def run_mode(request: Request, job: Job, repeat: int) -> ModeRun:
+def run_mode(own: CompareConfig, out: Path, job: Job, repeat: int) -> ModeRun:
     """Train one mode in fresh processes and read what it left; a failure is part of the result."""
-    mode = job.mode
-    name = mode if request.repeats == 1 else f"{mode}-{repeat + 1}"
-    folder = request.output / name
+    mode, ranks = job.mode, own.world_size
+    name = mode if own.repeats == 1 else f"{mode}-{repeat + 1}"
+    folder, log_file = out / name, out / f"{name}.log"
     if job.refusal is not None:
         return ModeRun(mode, name, folder, exit_code=None, seconds=0.0, error=job.refusal)
-    log_file = request.output / f"{name}.log"
     arguments = [*job.arguments, override("run.dir", folder)]
     started = time.monotonic()
-    log.info("%s: %d rank(s), log in %s", name, request.world_size, log_file)
+    log.info("%s: %d rank(s), log in %s", name, ranks, log_file)
 
     def tell() -> None:
         log.info("%s: %.0f s, %s", name, time.monotonic() - started, progress_of(log_file))
 
-    code = run_job(
-        train_command(request.world_size, arguments), request.world_size, log_file, on_wait=tell
-    )
+    code = run_job(train_command(ranks, arguments), ranks, log_file, on_wait=tell)
     run = read_run(mode, name, folder, code, time.monotonic() - started, log_file)
     rate = run.number("samples_per_second")
     speed = "" if rate is None else f", {rate:,.0f} samples/s"

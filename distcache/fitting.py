@@ -15,7 +15,7 @@ from torch import nn
 
 from distcache.comm.agreement import agree_on, agree_on_versions, on_first, together
 from distcache.comm.world import World, close_world, current_world, open_world
-from distcache.config.checks import as_words, check_own
+from distcache.config.checks import as_words, check_own, refuse_if
 from distcache.config.keys import flat_settings
 from distcache.config.tree import Config
 from distcache.data.batch import Batch
@@ -145,26 +145,17 @@ class OwnRun(Run):
         return max((width for width in together(self.world, known) if width), default=1)
 
     def _evaluation(self, width: int) -> Iterator[Batch]:
-        trained = self.train.dense_features
-        items, features = self.evaluate or (), self.train.features
-        return eval_batches(items, features, self.eval_count, width, trained)
+        train, items = self.train, self.evaluate or ()
+        return eval_batches(items, train.features, self.eval_count, width, train.dense_features)
 
     def _expected(self) -> int | None:
         """Steps until the first rank's end, where all loaders know their lengths."""
-        lengths = [length for length in together(self.world, lambda: length_of(self.train))]
-        known = [length for length in lengths if length is not None]
-        return min(known) if len(known) == len(lengths) else None
+        lengths = together(self.world, lambda: length_of(self.train))
+        return None if None in lengths else min(lengths)
 
     def identity(self) -> RunIdentity:
         """See `Run.identity`; the batches are of any size."""
-        return own_identity(self.config, self.world, self.source, self.tables)
-
-
-def own_identity(
-    config: Config, world: World, source: OwnSource, tables: Sequence[TableSpec]
-) -> RunIdentity:
-    """See `trainer.identity_of`; the batches of a user's loader are of any size."""
-    return replace(identity_of(config, world, source, tables), global_batch_size=0)
+        return replace(super().identity(), global_batch_size=0)
 
 
 def length_of(items: Any) -> int | None:
@@ -191,7 +182,7 @@ def count_evaluation(world: World, loader: Iterable[Any] | None, limit: int | No
             )
         length = length_of(loader)
         if length is None:
-            length = limit if limit is not None else sum(1 for _ in loader)
+            return limit if limit is not None else sum(1 for _ in loader)
         return length if limit is None else min(length, limit)
 
     return max(together(world, count))
@@ -215,8 +206,7 @@ def table_specs(tables: Sequence[Any]) -> list[TableSpec]:
             rows, dim = table.num_embeddings, table.embedding_dim
             table = TableSpec(table.name, rows, dim, features, str(pooling).lower())
         found.append(table)
-    if not found:
-        raise ConfigError("tables is empty: give at least one table")
+    refuse_if(not found, "tables is empty: give at least one table")
     return found
 
 
@@ -244,38 +234,36 @@ def _check_own_keys(keys: Collection[str]) -> None:
     """ConfigError for keys of what is given otherwise: tables, model, data, mode, optimizer."""
     for key in sorted(keys):
         section = key.partition(".")[0]
-        if key in _ARGUMENTS:
-            raise ConfigError(f"settings[{key!r}]: give it as the argument {_ARGUMENTS[key]}=")
-        if section == "model" or key == "run.sweep_ranks":
-            raise ConfigError(
-                f"settings[{key!r}] means nothing to a model of your own: leave it out (widths, "
-                "rows and pooling are those of its tables)"
-            )
-        if section == "data" and key not in _OF_LOADERS:
-            raise ConfigError(
-                f"settings[{key!r}] means nothing to batches of your own loader: leave it out (of "
-                f"group data it knows {', '.join(_OF_LOADERS[:2])})"
-            )
+        argument = f"settings[{key!r}]: give it as the argument {_ARGUMENTS.get(key)}="
+        refuse_if(key in _ARGUMENTS, argument)
+        refuse_if(
+            section == "model",
+            f"settings[{key!r}] means nothing to a model of your own: leave it out (widths, rows "
+            "and pooling are those of its tables)",
+        )
+        refuse_if(
+            section == "data" and key not in _OF_LOADERS,
+            f"settings[{key!r}] means nothing to batches of your own loader: leave it out (of "
+            f"group data it knows {', '.join(_OF_LOADERS[:2])})",
+        )
 
 
 def _check_without_batch(config: Config) -> None:
     """ConfigError for keys that a prediction decides, which needs to know how large a step is."""
     cache = config.cache
-    if config.parallel.mode != "data":
-        return
     given = cache.replicated_rows is not None or cache.replicated_share is not None
     predicted = {
-        "cache.placement": cache.placement == "auto" or (cache.placement == "mixed" and not given),
-        "cache.split": cache.split == "by_curve",
-        "cache.policy": cache.policy == "static",
+        "placement": ("auto",) if given else ("auto", "mixed"),
+        "split": ("by_curve",),
+        "policy": ("static",),
     }
-    for key, is_so in predicted.items():
-        if is_so:
-            raise ConfigError(
-                f"{key}={getattr(cache, key.removeprefix('cache.'))} is decided by what a step is "
-                f"expected to need, and loaders do not say how large their batches are: give "
-                f"settings['{_BATCH}'], the samples of a step over all ranks"
-            )
+    for key, values in predicted.items():
+        refuse_if(
+            config.parallel.mode == "data" and getattr(cache, key) in values,
+            f"cache.{key}={getattr(cache, key)} is decided by what a step is expected to need, "
+            "and loaders do not say how large their batches are: give "
+            f"settings['{_BATCH}'], the samples of a step over all ranks",
+        )
 
 
 _OWN = ("cache.statistics", "trainer.resume", "trainer.log_level")
@@ -315,15 +303,14 @@ def fit(
     environment describes, or this one. Raises ConfigError, also where ranks differ in settings or
     package versions, and DataError, with the way out.
     """
-    specs = table_specs(tables)
-    if settings is not None and not isinstance(settings, Mapping):
-        raise ConfigError(f"settings={settings!r} is no mapping of keys to values")
+    specs, mapped = table_specs(tables), isinstance(settings or {}, Mapping)
+    refuse_if(not mapped, f"settings={settings!r} is no mapping of keys to values")
     given = flat_settings(settings or {})
     config = own_config(parallel, optimizer, given, len(specs))
     local_size = world.local_size if world else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     check_own(config, local_size)
-    if config.trainer.eval_every is not None and eval_loader is None:
-        raise ConfigError("trainer.eval_every is set, but there is no eval_loader to evaluate on")
+    lone = config.trainer.eval_every is not None and eval_loader is None
+    refuse_if(lone, "trainer.eval_every is set, but there is no eval_loader to evaluate on")
     features = [feature for spec in specs for feature in spec.features]
     ahead = most_ahead(config.cache)
     train = OwnBatches(loader, features, epochs, keep=ahead)
@@ -337,8 +324,8 @@ def fit(
         check_run_folder(own_world, run_dir, needs_shared_folder(config))
         share_weights(model, own_world)
         source: Any = OwnSource(tuple(features), tuple(spec.rows for spec in specs))
-        identity = own_identity(config, own_world, source, specs)
-        start = resumed_state(config, own_world, identity)
+        identity = identity_of(config, own_world, source, specs)
+        start = resumed_state(config, own_world, replace(identity, global_batch_size=0))
         if opens_window(config):
             ids = max(together(own_world, train.first_ids))
             source = replace(source, ids_per_step=ids)

@@ -129,10 +129,6 @@ class DLRM(nn.Module):
         over_arch: Sequence[int],
     ) -> None:
         super().__init__()
-        if dense_features < 1 or num_sparse < 1:
-            raise ConfigError(
-                f"dlrm needs dense and sparse features, got {dense_features} and {num_sparse}"
-            )
         check_sizes("model.dense_arch", dense_arch, last=embedding_dim)
         check_sizes("model.over_arch", over_arch, last=1)
         self.num_sparse, self.embedding_dim = num_sparse, embedding_dim
@@ -169,11 +165,6 @@ class DCNv2(nn.Module):
         cross_rank: int = 512,
     ) -> None:
         super().__init__()
-        if dense_features < 1 or pooled_dim < 1:
-            raise ConfigError(
-                f"dcn_v2 needs dense features and tables, got {dense_features} dense features "
-                f"and pooled vectors of {pooled_dim} elements in all"
-            )
         if cross_layers < 0 or cross_rank < 1:
             raise ConfigError(
                 f"model.cross_layers={cross_layers} must be at least 0, "
@@ -212,6 +203,11 @@ def build_model(
     `pooled_dims`: width of each feature's pooled vector, in feature order. Weights are torch's
     defaults until `initialise`. Raises ConfigError for sizes that do not fit together.
     """
+    if dense_features < 1 or not pooled_dims:
+        raise ConfigError(
+            f"model={name} needs dense features and tables, got {dense_features} dense features "
+            f"and pooled vectors of {list(pooled_dims)} elements"
+        )
     if name == "dcn_v2":
         return DCNv2(
             dense_features, sum(pooled_dims), dense_arch, over_arch, cross_layers, cross_rank

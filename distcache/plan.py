@@ -36,11 +36,8 @@ from distcache.cost.traffic import (
     MIXED,
     REPLICATED,
     ROW_WISE,
-    ROW_WISE_DEDUP,
-    ROW_WISE_IDS,
     SHARDED,
     TABLE_WISE,
-    YARDSTICKS,
 )
 from distcache.trainer.record import plain
 
@@ -73,18 +70,17 @@ def run(line: Line[Options], command: Sequence[str]) -> int:
 # -----------------------------------------------------------------------------
 # The tables of a plan, as rows of text.
 
-LABELS = {
-    SHARDED: "sharded",
-    REPLICATED: "replicated",
-    MIXED: "mixed",
-    TABLE_WISE: "hybrid table-wise",
-    ROW_WISE: "hybrid row-wise",
-    ROW_WISE_IDS: "row-wise, per lookup",
-    ROW_WISE_DEDUP: "row-wise, deduplicated",
+_LAYOUTS = {
+    SHARDED: ("sharded", "#0072B2", "o", "-", 1.6),
+    REPLICATED: ("replicated", "#D55E00", "s", "-", 1.6),
+    MIXED: ("mixed", "#009E73", "^", "-", 3.5),
+    TABLE_WISE: ("hybrid table-wise", "#555555", "D", "--", 1.6),
+    ROW_WISE: ("hybrid row-wise", "#CC79A7", "v", "--", 1.6),
 }
-"""How tables and pictures call the layouts."""
+"""How tables and pictures call the layouts, and colour (Okabe & Ito), mark, line and its width of
+each: what may lie under another line is wider."""
 
-_BEST = "best"
+LABELS = {layout: name for layout, (name, *_) in _LAYOUTS.items()}
 
 
 def label(prediction: Prediction) -> str:
@@ -102,8 +98,7 @@ def traffic_table(point: Point) -> Table:
         "Per step: distinct rows of a rank and of all ranks, and the hit rate of distinct rows. "
         "Per rank and step, KiB: rows and row gradients sent (`collective_bytes`), of which inside "
         "the node and between nodes; dense gradients; rows over the host link, in and out. Device "
-        "memory of a rank for rows, state and buffers. Yardsticks, whose rows travel unpooled, are "
-        f"none that distcache.train has.{refused}",
+        f"memory of a rank for rows, state and buffers.{refused}",
         [
             ("layout", label),
             ("rows, rank", lambda _: f"{point.demand.rank_rows:,.0f}"),
@@ -172,13 +167,13 @@ def sweep_table(points: Sequence[Point], objective: str) -> Table:
     )
 
 
-def crossover_text(found: Sequence[Crossover], points: Sequence[Point]) -> str:
+def crossover_text(points: Sequence[Point], found: Sequence[Crossover]) -> str:
     """The crossovers in sentences."""
+    winners = [LABELS[p.best.placement] for p in points if p.best is not None]
+    if not winners:
+        return "Nothing fits at any number of ranks."
     if not found:
-        best = next((p.best for p in points if p.best is not None), None)
-        if best is None:
-            return "Nothing fits at any number of ranks."
-        return f"No crossover: {LABELS[best.placement]} wins wherever something fits."
+        return f"No crossover: {winners[0]} wins wherever something fits."
     lines = [
         f"{LABELS[c.old]} gives way to {LABELS[c.new]} between {c.before:,} and {c.after:,} ranks "
         f"(at about {c})"
@@ -215,9 +210,7 @@ def cluster_table(cluster: Cluster) -> Table:
 def _mark(point: Point, prediction: Prediction) -> str:
     if prediction.refused:
         return "does not fit"
-    if prediction.placement in YARDSTICKS:
-        return "yardstick"
-    return _BEST if prediction is point.best else ""
+    return "best" if prediction is point.best else ""
 
 
 def _kib(nbytes: float) -> str:
@@ -226,18 +219,6 @@ def _kib(nbytes: float) -> str:
 
 # -----------------------------------------------------------------------------
 # The picture of a plan: bytes and step time by number of ranks.
-
-_STYLES = {
-    ROW_WISE_DEDUP: ("#56B4E9", "", "-", 7.0),
-    ROW_WISE_IDS: ("#E69F00", "", "-", 7.0),
-    MIXED: ("#009E73", "^", "-", 3.5),
-    ROW_WISE: ("#CC79A7", "v", "--", 1.6),
-    TABLE_WISE: ("#555555", "D", "--", 1.6),
-    REPLICATED: ("#D55E00", "s", "-", 1.6),
-    SHARDED: ("#0072B2", "o", "-", 1.6),
-}
-"""Colour (Okabe & Ito), mark, line and its width of each layout, in the order of drawing: what may
-lie under another line is wider."""
 
 
 def plot_sweep(
@@ -253,7 +234,7 @@ def plot_sweep(
         "time": ("Predicted step time", "milliseconds", 1e3),
     }
     for panel, (key, (title, unit, scale)) in zip(panels, titles.items(), strict=True):
-        for name in _STYLES:
+        for name in sorted(_LAYOUTS, key=lambda name: -_LAYOUTS[name][-1]):
             _line(panel, points, name, key, scale)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
@@ -269,29 +250,24 @@ def plot_sweep(
     handles, labels = panels[1].get_legend_handles_labels()
     by_name = dict(zip(labels, handles, strict=True))
     named = [name for name in LABELS.values() if name in by_name]
-    title = "hollow: does not fit; wide and pale: yardsticks"
-    title += "; dotted: the winner changes" if crossings else ""
+    title = "hollow: does not fit" + ("; dotted: the winner changes" if crossings else "")
     where = {"loc": "outside lower center", "ncols": 4, "frameon": False, "title": title}
     figure.legend([by_name[name] for name in named], named, **where)
 
 
 def _line(panel: Any, points: Sequence[Point], name: str, key: str, scale: float) -> None:
     """One layout's line, where it has values above 0."""
-    colour, mark, line, width = _STYLES[name]
+    _, colour, mark, line, width = _LAYOUTS[name]
     found = [(point.world_size, point.of(name)) for point in points]
     shown = [(w, p.cost[key] * scale, p.refused is None) for w, p in found if p and p.cost[key] > 0]
     if not shown:
         return
     style = {"color": colour, "markersize": 4 + width, "linewidth": width}
     worlds, values, _ = zip(*shown, strict=True)
-    alpha = 1.0 if mark else 0.4
-    panel.plot(
-        worlds, values, linestyle=line, marker=mark, alpha=alpha, label=LABELS[name], **style
-    )
-    hollow = [pair for *pair, able in shown if not able]
-    if hollow:
+    panel.plot(worlds, values, label=LABELS[name], linestyle=line, marker=mark, **style)
+    if hollow := [pair for *pair, able in shown if not able]:
         style |= {"linestyle": "none", "markerfacecolor": "white", "markeredgecolor": colour}
-        panel.plot(*zip(*hollow, strict=True), marker=mark or "o", **style)
+        panel.plot(*zip(*hollow, strict=True), marker=mark, **style)
 
 
 # -----------------------------------------------------------------------------
@@ -341,13 +317,11 @@ def overrides_of(plan: Plan) -> list[str]:
         return []
     if best.placement not in CACHED:
         return ["parallel=hybrid", f"parallel.sharding={best.placement}"]
-    size = f"cache.rows={options.cache_rows}"
-    if not options.cache_rows:
-        size = f"cache.ratio={options.cache_ratio}"
     # A size that an experiment brings is taken back: only one may be given.
-    lines = ["parallel=data", "cache.ratio=null", "cache.rows=null", "cache.bytes=null"]
-    lines = [line for line in lines if not size.startswith(line.removesuffix("null"))]
-    lines += [size, f"cache.placement={best.placement}"]
+    sizes: dict[str, Any] = dict.fromkeys(("ratio", "rows", "bytes"), "null")
+    sizes["rows" if options.cache_rows else "ratio"] = options.cache_rows or options.cache_ratio
+    lines = ["parallel=data", *(f"cache.{key}={value}" for key, value in sizes.items())]
+    lines.append(f"cache.placement={best.placement}")
     if best.placement == MIXED:
         pairs = ",".join(f"{name}:{count}" for name, count in best.replicated_rows.items())
         lines.append(f"cache.replicated_rows={{{pairs}}}")
@@ -375,17 +349,18 @@ def advice(plan: Plan) -> str:
 
 def records(plan: Plan) -> list[dict[str, Any]]:
     """One for each layout and number of ranks; `asked`: whether those are what was asked for."""
-    found = [_record(p, plan.here, True) for p in plan.here.predictions]
-    found += [_record(p, point, False) for point in plan.points for p in point.predictions]
-    pairs = [{"kind": "crossover", **vars(crossing)} for crossing in plan.crossovers]
-    return [*found, *pairs]
+    points = [plan.here, *plan.points]
+    found = [
+        {"kind": "prediction", "asked": point is plan.here, **_record(prediction, point)}
+        for point in points
+        for prediction in point.predictions
+    ]
+    return found + [{"kind": "crossover", **vars(crossing)} for crossing in plan.crossovers]
 
 
-def _record(prediction: Prediction, point: Point, asked: bool) -> dict[str, Any]:
+def _record(prediction: Prediction, point: Point) -> dict[str, Any]:
     hits, traffic = prediction.hits, prediction.traffic
     return {
-        "kind": "prediction",
-        "asked": asked,
         "placement": prediction.placement,
         "world_size": point.world_size,
         "nodes": point.cluster.nodes,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,10 +37,10 @@ class Case:
     def __post_init__(self) -> None:
         if not self.slots or min(self.slots) < 1:
             raise ConfigError(f"slots {self.slots}: give at least one for each group of tables")
-        numbers = {"lookahead": (self.lookahead, 0), "prefetch": (self.prefetch, 0)}
-        for name, (value, least) in {**numbers, "world size": (self.world_size, 1)}.items():
-            if value < least:
-                raise ConfigError(f"{name} {value} must be at least {least}")
+        for name, least in (("lookahead", 0), ("prefetch", 0), ("world_size", 1)):
+            if getattr(self, name) < least:
+                value = f"{name.replace('_', ' ')} {getattr(self, name)}"
+                raise ConfigError(f"{value} must be at least {least}")
 
     @property
     def home_slots(self) -> tuple[int, ...]:
@@ -126,12 +129,8 @@ class Outcome:
 # step, and what stays between steps are those whose next use is nearest. No policy that must have
 # a step's rows resident, whatever it knows, fetches fewer.
 
-_COUNTS = 3
-"""Numbers of `MinCounts` for each step."""
 
-
-@dataclass(frozen=True)
-class MinCounts:
+class MinCounts(NamedTuple):
     """What MIN does at one home in each step; int64 `[steps]`: rows `fetched`, ids that find their
     row cached (`hits`), and rows `evicted`, as late as can be: in the step that needs their
     room."""
@@ -148,15 +147,12 @@ def belady(home: HomeTrace, slots: int) -> MinCounts:
     other choice among them fetches as many. Time O(n) for n distinct rows of all steps, and a scan
     over steps for the farthest; memory 4 n bytes, 9 for each row and 4 for each step.
     """
-    counts = np.zeros((home.steps, _COUNTS), dtype=np.int64)
+    counts = np.zeros((home.steps, len(MinCounts._fields)), dtype=np.int64)
     next_use = np.empty(len(home.numbers), np.int32)
     name_next(home.starts, home.numbers, np.full(len(home.names), home.steps, np.int32), next_use)
     link, cached = np.full(len(home.names), -1, np.int32), np.zeros(len(home.names), np.uint8)
     heads = np.full(home.steps + 1, -1, np.int32)
-    run_min(
-        *(home.starts, home.numbers, home.counts, next_use),
-        *(slots, heads, link, cached, counts),
-    )
+    run_min(home.starts, home.numbers, home.counts, next_use, slots, heads, link, cached, counts)
     return MinCounts(*np.ascontiguousarray(counts.T))
 
 
@@ -343,55 +339,44 @@ def _check(case: Case, traces: Sequence[Trace], popularity: Popularity | None) -
 
 def refusal(traces: Sequence[Trace], case: Case) -> str | None:
     """Why training would refuse the case: the first step whose rows exceed a home's slots."""
-    found = None
+    found: list[tuple[int, str]] = []
     for group, (trace, slots) in enumerate(zip(traces, case.home_slots, strict=True)):
         homes = np.stack([home.distinct for home in trace.of_world(case.world_size)])
-        large = np.flatnonzero((homes > slots).any(axis=0))
-        if len(large) and (found is None or large[0] < found[0]):
-            step, home = int(large[0]), int(homes[:, large[0]].argmax())
-            need = int(homes.max()) * case.world_size
-            found = (
-                step,
-                (
-                    f"step {step}: home rank {home} of group {group} has {homes[home, step]} "
-                    f"distinct rows for {slots} slots; all steps fit in {need} slots per rank"
-                ),
+        for step in np.flatnonzero((homes > slots).any(axis=0))[:1].tolist():
+            home, need = int(homes[:, step].argmax()), int(homes.max()) * case.world_size
+            text = (
+                f"step {step}: home rank {home} of group {group} has {homes[home, step]} "
+                f"distinct rows for {slots} slots; all steps fit in {need} slots per rank"
             )
-    return None if found is None else found[1]
+            found.append((step, text))
+    return min(found, key=lambda pair: pair[0])[1] if found else None
 
 
 def _replay(traces: Sequence[Trace], case: Case, popularity: Popularity | None) -> Outcome:
     """One case over all groups."""
     started = time.perf_counter()
-    refused = refusal(traces, case)
+    refused, groups = refusal(traces, case), []
     if refused is not None:
         none = tuple(GroupCounts() for _ in traces)
         return Outcome(case, 0, none, refused, seconds=time.perf_counter() - started)
-    tight = np.zeros(traces[0].steps, dtype=bool)
-    groups = []
+    training = traces[0].training
+    tight = np.zeros(len(training), dtype=bool)
     for group, (trace, slots) in enumerate(zip(traces, case.home_slots, strict=True)):
         classes = None
         if case.policy is not None and popularity is not None:
             classes = popularity(case, group)
-        counted = []
+        counted: Counter[str] = Counter()
         for home in trace.of_world(case.world_size):
             if case.policy is None:
-                counted.append(_least(home, trace.training, slots))
+                counted.update(_least(home, training, slots))
                 continue
             planner = make_planner(home, slots, case, classes)
-            counts, latest = _count_home(home, trace.training, planner, case.lookahead)
-            counted.append(counts)
+            counts, latest = _count_home(home, training, planner, case.lookahead)
+            counted.update(counts)
             tight |= (latest >= np.arange(trace.steps) - case.prefetch) & (latest >= 0)
-        groups.append(_summed(counted, trace))
-    seconds = time.perf_counter() - started
-    training = traces[0].training
-    return Outcome(
-        case, int(training.sum()), tuple(groups), None, int(tight[training].sum()), seconds
-    )
-
-
-def _summed(counted: Sequence[dict[str, int]], trace: Trace) -> GroupCounts:
-    return GroupCounts(trace.ids, **{key: sum(c[key] for c in counted) for key in counted[0]})
+        groups.append(GroupCounts(trace.ids, **counted))
+    steps, seconds = int(training.sum()), time.perf_counter() - started
+    return Outcome(case, steps, tuple(groups), None, int(tight[training].sum()), seconds)
 
 
 def _count_home(
@@ -400,7 +385,7 @@ def _count_home(
     """The counts of `GroupCounts`, and the latest last use among the victims of each step (int32
     `[steps]`, -1 for none), of a planner over the trace of its home."""
     latest = np.full(home.steps, -1, dtype=np.int32)
-    counts = dict.fromkeys(("lookups_hit", "distinct", "fetched", "written_back"), 0)
+    counts: Counter[str] = Counter()
     run = HomeRun(planner)
 
     def named() -> Iterator[tuple[str, np.ndarray]]:
@@ -418,7 +403,8 @@ def _count_home(
         counts["fetched"] += len(decision.fetch)
         counts["lookups_hit"] += int(lookups.sum()) - int(lookups[decision.fetch].sum())
         counts["written_back"] += leaving
-    return {**counts, "left_dirty": run.dirty}, latest
+    counts["left_dirty"] = run.dirty
+    return counts, latest
 
 
 def _least(home: HomeTrace, training: np.ndarray, slots: int) -> dict[str, int]:
@@ -444,17 +430,17 @@ def popularity_of(traces: Sequence[Trace]) -> Popularity:
     `pinned_rows` says.
     """
     counted = [_table(trace) for trace in traces]
-    plain: dict[int, np.ndarray] = {}
+
+    @cache
+    def plain(group: int) -> np.ndarray:
+        return row_classes(Statistics((counted[group],), "ids", 0), [0])
 
     def classes(case: Case, group: int) -> np.ndarray | None:
         if case.policy is None or not case.policy.needs_popularity:
             return None
-        table = counted[group]
-        if group not in plain:
-            plain[group] = row_classes(Statistics((table,), "ids", 0), [0])
         if case.policy.ranking != "static":
-            return plain[group]
-        pinned = plain[group].copy()
+            return plain(group)
+        table, pinned = counted[group], plain(group).copy()
         pinned[table.hottest(pinned_rows(traces[group], table.order, case, group))] = PINNED
         return pinned
 
@@ -467,14 +453,11 @@ def pinned_rows(trace: Trace, hottest: np.ndarray, case: Case, group: int = 0) -
     As many as leave room for the other rows of any P + 1 steps in a row, at every home, so that a
     step's rows never press a pinned one out and holds stay whole; found by bisection.
     """
-    homes = trace.of_world(case.world_size)
-    ranks = []
+    homes, order, ranks = trace.of_world(case.world_size), np.argsort(hottest), []
     for home in homes:
-        order = np.argsort(hottest)
         place = np.searchsorted(hottest, home.names, sorter=order)
-        place = np.minimum(place, max(len(hottest) - 1, 0))
-        known = hottest[order[place]] == home.names
-        ranks.append(np.where(known, order[place], len(hottest)))
+        place = order[np.minimum(place, max(len(hottest) - 1, 0))]
+        ranks.append(np.where(hottest[place] == home.names, place, len(hottest)))
     slots, steps = case.home_slots[group], case.prefetch + 1
 
     def fits(count: int) -> bool:

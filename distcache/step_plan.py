@@ -17,10 +17,7 @@ from torch import Tensor
 from distcache.errors import PlanError
 
 # -----------------------------------------------------------------------------
-# ShardPlan: which sharded rows of a step go from their homes to whom, and which way.
-#
-# A part of `step_plan`. With several nodes a row that several ranks of another node named crosses
-# to that node once: its home sends it to one of them, which hands it on (`planner.shard`).
+# Which sharded rows of a step go from their homes to whom, and which way (`planner.shard`).
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ class ShardPlan:
         return [self.late] if self.early is None else [self.early, self.late]
 
 
-def shard_problems(shard: ShardPlan) -> dict[str, bool]:
+def _shard_problems(shard: ShardPlan) -> dict[str, bool]:
     """The cheap laws of one plan of sharded rows, and whether each is broken."""
     parts = shard.transfers
     sent, named = sum(part.slots.shape[0] for part in parts), shard.source_rows.shape[0]
@@ -137,16 +134,23 @@ def _miscounted(transfer: Transfer) -> bool:
     return sum(transfer.send_counts) != transfer.slots.shape[0] or came != transfer.places.shape[0]
 
 
-def shard_laws(shard: ShardPlan, slots: int | None) -> dict[str, bool]:
+def _shard_laws(shard: ShardPlan, slots: int | None) -> dict[str, bool]:
     """Every other law that one plan of sharded rows can break; `slots`: C, None: it grows."""
-    parts = shard.transfers
+    parts, (sent, named) = shard.transfers, _sent_and_named(shard)
     arriving = torch.cat([part.places for part in parts]).sort().values
+    ends = list(accumulate(shard.runs or [1] * len(sent), initial=0))
     return {
         "two sharded rows share a slot": len(shard.slots.unique()) != len(shard.slots),
         "a sharded row's slot lies outside the cache": not _inside(shard.slots, slots),
         "a sharded row arrives twice or never": not torch.equal(arriving, torch.arange(shard.rows)),
-        "sharded rows are sent that nobody asked for": _sent_to_others(shard),
-        "a sharded row goes to a run of ranks twice or never": not _sent_once(shard),
+        "sharded rows are sent that nobody asked for": any(
+            not bool(torch.isin(own, asked).all()) for own, asked in zip(sent, named, strict=True)
+        ),
+        "a sharded row goes to a run of ranks twice or never": ends[-1] != len(sent)
+        or any(
+            not torch.equal(torch.cat(sent[a:b]).sort().values, torch.cat(named[a:b]).unique())
+            for a, b in pairwise(ends)
+        ),
         "a sharded row is handed on that did not come, or twice": any(map(_wrongly_passed, parts)),
         "a sharded row is fetched into no slot of the step": not bool(
             torch.isin(shard.fetch_slots, shard.slots).all()
@@ -171,22 +175,6 @@ def _sent_and_named(shard: ShardPlan) -> tuple[list[Tensor], list[Tensor]]:
     named = shard.slots[shard.source_rows].split(shard.source_counts)
     by_part = [part.slots.split(part.send_counts) for part in shard.transfers]
     return [torch.cat(parts) for parts in zip(*by_part, strict=True)], list(named)
-
-
-def _sent_to_others(shard: ShardPlan) -> bool:
-    """Whether a rank gets a row that it did not name."""
-    pairs = zip(*_sent_and_named(shard), strict=True)
-    return not all(bool(torch.isin(sent, named).all()) for sent, named in pairs)
-
-
-def _sent_once(shard: ShardPlan) -> bool:
-    """Whether every row goes once to each run of ranks in which some rank named it."""
-    sent, named = _sent_and_named(shard)
-    ends = list(accumulate(shard.runs or [1] * len(sent), initial=0))
-    return ends[-1] == len(sent) and all(
-        torch.equal(torch.cat(sent[a:b]).sort().values, torch.cat(named[a:b]).unique())
-        for a, b in pairwise(ends)
-    )
 
 
 def _wrongly_passed(transfer: Transfer) -> bool:
@@ -277,11 +265,6 @@ class StepPlan:
         return self.distinct + (0 if self.shard is None else self.shard.distinct)
 
     @property
-    def all_misses(self) -> int:
-        """Rows to fetch over all homes, replicated and sharded."""
-        return self.misses + (0 if self.shard is None else self.shard.misses)
-
-    @property
     def fetch_slots(self) -> Tensor:
         """`[M]`: slots that the fetched rows fill."""
         return self.slots[self.fetch]
@@ -310,10 +293,8 @@ def check_plan(plan: StepPlan) -> None:
         "segments do not cover the ids": int(plan.segments[-1]) != plan.positions.shape[0],
     }
     if shard is not None:
-        problems |= shard_problems(shard)
-    for problem, broken in problems.items():
-        if broken:
-            raise PlanError(f"plan of step {plan.step}: {problem}")
+        problems |= _shard_problems(shard)
+    _refuse(plan, problems)
 
 
 def check_plan_fully(plan: StepPlan, slots: int | None) -> None:
@@ -336,7 +317,12 @@ def check_plan_fully(plan: StepPlan, slots: int | None) -> None:
         "a slot of the step itself is evicted without being filled": not _filled_again(plan),
     }
     if plan.shard is not None:
-        laws |= shard_laws(plan.shard, slots)
+        laws |= _shard_laws(plan.shard, slots)
+    _refuse(plan, laws)
+
+
+def _refuse(plan: StepPlan, laws: dict[str, bool]) -> None:
+    """Raise PlanError for the first law that is broken."""
     for law, broken in laws.items():
         if broken:
             raise PlanError(f"plan of step {plan.step}: {law}")

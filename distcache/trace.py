@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from distcache.data.batch import BatchSource, check_ids, slice_bounds
+from distcache.data.batch import BatchSource, JaggedIds, check_ids, slice_bounds
 from distcache.errors import ConfigError, DataError
 from distcache.layout import RowLayout, TableSpec, group_tables
 from distcache.planner.shard import hashed_rows
@@ -59,12 +59,6 @@ class HomeTrace:
         """Distinct rows of each step; int64 `[steps]`."""
         return np.diff(self.starts)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        arrays = (self.names, self.starts, self.numbers, self.counts)
-        return sum(array.nbytes for array in arrays)
-
 
 @dataclass(frozen=True)
 class Trace:
@@ -72,25 +66,18 @@ class Trace:
     every number of ranks recorded, and 12 per distinct row of all steps.
 
     `rows`: V; `ids`: lookups of the training steps; `training` bool `[steps]`: whether a step
-    trains (False: it evaluates); `homes`: the homes of each number of ranks W; `complete`: False
-    where recording ended early for want of memory.
+    trains (False: it evaluates); `homes`: the homes of each number of ranks W.
     """
 
     rows: int
     ids: int
     training: np.ndarray
     homes: Mapping[int, tuple[HomeTrace, ...]]
-    complete: bool = True
 
     @property
     def steps(self) -> int:
         """Steps recorded, evaluations among them."""
         return len(self.training)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all homes."""
-        return sum(home.nbytes for homes in self.homes.values() for home in homes)
 
     def of_world(self, world_size: int) -> tuple[HomeTrace, ...]:
         """The homes of `world_size` ranks. Raises ConfigError if it was not recorded."""
@@ -131,30 +118,28 @@ class Recorder:
             raise ConfigError(f"{rows} rows: plans number the rows of a home up to {_MOST}")
         self.rows, self.full = rows, False
         self.most_bytes = int(available_memory() * _SHARE) if most_bytes is None else most_bytes
-        self._layouts = {world: _layout(rows or _MOST, world) for world in sorted(set(worlds))}
+        table = TableSpec("trace", rows or _MOST, 1, ("trace",))
+        self._layouts = {world: RowLayout([table], world) for world in sorted(set(worlds))}
         self._steps: dict[int, list[list[tuple[np.ndarray, np.ndarray]]]] = {
             world: [[] for _ in range(world)] for world in self._layouts
         }
         self._training: list[bool] = []
         self._ids = self._bytes = self._largest = 0
 
-    @property
-    def worlds(self) -> tuple[int, ...]:
-        """Numbers of ranks that are recorded."""
-        return tuple(self._layouts)
-
-    def add(self, rows: Mapping[int, Sequence[np.ndarray]], training: bool = True) -> None:
-        """Record a step: for each number of ranks, the rows that each rank names, int64 `[n]`.
+    def add(self, named: Callable[[int, int], np.ndarray], training: bool = True) -> None:
+        """Record a step; `named(rank, world)`: the rows that a rank of so many names, int64 `[n]`.
 
         Once `full` is true, do not go on: what follows would not fit.
         """
-        named = rows[self.worlds[0]]
-        ids = sum(len(part) for part in named)
-        self._largest = max([self._largest, *(int(part.max()) for part in named if len(part))])
-        if self.rows is None and self._largest >= _MOST:
-            raise DataError(f"id {self._largest}: a trace takes ids up to {_MOST - 1}: renumber")
+        ids = 0
         for world, layout in self._layouts.items():
-            distinct, labels = hashed_rows(np.concatenate(rows[world]))
+            rows = np.concatenate([named(rank, world) for rank in range(world)])
+            ids = len(rows)
+            self._largest = max(self._largest, int(rows.max(initial=0)))
+            if self.rows is None and self._largest >= _MOST:
+                how = f"a trace takes ids up to {_MOST - 1}: renumber"
+                raise DataError(f"id {self._largest}: {how}")
+            distinct, labels = hashed_rows(rows)
             counts = np.bincount(labels, minlength=len(distinct)).astype(np.int32)
             homes = layout.home(distinct)
             for home, steps in enumerate(self._steps[world]):
@@ -178,15 +163,11 @@ class Recorder:
         if not self._ids:
             raise DataError("the trace has no id in any training step: there is nothing to replay")
         homes = {}
-        for world in self.worlds:
+        for world in self._layouts:
             parts = self._steps.pop(world)
             homes[world] = tuple(_numbered(parts.pop(0)) for _ in range(world))
         rows = self._largest + 1 if self.rows is None else self.rows
-        return Trace(rows, self._ids, np.array(self._training), homes, not self.full)
-
-
-def _layout(rows: int, world: int) -> RowLayout:
-    return RowLayout([TableSpec("trace", rows, 1, ("trace",))], world)
+        return Trace(rows, self._ids, np.array(self._training), homes)
 
 
 def _numbered(steps: list[tuple[np.ndarray, np.ndarray]]) -> HomeTrace:
@@ -202,16 +183,6 @@ def _numbered(steps: list[tuple[np.ndarray, np.ndarray]]) -> HomeTrace:
 
 Progress = Callable[[int], None]
 """Told the number of ids of every step that was read."""
-
-
-@dataclass(frozen=True)
-class SourceGroup:
-    """Tables of one width. `features`: places in the batches' order; `offsets`: first row of the
-    table that each of them reads."""
-
-    rows: int
-    features: tuple[int, ...]
-    offsets: np.ndarray
 
 
 def record_source(
@@ -233,55 +204,41 @@ def record_source(
         if source.steps_per_epoch is None:
             raise ConfigError("the data is unlimited: say how many steps to replay")
         order = (("train", step) for step in range(source.steps_per_epoch))
-    groups = source_groups(source, tables)
-    recorders = [Recorder(group.rows, worlds, most_bytes) for group in groups]
-    reader = {feature: table for table in tables for feature in table.features}
-    specs = [reader[feature] for feature in source.features]
-    table_rows, names = [spec.rows for spec in specs], [spec.name for spec in specs]
+    reader = {feature: i for i, table in enumerate(tables) for feature in table.features}
+    if missing := [feature for feature in source.features if feature not in reader]:
+        raise ConfigError(f"no table reads the features {missing}")
+    read_by = [reader[feature] for feature in source.features]
+    table_rows, names = zip(*((tables[i].rows, tables[i].name) for i in read_by), strict=True)
+    groups = []  # of each a recorder, and for each of its features its place and first row
+    for members in group_tables(tables):
+        layout = RowLayout([tables[i] for i in members], 1)
+        firsts = dict(zip(members, layout.offsets.tolist(), strict=False))
+        own = [(feature, firsts[i]) for feature, i in enumerate(read_by) if i in firsts]
+        groups.append((Recorder(layout.rows, worlds, most_bytes), own))
     for kind, index in order:
         draw = source.train_batch if kind == "train" else source.eval_batch
         ids = check_ids(draw(index, 0, 1).ids, table_rows, names)
-        values, offsets = ids.values.numpy(), ids.offsets.numpy()
-        for group, recorder in zip(groups, recorders, strict=True):
-            parts = {
-                world: rows_by_rank(group, values, offsets, ids.batch_size, world)
-                for world in recorder.worlds
-            }
-            recorder.add(parts, kind == "train")
+        for recorder, own in groups:
+            recorder.add(partial(_rows_of, ids, own), kind == "train")
         if progress is not None:
-            progress(len(values))
-        if any(recorder.full for recorder in recorders):
+            progress(len(ids.values))
+        if any(recorder.full for recorder, _ in groups):
             break
-    return [recorder.finish() for recorder in recorders]
+    return [recorder.finish() for recorder, _ in groups]
 
 
-def source_groups(source: BatchSource, tables: Sequence[TableSpec]) -> list[SourceGroup]:
-    reader = {feature: i for i, table in enumerate(tables) for feature in table.features}
-    missing = [feature for feature in source.features if feature not in reader]
-    if missing:
-        raise ConfigError(f"no table reads the features {missing}")
-    groups = []
-    for members in group_tables(tables):
-        layout = RowLayout([tables[i] for i in members], 1)
-        own = [i for i, feature in enumerate(source.features) if reader[feature] in members]
-        at = [members.index(reader[source.features[i]]) for i in own]
-        groups.append(SourceGroup(layout.rows, tuple(own), layout.offsets[at]))
-    return groups
-
-
-def rows_by_rank(
-    group: SourceGroup, values: np.ndarray, offsets: np.ndarray, batch: int, world: int
-) -> list[np.ndarray]:
-    """The rows of a group that each rank names: its samples, feature-major; int64."""
-    parts = []
-    for rank in range(world):
-        low, high = slice_bounds(batch, rank, world)
-        pieces = [
-            values[offsets[f * batch + low] : offsets[f * batch + high]] + first
-            for f, first in zip(group.features, group.offsets, strict=True)
-        ]
-        parts.append(np.concatenate([np.empty(0, np.int64), *pieces]))
-    return parts
+def _rows_of(
+    ids: JaggedIds, features: Sequence[tuple[int, int]], rank: int, world: int
+) -> np.ndarray:
+    """The rows that a rank's samples name, int64, feature-major; `features`: the place of each,
+    and the first row of its table."""
+    values, offsets, batch = ids.values.numpy(), ids.offsets.numpy(), ids.batch_size
+    low, high = slice_bounds(batch, rank, world)
+    pieces = [
+        values[offsets[place * batch + low] : offsets[place * batch + high]] + first
+        for place, first in features
+    ]
+    return np.concatenate([np.empty(0, np.int64), *pieces])
 
 
 def record_ids(
@@ -302,8 +259,7 @@ def record_ids(
             bad = int(ids[outside.argmax()])
             of = "ids are not negative" if rows is None else f"the table has {rows} rows"
             raise DataError(f"step {step} of the trace has the id {bad}: {of}")
-        parts = {world: _parts(ids, world) for world in recorder.worlds}
-        recorder.add(parts)
+        recorder.add(partial(_part_of, ids))
         if progress is not None:
             progress(len(ids))
         if recorder.full:
@@ -311,8 +267,8 @@ def record_ids(
     return recorder.finish()
 
 
-def _parts(ids: np.ndarray, world: int) -> list[np.ndarray]:
-    return [ids[slice(*slice_bounds(len(ids), rank, world))] for rank in range(world)]
+def _part_of(ids: np.ndarray, rank: int, world: int) -> np.ndarray:
+    return ids[slice(*slice_bounds(len(ids), rank, world))]
 
 
 def read_steps(path: str | Path, ids_per_step: int | None = None) -> Iterator[np.ndarray]:
@@ -380,24 +336,14 @@ def _array_steps(file: Path, ids_per_step: int | None) -> Iterator[np.ndarray]:
         yield step.astype(np.int64)
 
 
-_IDS = re.compile(rb"[0-9\s]*")
-
-
 def _text_steps(file: Path) -> Iterator[np.ndarray]:
     """The ids of each line; an empty line is a step without ids."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             tokens = line.split()
-            bad = None if _IDS.fullmatch(line) else _first_bad(tokens)
-            if bad is None:
-                try:
-                    yield np.fromiter(map(int, tokens), np.int64, len(tokens))
-                    continue
-                except OverflowError:
-                    bad = max(tokens, key=int)
-            shown = bad.decode(errors="replace")
-            raise DataError(f"{file}, line {number}: {shown!r} is not an id (an integer >= 0)")
-
-
-def _first_bad(tokens: Sequence[bytes]) -> bytes | None:
-    return next((token for token in tokens if not token.isdigit()), None)
+            for token in tokens:
+                if not token.isdigit() or int(token) > np.iinfo(np.int64).max:
+                    shown = token.decode(errors="replace")
+                    place = f"{file}, line {number}"
+                    raise DataError(f"{place}: {shown!r} is not an id (an integer >= 0)")
+            yield np.array(tokens, dtype="S").astype(np.int64)

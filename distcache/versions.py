@@ -83,11 +83,8 @@ def way_out(torch_version: str, cuda: bool) -> str:
     """What to install beside this torch so that `hybrid` runs."""
     fitting = FITTING.get(minor(torch_version))
     if fitting is None:
-        known = ", ".join(FITTING)
-        return (
-            f"distcache knows no fbgemm built for torch {torch_version} (it knows torch {known}); "
-            + OTHER_MODES
-        )
+        known = f"no fbgemm built for torch {torch_version} (it knows torch {', '.join(FITTING)})"
+        return f"distcache knows {known}; {OTHER_MODES}"
     name = "fbgemm-gpu" if cuda else "fbgemm-gpu-cpu"
     packages = f"'{name}=={fitting}.*' 'torchrec=={fitting}.*'"
     return f"pip install --no-deps {packages}; {OTHER_MODES}"
@@ -104,11 +101,10 @@ def check_versions(torch_version: str, cuda: bool, fbgemm: dict[str, str], torch
         raise ConfigError(
             f"parallel=hybrid needs {' and '.join(missing)}, which is not installed: {advice}"
         )
-    fitting = FITTING.get(minor(torch_version))
+    builds = {fits: torch for torch, fits in FITTING.items()}
     for name, version in fbgemm.items():
-        builds = {fits: torch for torch, fits in FITTING.items()}
         built_for = builds.get(minor(version), "another version")
-        if fitting != minor(version):
+        if built_for != minor(torch_version):
             raise ConfigError(
                 f"parallel=hybrid: {name} {version} was built for torch {built_for}, "
                 f"but torch {torch_version} is installed: {advice}"
@@ -132,13 +128,10 @@ def require_hybrid() -> None:
         _ = torch.ops.fbgemm.asynchronous_complete_cumsum.default
         importlib.import_module("torchrec")
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
-        both = ""
-        if len(fbgemm) > 1:
-            both = (
-                f" (both {' and '.join(fbgemm)} are installed and overwrite each other: keep one)"
-            )
+        both = " and ".join(fbgemm) if len(fbgemm) > 1 else ""
+        twice = f" (both {both} are installed and overwrite each other: keep one)" if both else ""
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"parallel=hybrid: fbgemm or torchrec does not load beside torch {torch.__version__}: "
-            f"{reason}{both}; {way_out(torch.__version__, cuda)}"
+            f"{reason}{twice}; {way_out(torch.__version__, cuda)}"
         ) from error

@@ -39,17 +39,9 @@ def agents(
                 *("--rdzv-conf", f"is_host={int(number == 0)}"),
                 *("--local-addr", addresses[number], "-m", "distcache.train", *arguments),
             ]
-            started.append(
-                subprocess.Popen(
-                    command,
-                    cwd=folder,
-                    env=environment(),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    start_new_session=True,
-                )
-            )
+            how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            how |= {"cwd": folder, "env": environment(), "start_new_session": True}
+            started.append(subprocess.Popen(command, **how))
         texts = [one.communicate(timeout=timeout)[0] for one in started]
         return [(one.returncode, text) for one, text in zip(started, texts, strict=True)]
     finally:

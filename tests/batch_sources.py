@@ -13,6 +13,7 @@ from parquet_files import columns, source, write
 from distcache.data.batch import Batch, SlicedSource
 from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.interactions import InteractionsSource, InteractionsSpec
+from distcache.data.parquet import ParquetSource
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 
 NAMES = (
@@ -40,9 +41,8 @@ def make_source(name: str, folder: Path, **changes: Any) -> SlicedSource:
         if not path.exists():
             write(path, data, 17)
         weights = {"b": "w"} if "window" in name else {}
-        made = source(path, shuffle_rows=window, weight_columns=weights, **changes)
-        made.deferred = True
-        return made
+        changes |= {"shuffle_rows": window, "weight_columns": weights}
+        return source(path, make=ParquetSource, **changes)
     text = folder / "a.txt"
     if not text.exists():
         write_lines(text, make_lines(420))

@@ -36,14 +36,6 @@ def make_lines(count: int, seed: int = 0, missing: float = 0.1) -> list[bytes]:
     return lines
 
 
-def counted_lines(count: int) -> list[bytes]:
-    """Lines without empty fields; the first integer of each is its number."""
-    return [
-        b"\t".join([line[:1], str(number).encode(), *line.split(b"\t")[2:]])
-        for number, line in enumerate(make_lines(count, missing=0))
-    ]
-
-
 def with_fields(line: bytes, changes: dict[int, bytes]) -> bytes:
     """The line with some of its fields replaced."""
     return b"\t".join(changes.get(at, field) for at, field in enumerate(line.split(b"\t")))

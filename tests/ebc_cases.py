@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from counting import count_ids
 from ranks import run_ranks
 from reference_trainer import Settings, optimizers
+from scenarios import count_ids
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import (

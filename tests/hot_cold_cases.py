@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from counting import count_ids
+from scenarios import count_ids
 from source_runs import NET
 
 from distcache.data.batch import SlicedSource

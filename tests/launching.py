@@ -20,15 +20,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from multiprocessing import reduction
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from node_cases import place_of
-from ranks import forking
+from ranks import agent_store, forking, set_variables
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 STUB = str(CHECKOUT / "tests" / "cli" / "stub_train.py")
@@ -73,7 +71,6 @@ def train(
 def run(
     command: Sequence[str],
     capture_output: bool = False,
-    text: bool = True,
     timeout: float | None = None,
     check: bool = False,
     **how: Any,
@@ -81,7 +78,7 @@ def run(
     """`subprocess.run` for a `Forked` command."""
     if capture_output:
         how |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    job = Forked(command, text=text, **how)
+    job = Forked(command, **how)
     try:
         out, err = job.communicate(timeout=timeout)
     finally:
@@ -113,19 +110,23 @@ class Forked:
     ) -> None:
         ranks, program = _ranks_of(list(command))
         nodes = nodes or (ranks or 1,)
-        self.args, self.returncode = list(command), None
-        self._job, self._store, self._failed_at = ranks is not None, None, None
-        self.stdout, self.stderr = _opened(stdout), _opened(stderr)
-        out = stdout if self.stdout is None else self.stdout
-        error = stderr if self.stderr is None else self.stderr
-        sent = {1: out, 2: out if stderr == subprocess.STDOUT else error}
-        files = {number: _Sent(file) for number, file in sent.items() if file is not None}
-        here = dict(os.environ if env is None else env)
-        if self._job:
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.args, self.returncode, self._failed_at = list(command), None, None
+        self._job, self._store = ranks is not None, agent_store() if ranks is not None else None
+        self._pipes = [
+            tempfile.NamedTemporaryFile("r") if target == subprocess.PIPE else None  # noqa: SIM115
+            for target in (stdout, stderr)
+        ]
+        files = {
+            number: (pipe or target).name
+            for number, pipe, target in zip((1, 2), self._pipes, (stdout, stderr), strict=True)
+            if target is not None
+        }
         self._ranks = []
         for rank in range(ranks or 1):
-            own = here | (_variables(rank, nodes, self._store.port) if self._job else {})
+            own = dict(os.environ if env is None else env)
+            if self._job:
+                here = {"RANK": rank, "WORLD_SIZE": ranks} | place_of(rank, nodes)
+                set_variables(own, here, self._store.port, agent=True)
             place = str(Path.cwd() if cwd is None else cwd)
             args = (program, self.args, place, own, files, start_new_session)
             self._ranks.append(forking().Process(target=_become, args=args))
@@ -147,9 +148,9 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end; `subprocess.TimeoutExpired` after `timeout` seconds."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = time.monotonic() + (1e9 if timeout is None else timeout)
         while self.poll() is None:
-            left = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
+            left = min(1.0, deadline - time.monotonic())
             if left <= 0:
                 raise subprocess.TimeoutExpired(self.args, timeout)
             wait([rank.sentinel for rank in self._ranks if rank.exitcode is None], left)
@@ -158,7 +159,8 @@ class Forked:
     def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
         """Wait for the end; what was written to the pipes that were asked for."""
         self.wait(timeout)
-        return _read(self.stdout), _read(self.stderr)
+        out, err = (None if pipe is None else pipe.read() for pipe in self._pipes)
+        return out, err
 
     def send_signal(self, number: int) -> None:
         """Send a signal to all that run."""
@@ -175,8 +177,6 @@ class Forked:
 
 def _ranks_of(command: list[str]) -> tuple[int | None, list[str]]:
     """How many ranks torchrun would start (None: it is not in front), and the program's words."""
-    if command[0] != sys.executable:
-        raise ValueError(f"{command[0]}: only {sys.executable} is forked")
     program, ranks = command[1:], None
     if program[:2] == ["-m", "torch.distributed.run"]:
         program = program[2:]
@@ -184,48 +184,7 @@ def _ranks_of(command: list[str]) -> tuple[int | None, list[str]]:
             word = program.pop(0)
             if word.startswith("--nproc-per-node"):
                 ranks = int(word.partition("=")[2] or program.pop(0))
-            elif word != "--standalone" and not word.startswith("--local-addr="):
-                raise ValueError(f"{word}: torchrun itself has to read this")
     return ranks, program
-
-
-def _variables(rank: int, nodes: Sequence[int], port: int) -> dict[str, str]:
-    """What torchrun tells a rank."""
-    here = {"RANK": rank, "WORLD_SIZE": sum(nodes), "ROLE_RANK": rank, "ROLE_NAME": "default"}
-    here |= place_of(rank, nodes) | {"ROLE_WORLD_SIZE": sum(nodes), "GROUP_WORLD_SIZE": len(nodes)}
-    here |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    here |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
-    here |= {"TORCHELASTIC_RUN_ID": f"forked-{port}"}
-    return {name: str(value) for name, value in here.items()}
-
-
-class _Sent:
-    """An open file on its way to another process."""
-
-    def __init__(self, file: IO | int) -> None:
-        self.number = file if isinstance(file, int) else file.fileno()
-
-    def __reduce__(self) -> tuple:
-        return _arrived, (reduction.DupFd(self.number),)
-
-
-def _arrived(sent: Any) -> int:
-    return sent.detach()
-
-
-def _opened(target: Any) -> IO | None:
-    """The file behind a pipe or a way to nowhere; None for what the caller has opened."""
-    if target == subprocess.PIPE:
-        return tempfile.TemporaryFile("w+b")
-    return open(os.devnull, "r+b") if target == subprocess.DEVNULL else None
-
-
-def _read(file: IO | None) -> str | None:
-    if file is None or file.name == os.devnull:
-        return None
-    with file:
-        file.seek(0)
-        return file.read().decode().replace("\r\n", "\n")
 
 
 def _become(
@@ -233,54 +192,42 @@ def _become(
     command: list[str],
     folder: str,
     environment: dict[str, str],
-    files: dict[int, int],
+    files: dict[int, str],
     new_session: bool,
-) -> NoReturn:
+) -> None:
     """Be the process that this command would have started."""
     if new_session:
         os.setsid()
-    for number, file in files.items():
-        os.dup2(file, number)
+    for number, path in files.items():
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     multiprocessing.set_start_method(None, force=True)  # not how this process was started
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
-    code = 1
     try:
         _execute(program, command)
-        code = 0
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        if isinstance(stop.code, str):
-            sys.stderr.write(stop.code + "\n")
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()
 
 
 def _execute(program: list[str], command: list[str]) -> None:
     """Run `-m module`, `-c code` or a script as the main module."""
-    first, *rest = program
     sys.orig_argv = list(command)
     sys.path[:0] = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    if first == "-m":
-        sys.argv = [rest[0], *rest[1:]]
+    if program[0] == "-m":
+        sys.argv = program[1:]
         sys.path.insert(0, os.getcwd())
-        sys.modules.pop(rest[0], None)  # run anew, not what the fork server has imported
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    elif first == "-c":
-        sys.argv = ["-c", *rest[1:]]
-        sys.path.insert(0, os.getcwd())
-        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+        sys.modules.pop(program[1], None)  # run anew, not what the fork server has imported
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    elif program[0] == "-c":
+        sys.argv = ["-c", *program[2:]]
+        exec(compile(program[1], "<string>", "exec"), {"__name__": "__main__"})
     else:
-        sys.argv = [first, *rest]
-        sys.path.insert(0, str(Path(first).resolve().parent))
-        runpy.run_path(first, run_name="__main__")
+        sys.argv = program
+        sys.path.insert(0, str(Path(program[0]).resolve().parent))
+        runpy.run_path(program[0], run_name="__main__")

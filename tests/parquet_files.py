@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from distcache.data.batch import Batch, BatchSlice
 from distcache.data.parquet import ParquetSource, ParquetSpec
 
 ROWS = (50, 1000, 7)
@@ -37,8 +38,15 @@ def write(path: Path, data: dict[str, Any] | pa.Table, group: int = 10) -> Path:
     return path
 
 
-def source(path: Any, batch: int = 16, **changes: Any) -> ParquetSource:
-    """The source of files that `columns` made; its batches come loaded."""
+class LoadedParquet(ParquetSource):
+    """The same with batches that come loaded."""
+
+    def read(self, part: BatchSlice) -> Batch:
+        return super().read(part).loaded()
+
+
+def source(path: Any, batch: int = 16, make: type = LoadedParquet, **changes: Any) -> ParquetSource:
+    """The source of files that `columns` made."""
     settings = {
         "label_column": "y",
         "dense_columns": ("x", "z"),
@@ -46,9 +54,7 @@ def source(path: Any, batch: int = 16, **changes: Any) -> ParquetSource:
         "table_rows": ROWS,
         "global_batch_size": batch,
     }
-    made = ParquetSource(ParquetSpec(path, **(settings | changes)))
-    made.deferred = False
-    return made
+    return make(ParquetSpec(path, **(settings | changes)))
 
 
 def seen(stream: ParquetSource, steps: Iterable[int]) -> list[int]:

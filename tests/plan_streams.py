@@ -1,14 +1,19 @@
-"""Random streams of rows for the planner, by rank and step, with a layout and settings that fit."""
+"""Random streams of rows for the planner, by rank and step, with a layout and settings that fit;
+its compiled loops, and the same as Python runs them, where NumPy checks every index."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from simulator import PlannerSettings
 
 from distcache.layout import RowLayout, TableSpec
+from distcache.planner import loops
 from distcache.planner.victims import PINNED, POLICIES, TAILS, Policy
 
 
@@ -56,24 +61,25 @@ def streams(draw: st.DrawFn, longest: int = 14) -> tuple:
     world, rows = draw(st.sampled_from([1, 1, 2, 3, 4])), draw(st.integers(1, 60))
     stream, _ = draw(steps_of(world, rows, longest, 12))
     layout = make_layout(rows, world)
-    need = 1
-    for step in stream:
-        homes = layout.home(np.unique(np.concatenate(step)))
-        need = max(need, *np.bincount(homes, minlength=world))
+    need = most_rows(stream, layout, np.arange(rows))
     slots = world * (need + draw(st.integers(0, 12)))
     policy, popularity = draw(policies(rows))
     ahead, prefetch = draw(st.integers(0, 16)), draw(st.integers(0, 6))
-    config = PlannerSettings(slots, ahead, prefetch, policy, popularity)
-    return stream, layout, config
+    return stream, layout, PlannerSettings(slots, ahead, prefetch, policy, popularity)
 
 
-@st.composite
-def nodes_of(draw: st.DrawFn, world: int) -> tuple[int, ...]:
-    """Nodes that so many ranks may be on: how many are on each."""
-    sizes: list[int] = []
-    while sum(sizes) < world:
-        sizes.append(draw(st.integers(1, world - sum(sizes))))
-    return tuple(sizes)
+def most_rows(stream: list, layout: RowLayout, region: np.ndarray) -> int:
+    """The most rows of a region that one home has in a step, at least one."""
+    named = [np.intersect1d(np.concatenate(step), region) for step in stream]
+    return max(1, *(int(np.bincount(layout.home(rows), minlength=1).max()) for rows in named))
+
+
+NODES = [
+    tuple(map(len, np.split(np.arange(world), np.flatnonzero(cuts) + 1)))
+    for world in range(1, 6)
+    for cuts in itertools.product((False, True), repeat=world - 1)
+]
+"""Nodes that 1 to 5 ranks may be on: how many are on each."""
 
 
 @st.composite
@@ -82,25 +88,19 @@ def sharded_streams(
 ) -> tuple:
     """Streams as those of `streams`, whose settings shard some rows or all; slots of either region
     hold every step, often just so. On nodes of one of `shapes`, any where there are none."""
-    nodes = draw(st.sampled_from(shapes)) if shapes else draw(st.integers(1, 5).flatmap(nodes_of))
+    nodes = draw(st.sampled_from(shapes or NODES))
     world = sum(nodes)
     rows = draw(st.integers(1, 40))
     stream, rng = draw(steps_of(world, rows, longest, 10))
     layout = make_layout(rows, world)
     share = draw(st.sampled_from([0.0, 0.0, 0.2, 0.7, 1.0]))
     hot = np.flatnonzero(rng.random(rows) < share)
-    need = {True: 1, False: 1}  # of the replicated and of the sharded region
-    for step in stream:
-        named = np.unique(np.concatenate(step))
-        for replicated in need:
-            own = named[np.isin(named, hot) == replicated]
-            counts = np.bincount(layout.home(own), minlength=world)
-            need[replicated] = max(need[replicated], int(counts.max()))
+    tail = np.setdiff1d(np.arange(rows), hot)
     spare = [draw(st.integers(0, most)) for most in (4, 8)]
-    replicated = world * (need[True] + spare[0]) if len(hot) else 0
+    replicated = world * (most_rows(stream, layout, hot) + spare[0]) if len(hot) else 0
     policy, popularity = draw(policies(rows))
     config = PlannerSettings(
-        slots=replicated + need[False] + spare[1],
+        slots=replicated + most_rows(stream, layout, tail) + spare[1],
         lookahead=draw(st.integers(0, 8)),
         prefetch=draw(st.integers(0, 5)),
         policy=policy,
@@ -111,3 +111,19 @@ def sharded_streams(
         nodes=nodes if shapes else draw(st.sampled_from([(), nodes, nodes])),
     )
     return stream, layout, config
+
+
+COMPILED, PYTHON = BODIES = ("compiled", "python")
+
+NAMES = [name for name, value in vars(loops).items() if hasattr(value, "py_func")]
+"""The names of the loops."""
+
+
+@contextlib.contextmanager
+def using(body: str) -> Iterator[None]:
+    """The loops by one body while open."""
+    with pytest.MonkeyPatch.context() as patch, np.errstate(over="ignore"):
+        for name in NAMES if body == PYTHON else ():
+            loop = getattr(loops, name)
+            patch.setattr(loops, name, getattr(loop, "py_func", loop))
+        yield

@@ -16,7 +16,6 @@ from scenarios import Scenario, table
 
 from distcache.comm.world import World
 from distcache.data.batch import Batch
-from distcache.engine.whole import table_views
 from distcache.parallel.base import OptimizerSpec
 from distcache.parallel.cached import CachedParallel, CachedSettings
 
@@ -77,7 +76,7 @@ def state(mode: CachedParallel) -> str:
     mode.flush()
     sha = hashlib.sha256()
     for index in range(len(TABLES)):
-        for values in table_views(mode.rows, index):
+        for values in mode.tables.whole_tables.local(index):
             if values is not None:
                 sha.update(np.ascontiguousarray(values.numpy()))
     for value in mode.dense_state().values():

@@ -12,7 +12,7 @@ import random
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -61,20 +61,27 @@ def free_port() -> int:
             return port
 
 
+def agent_store() -> dist.TCPStore:
+    """A store as torchrun's agent has it for its ranks."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def set_variables(
+    environment: MutableMapping[str, str], here: dict[str, int], port: int, agent: bool
+) -> None:
+    """Tell a rank its place, `here`, and where the store is; `agent`: as torchrun does."""
+    told: dict[str, Any] = here | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if agent:
+        told |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+        told["TORCHELASTIC_RUN_ID"] = f"forked-{port}"
+    environment.update({name: str(value) for name, value in told.items()})
+
+
 def _child(
-    function: Callable,
-    rank: int,
-    size: int,
-    agent: bool,
-    port: int,
-    pipe: Connection,
-    args: tuple,
+    function: Callable, rank: int, size: int, agent: bool, port: int, pipe: Connection, args: tuple
 ) -> None:
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    here |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    if agent:
-        here |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
-    os.environ.update({key: str(value) for key, value in here.items()})
+    set_variables(os.environ, here | {"OMP_NUM_THREADS": 1}, port, agent)
     mp.set_start_method(None, force=True)  # Python's own, not how this process was started
     torch.set_num_threads(1)
     try:
@@ -108,9 +115,8 @@ class Job:
         agent: bool = True,
         fresh: bool = False,
     ) -> None:
-        context, self._store = mp.get_context("spawn") if fresh else forking(), None
-        if agent:
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = mp.get_context("spawn") if fresh else forking()
+        self._store = agent_store() if agent else None
         port = self._store.port if self._store else free_port()
         self._pipes, self._children = {}, []
         for rank in range(world_size):

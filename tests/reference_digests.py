@@ -1,14 +1,14 @@
 """The bits of 24 training runs as digests, made from one or two checkouts and compared.
 
     python tests/reference_digests.py OLD_CHECKOUT NEW_CHECKOUT
-    python tests/reference_digests.py CHECKOUT --cases '*-adam' --json digests.json
+    python tests/reference_digests.py CHECKOUT --cases '*-adam'
 
 A change that only moves code changes no digest: compare a checkout of the commit before it (`git
 worktree add /tmp/old main`) with the working tree. Exit code 1 where a digest differs, a case
 fails, or cases of one checkout differ that are one training: resident, in any placement, through
 the trainer or the collection. The repository stores no digest, for they depend on processor and
 libraries. Those of a checkout without changes are kept in the temporary folder by commit, until
-this file changes; `--fresh` makes them anew.
+this file changes.
 
 A digest has three parts: the losses of all steps; tables and dense parameters at the end; these
 with the optimizers' state. Caches are so small that rows come and go in every step. Only what users
@@ -29,7 +29,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,9 +80,15 @@ class Case:
     counted: bool = False
     stop: int = 0
 
+    @property
     def runs(self) -> list[tuple[int, int]]:
         """First and last step of each run."""
         return list(pairwise(sorted({0, self.stop, STEPS})))
+
+    @property
+    def features(self) -> dict[str, tuple]:
+        """The table of each feature."""
+        return {feature: table for table in self.tables.values() for feature in table[3]}
 
 
 class Net(nn.Module):
@@ -92,7 +97,7 @@ class Net(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         torch.manual_seed(0)
-        width = sum(width * len(features) for _, width, _, features, _ in case.tables.values())
+        width = sum(width for _, width, *_ in case.features.values())
         self.layers = nn.Sequential(nn.Linear(DENSE + width, 16), nn.ReLU(), nn.Linear(16, 1))
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
@@ -105,17 +110,16 @@ def batch_of(case: Case, rank: int, step: int) -> tuple[Tensor, tuple[Tensor, ..
     own = np.array_split(np.arange(SAMPLES), case.ranks)[rank]
     dense = draw.standard_normal((SAMPLES, DENSE), np.float32)
     score, lengths, values, weights = dense[:, 0].copy(), [], [], []
-    for rows, _, _, features, most in case.tables.values():
-        for _ in features:
-            bags = draw.integers(most == 1, most + 1, SAMPLES)
-            # Some rows are named often and most seldom; the prime scatters them over the table.
-            ids = (draw.random(bags.sum()) ** 3 * rows).astype(np.int64) * 7919 % rows
-            weight, sample = draw.random(len(ids), np.float32), np.repeat(np.arange(SAMPLES), bags)
-            np.add.at(score, sample, (ids % 7 - 3) / np.float32(3))
-            mine = np.isin(sample, own)
-            lengths.append(bags[own])
-            values.append(ids[mine])
-            weights.append(weight[mine])
+    for rows, *_, most in case.features.values():
+        bags = draw.integers(most == 1, most + 1, SAMPLES)
+        # Some rows are named often and most seldom; the prime scatters them over the table.
+        ids = (draw.random(bags.sum()) ** 3 * rows).astype(np.int64) * 7919 % rows
+        weight, sample = draw.random(len(ids), np.float32), np.repeat(np.arange(SAMPLES), bags)
+        np.add.at(score, sample, (ids % 7 - 3) / np.float32(3))
+        mine = np.isin(sample, own)
+        lengths.append(bags[own])
+        values.append(ids[mine])
+        weights.append(weight[mine])
     labels = (score + draw.standard_normal(SAMPLES) > 0).astype(np.float32)
     ids = [np.concatenate(values), np.cumsum(np.concatenate(([0], *lengths)))]
     ids += [np.concatenate(weights)] if case.tables is WEIGHTED else []
@@ -195,7 +199,7 @@ def trainer(case: Case, rank: int, folder: Path) -> str:
     if case.counted:
         given["cache.statistics"] = write_counts(case, folder / f"{rank}")
     batches = [batch_of(case, rank, step) for step in range(STEPS)]
-    for first, last in case.runs():
+    for first, last in case.runs:
         given |= {"trainer.steps": last, "run.dir": str(folder / f"to-{last}")}
         given |= {"trainer.resume": str(folder / f"to-{first}") if first else None}
         how = {"parallel": parallel, "optimizer": case.optimizer, "settings": given}
@@ -236,7 +240,7 @@ def collection(case: Case, rank: int, folder: Path, kind: str = "bags") -> str:
     """A user's loop: `bags` and the dense gradients summed over ranks, or their means with `ddp`;
     `sequences` with two batches a step."""
     losses, state = [], []
-    for first, last in case.runs():
+    for first, last in case.runs:
         net, tables = Net(case), make_tables(case, rank, folder, kind)
         name = ROWS[case.optimizer].removeprefix("RowWise")
         eps = {"eps": 1e-8} if name == "Adagrad" else {}
@@ -281,12 +285,12 @@ def train(case: Case, rank: int, kind: str, parts: tuple, steps: range) -> list[
     import distcache
 
     tables, _, net, dense = parts
-    keys = [feature for _, _, _, features, _ in case.tables.values() for feature in features]
 
     def batches() -> Iterator[tuple]:
         for step in steps:
             floats, (values, offsets, *weights), labels = batch_of(case, rank, step)
-            yield floats, KeyedJaggedTensor(keys, values, *weights, offsets=offsets), labels
+            ids = KeyedJaggedTensor(list(case.features), values, *weights, offsets=offsets)
+            yield floats, ids, labels
 
     model: nn.Module = Model(tables, net)
     model = nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model
@@ -300,12 +304,11 @@ def train(case: Case, rank: int, kind: str, parts: tuple, steps: range) -> list[
         if number % accumulate:
             continue
         if kind != "ddp" and case.ranks > 1:  # as the trainer: one buffer for all gradients
-            gradients = [parameter.grad for parameter in net.parameters()]
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            flat = nn.utils.parameters_to_vector(p.grad for p in net.parameters())
             dist.all_reduce(flat)
-            sums = flat.split([gradient.numel() for gradient in gradients])
-            for gradient, own in zip(gradients, sums, strict=True):
-                gradient.copy_(own.view_as(gradient))
+            sums = flat.split([parameter.numel() for parameter in net.parameters()])
+            for parameter, own in zip(net.parameters(), sums, strict=True):
+                parameter.grad.copy_(own.view_as(parameter))
         tables.step()
         dense.step()
         dense.zero_grad()
@@ -377,12 +380,11 @@ def make(names: list[str]) -> None:
         raise SystemExit(f"{distcache.__file__} is not of the checkout {Path.cwd()}")
     _ = distcache.fit, distcache.CachedEmbeddingBagCollection  # imported before the ranks fork
     logging.disable(logging.WARNING)
+    jobs: dict[int, list[str]] = {}
+    for name in names:
+        jobs.setdefault(1 if CASES[name].door is command else CASES[name].ranks, []).append(name)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        jobs: dict[int, list[str]] = {}
-        for name in names:
-            case = CASES[name]
-            jobs.setdefault(1 if case.door is command else case.ranks, []).append(name)
         for ranks, own in jobs.items():
             try:
                 mp.start_processes(run_cases, (own, ranks, folder), ranks, start_method="fork")
@@ -391,30 +393,28 @@ def make(names: list[str]) -> None:
         print(json.dumps({file.stem: file.read_text() for file in folder.glob("*.txt")}))
 
 
-def digests(checkout: Path, names: list[str], fresh: bool) -> dict[str, str]:
+def digests(checkout: Path, names: list[str]) -> dict[str, str]:
     """Digests of a checkout, made or kept; what went wrong in place of one has a colon."""
 
     def git(*words: str) -> str:
         line = ["git", "-C", str(checkout), *words]
         return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
 
-    began, versions = time.monotonic(), f"{sys.version} {torch.__version__} {np.__version__}"
+    versions = f"{sys.version} {torch.__version__} {np.__version__}"
     maker = hashlib.sha256(Path(__file__).read_bytes() + versions.encode()).hexdigest()[:12]
     kept = Path(tempfile.gettempdir()) / f"distcache-digests-{git('rev-parse', 'HEAD')}-{maker}"
     clean = not git("status", "--porcelain")
     known = json.loads(kept.read_text()) if clean and kept.exists() else {}
-    missing = [name for name in names if fresh or name not in known]
+    missing = [name for name in names if name not in known]
     if missing:
         line = [sys.executable, "-P", str(Path(__file__).resolve()), "--make", *missing]
         own = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
         how = {"cwd": checkout, "env": own, "timeout": LIMIT_S, "check": True}
         made = subprocess.run(line, stdout=subprocess.PIPE, **how).stdout
-        known = {name: known[name] for name in known if name not in missing}
         known |= json.loads(made.splitlines()[-1])
         if clean:
             good = {name: digest for name, digest in known.items() if ":" not in digest}
             kept.write_text(json.dumps(good))
-    print(f"{checkout}: {len(missing)} made, {time.monotonic() - began:.0f} s", file=sys.stderr)
     return {name: known.get(name, "none: its ranks died") for name in names}
 
 
@@ -426,13 +426,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkouts", nargs="+", type=Path, metavar="CHECKOUT")
     parser.add_argument("--cases", default="*", help="a pattern of names")
-    parser.add_argument("--json", type=Path, help="file for the digests of each checkout")
-    parser.add_argument("--fresh", action="store_true", help="make digests that are kept anew")
     chosen = parser.parse_args()
     names = fnmatch.filter(CASES, chosen.cases)
-    found = [digests(path.resolve(), names, chosen.fresh) for path in chosen.checkouts]
-    if chosen.json:
-        chosen.json.write_text(json.dumps(found, indent=1))
+    found = [digests(path.resolve(), names) for path in chosen.checkouts]
     wrong = []
     for name in names:
         several = [own[name] for own in found]

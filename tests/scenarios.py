@@ -5,24 +5,27 @@ they are held against, and the statistics of their batches.
 from __future__ import annotations
 
 import hashlib
-import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import reference_trainer
 import torch
-from counting import count_ids
 from torch import Tensor, nn
 
 from distcache.comm.world import World
-from distcache.data.batch import Batch, JaggedIds, slice_bounds
-from distcache.layout import TableSpec, group_tables
+from distcache.data.batch import Batch, BatchSource, JaggedIds, slice_bounds
+from distcache.layout import TableSpec
 from distcache.models import initialise
 from distcache.parallel.base import OptimizerSpec
 from distcache.parallel.cached import CachedParallel, CachedSettings
-from distcache.popularity.curve import Curve, StepCurves
-from distcache.popularity.slots import statistics_of
-from distcache.popularity.statistics import Popularity, Statistics
+from distcache.popularity.slots import Budget, likeliest_rows, statistics_of
+from distcache.popularity.statistics import (
+    Popularity,
+    Statistics,
+    TableCounts,
+    vocabulary_of,
+)
 
 
 class SmallNet(nn.Module):
@@ -56,9 +59,14 @@ class Scenario:
     empty_ranks: bool = False
 
     @property
+    def readers(self) -> dict[str, TableSpec]:
+        """The table of each feature, later tables first, to be unlike the order of tables."""
+        return {f: table for table in reversed(self.tables) for f in table.features}
+
+    @property
     def features(self) -> tuple[str, ...]:
-        """All features, those of later tables first, to be unlike the order of tables."""
-        return tuple(f for table in reversed(self.tables) for f in table.features)
+        """The features that batches have: all."""
+        return tuple(self.readers)
 
     @property
     def pooled_width(self) -> int:
@@ -75,7 +83,6 @@ class Scenario:
         if self.last_batch is not None and step == self.steps - 1 and kind == "train":
             size = self.last_batch
         rng = np.random.default_rng([self.seed, step, kind == "eval"])
-        readers = {f: table for table in self.tables for f in table.features}
         lengths, values, weights = [], [], []
         low, high = slice_bounds(size, rank, world)
         if self.empty_ranks and world > 1:
@@ -83,10 +90,9 @@ class Scenario:
             high = low if rank == 0 else high
         dense = rng.standard_normal((size, 5))
         labels = (rng.random(size) < 0.3).astype(np.float64)
-        for feature in self.features:
-            rows = readers[feature].rows
+        for table in map(self.readers.get, self.features):
             counts = rng.integers(0, self.bag + 1, size) if self.bag > 1 else np.ones(size, int)
-            ids = (rng.random(counts.sum()) ** self.skew * rows).astype(np.int64)
+            ids = (rng.random(counts.sum()) ** self.skew * table.rows).astype(np.int64)
             weight = rng.uniform(0.5, 1.5, counts.sum())
             edges = np.concatenate(([0], np.cumsum(counts)))
             mine = slice(edges[low], edges[high])
@@ -119,16 +125,14 @@ def table(name: str, rows: int, dim: int = 8, features: int = 1, pooling: str = 
 
 @dataclass
 class Outcome:
-    """Losses, digests, final weights by table and dense state, and the mode's summary.
-
-    On several nodes the tables, and the state's digest, are those of rank 0 alone."""
+    """Losses, final weights by table and dense state, the mode's summary, the digest of all weights
+    and the cache. On several nodes the tables, and the digest, are those of rank 0 alone."""
 
     losses: list[float]
-    loss_digest: str
-    state_digest: str
     tables: dict[str, np.ndarray]
     dense: dict[str, np.ndarray]
     summary: dict
+    state_digest: str = ""
     cached: np.ndarray | None = None
 
 
@@ -177,13 +181,10 @@ def finish(mode, scenario: Scenario, losses: list[float]) -> Outcome:
     state = hashlib.sha256()
     for value in (*tables.values(), *dense.values()):
         state.update(np.ascontiguousarray(value))
-    chain = hashlib.sha256()
-    for loss in losses:
-        chain.update(struct.pack("<d", loss))
     cached = mode.rows[0].cache.weight.clone().cpu().numpy()
     summary = mode.summary()
     mode.close()
-    return Outcome(losses, chain.hexdigest(), state.hexdigest(), tables, dense, summary, cached)
+    return Outcome(losses, tables, dense, summary, state.hexdigest(), cached)
 
 
 OPTIMIZERS = {
@@ -200,10 +201,9 @@ def check_against_trainer(
 ) -> None:
     """Losses within 1e-9 (float64) or 1e-5, weights within 1e-10 (or `weights`), or ten times the
     drift of the trainer itself when it takes its samples in reverse."""
-    readers = {f: spec.name for spec in case.tables for f in spec.features}
     settings = reference_trainer.Settings(
         optimizer=case.optimizer.name,
-        feature_tables=tuple(readers[f] for f in case.features),
+        feature_tables=tuple(case.readers[feature].name for feature in case.features),
         dense_lr=case.lr,
         embedding_lr=case.lr,
         eps=case.optimizer.eps,
@@ -211,52 +211,57 @@ def check_against_trainer(
         initial_accumulator=case.optimizer.initial_accumulator,
         pooling={spec.name: spec.pooling for spec in case.tables},
     )
-    tables = {name: torch.from_numpy(value) for name, value in start.tables.items()}
-    dense = {name: torch.from_numpy(value) for name, value in start.dense.items()}
+    first, ours = (
+        reference_trainer.Trained(
+            outcome.losses,
+            {name: torch.from_numpy(value) for name, value in outcome.tables.items()},
+            {name: torch.from_numpy(value) for name, value in outcome.dense.items()},
+        )
+        for outcome in (start, found)
+    )
+    given = (first.tables, first.dense, case.model())
     batches = [case.batch(step) for step in range(case.steps)]
     expected, reverse = (
-        reference_trainer.train(tables, dense, case.model(), replace(settings, reverse=r), batches)
-        for r in (False, True)
-    )
-    ours = reference_trainer.Trained(
-        found.losses,
-        {name: torch.from_numpy(value) for name, value in found.tables.items()},
-        {name: torch.from_numpy(value) for name, value in found.dense.items()},
+        reference_trainer.train(*given, replace(settings, reverse=reverse), batches)
+        for reverse in (False, True)
     )
     loss, weight = reference_trainer.difference(ours, expected)
     loss_drift, weight_drift = reference_trainer.difference(reverse, expected)
-    print(
-        f"{case.optimizer.name} {case.dtype}: losses differ by {loss:.1e} (the trainer itself, "
-        f"reversed: {loss_drift:.1e}), weights by {weight:.1e} ({weight_drift:.1e})"
-    )
     double = case.dtype is torch.float64
     assert loss <= max(1e-9 if double else 1e-5, 10 * loss_drift)
     if double or weights:
         assert weight <= max(weights or 1e-10, 10 * weight_drift)
 
 
-def count(case: Scenario, steps: range) -> Statistics:
-    """Counts of every feature over some steps of a scenario."""
-    rows = {feature: table.rows for table in case.tables for feature in table.features}
-    return count_ids(
-        {feature: rows[feature] for feature in case.features},
-        (case.batch(step).ids for step in steps),
-    )
+def count_ids(
+    rows: Mapping[str, int], batches: Iterable[JaggedIds], vocabulary: str = "ids"
+) -> Statistics:
+    """How often each row of the features' tables is looked up; `rows`: by feature."""
+    counts, samples = {feature: np.zeros(count, np.int64) for feature, count in rows.items()}, 0
+    for ids in batches:
+        samples += ids.batch_size
+        spans = np.split(ids.values.numpy(), ids.offsets.numpy()[:: ids.batch_size][1:-1])
+        for feature, values in zip(ids.features, spans, strict=True):
+            counts[feature] += np.bincount(values, minlength=rows[feature])
+    tables = tuple(TableCounts.of(feature, own) for feature, own in counts.items())
+    return Statistics(tables, vocabulary, samples)
+
+
+def count_steps(source: BatchSource, steps: Iterable[int]) -> Statistics:
+    """Of some training steps of a source."""
+    rows = dict(zip(source.features, source.table_rows, strict=True))
+    batches = (source.train_batch(step, 0, 1).ids for step in steps)
+    return count_ids(rows, batches, vocabulary_of(source))
+
+
+def count(case: Scenario, steps: Iterable[int]) -> Statistics:
+    """Of every feature over some steps of a scenario."""
+    rows = {feature: case.readers[feature].rows for feature in case.features}
+    return count_ids(rows, (case.batch(step).ids for step in steps))
 
 
 def popularity_of(case: Scenario, slots: tuple[int, ...], **how: object) -> Popularity:
     """The popularity of the first half of a run for caches of `slots`."""
     counted = statistics_of(count(case, range(max(case.steps // 2, 1))), case.tables, "here")
-    hot = hot_rows_for(case.tables, slots, counted)
-    return Popularity(counted, hot, **how)
-
-
-def hot_rows_for(tables: tuple[TableSpec, ...], slots: tuple[int, ...], counted: Statistics):
-    """The likeliest rows of each group, as many as it has slots."""
-    hot = [0] * len(tables)
-    for members, total in zip(group_tables(tables), slots, strict=True):
-        curves = tuple(Curve.of(counted.tables[i]) for i in members)
-        step = StepCurves(curves, (1.0,) * len(members))
-        for table, rows in zip(members, step.likeliest(total), strict=True):
-            hot[table] = rows
-    return tuple(hot)
+    unbounded = Budget(rows=None, ratio=None, bytes=None, itemsize=4, world_size=1)
+    return Popularity(counted, likeliest_rows(case.tables, slots, counted, unbounded), **how)

@@ -7,24 +7,16 @@ updates that its row has seen, so whoever computes with an old one is found out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from simulator import PlannerSettings, simulate
 
 from distcache.layout import RowLayout
-from distcache.step_plan import StepPlan, Transfer, check_plan_fully
+from distcache.step_plan import ShardPlan, StepPlan, Transfer, check_plan_fully
 
 FREE = -1
-
-
-@dataclass
-class Device:
-    """One rank's slots: the row in each (FREE: none), and how many updates it has seen."""
-
-    row: np.ndarray
-    version: np.ndarray
 
 
 @dataclass
@@ -37,25 +29,17 @@ class Counts:
     evicted: int = 0
 
 
-@dataclass
 class Machine:
     """All devices over one store."""
 
-    layout: RowLayout
-    slots: int
-    nodes: tuple[int, ...] = ()
-    store: np.ndarray = field(init=False)
-    devices: list[Device] = field(init=False)
-    travelled: dict[int, list[dict[int, tuple[int, int]]]] = field(default_factory=dict)
-    """By step and rank: for each place, the row that came there and its version."""
-    counts: Counts = field(default_factory=Counts)
-
-    def __post_init__(self) -> None:
-        self.store = np.zeros(self.layout.rows, np.int64)
-        self.devices = [
-            Device(np.full(self.slots, FREE), np.zeros(self.slots, np.int64))
-            for _ in range(self.layout.world_size)
-        ]
+    def __init__(self, layout: RowLayout, slots: int, nodes: tuple[int, ...]) -> None:
+        self.layout, self.nodes, self.counts = layout, nodes, Counts()
+        self.store = np.zeros(layout.rows, np.int64)
+        self.row = np.full((layout.world_size, slots), FREE)
+        """By rank and slot: the row there (FREE: none), and how many updates it has seen."""
+        self.version = np.zeros_like(self.row)
+        self.travelled: dict[int, list[dict[int, tuple[int, int]]]] = {}
+        """By step and rank: for each place, the row that came there and its version."""
 
     def move(self, plans: list[StepPlan], busy: list[list[set[int]]], done: int) -> None:
         """Bring the rows of a step, when the steps up to `done` are applied."""
@@ -64,40 +48,38 @@ class Machine:
             for step in range(done + 1, plan.step):
                 assert not touched & busy[step][rank], "movement touches a slot in flight"
         for rank, plan in enumerate(plans):
-            parts = [(plan.evict_slots, plan.evict_rows, True)]
+            self._evict(rank, plan, slice(None))
             if plan.shard is not None:
-                parts.append((plan.shard.evict_slots, plan.shard.evict_rows, False))
-            for slots, rows, replicated in parts:
-                self._evict(rank, slots.numpy(), rows.numpy(), replicated)
+                self._evict(rank, plan.shard, rank)
         fetched = np.concatenate([plan.fetch_rows.numpy() for plan in plans])
-        for device, plan in zip(self.devices, plans, strict=True):
-            self._fill(device, plan.fetch_slots.numpy(), fetched)
+        for rank, plan in enumerate(plans):
+            self._fill(rank, plan.fetch_slots.numpy(), fetched)
             if plan.shard is not None:
-                self._fill(device, plan.shard.fetch_slots.numpy(), plan.shard.fetch_rows.numpy())
+                own = plan.shard.fetch_rows.numpy()
+                self._fill(rank, plan.shard.fetch_slots.numpy(), own)
         self.travelled[plans[0].step] = [{} for _ in plans]
         if plans[0].shard is not None and plans[0].shard.early is not None:
             self.counts.early += self._send(plans, [plan.shard.early for plan in plans])
 
-    def _evict(self, rank: int, slots: np.ndarray, rows: np.ndarray, replicated: bool) -> None:
-        own = self.devices[rank]
-        assert (own.row[slots] == rows).all()
-        self.store[rows] = own.version[slots]
+    def _evict(self, rank: int, part: StepPlan | ShardPlan, devices: slice | int) -> None:
+        slots, rows = part.evict_slots.numpy(), part.evict_rows.numpy()
+        assert (self.row[rank, slots] == rows).all()
+        self.store[rows] = self.version[rank, slots]
         self.counts.evicted += len(rows)
-        for device in self.devices if replicated else [own]:
-            device.row[slots] = FREE
+        self.row[devices, slots] = FREE
 
-    def _fill(self, device: Device, slots: np.ndarray, rows: np.ndarray) -> None:
-        assert (device.row[slots] == FREE).all()
-        device.row[slots], device.version[slots] = rows, self.store[rows]
+    def _fill(self, rank: int, slots: np.ndarray, rows: np.ndarray) -> None:
+        assert (self.row[rank, slots] == FREE).all()
+        self.row[rank, slots], self.version[rank, slots] = rows, self.store[rows]
         self.counts.fetched += len(rows)
 
     def _send(self, plans: list[StepPlan], transfers: list[Transfer]) -> int:
         """Rows from every home to every rank that named them; how many came."""
         came, values = 0, []
-        for device, transfer in zip(self.devices, transfers, strict=True):
+        for rank, transfer in enumerate(transfers):
             slots = transfer.slots.numpy()
-            assert (device.row[slots] != FREE).all()
-            values.append(np.stack((device.row[slots], device.version[slots]), axis=1))
+            assert (self.row[rank, slots] != FREE).all()
+            values.append(np.stack((self.row[rank, slots], self.version[rank, slots]), axis=1))
         brought = brought_by(transfers, values, self.nodes)
         for rank, (transfer, incoming) in enumerate(zip(transfers, brought, strict=True)):
             places = self.travelled[plans[0].step][rank]
@@ -112,27 +94,29 @@ class Machine:
         if plans[0].shard is not None:
             self.counts.late += self._send(plans, [plan.shard.late for plan in plans])
         for rank, plan in enumerate(plans):
-            device, used = self.devices[rank], plan.slots.numpy()
-            assert (device.row[used] != FREE).all()
-            assert (device.version[used] == truth[device.row[used]]).all(), "stale row"
+            used = plan.slots.numpy()
+            rows = self.row[rank, used]
+            assert (rows != FREE).all()
+            assert (self.version[rank, used] == truth[rows]).all(), "stale row"
             places = self.travelled[plan.step][rank]
             assert sorted(places) == list(range(plan.leaf_rows - plan.distinct)), "a row is missing"
             for row, version in places.values():
                 assert version == truth[row], "stale row from its home"
-        named = [self.devices[0].row[plans[0].slots.numpy()]]
-        for device, plan in zip(self.devices, plans, strict=True):
-            device.version[plan.slots.numpy()] += 1
+        named = [self.row[0, plans[0].slots.numpy()]]
+        for rank, plan in enumerate(plans):
+            self.version[rank, plan.slots.numpy()] += 1
             if plan.shard is not None:
-                device.version[plan.shard.slots.numpy()] += 1
-                named.append(device.row[plan.shard.slots.numpy()])
+                own = plan.shard.slots.numpy()
+                self.version[rank, own] += 1
+                named.append(self.row[rank, own])
         truth[np.concatenate(named)] += 1
 
     def flush(self) -> None:
         """Bring all that is cached to the store: each row from its home."""
-        for rank, device in enumerate(self.devices):
-            slots = np.flatnonzero(device.row != FREE)
-            own = slots[self.layout.home(device.row[slots]) == rank]
-            self.store[device.row[own]] = device.version[own]
+        for rank, (rows, versions) in enumerate(zip(self.row, self.version, strict=True)):
+            own = np.flatnonzero(rows != FREE)
+            own = own[self.layout.home(rows[own]) == rank]
+            self.store[rows[own]] = versions[own]
 
 
 def exchanged(
@@ -140,9 +124,8 @@ def exchanged(
 ) -> list[np.ndarray]:
     """What comes to each member in an all-to-all of `values`, each cut into `send` counts."""
     parts = [np.split(of, np.cumsum(counts)[:-1]) for of, counts in zip(values, send, strict=True)]
-    for to, counts in enumerate(receive):
-        lengths = tuple(len(of[to]) for of in parts)
-        assert lengths == tuple(counts), "counts of the two ends differ"
+    lengths = [tuple(map(len, of)) for of in zip(*parts, strict=True)]
+    assert lengths == list(map(tuple, receive)), "counts of the two ends differ"
     return [np.concatenate([of[to] for of in parts]) for to in range(len(values))]
 
 
@@ -176,12 +159,9 @@ def ranks_of(nodes: tuple[int, ...]) -> list[range]:
 
 def slots_of(plan: StepPlan, kinds: str) -> set[int]:
     """The slots of a device that a plan uses (`slots`), or that its movement changes (`moved`)."""
-    found: set[int] = set()
-    for part in (plan, plan.shard):
-        if part is not None:
-            parts = (part.slots,) if kinds == "slots" else (part.fetch_slots, part.evict_slots)
-            found.update(slot for slots in parts for slot in slots.tolist())
-    return found
+    names = ("slots",) if kinds == "slots" else ("fetch_slots", "evict_slots")
+    parts = [part for part in (plan, plan.shard) if part is not None]
+    return {slot for part in parts for name in names for slot in getattr(part, name).tolist()}
 
 
 def replay(

@@ -12,12 +12,11 @@ import numpy as np
 
 from distcache.comm.world import Nodes
 from distcache.layout import RowLayout
-from distcache.planner.home import HomeDecision, HomePlanner
+from distcache.planner.home import HomePlanner
 from distcache.planner.shard import (
     HomePart,
     HotLayout,
     HotRows,
-    Routes,
     RowRequest,
     ShardParts,
     assemble,
@@ -105,10 +104,10 @@ class SimulatedWorld:
         """Bring the rows of the next step, by rank, to their homes; the step that this decides."""
         hot = None if self._settings.hot is None else HotRows(self._settings.hot)
         requests = [make_request(self._layout, np.asarray(r, dtype=np.int64), hot) for r in rows]
-        for home, run in enumerate(self.replicated):
-            run.planner.ingest(self._step, kind, [request.rows[home] for request in requests])
-        for home, run in enumerate(self.sharded):
-            run.planner.ingest(self._step, kind, [request.sharded[home] for request in requests])
+        for runs, region in ((self.replicated, "rows"), (self.sharded, "sharded")):
+            for home, run in enumerate(runs):
+                named = [getattr(request, region)[home] for request in requests]
+                run.planner.ingest(self._step, kind, named)
         self._waiting.append(requests)
         self._step += 1
         due = len(self._waiting) > self._settings.lookahead
@@ -128,34 +127,18 @@ class SimulatedWorld:
         after = next_move_after(step, self._settings.prefetch, uses, self._move_after)
         self._move_after = after
         shared = shared or [nothing((step, "train"), len(requests))] * len(requests)
-        masks = [self._masks(home, decision) for home, decision in enumerate(own)]
+        told = [replies_to_all(decision) for decision in own]
+        masks = [
+            [None] * len(told) if routes is None else masks_for_all(d.replies, len(d.slots), routes)
+            for d, routes in zip(own, self._routes, strict=False)
+        ]
+        sizes = [sum(map(len, of)) for of in ([d.slots for d in own], [d.fetch for d in own])]
         plans = []
         for rank, request in enumerate(requests):
-            parts = [HomePart(d.slots, d.fetch, d.replies[rank]) for d in shared]
-            tail = self._told(own, masks, rank) if own else None
+            parts, tail = [HomePart(d.slots, d.fetch, d.replies[rank]) for d in shared], None
+            if own:
+                replies, masked = (tuple(home[rank] for home in of) for of in (told, masks))
+                how = (self._settings.early, self._routes[rank], masked)
+                tail = ShardParts(own[rank], replies, *sizes, *how)
             plans.append(assemble(request, parts, shared[rank], after, tail))
         return plans
-
-    def _masks(self, home: int, decision: HomeDecision) -> list[np.ndarray | None]:
-        """What a home tells each rank of who named its rows."""
-        routes: Routes | None = self._routes[home]
-        if routes is None:
-            return [None] * len(decision.replies)
-        return masks_for_all(decision.replies, len(decision.slots), routes)
-
-    def _told(
-        self,
-        decisions: Sequence[HomeDecision],
-        masks: Sequence[Sequence[np.ndarray | None]],
-        rank: int,
-    ) -> ShardParts:
-        """What a rank learns of the decisions on sharded rows; `masks`: by home, then rank."""
-        return ShardParts(
-            decisions[rank],
-            tuple(replies_to_all(decision)[rank] for decision in decisions),
-            sum(len(decision.slots) for decision in decisions),
-            sum(len(decision.fetch) for decision in decisions),
-            self._settings.early,
-            self._routes[rank],
-            tuple(of_home[rank] for of_home in masks),
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,11 +56,9 @@ class Run:
 def mixed(source: BatchSource, tables: Sequence[TableSpec], share: float, **changes: Any):
     """The placement `mixed` with that share of each table's rows, the most frequent of a batch."""
     ids = source.train_batch(0, 0, 1).ids
-    starts = ids.offsets[:: ids.batch_size].tolist()
-    hot = []
-    for place, table in enumerate(tables):
-        values = ids.values[starts[place] : starts[place + 1]].numpy()
-        found, counts = np.unique(values, return_counts=True)
+    starts, hot = ids.offsets[:: ids.batch_size].tolist(), []
+    for table, low, high in zip(tables, starts, starts[1:], strict=False):
+        found, counts = np.unique(ids.values[low:high].numpy(), return_counts=True)
         first = found[np.argsort(-counts, kind="stable")]
         hot.append(np.sort(first[: max(1, round(share * table.rows))]).astype(np.int64))
     return Placement("mixed", hot=tuple(hot), **changes)
@@ -91,18 +89,15 @@ class Region:
         """Bytes of rows and row gradients, int64 `[W, W]`, from rank (first index) to rank."""
         if self.late is None:
             home = (to_all(self.fetched), self.asked, to_all(self.rows))
-            return leaving(sum(replicated_bytes(row, *home).values()))
-        return leaving(sum(sharded_bytes(row, self.late, self.asked.T, self.asked).values()))
+            flow = sum(replicated_bytes(row, *home).values())
+        else:
+            flow = sum(sharded_bytes(row, self.late, self.asked.T, self.asked).values())
+        return flow - np.diag(np.diag(flow))  # without what ranks keep
 
 
 def to_all(rows: np.ndarray) -> np.ndarray:
     """What each home sends to every rank, `[W, W]` of `[W]`."""
     return np.repeat(rows[:, None], len(rows), axis=1)
-
-
-def leaving(flow: np.ndarray) -> np.ndarray:
-    """Without what ranks keep, the diagonal."""
-    return flow - np.diag(np.diag(flow))
 
 
 def regions_of(plans: Sequence[StepPlan], written: Sequence[np.ndarray]) -> list[Region]:
@@ -128,8 +123,7 @@ def regions_of(plans: Sequence[StepPlan], written: Sequence[np.ndarray]) -> list
     return [*found, Region(asked, rows, fetched, written[1], late)]
 
 
-@dataclass(frozen=True)
-class StepTraffic:
+class StepTraffic(NamedTuple):
     """What ranks send in a step of all groups, int64 `[W]` bytes by rank: of rows and row gradients
     (`sent`), of `planning`, and what homes read from and write to their stores for it."""
 
@@ -138,23 +132,18 @@ class StepTraffic:
     planning: np.ndarray
     host_read: np.ndarray
     host_written: np.ndarray
-    fetched: int
 
-    @classmethod
-    def of(
-        cls, kind: str, groups: Sequence[tuple[Sequence[Region], RowFormat]], headers: int
-    ) -> StepTraffic:
-        """`headers`: 2 for a step that is decided in an exchange that asks for no other step, with
-        a header of its own: as the last L of a stream are, and all where L is 0."""
-        pairs = [(region, row) for regions, row in groups for region in regions]
-        return cls(
-            kind,
-            sum(region.sent(row).sum(1) for region, row in pairs),
-            planning_sent([region for region, _ in pairs], headers),
-            sum(region.fetched * row.stored_bytes for region, row in pairs),
-            sum(region.written * row.stored_bytes for region, row in pairs),
-            sum(int(region.fetched.sum()) for region, _ in pairs),
-        )
+
+def traffic_of(kind: str, pairs: Sequence[tuple[Region, RowFormat]], headers: int) -> StepTraffic:
+    """`headers`: 2 for a step that is decided in an exchange that asks for no other step, with a
+    header of its own: as the last L of a stream are, and all where L is 0."""
+    return StepTraffic(
+        kind,
+        sum(region.sent(row).sum(1) for region, row in pairs),
+        planning_sent([region for region, _ in pairs], headers),
+        sum(region.fetched * row.stored_bytes for region, row in pairs),
+        sum(region.written * row.stored_bytes for region, row in pairs),
+    )
 
 
 def planning_sent(regions: Sequence[Region], headers: int) -> np.ndarray:
@@ -168,7 +157,8 @@ def planning_sent(regions: Sequence[Region], headers: int) -> np.ndarray:
         if region.late is None:
             flow = flow + to_all(region.rows + region.fetched) * REPLY_BYTES
     numbers = HEADER_NUMBERS + len(regions) * (3 + world)
-    return leaving(flow).sum(1) + 8 * (world - 1) * (headers * numbers + CONTROL_NUMBERS)
+    left = flow.sum(1) - np.diag(flow)
+    return left + 8 * (world - 1) * (headers * numbers + CONTROL_NUMBERS)
 
 
 def replayed(run: Run, world: int) -> list[StepTraffic]:
@@ -190,9 +180,9 @@ def replayed(run: Run, world: int) -> list[StepTraffic]:
 
     def decided(plans: Sequence[list[StepPlan]], headers: int) -> None:
         """Note a step, of which the plans of each group are given."""
-        found = [regions_of(own, home.written) for own, home in zip(plans, worlds, strict=True)]
-        pairs = list(zip(found, rows, strict=True))
-        steps.append(StepTraffic.of(kinds[len(steps)], pairs, headers))
+        groups = zip(plans, worlds, rows, strict=True)
+        pairs = [(of, row) for own, home, row in groups for of in regions_of(own, home.written)]
+        steps.append(traffic_of(kinds[len(steps)], pairs, headers))
 
     for kind, index in run.order(source):
         draw = source.train_batch if kind == "train" else source.eval_batch
@@ -223,15 +213,10 @@ def _train(rank: int, size: int, runs: Sequence[Run]) -> list[dict[str, Any]]:
         batches = (draw[kind](index, rank, size) for kind, index in run.order(source))
         for step in mode.stream(batches):
             mode.eval_step(step) if step.batch.kind == "eval" else mode.train_step(step)
-        moved = [of.counts for of in mode.rows]
-        found.append(
-            {
-                **mode.counters.values(),
-                "host_read": sum(count.host_to_device_bytes for count in moved),
-                "host_written": sum(count.device_to_host_bytes for count in moved),
-                "summary": mode.summary(),
-            }
-        )
+        sent = {**mode.counters.values(), "summary": mode.summary()}
+        sent["host_read"] = sum(of.counts.host_to_device_bytes for of in mode.rows)
+        sent["host_written"] = sum(of.counts.device_to_host_bytes for of in mode.rows)
+        found.append(sent)
         mode.close()
     close_world(world)
     return found

@@ -13,13 +13,13 @@ import numpy as np
 from distcache.cli.compose import Line
 from distcache.cli.run import progress_bar
 from distcache.config import option
-from distcache.config.checks import at_least, byte_count
+from distcache.config.checks import at_least, one_of, refuse_if
 from distcache.config.tree import Config
 from distcache.errors import ConfigError, DataError
 from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy, auto_lookahead
-from distcache.popularity.curve import StaticSet, StepCurves, TableProfile
+from distcache.popularity.curve import StaticSet, TableProfile
 from distcache.popularity.slots import BY_CURVE
-from distcache.replay import Case, Outcome, popularity_of, replay
+from distcache.replay import Case, Outcome, Popularity, popularity_of, replay
 from distcache.trace import Trace, read_steps, record_ids
 from distcache.trainer.build import build_source, build_tables
 from distcache.trainer.plan_cache import request_of
@@ -56,7 +56,6 @@ class Options:
         "share of the training steps to count, in (0, 1]; auto: all, or as many as have 300 M "
         "lookups, but 1 to 10 %",
     )
-    memory: str = option("4g", "bytes for counts; below 8 per row, large tables are sketched")
     replay: int = option(20_000_000, "lookups of the run that are replayed through the planner")
     world_sizes: list[int] = option([1], "ranks; the advice is for the first")
     policies: list[str] = option(
@@ -83,20 +82,9 @@ class Options:
             share = float(self.sample)
         except (ValueError, TypeError):
             share = 0.0
-        if not 0 < share <= 1:
-            raise ConfigError(
-                f"analyze.sample={self.sample}: give auto, or a share of the steps above 0 and at "
-                "most 1"
-            )
+        how = "give auto, or a share of the steps above 0 and at most 1"
+        refuse_if(not 0 < share <= 1, f"analyze.sample={self.sample}: {how}")
         return share
-
-    @property
-    def memory_bytes(self) -> int:
-        """`memory` in bytes."""
-        count = byte_count("analyze.memory", self.memory)
-        if not count:
-            raise ConfigError(f"analyze.memory={self.memory}: give bytes, such as 4000000000 or 4g")
-        return count
 
     @property
     def chosen_policies(self) -> list[Policy]:
@@ -119,57 +107,42 @@ class AnalyzeConfig(Config):
 
 def check_line(line: Line[AnalyzeConfig]) -> None:
     """ConfigError, naming the key, for what makes no sense."""
-    for key in sorted(line.given.intersection(("run.dir", "parallel", "parallel.mode"))):
-        raise ConfigError(f"{key}: nothing is trained here: leave it out")
+    for key in ("run.dir", "parallel", "parallel.mode"):
+        refuse_if(key in line.given, f"{key}: nothing is trained here: leave it out")
     options = line.values.analyze
-    if not 0 < options.target_hit_rate < 1:
-        raise ConfigError(
-            f"analyze.target_hit_rate={options.target_hit_rate}: give a share of the lookups "
-            "above 0 and below 1, such as 0.95"
-        )
+    wanted, how = options.target_hit_rate, "above 0 and below 1, such as 0.95"
+    share = f"analyze.target_hit_rate={wanted}: give a share of the lookups {how}"
+    refuse_if(not 0 < wanted < 1, share)
     for key, bound in (("replay", 1), ("ids_per_step", 0), ("trace_rows", 0)):
         at_least(f"analyze.{key}", getattr(options, key), bound)
     for key, bound in (("world_sizes", 1), ("lookaheads", 0)):
         given = getattr(options, key)
-        if given is not None and min(given, default=-1) < bound:
-            raise ConfigError(f"analyze.{key}={getattr(options, key)}: give numbers from {bound}")
+        wrong = given is not None and min(given, default=-1) < bound
+        refuse_if(wrong, f"analyze.{key}={given}: give numbers from {bound}")
     for size in options.sizes or ():
-        if size <= 0 or (size > 1 and size != int(size)):
-            raise ConfigError(
-                f"analyze.sizes={size}: give shares of the rows in (0, 1], or whole rows"
-            )
-    _check_simulation(line)
-    _ = options.share, options.memory_bytes, options.chosen_policies
-
-
-def _check_simulation(line: Line[AnalyzeConfig]) -> None:
-    """Keys of a simulation where there is none, and of a data source where a trace is given."""
-    values = line.values
-    if values.trace and not values.simulate:
-        raise ConfigError(
-            f"trace={values.trace} is a trace to simulate: give simulate=true as well"
-        )
+        wrong = size <= 0 or (size > 1 and size != int(size))
+        refuse_if(wrong, f"analyze.sizes={size}: give shares of the rows in (0, 1], or whole rows")
+    trace, simulate = line.values.trace, line.values.simulate
+    lone = f"trace={trace} is a trace to simulate: give simulate=true as well"
+    refuse_if(trace and not simulate, lone)
     for key in ("policies", "sizes", "lookaheads"):
-        if f"analyze.{key}" in line.given and not values.simulate:
-            raise ConfigError(
-                f"analyze.{key} says what simulate=true replays: give that as well, or leave "
-                f"analyze.{key} out"
-            )
-    if values.trace and line.overrides:
-        raise ConfigError(
-            f"{line.overrides[0]} speaks of a data source, and trace={values.trace} takes its "
-            "place: leave one of them out"
+        refuse_if(
+            f"analyze.{key}" in line.given and not simulate,
+            f"analyze.{key} says what simulate=true replays: give that as well, or leave "
+            f"analyze.{key} out",
         )
+    own = f"{next(iter(line.overrides), '')} speaks of a data source"
+    refuse_if(
+        trace and line.overrides,
+        f"{own}, and trace={trace} takes its place: leave one of them out",
+    )
+    _ = options.share, options.chosen_policies
 
 
 def policy_named(name: str) -> Policy:
     """`lookahead`, `lookahead-lfu`, `lru`, ... Raises ConfigError."""
     policy, _, tail = name.partition("-")
-    if policy not in POLICIES or (tail and (policy != "lookahead" or tail not in TAILS)):
-        choices = [*POLICIES, *(f"lookahead-{tail}" for tail in TAILS)]
-        raise ConfigError(
-            f"analyze.policies={name} is unknown: choose among {', '.join(choices)}, or all"
-        )
+    one_of("analyze.policies", name, [*POLICIES, *(f"lookahead-{tail}" for tail in TAILS)])
     return Policy(policy, tail or DEFAULT.tail)
 
 
@@ -180,16 +153,21 @@ Slots = Callable[[float, int], tuple[int, ...]]
 """Slots of every group for a size, a share of the rows or rows, and a number of ranks."""
 
 
-def cases_of(
-    options: Options,
-    sizes: Sequence[float],
-    slots: Slots,
-    ahead: Callable[[tuple[int, ...], int], tuple[int, int]],
-) -> list[Case]:
-    """Policies x `sizes` x windows x ranks, Belady's MIN first for each size and number of ranks.
+Ahead = Callable[[tuple[int, ...], int], tuple[int, int]]
+"""L and P of a run with these slots and ranks."""
 
-    `ahead`: L and P of a run with these slots and ranks.
-    """
+
+def simulated(
+    options: Options, traces: Sequence[Trace], slots: Slots, ahead: Ahead, popularity: Popularity
+) -> list[Outcome]:
+    """What the policies, sizes, windows and ranks of `options` come to over `traces`."""
+    cases = cases_of(options, fitting_sizes(options.sizes, traces, slots), slots, ahead)
+    with progress_bar("simulate", len(cases), "case") as bar:
+        return replay(traces, cases, popularity, lambda _: bar.update(1))
+
+
+def cases_of(options: Options, sizes: Sequence[float], slots: Slots, ahead: Ahead) -> list[Case]:
+    """Policies x `sizes` x windows x ranks, Belady's MIN first for each size and world."""
     cases = []
     for world in options.world_sizes:
         for size in (slots(size, world) for size in sizes):
@@ -246,11 +224,10 @@ def simulate_trace(path: str, options: Options) -> tuple[Trace, list[Outcome]]:
         rows = size * trace.rows if size <= 1 else size
         return (max(1, min(trace.rows, int(np.ceil(rows)))),)
 
-    sizes = fitting_sizes(options.sizes, [trace], slots)
-    ids = trace.ids / max(trace.steps, 1)
-    cases = cases_of(options, sizes, slots, lambda _, world: (auto_lookahead(ids / world, 1), 1))
-    with progress_bar("simulate", len(cases), "case") as bar:
-        return trace, replay(trace, cases, popularity_of([trace]), lambda _: bar.update(1))
+    def ahead(_: tuple[int, ...], world: int) -> tuple[int, int]:
+        return auto_lookahead(trace.ids / max(trace.steps, 1) / world, 1), 1
+
+    return trace, simulated(options, [trace], slots, ahead, popularity_of([trace]))
 
 
 # -----------------------------------------------------------------------------
@@ -321,7 +298,7 @@ class SizeSearch:
         for members in sizes.members:
             pairs = [(profiles[table].curve, profiles[table].batch_lookups) for table in members]
             curves, lookups = zip(*pairs, strict=True)
-            self._static.append(StaticSet.of(StepCurves(curves, lookups)))
+            self._static.append(StaticSet.of(curves, lookups))
         self._known: dict[tuple[int, ...], SizePoint] = {}
 
     def at(self, ratio: float) -> SizePoint:
@@ -388,22 +365,21 @@ def rounded_up(ratio: float) -> float:
 
 @dataclass(frozen=True)
 class Analysis:
-    """All that was found out. `optimizer`: of the run; `files_order`: counted in the order of the
-    files; `simulated`: empty without `simulate=true`; `stopped_by`: the signal that cut it short,
+    """All that was found out. `config`: of the run; `simulated`: empty without `simulate=true`;
+    `files_order`: counted in the order of the files; `stopped_by`: the signal that cut it short,
     None for none."""
 
     options: Options
+    config: Config
     counted: Counted
     sizes: Sizes
     prediction: RecordedRun
-    estimates: tuple[Outcome, ...]
-    points: tuple[SizePoint, ...]
+    estimates: list[Outcome]
+    points: list[SizePoint]
     target: Target
-    optimizer: str
-    data: str
+    simulated: list[Outcome]
     files_order: bool
-    simulated: tuple[Outcome, ...] = ()
-    stopped_by: int | None = None
+    stopped_by: int | None
 
 
 def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
@@ -418,7 +394,7 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
     schedule = make_schedule(source, 0, want.steps, want.eval_every, want.eval_steps)
     run_steps = schedule.steps or 0
     steps = source.steps_per_epoch or run_steps
-    counted = count_source(checked, steps, options.share, options.memory_bytes, progress_bar)
+    counted = count_source(checked, steps, options.share, progress_bar)
     sizes = Sizes(tables, request_of(config), counted.statistics)
     most = min(options.replay, counted.lookups) if counted.stopped_by else options.replay
     with progress_bar("record", None, "step") as bar, StopRequest() as stop:
@@ -441,26 +417,12 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
     target = search.target(options.target_hit_rate)
     outcomes = []
     if simulate:
-        chosen = fitting_sizes(options.sizes, traces, sizes.slots)
 
         def ahead(slots: tuple[int, ...], world: int) -> tuple[int, int]:
             own = case(slots, world)
             return own.lookahead, own.prefetch
 
-        cases = cases_of(options, chosen, sizes.slots, ahead)
-        with progress_bar("simulate", len(cases), "case") as bar:
-            outcomes = replay(traces, cases, prediction.classes, lambda _: bar.update(1))
-    return Analysis(
-        options,
-        counted,
-        sizes,
-        prediction,
-        tuple(estimates),
-        tuple(search.grid()),
-        target,
-        config.optim.name,
-        config.data.name,
-        checked.keeps_order,
-        tuple(outcomes),
-        counted.stopped_by or stop.signal,
-    )
+        outcomes = simulated(options, traces, sizes.slots, ahead, prediction.classes)
+    replayed = (prediction, estimates, search.grid(), target, outcomes)
+    how = {"files_order": checked.keeps_order, "stopped_by": counted.stopped_by or stop.signal}
+    return Analysis(options, config, counted, sizes, *replayed, **how)

@@ -29,7 +29,7 @@ from distcache.cli.run import (
     train_command,
 )
 from distcache.comm.rendezvous import Place
-from distcache.config.checks import as_words, check
+from distcache.config.checks import as_words, check, refuse_if
 from distcache.config.keys import (
     check_value,
     is_known,
@@ -56,13 +56,11 @@ def conf_dir(package: Path = PACKAGE) -> Path:
     Raises ConfigError where neither is there.
     """
     places = [package / "conf", package.parent / "conf"]
-    for place in places:
-        if place.is_dir():
-            return place
-    raise ConfigError(
-        f"no configuration folder at {places[0]} or {places[1]}: "
-        "reinstall distcache, or run it from a complete checkout"
-    )
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None:
+        how = "reinstall distcache, or run it from a complete checkout"
+        raise ConfigError(f"no configuration folder at {places[0]} or {places[1]}: {how}")
+    return found
 
 
 log = logging.getLogger(__name__)
@@ -80,11 +78,6 @@ class Composed:
     exit_code: int = 0
 
 
-def register_schema() -> None:
-    """Make the config tree known to Hydra, which then checks every key and type against it."""
-    ConfigStore.instance().store(name="config_schema", node=Config)
-
-
 def compose_command_line(place: Place) -> Composed:
     """Run Hydra over `sys.argv`; SystemExit for errors that Hydra has printed.
 
@@ -94,22 +87,24 @@ def compose_command_line(place: Place) -> Composed:
     if asks_for_sweep(sys.argv[1:]):
         _check_sweep(place, sys.argv[1:])
     _check_line(sys.argv[1:])
-    register_schema()
+    _store(Config, "config")
     configs: list[DictConfig] = []
     codes: list[int] = []
 
     def task(config: DictConfig) -> None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            if place.world_size > 1:
-                raise sweep_refusal(place.world_size)
+            _check_alone(place.world_size)
             codes.append(_run_sweep_job(config))
         else:
             configs.append(config)
 
     _run_hydra("train", task)
-    if configs:
-        return Composed(to_text(configs[0]))
-    return Composed(None, 1 if any(codes) else 0)
+    return Composed(to_text(configs[0])) if configs else Composed(None, int(any(codes)))
+
+
+def _store(schema: type, name: str) -> None:
+    """Make a tree known to Hydra, which then checks every key and type against it."""
+    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
 
 
 def _run_hydra(command: str, task: Callable[[DictConfig], None]) -> None:
@@ -156,15 +151,14 @@ def read_line(command: str, schema: type[T], arguments: Sequence[str]) -> Line[T
     Own lists may be typed without brackets, own texts as they are. Raises ConfigError, SystemExit
     for errors that Hydra has printed.
     """
-    if asks_for_sweep(arguments):
-        raise ConfigError("--multirun: only distcache.train has sweeps")
+    refuse_if(asks_for_sweep(arguments), "--multirun: only distcache.train has sweeps")
     for flag in arguments:
         name = flag.lstrip("-").partition("=")[0].replace("-", "_")
-        if flag.startswith("--") and name in own_keys(schema):
-            raise ConfigError(f"{flag}: write {name}=... (true, where it has no value)")
+        own = flag.startswith("--") and name in own_keys(schema)
+        refuse_if(own, f"{flag}: write {name}=... (true, where it has no value)")
     typed = [_as_hydra(text, schema) for text in arguments]
     _check_line(typed, schema)
-    ConfigStore.instance().store(name=f"{command}_schema", node=schema)
+    _store(schema, command)
     OmegaConf.register_new_resolver("own_keys", lambda: usage(schema), replace=True)
     configs: list[DictConfig] = []
     before = sys.argv
@@ -226,7 +220,7 @@ def _as_hydra(text: str, schema: type) -> str:
 def compose_overrides(overrides: Sequence[str]) -> str:
     """Compose without a command line; the config tree as YAML. Raises ConfigError."""
     _check_keys(overrides)
-    register_schema()
+    _store(Config, "config")
     try:
         with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
             return to_text(hydra.compose("train", overrides=list(overrides)))
@@ -240,12 +234,10 @@ def to_text(config: DictConfig) -> str:
 
     Raises ConfigError for keys outside the tree (`+key=value`) and for values that are missing.
     """
-    unknown = unknown_keys(config)
-    if unknown:
+    if unknown := unknown_keys(config):
         raise no_such_key(unknown)
     missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ConfigError(f"{', '.join(missing)}: a value is needed; give one or choose a group")
+    refuse_if(missing, f"{', '.join(missing)}: a value is needed; give one or choose a group")
     try:
         return OmegaConf.to_yaml(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -285,13 +277,14 @@ def override(key: str, value: object) -> str:
     return f"{key}='{text}'"
 
 
-def sweep_refusal(world_size: int) -> ConfigError:
-    """The error of `--multirun` under torchrun."""
-    return ConfigError(
+def _check_alone(world_size: int) -> None:
+    """Raise ConfigError for `--multirun` under torchrun."""
+    refuse_if(
+        world_size > 1,
         f"--multirun under torchrun would start every job of the sweep in each of {world_size} "
         "ranks: run `python -m distcache.train --multirun "
         f"run.sweep_ranks={world_size} key=a,b ...` without torchrun; it starts each job with "
-        "that many ranks, one job after the other"
+        "that many ranks, one job after the other",
     )
 
 
@@ -304,14 +297,11 @@ def given_keys(arguments: Sequence[str]) -> set[str]:
 
 def _check_sweep(place: Place, arguments: Sequence[str]) -> None:
     """Raise ConfigError for a sweep under several ranks, or into one folder."""
-    if place.world_size > 1:
-        raise sweep_refusal(place.world_size)
+    _check_alone(place.world_size)
     for argument in arguments:
-        if argument.startswith("run.dir="):
-            raise ConfigError(
-                f"{argument} in a sweep would put all jobs into one folder: name the folder of the "
-                "sweep with hydra.sweep.dir=<folder>"
-            )
+        one = f"{argument} in a sweep would put all jobs into one folder"
+        how = "name the folder of the sweep with hydra.sweep.dir=<folder>"
+        refuse_if(argument.startswith("run.dir="), f"{one}: {how}")
 
 
 def _run_sweep_job(config: DictConfig) -> int:
@@ -359,7 +349,8 @@ def _check_keys(overrides: Sequence[str], own_groups: bool = False, schema: type
                 "commas, brackets or equals signs for the shell and for Hydra, 'key=\"text\"'"
             ) from error
         key = given.key_or_group
-        if given.type != OverrideType.CHANGE or given.package or "/" in key or _of_hydra(key):
+        hydras = "/" in key or key.partition(".")[0] == "hydra"
+        if given.type != OverrideType.CHANGE or given.package or hydras:
             continue
         if not (is_known(key, schema) or groups_of(key) or (own_groups and "." not in key)):
             raise no_such_key([key], schema)
@@ -384,7 +375,3 @@ def groups_of(section: str) -> list[str]:
     """The names that `section=<name>` may take: the files of conf/<section>/, ascending; none
     where it is no group."""
     return sorted(file.stem for file in (conf_dir() / section).glob("*.yaml"))
-
-
-def _of_hydra(key: str) -> bool:
-    return key.partition(".")[0] == "hydra"

@@ -23,7 +23,7 @@ from distcache.cli.run import leave, run_job, set_up_logging, train_command
 from distcache.comm.rendezvous import find_place
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import option
-from distcache.config.checks import at_least, auto_or_count, byte_count
+from distcache.config.checks import at_least, auto_or_count, byte_count, one_of, refuse_if
 from distcache.config.tree import OptimConfig
 from distcache.cost.cluster import DEVICES, Cluster, Compute, Link, device_compute, parse_link
 from distcache.cost.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
@@ -38,7 +38,7 @@ from distcache.cost.predict import (
     ranks_per_node,
 )
 from distcache.data.raw.settings import PRESETS as TABLES
-from distcache.errors import ConfigError, DistcacheError
+from distcache.errors import DistcacheError
 from distcache.models import build_model
 from distcache.optim import RowUpdate, row_update
 from distcache.planner.victims import auto_lookahead
@@ -135,32 +135,22 @@ class Request:
         state = self.update.state_width(dim)
         return device_compute(self.options.device, dim, state, self.dense_parameters)
 
-    @property
-    def lookahead(self) -> int:
-        """L, also where it is `auto`."""
-        given, ids = self.options.lookahead, sum(source.lookups for source in self.sources)
-        if given != "auto":
-            return given
-        return auto_lookahead(self.options.batch * ids, self.options.prefetch)
-
-    def at(self, world: int) -> tuple[Demand, Cluster, Settings]:
-        """Demand, cluster and settings of W = `world` ranks, `batch` samples on each, as many to a
-        node as asked for."""
-        local = ranks_per_node(world, self.options.world_size // self.options.nodes)
-        return self.on(world, world // local)
-
     def on(self, world: int, nodes: int) -> tuple[Demand, Cluster, Settings]:
-        """Those of W = `world` ranks on so many nodes."""
+        """Demand, cluster and settings of W = `world` ranks on so many nodes, `batch` samples on
+        each."""
         options, cluster = self.options, self._cluster(world, nodes)
         widths = [self.update.state_width(source.dim) for source in self.sources]
         demand = demand_at(self.sources, widths, options.batch, world, world // nodes)
         groups = [(g.rows, g.dim, g.state_width) for g in demand.groups]
-        rows = options.cache_rows or None
+        rows, window = options.cache_rows or None, options.lookahead
         ratio = None if rows else options.cache_ratio
+        if window == "auto":
+            ids = options.batch * sum(source.lookups for source in self.sources)
+            window = auto_lookahead(ids, options.prefetch)
         settings = Settings(
             tuple(cache_slots(rows, ratio, None, groups, ITEMSIZE, world)),
             self.state,
-            self.lookahead,
+            window,
             options.prefetch,
             options.steps or None,
             ITEMSIZE,
@@ -198,54 +188,39 @@ def parse_request(line: Line[Options]) -> Request:
     memory = None if measured else int(DEVICES[options.device][0])
     if options.device_memory:
         memory = byte_count("device_memory", options.device_memory, kilo=1000)
-        if memory < _LEAST_MEMORY:
-            raise ConfigError(
-                f"device_memory={options.device_memory}: give bytes, at least "
-                f"{_LEAST_MEMORY:,.0f}, such as 80g"
-            )
-    rows = options.replicated_rows
-    if rows is not None:
-        if not isinstance(rows, dict) or any(type(count) is not int for count in rows.values()):
-            raise ConfigError(
-                f"replicated_rows={rows}: give the rows of each table, '{{t_cat_0: 1000}}'"
-            )
+        refuse_if(
+            memory < _LEAST_MEMORY,
+            f"device_memory={options.device_memory}: give bytes, at least {_LEAST_MEMORY:,.0f}, "
+            "such as 80g",
+        )
+    if (rows := options.replicated_rows) is not None:
+        known = isinstance(rows, dict) and all(type(count) is int for count in rows.values())
+        how = "give the rows of each table, '{t_cat_0: 1000}'"
+        refuse_if(not known, f"replicated_rows={rows}: {how}")
         rows = {str(name): count for name, count in rows.items()}
-    name = f"runs/plan-{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    return Request(
-        options,
-        tuple(_sources(options, given)),
-        row_update(options.optim.name, 0.0),
-        parse_link("inside", options.inside),
-        parse_link("between", options.between),
-        parse_link("host", options.host),
-        memory,
-        rows,
-        Path(options.output or name),
-    )
+    sources, update = tuple(_sources(options, given)), row_update(options.optim.name, 0.0)
+    links = [parse_link(key, getattr(options, key)) for key in ("inside", "between", "host")]
+    output = options.output or f"runs/plan-{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    return Request(options, sources, update, *links, memory, rows, Path(output))
 
 
 def _check_choices(options: Options, given: Collection[str]) -> None:
     """Raise ConfigError for a name that is none, and for keys that exclude each other."""
-    if options.objective not in OBJECTIVES:
-        raise ConfigError(f"objective={options.objective}: choose {' or '.join(OBJECTIVES)}")
-    if options.state not in _STATES:
-        raise ConfigError(f"state={options.state} is unknown: choose {', '.join(_STATES)}")
-    if options.device not in DEVICES:
-        raise ConfigError(
-            f"device={options.device} is unknown: choose {', '.join(DEVICES)}, or measure=true"
-        )
-    if options.cache_rows and "cache_ratio" in given:
-        raise ConfigError(
-            f"cache_rows={options.cache_rows} and cache_ratio={options.cache_ratio} contradict "
-            "each other: give one of them"
-        )
+    choices = {"objective": OBJECTIVES, "state": _STATES, "device": list(DEVICES)}
+    for key, words in choices.items():
+        one_of(key, getattr(options, key), words)
+    refuse_if(
+        options.cache_rows and "cache_ratio" in given,
+        f"cache_rows={options.cache_rows} and cache_ratio={options.cache_ratio} contradict each "
+        "other: give one of them",
+    )
     timed = ["host"] + ["inside"] * (options.measure_ranks > 1)  # one rank has no link to time
     for key in timed:
-        if options.measure and key in given:
-            raise ConfigError(
-                f"{key}={getattr(options, key)} and measure=true, which times this machine's: "
-                "leave one out"
-            )
+        refuse_if(
+            options.measure and key in given,
+            f"{key}={getattr(options, key)} and measure=true, which times this machine's: leave "
+            "one out",
+        )
 
 
 def _sources(options: Options, given: Collection[str]) -> list[TableSource]:
@@ -253,62 +228,45 @@ def _sources(options: Options, given: Collection[str]) -> list[TableSource]:
     rows = _sizes(options, given)
     if options.statistics:
         for key in ("zipf", "bag_size"):
-            if key in given:
-                raise ConfigError(
-                    f"{key}={getattr(options, key)} and statistics={options.statistics}: the "
-                    f"statistics say how rows are looked up: leave {key} out"
-                )
-        statistics = read_statistics(options.statistics, "statistics")
-        if rows and tuple(rows) != statistics.table_rows:
-            raise ConfigError(
-                f"statistics={options.statistics} are of tables with "
-                f"{list(statistics.table_rows)} rows (fingerprint {statistics.fingerprint}), but "
-                f"{list(rows)} are asked for: count this data with python -m distcache.analyze, "
-                "or leave table_rows and preset out"
+            refuse_if(
+                key in given,
+                f"{key}={getattr(options, key)} and statistics={options.statistics}: the "
+                f"statistics say how rows are looked up: leave {key} out",
             )
-        dims = _each("width", options.width, len(statistics.tables))
-        return counted_sources(statistics, dims)
-    if not rows:
-        raise ConfigError(
-            "no tables: give statistics=<folder>, preset=criteo_kaggle, or table_rows=[1000,50]"
+        statistics = read_statistics(options.statistics, "statistics")
+        refuse_if(
+            rows and tuple(rows) != statistics.table_rows,
+            f"statistics={options.statistics} are of tables with {list(statistics.table_rows)} "
+            f"rows (fingerprint {statistics.fingerprint}), but {list(rows)} are asked for: count "
+            "this data with python -m distcache.analyze, or leave table_rows and preset out",
         )
-    count = len(rows)
-    for size in rows:
-        if size < 1:
-            raise ConfigError(f"table_rows={list(rows)}: a table has at least 1 row")
-    for key, values in (("bag_size", options.bag_size), ("zipf", options.zipf)):
-        if min(values) < 0:
-            raise ConfigError(f"{key}={min(values)}: give at least 0")
-    return zipf_sources(
-        rows,
-        _each("width", options.width, count),
-        _each("bag_size", options.bag_size, count),
-        _each("zipf", options.zipf, count),
-    )
+        dims = _each("width", options.width, len(statistics.tables), 1)
+        return counted_sources(statistics, dims)
+    ways = "statistics=<folder>, preset=criteo_kaggle, or table_rows=[1000,50]"
+    refuse_if(not rows, f"no tables: give {ways}")
+    refuse_if(min(rows) < 1, f"table_rows={list(rows)}: a table has at least 1 row")
+    least = {"width": 1, "bag_size": 0, "zipf": 0}
+    each = [_each(key, getattr(options, key), len(rows), bound) for key, bound in least.items()]
+    return zipf_sources(rows, *each)
 
 
 def _sizes(options: Options, given: Collection[str]) -> tuple[int, ...]:
-    if options.preset and "table_rows" in given:
-        raise ConfigError(
-            f"preset={options.preset} and table_rows={options.table_rows}: give one of them"
-        )
-    if options.preset:
-        name = options.preset.removeprefix("criteo_")
-        if name not in TABLES:
-            known = ", ".join(f"criteo_{name}" for name in TABLES)
-            raise ConfigError(f"preset={options.preset} is unknown: choose {known}")
-        return TABLES[name]
-    return tuple(options.table_rows or ())
+    if not options.preset:
+        return tuple(options.table_rows or ())
+    sizes = f"preset={options.preset} and table_rows={options.table_rows}"
+    refuse_if("table_rows" in given, f"{sizes}: give one of them")
+    known = {f"criteo_{name}": rows for name, rows in TABLES.items()}
+    one_of("preset", options.preset, list(known))
+    return known[options.preset]
 
 
-def _each(key: str, values: Sequence[Any], count: int) -> list[Any]:
-    """One value for each of `count` tables."""
-    if len(values) not in (1, count):
-        raise ConfigError(
-            f"{key} has {len(values)} entries for {count} tables: give one for all, or one each"
-        )
-    if key == "width" and min(values) < 1:
-        raise ConfigError(f"width={min(values)}: give at least 1")
+def _each(key: str, values: Sequence[Any], count: int, least: int) -> list[Any]:
+    """One value for each of `count` tables, all of them at least `least`."""
+    refuse_if(
+        len(values) not in (1, count),
+        f"{key} has {len(values)} entries for {count} tables: give one for all, or one each",
+    )
+    refuse_if(min(values) < least, f"{key}={min(values)}: give at least {least}")
     return list(values) * (count if len(values) == 1 else 1)
 
 
@@ -395,9 +353,9 @@ class Plan:
 
     request: Request
     here: Point
-    points: tuple[Point, ...]
-    crossovers: tuple[Crossover, ...]
-    warnings: tuple[str, ...]
+    points: list[Point]
+    crossovers: list[Crossover]
+    warnings: list[str]
 
 
 def make_plan(request: Request) -> Plan:
@@ -405,29 +363,18 @@ def make_plan(request: Request) -> Plan:
     options, objective = request.options, request.options.objective
     asked = request.on(options.world_size, options.nodes)
     here = compare(*asked, objective, request.replicated_rows)
-    worlds = powers_of_two(options.most_ranks)
-    points = [compare(*request.at(world), objective) for world in worlds]
-    found = tuple(crossovers(points, objective))
-    return Plan(request, here, tuple(points), found, tuple(_warnings(request, [*points, here])))
-
-
-def _warnings(request: Request, points: Sequence[Point]) -> list[str]:
-    """What the predictions cannot know."""
-    found = []
-    most = max(point.world_size for point in points)
-    short = [
-        source.name
-        for source in request.sources
-        if source.counted is not None
-        and source.lookups * request.options.batch * most > source.counted
-    ]
-    if short:
-        found.append(
+    worlds, local = powers_of_two(options.most_ranks), options.world_size // options.nodes
+    shapes = [(world, world // ranks_per_node(world, local)) for world in worlds]
+    points = [compare(*request.on(*shape), objective) for shape in shapes]
+    most, warnings = max(worlds[-1], options.world_size), []
+    known = [source for source in request.sources if source.counted is not None]
+    if short := sum(s.lookups * options.batch * most > (s.counted or 0) for s in known):
+        warnings.append(
             f"the statistics count fewer lookups than one step of {most} ranks makes in "
-            f"{len(short)} of {len(request.sources)} tables: their distinct rows of all ranks are "
+            f"{short} of {len(request.sources)} tables: their distinct rows of all ranks are "
             "a lower bound there; count more samples"
         )
-    return found
+    return Plan(request, here, points, crossovers(points, objective), warnings)
 
 
 if __name__ == "__main__":

@@ -235,18 +235,12 @@ LAUNCH_PREFIXES = ("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")
 
 def train_command(ranks: int, arguments: Sequence[str], module: str = "distcache.train"):
     """The command line of one training job of `ranks` ranks on this machine."""
-    if ranks == 1:
-        return [sys.executable, "-m", module, *arguments]
-    # torchrun by module: the interpreter's own, whatever the PATH says.
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [
-        *torchrun,
-        "--local-addr=127.0.0.1",
-        f"--nproc-per-node={ranks}",
-        "-m",
-        module,
-        *arguments,
-    ]
+    program = ["-m", module, *arguments]
+    if ranks > 1:
+        # torchrun by module: the interpreter's own, whatever the PATH says.
+        how = ("--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}")
+        program = ["-m", "torch.distributed.run", *how, *program]
+    return [sys.executable, *program]
 
 
 def job_environment(ranks: int) -> dict[str, str]:

@@ -7,15 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from distcache.comm.link import host_link
-from distcache.comm.rendezvous import compare_versions, differences
+from distcache.comm.rendezvous import compare_versions, require_equal
 from distcache.comm.world import World
-from distcache.errors import ConfigError, DistcacheError, PeerError
+from distcache.errors import DistcacheError, PeerError
 from distcache.versions import versions_here
 
 T = TypeVar("T")
-
-_SHOWN = 3
-"""Differences that an error names."""
 
 
 def together(world: World, work: Callable[[], T]) -> list[T]:
@@ -29,11 +26,14 @@ def together(world: World, work: Callable[[], T]) -> list[T]:
     """
     value = b""
     caught: Exception | None = None
+    failure: tuple[type[DistcacheError], str] | None = None  # what others raise, and its message
     try:
         value = pickle.dumps(work())
     except Exception as error:
-        caught = error
-    outcomes = host_link(world).gather_objects((value, _portable(caught)), _name_of(work))
+        caught, failure = error, (PeerError, f"{type(error).__name__}: {error}")
+        if isinstance(error, DistcacheError):
+            failure = type(error), str(error)
+    outcomes = host_link(world).gather_objects((value, failure), _name_of(work))
     if caught is not None:
         raise caught
     for rank, (_, failure) in enumerate(outcomes):
@@ -62,22 +62,8 @@ def agree_on(world: World, values: Mapping[str, Any]) -> None:
     The error names the first few keys that differ, with every value and the ranks that have it.
     Values must be picklable; those with the same `repr` are equal.
     """
-    lines = differences(together(world, lambda: dict(values)))
-    if lines:
-        more = f" (and {len(lines) - _SHOWN} more)" if len(lines) > _SHOWN else ""
-        raise ConfigError(
-            f"the ranks differ: {'; '.join(lines[:_SHOWN])}{more}; start all ranks with the same "
-            "configuration, data and package versions"
-        )
-
-
-def _portable(error: Exception | None) -> tuple[type[DistcacheError], str] | None:
-    """An error as (class to raise elsewhere, message); a stranger's message names its class."""
-    if error is None:
-        return None
-    if isinstance(error, DistcacheError):
-        return type(error), str(error)
-    return PeerError, f"{type(error).__name__}: {error}"
+    way_out = "start all ranks with the same configuration, data and package versions"
+    require_equal(together(world, lambda: dict(values)), way_out)
 
 
 def on_first(world: World, action: Callable[[], Any]) -> Any:

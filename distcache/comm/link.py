@@ -25,9 +25,7 @@ from distcache.streams import Mark
 # -----------------------------------------------------------------------------
 # What a rank sends: bytes of collectives by category, and a wrapper that counts other code's.
 #
-# Bytes are per rank, by the algorithms that move least: an all-reduce counts 2(W-1)/W of its
-# buffer, an all-gather, reduce-scatter or broadcast (W-1)/W of the whole buffer, and an all-to-all
-# exactly what leaves the rank.
+# Bytes are per rank, by the algorithms that move least.
 
 ROWS = "collective_bytes"
 DENSE = "dense_collective_bytes"
@@ -134,24 +132,6 @@ def _sent(name: str, call: dict[str, Any], nodes: Nodes | None) -> tuple[Tensor,
     return tensors[0], sent, sent if outside[(me + 1) % size] else 0
 
 
-def _counted(
-    name: str, original: Callable[..., Any], counters: CollectiveCounters
-) -> Callable[..., Any]:
-    """`original` that first counts what it is about to send."""
-    signature = inspect.signature(original)
-
-    @wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs).arguments
-        if dist.get_rank(bound.get("group")) >= 0:
-            tensor, nbytes, between = _sent(name, bound, counters.nodes)
-            floating = tensor.is_floating_point() or tensor.is_complex()
-            counters.count(ROWS if floating else PLANNING, nbytes, between)
-        return original(*args, **kwargs)
-
-    return call
-
-
 @contextmanager
 def count_collectives(counters: CollectiveCounters) -> Iterator[CollectiveCounters]:
     """Count every call of torch.distributed's tensor collectives in this process meanwhile.
@@ -161,10 +141,25 @@ def count_collectives(counters: CollectiveCounters) -> Iterator[CollectiveCounte
     `planning_bytes`. Object collectives and process-group methods are not. The originals are put
     back on exit, also after an error; one such block at a time.
     """
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs).arguments
+            if dist.get_rank(bound.get("group")) >= 0:
+                tensor, nbytes, between = _sent(name, bound, counters.nodes)
+                floating = tensor.is_floating_point() or tensor.is_complex()
+                counters.count(ROWS if floating else PLANNING, nbytes, between)
+            return original(*args, **kwargs)
+
+        return call
+
     originals = {name: getattr(dist, name) for name in COUNTED if hasattr(dist, name)}
     try:
         for name, original in originals.items():
-            setattr(dist, name, _counted(name, original, counters))
+            setattr(dist, name, counted(name, original))
         yield counters
     finally:
         for name, original in originals.items():
@@ -243,11 +238,15 @@ class Waiting:
         """What the store says about the other ranks, listening for a few seconds."""
         world, deadline = self._world, time.monotonic() + ROLL_CALL_S
         absent = [rank for rank in range(world.size) if rank != world.rank]
+
+        def waits_too(key: str) -> bool:
+            return world.store.check([key]) and bool(world.store.get(key))
+
         while True:
             # In this order: what a rank records, it records before it ends.
             ended = [rank for rank in absent if has_ended(world.store, rank)]
             failure = failure_of_others(world.store, world.rank)
-            absent = [rank for rank in absent if not self._waits_too(rank)]
+            absent = [rank for rank in absent if not waits_too(f"{self._key}/{rank}")]
             over = not absent or time.monotonic() > deadline
             if failure is not None and (over or ended or not failure.secondary):
                 return failure.message
@@ -261,18 +260,12 @@ class Waiting:
             return f"{where}; {_names(absent)} did not come within {limit}, or ended ({reason})"
         return f"{where}, as did all others ({reason})"
 
-    def _waits_too(self, rank: int) -> bool:
-        key = f"{self._key}/{rank}"
-        return self._world.store.check([key]) and bool(self._world.store.get(key))
-
 
 def _names(ranks: Sequence[int]) -> str:
     return ", ".join(f"rank {rank}" for rank in ranks)
 
 
 # -----------------------------------------------------------------------------
-# One process group as one thread uses it: collectives that count bytes and name who is missing.
-#
 # A gloo wait is taken in slices: a rank that waits longer than one says so in the job's store, and
 # looks there for failures of others, so that an exception reaches it within seconds whatever it
 # waits for. gloo has no all-to-all for CUDA tensors, so those are staged through host memory here,
@@ -310,50 +303,25 @@ class Link:
         receive_counts: Sequence[int],
         category: str,
         what: str,
+        inside: bool = False,
     ) -> Callable[[], Tensor]:
         """Send `send_counts[r]` leading entries of `tensor` to each rank r: under way.
 
         `[sum(send_counts), ...]` in rank order. To be called once, in the same order on all ranks,
         for what comes, `[sum(receive_counts), ...]` in rank order; until then `tensor` must stay
-        as it is.
+        as it is. `inside`: among this node's ranks alone; for links of the device group.
         """
-        if self.world.size == 1:
+        world, nodes, group = self.world, self.counters.nodes, self.group
+        rank, size = world.rank, world.size
+        if inside:
+            rank, size, nodes = world.local_rank, world.local_size, None
+            group = world.node_group or group  # one node has no other group
+        if size == 1:
             return lambda: tensor
-        rank, nodes = self.world.rank, self.counters.nodes
-        nbytes = all_to_all_bytes(tensor.nbytes, send_counts, rank, self.world.size)
+        nbytes = all_to_all_bytes(tensor.nbytes, send_counts, rank, size)
         between = nodes.bytes_between(rank, send_counts, tensor.nbytes) if nodes else 0
         self.counters.count(category, nbytes, between)
-        return self._exchange(tensor, (send_counts, receive_counts), self.group, what)
-
-    def within_node(
-        self,
-        tensor: Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        category: str,
-        what: str,
-    ) -> Tensor:
-        """An all-to-all among this node's ranks, in their order; for links of the device group.
-
-        Called by all ranks of the node; with one of them it is a copy.
-        """
-        world = self.world
-        if world.local_size == 1:
-            return tensor
-        group = world.node_group or self.group  # one node has no other group
-        nbytes = all_to_all_bytes(tensor.nbytes, send_counts, world.local_rank, world.local_size)
-        self.counters.count(category, nbytes)
-        return self._exchange(tensor, (send_counts, receive_counts), group, what)()
-
-    def _exchange(
-        self,
-        tensor: Tensor,
-        counts: tuple[Sequence[int], Sequence[int]],
-        group: dist.ProcessGroup | None,
-        what: str,
-    ) -> Callable[[], Tensor]:
-        """An all-to-all over `group` of parts of `counts`, (sent, received), under way."""
-        send, receive = list(counts[0]), list(counts[1])
+        send, receive = list(send_counts), list(receive_counts)
         source = (tensor.cpu() if self._staged else tensor).contiguous()
         out = source.new_empty((sum(receive), *tensor.shape[1:]))
         wait = self._start(
@@ -502,7 +470,7 @@ def spread(link: Link, rows: Tensor, counts: Sequence[int], category: str, what:
         taken[rank] = []
         receive = [sum(counts[other] for other in others) for others in taken.values()]
         copies, about = torch.cat([foreign] * len(mates)), f"{what}, inside the node"
-        second = link.within_node(copies, send, receive, category, about)
+        second = link.start_all_to_all(copies, send, receive, category, about, inside=True)()
         others = [other for part in taken.values() for other in part]
         for other, part in zip(others, second.split([counts[o] for o in others]), strict=True):
             parts[other] = part

@@ -136,7 +136,8 @@ def first_line(error: BaseException) -> str:
 
 def announce_process(store: dist.Store, rank: int) -> None:
     """Tell the others which process `rank` is; each rank does so when it joins."""
-    store.set(_key(rank), json.dumps([_process_space(), os.getpid(), _started(os.getpid())]))
+    process = [_process_space(), os.getpid(), _started(os.getpid())]
+    store.set(f"distcache/process/{rank}", json.dumps(process))
 
 
 def has_ended(store: dist.Store, rank: int) -> bool:
@@ -144,14 +145,11 @@ def has_ended(store: dist.Store, rank: int) -> bool:
 
     False where it runs, and where it cannot be seen from here (another machine or container).
     """
-    if not store.check([_key(rank)]):
+    key = f"distcache/process/{rank}"
+    if not store.check([key]):
         return False
-    space, process, started = json.loads(store.get(_key(rank)))
+    space, process, started = json.loads(store.get(key))
     return space == _process_space() and _started(process) != started
-
-
-def _key(rank: int) -> str:
-    return f"distcache/process/{rank}"
 
 
 def _process_space() -> str:
@@ -187,8 +185,8 @@ LEAST_TIMEOUT_S = 30.0
 NOTICE_S = 10.0
 """After which a rank says for whom it waits, seconds."""
 
-_STORE_POLL_S, _LONGEST_POLL_S = 0.01, 0.05
-"""Between two looks, at first and in the end, seconds."""
+_STORE_POLL_S = 0.02
+"""Between two looks, seconds."""
 
 _LINGER_S = 5.0
 """How long rank 0 waits for the others to have read what is in the store, seconds."""
@@ -217,38 +215,22 @@ class Place:
 
 
 def find_place() -> Place:
-    """This process's place by torchrun's environment variables; alone without them."""
-    if not is_launched():
-        return Place()
-    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"RANK is set in the environment, but {' and '.join(missing)} "
-            f"{'are' if len(missing) > 1 else 'is'} not: start ranks with torchrun, or unset RANK"
-        )
+    """This process's place by torchrun's environment variables; alone without them.
+
+    Raises ConfigError where some of them are not there, or make no place.
+    """
     rank, size = whole_number("RANK", 0), whole_number("WORLD_SIZE", 1)
-    if not 0 <= rank < size:
+    if "RANK" not in os.environ and size <= 1:
+        return Place()
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
+    if missing or not 0 <= rank < size:
+        wrong = f"without {' and '.join(missing)}" if missing else "which count from 0"
         raise ConfigError(
-            f"RANK={rank} in the environment is not among the {size} of WORLD_SIZE={size}, which "
-            "count from 0: start ranks with torchrun, or give both anew"
+            f"the environment has RANK={os.environ.get('RANK')} of WORLD_SIZE={size}, {wrong}: "
+            "start ranks with torchrun, or unset both to train alone"
         )
     local_rank = whole_number("LOCAL_RANK", rank)
     return Place(rank, size, local_rank, whole_number("LOCAL_WORLD_SIZE", size))
-
-
-def is_launched() -> bool:
-    """Whether this process is a rank of a job, by torchrun's RANK.
-
-    Raises ConfigError where there is none, but other ranks should be waited for.
-    """
-    if "RANK" in os.environ:
-        return True
-    if (size := whole_number("WORLD_SIZE", 1)) > 1:
-        raise ConfigError(
-            f"WORLD_SIZE={size} is set in the environment, but RANK is not: start ranks with "
-            "torchrun, or unset WORLD_SIZE"
-        )
-    return False
 
 
 def whole_number(name: str, default: int) -> int:
@@ -319,16 +301,15 @@ def wait_until(
     torch's stores, where they wait themselves, keep Ctrl-C from the process until they are done.
     After `NOTICE_S` seconds it is said once for `whom` this rank waits; None: nothing is said.
     """
-    began, pause, told = time.monotonic(), _STORE_POLL_S, whom is None
+    began = time.monotonic()
     while not look():
         waited = time.monotonic() - began
         if waited > timeout_s:
             raise TimeoutError
-        if waited > NOTICE_S and whom is not None and not told:
-            told = True
+        if waited > NOTICE_S and whom is not None:
             log.warning("waits for %s (%.0f s at most)", whom(), timeout_s)
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_POLL_S)
+            whom = None
+        time.sleep(_STORE_POLL_S)
 
 
 def publish(store: dist.Store | None, world_size: int, value: dict[str, Any]) -> None:
@@ -407,6 +388,9 @@ def exchange(
 # Where ranks would compute with other bits, or read each other's messages wrongly, it is an error;
 # any other difference is a warning.
 
+_SHOWN = 3
+"""Differences that an error names."""
+
 
 def differences(by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each key on which ranks differ: `<key> is <value> on rank 0 and ... on ...`."""
@@ -414,11 +398,23 @@ def differences(by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
     for key in dict.fromkeys(key for values in by_rank for key in values):
         ranks: dict[str, list[int]] = {}
         for rank, values in enumerate(by_rank):
-            ranks.setdefault(_show(values, key), []).append(rank)
+            shown = repr(values[key]) if key in values else "not there"
+            ranks.setdefault(shown, []).append(rank)
         if len(ranks) > 1:
             *first, last = [f"{value} on {_named(own)}" for value, own in ranks.items()]
             lines.append(f"{key} is {', '.join(first)} and {last}")
     return lines
+
+
+def require_equal(
+    by_rank: Sequence[Mapping[str, Any]], way_out: str, what: str = "the ranks"
+) -> None:
+    """Raise ConfigError where the values of the ranks differ: the first few keys, each with every
+    value and the ranks that have it. Those with the same `repr` are equal."""
+    lines = differences(by_rank)
+    if lines:
+        more = f" (and {len(lines) - _SHOWN} more)" if len(lines) > _SHOWN else ""
+        raise ConfigError(f"{what} differ: {'; '.join(lines[:_SHOWN])}{more}; {way_out}")
 
 
 def _named(ranks: list[int]) -> str:
@@ -435,10 +431,6 @@ def _named(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
 
 
-def _show(values: Mapping[str, Any], key: str) -> str:
-    return repr(values[key]) if key in values else "not there"
-
-
 def compare_versions(
     found: Sequence[Mapping[str, str]], hybrid: bool, cuda: bool, warn: bool
 ) -> None:
@@ -449,28 +441,11 @@ def compare_versions(
     # Triton compiles the kernels by which each rank updates its own copy of a row on a GPU.
     needed = {"distcache", SOURCE, "torch", "numpy", *(("triton",) if cuda else ())}
     needed |= {"torchrec", *FBGEMM_DISTRIBUTIONS} if hybrid else set()
-    lines = differences([{k: v for k, v in seen.items() if k in needed} for seen in found])
-    if lines:
-        raise ConfigError(
-            f"the ranks differ: {'; '.join(lines)}; install the same packages on all nodes "
-            f"(compared are {', '.join(('python', *DISTRIBUTIONS))})"
-        )
+    require_equal(
+        [{k: v for k, v in seen.items() if k in needed} for seen in found],
+        "install the same packages on all nodes "
+        f"(compared are {', '.join(('python', *DISTRIBUTIONS))})",
+    )
     others = differences([{k: v for k, v in seen.items() if k not in needed} for seen in found])
     if others and warn:
         log.warning("the ranks' versions differ: %s", "; ".join(others))
-
-
-def compare_command_lines(sizes: Sequence[int], arguments: Sequence[Sequence[str]]) -> None:
-    """Raise ConfigError where ranks were told of other numbers of ranks, or have other overrides,
-    whose order does not matter."""
-    lines = differences([{"WORLD_SIZE": str(size)} for size in sizes])
-    if lines:
-        raise ConfigError(f"the ranks differ: {'; '.join(lines)}: start all with one number")
-    # By key; anything but an override stands for itself.
-    by_key = [{a.partition("=")[0]: a.partition("=")[2] or a for a in own} for own in arguments]
-    lines = differences(by_key)
-    if lines:
-        raise ConfigError(
-            f"the ranks' command lines differ: {'; '.join(lines)}; start all nodes with the same "
-            "arguments, for those of rank 0 count for all"
-        )

@@ -6,7 +6,7 @@ import itertools
 import os
 import socket
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
@@ -20,12 +20,11 @@ from distcache.comm.rendezvous import (
     LEAST_TIMEOUT_S,
     Place,
     announce_process,
-    compare_command_lines,
     compare_versions,
     exchange,
     find_place,
     first_line,
-    is_launched,
+    require_equal,
     whole_number,
 )
 from distcache.errors import ConfigError, PeerError
@@ -101,21 +100,22 @@ def agree_on_claims(claims: Sequence[Claim], rank: int = 0, hybrid: bool = False
 
     Compares sizes, command lines and versions first. `rank`: this one, as which 0 logs warnings.
     """
-    compare_command_lines([claim.size for claim in claims], [claim.arguments for claim in claims])
+    require_equal(
+        [{"WORLD_SIZE": str(claim.size)} for claim in claims], "start all with one number"
+    )
+    # By key, in any order; anything but an override stands for itself.
+    arguments = [
+        {a.partition("=")[0]: a.partition("=")[2] or a for a in claim.arguments} for claim in claims
+    ]
+    way_out = "start all nodes with the same arguments, for those of rank 0 count for all"
+    require_equal(arguments, way_out, "the ranks' command lines")
     on_gpus = claims[0].device == "cuda"
     compare_versions([claim.versions for claim in claims], hybrid, on_gpus, rank == 0)
     for rank, claim in enumerate(claims):
         if claim.error is not None:
             raise ConfigError(f"rank {rank} ({claim.host}): {claim.error}")
-    for what in ("device", "backend"):
-        values = [getattr(claim, what) for claim in claims]
-        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
-            raise ConfigError(
-                f"the nodes differ: the {what} is {values[0]} on rank 0 ({claims[0].host}) and "
-                f"{values[other]} on rank {other} ({claims[other].host}); set trainer.{what} to "
-                "one that all nodes have"
-            )
+    where = [{"trainer.device": own.device, "trainer.backend": own.backend} for own in claims]
+    require_equal(where, "set these keys to what all nodes have", "the nodes")
     sizes: list[int] = []
     while sum(sizes) < len(claims):
         first = sum(sizes)
@@ -262,7 +262,7 @@ def open_world(
         claim = replace(claim, arguments=list(arguments), versions=versions_here())
         limit_s = max(timeout_s, LEAST_TIMEOUT_S)  # a rank may still be importing
         nodes = _meet(store, number, rank, claim, (limit_s, hybrid))
-    if is_launched():
+    if "RANK" in os.environ:
         # The store outlives a world, with the addresses of its groups: the next one needs its own.
         shared, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
         shared.set_timeout(timeout)
@@ -291,9 +291,7 @@ def open_world(
             planning_group=dist.new_group(backend="gloo", timeout=timeout),
             store=store,
             node_sizes=nodes.sizes,
-            node_group=make_node_group(
-                nodes, rank, lambda ranks: dist.new_group(ranks, backend=name, timeout=patience)
-            ),
+            node_group=_node_group(nodes, name, patience),
         )
     except RuntimeError as error:  # torch's own are: DistNetworkError, DistStoreError, ...
         if dist.is_initialized():  # in part: else the next world, or a run, would take it for one
@@ -340,19 +338,15 @@ def _meet(
     return nodes
 
 
-def make_node_group(
-    nodes: Nodes, rank: int, make: Callable[[list[int]], dist.ProcessGroup]
-) -> dist.ProcessGroup | None:
-    """The group of the node of `rank`, where there are several nodes and it has several ranks.
+def _node_group(nodes: Nodes, backend: str, timeout: timedelta) -> dist.ProcessGroup | None:
+    """The group of this rank's node, where there are several nodes and some have several ranks.
 
-    Called by all ranks; `make` makes a group of some ranks, and all ranks make the same ones.
+    Called by all ranks, each of which makes the groups of all nodes.
     """
-    own = None
-    for node, size in enumerate(nodes.sizes):
-        if nodes.count > 1 and size > 1:
-            group = make(list(nodes.ranks(node)))
-            own = group if node == nodes.of(rank) else own
-    return own
+    if nodes.count == 1 or max(nodes.sizes) == 1:
+        return None
+    ranks = [list(nodes.ranks(node)) for node in range(nodes.count)]
+    return dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend)[0]
 
 
 def close_world(world: World, orderly: bool = True) -> None:
@@ -441,7 +435,7 @@ def current_world(
     announce_process(store, rank)
     device_group, planning_group, node_group = new_group(backend), new_group("gloo"), None
     if process_group is None:
-        node_group = make_node_group(nodes, rank, lambda members: new_group(backend, members))
+        node_group = _node_group(nodes, backend, timedelta(seconds=timeout_s))
     elif nodes.count > 1:
         # Names of groups count those that a rank has: all ranks make one, alone on a node too.
         node_group = new_group(backend, local)

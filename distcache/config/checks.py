@@ -28,6 +28,12 @@ def refuse(found: Refusals) -> None:
             raise ConfigError(text)
 
 
+def refuse_if(wrong: object, text: str) -> None:
+    """Raise ConfigError with `text` for what is `wrong`."""
+    if wrong:
+        raise ConfigError(text)
+
+
 # -----------------------------------------------------------------------------
 # Rules of one value, of which most stand beside its field in the tree.
 
@@ -149,11 +155,8 @@ def _same_length(key: str, values: Any, data: DataConfig) -> Refusals:
     """Of a list with a value for each table, where the tables are known."""
     given = len(values) if isinstance(values, list) else None
     tables = len(data.table_rows) or (CRITEO_TABLES if data.name == "criteo" else 0)
-    return {
-        f"{key} has {given} entries, data.table_rows has {tables}: give one per table": (
-            given is not None and tables not in (0, given)
-        )
-    }
+    wrong = given is not None and tables not in (0, given)
+    return {f"{key} has {given} entries, data.table_rows has {tables}: give one per table": wrong}
 
 
 # -----------------------------------------------------------------------------
@@ -184,11 +187,10 @@ def _criteo(data: DataConfig) -> Refusals:
         )
     path, tables = Path(data.path), len(data.table_rows)
     of_folder = path.suffix in (".npy", ".json") and (path.parent / "manifest.json").is_file()
+    unfinished = path.is_dir() and not (path / "manifest.json").is_file()
     return {
-        f"data.path={path} is a folder without manifest.json: finish the run of "
-        "python -m distcache.preprocess that makes it, or give a glob of text files": (
-            path.is_dir() and not (path / "manifest.json").is_file()
-        ),
+        f"data.path={path} is a folder without manifest.json: finish the run of python -m "
+        "distcache.preprocess that makes it, or give a glob of text files": unfinished,
         **({} if path.is_dir() else _no_file("path", data.path)),
         f"data.path={path} is a file of a preprocessed folder: give the folder, "
         f"data.path={path.parent}": of_folder,
@@ -214,22 +216,19 @@ def _parquet(data: DataConfig) -> Refusals:
         f"data.weight_columns={weights}: give {{id column: weight column}}, its keys from "
         "data.id_columns": not isinstance(weights, dict) or not set(weights) <= set(ids),
         f"data.on_bad_line={data.on_bad_line}: Parquet has no lines that could be left out; "
-        "data.nulls and data.on_bad_id say what becomes of odd values": (
-            data.on_bad_line != "error"
-        ),
+        "data.nulls and data.on_bad_id say what of odd values": data.on_bad_line != "error",
     }
 
 
 def _interactions(data: DataConfig) -> Refusals:
+    apart = data.held_out is not None and data.held_out_by == "last"
     return {
         **_no_path(data, "path"),
         f"data.table_rows={data.table_rows}: give the rows of users and items, or leave it "
         "empty for the largest ids of the data": len(data.table_rows) not in (0, 2),
         "data.delimiter is empty: give what separates the fields of the CSV": not data.delimiter,
         f"data.held_out={data.held_out} means nothing to data.held_out_by=last, which holds "
-        "out each user's last: leave it out, or give data.held_out_by=time": (
-            data.held_out is not None and data.held_out_by == "last"
-        ),
+        "out each user's last: leave it out, or give data.held_out_by=time": apart,
     }
 
 
@@ -242,12 +241,11 @@ _OF_SOURCES = {
 
 def _no_path(data: DataConfig, key: str) -> Refusals:
     path = getattr(data, key)
+    no_path, folder = path is None, path is not None and Path(path).is_dir()
     return {
         f"data.{key} is not set, and data={data.name} reads files: give data.{key}=<file or "
-        "glob>": path is None,
-        f"data.{key}={path} is a folder: for the files in it give a glob such as '{path}/*'": (
-            path is not None and Path(path).is_dir()
-        ),
+        "glob>": no_path,
+        f"data.{key}={path} is a folder: give a glob of its files, such as '{path}/*'": folder,
         **_no_file(key, path or ""),
     }
 
@@ -264,8 +262,9 @@ def _no_file(key: str, path: str) -> Refusals:
 
 def _batching(config: Config) -> Refusals:
     """What `data.batching` needs."""
-    data, hot = config.data, config.data.hot_rows
+    data, hot, unknown = config.data, config.data.hot_rows, config.cache.statistics is None
     share_of_rows = isinstance(hot, float) and 0 < hot < 1
+    endless = data.name == "synthetic" and data.samples is None
     if data.batching == "as_is":
         return {}
     return {
@@ -273,13 +272,9 @@ def _batching(config: Config) -> Refusals:
         "above 0 and below 1": not (hot == "auto" or _is_count(hot) or share_of_rows),
         "data.batching=hot_cold means nothing to batches of your own loader: how samples are "
         "brought together is up to it; leave the key out": data.name == "own",
-        f"data.batching=hot_cold needs to know which rows are hot: {_HOW}": (
-            config.cache.statistics is None
-        ),
+        f"data.batching=hot_cold needs to know which rows are hot: {_HOW}": unknown,
         "data.batching=hot_cold sorts the samples of an epoch, and data.samples=null is a "
-        "stream without an end: give data.samples=<samples of an epoch>": (
-            data.name == "synthetic" and data.samples is None
-        ),
+        "stream without an end: give data.samples=<samples of an epoch>": endless,
     }
 
 
@@ -308,35 +303,28 @@ def check_cache(cache: CacheConfig) -> None:
 def _policy(cache: CacheConfig) -> Refusals:
     policy = Policy.of(cache.policy, cache.tail, cache.half_life)  # with its own rules
     chosen = f"cache.{'tail' if policy.uses_window else 'policy'}={policy.ranking}"
+    tail = cache.tail != CacheConfig().tail and not policy.uses_window
+    unknown = policy.needs_popularity and cache.statistics is None
+    uncounted = policy.half_life is not None and policy.ranking != "lfu"
     return {
         f"cache.tail={cache.tail} orders what cache.policy=lookahead leaves open, and "
-        f"cache.policy={cache.policy} leaves nothing open: leave one of them out": (
-            cache.tail != CacheConfig().tail and not policy.uses_window
-        ),
-        f"{chosen} ranks rows by how often they are looked up: {_HOW}": (
-            policy.needs_popularity and cache.statistics is None
-        ),
+        f"cache.policy={cache.policy} leaves nothing open: leave one of them out": tail,
+        f"{chosen} ranks rows by how often they are looked up: {_HOW}": unknown,
         f"cache.half_life={cache.half_life} is for counts, which {chosen} does not keep: "
-        "leave it out, or use cache.tail=lfu or cache.policy=lfu": (
-            policy.half_life is not None and policy.ranking != "lfu"
-        ),
+        "leave it out, or use cache.tail=lfu or cache.policy=lfu": uncounted,
     }
 
 
 def _popularity(cache: CacheConfig) -> Refusals:
     """Of the keys that read `cache.statistics`."""
     warm, split, unknown = cache.warm_start, cache.split, cache.statistics is None
-    by_table = isinstance(split, Mapping)
+    strange = not isinstance(split, Mapping) and split not in ("proportional", "by_curve")
     return {
         f"cache.warm_start={warm} fills slots with the most frequent rows, and which those are "
-        f"is not known: {_HOW}, or leave cache.warm_start out": (
-            warm not in ("auto", 0) and unknown
-        ),
+        f"is not known: {_HOW}, or leave cache.warm_start out": warm not in ("auto", 0) and unknown,
         **_rows("cache.split", split),
         f"cache.split={split} is unknown: choose proportional or by_curve, or give the rows "
-        "of each table: cache.split='{t_cat_0:1000,t_cat_1:500}'": (
-            not by_table and split not in ("proportional", "by_curve")
-        ),
+        "of each table: cache.split='{t_cat_0:1000,t_cat_1:500}'": strange,
         f"cache.split=by_curve needs to know how often rows are looked up: {_HOW}, or use "
         "cache.split=proportional": split == "by_curve" and unknown,
     }
@@ -345,17 +333,17 @@ def _popularity(cache: CacheConfig) -> Refusals:
 def _placement(cache: CacheConfig) -> Refusals:
     kind, rows, share = cache.placement, cache.replicated_rows, cache.replicated_share
     key = "state" if kind == "replicated" else "placement"
+    at_homes = key == "placement" or cache.state == "home"
+    no_tables = rows is not None and not isinstance(rows, Mapping)
     return {
         f"cache.replicated_rows={rows} and cache.replicated_share={share} contradict each other: "
         "give one of them": rows is not None and share is not None,
         "cache.reduction=native lets the library sum rows that all ranks hold, but "
         f"cache.{key}={getattr(cache, key)} sums them at their homes: leave one of them out": (
-            cache.reduction == "native" and (key == "placement" or cache.state == "home")
+            cache.reduction == "native" and at_homes
         ),
         f"cache.replicated_rows={rows}: give the rows of each table, "
-        "cache.replicated_rows='{t_cat_0:1000,t_cat_1:500}'": (
-            rows is not None and not isinstance(rows, Mapping)
-        ),
+        "cache.replicated_rows='{t_cat_0:1000,t_cat_1:500}'": no_tables,
         **_rows("cache.replicated_rows", rows),
     }
 
@@ -390,17 +378,6 @@ def _check_parts(config: Config, local_size: int) -> str:
     refuse(_batching(config))
     check_cache(config.cache)
     refuse(_optim(config.optim))
-    trainer = config.trainer
-    refuse(
-        {
-            f"trainer.resume={trainer.resume} is no folder: give a run folder or its model/": (
-                trainer.resume is not None and not Path(trainer.resume).is_dir()
-            ),
-            f"trainer.amp={trainer.amp} with trainer.dtype={trainer.dtype}: bfloat16 products "
-            "have 8 bits, float64 around them is wasted: use trainer.amp=off or "
-            "trainer.dtype=float32": trainer.amp != "off" and trainer.dtype != "float32",
-        }
-    )
     device = _check_device(config, local_size)
     if config.parallel.mode == "hybrid":
         refuse(_hybrid(config, device))
@@ -410,49 +387,44 @@ def _check_parts(config: Config, local_size: int) -> str:
 
 def _model(model: ModelConfig, data: DataConfig) -> Refusals:
     dense, over, dims = model.dense_arch, model.over_arch, model.table_dims
+    other_width = model.name == "dlrm" and dense[-1:] != [model.embedding_dim]
     weights = "data.weighted=true" if data.weighted else "data.weight_columns"
+    weighted = (data.weighted or data.weight_columns) and model.pooling != "sum"
     return {
         **_positive("model.dense_arch", dense),
         **_positive("model.over_arch", over),
         f"model.over_arch={over} must end in 1, the logit: append a 1": over[-1:] != [1],
         f"model.dense_arch={dense} must end in model.embedding_dim={model.embedding_dim}, because "
-        "dlrm takes dot products with the embeddings: change one of them": (
-            model.name == "dlrm" and dense[-1:] != [model.embedding_dim]
-        ),
+        "dlrm takes dot products with the embeddings: change one of them": other_width,
         **({} if dims is None else _positive("model.table_dims", dims)),
         **_same_length("model.table_dims", dims, data),
         f"{weights} with model.pooling={model.pooling}: torch's embedding_bag takes "
-        "per-sample weights with sum alone: use model.pooling=sum, or no weights": (
-            (data.weighted or data.weight_columns) and model.pooling != "sum"
-        ),
+        "per-sample weights with sum alone: use model.pooling=sum, or no weights": weighted,
     }
 
 
 def _optim(optim: OptimConfig) -> Refusals:
+    two = len(optim.betas) == 2 and all(0 <= beta < 1 for beta in optim.betas)
     zero = optim.eps == 0 and (optim.name == "adam" or optim.initial_accumulator == 0)
+    inside = optim.decay_steps > 0 and optim.decay_start < optim.warmup_steps
     return {
-        f"optim.betas={optim.betas}: give two numbers in [0, 1)": (
-            len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas)
-        ),
+        f"optim.betas={optim.betas}: give two numbers in [0, 1)": not two,
         f"optim.eps=0 divides by zero in {optim.name} where a gradient is zero: give 1e-8": (
             optim.name != "sgd" and zero
         ),
         f"optim.decay_start={optim.decay_start} lies inside the warm-up of optim.warmup_steps="
-        f"{optim.warmup_steps}: start the decay at that step or later": (
-            optim.decay_steps > 0 and optim.decay_start < optim.warmup_steps
-        ),
+        f"{optim.warmup_steps}: start the decay at that step or later": inside,
     }
 
 
 def _trainer(config: Config) -> Refusals:
+    """Of a run whose data and model are the package's."""
     trainer, data = config.trainer, config.data
-    endless = data.name == "synthetic" and data.samples is None
+    endless = trainer.steps is None and data.name == "synthetic" and data.samples is None
     return {
         "run.dir is empty: name a folder, such as run.dir=runs/first": not config.run.dir.strip(),
         "trainer.steps=null means one epoch, but data.samples=null is a stream without an end: "
-        "give trainer.steps=<steps> or data.samples=<samples of an epoch>": (
-            trainer.steps is None and endless
-        ),
+        "give trainer.steps=<steps> or data.samples=<samples of an epoch>": endless,
         f"trainer.eval_every={trainer.eval_every} with trainer.eval_steps=0 evaluates nothing: "
         "give trainer.eval_steps=<batches>, or leave eval_every out": (
             trainer.eval_every is not None and trainer.eval_steps == 0
@@ -464,23 +436,26 @@ def _trainer(config: Config) -> Refusals:
 
 
 def _check_device(config: Config, local_size: int) -> str:
-    """The device type that this run will use, `cpu` or `cuda`."""
+    """The device type that this run will use, `cpu` or `cuda`; checked with what it computes in."""
     import torch
 
     trainer = config.trainer
     gpus = 0 if trainer.device == "cpu" else torch.cuda.device_count()
-    refuse(
-        {
-            "trainer.device=cuda, but torch sees no GPU: use trainer.device=cpu": (
-                trainer.device == "cuda" and gpus == 0
-            ),
-            f"trainer.backend=nccl needs a GPU per rank: {local_size} ranks on this machine, "
-            f"{gpus} GPUs (trainer.device={trainer.device}): start fewer ranks, or use "
-            "trainer.backend=gloo, whose ranks may share a GPU": (
-                trainer.backend == "nccl" and gpus < local_size
-            ),
-        }
-    )
+    few = trainer.backend == "nccl" and gpus < local_size
+    no_folder = trainer.resume is not None and not Path(trainer.resume).is_dir()
+    wasted = trainer.amp != "off" and trainer.dtype != "float32"
+    told: Refusals = {
+        f"trainer.resume={trainer.resume} is no folder: give a run folder or its model/": no_folder,
+        f"trainer.amp={trainer.amp} with trainer.dtype={trainer.dtype}: bfloat16 products have 8 "
+        "bits, float64 around them is wasted: use trainer.amp=off or trainer.dtype=float32": wasted,
+        "trainer.device=cuda, but torch sees no GPU: use trainer.device=cpu": (
+            trainer.device == "cuda" and gpus == 0
+        ),
+        f"trainer.backend=nccl needs a GPU per rank: {local_size} ranks on this machine, "
+        f"{gpus} GPUs (trainer.device={trainer.device}): start fewer ranks, or use "
+        "trainer.backend=gloo, whose ranks may share a GPU": few,
+    }
+    refuse(told)
     return "cuda" if gpus else "cpu"
 
 
@@ -488,6 +463,7 @@ def _hybrid(config: Config, device: str) -> Refusals:
     dims, key = config.model.table_dims, "model.table_dims"
     if dims is None:
         dims, key = [config.model.embedding_dim], "model.embedding_dim"
+    on_cpu = config.optim.name == "adam" and device == "cpu"
     return {
         **{
             f"{key}: width {dim} is not a multiple of 4, which fbgemm's kernels need: use "
@@ -496,10 +472,8 @@ def _hybrid(config: Config, device: str) -> Refusals:
         },
         "trainer.dtype=float64: fbgemm's fused optimizers are float32 only: use "
         "trainer.dtype=float32, or parallel=data": config.trainer.dtype == "float64",
-        "optim=adam: fbgemm has no Adam on the CPU: use optim=sgd, adagrad or "
-        "rowwise_adagrad, a GPU, or parallel=data": (
-            config.optim.name == "adam" and device == "cpu"
-        ),
+        "optim=adam: fbgemm has no Adam on the CPU: use optim=sgd, adagrad or rowwise_adagrad, a "
+        "GPU, or parallel=data": on_cpu,
     }
 
 

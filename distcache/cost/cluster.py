@@ -81,6 +81,10 @@ class Compute:
         for key, value in vars(self).items():
             _check(f"compute.{key}", value, "seconds")
 
+    def rows_s(self, lookups: float, updates: float, copies: float) -> float:
+        """Seconds of so many ids looked up, rows updated and rows copied."""
+        return self.lookup_s * lookups + (self.update_s * updates + self.copy_s * copies)
+
 
 DEVICES: dict[str, tuple[float, float, float]] = {
     "a100": (80e9, 2.039e12, 19.5e12),

@@ -62,9 +62,7 @@ def counted_sources(statistics: Statistics, dims: Sequence[int]) -> list[TableSo
     for table, dim in zip(statistics.tables, dims, strict=True):
         own = Curve.of(table, statistics.samples)
         each, counted = own.per_sample, float(table.lookups)
-        whole = own.with_others(table.distinct)
-        name = table.table
-        found.append(TableSource(name, table.rows, dim, each, whole, counted=counted))
+        found.append(TableSource(table.table, table.rows, dim, each, own, counted=counted))
     return found
 
 
@@ -377,7 +375,7 @@ def _table(source: TableSource, batch: float, world_size: int, local_ranks: int)
     touched = [curve.touched(number * lookups) for number in ranks]
     place = (end - count, end)
     found = TableDemand(source.name, source.rows, count, *touched, *place, lookups, source.features)
-    if math.isinf(curve.lookups) or curve.error:  # counts of a sketch are not whole
+    if math.isinf(curve.lookups):
         return found
     steps = curve.lookups / (world_size * lookups) if lookups else 0.0
     return replace(found, reuse=with_mixture(found, curve.counts, steps) if steps > 1 else None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distcache.cost.cluster import Cluster
+from distcache.cost.cluster import Cluster, Compute
 from distcache.cost.demand import Demand, GroupDemand, TableDemand
 from distcache.cost.traffic import (
     AT_HOME,
@@ -20,13 +20,10 @@ from distcache.cost.traffic import (
     MIXED,
     REPLICATED,
     RING,
-    ROW_WISE_DEDUP,
-    ROW_WISE_IDS,
     SHARDED,
     SHARED,
     SPREAD,
     TABLE_WISE,
-    YARDSTICKS,
     Exchange,
     Hits,
     Traffic,
@@ -54,18 +51,6 @@ HIDDEN_STAGES = ("fill", "early_rows")
 
 BACKWARD_SHARE = 2 / 3
 """Of a step's compute; DDP sums dense gradients beside it (hybrid)."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a rank computes in a step: `lookups` ids, `updates` rows updated, `copies` rows copied
-    on the device, `samples` through the dense part; `ddp`: dense gradients hide behind backward."""
-
-    lookups: float
-    updates: float
-    copies: float
-    samples: float
-    ddp: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,21 +101,20 @@ def _messages(pattern: str, cluster: Cluster) -> tuple[float, float]:
     return 2 * math.log2(local), 2 * math.log2(nodes)
 
 
-def step_time(traffic: Traffic, work: Work, cluster: Cluster) -> StepTime:
-    """The time of a step that moves `traffic` and computes `work` on `cluster`.
+def step_time(
+    traffic: Traffic, cluster: Cluster, dense: float, sparse: float, ddp: bool = False
+) -> StepTime:
+    """The time of a step that moves `traffic` on `cluster` and computes its `dense` part and the
+    `sparse` one, seconds each; `ddp`: dense gradients hide behind backward.
 
     `cluster.overlap` is the share of what could hide that does: 1 where copies and collectives have
     engines of their own, 0 where they take the processor that computes.
     """
-    compute = cluster.compute
-    dense = compute.sample_s * work.samples
-    sparse = compute.lookup_s * work.lookups
-    sparse += compute.update_s * work.updates + compute.copy_s * work.copies
     exposed, hidden = 0.0, 0.0
     for exchange in traffic.exchanges:
         seconds = exchange_seconds(exchange, cluster)
         behind = seconds if exchange.stage in HIDDEN_STAGES else 0.0
-        if exchange.stage == DENSE and work.ddp:
+        if exchange.stage == DENSE and ddp:
             behind = min(seconds, BACKWARD_SHARE * dense)
         behind *= cluster.overlap
         hidden += behind
@@ -263,23 +247,27 @@ def _cached(
     exchanges = [e for e in exchanges if e.nbytes > 0]
     exchanges.append(dense_exchange(settings.dense_parameters, world, item))
     traffic = Traffic(tuple(exchanges), host_in, host_out)
-    work = _work(hot, cold, demand, settings.state)
+    sparse = _row_seconds(hot, cold, settings.state, world, cluster.compute)
+    time = step_time(traffic, cluster, cluster.compute.sample_s * demand.batch, sparse)
     memory = cache_memory(hot, cold, regions, (item, settings.state), world)
     replicated = {}
     for group, rows in zip(demand.groups, prefixes if placement == MIXED else (), strict=False):
         replicated |= {t.name: int(k) for t, k in zip(group.tables, rows, strict=True) if k}
     refused = _too_small(hot, cold, regions, world) or _too_large(memory, cluster)
-    links, time = traffic.by_link(cluster), step_time(traffic, work, cluster)
+    links = traffic.by_link(cluster)
     return Prediction(placement, traffic, *links, time, memory, refused, hits, replicated)
 
 
-def _work(
-    hot: Sequence[GroupDemand], cold: Sequence[GroupDemand], demand: Demand, state: str
-) -> Work:
+def _row_seconds(
+    hot: Sequence[GroupDemand],
+    cold: Sequence[GroupDemand],
+    state: str,
+    world: int,
+    compute: Compute,
+) -> float:
     """Replicated rows are copied into the step's leaf and updated on every rank (with their state
     at home, by their homes, and copied by the others); sharded ones are gathered by their homes
     and received, there and back, and updated once."""
-    world = demand.world_size
     near, all_near = (sum(getattr(g, n) for g in hot) for n in ("rank_rows", "world_rows"))
     far, all_far = (sum(getattr(g, n) for g in cold) for n in ("rank_rows", "world_rows"))
     updates, copies = all_near, all_near
@@ -289,8 +277,8 @@ def _work(
         updates, copies = all_near / world, copies + all_near
     updates += all_far / world
     copies += (4 if world > 1 else 1) * far
-    lookups = sum(group.lookups for group in demand.groups)
-    return Work(lookups, updates, copies, demand.batch)
+    lookups = sum(group.lookups for group in (*hot, *cold))
+    return compute.rows_s(lookups, updates, copies)
 
 
 def _hybrid(layout: str, demand: Demand, cluster: Cluster, settings: Settings) -> Prediction:
@@ -300,19 +288,17 @@ def _hybrid(layout: str, demand: Demand, cluster: Cluster, settings: Settings) -
     dense = dense_exchange(settings.dense_parameters, world, item)
     traffic = Traffic((*exchanges, dense))
     lookups = sum(group.lookups for group in demand.groups)
-    copies = 0.0
-    if layout in (ROW_WISE_IDS, ROW_WISE_DEDUP):  # rows arrive, then are looked up
-        copies = 4 * (lookups if layout == ROW_WISE_IDS else demand.rank_rows)
     updates = demand.world_rows / world
-    work = Work(busiest * lookups, busiest * updates, copies, demand.batch, ddp=True)
+    sparse = cluster.compute.rows_s(busiest * lookups, busiest * updates, 0.0)
+    time = step_time(traffic, cluster, cluster.compute.sample_s * demand.batch, sparse, ddp=True)
     largest, memory = hybrid_memory(demand, layout, item, exchanges)
     refused = _too_large(memory, cluster)
     odd = [group.dim for group in demand.groups if group.dim % _KERNEL_WIDTH]
-    if odd and layout not in YARDSTICKS:
+    if odd:
         refused = f"width {odd[0]} is no multiple of {_KERNEL_WIDTH}, which FBGEMM's kernels need"
     elif refused is not None:
         refused += f" (the fullest rank holds {largest:,.0f} rows)"
-    links, time = traffic.by_link(cluster), step_time(traffic, work, cluster)
+    links = traffic.by_link(cluster)
     return Prediction(layout, traffic, *links, time, memory, refused)
 
 
@@ -411,9 +397,8 @@ def _cached_placements(
 
 
 def winner(predictions: Sequence[Prediction], objective: str) -> Prediction | None:
-    """The cheapest that can run; None if none can. Earlier ones win ties, `mixed` only clearly;
-    `YARDSTICKS` never."""
-    able = [p for p in predictions if p.refused is None and p.placement not in YARDSTICKS]
+    """The cheapest that can run; None if none can. Earlier ones win ties, `mixed` only clearly."""
+    able = [p for p in predictions if p.refused is None]
 
     def handicapped(prediction: Prediction) -> tuple[float, bool]:
         mixed = prediction.placement == MIXED

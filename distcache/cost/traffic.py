@@ -32,8 +32,6 @@ from distcache.replay import HomeRun
 # | mixed | the prefix as replicated, the rest as sharded | |
 # | table_wise | `pooled`, `pooled_gradients`: a vector per sample and feature | ksb each |
 # | row_wise | the same as partial sums: reduce-scatter, all-gather | (W-1)sb each |
-# | row_wise_ids | a row, and a gradient, per lookup (n) | ksn each |
-# | row_wise_dedup | a row, and a gradient, per distinct row | ksq each |
 #
 # Between N nodes of G ranks, of which a node has q_G distinct rows, goes a part of them: rows that
 # several ranks of another node get cross once and are handed on inside it (sharded ones on nodes of
@@ -48,16 +46,11 @@ from distcache.replay import HomeRun
 
 REPLICATED, SHARDED, MIXED = "replicated", "sharded", "mixed"
 TABLE_WISE, ROW_WISE = "table_wise", "row_wise"
-ROW_WISE_IDS, ROW_WISE_DEDUP = "row_wise_ids", "row_wise_dedup"
 
 CACHED = (REPLICATED, SHARDED, MIXED)
 """Placements of `parallel=data`."""
-HYBRID = (TABLE_WISE, ROW_WISE, ROW_WISE_IDS, ROW_WISE_DEDUP)
-"""Tables sharded over the devices, whole: `table_wise` and `row_wise` as TorchRec's pooled
-embedding bags do it, the last two for rows that travel unpooled."""
-
-YARDSTICKS = (ROW_WISE_IDS, ROW_WISE_DEDUP)
-"""Of them, what `distcache.train` does not have: compared, but never the winner."""
+HYBRID = (TABLE_WISE, ROW_WISE)
+"""Tables sharded over the devices, whole or cut by rows, as TorchRec's pooled bags do it."""
 
 DENSE = "dense"
 
@@ -216,10 +209,6 @@ def hybrid_exchanges(demand: Demand, layout: str, itemsize: int) -> list[Exchang
     """A hybrid layout of `HYBRID`."""
     world, batch = demand.world_size, demand.batch
     k = remote_share(world)
-    if layout in (ROW_WISE_IDS, ROW_WISE_DEDUP):
-        ids = layout == ROW_WISE_IDS
-        rows = [(g.lookups if ids else g.rank_rows) * g.dim * itemsize for g in demand.groups]
-        return [Exchange(stage, k * sum(rows)) for stage in ("rows", "row_gradients")]
     cut, whole, tables = 0.0, 0.0, 0
     for group in demand.groups:
         in_rows, kept = _cut(group, layout, world)
@@ -246,7 +235,7 @@ def _cut(
     cut: tuple[list[TableDemand], list[TableDemand]] = ([], [])
     for table in group.tables:
         splits = -(-table.rows // world_size) * (world_size - 1) < table.rows
-        cut[layout == TABLE_WISE or (layout == ROW_WISE and not splits)].append(table)
+        cut[layout == TABLE_WISE or not splits].append(table)
     return cut
 
 

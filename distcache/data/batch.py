@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import queue
-import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -154,16 +153,6 @@ class BatchSlice:
     high: int
     phase: str = ""
 
-    @property
-    def start(self) -> int:
-        """The first position of the epoch (or of the held-out samples) that is this rank's."""
-        return self.span.start + self.low
-
-    @property
-    def stop(self) -> int:
-        """The position after the last one."""
-        return self.span.start + self.high
-
     def batch(
         self,
         dense: Tensor,
@@ -207,40 +196,42 @@ class SlicedSource(ABC):
         self, train_samples: int | None, eval_samples: int | None, batch_size: int
     ) -> None:
         self.batch_size, self.samples_per_epoch = batch_size, train_samples
-        self._train_spans = BatchSpans(train_samples, batch_size)
-        self._eval_spans = BatchSpans(eval_samples, batch_size)
+        self._spans = {
+            "train": BatchSpans(train_samples, batch_size),
+            "eval": BatchSpans(eval_samples, batch_size),
+        }
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Training steps of one epoch; None: unlimited."""
-        return self._train_spans.per_epoch
+        """See `BatchSource.steps_per_epoch`."""
+        return self._spans["train"].per_epoch
 
     @property
     def eval_batches(self) -> int | None:
-        """Held-out global batches; None: unlimited."""
-        return self._eval_spans.per_epoch
+        """See `BatchSource.eval_batches`."""
+        return self._spans["eval"].per_epoch
 
     def train_batch(self, step: int, rank: int, world_size: int) -> Batch:
-        """This rank's slice of training step `step`, counted from 0 across epochs."""
-        span = self._train_spans.locate(step)
-        return self.read(
-            BatchSlice("train", step, span, *slice_bounds(span.size, rank, world_size))
-        )
+        """See `BatchSource.train_batch`."""
+        return self._batch_at("train", step, rank, world_size)
 
     def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
-        """This rank's slice of held-out global batch `index`."""
+        """See `BatchSource.eval_batch`."""
         if self.eval_batches is not None and index >= self.eval_batches:
             raise DataError(f"held-out batch {index} of {self.eval_batches} does not exist")
-        span = self._eval_spans.locate(index)
-        return self.read(
-            BatchSlice("eval", index, span, *slice_bounds(span.size, rank, world_size))
-        )
+        return self._batch_at("eval", index, rank, world_size)
+
+    def _batch_at(self, kind: str, index: int, rank: int, world_size: int) -> Batch:
+        span = self._spans[kind].locate(index)
+        low, high = slice_bounds(span.size, rank, world_size)
+        return self.read(BatchSlice(kind, index, span, low, high))
 
     def read(self, part: BatchSlice) -> Batch:
         """The samples of a slice: training ones in the epoch's order, held-out ones as they lie."""
+        start, stop = part.span.start + part.low, part.span.start + part.high
         if part.kind == "train":
-            return self.take(self.order.positions(part.span.epoch, part.start, part.stop), part)
-        return self.take(np.arange(part.start, part.stop) + self.first_held_out, part)
+            return self.take(self.order.positions(part.span.epoch, start, stop), part)
+        return self.take(np.arange(start, stop) + self.first_held_out, part)
 
     @abstractmethod
     def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
@@ -287,15 +278,11 @@ def check_ids(
             "table names: give the table that each feature reads"
         )
     offsets = _checked_offsets(ids)
-    _check_weights(ids)
     values = ids.values.numpy().astype(np.int64, copy=False)
     edges = offsets[:: max(ids.batch_size, 1)] if ids.batch_size else np.zeros(1, dtype=np.int64)
     if not _is_any_beyond(values, edges, table_rows):
-        return (
-            ids
-            if ids.values.dtype == torch.int64
-            else replace(ids, values=torch.from_numpy(values))
-        )
+        narrow = ids.values.dtype != torch.int64
+        return replace(ids, values=torch.from_numpy(values)) if narrow else ids
     rows = np.asarray(table_rows, dtype=np.int64)
     limits = np.repeat(rows, np.diff(edges))
     bad = (values < 0) | (values >= limits)
@@ -324,7 +311,7 @@ def _is_any_beyond(values: np.ndarray, edges: np.ndarray, table_rows: Sequence[i
 
 
 def _checked_offsets(ids: JaggedIds) -> np.ndarray:
-    """The offsets as int64, after all that must hold for them and for the values' shape."""
+    """The offsets as int64, after all that must hold for them, the values and the weights."""
     if ids.values.dtype not in _ID_DTYPES or ids.values.dim() != 1:
         raise DataError(
             f"ids are {ids.values.dtype} of shape {list(ids.values.shape)}; give int64 of shape [n]"
@@ -352,19 +339,15 @@ def _checked_offsets(ids: JaggedIds) -> np.ndarray:
             f"offsets fall from {offsets[falls[0]]} to {offsets[falls[0] + 1]} at feature "
             f"{ids.features[feature]!r}, sample {sample} of the slice; they must never decrease"
         )
-    return offsets
-
-
-def _check_weights(ids: JaggedIds) -> None:
-    """Weights are float, one per id."""
     weights = ids.weights
-    if weights is None:
-        return
-    if not weights.dtype.is_floating_point or tuple(weights.shape) != (len(ids.values),):
+    if weights is not None and (
+        not weights.dtype.is_floating_point or tuple(weights.shape) != (len(ids.values),)
+    ):
         raise DataError(
             f"weights are {weights.dtype} of shape {list(weights.shape)} for {len(ids.values)} "
             f"ids; give one float per id, shape [{len(ids.values)}]"
         )
+    return offsets
 
 
 class BatchCheck:
@@ -381,92 +364,49 @@ class BatchCheck:
     def __call__(self, batch: Batch) -> Batch:
         """`batch`, with ids brought into their tables where `on_bad_id` says so."""
         try:
-            return self._checked(batch)
+            if batch.ids.features != self._features:
+                raise DataError(
+                    f"it has the features {list(batch.ids.features)}; this model reads "
+                    f"{list(self._features)}, in this order"
+                )
+            first, how = batch.first_sample, self._on_bad_id
+            ids = check_ids(batch.ids, self._rows, self._names, first, how)
         except DataError as error:
             text = str(error)
             if batch.global_size == UNKNOWN:  # where the slice lies is not known either
                 text = text.replace("of the global batch", "of this rank's slice")
             raise DataError(f"{batch.kind} batch {batch.index}: {text}") from error
-
-    def _checked(self, batch: Batch) -> Batch:
-        if batch.ids.features != self._features:
-            raise DataError(
-                f"it has the features {list(batch.ids.features)}; this model reads "
-                f"{list(self._features)}, in this order"
-            )
-        ids = check_ids(batch.ids, self._rows, self._names, batch.first_sample, self._on_bad_id)
         return replace(batch, ids=ids)
-
-
-logger = logging.getLogger(__name__)
-
-_POLL_S = 0.1
-"""How often a waiting thread looks whether it should stop."""
-_STOP_S = 60.0
-"""Longest wait for the thread to finish the batch that it is drawing when it is stopped."""
 
 
 class Prefetch:
     """Iterates over `batches`, loaded, at most `depth` ahead; what goes wrong is raised in order.
 
-    After each batch `load_s` is what drawing and loading it took (seconds, beside the steps), and
-    `wait_s` how long the caller waited for it. A context manager: leaving it stops the thread,
-    and drops batches drawn ahead.
+    After each batch `load_s` is what drawing and loading it took (seconds, beside the steps). A
+    context manager: leaving it waits for the batch that is being drawn, and drops those ahead.
     """
 
     def __init__(self, batches: Iterable[Batch], depth: int = 2) -> None:
-        self._batches = batches
-        self._queue: queue.Queue[tuple[Batch, float] | BaseException | None] = queue.Queue(depth)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="distcache-load", daemon=True)
-        self.load_s = self.wait_s = 0.0
+        self._batches, self._depth = iter(batches), depth
+        self._thread = ThreadPoolExecutor(1, "distcache-load")
+        self.load_s = 0.0
 
     def __enter__(self) -> Prefetch:
-        self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        self._thread.join(_STOP_S)
-        if self._thread.is_alive():
-            logger.warning("the thread that loads batches did not end within %g s", _STOP_S)
+        self._thread.shutdown(cancel_futures=True)
 
     def __iter__(self) -> Iterator[Batch]:
-        while True:
-            began = time.perf_counter()
-            item = self._take()
-            if item is None:
-                return
-            if isinstance(item, BaseException):
-                raise item
+        # One more than `depth` is being drawn while the caller uses the batch before them.
+        ahead = deque(self._thread.submit(self._draw) for _ in range(self._depth + 1))
+        while (item := ahead.popleft().result()) is not None:
             batch, self.load_s = item
-            self.wait_s = time.perf_counter() - began
+            ahead.append(self._thread.submit(self._draw))
             yield batch
 
-    def _take(self) -> tuple[Batch, float] | BaseException | None:
-        while True:
-            try:
-                return self._queue.get(timeout=_POLL_S)
-            except queue.Empty:
-                if not self._thread.is_alive() and self._queue.empty():
-                    raise DataError("the thread that loads batches has ended") from None
-
-    def _run(self) -> None:
-        try:
-            began = time.perf_counter()
-            for batch in self._batches:
-                whole = batch.loaded()
-                self._put((whole, time.perf_counter() - began))
-                if self._stop.is_set():
-                    return
-                began = time.perf_counter()
-            self._put(None)
-        except BaseException as error:
-            self._put(error)
-
-    def _put(self, item: tuple[Batch, float] | BaseException | None) -> None:
-        while not self._stop.is_set():
-            try:
-                return self._queue.put(item, timeout=_POLL_S)
-            except queue.Full:
-                continue
+    def _draw(self) -> tuple[Batch, float] | None:
+        """The next batch, loaded, and the seconds that took; None after the last one."""
+        began = time.perf_counter()
+        batch = next(self._batches, None)
+        return batch and (batch.loaded(), time.perf_counter() - began)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import mmap
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,12 +60,11 @@ class CriteoBatches(SlicedSource):
     """A `BatchSource` of samples [0, train_samples) to train on and the rest held out, in order.
 
     Features are `cat_0` to `cat_25`. `bag_sizes`: ids per bag of each table (`multi_hot.bags`),
-    None for one. Two sources of the same samples give the same batches. `deferred`: dense features
-    and labels are read when a batch is loaded. `fingerprint`: a digest of all samples.
+    None for one. Two sources of the same samples give the same batches, whose dense features and
+    labels are read when they are loaded. `fingerprint`: a digest of all samples.
     `vocabulary`: how the text's values became ids.
     """
 
-    deferred = True
     vocabulary = HASHED
 
     def __init__(
@@ -110,8 +110,7 @@ class CriteoBatches(SlicedSource):
             return dense.to(self.spec.dtype), labels.to(self.spec.dtype)
 
         ids, count = self._jagged(self.read_ids(samples)), len(samples)
-        batch = part.batch(unloaded(count, INTEGERS), ids, unloaded(count), load)
-        return batch if self.deferred else batch.loaded()
+        return part.batch(unloaded(count, INTEGERS), ids, unloaded(count), load)
 
     def ids_of(self, samples: np.ndarray, epoch: int) -> JaggedIds:
         """See `SlicedSource.ids_of`."""
@@ -129,11 +128,11 @@ class CriteoBatches(SlicedSource):
 
     def _jagged(self, ids: np.ndarray) -> JaggedIds:
         """Bags of all features from ids `[b, 26]`."""
+        columns = ids.T.astype(np.int64, order="C")
         if self._bag_sizes is None:
-            values = ids.T.astype(np.int64, order="C").ravel()
+            values = columns.ravel()
             offsets = torch.arange(len(values) + 1)
         else:
-            columns = ids.T.astype(np.int64, order="C")
             tables = zip(columns, self.table_rows, self._bag_sizes, strict=True)
             parts = [bags(c, t, rows, size).ravel() for t, (c, rows, size) in enumerate(tables)]
             values = np.concatenate(parts)
@@ -174,7 +173,7 @@ class CriteoArrays(CriteoBatches):
         self._ahead: ReadAhead | None = None
         if isinstance(self.order, BlockOrder):
             for rows in self._arrays.values():
-                rows.visit_at_random(manifest.train_samples)
+                rows.advise(0, manifest.train_samples, mmap.MADV_RANDOM)
             self._ahead = ReadAhead(self.order, partial(_will_need, list(self._arrays.values())))
         logger.info(
             "%s: %s samples, %s held out, fingerprint %s",
@@ -186,7 +185,7 @@ class CriteoArrays(CriteoBatches):
 
     def read(self, part: BatchSlice) -> Batch:
         """See `SlicedSource.read`."""
-        if self._ahead is not None and part.kind == "train" and isinstance(self.order, BlockOrder):
+        if self._ahead is not None and part.kind == "train":
             self._ahead.reach(part.span.epoch, part.span.start, part.span.stop)
         return super().read(part)
 
@@ -229,7 +228,7 @@ def _will_need(arrays: Sequence[MappedRows], start: int, stop: int) -> None:
     """Samples [start, stop) are read soon. No method, so that a source which is dropped unmaps its
     files at once."""
     for rows in arrays:
-        rows.will_need(start, stop)
+        rows.advise(start, stop, mmap.MADV_WILLNEED)
 
 
 class CriteoSource(CriteoBatches):

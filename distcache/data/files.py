@@ -42,16 +42,11 @@ class InputFile:
 
     def open(self) -> BinaryIO:
         """The file, opened for reading. Raises DataError if it has gone or is another one."""
+        self.check_unchanged()
         try:
-            stream = self.path.open("rb")
+            return self.path.open("rb")
         except OSError as error:
             raise self._gone(error) from error
-        try:
-            self.check_unchanged(stream)
-        except DataError:
-            stream.close()
-            raise
-        return stream
 
     def check_unchanged(self, stream: BinaryIO | None = None) -> None:
         """Raise DataError if the file (the open `stream`, or what has its name) is another one."""
@@ -65,13 +60,6 @@ class InputFile:
                 f"{self.path} {how} while it was read: {self.bytes:,} bytes at the start, "
                 f"{now.st_size:,} now; start again when it is at rest, and leave it in place"
             )
-
-    def damaged_gzip(self, line: int, error: Exception) -> DataError:
-        """The error of compressed data that break off at line `line` of the text, or after it."""
-        return DataError(
-            f"{self.path}: the gzip data is damaged or cut off at line {line} or after it "
-            f"({error}); fetch the file again"
-        )
 
     def _gone(self, error: OSError) -> DataError:
         return DataError(
@@ -192,7 +180,10 @@ def gunzip(
                     yield chunk
         except (EOFError, zlib.error, OSError) as error:
             file.check_unchanged(stream)
-            raise file.damaged_gzip(lines + 1, error) from error
+            raise DataError(
+                f"{file.path}: the gzip data is damaged or cut off at line {lines + 1} or after it "
+                f"({error}); fetch the file again"
+            ) from error
         file.check_unchanged(stream)
     if not read:
         raise DataError(f"{file.path} is empty: there is nothing in the gzip data")
@@ -217,7 +208,7 @@ def whole_lines(chunks: Iterable[bytes], longest: int) -> Iterator[bytes]:
         yield rest
 
 
-_SHOWN = 10
+SHOWN = 10
 """Bad lines that a report quotes."""
 
 
@@ -237,7 +228,7 @@ class BadLines:
                 f"{message}; correct the line, or leave such lines out with data.on_bad_line=skip"
             )
         self.count += 1
-        if len(self.first) < _SHOWN:
+        if len(self.first) < SHOWN:
             self.first.append(message)
 
     def summary(self) -> dict[str, Any]:
@@ -371,16 +362,9 @@ class MappedRows:
             raise DataError(f"{self._file.path} cannot be read: the disk or its network failed")
         return result
 
-    def visit_at_random(self, stop: int) -> None:
-        """Read no pages around those of rows before `stop`: these come in no order."""
-        self._advise(0, stop, mmap.MADV_RANDOM)
-
-    def will_need(self, start: int, stop: int) -> None:
-        """Have the system read rows [start, stop) soon, without waiting for it."""
-        self._advise(start, stop, mmap.MADV_WILLNEED)
-
-    def _advise(self, start: int, stop: int, advice: int) -> None:
-        """A hint about the pages of some rows; that it is not taken changes nothing."""
+    def advise(self, start: int, stop: int, advice: int) -> None:
+        """A hint (`mmap.MADV_...`) about the pages of rows [start, stop), without waiting; that it
+        is not taken changes nothing."""
         low, high = (self._address + row * self._row_bytes for row in (start, stop))
         low -= low % mmap.PAGESIZE
         _LIBC.madvise(low, high - low, advice)

@@ -138,7 +138,12 @@ def read_csv(files: Sequence[InputFile], delimiter: str, bad: BadLines) -> Inter
         for first, block in _blocks(file):
             if first == 1:
                 line, after = block.split(b"\n", 1)
-                fields = fields or _count_fields(file, line, separator)
+                fields = fields or line.count(separator) + 1
+                if not 2 <= fields <= len(_FIELDS):
+                    raise DataError(
+                        f"{file.path}:1: {fields} fields separated by {show(separator)}; 2 to 4 "
+                        f"are read: {', '.join(_FIELDS)} (data.delimiter says what separates them)"
+                    )
                 if not any(map(_NUMBER.fullmatch, line.split(separator))):
                     header, block, first = line, after, 2
             numbers = _fast_block(block, separator, fields)
@@ -156,16 +161,6 @@ def read_csv(files: Sequence[InputFile], delimiter: str, bad: BadLines) -> Inter
     whole = np.concatenate(parts) if parts else np.zeros((0, 4))
     extra = [whole[:, at] if fields > at else None for at in (2, 3)]
     return Interactions(whole[:, 0].astype(np.int64), whole[:, 1].astype(np.int64), *extra)
-
-
-def _count_fields(file: InputFile, line: bytes, separator: bytes) -> int:
-    fields = line.count(separator) + 1
-    if not 2 <= fields <= len(_FIELDS):
-        raise DataError(
-            f"{file.path}:1: {fields} fields separated by {show(separator)}; 2 to 4 are read: "
-            f"{', '.join(_FIELDS)} (data.delimiter says what separates them)"
-        )
-    return fields
 
 
 def _blocks(file: InputFile) -> Iterator[tuple[int, bytes]]:
@@ -269,11 +264,11 @@ class InteractionsSource(SlicedSource):
         if rest.times is not None:
             rest = rest.take(np.argsort(rest.times, kind="stable"))
         self._train, self._eval = train, rest
-        pool = np.unique(train.items) if spec.sampling == "uniform" else train.items
+        # Items to draw, each entry alike; user * items + item of training and of all positives.
+        self._pool = np.unique(train.items) if spec.sampling == "uniform" else train.items
         items = self.table_rows[1]
-        known = np.unique(train.users * items + train.items)
-        everything = np.union1d(known, rest.users * items + rest.items)
-        self._negatives = _Negatives(pool, items, known, everything, spec.seed)
+        self._known = np.unique(train.users * items + train.items)
+        self._everything = np.union1d(self._known, rest.users * items + rest.items)
         self.identity = {
             "data.path": digest_of(train.users, train.items, self._eval.users, self._eval.items),
             "data.negatives": str(spec.negatives),
@@ -315,9 +310,29 @@ class InteractionsSource(SlicedSource):
         which, place = np.divmod(samples, 1 + self.spec.negatives)
         users, items = positives.users[which], positives.items[which].copy()
         negative = np.flatnonzero(place)
-        items[negative] = self._negatives.draw(users[negative], samples[negative], epoch)
+        items[negative] = self._negatives(users[negative], samples[negative], epoch)
         values = torch.from_numpy(np.concatenate((users, items)))
         return JaggedIds(FEATURES, values, torch.arange(len(values) + 1)), place == 0
+
+    def _negatives(self, users: np.ndarray, samples: np.ndarray, epoch: int | None) -> np.ndarray:
+        """An item int64 that it has not for each user; `samples`: numbers of the samples in the
+        epoch's data. `epoch` None: for held-out samples, the same every time.
+        """
+        seed, items = self.spec.seed, self.table_rows[1]
+        key = key_of(seed, 4) if epoch is None else key_of(seed, 3, epoch)
+        taken = self._everything if epoch is None else self._known
+        drawn = np.empty(len(users), dtype=np.int64)
+        open_ = np.arange(len(users))
+        for attempt in range(_DRAWS):
+            counters = samples[open_].astype(np.uint64) * np.uint64(_DRAWS) + np.uint64(attempt)
+            places = hash_counters(counters, key) % np.uint64(len(self._pool))
+            drawn[open_] = self._pool[places.astype(np.int64)]
+            pairs = users[open_] * items + drawn[open_]
+            at = np.minimum(np.searchsorted(taken, pairs), len(taken) - 1)
+            open_ = open_[taken[at] == pairs]
+            if not len(open_):
+                break
+        return drawn
 
     def _read(self) -> Interactions:
         """All interactions in file order, those rated too low left out."""
@@ -387,38 +402,3 @@ class InteractionsSource(SlicedSource):
         alone = np.insert(change, 0, True) & last
         mask[order[last & ~alone]] = True
         return mask
-
-
-@dataclass(frozen=True)
-class _Negatives:
-    """Draws items that a user has not.
-
-    `pool`: int64, the items to draw from, each entry alike; `items`: rows of the item table;
-    `known`, `everything`: sorted int64 user * items + item of the training and of all positives.
-    """
-
-    pool: np.ndarray
-    items: int
-    known: np.ndarray
-    everything: np.ndarray
-    seed: int
-
-    def draw(self, users: np.ndarray, samples: np.ndarray, epoch: int | None) -> np.ndarray:
-        """One item int64 for each user; `samples`: numbers of the samples in the epoch's data.
-
-        `epoch` None: for held-out samples, the same every time.
-        """
-        key = key_of(self.seed, 4) if epoch is None else key_of(self.seed, 3, epoch)
-        taken = self.everything if epoch is None else self.known
-        drawn = np.empty(len(users), dtype=np.int64)
-        open_ = np.arange(len(users))
-        for attempt in range(_DRAWS):
-            counters = samples[open_].astype(np.uint64) * np.uint64(_DRAWS) + np.uint64(attempt)
-            places = hash_counters(counters, key) % np.uint64(len(self.pool))
-            drawn[open_] = self.pool[places.astype(np.int64)]
-            pairs = users[open_] * self.items + drawn[open_]
-            at = np.minimum(np.searchsorted(taken, pairs), len(taken) - 1)
-            open_ = open_[taken[at] == pairs]
-            if not len(open_):
-                break
-        return drawn

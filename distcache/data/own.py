@@ -254,16 +254,10 @@ def as_ids(ids: Any, features: tuple[str, ...], where: str) -> JaggedIds:
     if isinstance(ids, JaggedIds):
         found = ids
     elif hasattr(ids, "keys") and hasattr(ids, "lengths"):
-        lengths = ids.lengths().detach().cpu().long()
-        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-        torch.cumsum(lengths, 0, out=offsets[1:])
+        offsets = _offsets_of(ids.lengths().detach().cpu().long())
         weights = ids.weights_or_none()
-        found = JaggedIds(
-            tuple(ids.keys()),
-            ids.values().detach().cpu(),
-            offsets,
-            None if weights is None else weights.detach().cpu(),
-        )
+        weights = None if weights is None else weights.detach().cpu()
+        found = JaggedIds(tuple(ids.keys()), ids.values().detach().cpu(), offsets, weights)
     elif isinstance(ids, tuple | list) and len(ids) in (2, 3):
         tensors = [torch.as_tensor(part).detach().cpu() for part in ids]
         found = JaggedIds(features, *tensors)
@@ -286,10 +280,14 @@ def _reordered(ids: JaggedIds, features: tuple[str, ...]) -> JaggedIds:
     order = [ids.features.index(feature) for feature in features]
     spans = [slice(int(ids.offsets[f * b]), int(ids.offsets[(f + 1) * b])) for f in order]
     lengths = ids.offsets.diff().view(len(features), b)[order].reshape(-1)
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=offsets[1:])
     weights = None if ids.weights is None else torch.cat([ids.weights[span] for span in spans])
-    return JaggedIds(features, torch.cat([ids.values[span] for span in spans]), offsets, weights)
+    values = torch.cat([ids.values[span] for span in spans])
+    return JaggedIds(features, values, _offsets_of(lengths), weights)
+
+
+def _offsets_of(lengths: Tensor) -> Tensor:
+    """Where bags of `lengths` int64 `[n]` begin, and the last one ends."""
+    return torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
 
 
 def _numbers(values: Any, what: str) -> Tensor:

@@ -498,10 +498,8 @@ class ParquetSource(SlicedSource):
     file order. A rank reads only the row groups that hold its slices, ids and dense features apart,
     and keeps decoded row groups of about `shuffle_rows` samples (at least two row groups).
     Without dense columns there is one dense feature, the constant 1. Raises DataError for missing
-    or malformed files. `deferred`: dense features and labels are read when a batch is loaded.
+    or malformed files. Dense features and labels are read when a batch is loaded.
     """
-
-    deferred = True
 
     def __init__(self, spec: ParquetSpec) -> None:
         self.spec = spec
@@ -575,11 +573,6 @@ class ParquetSource(SlicedSource):
         """The same samples, not shuffled."""
         return ParquetSource(replace(self.spec, shuffle_rows=0))
 
-    @property
-    def weighted(self) -> bool:
-        """Whether ids have weights."""
-        return bool(self.spec.weight_columns)
-
     def read(self, part: BatchSlice) -> Batch:
         """See `SlicedSource.read`; the order inside a global batch is the same for all slices."""
         span = part.span
@@ -609,13 +602,12 @@ class ParquetSource(SlicedSource):
     def _batch(self, groups: np.ndarray, samples: np.ndarray, part: BatchSlice) -> Batch:
         """Rows `samples` of row groups `groups`."""
         count = len(samples)
-        batch = part.batch(
+        return part.batch(
             unloaded(count, self.dense_features),
             self.ids(groups, samples),
             unloaded(count),
             lambda: self.dense_and_labels(groups, samples),
         )
-        return batch if self.deferred else batch.loaded()
 
     def ids(self, groups: np.ndarray, samples: np.ndarray) -> JaggedIds:
         """The bags of some samples, given as row groups and rows in them; reads ids alone."""
@@ -627,7 +619,7 @@ class ParquetSource(SlicedSource):
             parts.append(_gather(wanted, where))
         offsets = np.concatenate(([0], np.cumsum(np.concatenate([part[1] for part in parts]))))
         weights = None
-        if self.weighted:  # ids of a feature without weights have the weight 1
+        if self.spec.weight_columns:  # ids of a feature without weights have the weight 1
             filled = [np.ones(len(ids)) if own is None else own for ids, _, own in parts]
             weights = torch.from_numpy(np.concatenate(filled)).to(self.spec.dtype)
         values = torch.from_numpy(np.concatenate([ids for ids, _, _ in parts]))

@@ -101,6 +101,12 @@ class BatchSpans:
         return SampleSpan(epoch, start, stop if self.samples is None else min(stop, self.samples))
 
 
+def _check_positions(start: int, stop: int, samples: int | None) -> None:
+    """DataError for positions beyond an epoch of `samples` (None: without end)."""
+    if start < 0 or stop < start or (samples is not None and stop > samples):
+        raise DataError(f"positions [{start}, {stop}) do not lie in an epoch of {samples} samples")
+
+
 class SampleOrder:
     """The order in which an epoch visits `samples` samples (None: unlimited, in counting order)."""
 
@@ -118,10 +124,7 @@ class SampleOrder:
         Over a whole epoch every sample in [0, samples) appears once. Raises DataError for
         positions beyond the epoch.
         """
-        if start < 0 or stop < start or (self.samples is not None and stop > self.samples):
-            raise DataError(
-                f"positions [{start}, {stop}) do not lie in an epoch of {self.samples} samples"
-            )
+        _check_positions(start, stop, self.samples)
         where = np.arange(start, stop, dtype=np.int64)
         if not self.shuffle:
             return where
@@ -165,10 +168,7 @@ class BlockOrder:
         """Samples int64 `[stop - start]` at positions [start, stop) of `epoch`."""
         if self._all is not None:
             return self._all.positions(epoch, start, stop)
-        if start < 0 or stop < start or stop > self.samples:
-            raise DataError(
-                f"positions [{start}, {stop}) do not lie in an epoch of {self.samples} samples"
-            )
+        _check_positions(start, stop, self.samples)
         shift = key_of(self.seed, 2, epoch) % self.samples
         pools = range(start // self._pool, -(-stop // self._pool))
         parts = [self._in_pool(epoch, pool, start, stop) for pool in pools]
@@ -210,16 +210,6 @@ class BlockOrder:
         return blocks[places // self.block] * self.block + places % self.block
 
 
-@dataclass(frozen=True)
-class _Epoch:
-    """Blocks in the epoch's order, `starts` `[blocks + 1]`: position at which each begins, and
-    `windows`: places in that order at which a window begins, with the end."""
-
-    blocks: np.ndarray
-    starts: np.ndarray
-    windows: np.ndarray
-
-
 class RowGroupOrder:
     """Positions of an epoch to (block, sample inside it).
 
@@ -237,7 +227,7 @@ class RowGroupOrder:
         self.one_window = self.samples <= window
         self._seed, self._window = seed, window
         self._all = SampleOrder(self.samples, key_of(seed, 0), shuffle=window > 0)
-        self._epochs: dict[int, _Epoch] = {}
+        self._epochs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     @property
     def widest(self) -> int:
@@ -253,11 +243,11 @@ class RowGroupOrder:
             return self.locate(self._all.positions(epoch, start, stop))
         parts = list(self._window_places(epoch, start, stop))
         at = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-        order = self._epoch(epoch)
-        places = np.searchsorted(order.starts, at, side="right") - 1
+        order, starts, _ = self._epoch(epoch)
+        places = np.searchsorted(starts, at, side="right") - 1
         sorted_ = np.argsort(places, kind="stable")
         at, places = at[sorted_], places[sorted_]
-        return order.blocks[places], at - order.starts[places]
+        return order[places], at - starts[places]
 
     def positions(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """The samples of `places`, counted over all blocks in their own order; int64."""
@@ -271,8 +261,8 @@ class RowGroupOrder:
 
     def _window_places(self, epoch: int, start: int, stop: int) -> Iterator[np.ndarray]:
         """Shuffled positions in the epoch's order of blocks, window by window."""
-        order = self._epoch(epoch)
-        edges = order.starts[order.windows]
+        _, starts, windows = self._epoch(epoch)
+        edges = starts[windows]
         first = int(np.searchsorted(edges, start, side="right")) - 1
         for window in range(first, len(edges) - 1):
             low, high = int(edges[window]), int(edges[window + 1])
@@ -282,24 +272,23 @@ class RowGroupOrder:
             inside = shuffle.positions(epoch, max(start, low) - low, min(stop, high) - low)
             yield inside + low
 
-    def _epoch(self, epoch: int) -> _Epoch:
-        """The order of blocks in an epoch; the last two are remembered."""
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Blocks in the order of an epoch, the position at which each begins `[blocks + 1]`, and
+        the places in that order at which windows begin, with the end; of the last two epochs."""
         known = self._epochs.get(epoch)
         if known is not None:
             return known
-        blocks = SampleOrder(len(self.sizes), key_of(self._seed, 2)).positions(
-            epoch, 0, len(self.sizes)
-        )
+        count = len(self.sizes)
+        blocks = SampleOrder(count, key_of(self._seed, 2)).positions(epoch, 0, count)
         starts = np.concatenate(([0], np.cumsum(self.sizes[blocks])))
         windows = [0]
-        while windows[-1] < len(blocks):
+        while windows[-1] < count:
             enough = np.searchsorted(starts, starts[windows[-1]] + self._window, side="left")
-            windows.append(min(int(enough), len(blocks)))
-        made = _Epoch(blocks, starts, np.array(windows))
+            windows.append(min(int(enough), count))
         for old in [e for e in self._epochs if e < epoch - 1]:
             self._epochs.pop(old, None)
-        self._epochs[epoch] = made
-        return made
+        self._epochs[epoch] = blocks, starts, np.array(windows)
+        return self._epochs[epoch]
 
 
 class SampleOrdering(Protocol):

@@ -344,14 +344,9 @@ class SyntheticSource(SlicedSource):
         self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None
     ) -> JaggedIds:
         """Bags of `lengths` `[F, b]`."""
-        offsets = np.zeros(lengths.size + 1, dtype=np.int64)
-        np.cumsum(lengths.ravel(), out=offsets[1:])
-        return JaggedIds(
-            features=self.features,
-            values=torch.from_numpy(ids),
-            offsets=torch.from_numpy(offsets),
-            weights=None if weights is None else self._floats(weights),
-        )
+        offsets = torch.from_numpy(np.append(0, np.cumsum(lengths.ravel())))
+        floats = None if weights is None else self._floats(weights)
+        return JaggedIds(self.features, torch.from_numpy(ids), offsets, floats)
 
     def _lengths(self, keys: np.ndarray) -> np.ndarray:
         """Ids of each bag, int64 `[F, b]`, from sample keys `[b]`."""

@@ -30,7 +30,7 @@ from distcache.embedding.settings import CacheSettings, Recipe, check_names
 from distcache.embedding.step import CollectionTables, OpenStep
 from distcache.engine.gradients import to_device
 from distcache.engine.tracing import tracing
-from distcache.engine.views import Part
+from distcache.engine.whole import Part
 from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
 from distcache.layout import group_tables
 from distcache.optim import RowUpdate

@@ -40,8 +40,8 @@ from distcache.engine.step import (
     StageClock,
     record,
 )
-from distcache.engine.tables import CachedTables
-from distcache.engine.views import Part, StepRows, WholeTables
+from distcache.engine.tables import CachedTables, StepRows
+from distcache.engine.whole import Part
 from distcache.errors import DataError, NonFiniteLossError, PlanError
 from distcache.layout import TableSpec
 from distcache.parallel.base import StepStatistics
@@ -302,7 +302,7 @@ class CollectionTables:
         self.current: OpenStep | None = None
         self.counts = [0] * len(self.tables)
         self.skipped = 0
-        self.whole = WholeTables(self.engine)
+        self.whole = self.engine.whole_tables
         self._frozen_of_all: Callable[[], Tensor] | None = None
         self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
         self._judged: list[tuple[int, tuple[int, ...], Tensor, Mark]] = []
@@ -581,6 +581,7 @@ class CollectionTables:
         self.halt()
         self.flush()
         self.whole.replace(parts, is_state)
+        self.engine.forget()
 
     # --- the end ----------------------------------------------------------------------------
 

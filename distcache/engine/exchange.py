@@ -96,7 +96,7 @@ class Told:
     """What an exchange told; a group here is what is planned by itself: the replicated or the
     sharded rows of some tables.
 
-    `asked`: what the ranks agree on, None where none asked; if it is OK, for every group `named`,
+    `asked`: what the ranks agree on, OK where none asked; if one did, for every group `named`,
     the rows that each rank names here, and of each rank `samples`, those of its batch. `decided`:
     None where nothing was to decide, or a rank stops. Of what all homes decided: `rows` int64
     `[W, G]`, distinct rows by home and group (also if the verdict is TOO_LARGE), `fetched`, those
@@ -105,7 +105,7 @@ class Told:
     to others; `sent`: all other bytes.
     """
 
-    asked: Verdict | None
+    asked: Verdict
     decided: Verdict | None
     samples: list[int]
     rows: np.ndarray
@@ -155,7 +155,8 @@ class PlanExchange:
         if Status.STOP in (asked and asked.status, decided and decided.status):
             decided = None  # nothing is decided any more: some rank does not go on
         samples = table[:, SAMPLES].tolist()
-        told = Told(asked, decided, samples, numbers[:, :, 0], numbers[:, :, 1])
+        said = asked or Verdict(Status.OK, ())
+        told = Told(said, decided, samples, numbers[:, :, 0], numbers[:, :, 1])
         outgoing: Pieces = [[] for _ in range(size)]
         lengths = np.zeros((size, 0), dtype=np.int64)
         asks = asking is not None and asked is not None and asked.status is Status.OK

@@ -314,16 +314,9 @@ def start_to_homes(
     """
     if link.world.size == 1:
         return lambda: gradient
-    touched, sources = where
-    receive = link.start_all_to_all(
-        gradient.index_select(0, touched),
-        plan.touched_counts,
-        plan.source_counts,
-        ROWS,
-        f"row gradients {plan.step}",
-    )
-    own = plan.home_counts[link.world.rank]
-    return lambda: _sum_by_rank(receive(), sources, plan.source_counts, own)
+    (touched, sources), what = where, f"row gradients {plan.step}"
+    sent, own = gradient.index_select(0, touched), plan.home_counts[link.world.rank]
+    return _start_sums(link, what, sent, (plan.touched_counts, plan.source_counts), (sources, own))
 
 
 def to_all(link: Link, plan: StepPlan, own: Tensor, what: str) -> Tensor:
@@ -337,22 +330,35 @@ def start_to_sharded_homes(
     """The local gradients of a rank's sharded rows `[N, D]` to their homes, and, when it is called,
     the sums of those of this home's rows, `[H, D]`, in rank order; `sources`: its `source_rows` on
     the device."""
-    what = f"sharded row gradients {step}"
-    receive = link.start_all_to_all(gradient, shard.counts, shard.source_counts, ROWS, what)
-    return lambda: _sum_by_rank(receive(), sources, shard.source_counts, len(shard.slots))
+    counts, what = (shard.counts, shard.source_counts), f"sharded row gradients {step}"
+    return _start_sums(link, what, gradient, counts, (sources, len(shard.slots)))
 
 
-def _sum_by_rank(received: Tensor, sources: Tensor, counts: Sequence[int], rows: int) -> Tensor:
-    """Add what came from rank 0, then rank 1, ... to `rows` rows, `[rows, D]`."""
-    sums = received.new_zeros((rows, received.shape[1]))
-    (first, part), *others = zip(
-        sources.split(list(counts)), received.split(list(counts)), strict=True
-    )
-    put(sums, first, part)
-    for at, part in others:
-        # Rows are distinct within a source: a pass of plain additions, no atomics.
-        put(sums, at, sums.index_select(0, at).add_(part))
-    return sums
+def _start_sums(
+    link: Link,
+    what: str,
+    sent: Tensor,
+    counts: tuple[Sequence[int], Sequence[int]],
+    own: tuple[Tensor, int],
+) -> Callable[[], Tensor]:
+    """Send rows to their homes, and add, when it is called, what came from rank 0, then rank 1, ...
+
+    `counts`: rows to and from each rank; `own`: which of this home's rows those that come are, and
+    how many it has.
+    """
+    receive = link.start_all_to_all(sent, *counts, ROWS, what)
+
+    def finish() -> Tensor:
+        received, lengths, (sources, rows) = receive(), list(counts[1]), own
+        sums = received.new_zeros((rows, received.shape[1]))
+        (first, part), *others = zip(sources.split(lengths), received.split(lengths), strict=True)
+        put(sums, first, part)
+        for at, part in others:
+            # Rows are distinct within a source: a pass of plain additions, no atomics.
+            put(sums, at, sums.index_select(0, at).add_(part))
+        return sums
+
+    return finish
 
 
 # -----------------------------------------------------------------------------

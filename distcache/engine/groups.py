@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -369,12 +368,11 @@ def _way_out(groups: Sequence[TableGroup], rows: np.ndarray, regions: Sequence[R
     slots = [enough_slots(g, *need) for g, need in zip(groups, needs.tolist(), strict=True)]
     most = [group.layout.world_size * group.layout.local_rows for group in groups]
     keys, later = "cache.replicated_rows, cache.replicated_share", "later ones may need more"
-    # A group gets no more slots than it has rows.
-    fits = all(count <= limit for count, limit in zip(slots, most, strict=True))
     enough = f"cache.rows={smallest_cache_rows(groups, slots)} or more"
     if not any(group.hot is not None and len(group.hot) for group in groups):
         return f"{enough} (the smallest that holds this step; {later})"
-    if not fits:
+    if any(count > limit for count, limit in zip(slots, most, strict=True)):
+        # A group gets no more slots than it has rows.
         return f"other rows to replicate ({keys}; no cache.rows holds this step with these)"
     return (
         f"{enough} (which holds this step with these replicated rows; {later}), or other rows to "
@@ -393,59 +391,23 @@ def warn_if_too_small(
     """
     if not all(hasattr(source, name) for name in ("lookups_per_sample", "expected_distinct")):
         return False
-    means = []  # about how many distinct rows of each group one global batch has, per home
-    for group in groups:
+    short, enough = [], []
+    for group, count in zip(groups, slots, strict=True):
+        world, room = group.layout.world_size, region_slots(group, count)
         lookups = [(at, round(batch * source.lookups_per_sample(at))) for at in group.tables]
-        total = sum(source.expected_distinct(*of_table) for of_table in lookups)
-        means.append(total / group.layout.world_size)
-    rooms = [_rooms(*of_group) for of_group in zip(groups, slots, means, strict=True)]
-    short = [
-        (needs / has, needs, what, group.dim, has)
-        for group, found in zip(groups, rooms, strict=True)
-        for what, needs, has in found
-        if needs > has
-    ]
+        mean = sum(source.expected_distinct(*of_table) for of_table in lookups) / world
+        fullest = max(1, math.ceil(room_for(mean, mean, LIKELY)))
+        needs, has = min(fullest, group.layout.local_rows), room.replicated // world + room.sharded
+        enough.append(enough_slots(group, needs if group.hot is None else 0, needs))
+        if needs > has:
+            short.append((needs / has, needs, group.dim, has))
     if short:
-        enough = [_enough_for(group, mean) for group, mean in zip(groups, means, strict=True)]
         log.warning(
             "the cache is likely too small: a batch of %d samples is expected to name about %d "
-            "%s of one home (tables of width %d), which has %d slots; a step that "
+            "distinct rows of one home (tables of width %d), which has %d slots; a step that "
             "does not fit is refused. Set cache.rows=%d or more, or lower data.global_batch_size",
             batch,
             *max(short)[1:],
             smallest_cache_rows(groups, enough),
         )
     return bool(short)
-
-
-def _rooms(group: TableGroup, slots: int, mean: float) -> list[tuple[str, int, int]]:
-    """Rows that a home is expected to need at once (what, how many) and its slots for them, of C
-    `slots` on a device, for `mean` distinct rows in a batch.
-
-    Of mixed rows all together, and the sharded ones that are left where a batch names all that are
-    replicated.
-    """
-    world, most = group.layout.world_size, group.layout.local_rows
-
-    def fullest(rows: float) -> int:
-        return min(most, max(1, math.ceil(room_for(rows, rows, LIKELY))))
-
-    if group.hot is None:
-        return [("distinct rows", fullest(mean), slots // world)]
-    found, hot = region_slots(group, slots), len(group.hot)
-    left = fullest(max(0.0, mean - hot / world))
-    rooms = [("distinct rows", fullest(mean), found.replicated // world + found.sharded)]
-    return [*rooms, ("sharded rows or more", left, found.sharded)] if hot else rooms
-
-
-def _enough_for(group: TableGroup, mean: float) -> int:
-    """Slots of a device, C, in whole homes, that give every home the room it needs; or all."""
-    world, most = group.layout.world_size, group.layout.world_size * group.layout.local_rows
-
-    def holds(slots: int) -> bool:
-        return all(needs <= has for _, needs, has in _rooms(group, slots, mean))
-
-    found = -(-bisect_left(range(1, most), True, key=holds) // world) * world
-    while found < most and not holds(found):  # K is in whole homes too
-        found += world
-    return found

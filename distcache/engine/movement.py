@@ -71,13 +71,13 @@ class Staged:
 
     def gather(self, rows: Tensor) -> Gathered:
         """Copies of the rows in the next staging buffer."""
-        number, weight, state = self._arriving.take(rows.shape[0])
-        found = self._store.gather(rows, out=(weight, state))
-        return Gathered(lambda: found, partial(self._release, number))
+        number, *out = self._arriving.take(rows.shape[0])
+        found = self._store.gather(rows, out=tuple(out))
 
-    def _release(self, number: int) -> None:
-        """The buffer may be used again once the copies from it are through."""
-        self._arriving.release(number, self._streams.mark(COPY_IN))
+        def release() -> None:  # the buffer may be used again once the copies from it are through
+            self._arriving.release(number, self._streams.mark(COPY_IN))
+
+        return Gathered(lambda: found, release)
 
     def put(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
         """Scatter the rows; the calling thread waits until they are there."""
@@ -138,10 +138,8 @@ class MoveCounts:
 
     def add(self, other: MoveCounts) -> None:
         """Count what another one counted."""
-        self.rows_fetched += other.rows_fetched
-        self.rows_written_back += other.rows_written_back
-        self.host_to_device_bytes += other.host_to_device_bytes
-        self.device_to_host_bytes += other.device_to_host_bytes
+        for name, count in vars(other).items():
+            setattr(self, name, getattr(self, name) + count)
 
 
 @dataclass(frozen=True)
@@ -293,7 +291,8 @@ class GroupRows:
         if relay is None:
             return came
         passed, what = came.index_select(0, relay.passed), f"{what}, inside the node"
-        others = link.within_node(passed, relay.pass_counts, relay.receive_counts, ROWS, what)
+        counts = relay.pass_counts, relay.receive_counts
+        others = link.start_all_to_all(passed, *counts, ROWS, what, inside=True)()
         return torch.cat((came, others)).index_select(0, relay.order)
 
     def apply(

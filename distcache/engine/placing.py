@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +13,7 @@ import numpy as np
 from distcache.comm.agreement import on_first
 from distcache.comm.world import World
 from distcache.cost.cluster import Cluster, Link, check_world, read_cluster
-from distcache.cost.demand import (
-    Demand,
-    counted_sources,
-    demand_at,
-)
+from distcache.cost.demand import Demand, counted_sources, demand_at
 from distcache.cost.predict import Choice, Settings, best_mixed, choose_placement
 from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
 from distcache.errors import ConfigError
@@ -29,6 +25,7 @@ from distcache.popularity.slots import (
     Budget,
     Use,
     decide,
+    given_rows,
     likeliest_rows,
     pinned_rows,
     plan_slots,
@@ -135,18 +132,15 @@ class CacheRequest:
         there are not.
         """
         keys, found = self.keys, None
-        replicated_counts(keys.replicated_rows or {}, tables)  # on one rank too, before any batch
+        # On one rank too, before any batch is read.
+        given_rows(keys.replicated_rows or {}, tables, "cache.replicated_rows")
         if world.size == 1:
             return Placement()
         if keys.placement in (REPLICATED, SHARDED):
             return Placement(keys.placement, self.state)
         if keys.replicated_rows is None and keys.replicated_share is None:
             found = self._cluster(world, measure)
-
-        def decided() -> Placement:
-            return self._decided(known(), found)
-
-        return on_first(world, decided)
+        return on_first(world, lambda: self._decided(known(), found))
 
     def _decided(self, known: Known, cluster: Cluster | None) -> Placement:
         """By prediction where there is a `cluster`, else as many rows as are given."""
@@ -158,7 +152,7 @@ class CacheRequest:
             log.info("cache.placement=%s%s: %s", keys.placement, chosen, choice.why)
             counts = [rows.get(table.name, 0) for table in known.tables]
         elif keys.replicated_rows is not None:
-            counts = replicated_counts(keys.replicated_rows, known.tables)
+            counts = given_rows(keys.replicated_rows, known.tables, "cache.replicated_rows")
         else:
             counts = rows_of_share(keys.replicated_share, known)
         return placed(self.state, kind, counts, known)
@@ -228,37 +222,12 @@ class CacheRequest:
         """
         if popularity is None or not isinstance(self.keys.split, str) or world.size == 1:
             return popularity
-        known, pinned = popularity.statistics, popularity.pinned_rows
-        held, budget = [count * world.size for count in slots], self.budget(world.size)
-
-        def rows() -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-            hot = likeliest_rows(tables, held, known, budget)
-            if pinned is None:
-                return hot, None
-            return hot, pinned_rows(tables, held, known, budget, budget.steps - 1)
-
-        hot, pinned = on_first(world, rows)
+        budget = self.budget(world.size)
+        of = (tables, [count * world.size for count in slots], popularity.statistics, budget)
+        hot, pinned = on_first(world, lambda: likeliest_rows(*of)), popularity.pinned_rows
+        if pinned is not None:
+            pinned = on_first(world, lambda: pinned_rows(*of, budget.steps - 1))
         return replace(popularity, hot_rows=hot, pinned_rows=pinned)
-
-
-def replicated_counts(rows: Mapping[str, Any], tables: Sequence[TableSpec]) -> list[int]:
-    """K of each table, from `cache.replicated_rows`; 0 for those that it does not name.
-
-    Raises ConfigError for a table that there is not, or more rows than a table has.
-    """
-    sizes = {table.name: table.rows for table in tables}
-    for name, count in rows.items():
-        if name not in sizes:
-            shown = ", ".join(list(sizes)[:20]) + (", ..." if len(sizes) > 20 else "")
-            raise ConfigError(
-                f"cache.replicated_rows: {name}={count} names no table: choose from {shown}"
-            )
-        if count > sizes[name]:
-            raise ConfigError(
-                f"cache.replicated_rows: {name}={count}, but the table has {sizes[name]} rows: "
-                f"give at most {sizes[name]}"
-            )
-    return [int(rows.get(table.name, 0)) for table in tables]
 
 
 def rows_of_share(share: float, known: Known) -> list[int]:

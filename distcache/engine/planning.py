@@ -124,7 +124,6 @@ class StreamPlanner:
         self.alone = False  # whether planning failed where other ranks go on
         sharded = [place for place, region in enumerate(self.regions) if region.sharded]
         self._exchange = PlanExchange(link, len(self.regions), settings.fingerprint, sharded)
-        self._planners = [region.planner for region in self.regions if region is not None]
         self._move_after = [-1] * len(self.groups)
         self._early = settings.shares_early(link.world)
         self._hot = [None if group.hot is None else HotRows(group.hot) for group in self.groups]
@@ -180,12 +179,9 @@ class StreamPlanner:
         """This rank's part of the next step: the rows of its batch, or why there is none."""
         began, step = time.perf_counter(), self.ingested
         try:
-            batch = next(iterator)
-        except StopIteration:
-            return Part(step, Status.END)
-        except Exception as error:
-            return Part(step, Status.ERROR, error=error)
-        try:
+            batch = next(iterator, None)
+            if batch is None:
+                return Part(step, Status.END)
             batch = self._prepare(batch)
             bags = [group_bags(group, batch.ids, self.settings.dtype) for group in self.groups]
             requests = [
@@ -202,32 +198,26 @@ class StreamPlanner:
         flight.note("ingest", LANE, began)
         return Part(step, flight=flight)
 
-    def _exchanged(self, asking: Part, due: Flight | None) -> tuple[Verdict, Flight | None]:
+    def _exchanged(self, asking: Part | None, due: Flight | None) -> tuple[Verdict, Flight | None]:
         """Bring the rows of what is asked for, if all ranks have some, to their homes, and decide
         `due`: what all ranks say of the first, and the second planned unless one of them stops."""
-        deciding = None
-        if due is not None and asking.status is Status.STOP:
+        asked, deciding = asking and asking.flight, None
+        if due is not None and asking is not None and asking.status is Status.STOP:
             deciding = Part(due.step, Status.STOP)
         elif due is not None:
             deciding = self._deciding(due)
-        told = self._talk(asking, deciding, due or asking.flight)
-        if told.asked is None:
-            raise RuntimeError("an exchange told nothing of what it asked")
-        flight = asking.flight
-        if told.asked.status is Status.OK and flight is not None:
-            flight.planning_bytes = told.sent
-            self._ingest(flight, told)
+        began = time.perf_counter()
+        told = self._exchange.exchange(asking, deciding)
+        if (about := due or asked) is not None:
+            about.note("plan_exchange", LANE, began)
+        if asked is not None and told.asked.status is Status.OK:
+            asked.planning_bytes = told.sent
+            self._ingest(asked, told)
+        elif asking is None and due is not None:
+            due.planning_bytes += told.sent
         if due is None or deciding is None or told.decided is None:
             return told.asked, None
         return told.asked, self._planned(due, deciding, told, told.decided)
-
-    def _talk(self, asking: Part | None, deciding: Part | None, about: Flight | None) -> Told:
-        """One exchange, whose time is told with step `about`."""
-        began = time.perf_counter()
-        told = self._exchange.exchange(asking, deciding)
-        if about is not None:
-            about.note("plan_exchange", LANE, began)
-        return told
 
     def _ingest(self, flight: Flight, told: Told) -> None:
         """Take in what all ranks name of this home's rows."""
@@ -270,12 +260,10 @@ class StreamPlanner:
 
     def _decide(self, flight: Flight) -> Flight:
         """Decide one step with all other homes, and nothing else."""
-        deciding = self._deciding(flight)
-        told = self._talk(None, deciding, flight)
-        flight.planning_bytes += told.sent
-        if told.decided is None:
+        planned = self._exchanged(None, flight)[1]
+        if planned is None:
             raise RuntimeError(f"an exchange told nothing of step {flight.step}")
-        return self._planned(flight, deciding, told, told.decided)
+        return planned
 
     def _deciding(self, flight: Flight) -> Part:
         """This home's part of the decisions on a step, whose batch is read before: none, and why,
@@ -287,9 +275,9 @@ class StreamPlanner:
             error = caught
         flight.note("load", LANE, began)
         began, decisions, status = time.perf_counter(), [], Status.OK
-        planners = self._planners
+        planners = [region.planner for region in self.regions]
         rows = [planner.due_rows for planner in planners]
-        if any([count > of.slots for count, of in zip(rows, planners, strict=True)]):
+        if any(count > of.slots for count, of in zip(rows, planners, strict=True)):
             status, error = Status.TOO_LARGE, None
         elif error is None:
             try:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager as Context
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,18 +38,11 @@ from distcache.engine.step import (
     SYNC,
     TRAINING_LANE,
     Flight,
+    Shaker,
     Stage,
     running,
-    shaker,
 )
-from distcache.engine.whole import (
-    load_tables,
-    make_planner,
-    make_rows,
-    read_block,
-    warm_up,
-    whole_tables,
-)
+from distcache.engine.whole import WholeTables, make_planner, make_rows, warm_up
 from distcache.errors import PeerError, PlanError
 from distcache.layout import TableSpec
 from distcache.ops.reference import put
@@ -115,6 +108,7 @@ class CachedTables:
         self.link = Link(world, world.device_group, self.counters, "the device group")
         self.streams = Streams(world.device)
         self.rows = make_rows(self.groups, update, self.link, settings, self.streams)
+        self.whole_tables = WholeTables(world, self.tables, self.rows, update)
         self.planner = make_planner(world, self.rows, settings, check, popular)
         self._warm = ([own.hot for own in popular], share)
         self.warmed = -1
@@ -123,7 +117,8 @@ class CachedTables:
         """Whether a step begins with an exchange of rows."""
         self.home_state = self.placement.state == "home"
         self._returns = self.home_state and any(rows.slots.replicated for rows in self.rows)
-        self._shake = shaker(settings.shake_ms, world.rank)
+        shakes = settings.shake_ms > 0
+        self._shake = Shaker(settings.shake_ms, world.rank) if shakes else None
         how = (settings.dtype, settings.pooled, settings.shares_early(world))
         self._mover = Mover(self.rows, self.link, self.streams, *how)
         self.overlapped = settings.schedule == "overlapped"
@@ -199,10 +194,12 @@ class CachedTables:
 
     # --- steps ------------------------------------------------------------------------------
 
-    def stage(self, stage: Stage, flight: Flight) -> running:
+    def stage(self, stage: Stage, flight: Flight) -> Context[None]:
         """The time in which the training thread runs `stage` of a step, on the stage's stream."""
         return running(stage, flight, TRAINING_LANE, self.streams, self._shake)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def open(self, flight: Flight) -> list[Tensor]:
         """Begin a step: its leaves by group, `[U + N, D]`, once its rows are on the device.
 
@@ -210,10 +207,6 @@ class CachedTables:
         rows that this rank's ids name. Later steps' rows may move from now on. Each step of a
         stream is opened once, in order.
         """
-        with torch.inference_mode(False), torch.no_grad():
-            return self._open(flight)
-
-    def _open(self, flight: Flight) -> list[Tensor]:
         stream, streams = flight.stream, self.streams
         flight.free = streams.mark(COMPUTE)
         if stream is None or not self.overlapped:
@@ -235,15 +228,16 @@ class CachedTables:
         self.last_step = flight.step
         return self._leaves(flight)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def leaves(self, flight: Flight) -> list[Tensor]:
         """The leaves of the step that was opened last, read anew: as `open` gave them, or, once the
         step was applied, with the new rows (then all ranks call it, for sharded rows travel)."""
-        with torch.inference_mode(False), torch.no_grad():
-            if flight.applied and self.shares:
-                with self.stage(SHARE_LATE, flight):
-                    self._share(flight)
-            flight.applied = False
-            return self._leaves(flight)
+        if flight.applied and self.shares:
+            with self.stage(SHARE_LATE, flight):
+                self._share(flight)
+        flight.applied = False
+        return self._leaves(flight)
 
     def _leaves(self, flight: Flight) -> list[Tensor]:
         self.streams.after(COMPUTE, (flight.after,))
@@ -297,7 +291,7 @@ class CachedTables:
             out |= zip(group.features, RowLookup.apply(leaf, bags), strict=True)
         return [out[feature] for feature in sorted(out)]
 
-    def syncing(self, flight: Flight) -> running:
+    def syncing(self, flight: Flight) -> Context[None]:
         """The exchange of a step's gradients with all ranks, after the moves that come before it
         in the order of the device group."""
         if flight.stream is not None and self.world.size > 1:
@@ -377,17 +371,13 @@ class CachedTables:
                 replicated = found.cpu().flatten()
         return replicated, None if plan.shard is None else named(plan.shard.slots)
 
-    def applying(self, flight: Flight) -> Context[None]:
+    @contextmanager
+    def applying(self, flight: Flight) -> Iterator[None]:
         """The update of rows and dense part; then homes that alone have the state send their new
         rows to all ranks, if they were applied."""
-        stage = self.stage(APPLY, flight)
-        return self._returning(stage, flight) if self._returns else stage
-
-    @contextmanager
-    def _returning(self, applying: running, flight: Flight) -> Iterator[None]:
-        with applying:
+        with self.stage(APPLY, flight):
             yield
-        if flight.applied:
+        if self._returns and flight.applied:
             with self.stage(RETURN_ROWS, flight), torch.no_grad():
                 for rows, plan, where in zip(self.rows, flight.plans, flight.where, strict=True):
                     if rows.slots.replicated:
@@ -401,9 +391,14 @@ class CachedTables:
         self.counters.count(ROWS, flight.fill_bytes, flight.fill_between_nodes)
         self.counters.count(PLANNING, flight.planning_bytes)
 
-    def whole(self) -> Context[None]:
+    @contextmanager
+    def whole(self) -> Iterator[None]:
         """What fails inside leaves the rows of no step; the other ranks hear of it."""
-        return _Whole(self)
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def fail(self, error: BaseException) -> None:
         """This rank's rows are those of no step, because of `error`: the other ranks hear of it."""
@@ -445,24 +440,15 @@ class CachedTables:
             rows.cache.forget()
         self._stale, self.warmed = True, -1
 
-    def block(self, table: int, ids: range) -> Tensor | None:
-        """Rows `ids` of a table in original ids, `[n, D]` on the CPU, on rank 0; after `flush`."""
-        return read_block(self.world, self.rows, table, ids)
-
-    def state(self, scratch: Path | None = None, filled: bool = True) -> dict[str, Any]:
-        """All tables by name, for `torch.distributed.checkpoint`; see `whole.whole_tables`."""
-        return whole_tables(self.world, self.tables, self.rows, self.update, scratch, filled)
-
     def require_unused(self) -> None:
         """Raise PlanError once rows are cached, which would hide what a load fills in."""
         if self.last_step >= 0 or self.warmed > 0:
             raise PlanError("a step was run or rows are cached: load a checkpoint before that")
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` gave and a load filled; see `require_unused`."""
+        """Take what `WholeTables.state` gave and a load filled; see `require_unused`."""
         self.require_unused()
-        load_tables(self.world, self.tables, self.rows, self.update, state)
-        together(self.world, lambda: None)
+        self.whole_tables.load(state)
 
     def close(self) -> None:
         """Let go of the stores, once no stream is open; safe to call twice, on one rank alone."""
@@ -471,15 +457,171 @@ class CachedTables:
                 rows.store.close()
 
 
-class _Whole:
-    """See `CachedTables.whole`; no generator, for it is entered twice a step."""
+# -----------------------------------------------------------------------------
+# The rows of one step, and their gradients, as an optimizer of a loop of one's own has them.
 
-    def __init__(self, tables: CachedTables) -> None:
-        self._tables = tables
+_NORMS = {
+    torch.linalg.vector_norm,
+    torch.linalg.norm,
+    torch.norm,
+    torch.Tensor.norm,
+    torch._foreach_norm,
+}
 
-    def __enter__(self) -> None:
-        pass
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            self._tables.fail(error)
+class HomeGradient(Tensor):
+    """The gradient of rows whose sums lie at this rank's home alone: a norm of it would count other
+    rows on every rank, so torch's functions for that are refused."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise PlanError for a norm; all else is as of any tensor."""
+        if func in _NORMS:
+            raise PlanError(
+                "each rank has the gradients of other rows (placement='sharded' or 'mixed', or "
+                "state='home'), so their norm on one rank is not the gradient's: clip with "
+                "distcache.clip_grad_norm_(model.parameters(), ebc, max_norm)"
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@dataclass
+class RowPart:
+    """Rows of one group as the optimizer has them: `rows`, whose `.grad` is what is applied.
+
+    `at_home`: whether the sums lie at this rank's home alone, not on every rank; `sharded`: which
+    of the sums of `group` they are.
+    """
+
+    group: int
+    rows: Tensor
+    at_home: bool
+    sharded: bool
+
+
+class StepRows:
+    """The rows of a step as their optimizer has them: `parts`, the replicated ones first.
+
+    `guard`: where homes have sums of their own, one number whose gradient is 0, or infinite where
+    some home's sums are not finite: all ranks' scalers see the same. `params`: what an optimizer
+    has as parameters.
+    """
+
+    def __init__(self, tables: CachedTables, flight: Flight, leaves: Sequence[Tensor]) -> None:
+        """`leaves` of the step, which are its rows where every rank has all sums."""
+        self._tables, self._flight = tables, flight
+        replicated: list[RowPart] = []
+        sharded: list[RowPart] = []
+        for place, (rows, plan, leaf) in enumerate(
+            zip(tables.rows, flight.plans, leaves, strict=True)
+        ):
+            home, there = tables.home_state, flight.where[place].shard
+            if rows.slots.replicated:
+                mine = plan.home_slice(tables.world.rank) if home else slice(0, plan.distinct)
+                whole = plan.shard is None and not home
+                own = leaf if whole else leaf.detach()[mine].requires_grad_()
+                replicated.append(RowPart(place, own, home, sharded=False))
+            if plan.shard is not None and there is not None:
+                own = rows.cache.gather(plan.shard.slots, there.slots).requires_grad_()
+                sharded.append(RowPart(place, own, at_home=True, sharded=True))
+        self.parts = [*replicated, *sharded]
+        homes = any(part.at_home for part in self.parts)
+        self.guard = leaves[0].new_zeros(1).requires_grad_() if homes else None
+        self.params = [part.rows for part in self.parts]
+        if self.guard is not None:
+            self.params.append(self.guard)
+
+    def take(self, sums: RowSums, finite: Tensor | None) -> None:
+        """Let the sums be the gradients; `finite`: of `all_finite`."""
+        for part in self.parts:
+            found = (sums.sharded if part.sharded else sums.replicated)[part.group]
+            if found is not None and part.at_home:
+                found = found.as_subclass(HomeGradient)
+            part.rows.grad = found
+        if self.guard is not None and finite is not None:
+            self.guard.grad = torch.where(finite, 0.0, math.inf).to(self.guard)
+
+    def sums(self) -> RowSums:
+        """The gradients to apply, as the optimizer's users have left them."""
+        none: list[Tensor | None] = [None] * len(self._tables.rows)
+        found = RowSums(none, list(none))
+        for part in self.parts:
+            if part.rows.grad is not None:
+                of = found.sharded if part.sharded else found.replicated
+                of[part.group] = part.rows.grad.as_subclass(Tensor)
+        return found
+
+    def all_finite(self, sums: RowSums) -> Tensor:
+        """Whether all sums, also those that other homes have, are finite: bool `[1]`."""
+        own = [torch.isfinite(found).all() for found in sums.tensors()]
+        one = torch.ones((), dtype=torch.bool, device=self._tables.world.device)
+        finite = torch.stack([one, *own]).all().reshape(1)
+        if self.guard is None:
+            return finite
+        return self._of_all(finite.to(torch.int64), "finite sums").min().reshape(1).bool()
+
+    def choices(self, group: int, sums: RowSums, counts: Sequence[int]) -> list[RowChoice]:
+        """What of a group's rows is updated, and as which step of their tables: `counts` by table
+        of the group, 0 for one that is left as it is. Gradients of such rows become zero, so that
+        nothing that looks at gradients counts them."""
+        if len(set(counts)) == 1:
+            return [RowChoice(counts[0])]
+        tables = self._tables.tables_of_sums(self._flight, group)
+        kinds = [None if at is None else torch.tensor(counts)[at.long()] for at in tables]
+        for kind, found in zip(kinds, (sums.replicated[group], sums.sharded[group]), strict=True):
+            if kind is not None and found is not None:
+                frozen = (kind == 0).nonzero().flatten()
+                found.index_fill_(0, frozen.to(found.device), 0.0)
+        return [
+            RowChoice(
+                count, *(None if k is None else (k == count).nonzero().flatten() for k in kinds)
+            )
+            for count in sorted(set(counts) - {0})
+        ]
+
+    @torch.no_grad()
+    def norm(self, norm_type: float) -> Tensor:
+        """The `norm_type`-norm of the gradients, each row once; float64 on the device.
+
+        Every row's part in float64, scaled to whole numbers and added up as such: the same number
+        whatever the order of the rows and whoever has them.
+        """
+        powers: dict[bool, list[Tensor]] = {False: [], True: []}
+        for part in self.parts:
+            if part.rows.grad is not None:
+                rows, empty = part.rows.grad.as_subclass(Tensor).double().abs(), not len(part.rows)
+                if math.isinf(norm_type):
+                    own = rows.new_zeros(0) if empty else rows.amax(1)
+                else:
+                    own = rows.pow(norm_type).sum(1)
+                powers[part.at_home].append(own)
+        none = torch.zeros(0, dtype=torch.float64, device=self._tables.world.device)
+        shared, own = (torch.cat([none, *powers[home]]) for home in (False, True))
+        most = _most(torch.cat((shared, own)))
+        if self.guard is not None:
+            most = self._of_all(most.reshape(1), "the largest row gradient").max()
+        if math.isinf(norm_type):
+            return most
+        count = max(1, sum(plan.all_distinct for plan in self._flight.plans))
+        exponent = torch.frexp(most).exponent.clamp(min=-900)
+        shift = 61 - math.ceil(math.log2(count)) - exponent
+        whole = [
+            torch.ldexp(values, shift).round().to(torch.int64).sum() for values in (shared, own)
+        ]
+        if self.guard is not None:
+            whole[1] = self._of_all(whole[1].reshape(1), "sums of squares").sum()
+        total = torch.ldexp((whole[0] + whole[1]).double(), -shift)
+        return torch.where(torch.isfinite(most), total, most).pow(1 / norm_type)
+
+    def _of_all(self, value: Tensor, what: str) -> Tensor:
+        """One number of every rank."""
+        what = f"{what} of step {self._flight.step}"
+        return self._tables.link.start_all_gather(value, PLANNING, what)().flatten()
+
+
+def _most(values: Tensor) -> Tensor:
+    """The largest of non-negative float64 values `[n]`, 0 of none; infinite where one is NaN."""
+    if not len(values):
+        return values.new_zeros(())
+    most = values.max()
+    return torch.where(torch.isnan(most), torch.full_like(most, math.inf), most)

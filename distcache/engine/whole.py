@@ -34,12 +34,12 @@ from distcache.engine.groups import (
 )
 from distcache.engine.movement import GroupRows, MoveCounts
 from distcache.engine.planning import Region, StreamPlanner, home_regions
-from distcache.errors import DistcacheError
+from distcache.errors import DistcacheError, PlanError
 from distcache.layout import TableSpec
 from distcache.optim import RowUpdate
 from distcache.planner.home import PassThroughPlanner, ResidentPlanner
 from distcache.popularity.statistics import GroupPopularity
-from distcache.store.memory import describe_bytes, require_memory
+from distcache.store.memory import describe_bytes, require_memory, share_memory, tensor_in
 from distcache.store.rows import (
     ZERO_COPY,
     Rows,
@@ -283,74 +283,70 @@ def warm_blocks(
 # Rows of whole tables on several nodes, where each node's store holds those at home on its ranks.
 #
 # Every rank knows which rows every rank wants, so no ids travel: the ranks that home them send
-# them
-# over the host group. Rows at home on a rank's own node it reads from its store itself. All of it
-# is
-# called by all ranks, in the main thread, while nothing trains.
+# them over the host group. Rows at home on a rank's own node it reads from its store itself.
 
 BLOCK_BYTES = 16 << 20
 """About how many bytes of a table one exchange brings to a rank."""
 
-NONE = np.empty(0, dtype=np.int64)
-
 
 class RowExchange:
-    """Rows of `store` to the ranks that want them, and back."""
+    """Rows of table `place` of `store`'s layout to the ranks that want them, and back.
 
-    def __init__(self, world: World, store: RowStore) -> None:
-        self._world, self._store = world, store
+    `ids[r]`: the ids of rank r, the same on all ranks.
+    """
+
+    def __init__(self, world: World, store: RowStore, place: int) -> None:
+        self._world, self._store, self._place = world, store, place
         self._link: Link = host_link(world)
 
-    def bring(self, wanted: Sequence[np.ndarray]) -> Rows:
-        """Weights `[m, D]` and state `[m, S]` (None where S = 0) of this rank's wanted rows.
-
-        `wanted[r]`: the rows of rank r, int64 `[m_r]` by the layout's numbers; the same on all
-        ranks.
-        """
-        store, route = self._store, _Route(self._world, self._store, wanted)
-        own = wanted[self._world.rank]
+    def bring(self, ids: Sequence[range]) -> Rows:
+        """Weights `[m, D]` and state `[m, S]` (None where S = 0) of this rank's ids."""
+        store, route = self._store, _Route(self._world, self._store, self._wanted(ids))
         sent, what = _joined(store.gather(route.sent)), "rows of tables"
         arrived = self._link.start_all_to_all(sent, route.sends, route.receives, ROWS, what)()
-        near = _joined(store.gather(torch.from_numpy(own[route.near])))
-        found = near.new_empty((len(own), near.shape[1]))
-        found[torch.from_numpy(route.near)] = near
-        found[torch.from_numpy(route.far)] = arrived
+        near = _joined(store.gather(route.near_rows))
+        found = near.new_empty((len(ids[self._world.rank]), near.shape[1]))
+        found[route.near], found[route.far] = near, arrived
         return _parted(found, store)
 
-    def put(self, wanted: Sequence[np.ndarray], values: Rows) -> None:
-        """Write this rank's values of its wanted rows to the stores of their homes.
+    def put(self, ids: Sequence[range], values: Rows) -> None:
+        """Write this rank's values of its ids to the stores of their homes.
 
-        The reverse of `bring`; no row may be in two ranks' lists. The rows are there once all
+        The reverse of `bring`; no id may be in two ranks' ranges. The rows are there once all
         ranks have returned.
         """
-        store, route = self._store, _Route(self._world, self._store, wanted)
-        joined, own = _joined(values), wanted[self._world.rank]
-        sent, what = joined[torch.from_numpy(route.far)], "rows of tables"
+        store, route = self._store, _Route(self._world, self._store, self._wanted(ids))
+        joined, what = _joined(values), "rows of tables"
+        sent = joined[route.far]
         arrived = self._link.start_all_to_all(sent, route.receives, route.sends, ROWS, what)()
         _scatter(store, route.sent, arrived)
-        _scatter(store, torch.from_numpy(own[route.near]), joined[torch.from_numpy(route.near)])
+        _scatter(store, route.near_rows, joined[route.near])
+
+    def _wanted(self, ids: Sequence[range]) -> list[np.ndarray]:
+        return [row_numbers(self._store, self._place, part) for part in ids]
 
 
 class _Route:
-    """Who sends which rows to whom.
+    """Who sends which of the rows `wanted`, int64 `[m_r]` of each rank r, to whom.
 
     `sent`: the rows that this rank, their home, sends to ranks of other nodes, by receiver;
     `sends`, `receives`: rows to and from each rank; `near`, `far`: positions of this rank's wanted
-    rows that its node has, and of the others in the order in which they arrive.
+    rows that its node has (`near_rows`), and of the others in the order in which they arrive.
     """
 
     def __init__(self, world: World, store: RowStore, wanted: Sequence[np.ndarray]) -> None:
         mine = range(world.first_local, world.first_local + world.local_size)
         parts = [
-            NONE if rank in mine else rows[store.layout.home(rows) == world.rank]
+            rows[:0] if rank in mine else rows[store.layout.home(rows) == world.rank]
             for rank, rows in enumerate(wanted)
         ]
         self.sent = torch.from_numpy(np.concatenate(parts))
         self.sends = [len(part) for part in parts]
-        homes = store.layout.home(wanted[world.rank])
+        own = wanted[world.rank]
+        homes = store.layout.home(own)
         inside = (homes >= mine.start) & (homes < mine.stop)
-        self.near = np.flatnonzero(inside)
         far = np.flatnonzero(~inside)
+        self.near, self.near_rows = np.flatnonzero(inside), torch.from_numpy(own[inside])
         self.far = far[np.argsort(homes[far], kind="stable")]
         self.receives = np.bincount(homes[far], minlength=world.size).tolist()
 
@@ -369,10 +365,10 @@ def blocks(ranges: Sequence[range], row_bytes: int) -> Iterator[list[range]]:
         yield [part[start : start + step] for part in ranges]
 
 
-def row_numbers(store: RowStore, table: int, ids: Sequence[range]) -> list[np.ndarray]:
-    """The layout's numbers of ids of table `table` of the layout, int64, range by range."""
-    offset = int(store.layout.offsets[table])
-    return [np.arange(offset + part.start, offset + part.stop) for part in ids]
+def row_numbers(store: RowStore, place: int, ids: range) -> np.ndarray:
+    """The layout's numbers of ids of its table `place`, int64."""
+    offset = int(store.layout.offsets[place])
+    return np.arange(offset + ids.start, offset + ids.stop)
 
 
 def _joined(rows: Rows) -> Tensor:
@@ -391,170 +387,237 @@ def _scatter(store: RowStore, rows: Tensor, joined: Tensor) -> None:
 
 
 # -----------------------------------------------------------------------------
-# Tables by name: views where this node has all of their rows, else shards over the nodes.
-#
-# On several nodes each rank has an equal range of every table's ids, in temporary files on disk, so
-# that host memory does not hold the tables twice. `torch.distributed.checkpoint` writes and reads
-# them as shards of whole tables: what it leaves is the checkpoint of one node.
+# Whole tables in original ids: views where this node has all of their rows, else shards over the
+# nodes, or copies.
+
+Part = tuple[int, slice, Tensor]
+"""Index of a table, columns, their new values `[rows, columns]`."""
+
+_WAY_OUT = (
+    "each node holds a copy of the whole tables while they are read this way: use nodes with more "
+    "memory, or `distcache.fit`, whose checkpoints are written from each node's part"
+)
 
 
-def table_views(groups: Sequence[GroupRows], table: int) -> tuple[Tensor, Tensor | None]:
-    """Views of a table's weights and state in original ids; where this node has all of its rows."""
-    rows, place = _find(groups, table)
-    if rows.store is not None:
-        return rows.store.table(place)
-    start, stop = (int(at) for at in rows.group.layout.offsets[place : place + 2])
-    state = rows.cache.state
-    return rows.cache.weight[start:stop], None if state is None else state[start:stop]
+class WholeTables:
+    """Whole tables, where nothing is newer in the cache; every method is called by all ranks, but
+    for what says otherwise."""
 
+    def __init__(
+        self,
+        world: World,
+        tables: Sequence[TableSpec],
+        groups: Sequence[GroupRows],
+        update: RowUpdate,
+    ) -> None:
+        self._world, self._tables, self._groups, self._update = world, tables, groups, update
+        self._is_split = world.nodes.count > 1 and groups[0].store is not None
 
-def read_block(world: World, groups: Sequence[GroupRows], table: int, ids: range) -> Tensor | None:
-    """Rows `ids` of a table, `[n, D]` on the CPU, on rank 0; None or the same on others."""
-    if not _is_split(world, groups):
-        return table_views(groups, table)[0][ids.start : ids.stop].cpu()
-    store, place = _store(groups, table)
-    wanted = row_numbers(store, place, [ids, *[range(0)] * (world.size - 1)])
-    found = RowExchange(world, store).bring(wanted)[0]
-    return found if world.is_first else None
+    def _find(self, table: int) -> tuple[GroupRows, int]:
+        """The rows of a table's group, and its index there."""
+        rows = next(rows for rows in self._groups if table in rows.group.tables)
+        return rows, rows.group.tables.index(table)
 
+    def _store(self, table: int) -> tuple[RowStore, int]:
+        """A table's store and its index there; PlanError where rows are on the devices alone."""
+        rows, place = self._find(table)
+        if rows.store is None:
+            raise PlanError(f"table {table} has no store")
+        return rows.store, place
 
-def whole_tables(
-    world: World,
-    tables: Sequence[TableSpec],
-    groups: Sequence[GroupRows],
-    update: RowUpdate,
-    scratch: Path | None,
-    filled: bool,
-) -> dict[str, Any]:
-    """`tables.<name>.weight` `[rows, D]` and `tables.<name>.<state>` of all tables, for
-    `torch.distributed.checkpoint`.
+    def local(self, table: int) -> tuple[Tensor, Tensor | None]:
+        """Views of a table's weights and state; local, where this node has all of its rows."""
+        rows, place = self._find(table)
+        if rows.store is not None:
+            return rows.store.table(place)
+        start, stop = (int(at) for at in rows.group.layout.offsets[place : place + 2])
+        state = rows.cache.state
+        return rows.cache.weight[start:stop], None if state is None else state[start:stop]
 
-    Views of the store on one node, where only the first of the ranks that share it names them;
-    ranks with copies of their own (`resident`) all do, and one of them is written. On several
-    nodes shards in files under `scratch` (the system's folder for them, where it is None or not
-    there), with the rows' values where `filled`, else with zeros, to be loaded into. Raises
-    DistcacheError where a disk does not hold this rank's part.
-    """
-    state: dict[str, Any] = {}
-    if not _is_split(world, groups):
-        if groups[0].store is None or not world.local_rank:
-            for index, table in enumerate(tables):
-                weight, extra = table_views(groups, index)
+    def block(self, table: int, ids: range) -> Tensor | None:
+        """Rows `ids` of a table, `[n, D]` on the CPU, on rank 0; None or the same on others."""
+        if not self._is_split:
+            return self.local(table)[0][ids.start : ids.stop].cpu()
+        wanted = [ids, *[range(0)] * (self._world.size - 1)]
+        found = RowExchange(self._world, *self._store(table)).bring(wanted)[0]
+        return found if self._world.is_first else None
+
+    # --- checkpoints: on several nodes each rank has an equal range of every table's ids, in
+    # temporary files on disk, so that host memory does not hold the tables twice ---------------
+
+    def state(self, scratch: Path | None = None, filled: bool = True) -> dict[str, Any]:
+        """`tables.<name>.weight` `[rows, D]` and `tables.<name>.<state>` of all tables, for
+        `torch.distributed.checkpoint`.
+
+        Views of the store on one node, where only the first of the ranks that share it names them;
+        ranks with copies of their own (`resident`) all do, and one of them is written. On several
+        nodes shards in files under `scratch` (the system's folder for them, where it is None or not
+        there), with the rows' values where `filled`, else with zeros, to be loaded into. Raises
+        DistcacheError where a disk does not hold this rank's part.
+        """
+        state: dict[str, Any] = {}
+        if self._is_split:
+            together(self._world, lambda: state.update(self._allocate(scratch)))
+            for index in range(len(self._tables)):
+                own = {name: (state[name], at) for name, at in self._columns(index).items()}
+                if filled:
+                    self._read(index, own)
+                for name, (part, _) in own.items():
+                    state[name] = self._as_sharded(index, part)
+        elif self._groups[0].store is None or not self._world.local_rank:
+            for index, table in enumerate(self._tables):
+                weight, extra = self.local(index)
                 state[f"tables.{table.name}.weight"] = weight
-                for name, columns in update.state_columns(table.dim).items():
+                for name, columns in self._update.state_columns(table.dim).items():
                     if extra is not None:
                         state[f"tables.{table.name}.{name}"] = extra[:, columns]
         return state
-    together(world, lambda: state.update(_allocate(world, tables, groups, update, scratch)))
-    for index, table in enumerate(tables):
-        store, place = _store(groups, index)
-        own = {name: (state[name], columns) for name, columns in _columns(table, update).items()}
-        if filled:
-            _read(world, table, store, place, own)
-        for name, (part, _) in own.items():
-            state[name] = _as_sharded(world, table, store, part)
-    return state
 
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Bring what `state` gave and a load filled to the stores; views have it already."""
+        for index in range(len(self._tables) if self._is_split else 0):
+            store, place = self._store(index)
+            parts = [state[name].local_shards() for name in self._columns(index)]
+            for number, ids in enumerate(blocks(self._shares(index), _row_bytes(store))):
+                if len(ids[self._world.rank]):
+                    joined = torch.cat([shards[number].tensor for shards in parts], dim=1)
+                else:
+                    joined = store.weight.new_empty((0, store.layout.dim + store.state_width))
+                RowExchange(self._world, store, place).put(ids, _parted(joined, store))
+        together(self._world, lambda: None)
 
-@torch.no_grad()
-def load_tables(
-    world: World,
-    tables: Sequence[TableSpec],
-    groups: Sequence[GroupRows],
-    update: RowUpdate,
-    state: Mapping[str, Any],
-) -> None:
-    """Bring what `whole_tables` gave and a load filled to the stores; views have it already."""
-    if not _is_split(world, groups):
-        return
-    for index, table in enumerate(tables):
-        store, place = _store(groups, index)
-        columns = _columns(table, update)
-        parts = [state[name].local_shards() for name in columns]
-        rounds = blocks(shares(table.rows, world.size), _row_bytes(table, store))
-        for number, ids in enumerate(rounds):
-            if len(ids[world.rank]):
-                joined = torch.cat([shards[number].tensor for shards in parts], dim=1)
+    def _shares(self, table: int) -> list[range]:
+        return shares(self._tables[table].rows, self._world.size)
+
+    def _columns(self, table: int) -> dict[str, slice]:
+        """The names of a table's values, and where they are in rows followed by their state."""
+        spec = self._tables[table]
+        found = {f"tables.{spec.name}.weight": slice(0, spec.dim)}
+        for name, columns in self._update.state_columns(spec.dim).items():
+            place = slice(spec.dim + columns.start, spec.dim + columns.stop)
+            found[f"tables.{spec.name}.{name}"] = place
+        return found
+
+    def _allocate(self, folder: Path | None) -> dict[str, Tensor]:
+        """Zeros for this rank's ids of every table, `[n, width]` by name."""
+        found = {}
+        for index in range(len(self._tables)):
+            count, dtype = len(self._shares(index)[self._world.rank]), self._store(index)[0].dtype
+            for name, columns in self._columns(index).items():
+                found[name] = disk_zeros((count, columns.stop - columns.start), dtype, folder)
+        return found
+
+    def _read(self, table: int, own: Mapping[str, tuple[Tensor, slice]]) -> None:
+        """Fill this rank's part of a table, columns of rows by name, from all homes."""
+        (store, place), at = self._store(table), 0
+        for ids in blocks(self._shares(table), _row_bytes(store)):
+            joined = _joined(RowExchange(self._world, store, place).bring(ids))
+            for part, columns in own.values():
+                part[at : at + len(joined)] = joined[:, columns]
+            at += len(joined)
+
+    def _as_sharded(self, table: int, part: Tensor) -> ShardedTensor:
+        """This rank's rows `part` as blocks of the whole table's."""
+        world, ids, shards = self._world, self._shares(table)[self._world.rank], []
+        for (block,) in blocks([ids], _row_bytes(self._store(table)[0])):
+            rows = part[block.start - ids.start : block.stop - ids.start]
+            shards.append(Shard.from_tensor_and_offsets(rows, [block.start, 0], world.rank))
+        size = (self._tables[table].rows, part.shape[1])
+        return init_from_local_shards(shards, *size, process_group=world.host_group)
+
+    # --- a loop of one's own -------------------------------------------------------------------
+
+    def views(
+        self, states: bool = False
+    ) -> Iterator[tuple[TableSpec, tuple[Tensor | None, Tensor | None]]]:
+        """Each table with its weights `[rows, D]` and state `[rows, S]`.
+
+        Views of the store on one node. On several nodes no store has a whole table: copies as of
+        now, one on each node, that its ranks share; and of weights and `states` only what was
+        asked for, the other is None. Raises MemoryTooSmallError where a node does not hold them.
+        """
+        for index, table in enumerate(self._tables):
+            store, place = self._store(index)
+            if store.part.is_whole:
+                yield table, store.table(place)
             else:
-                joined = store.weight.new_empty((0, store.layout.dim + store.state_width))
-            RowExchange(world, store).put(row_numbers(store, place, ids), _parted(joined, store))
-    together(world, lambda: None)
+                copy = self._copy(store, place, states)
+                yield table, (None, copy) if states else (copy, None)
+
+    def change_initial(self, table: int, seed: int, change: Callable[[Tensor], None]) -> None:
+        """Let `change` have its way with a table's initial weights, `[rows, D]`; local, for the
+        first rank of each node, before anything was trained.
+
+        On several nodes with a whole table drawn anew, of which the node keeps its rows.
+        """
+        store, place = self._store(table)
+        if store.part.is_whole:
+            change(store.table(place)[0])
+            return
+        spec = self._tables[table]
+        require_memory(
+            spec.rows * spec.dim * store.dtype.itemsize,
+            f"the initial rows of table {spec.name!r}",
+            "initialise it as its config does by itself, or use nodes with more memory",
+        )
+        drawn = initial_rows(seed, table, spec.rows, spec.dim, 0, spec.rows).to(store.dtype)
+        change(drawn)
+        _write(store, place, slice(None), drawn, False)
+
+    def replace(self, parts: Sequence[Part], is_state: bool) -> None:
+        """Let columns of whole tables, of their weights or their state, be `parts`; nothing may be
+        cached then."""
+
+        def write() -> None:
+            if self._world.local_rank:
+                return
+            for index, columns, value in parts:
+                store, place = self._store(index)
+                if not store.part.is_whole:
+                    _write(store, place, columns, value, is_state)
+                    continue
+                target = store.table(place)[is_state]
+                if target is not None and target.data_ptr() != value.data_ptr():
+                    target[:, columns].copy_(value)
+
+        with torch.no_grad():
+            together(self._world, write)
+
+    def _copy(self, store: RowStore, place: int, states: bool) -> Tensor | None:
+        """A whole table's weights, or its state, in memory that this node's ranks share."""
+        world, spec = self._world, store.layout.tables[place]
+        width = store.state_width if states else spec.dim
+        if not width:
+            return None
+        size = spec.rows * width * store.dtype.itemsize
+        memory = share_memory(size, world, f"a copy of table {spec.name!r}", _WAY_OUT)
+        copy = tensor_in(memory, 0, (spec.rows, width), store.dtype)
+        exchange = RowExchange(world, store, place)
+        # The ranks of each node bring a part of the table each: every row to every node.
+        ranges = [part for count in world.nodes.sizes for part in shares(spec.rows, count)]
+        for ids in blocks(ranges, _row_bytes(store)):
+            own, found = ids[world.rank], exchange.bring(ids)[states]
+            if found is not None:
+                copy[own.start : own.stop] = found
+        together(world, lambda: None)
+        return copy
 
 
-def _is_split(world: World, groups: Sequence[GroupRows]) -> bool:
-    """Whether each node's store has only a part of the rows."""
-    return world.nodes.count > 1 and groups[0].store is not None
+def _write(store: RowStore, table: int, columns: slice, values: Tensor, is_state: bool) -> None:
+    """Columns of a whole table's `values` `[rows, columns]` to the rows that this node has."""
+    target = store.state if is_state else store.weight
+    for (ids,) in blocks([range(len(values))], store.layout.dim * store.dtype.itemsize):
+        numbers = row_numbers(store, table, ids)
+        own = store.part.holds(numbers)
+        places = torch.from_numpy(store.part.places(numbers[own]))
+        if target is not None:
+            new = values[ids.start : ids.stop][torch.from_numpy(own)]
+            target[places, columns] = new.to(target)
 
 
-def _find(groups: Sequence[GroupRows], table: int) -> tuple[GroupRows, int]:
-    """The rows of a table's group, and its index there."""
-    rows = next(rows for rows in groups if table in rows.group.tables)
-    return rows, rows.group.tables.index(table)
-
-
-def _store(groups: Sequence[GroupRows], table: int) -> tuple[RowStore, int]:
-    """A table's store and its index there."""
-    rows, place = _find(groups, table)
-    if rows.store is None:
-        raise DistcacheError(f"table {table} has no store")
-    return rows.store, place
-
-
-def _columns(table: TableSpec, update: RowUpdate) -> dict[str, slice]:
-    """The names of a table's values, and where they are in rows followed by their state."""
-    found = {f"tables.{table.name}.weight": slice(0, table.dim)}
-    for name, columns in update.state_columns(table.dim).items():
-        place = slice(table.dim + columns.start, table.dim + columns.stop)
-        found[f"tables.{table.name}.{name}"] = place
-    return found
-
-
-def _allocate(
-    world: World,
-    tables: Sequence[TableSpec],
-    groups: Sequence[GroupRows],
-    update: RowUpdate,
-    folder: Path | None,
-) -> dict[str, Tensor]:
-    """Zeros for this rank's ids of every table, `[n, width]` by name."""
-    found = {}
-    for index, table in enumerate(tables):
-        dtype, ids = _store(groups, index)[0].dtype, shares(table.rows, world.size)[world.rank]
-        for name, columns in _columns(table, update).items():
-            shape = (len(ids), columns.stop - columns.start)
-            found[name] = disk_zeros(shape, dtype, folder)
-    return found
-
-
-def _read(
-    world: World,
-    table: TableSpec,
-    store: RowStore,
-    place: int,
-    own: Mapping[str, tuple[Tensor, slice]],
-) -> None:
-    """Fill this rank's part of a table, columns of rows by name, from all homes."""
-    exchange, at = RowExchange(world, store), 0
-    for ids in blocks(shares(table.rows, world.size), _row_bytes(table, store)):
-        joined = _joined(exchange.bring(row_numbers(store, place, ids)))
-        for part, columns in own.values():
-            part[at : at + len(joined)] = joined[:, columns]
-        at += len(joined)
-
-
-def _as_sharded(world: World, table: TableSpec, store: RowStore, part: Tensor) -> ShardedTensor:
-    """This rank's rows `part` as blocks of the whole table's."""
-    ids = shares(table.rows, world.size)[world.rank]
-    shards = []
-    for (block,) in blocks([ids], _row_bytes(table, store)):
-        rows = part[block.start - ids.start : block.stop - ids.start]
-        shards.append(Shard.from_tensor_and_offsets(rows, [block.start, 0], world.rank))
-    size = (table.rows, part.shape[1])
-    return init_from_local_shards(shards, *size, process_group=world.host_group)
-
-
-def _row_bytes(table: TableSpec, store: RowStore) -> int:
-    return (table.dim + store.state_width) * store.dtype.itemsize
+def _row_bytes(store: RowStore) -> int:
+    return (store.layout.dim + store.state_width) * store.dtype.itemsize
 
 
 def disk_zeros(shape: tuple[int, int], dtype: torch.dtype, folder: Path | None) -> Tensor:

@@ -26,12 +26,8 @@ R = TypeVar("R")
 
 VARIABLE = "DISTCACHE_OPS"
 """Environment variable, read at the first call: `reference`, `triton` (also on CPU tensors under
-Triton's interpreter), or empty for `ON_GPU`'s choice."""
-
-ON_GPU = {"pooled_lookup": "triton", "row_gradients": "triton", "update_rows": "triton"}
-"""The body of each operation on CUDA tensors: `triton`, or `reference`, which is PyTorch's own.
-Change it where the bench says so. Tensors that the kernels do not take, and CUDA tensors where
-Triton is not installed, go to the reference; so does every CPU tensor."""
+Triton's interpreter), or empty for the kernels on CUDA tensors. What the kernels do not take, and
+CUDA tensors where Triton is not installed, go to the reference; so does every other CPU tensor."""
 
 
 @functools.cache
@@ -55,11 +51,9 @@ def triton_bodies() -> ModuleType | None:
     return importlib.import_module("distcache.ops.triton")
 
 
-def body(operation: str, *tensors: Any) -> ModuleType:
-    """The module whose `operation` takes a call with these float tensors."""
-    chosen = choice()
-    if not chosen and tensors[0] is not None and tensors[0].is_cuda:
-        chosen = ON_GPU[operation]
+def body(*tensors: Any) -> ModuleType:
+    """The module whose operations take a call with these float tensors."""
+    chosen = choice() or ("triton" if tensors[0].is_cuda else "reference")
     kernels = triton_bodies() if chosen == "triton" else None
     return kernels if kernels is not None and kernels.fits(*tensors) else reference
 
@@ -67,7 +61,7 @@ def body(operation: str, *tensors: Any) -> ModuleType:
 def chunks_for(segments: Tensor, device: torch.device) -> SegmentChunks | None:
     """What `row_gradients` on `device` wants prepared from a plan's `segments` (int64 `[R + 1]`,
     CPU), on that device; None where it runs the reference."""
-    chosen = choice() or (ON_GPU["row_gradients"] if device.type == "cuda" else "reference")
+    chosen = choice() or ("triton" if device.type == "cuda" else "reference")
     if chosen == "reference" or triton_bodies() is None:
         return None
     return segment_chunks(segments).to(device)
@@ -78,7 +72,7 @@ def _dispatched(operation: Callable[P, R], *floats: int) -> Callable[P, R]:
 
     @functools.wraps(operation)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        chosen = body(operation.__name__, *(args[at] for at in floats))
+        chosen = body(*(args[at] for at in floats))
         return getattr(chosen, operation.__name__)(*args, **kwargs)
 
     return call

@@ -335,19 +335,21 @@ class CachedParallel(Parallel):
 
     def table_block(self, table: int, start: int, stop: int) -> Tensor | None:
         """See `Parallel.table_block`."""
-        return self.tables.block(table, range(start, stop))
+        return self.tables.whole_tables.block(table, range(start, stop))
 
     def dense_state(self) -> dict[str, Tensor]:
         """See `Parallel.dense_state`."""
         return {name: p.detach() for name, p in self.model.named_parameters()}
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Parallel.state_dict`, and `whole.whole_tables`."""
+        """See `Parallel.state_dict`, and `whole.WholeTables.state`."""
         return self.blank_state(filled=True)
 
     def blank_state(self, filled: bool = False) -> dict[str, Any]:
         """See `Parallel.blank_state`."""
-        state = {"applied_steps": self.applied} | self.tables.state(self.scratch, filled)
+        state = {"applied_steps": self.applied} | self.tables.whole_tables.state(
+            self.scratch, filled
+        )
         state |= {f"{_MODEL}{name}": value for name, value in self.model.state_dict().items()}
         optimized = state_tensors(self.dense_optimizer, self.model)
         return state | {f"{_OPTIMIZER}{name}": value for name, value in optimized.items()}

@@ -31,21 +31,20 @@ class Ingested:
 
 
 @dataclass(frozen=True)
-class HomeDecision:
+class HomeDecision(Ingested):
     """A home's part of a step. `slots` `[U_h]`: device slots (global numbers); `fetch`: indices
     into the part of rows to fetch, ascending; rows are row numbers of the layout (int64)."""
 
-    step: int
-    kind: str
     slots: np.ndarray
     fetch: np.ndarray
     fetch_rows: np.ndarray
     evict_slots: np.ndarray
     evict_rows: np.ndarray
     latest_use: int
-    replies: tuple[np.ndarray, ...]
-    previous: np.ndarray
-    """As in `Ingested`."""
+
+
+def _parts(entry: Ingested) -> tuple:
+    return entry.step, entry.kind, entry.local, entry.previous, entry.replies
 
 
 def distinct_rows(
@@ -189,18 +188,8 @@ class HomePlanner(Planner):
         table.file(slots, step)
         if self._first_slot:
             slots, evict_slots = slots + np.int32(self._first_slot), evict_slots + self._first_slot
-        return HomeDecision(
-            step,
-            entry.kind,
-            slots,
-            fetch,
-            self.layout.row(self.home, local[fetch].astype(np.int64)),
-            evict_slots,
-            self.layout.row(self.home, leaving.astype(np.int64)),
-            latest,
-            entry.replies,
-            entry.previous,
-        )
+        rows = [self.layout.row(self.home, of.astype(np.int64)) for of in (local[fetch], leaving)]
+        return HomeDecision(*_parts(entry), slots, fetch, rows[0], evict_slots, rows[1], latest)
 
     def restore(self, slot_row: np.ndarray, step: int) -> None:
         """See `Planner.restore`. How far planning was ahead leaves no trace: what later steps were
@@ -230,9 +219,7 @@ class ResidentPlanner(Planner):
         """See `Planner.plan`: every row is a hit."""
         entry = self._window.popleft()
         rows = self.layout.row(self.home, entry.local.astype(np.int64))
-        none = np.empty(0, np.int64)
-        label = (entry.step, entry.kind)
-        return HomeDecision(*label, rows, *(none,) * 4, -1, entry.replies, entry.previous)
+        return HomeDecision(*_parts(entry), rows, *(np.empty(0, np.int64),) * 4, -1)
 
 
 class PassThroughPlanner(ResidentPlanner):
@@ -248,14 +235,14 @@ class PassThroughPlanner(ResidentPlanner):
     def plan(self) -> HomeDecision:
         """See `Planner.plan`: the rows of the step before leave, all of this step's come in."""
         every = super().plan()
-        count = len(every.slots)
-        slots = np.arange(count, dtype=np.int64) * self.layout.world_size + self.home
+        every_row = np.arange(len(every.slots))
+        slots = every_row * self.layout.world_size + self.home
         old_slots, old_rows, latest = self._leaving
         self._leaving = (slots, every.slots, every.step)
         return replace(
             every,
             slots=slots,
-            fetch=np.arange(count, dtype=np.int64),
+            fetch=every_row,
             fetch_rows=every.slots,
             evict_slots=old_slots,
             evict_rows=old_rows,

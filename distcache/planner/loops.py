@@ -127,66 +127,37 @@ def find_rows(rows: np.ndarray, table: np.ndarray, distinct: np.ndarray, labels:
     return count
 
 
-@compiled(i8(in4, in4, in4, out4, out4, out4, out4, out4))
-def fill(
-    local: np.ndarray,
-    fetch: np.ndarray,
-    filled: np.ndarray,
-    slot_of: np.ndarray,
-    row_of: np.ndarray,
-    slots: np.ndarray,
-    evict_slots: np.ndarray,
-    evict_rows: np.ndarray,
-) -> int:
-    """Give the slots `filled` to the rows `local[fetch]`, all int32; `slots[fetch]` is written.
-
-    Writes which slots held a row that leaves, and that row (int32 `[len(fetch)]` each); returns
-    how many do.
-    """
-    leaving = 0
-    for i in range(len(fetch)):
-        slot, row = filled[i], local[fetch[i]]
-        old = row_of[slot]
-        if old >= 0:
-            slot_of[old] = -1
-            evict_slots[leaving] = slot
-            evict_rows[leaving] = old
-            leaving += 1
-        slot_of[row] = slot
-        row_of[slot] = row
-        slots[fetch[i]] = slot
-    return leaving
-
-
 # -----------------------------------------------------------------------------
-# Lists of slots, first in, first out. A slot is in one of them at most.
+# Slots and their lists, first in, first out. A slot is in one list at most.
 #
-# `links` int32 `[slots + 1 + 2 n, 2]`, n a power of two: what comes after each slot in its list,
-# and what before. A list has a node beyond the slots, which follows its last slot and precedes its
-# first: one for all pinned rows; then one for each step in the window (at step & n - 1), whose list
-# has the slots that it is the next to use; then one for each key (at key & n - 1), with the slots
-# that no step in the window uses.
+# `table` int32 `[slots + 1 + 2 n, 4]`, n a power of two: what comes after each slot in its list and
+# what before, the step that used it last, and the step in the window that uses it next. A list has
+# a node beyond the slots, which follows its last slot and precedes its first: one for all pinned
+# rows; then one for each step in the window (at step & n - 1), whose list has the slots that it is
+# the next to use; then one for each key (at key & n - 1), with the slots that no step in the window
+# uses.
+
+AFTER, BEFORE, LAST, NEXT = range(4)
+"""Columns of `table`."""
 
 
 @compiled(types.void(out44, i8))
-def unlink(links: np.ndarray, slot: int) -> None:
+def unlink(table: np.ndarray, slot: int) -> None:
     """Take a slot out of its list."""
-    after, before = links[slot, 0], links[slot, 1]
-    links[before, 0], links[after, 1] = after, before
+    after, before = table[slot, AFTER], table[slot, BEFORE]
+    table[before, AFTER], table[after, BEFORE] = after, before
 
 
 @compiled(types.void(out44, i8, i8))
-def append(links: np.ndarray, node: int, slot: int) -> None:
+def append(table: np.ndarray, node: int, slot: int) -> None:
     """Put a slot, which is in no list, at the end of the list of `node`."""
-    last = links[node, 1]
-    links[slot, 0], links[slot, 1] = node, last
-    links[last, 0], links[node, 1] = slot, slot
+    last = table[node, BEFORE]
+    table[slot, AFTER], table[slot, BEFORE] = node, last
+    table[last, AFTER], table[node, BEFORE] = slot, slot
 
 
-@compiled(types.void(in4, i8, out4, out4, out44))
-def hold(
-    slots: np.ndarray, step: int, last_use: np.ndarray, next_use: np.ndarray, links: np.ndarray
-) -> None:
+@compiled(types.void(in4, i8, out44))
+def hold(slots: np.ndarray, step: int, table: np.ndarray) -> None:
     """Let `step` use `slots` (int32, -1 for none), which leave their lists.
 
     But for the list of those that the window said that it uses: that one goes as a whole.
@@ -194,65 +165,52 @@ def hold(
     for i in range(len(slots)):
         slot = slots[i]
         if slot >= 0:
-            last_use[slot] = step  # held: not a victim of its own step
-            if next_use[slot] != step:
-                unlink(links, slot)
-            next_use[slot] = NEVER
+            if table[slot, NEXT] != step:
+                unlink(table, slot)
+            table[slot, LAST] = step  # held: not a victim of its own step
+            table[slot, NEXT] = NEVER
 
 
-@compiled(types.void(in4, in4, i8, in4, in1, out4, out44))
+@compiled(types.void(in4, in4, i8, in4, in1, i8, out44))
 def tell(
     rows: np.ndarray,
     uses: np.ndarray,
     filed: int,
     slot_of: np.ndarray,
     classes: np.ndarray,
-    next_use: np.ndarray,
-    links: np.ndarray,
+    lists: int,
+    table: np.ndarray,
 ) -> None:
     """Tell those of `rows` that are cached of the steps in the window that use them next.
 
-    `rows` and `uses`: int32; `filed`: whether their slots are in lists of keys. Pinned rows
-    (`classes`, or none) are not told.
+    `rows` and `uses`: int32; `filed`: whether their slots are in lists of keys; `lists`: n. Pinned
+    rows (`classes`, or none) are not told.
     """
-    slots = len(next_use)
-    mask = ((len(links) - slots - 1) >> 1) - 1
+    first = len(table) - 2 * lists
     for i in range(len(rows)):
         slot = slot_of[rows[i]]
         if slot >= 0 and not (len(classes) and classes[rows[i]] == PINNED):
             if filed:
-                unlink(links, slot)
-            next_use[slot] = uses[i]
-            append(links, slots + 1 + (uses[i] & mask), slot)
+                unlink(table, slot)
+            table[slot, NEXT] = uses[i]
+            append(table, first + (uses[i] & (lists - 1)), slot)
 
 
-@compiled(types.void(in4, in4, in4, in1, in4, out44))
+@compiled(types.void(in4, in4, in1, in4, out44))
 def file_slots(
-    slots: np.ndarray,
-    next_use: np.ndarray,
-    row_of: np.ndarray,
-    levels: np.ndarray,
-    nodes: np.ndarray,
-    links: np.ndarray,
+    slots: np.ndarray, row_of: np.ndarray, levels: np.ndarray, nodes: np.ndarray, table: np.ndarray
 ) -> None:
     """Put those of `slots` that no step in the window uses into the lists `nodes[levels[row]]`, or
     `nodes[0]` where there are no `levels`."""
     for i in range(len(slots)):
         slot = slots[i]
-        if next_use[slot] == NEVER:
-            append(links, nodes[levels[row_of[slot]] if len(levels) else 0], slot)
+        if table[slot, NEXT] == NEVER:
+            append(table, nodes[levels[row_of[slot]] if len(levels) else 0], slot)
 
 
-@compiled(types.UniTuple(i8, 2)(i8, i8, in4, i8, out4, out4, out44, out4))
+@compiled(types.UniTuple(i8, 2)(i8, i8, in4, i8, out44, out4))
 def leave(
-    step: int,
-    before: int,
-    nodes: np.ndarray,
-    ordered: int,
-    last_use: np.ndarray,
-    next_use: np.ndarray,
-    links: np.ndarray,
-    out: np.ndarray,
+    step: int, before: int, nodes: np.ndarray, ordered: int, table: np.ndarray, out: np.ndarray
 ) -> tuple[int, int]:
     """At most `len(out)` slots of the lists of `nodes`, in this order, that were last used before
     `before`.
@@ -262,13 +220,13 @@ def leave(
     """
     count, latest = 0, -1
     for at in range(len(nodes)):
-        slot = links[nodes[at], 0]
+        slot = table[nodes[at], AFTER]
         while slot != nodes[at] and count < len(out):
-            after = links[slot, 0]
-            if last_use[slot] < before:
-                latest = max(latest, last_use[slot])
-                last_use[slot], next_use[slot] = step, NEVER
-                unlink(links, slot)
+            after, used = table[slot, AFTER], table[slot, LAST]
+            if used < before:
+                latest = max(latest, used)
+                unlink(table, slot)
+                table[slot, LAST], table[slot, NEXT] = step, NEVER
                 out[count] = slot
                 count += 1
             elif ordered:
@@ -380,17 +338,12 @@ def find_sorted(
         bucket = row >> shift
         if bucket >= 0 and bucket < len(starts) - 1:
             low, high = np.int64(starts[bucket]), np.int64(starts[bucket + 1])
-            if low < high:
-                guess = low + row - known[low]  # the right one in a run of neighbours
-                if guess >= low and guess < high and known[guess] == row:
-                    place = guess
+            while low < high:
+                middle = (low + high) >> 1
+                if known[middle] < row:
+                    low = middle + 1
                 else:
-                    while low < high:
-                        middle = (low + high) >> 1
-                        if known[middle] < row:
-                            low = middle + 1
-                        else:
-                            high = middle
-                    if low < starts[bucket + 1] and known[low] == row:
-                        place = low
+                    high = middle
+            if low < starts[bucket + 1] and known[low] == row:
+                place = low
         found[i] = place

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 import torch
@@ -68,10 +68,9 @@ class Routes:
     @property
     def runs(self) -> tuple[int, ...]:
         """As in `ShardPlan`: of this rank as a home."""
-        found: list[int] = []
-        for node, size in enumerate(self.nodes.sizes):
-            found += [size] if self.reached_once(node) else [1] * size
-        return tuple(found)
+        sizes = enumerate(self.nodes.sizes)
+        runs = [[size] if self.reached_once(node) else [1] * size for node, size in sizes]
+        return tuple(chain(*runs))
 
     def reached_once(self, node: int) -> bool:
         """Whether this home's rows go once to `node`."""
@@ -285,12 +284,11 @@ def replies_to_all(decision: HomeDecision) -> list[np.ndarray]:
 def nothing(label: tuple[int, str], world: int) -> HomeDecision:
     """The decision about replicated rows where a group has none; `label`: step and kind."""
     none = np.empty(0, np.int32)
-    return HomeDecision(*label, *(none,) * 5, -1, (none,) * world, none)
+    return HomeDecision(*label, none, none, (none,) * world, *(none,) * 5, -1)
 
 
 # -----------------------------------------------------------------------------
-# One rank's plan of the sharded rows of a step: what it sends as a home, what it gets. Pure.
-
+# One rank's plan of the sharded rows of a step: what it sends as a home, what it gets.
 
 _BEFORE_ALL = -2
 """A step after which every row was named, as it were: all rows are late."""
@@ -530,9 +528,9 @@ def assemble(
         touched=torch.from_numpy(touched),
         segments=torch.from_numpy(segments),
         touched_counts=tuple([stop - start for start, stop in pairwise(ends)]),
-        slots=as_tensor(_concatenated([part.slots for part in parts])),
+        slots=as_tensor(np.concatenate([part.slots for part in parts])),
         home_counts=tuple(home_counts),
-        source_rows=torch.from_numpy(_concatenated(sources)),
+        source_rows=torch.from_numpy(np.concatenate(sources)),
         source_counts=tuple([len(source) for source in sources]),
         fetch=as_tensor(fetch),
         fetch_counts=tuple([len(part.fetch) for part in parts]),
@@ -575,15 +573,8 @@ def next_move_after(step: int, prefetch: int, latest_uses: Sequence[int], before
 
 def _joined(parts: Sequence[np.ndarray], base: Sequence[int]) -> np.ndarray:
     """The indices (int32) that each home counts from 0, counted from its `base`."""
-    if len(parts) == 1:
-        return parts[0]
     pairs = zip(parts, base, strict=False)
     return np.concatenate([part + np.int32(start) for part, start in pairs])
-
-
-def _concatenated(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """`parts` one after the other, without a copy where there is one."""
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _ascending(reply: np.ndarray, total: int) -> np.ndarray:

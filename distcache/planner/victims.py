@@ -153,11 +153,6 @@ def make_ranking(
     `popularity`: uint8 `[rows]`, or None; `names` int32 `[rows]`: the numbers by which `lfu` hashes
     rows, empty: their own. Raises ConfigError where the policy needs popularity and has none.
     """
-    if popularity is not None and (popularity.dtype != np.uint8 or popularity.shape != (rows,)):
-        raise ConfigError(
-            f"popularity is {popularity.dtype} of shape {popularity.shape}: give a class, uint8, "
-            f"for each of the home's {rows} rows"
-        )
     if policy.needs_popularity and popularity is None:
         key = "tail" if policy.uses_window else "policy"
         raise ConfigError(
@@ -241,11 +236,11 @@ _STEPS, _KEYS = 0, 1
 class SlotTable:
     """Bookkeeping of one home's slots `0 .. slots - 1` (local numbers) for its `rows` rows.
 
-    `slot_of`: of each row, -1 none; `row`: local row held, -1 free; `last_use`, `next_use`: steps;
-    all int32. `popularity` uint8 `[rows]` or None: says which rows are `PINNED`, if any. Every slot
-    with a row lies in a list (`loops`), so filing and taking cost as much as the rows filed and
-    taken, whatever the size of the cache. Rows of a step in the window that it names again wait for
-    their slots until that step is planned: 4 bytes each.
+    `slot_of`: of each row, -1 none; `row`: local row held, -1 free; both int32. `popularity` uint8
+    `[rows]` or None: says which rows are `PINNED`, if any. Every slot with a row lies in a list
+    (`loops`), so filing and taking cost as much as the rows filed and taken, whatever the size of
+    the cache. Rows of a step in the window that it names again wait for their slots until that step
+    is planned: 4 bytes each.
     """
 
     def __init__(
@@ -254,23 +249,22 @@ class SlotTable:
         slots: int,
         prefetch: int,
         ranking: Ranking,
-        popularity: np.ndarray | None = None,
+        popularity: np.ndarray | None,
     ) -> None:
         self.slots, self.prefetch, self.ranking = slots, prefetch, ranking
         self.slot_of = np.full(rows, -1, dtype=np.int32)
         self.row = np.full(slots, -1, dtype=np.int32)
-        self.last_use = np.full(slots, -1, dtype=np.int32)
-        self.next_use = np.full(slots, loops.NEVER, dtype=np.int32)
         self._popularity = popularity
         pins = popularity is not None and bool((popularity == PINNED).any())
         self._classes = popularity if pins and popularity is not None else _NO_LEVELS
         self._free = np.arange(slots, dtype=np.int32)
-        self._lists, self._links = 1, np.empty((slots + 3, 2), np.int32)
-        self._clear()
+        self._lists, self._table = 1, np.empty((slots + 3, 4), np.int32)
+        self._clear(-1)
 
-    def _clear(self) -> None:
-        """Forget all lists, and what waits to be told."""
-        self._links[self.slots :] = np.arange(self.slots, len(self._links))[:, None]
+    def _clear(self, used_at: int) -> None:
+        """Let no slot be in a list, all be last used by `used_at`, and nothing wait to be told."""
+        self._table[:] = np.arange(len(self._table))[:, None]
+        self._table[:, loops.LAST], self._table[:, loops.NEXT] = used_at, loops.NEVER
         self._spans = [range(0), range(0)]  # steps, and keys, whose lists may have slots
         self._newest = -1
         self._again: dict[int, list[tuple[int, np.ndarray]]] = {}
@@ -306,7 +300,7 @@ class SlotTable:
         """Tell rows of the steps that use them next; see `loops.tell`."""
         rows = np.concatenate([rows for _, rows in parts])
         uses = np.repeat([use for use, _ in parts], [len(rows) for _, rows in parts])
-        told = (self.slot_of, self._classes, self.next_use, self._links)
+        told = (self.slot_of, self._classes, self._lists, self._table)
         loops.tell(rows, uses.astype(np.int32), filed, *told)
 
     # --- a step is planned --------------------------------------------------------------------
@@ -317,21 +311,24 @@ class SlotTable:
         Slots found are held: they cannot leave for this step. All int32.
         """
         slots = self.slot_of[local]
-        loops.hold(slots, step, self.last_use, self.next_use, self._links)
+        loops.hold(slots, step, self._table)
         node = self._nodes(_STEPS, np.array([step]))
-        self._links[node] = node
+        self._table[node, : loops.LAST] = node
         return slots, np.flatnonzero(slots < 0).astype(np.int32)
 
     def fill(
         self, local: np.ndarray, fetch: np.ndarray, filled: np.ndarray, slots: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Put the rows `local[fetch]` into the slots `filled`, which `take` gave for them.
+        """Put the rows `local[fetch]` into the slots `filled`, which `take` gave for them;
+        `slots[fetch]` is written.
 
         Returns the slots among them whose rows leave, and those rows.
         """
-        evicted, leaving = np.empty(len(fetch), np.int32), np.empty(len(fetch), np.int32)
-        count = loops.fill(local, fetch, filled, self.slot_of, self.row, slots, evicted, leaving)
-        return evicted[:count].copy(), leaving[:count].copy()
+        rows, old = local[fetch], self.row[filled]
+        held = old >= 0
+        self.slot_of[old[held]] = -1
+        self.slot_of[rows], self.row[filled], slots[fetch] = filled, rows, filled
+        return filled[held], old[held]
 
     def file(self, slots: np.ndarray, step: int) -> None:
         """File the slots of a step that has been planned, after the window told their next uses
@@ -339,13 +336,12 @@ class SlotTable:
         if len(self._classes):
             pinned = self._classes[self.row[slots]] == PINNED
             node = np.array([self.slots], np.int32)
-            filed = (self.next_use, self.row, _NO_LEVELS, node, self._links)
-            loops.file_slots(slots[pinned], *filed)
+            loops.file_slots(slots[pinned], self.row, _NO_LEVELS, node, self._table)
             slots = slots[~pinned]
         ranking = self.ranking
         self._cover(_KEYS, range(ranking.base, ranking.base + ranking.span))
         nodes = self._nodes(_KEYS, ranking.base + ranking.ranks)
-        loops.file_slots(slots, self.next_use, self.row, ranking.levels, nodes, self._links)
+        loops.file_slots(slots, self.row, ranking.levels, nodes, self._table)
         self._used.append((step, slots))
         while self._used[0][0] < step - self.prefetch:
             self._used.popleft()
@@ -359,30 +355,24 @@ class SlotTable:
         taken = np.empty(count, np.int32)
         found, latest, before = min(count, len(self._free)), -1, step - self.prefetch
         taken[:found], self._free = self._free[:found], self._free[found:]
-        self.last_use[taken[:found]] = step
+        self._table[taken[:found], loops.LAST] = step
         keys, steps = self._spans[_KEYS], range(self._newest, step, -1)
         if found < count:  # rows without a use in the window whose hold has ended, lowest first
             nodes = self._nodes(_KEYS, np.arange(keys.start, keys.stop))
-            got, latest = self._leave(step, before, nodes, taken[found:])
+            got, latest = loops.leave(step, before, nodes, True, self._table, taken[found:])
             found += got
         if found < count:  # rows with a use in the window whose hold has ended, farthest first
             nodes = self._nodes(_STEPS, np.arange(steps.start, steps.stop, steps.step))
-            got, late = self._leave(step, before, nodes, taken[found:], ordered=False)
+            got, late = loops.leave(step, before, nodes, False, self._table, taken[found:])
             found, latest = found + got, max(latest, late)
         if found < count:
             got, late = self._take_held(step, taken[found:])
             found, latest = found + got, max(latest, late)
         if found < count:  # pinned rows, held or not
-            _, late = self._leave(step, step, np.array([self.slots], np.int32), taken[found:])
+            node = np.array([self.slots], np.int32)
+            _, late = loops.leave(step, step, node, True, self._table, taken[found:])
             latest = max(latest, late)
         return taken, latest
-
-    def _leave(
-        self, step: int, before: int, nodes: np.ndarray, out: np.ndarray, ordered: bool = True
-    ) -> tuple[int, int]:
-        """See `loops.leave`."""
-        uses = (self.last_use, self.next_use)
-        return loops.leave(step, before, nodes, ordered, *uses, self._links, out)
 
     def _take_held(self, step: int, out: np.ndarray) -> tuple[int, int]:
         """Shorten holds: oldest last use first, farthest next use first within it."""
@@ -390,10 +380,10 @@ class SlotTable:
         for used_at, slots in self._used:
             if found == len(out) or used_at >= step:
                 break
-            live = slots[self.last_use[slots] == used_at]
-            order = np.argsort(-self.next_use[live].astype(np.int64), kind="stable")
+            live = slots[self._table[slots, loops.LAST] == used_at]
+            order = np.argsort(-self._table[live, loops.NEXT].astype(np.int64), kind="stable")
             live = live[order[: len(out) - found]]
-            loops.hold(live, step, self.last_use, self.next_use, self._links)
+            loops.hold(live, step, self._table)
             out[found : found + len(live)] = live
             found += len(live)
             latest = used_at if len(live) else latest
@@ -405,12 +395,12 @@ class SlotTable:
         Where rows score the same, the less popular leaves first.
         """
         used_at = step - self.prefetch - 1
-        self.row[:], self.last_use[:], self.next_use[:] = row, used_at, loops.NEVER
+        self.row[:] = row
         held = np.flatnonzero(row >= 0).astype(np.int32)
         self.slot_of.fill(-1)
         self.slot_of[row[held]] = held
         self._free = np.flatnonzero(row < 0).astype(np.int32)
-        self._clear()
+        self._clear(used_at)
         if self._popularity is not None:
             held = held[np.argsort(self._popularity[row[held]], kind="stable")]
         self.file(held, used_at)
@@ -429,7 +419,7 @@ class SlotTable:
         wanted = range(min(known.start, numbers.start), max(known.stop, numbers.stop))
         if len(wanted) > self._lists:
             nodes = self._nodes(kind, np.arange(known.start, known.stop))
-            full = np.flatnonzero(self._links[nodes, 0] != nodes)
+            full = np.flatnonzero(self._table[nodes, loops.AFTER] != nodes)
             start = known.start + int(full[0]) if len(full) else numbers.start
             wanted = range(min(start, numbers.start), wanted.stop)
         if len(wanted) > self._lists:
@@ -442,15 +432,15 @@ class SlotTable:
         old = np.concatenate([self._nodes(kind, span) for kind, span in enumerate(spans)])
         self._lists = 1 << (lists - 1).bit_length()
         new = np.concatenate([self._nodes(kind, span) for kind, span in enumerate(spans)])
-        known, slots = self._links, self.slots
-        full = known[old, 0] != old
+        known = self._table
+        full = known[old, loops.AFTER] != old
         old, new = old[full], new[full]
-        self._links = np.empty((slots + 1 + 2 * self._lists, 2), np.int32)
-        self._links[slots:] = np.arange(slots, len(self._links))[:, None]
-        self._links[: slots + 1] = known[: slots + 1]
-        self._links[new] = known[old]
-        self._links[known[old, 0], 1] = new
-        self._links[known[old, 1], 0] = new
+        self._table = np.repeat(np.arange(self.slots + 1 + 2 * self._lists, dtype=np.int32), 4)
+        self._table = self._table.reshape(-1, 4)
+        self._table[: self.slots + 1] = known[: self.slots + 1]
+        self._table[new] = known[old]
+        self._table[known[old, loops.AFTER], loops.BEFORE] = new
+        self._table[known[old, loops.BEFORE], loops.AFTER] = new
 
 
 def grouped(keys: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,20 +1,138 @@
-"""What follows from counts alone: shares, distinct rows, room for a step, the best static set.
+"""Lookups counted while they stream by, and what follows from counts alone.
 
-A curve says how many rows of a table were looked up how often. It has thousands of entries where a
-table has millions of rows, and all that the package expects before it trains comes from it.
+The first part counts the lookups of a table. A curve then says how many rows of a table were
+looked up how often. It has thousands of entries where a table has millions of rows, and all that
+the package expects before it trains comes from it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from distcache.popularity.counters import Drift, TableCounter
-from distcache.popularity.statistics import Statistics, TableCounts
+from distcache.errors import DataError
+from distcache.popularity.statistics import TableCounts
+
+# -----------------------------------------------------------------------------
+# How the most frequent rows of one part of a stream serve the parts after it.
+
+HOT_SHARE, SEEN_SHARE = 0.01, 0.1
+"""A hot set is the first share of the table's rows, at most the second one of those that the first
+part looks up (the others are there by chance), and at least one row."""
+
+
+@dataclass
+class Drift:
+    """Shares of the lookups of consecutive parts that fall on hot sets, for a table of `rows`.
+
+    `own[i]`: of part i, on its own hot set; `next[i]`: of part i + 1, on that of part i; `far[i]`:
+    of part i, on that of the first part. `hot_rows`: rows of a hot set. Popularity that stays as it
+    is gives `next` and `far` alike; both are a little below `own`, as a hot set fits its own part's
+    chance as well.
+    """
+
+    rows: int
+    own: list[float] = field(default_factory=list)
+    next: list[float] = field(default_factory=list)
+    far: list[float] = field(default_factory=list)
+    hot_rows: int = 0
+    _first: np.ndarray | None = None
+    _last: np.ndarray | None = None
+
+    def add(self, ids: np.ndarray, counts: np.ndarray, lookups: int) -> None:
+        """The next part: distinct `ids`, ascending, their counts, and all its lookups."""
+        if not self.hot_rows:
+            most = min(HOT_SHARE * self.rows, SEEN_SHARE * len(ids))
+            self.hot_rows = max(1, math.ceil(most))
+        hot = ids
+        if len(ids) > self.hot_rows:
+            hot = np.sort(ids[np.argpartition(-counts, self.hot_rows - 1)[: self.hot_rows]])
+        self.own.append(_share(hot, ids, counts, lookups))
+        if self._last is not None:
+            self.next.append(_share(self._last, ids, counts, lookups))
+        if self._first is None:
+            self._first = hot
+        self.far.append(_share(self._first, ids, counts, lookups))
+        self._last = hot
+
+    def kept(self) -> float | None:
+        """What the hot set of one part serves in the next, as a share of what the next part's own
+        serves; the mean over the parts, None for fewer than two."""
+        return _ratio(self.next, self.own[1:])
+
+    def kept_far(self) -> float | None:
+        """The same of the first part's hot set in the last part."""
+        return _ratio(self.far[-1:], self.own[-1:]) if len(self.own) > 1 else None
+
+
+def _share(hot: np.ndarray, ids: np.ndarray, counts: np.ndarray, lookups: int) -> float:
+    """Share of the lookups on `hot` (ascending)."""
+    if not len(ids):
+        return 0.0
+    at = np.minimum(np.searchsorted(ids, hot), len(ids) - 1)
+    return float(counts[at[ids[at] == hot]].sum()) / lookups
+
+
+def _ratio(parts: list[float], wholes: list[float]) -> float | None:
+    shares = [part / whole for part, whole in zip(parts, wholes, strict=True) if whole > 0]
+    return sum(shares) / len(shares) if shares else None
+
+
+# -----------------------------------------------------------------------------
+# Lookups of one table, counted exactly.
+#
+# The stream comes in parts: what is counted in a part, `close_part` gives and adds to the whole.
+
+COUNT_BYTES = 8
+"""Of a row: a uint32 for the part and one for the whole."""
+
+_MOST = np.iinfo(np.uint32).max
+
+
+class TableCounter:
+    """Counts the lookups of a table of `rows` rows, read by `feature`."""
+
+    def __init__(self, feature: str, rows: int) -> None:
+        self.feature, self.rows, self.lookups = feature, rows, 0
+        self.drift = Drift(rows)
+        self._part = np.zeros(rows, dtype=np.uint32)
+        self._whole = np.zeros(rows, dtype=np.uint32)
+        self._in_part = 0
+
+    def add(self, ids: np.ndarray) -> None:
+        """Count `ids` (int64 `[n]`). Raises DataError for one outside the table."""
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.rows:
+            bad = ids[(ids < 0) | (ids >= self.rows)][0]
+            raise DataError(
+                f"feature {self.feature!r}: id {bad} is not in its table, which has {self.rows} "
+                f"rows (ids 0 to {self.rows - 1})"
+            )
+        if self._part.dtype == np.uint32 and self._in_part + len(ids) > _MOST:
+            self._part = self._part.astype(np.int64)
+        np.add.at(self._part, ids, self._part.dtype.type(1))  # of another type it is slow
+        self.lookups += len(ids)
+        self._in_part += len(ids)
+
+    def close_part(self) -> None:
+        """End a part of the stream; one without a lookup is none."""
+        if not self._in_part:
+            return
+        if self._whole.dtype == np.uint32 and self.lookups > _MOST:
+            self._whole = self._whole.astype(np.int64)
+        ids = np.flatnonzero(self._part != 0)  # of bools it is ten times as fast
+        self.drift.add(ids, self._part[ids].astype(np.int64), self._in_part)
+        self._whole += self._part
+        self._part.fill(0)
+        self._in_part = 0
+
+    def result(self) -> TableCounts:
+        """Counts over all closed parts."""
+        return TableCounts.of(self.feature, self._whole)
+
 
 # -----------------------------------------------------------------------------
 # Room: does a step fit the slots?
@@ -47,9 +165,8 @@ class Curve:
     """`rows[i]` of a table's `table_rows` rows (V) have the count `counts[i]` each.
 
     Float64 `[k]`; counts fall, none are 0. `lookups`: all lookups that were counted (N), in
-    `samples` samples. Counts are whole where they are exact (`error` 0); those of a sketch are up
-    to `error` too small. Of a law that is known, `lookups` is infinite, and `counts` are the
-    chances of rows in one lookup of a stream without an end.
+    `samples` samples. Of a law that is known, `lookups` is infinite, and `counts` are the chances
+    of rows in one lookup of a stream without an end.
     """
 
     counts: np.ndarray
@@ -57,27 +174,13 @@ class Curve:
     lookups: float
     table_rows: int
     samples: int = 1
-    error: int = 0
 
     @classmethod
     def of(cls, table: TableCounts, samples: int = 1) -> Curve:
-        """The curve of a table's counts; of a sketch, of the rows that it holds alone."""
+        """The curve of a table's counts."""
         values, rows = table.histogram()
         counts, number = values.astype(np.float64), rows.astype(np.float64)
-        return cls(counts, number, float(table.lookups), table.rows, samples, table.error)
-
-    def with_others(self, distinct: int) -> Curve:
-        """The same where `distinct` rows were looked up: those that a sketch does not hold share
-        what is left of the lookups evenly."""
-        held = float(self.counts @ self.rows)
-        left = self.lookups - held
-        if left <= 0:
-            return self
-        others = max(distinct - self.distinct, left / max(self.error, 1), 1.0)
-        counts, rows = np.append(self.counts, left / others), np.append(self.rows, others)
-        order = np.argsort(-counts, kind="stable")
-        counts, rows = counts[order], rows[order]
-        return replace(self, counts=counts, rows=rows, lookups=float(counts @ rows))
+        return cls(counts, number, float(table.lookups), table.rows, samples)
 
     @cached_property
     def distinct(self) -> float:
@@ -141,8 +244,8 @@ class Curve:
     @property
     def alike(self) -> bool:
         """Whether the table's rows differ by no more than chance: their spread is near 0, and
-        enough lookups were counted, exactly, to say so. A table of one row is none."""
-        if self.table_rows < 2 or not self.lookups or self.error:
+        enough lookups were counted to say so. A table of one row is none."""
+        if self.table_rows < 2 or not self.lookups:
             return False
         # the standard error of `spread`
         chance = math.sqrt(2 / self.table_rows) * self.table_rows / self.lookups
@@ -150,7 +253,7 @@ class Curve:
 
 
 # -----------------------------------------------------------------------------
-# The curves of several tables: which of their rows come first, and what a step needs.
+# The curves of several tables: which of their rows come first.
 
 
 def top_rows(
@@ -179,78 +282,6 @@ def most_frequent(curves: Sequence[Curve], rows: float, shared: bool = False) ->
 
 
 @dataclass(frozen=True)
-class StepCurves:
-    """The curves of tables that share slots, in a step that makes `lookups[t]` lookups of table t.
-
-    Rows go by how likely the step needs them (q), which differs between tables of equal counts.
-    """
-
-    tables: tuple[Curve, ...]
-    lookups: tuple[float, ...]
-
-    @classmethod
-    def of(cls, statistics: Statistics, tables: Sequence[int], batch: float) -> StepCurves:
-        """Of some of the counted tables, for a global batch of `batch` samples."""
-        curves = tuple(Curve.of(statistics.tables[t], statistics.samples) for t in tables)
-        return cls(curves, tuple(curve.per_sample * batch for curve in curves))
-
-    @cached_property
-    def use(self) -> tuple[np.ndarray, ...]:
-        """q of each table's entries; float64 `[k]`, falling."""
-        return tuple(c.touched(n) for c, n in zip(self.tables, self.lookups, strict=True))
-
-    @property
-    def rows(self) -> int:
-        """V: rows of all tables."""
-        return sum(curve.table_rows for curve in self.tables)
-
-    @cached_property
-    def expected(self) -> float:
-        """Distinct rows that a step is expected to need."""
-        return sum(float(q @ c.rows) for q, c in zip(self.use, self.tables, strict=True))
-
-    def likeliest(self, slots: int) -> list[int]:
-        """How many of each table's most frequent rows are among the `slots` likeliest of all; rows
-        that were never looked up are not."""
-        return [int(rows) for rows in top_rows(self.use, [c.rows for c in self.tables], slots)]
-
-    def misses(self, hot_rows: Sequence[int]) -> float:
-        """Distinct rows of a step that are expected outside each table's `hot_rows` likeliest."""
-        parts = zip(self.use, self.tables, hot_rows, strict=True)
-        return sum(float(q @ curve.below(hot)) for q, curve, hot in parts)
-
-    def least_slots(self, world_size: int) -> int:
-        """Slots, a multiple of W, in which a step is expected to fit with room to spare.
-
-        Its rows fall to W homes like independent draws, and each home gets the room for its part,
-        but not more slots than it has rows.
-        """
-        variance = 0.0
-        for q, curve in zip(self.use, self.tables, strict=True):
-            homed = q / world_size
-            variance += float(curve.rows @ (homed * (1 - homed)))
-        home = math.ceil(room_for(self.expected / world_size, variance))
-        return min(max(home, 1), -(-self.rows // world_size)) * world_size
-
-    def pinned(self, slots: int, steps: int, world_size: int) -> list[int]:
-        """How many of each table's most frequent rows may stay in `slots` slots for good.
-
-        As many as leave room, at the fullest home, for the other rows that `steps` steps are
-        expected to need.
-        """
-        low, high = 0, slots
-        while low < high:
-            middle = (low + high + 1) // 2
-            others = steps * self.misses(self.likeliest(middle))
-            spread = others + (middle if world_size > 1 else 0)  # which home has them is chance
-            if room_for(middle + others, spread * world_size) <= slots:
-                low = middle
-            else:
-                high = middle - 1
-        return self.likeliest(low)
-
-
-@dataclass(frozen=True)
 class StaticSet:
     """The best fixed set of rows over several tables, by size: rows by falling count.
 
@@ -263,12 +294,13 @@ class StaticSet:
     touched: np.ndarray
 
     @classmethod
-    def of(cls, step: StepCurves) -> StaticSet:
-        """For batches of the lookups of `step`."""
-        counts = np.concatenate([curve.counts for curve in step.tables])
-        rows = np.concatenate([curve.rows for curve in step.tables])
+    def of(cls, curves: Sequence[Curve], lookups: Sequence[float]) -> StaticSet:
+        """For batches of `lookups[t]` lookups of table t."""
+        counts = np.concatenate([curve.counts for curve in curves])
+        rows = np.concatenate([curve.rows for curve in curves])
+        use = [curve.touched(n) for curve, n in zip(curves, lookups, strict=True)]
         order = np.argsort(-counts, kind="stable")
-        sums = (rows[order], (counts * rows)[order], (np.concatenate(step.use) * rows)[order])
+        sums = (rows[order], (counts * rows)[order], (np.concatenate(use) * rows)[order])
         return cls(*(np.concatenate(([0.0], np.cumsum(values))) for values in sums))
 
     def held(self, what: str, rows: float) -> float:
@@ -281,9 +313,6 @@ class StaticSet:
 
 _SURE = 30
 """Least count of a row in the fit: its own chance is then below a fifth."""
-_ERRORS = 10
-"""Least count of a row in the fit, in errors of a sketch."""
-
 _LEAST_ROWS = 20
 _MOST_ROWS = 1_000_000
 _INNER = 0.5
@@ -307,11 +336,10 @@ def fit_zipf(curve: Curve) -> ZipfFit:
     Rank regression: least squares of log(rank - 1/2) on log(count) has slope -1/a, with standard
     error (1/a) sqrt(2 / rows) (Gabaix & Ibragimov 2011, "Rank - 1/2"). Over the rows with at least
     30 lookups, at most the more frequent half of those looked up: chance blurs the counts of the
-    others, and sorting then makes them look steeper. In a sketch, of rows with at least ten times
-    its error. Rows whose counts differ by no more than
+    others, and sorting then makes them look steeper. Rows whose counts differ by no more than
     chance have the exponent 0.
     """
-    rows = int(curve.rows[curve.counts >= max(_SURE, _ERRORS * curve.error)].sum())
+    rows = int(curve.rows[curve.counts >= _SURE].sum())
     rows = min(rows, _MOST_ROWS, int(curve.distinct * _INNER))
     if curve.alike:
         return ZipfFit(0.0, math.sqrt(ALIKE), curve.table_rows, "rows differ by chance alone")
@@ -341,22 +369,14 @@ class TableProfile:
     """One table's lookups.
 
     `counts`, and their `curve`; `fit` of Zipf's law; `drift` over the parts of the stream;
-    `distinct_error`: standard error of the distinct rows, as a share (0: exact); `batch_lookups`:
-    lookups of a global batch; `count_bytes`: memory that counting took.
+    `batch_lookups`: lookups of a global batch.
     """
 
     counts: TableCounts
     curve: Curve
     fit: ZipfFit
     drift: Drift
-    distinct_error: float
     batch_lookups: float
-    count_bytes: int
-
-    @property
-    def exact(self) -> bool:
-        """Whether every row was counted."""
-        return self.counts.ids is None
 
     @property
     def unused(self) -> bool:
@@ -367,11 +387,6 @@ class TableProfile:
     def single(self) -> bool:
         """Whether all ids are equal."""
         return self.counts.lookups > 0 and self.counts.distinct == 1 and self.counts.rows > 1
-
-    @property
-    def alike(self) -> bool:
-        """Whether rows differ by no more than chance."""
-        return self.curve.alike
 
     def top(self, share: float) -> float:
         """Share of the lookups on this share of the table's rows, the most frequent ones."""
@@ -389,13 +404,9 @@ class TableProfile:
             "rows": counts.rows,
             "lookups": counts.lookups,
             "distinct": counts.distinct,
-            "distinct_standard_error": self.distinct_error,
-            "exact": self.exact,
-            "count_error": counts.error,
-            "count_bytes": self.count_bytes,
             "top_shares": {str(share): self.top(share) for share in TOP_SHARES},
             "zipf": vars(self.fit),
-            "rows_alike": self.alike,
+            "rows_alike": self.curve.alike,
             "lookups_per_batch": self.batch_lookups,
             "distinct_per_batch": {str(w): self.distinct_per_batch(w) for w in world_sizes},
             "drift": {
@@ -412,13 +423,11 @@ class TableProfile:
 def profile_of(counter: TableCounter, samples: int, batch: int) -> TableProfile:
     """The profile of what `counter` counted in `samples` samples, for global batches of `batch`."""
     counts = counter.result()
-    curve = Curve.of(counts, samples).with_others(counts.distinct)
+    curve = Curve.of(counts, samples)
     return TableProfile(
         counts=counts,
         curve=curve,
         fit=fit_zipf(curve),
         drift=counter.drift,
-        distinct_error=counter.distinct_error,
         batch_lookups=counts.lookups / max(samples, 1) * batch,
-        count_bytes=counter.bytes,
     )

@@ -54,15 +54,14 @@ class HotSet:
         self.table_rows = statistics.table_rows
         self._offsets = np.concatenate(([0], np.cumsum((rows + 7) // 8 * 8)))
         self._bits = np.zeros(int(self._offsets[-1]) // 8, dtype=np.uint8)
-        counts = []
-        for table, start, count in zip(statistics.tables, self._offsets, hot_rows, strict=False):
-            chosen = table.hottest(count)
-            counts.append(len(chosen))
+        pairs = zip(statistics.tables, hot_rows, strict=True)
+        chosen = [table.hottest(count) for table, count in pairs]
+        for table, start, ids in zip(statistics.tables, self._offsets[:-1], chosen, strict=True):
             mask = np.zeros(table.rows, dtype=bool)
-            mask[chosen] = True
+            mask[ids] = True
             packed = np.packbits(mask, bitorder="little")
             self._bits[start // 8 : start // 8 + len(packed)] = packed
-        self.hot_rows: tuple[int, ...] = tuple(counts)
+        self.hot_rows: tuple[int, ...] = tuple(map(len, chosen))
 
     @property
     def rows(self) -> int:
@@ -207,11 +206,6 @@ class KindSamples:
 
             self._ahead = ReadAhead(self.order, hint)
 
-    @property
-    def batches(self) -> int:
-        """Global batches of the epoch; the last one may be ragged."""
-        return self.spans.per_epoch or 0
-
     def samples(self, span: SampleSpan, low: int, high: int) -> np.ndarray:
         """Samples [low, high) of the global batch `span`, int64."""
         if self._ahead is not None:
@@ -229,15 +223,15 @@ class HotColdEpoch:
     kinds: dict[str, KindSamples]
 
     @property
-    def sizes(self) -> tuple[int, int]:
+    def sizes(self) -> tuple[int, ...]:
         """See the class."""
-        return self.kinds[HOT].batches, self.kinds[COLD].batches
+        return tuple(self.kinds[kind].spans.per_epoch or 0 for kind in (HOT, COLD))
 
     @property
     def share(self) -> float:
         """See the class."""
-        hot, cold = (self.kinds[kind].chosen.count for kind in (HOT, COLD))
-        return hot / (hot + cold)
+        counts = [self.kinds[kind].chosen.count for kind in (HOT, COLD)]
+        return counts[0] / sum(counts)
 
 
 class HotColdSource:
@@ -289,8 +283,8 @@ class HotColdSource:
             left -= sum(self.epoch(epoch).sizes)
             epoch += 1
         hot = self.epoch(epoch).sizes[0]
-        place = BatchPlace(epoch, HOT, left) if left < hot else BatchPlace(epoch, COLD, left - hot)
-        return self.batch(place, step, rank, world_size)
+        kind, number = (HOT, left) if left < hot else (COLD, left - hot)
+        return self.batch(BatchPlace(epoch, kind, number), step, rank, world_size)
 
     def batch(self, place: BatchPlace, step: int, rank: int, world_size: int) -> Batch:
         """This rank's slice of the global batch at `place`, which is training step `step`."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,91 @@ from distcache.comm.world import World
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables
 from distcache.planner.victims import Policy
-from distcache.popularity.curve import StepCurves
+from distcache.popularity.curve import Curve, room_for, top_rows
 from distcache.popularity.statistics import Popularity, Statistics, TableCounts, fingerprint_of
 from distcache.store.memory import describe_bytes
+
+
+def _listed(values: Sequence[int]) -> str:
+    """Numbers of groups for messages."""
+    return " + ".join(map(str, values))
+
+
+# -----------------------------------------------------------------------------
+# What a step needs of the tables that share slots.
+
+
+@dataclass(frozen=True)
+class StepCurves:
+    """The curves of tables that share slots, in a step that makes `lookups[t]` lookups of table t.
+
+    Rows go by how likely the step needs them (q), which differs between tables of equal counts.
+    """
+
+    tables: tuple[Curve, ...]
+    lookups: tuple[float, ...]
+
+    @classmethod
+    def of(cls, statistics: Statistics, tables: Sequence[int], batch: float) -> StepCurves:
+        """Of some of the counted tables, for a global batch of `batch` samples."""
+        curves = tuple(Curve.of(statistics.tables[t], statistics.samples) for t in tables)
+        return cls(curves, tuple(curve.per_sample * batch for curve in curves))
+
+    @cached_property
+    def use(self) -> tuple[np.ndarray, ...]:
+        """q of each table's entries; float64 `[k]`, falling."""
+        return tuple(c.touched(n) for c, n in zip(self.tables, self.lookups, strict=True))
+
+    @property
+    def rows(self) -> int:
+        """V: rows of all tables."""
+        return sum(curve.table_rows for curve in self.tables)
+
+    @cached_property
+    def expected(self) -> float:
+        """Distinct rows that a step is expected to need."""
+        return sum(float(q @ c.rows) for q, c in zip(self.use, self.tables, strict=True))
+
+    def likeliest(self, slots: int) -> list[int]:
+        """How many of each table's most frequent rows are among the `slots` likeliest of all; rows
+        that were never looked up are not."""
+        return [int(rows) for rows in top_rows(self.use, [c.rows for c in self.tables], slots)]
+
+    def misses(self, hot_rows: Sequence[int]) -> float:
+        """Distinct rows of a step that are expected outside each table's `hot_rows` likeliest."""
+        parts = zip(self.use, self.tables, hot_rows, strict=True)
+        return sum(float(q @ curve.below(hot)) for q, curve, hot in parts)
+
+    def least_slots(self, world_size: int) -> int:
+        """Slots, a multiple of W, in which a step is expected to fit with room to spare.
+
+        Its rows fall to W homes like independent draws, and each home gets the room for its part,
+        but not more slots than it has rows.
+        """
+        variance = 0.0
+        for q, curve in zip(self.use, self.tables, strict=True):
+            homed = q / world_size
+            variance += float(curve.rows @ (homed * (1 - homed)))
+        home = math.ceil(room_for(self.expected / world_size, variance))
+        return min(max(home, 1), -(-self.rows // world_size)) * world_size
+
+    def pinned(self, slots: int, steps: int, world_size: int) -> list[int]:
+        """How many of each table's most frequent rows may stay in `slots` slots for good.
+
+        As many as leave room, at the fullest home, for the other rows that `steps` steps are
+        expected to need.
+        """
+        low, high = 0, slots
+        while low < high:
+            middle = (low + high + 1) // 2
+            others = steps * self.misses(self.likeliest(middle))
+            spread = others + (middle if world_size > 1 else 0)  # which home has them is chance
+            if room_for(middle + others, spread * world_size) <= slots:
+                low = middle
+            else:
+                high = middle - 1
+        return self.likeliest(low)
+
 
 # -----------------------------------------------------------------------------
 # Slots per rank for each group of tables, from cache.rows, cache.ratio or cache.bytes, or by
@@ -26,7 +109,7 @@ from distcache.store.memory import describe_bytes
 
 log = logging.getLogger(__name__)
 
-DEFAULT_RATIO = 0.015
+DEFAULT_RATIO = Fraction("0.015")
 """Slots as a share of the rows when none of the three keys is given,"""
 
 DEFAULT_BYTES = 32 << 20
@@ -72,7 +155,11 @@ def cache_slots(
             *(key, value, largest[key]),
         )
     if not key:
-        wanted = _by_default(groups, itemsize, expected)
+        wanted = []
+        for place, (v, dim, state) in enumerate(groups):
+            small = min(v, DEFAULT_BYTES // ((dim + state) * itemsize))
+            named = MARGIN * expected[place] if expected else 0.0
+            wanted.append(max(math.ceil(DEFAULT_RATIO * v), small, math.ceil(named)))
     elif key == "ratio":
         share = Fraction(str(value))  # the decimal that was typed: 0.07 of 100 rows is 7
         wanted = [math.ceil(share * v) for v, _, _ in groups]
@@ -85,18 +172,6 @@ def cache_slots(
         min(max(-(-slots // world_size) * world_size, world_size), most)
         for slots, most in zip(wanted, full, strict=True)
     ]
-
-
-def _by_default(
-    groups: Sequence[tuple[int, int, int]], itemsize: int, expected: Sequence[float]
-) -> list[int]:
-    """Slots of each group where no size was given."""
-    share, wanted = Fraction(str(DEFAULT_RATIO)), []
-    for place, (rows, dim, state) in enumerate(groups):
-        small = min(rows, DEFAULT_BYTES // ((dim + state) * itemsize))
-        named = MARGIN * expected[place] if expected else 0.0
-        wanted.append(max(math.ceil(share * rows), small, math.ceil(named)))
-    return wanted
 
 
 def cache_bytes(slots: Sequence[int], groups: Sequence[tuple[int, int, int]], itemsize: int) -> int:
@@ -200,8 +275,10 @@ def _by_saving(
     return list(zip(owner[kept].tolist(), rows[kept].tolist(), strict=True))
 
 
-def given_rows(split: Mapping[str, Any], tables: Sequence[TableSpec]) -> list[int]:
-    """The rows that a user's `split` gives each table, by table or feature; 0 to the others.
+def given_rows(
+    split: Mapping[str, Any], tables: Sequence[TableSpec], of: str = "cache.split"
+) -> list[int]:
+    """The rows that a user's key `of` gives each table, by table or feature; 0 to the others.
 
     Raises ConfigError for an unknown table, or a number that is not from 0 to the table's rows.
     """
@@ -211,7 +288,7 @@ def given_rows(split: Mapping[str, Any], tables: Sequence[TableSpec]) -> list[in
             places.setdefault(feature, place)
     rows, named = [0] * len(tables), dict[int, str]()
     for name, count in split.items():
-        key = f"cache.split: {name}={count}"
+        key = f"{of}: {name}={count}"
         if name not in places:
             known = ", ".join(table.name for table in tables[:20])
             raise ConfigError(
@@ -222,16 +299,11 @@ def given_rows(split: Mapping[str, Any], tables: Sequence[TableSpec]) -> list[in
             raise ConfigError(f"{key} names the table that {named[place]} names: give one of them")
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ConfigError(f"{key}: give a whole number of rows, at least 0")
-        if count > tables[place].rows:
-            raise ConfigError(
-                f"{key}, but the table has {tables[place].rows} rows: give at most so"
-            )
+        most = tables[place].rows
+        if count > most:
+            raise ConfigError(f"{key}, but the table has {most} rows: give at most {most}")
         rows[place], named[place] = count, name
     return rows
-
-
-def _listed(values: Sequence[int]) -> str:
-    return " + ".join(map(str, values))
 
 
 # -----------------------------------------------------------------------------
@@ -375,10 +447,8 @@ def pinned_rows(
 
     `slots`: C of each group; `steps`: steps whose other rows the remaining slots hold at once.
     """
-
-    def pinned(step: StepCurves, count: int) -> list[int]:
-        return step.pinned(count, steps, budget.world_size)
-
+    world = budget.world_size
+    pinned = partial(StepCurves.pinned, steps=steps, world_size=world)
     return _by_table(tables, slots, statistics, budget, pinned)
 
 
@@ -434,14 +504,12 @@ def statistics_of(statistics: Statistics, tables: Sequence[TableSpec], given: st
                 f"{', '.join(table.features)} (all tables: fingerprint {wanted}): count this "
                 "model's data with python -m distcache.analyze"
             )
-        counts.append(parts[0] if len(parts) == 1 else _added(table, parts))
+        if len(parts) == 1:
+            counts.append(parts[0])
+        else:
+            summed = np.sum([part.dense() for part in parts], axis=0)
+            counts.append(TableCounts.of(table.name, summed))
     return replace(statistics, tables=tuple(counts))
-
-
-def _added(table: TableSpec, parts: Sequence[TableCounts]) -> TableCounts:
-    counts = np.sum([part.dense() for part in parts], axis=0)
-    found = TableCounts.of(table.name, counts, sum(part.error for part in parts))
-    return replace(found, lookups=sum(part.lookups for part in parts))  # of sketches there are more
 
 
 # -----------------------------------------------------------------------------
@@ -497,7 +565,7 @@ def decide(
             "the cache has %s slots: 1.5 %% of the rows of each width of table, but at least 32 "
             "MiB of them, or %g times what %d steps are expected to name where the batch is known "
             "(cache.rows, cache.ratio or cache.bytes gives another size)",
-            " + ".join(map(str, plan.slots)),
+            _listed(plan.slots),
             MARGIN,
             budget.steps,
         )
@@ -536,5 +604,4 @@ def _report(
         )
     if len(tables) > _SHOWN:
         lines.append(f"... and {len(tables) - _SHOWN} smaller ones")
-    slots = " + ".join(map(str, plan.slots))
-    log.info("the cache of %s slots by table:\n%s", slots, "\n".join(lines))
+    log.info("the cache of %s slots by table:\n%s", _listed(plan.slots), "\n".join(lines))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 
 from distcache.comm.agreement import agree_on, together
 from distcache.comm.world import World
+from distcache.data.files import write_json
 from distcache.data.raw.settings import NAME as MANIFEST
 from distcache.errors import ConfigError, DataError
 from distcache.layout import RowLayout
@@ -44,7 +44,7 @@ class TableCounts:
     """Lookups of one table, which has `rows` rows, read by `feature`.
 
     `ids` int64 `[k]`, distinct and ascending, or None where `counts` has an entry for every row;
-    `counts`: unsigned or int64 `[k]` (or `[rows]`), each at most `error` too small (0: exact);
+    `counts`: unsigned or int64 `[k]` (or `[rows]`);
     `lookups`: all lookups of the table; `distinct`: rows that were looked up at all.
     """
 
@@ -54,13 +54,12 @@ class TableCounts:
     distinct: int
     counts: np.ndarray
     ids: np.ndarray | None = None
-    error: int = 0
 
     @classmethod
-    def of(cls, feature: str, counts: np.ndarray, error: int = 0) -> TableCounts:
+    def of(cls, feature: str, counts: np.ndarray) -> TableCounts:
         """Of a table whose every row has its count, unsigned or int64 `[rows]`."""
         total, distinct = int(counts.sum(dtype=np.int64)), int(np.count_nonzero(counts))
-        return cls(feature, len(counts), total, distinct, counts, error=error)
+        return cls(feature, len(counts), total, distinct, counts)
 
     @property
     def table(self) -> str:
@@ -104,12 +103,7 @@ class TableCounts:
 
     def lookups_of_hottest(self, rows: int) -> int:
         """Lookups of the `rows` most frequent ids."""
-        counts = np.asarray(self.counts)
-        if rows <= 0:
-            return 0
-        if rows < len(counts):
-            counts = np.partition(counts, len(counts) - rows)[len(counts) - rows :]
-        return int(counts.sum(dtype=np.int64))
+        return int(self.dense()[self.hottest(rows)].sum())
 
 
 @dataclass(frozen=True)
@@ -174,11 +168,9 @@ def write_statistics(folder: Path, statistics: Statistics) -> None:
     (folder / "counts").mkdir(parents=True, exist_ok=True)
     described = []
     for index, table in enumerate(statistics.tables):
-        np.save(folder / f"counts/{index}.npy", table.counts)
-        if table.ids is not None:
-            np.save(folder / f"counts/{index}_ids.npy", table.ids)
-        about = {k: v for k, v in vars(table).items() if k in _PLAIN}
-        described.append(about | {"sparse": table.ids is not None})
+        counts = table.counts if table.ids is None else table.dense()
+        np.save(folder / f"counts/{index}.npy", counts)
+        described.append({name: getattr(table, name) for name in _PLAIN} | _EXACT)
     values = {
         "format": FORMAT,
         "fingerprint": statistics.fingerprint,
@@ -187,12 +179,12 @@ def write_statistics(folder: Path, statistics: Statistics) -> None:
         "share": statistics.share,
         "tables": described,
     }
-    partial = folder / f"{NAME}.partial"
-    partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, folder / NAME)
+    write_json(folder / NAME, values)
 
 
-_PLAIN = ("feature", "rows", "lookups", "distinct", "error")
+_PLAIN = ("feature", "rows", "lookups", "distinct")
+_EXACT = {"error": 0, "sparse": False}
+"""What an earlier version said of a table that it had not counted with a sketch."""
 
 
 def read_statistics(path: str | Path, key: str = "cache.statistics") -> Statistics:
@@ -230,18 +222,15 @@ def _read_own(folder: Path, key: str) -> Statistics:
 
 
 def _read_table(folder: Path, index: int, about: dict[str, Any]) -> TableCounts:
+    if any(about[key] != value for key, value in _EXACT.items()):
+        raise ValueError(f"counts/{index}.npy has no exact counts")
     counts = np.load(folder / f"counts/{index}.npy", mmap_mode="r")
-    ids = None
-    if about["sparse"]:
-        ids = np.load(folder / f"counts/{index}_ids.npy", mmap_mode="r")
-    if len(counts) != (about["rows"] if ids is None else len(ids)):
+    if len(counts) != about["rows"]:
         raise ValueError(f"counts/{index}.npy has {len(counts)} entries")
     kind = counts.dtype.kind
     if kind not in "iu" or (kind == "i" and counts.min(initial=0) < 0):
         raise ValueError(f"counts/{index}.npy has other entries than counts")
-    if ids is not None and len(ids) and not 0 <= ids[0] <= ids[-1] < about["rows"]:
-        raise ValueError(f"counts/{index}_ids.npy has ids outside a table of {about['rows']} rows")
-    return TableCounts(counts=counts, ids=ids, **{name: about[name] for name in _PLAIN})
+    return TableCounts(counts=counts, **{name: about[name] for name in _PLAIN})
 
 
 def _read_preprocessed(folder: Path) -> Statistics:

@@ -35,7 +35,9 @@ def available_memory(proc: Path = Path("/proc")) -> int:
     (v1 and v2) that holds this process, from its own up to the one at the mount point. Page
     cache that the kernel would drop is not counted as use. Swap is not counted.
     """
-    found = [_mem_available(proc)]
+    fields = dict(re.findall(r"^(\w+):\s+(\d+) kB", _text(proc / "meminfo"), re.MULTILINE))
+    # MemFree where a kernel does not tell the other.
+    found = [int(fields.get("MemAvailable", fields.get("MemFree", 0))) * 1024]
     for folder, version in _memory_cgroups(proc):
         found.extend(_cgroup_available(folder, version))
     return max(0, min(found))
@@ -66,12 +68,6 @@ def describe_bytes(count: int) -> str:
     return f"{count} bytes" if unit == "B" else f"{size:.2f} {unit} ({count} bytes)"
 
 
-def _mem_available(proc: Path) -> int:
-    """MemAvailable in bytes (MemFree where a kernel does not tell it)."""
-    fields = dict(re.findall(r"^(\w+):\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE))
-    return int(fields.get("MemAvailable", fields.get("MemFree", 0))) * 1024
-
-
 def _memory_cgroups(proc: Path) -> Iterator[tuple[Path, int]]:
     """Folders, with their version (1 or 2), of every memory control group above this process."""
     mounts = list(_cgroup_mounts(proc))
@@ -90,16 +86,15 @@ def _cgroup_mounts(proc: Path) -> Iterator[tuple[str, Path, int]]:
     for line in _text(proc / "self/mountinfo").splitlines():
         fields, _, tail = line.partition(" - ")
         kind, _, options = tail.split(" ", 2)
-        root, point = (_unescape(field) for field in fields.split(" ")[3:5])
+        # Space, tab, newline and backslash are octal escapes.
+        root, point = (
+            re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+            for field in fields.split(" ")[3:5]
+        )
         if kind == "cgroup2":
             yield root, Path(point), 2
         elif kind == "cgroup" and "memory" in re.split(r"[ ,]", options):
             yield root, Path(point), 1
-
-
-def _unescape(field: str) -> str:
-    """A mountinfo field with its octal escapes (of space, tab, newline, backslash) undone."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def _ancestors(root: str, point: Path, path: str) -> Iterator[Path]:
@@ -118,12 +113,20 @@ def _ancestors(root: str, point: Path, path: str) -> Iterator[Path]:
 
 
 def _cgroup_available(folder: Path, version: int) -> Iterator[int]:
-    """limit - use of one group, for each limit that it has; nothing where there is none."""
+    """limit - use of one group, for each limit that it has; nothing where there is none.
+
+    Page cache that the kernel would drop before it kills anyone is no use: all inactive file pages,
+    and half of the active ones, for some of those are in use, and the kernel's own MemAvailable
+    takes half of them too. Shared memory is in neither.
+    """
     limits = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
     use = _number(folder / ("memory.current" if version == 2 else "memory.usage_in_bytes"))
     if use is None:
         return
-    use = max(0, use - _reclaimable(folder, prefix="" if version == 2 else "total_"))
+    stat = dict(re.findall(r"^(\w+) (\d+)", _text(folder / "memory.stat"), re.MULTILINE))
+    prefix = "" if version == 2 else "total_"
+    active = int(stat.get(f"{prefix}active_file", 0)) // 2
+    use = max(0, use - int(stat.get(f"{prefix}inactive_file", 0)) - active)
     for name in limits:
         limit = _number(folder / name)
         if limit is not None and limit < _UNLIMITED:
@@ -142,17 +145,6 @@ def _text(file: Path) -> str:
         return file.read_text()
     except OSError:
         return ""
-
-
-def _reclaimable(folder: Path, prefix: str) -> int:
-    """Bytes of page cache that the kernel would drop before it kills anyone.
-
-    All inactive file pages, and half of the active ones: some of those are in use, and the
-    kernel's own MemAvailable takes half of them too. Shared memory is in neither.
-    """
-    stat = dict(re.findall(r"^(\w+) (\d+)", _text(folder / "memory.stat"), re.MULTILINE))
-    inactive = int(stat.get(f"{prefix}inactive_file", 0))
-    return inactive + int(stat.get(f"{prefix}active_file", 0)) // 2
 
 
 # -----------------------------------------------------------------------------

@@ -8,10 +8,10 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -69,25 +69,21 @@ def initial_rows(seed: int, table: int, table_rows: int, dim: int, start: int, s
 
 
 class NodePart:
-    """The rows of `layout` at home on the `count` ranks from `first` on, in a dense order.
+    """The rows of `layout` at home on this node's `count` ranks, `first` and on, in a dense order.
 
     Every block of W row numbers has one row of each home, so the row of home h in block
     b lies at b * count + (h - first). The last block may be ragged: it has up to `count` places
     that no row takes. With all W ranks on one node a row lies at its own number.
     """
 
-    def __init__(self, layout: RowLayout, first: int, count: int) -> None:
-        self.layout, self.first, self.count = layout, first, count
-        self.is_whole = count == layout.world_size
-        self.rows = layout.rows if self.is_whole else layout.local_rows * count
+    def __init__(self, layout: RowLayout, world: World | None) -> None:
+        """`world`: whose node; None: one node has all rows."""
+        self.layout, self.first, self.count = layout, 0, layout.world_size
+        if world is not None and world.nodes.count > 1:
+            self.first, self.count = world.first_local, world.local_size
+        self.is_whole = self.count == layout.world_size
+        self.rows = layout.rows if self.is_whole else layout.local_rows * self.count
         """Places of the part, with the few of the last block that no row takes."""
-
-    @classmethod
-    def of(cls, layout: RowLayout, world: World | None) -> NodePart:
-        """The part of this rank's node; None as `world` is all rows."""
-        if world is None or world.nodes.count == 1:
-            return cls(layout, 0, layout.world_size)
-        return cls(layout, world.first_local, world.local_size)
 
     def holds(self, rows: np.ndarray) -> np.ndarray:
         """Whether each row is at home on this node, bool `[n]`."""
@@ -103,9 +99,7 @@ class NodePart:
         """
         if self.is_whole or not len(rows):
             return rows  # what reads them checks the range
-        if rows.min() < 0 or rows.max() >= self.layout.rows:
-            bad = rows[(rows < 0) | (rows >= self.layout.rows)][0]
-            raise PlanError(f"row {bad} is outside [0, {self.layout.rows})")
+        check_rows(rows, self.layout.rows)
         index = self.layout.home(rows) - self.first
         foreign = (index < 0) | (index >= self.count)
         if foreign.any():
@@ -316,7 +310,7 @@ def store_bytes(
 
     `world`: whose nodes share the rows; None: one node has them all.
     """
-    parts = [NodePart.of(layout, world) for layout in layouts]
+    parts = [NodePart(layout, world) for layout in layouts]
     pairs = zip(parts, state_widths, strict=True)
     return sum(sum(_part_bytes(part, width, dtype)) for part, width in pairs)
 
@@ -350,11 +344,11 @@ def create_stores(
 
 
 class RowTaker:
-    """`take_rows` by up to `threads` threads, which wait for work until this is closed."""
+    """`take_rows` by up to `threads` threads, which begin with the first that is worth it."""
 
     def __init__(self, threads: int) -> None:
         self._threads = max(1, threads)
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(self._threads, "distcache-gather")
 
     def take(self, source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
         """See `take_rows`."""
@@ -362,8 +356,6 @@ class RowTaker:
         if parts < 2:
             take_rows(source, rows, out)
             return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, "distcache-gather")
         cuts = [len(rows) * part // parts for part in range(parts + 1)]
         jobs = [
             self._pool.submit(take_rows, source, rows[start:stop], out[start:stop])
@@ -374,9 +366,7 @@ class RowTaker:
 
     def close(self) -> None:
         """End the threads; safe to call twice."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        self._pool.shutdown()
 
 
 class RowStore:
@@ -403,7 +393,7 @@ class RowStore:
             raise ConfigError(f"rows of {dtype}: trainer.dtype must be float32 or float64")
         self.layout, self.state_width, self.dtype = layout, state_width, dtype
         self._world = world
-        self.part = NodePart.of(layout, world)
+        self.part = NodePart(layout, world)
         rows = self.part.rows
         first, second = _part_bytes(self.part, state_width, dtype)
         what = f"{rows} rows x ({layout.dim} + {state_width} of state), {dtype}"
@@ -453,8 +443,13 @@ class RowStore:
             if state is not None:
                 state[places] = initial_state
 
+        size, blocks = block_rows(self.layout.dim), []
+        for position, table in enumerate(self.layout.tables):
+            starts = range(0, table.rows, size)
+            blocks += [(position, start, min(start + size, table.rows)) for start in starts]
+
         def fill_mine() -> None:
-            mine = islice(_blocks(self.layout), world.local_rank, None, world.local_size)
+            mine = blocks[world.local_rank :: world.local_size]
             threads = max(1, len(os.sched_getaffinity(0)) // world.local_size)
             with ThreadPoolExecutor(threads, "distcache-initialise") as pool:
                 list(pool.map(fill, mine))  # and raise what one of them raised
@@ -532,11 +527,3 @@ def _part_bytes(part: NodePart, state_width: int, dtype: torch.dtype) -> tuple[i
     weight = part.rows * part.layout.dim * dtype.itemsize
     state = part.rows * state_width * dtype.itemsize
     return (-(-weight // _PAGE) * _PAGE if state else weight), state
-
-
-def _blocks(layout: RowLayout) -> Iterator[tuple[int, int, int]]:
-    """(table of the layout, first id, end id) of every block of rows, in row order."""
-    size = block_rows(layout.dim)
-    for position, table in enumerate(layout.tables):
-        for start in range(0, table.rows, size):
-            yield position, start, min(start + size, table.rows)

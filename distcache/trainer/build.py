@@ -37,8 +37,6 @@ from distcache.trainer.plan_cache import (
 
 T = TypeVar("T")
 
-_VARIABLE = "OMP_NUM_THREADS"
-
 
 def compute_threads(config: Config, world: World) -> int:
     """Threads of one torch operation on this rank, `trainer.threads` or, for `auto`, its choice.
@@ -56,7 +54,7 @@ def compute_threads(config: Config, world: World) -> int:
                 f"use: give at most {cores}, or auto"
             )
         return int(given)
-    outside = os.environ.get(_VARIABLE, "").split(",")[0]
+    outside = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if outside.isdigit() and (int(outside) > 1 or world.local_size == 1):
         return int(outside)
     return max(1, cores // world.local_size)
@@ -64,7 +62,7 @@ def compute_threads(config: Config, world: World) -> int:
 
 def dtype_of(config: Config) -> torch.dtype:
     """`trainer.dtype` as torch's."""
-    return {"float32": torch.float32, "float64": torch.float64}[config.trainer.dtype]
+    return getattr(torch, config.trainer.dtype)
 
 
 def build_source(config: Config) -> BatchSource:
@@ -135,8 +133,7 @@ def build_dense(config: Config, tables: Sequence[TableSpec], dense_features: int
 
 def optimizer_spec(config: Config) -> OptimizerSpec:
     """The settings of group `optim` that every mode takes."""
-    optim = config.optim
-    first, second = optim.betas
+    optim, (first, second) = config.optim, config.optim.betas
     return OptimizerSpec(optim.name, optim.eps, (first, second), optim.initial_accumulator)
 
 

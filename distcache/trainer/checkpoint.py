@@ -363,7 +363,8 @@ def compare(
         )
     if other and world.is_first:
         logger.warning("resuming on other data than those of %s: %s", folder, other)
-    phase = saved.get("phase")  # checkpoints of older versions have none
+    # The phase is one of these data; checkpoints of older versions have none.
+    phase = None if other else saved.get("phase")
     digest = bytes.fromhex(saved["loss_digest"])
     return TrainerState(saved["step"], digest, Phase(**phase) if phase else None)
 
@@ -474,15 +475,13 @@ def file_group(world: World, identity: RunIdentity, fails: str) -> Iterator[dist
 
 def describe(identity: RunIdentity, state: TrainerState) -> str:
     """The JSON text that tells whose checkpoint this is and where in the data it stands."""
-    epoch, batch = divmod(state.step, identity.steps_per_epoch or state.step + 1)
     return json.dumps(
         {
             "format": FORMAT,
             "run": dataclasses.asdict(identity),
             "step": state.step,
-            "data_position": {"epoch": epoch, "batch": batch},
             "loss_digest": state.loss_digest.hex(),
-            "phase": state.phase and state.phase.values(),
+            "phase": state.phase and vars(state.phase),
         }
     )
 

@@ -150,10 +150,8 @@ def _exchange_seconds(world: World, peers: Sequence[int]) -> list[float]:
     inside, what, found = all(rank in here for rank in peers), "a measurement", []
 
     def exchange(sent: Tensor, splits: list[int]) -> Tensor:
-        near = splits[here.start : here.stop]
-        if inside:
-            return link.within_node(sent, near, near, ROWS, what)
-        return link.start_all_to_all(sent, splits, splits, ROWS, what)()
+        splits = splits[here.start : here.stop] if inside else splits
+        return link.start_all_to_all(sent, splits, splits, ROWS, what, inside)()
 
     for nbytes in (_SMALL, _LARGE):
         splits = [nbytes // 4 if rank in peers else 0 for rank in range(world.size)]
@@ -296,11 +294,17 @@ def resolve_ahead(config: Config, world: World, source: Any, tables: Sequence[Ta
         left = max(0, room - ahead)
         lookahead = max((w for w in WINDOWS if w <= min(wanted, left)), default=left)
         if world.is_first:
-            log.info(
-                "cache.lookahead=auto is %d: a rank looks up about %s ids a step", lookahead,
-                f"{ids:,.0f}",
-            )  # fmt: skip
-    _check(cache, lookahead, ahead, room, each)
+            said = "cache.lookahead=auto is %d: a rank looks up about %s ids a step"
+            log.info(said, lookahead, f"{ids:,.0f}")
+    if lookahead + ahead > max(room, 0):
+        given = {"cache.lookahead": cache.lookahead, "cache.prefetch": cache.prefetch}
+        named = ", ".join(f"{key}={value}" for key, value in given.items() if value != AUTO)
+        raise MemoryTooSmallError(
+            f"{named}: {lookahead + ahead} steps ahead, of about {describe_bytes(each)} each, do "
+            f"not fit in half of the memory that is left; {max(room, 0)} do: lower "
+            "cache.lookahead or cache.prefetch to that many together (auto does), or "
+            "data.global_batch_size"
+        )
     return replace(config, cache=replace(cache, lookahead=lookahead, prefetch=prefetch))
 
 
@@ -313,20 +317,6 @@ def _room(each: int, world: World) -> int:
         free = torch.cuda.mem_get_info(world.device)[0] / math.ceil(world.local_size / max(1, gpus))
         rooms.append(int(_SHARE * free / each))
     return min(rooms) - _BETWEEN
-
-
-def _check(cache: CacheConfig, lookahead: int, prefetch: int, room: int, each: int) -> None:
-    """MemoryTooSmallError, naming the key that was given and what fits."""
-    if lookahead + prefetch <= max(room, 0):
-        return
-    given = {"cache.lookahead": cache.lookahead, "cache.prefetch": cache.prefetch}
-    named = {key: value for key, value in given.items() if value != AUTO}
-    shown = ", ".join(f"{key}={value}" for key, value in named.items())
-    raise MemoryTooSmallError(
-        f"{shown}: {lookahead + prefetch} steps ahead, of about {describe_bytes(each)} each, do "
-        f"not fit in half of the memory that is left; {max(room, 0)} do: lower cache.lookahead or "
-        "cache.prefetch to that many together (auto does), or data.global_batch_size"
-    )
 
 
 def resolve_prefetch(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from itertools import takewhile
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +18,12 @@ from distcache.engine.placing import CacheRequest
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec, group_tables
 from distcache.planner.victims import WINDOWS, auto_lookahead
-from distcache.popularity.counters import DENSE_BYTES, TableCounter, make_counters
-from distcache.popularity.curve import TableProfile, profile_of
+from distcache.popularity.curve import (
+    COUNT_BYTES,
+    TableCounter,
+    TableProfile,
+    profile_of,
+)
 from distcache.popularity.slots import BY_CURVE, PROPORTIONAL, cache_bytes
 from distcache.popularity.statistics import Statistics, vocabulary_of
 from distcache.replay import Case, GroupCounts, Outcome, popularity_of, replay
@@ -48,15 +53,8 @@ MANY = 300_000_000
 _LEAST_SHARE, _MOST_SHARE = 0.01, 0.1
 
 
-class Bar(Protocol):
-    """What a progress bar offers."""
-
-    def update(self, n: float = 1) -> object:
-        """Go `n` units on."""
-
-
-Progress = Callable[[str, int, str], AbstractContextManager[Bar]]
-"""A progress bar for (stage, total, unit)."""
+Progress = Callable[[str, int, str], AbstractContextManager[Any]]
+"""A progress bar for (stage, total, unit), whose `update(n)` goes n units on."""
 
 
 class CheckedSource:
@@ -123,12 +121,11 @@ class Counted:
 
     def distinct_per_step(self) -> float:
         """Expected distinct rows of all tables in a global batch; the mean over all `sizes`."""
-        total = 0.0
-        for size, steps in self.sizes.items():
-            for profile in self.profiles:
-                lookups = profile.counts.lookups / self.samples * size
-                total += steps * profile.curve.expected(lookups)
-        return total / self.steps
+        return sum(
+            steps * profile.curve.expected(profile.counts.lookups / self.samples * size)
+            for size, steps in self.sizes.items()
+            for profile in self.profiles
+        ) / self.steps  # fmt: skip
 
     @property
     def lookups(self) -> int:
@@ -149,28 +146,26 @@ def sampled_steps(source: BatchSource, steps: int, share: float | None) -> list[
     """
     if share is None:
         lookups = len(source.train_batch(0, 0, 1).ids.values) * steps
-        share = 1.0
-        if lookups > MANY:
-            share = min(_MOST_SHARE, max(_LEAST_SHARE, MANY / lookups))
+        some = min(_MOST_SHARE, max(_LEAST_SHARE, MANY / max(lookups, 1)))
+        share = some if lookups > MANY else 1.0
     count = min(steps, math.ceil(round(share * steps, 6)))
-    return [(2 * i + 1) * steps // (2 * count) for i in range(count)] if count < steps else [
-        *range(steps)
-    ]  # fmt: skip
+    return [(2 * i + 1) * steps // (2 * count) for i in range(count)]
 
 
 def count_source(
-    source: CheckedSource, steps: int, share: float | None, memory: int, progress: Progress
+    source: CheckedSource, steps: int, share: float | None, progress: Progress
 ) -> Counted:
     """Count the lookups of the training steps [0, `steps`) of `source`, or a sample of them.
 
-    At most about `memory` bytes of counts. Ctrl-C ends the reading, not the counting. Raises
-    DataError where nothing is looked up, MemoryTooSmallError where the machine lacks the memory.
+    Ctrl-C ends the reading, not the counting. Raises DataError where nothing is looked up,
+    MemoryTooSmallError where the machine lacks the memory.
     """
     reader = source.in_file_order()
     wanted = sampled_steps(reader, steps, share)
-    exact = DENSE_BYTES * sum(source.table_rows)
-    require_memory(min(memory, exact), "counts of all lookups", "lower analyze.memory")
-    counters = make_counters(source.features, source.table_rows, memory)
+    size = COUNT_BYTES * sum(source.table_rows)
+    require_memory(size, "counts of all lookups", "count where the tables fit, or smaller tables")
+    pairs = zip(source.features, source.table_rows, strict=True)
+    counters = [TableCounter(feature, rows) for feature, rows in pairs]
     part = -(-len(wanted) // PARTS)
     sizes: dict[int, int] = {}
     with progress("count", len(wanted), "step") as bar, StopRequest() as stop:
@@ -178,14 +173,17 @@ def count_source(
             if stop.requested:
                 log.warning("stopped: the report is of the %d of %d steps read", done, len(wanted))
                 break
-            batch = reader.train_batch(step, 0, 1)
-            add_batch(counters, batch)
-            size = batch.ids.batch_size
+            ids = reader.train_batch(step, 0, 1).ids
+            size = ids.batch_size
+            spans = np.split(ids.values.numpy(), ids.offsets.numpy()[::size][1:-1])
+            for counter, values in zip(counters, spans, strict=True):
+                counter.add(values)
+                if (done + 1) % part == 0:
+                    counter.close_part()
             sizes[size] = sizes.get(size, 0) + 1
-            if (done + 1) % part == 0:
-                _close_parts(counters)
             bar.update(1)
-    _close_parts(counters)
+    for counter in counters:
+        counter.close_part()
     samples = sum(size * number for size, number in sizes.items())
     largest = max(sizes, default=0)
     profiles = tuple(profile_of(counter, samples, largest) for counter in counters)
@@ -195,19 +193,6 @@ def count_source(
             "nothing to analyze; see data.path, and data.bag_size of data=synthetic"
         )
     return Counted(profiles, sizes, steps, stop.signal, vocabulary_of(source))
-
-
-def add_batch(counters: Sequence[TableCounter], batch: Batch) -> None:
-    """Count a batch's ids, of which feature f is read by table f."""
-    values, offsets = batch.ids.values.numpy(), batch.ids.offsets.numpy()
-    size = batch.ids.batch_size
-    for feature, counter in enumerate(counters):
-        counter.add(values[offsets[feature * size] : offsets[(feature + 1) * size]])
-
-
-def _close_parts(counters: Sequence[TableCounter]) -> None:
-    for counter in counters:
-        counter.close_part()
 
 
 # -----------------------------------------------------------------------------
@@ -360,16 +345,13 @@ def record_run(
     of training steps; of fewer where `stop` ends the recording."""
     each = max(1, len(source.train_batch(0, 0, 1).ids.values))
     count = max(_LATE, math.ceil(most_lookups / each))
-    order = _first(schedule, count, stop)
+
+    def goes_on(batch: tuple[str, int]) -> bool:
+        kind, index = batch
+        return kind != "train" or index < (_LATE if stop.requested else count)
+
+    order = takewhile(goes_on, schedule.order())
     return record_source(source, tables, worlds, order, lambda _: progress(1))
-
-
-def _first(schedule: Schedule, count: int, stop: StopRequest) -> Iterator[tuple[str, int]]:
-    """The batches of the first `count` training steps, with the evaluations that follow them."""
-    for kind, index in schedule.order():
-        if kind == "train" and (index >= count or (stop.requested and index >= _LATE)):
-            return
-        yield kind, index
 
 
 def configured_case(

@@ -112,21 +112,14 @@ class Evaluation:
 
 def measure(logits: np.ndarray, labels: np.ndarray) -> EvalResult:
     """All metrics of float64 `logits` `[n]` and `labels` `[n]`, warning of what does not exist."""
-    bad = int(np.isnan(logits).sum())
-    positives = int((labels > 0.5).sum())
+    bad, ones = int(np.isnan(logits).sum()), int((labels > 0.5).sum())
     if bad:
-        logger.warning(
-            "evaluation: %d of %d logits are NaN, so AUC, log loss and NE do not exist",
-            bad,
-            len(logits),
-        )
-    elif positives in (0, len(labels)):
-        logger.warning(
-            "evaluation: %d of %d held-out labels are 1, so AUC and NE do not exist: both classes "
-            "are needed; raise trainer.eval_steps or data.global_batch_size",
-            positives,
-            len(labels),
-        )
+        text = "%d of %d logits are NaN, so AUC, log loss and NE do not exist"
+        logger.warning(f"evaluation: {text}", bad, len(logits))
+    elif ones in (0, len(labels)):
+        text = "%d of %d held-out labels are 1, so AUC and NE do not exist: both classes are needed"
+        way_out = "raise trainer.eval_steps or data.global_batch_size"
+        logger.warning(f"evaluation: {text}; {way_out}", ones, len(labels))
     loss = log_loss(logits, labels)
     return EvalResult(auc(logits, labels), loss, normalized_entropy(loss, labels), len(labels))
 
@@ -252,15 +245,11 @@ class Progress:
             return
         interval_s, rate = times.lap()
         live = mode.progress()
-        self._write(
-            step=done,
-            epoch=epoch,
-            loss=result.loss,
-            samples_per_second=rate,
-            step_ms=1e3 * interval_s,
-            **live,
-            **({} if phase is None else {"phase": phase.kind, "phase_rate": phase.rate}),
-        )
+        values = {"step": done, "epoch": epoch, "loss": result.loss}
+        values |= {"samples_per_second": rate, "step_ms": 1e3 * interval_s} | live
+        if phase is not None:
+            values |= {"phase": phase.kind, "phase_rate": phase.rate}
+        self._write(values)
         logger.info(
             "step %s  loss %.6f  %s samples/s  %.2f ms%s%s%s",
             self._done(done),
@@ -274,7 +263,7 @@ class Progress:
         if live.get("stage_ms"):
             logger.info("%s", stages(live["stage_ms"], live["stage_hidden_ms"]))
 
-    def _write(self, **values: Any) -> None:
+    def _write(self, values: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(plain(values), allow_nan=False) + "\n")
 
@@ -293,7 +282,7 @@ class Progress:
             return
         values = {"eval_auc": result.auc, "eval_logloss": result.logloss, "eval_ne": result.ne}
         rate = {} if phase is None else {"phase_rate": phase.rate}
-        self._write(step=done, **values, **rate)
+        self._write({"step": done} | values | rate)
         shown = ("none" if value is None else f"{value:.6f}" for value in values.values())
         logger.info(
             "step %s  AUC %s  log loss %s  NE %s  on %s held-out samples",
@@ -305,14 +294,12 @@ class Progress:
 
 def shares(live: dict[str, Any]) -> str:
     """Stall, hidden share and hit rate as the log line shows them, where a mode has them."""
-    text = ""
-    if live.get("stall_ms") is not None:
-        text += f"  stall {live['stall_ms']:.2f} ms"
-    if live.get("hidden_share") is not None:
-        text += f"  hidden {100 * live['hidden_share']:.0f} %"
-    if live.get("hit_rate") is not None:
-        text += f"  hit {100 * live['hit_rate']:.2f} %"
-    return text
+    shown = {
+        "stall_ms": lambda ms: f"  stall {ms:.2f} ms",
+        "hidden_share": lambda share: f"  hidden {100 * share:.0f} %",
+        "hit_rate": lambda rate: f"  hit {100 * rate:.2f} %",
+    }
+    return "".join(show(live[key]) for key, show in shown.items() if live.get(key) is not None)
 
 
 def stages(took: dict[str, float], hidden: dict[str, float]) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -30,9 +29,8 @@ from distcache.trainer.plan_cache import read_checked, request_of
 # -----------------------------------------------------------------------------
 # Hot and cold phases of an epoch: how long each is, and what the held-out loss does to that.
 #
-# The shuffle scheduler of FAE (Adnan et al., VLDB 2022): a share r of the hot batches, then the
-# same
-# share of the cold ones, and so on. Where the held-out loss rises over a phase, r is halved; after
+# The shuffle scheduler of FAE (Adnan et al., VLDB 2022): a share r of the hot batches, then as much
+# of the cold ones, and so on. Where the held-out loss rises over a phase, r is halved; after
 # `STEADY_FALLS` falls in a row it is doubled.
 
 STEADY_FALLS = 4
@@ -71,17 +69,6 @@ class Phase:
         counted = {self.kind: done} if self.kind else {}
         return replace(self, left=left, due=self.due or (batches > 0 and left == 0), **counted)
 
-    def within(self, sizes: Sizes) -> Phase:
-        """The same phase in an epoch of `sizes`: beyond the end of either kind nothing is done.
-
-        It makes a difference where training goes on with other batches than it began with.
-        """
-        done = {HOT: self.hot, COLD: self.cold}
-        most = dict(zip((HOT, COLD), sizes(self.epoch), strict=True))
-        done = {kind: min(done[kind], most[kind]) for kind in done}
-        left = min(self.left, most[self.kind] - done[self.kind]) if self.kind else 0
-        return replace(self, left=left, **done)
-
     def next(self, sizes: Sizes) -> Phase:
         """The phase after this one, which has ended: not empty, of the same or the next epoch."""
         phase = self
@@ -113,10 +100,6 @@ class Phase:
                 rate, falls = min(2 * rate, 1.0), 0
         return replace(self, rate=rate, falls=falls, loss=loss, due=False)
 
-    def values(self) -> dict[str, Any]:
-        """As plain values; `Phase(**values)` is this phase."""
-        return asdict(self)
-
 
 class PhaseClock:
     """The phase after each step of a run, from `phase` after `step` steps on.
@@ -144,14 +127,6 @@ class PhaseClock:
             phase = phase.learn(loss, self._least / max(self._sizes(phase.epoch)))
         self._phase, self._step = phase, step
         return self._phase
-
-
-def phase_at(step: int, rate: float, sizes: Sizes) -> Phase:
-    """Where `step` steps lead whose held-out losses are not known, at a fixed rate."""
-    clock, done = PhaseClock(Phase(rate), 0, sizes), 0
-    while done < step:
-        done = min(done + clock.begin(done).left, step)
-    return replace(clock.at(step), due=False)
 
 
 # -----------------------------------------------------------------------------
@@ -257,15 +232,13 @@ class PhasedSchedule(Schedule):
     def of(
         cls, plain: Schedule, source: HotColdSource, phase: Phase | None, rate: float
     ) -> PhasedSchedule:
-        """`plain` in phases, from `phase` on, as far as it fits `source`; None: the one that
-        `plain.first_step` steps at `rate` lead to."""
+        """`plain` in phases, from `phase` on; None: from the beginning of an epoch at `rate`."""
 
         def sizes(epoch: int) -> tuple[int, int]:
             return source.epoch(epoch).sizes
 
-        first = plain.first_step
-        phase = phase.within(sizes) if phase is not None else phase_at(first, rate, sizes)
-        return cls(**vars(plain), clock=PhaseClock(phase, first, sizes, plain.eval_batches))
+        clock = PhaseClock(phase or Phase(rate), plain.first_step, sizes, plain.eval_batches)
+        return cls(**vars(plain), clock=clock)
 
     def position(self, step: int) -> Phase:
         """See `Schedule.position`."""
@@ -307,8 +280,6 @@ class PhasedSchedule(Schedule):
 # -----------------------------------------------------------------------------
 # `data.batching`: the hot set of a run, and its data in hot and cold batches.
 
-logger = logging.getLogger(__name__)
-
 
 def arrange(
     config: Config, world: World, source: BatchSource, tables: Sequence[TableSpec]
@@ -349,33 +320,14 @@ def choose(
         return found
     rows = sum(statistics.table_rows)
     found = hottest(curves, round(wanted * rows) if isinstance(wanted, float) else wanted)
-    if config.parallel.mode == "data":
-        _check_room(tables, groups, found, slots_of(world.size))
-    return found
-
-
-def _check_room(
-    tables: Sequence[TableSpec],
-    groups: Sequence[Sequence[int]],
-    hot_rows: Sequence[int],
-    slots: Sequence[int],
-) -> None:
-    """ConfigError where the hot rows of a group do not fit its slots."""
-    for members, room in zip(groups, slots, strict=True):
-        hot = sum(hot_rows[index] for index in members)
-        if hot >= room and hot < sum(tables[index].rows for index in members):
+    cached = config.parallel.mode == "data"
+    rooms = slots_of(world.size) if cached else [rows + 1] * len(groups)
+    for members, room in zip(groups, rooms, strict=True):
+        hot = sum(found[index] for index in members)
+        if room <= hot < sum(tables[index].rows for index in members):
             raise ConfigError(
                 f"data.hot_rows: {hot} hot rows of the tables of width {tables[members[0]].dim} "
                 f"leave no room for cold ones in {room} slots: give fewer, auto, or a larger "
                 "cache.rows (or cache.ratio, cache.bytes)"
             )
-
-
-def batching_summary(source: Any, phase: Phase | None) -> dict[str, Any]:
-    """What `summary.json` says of hot and cold batches; nothing without them."""
-    if not isinstance(source, HotColdSource):
-        return {}
-    return {
-        "hot_samples": source.epoch(0).share,
-        "phase_rate": phase and phase.rate,
-    }
+    return found

@@ -55,9 +55,10 @@ from distcache.trainer.schedule import (
     PhasedSchedule,
     Schedule,
     arrange,
-    batching_summary,
     make_schedule,
 )
+
+logger = logging.getLogger(__name__)
 
 # -----------------------------------------------------------------------------
 # Stopping in order: SIGINT and SIGTERM become a flag that all ranks act on after the same step.
@@ -120,10 +121,6 @@ class Outcome:
     final_loss: float | None = None
     evaluation: EvalResult | None = None
     bad: StepResult | None = None
-    start_step: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.start_step = self.state.step
 
 
 @dataclass(frozen=True)
@@ -174,9 +171,7 @@ class Loop:
                 self.look()
             raise
         finally:
-            close = getattr(stream, "close", None)
-            if close is not None:
-                close()
+            getattr(stream, "close", lambda: None)()
         return self.outcome
 
     def train(self, step: Step) -> bool:
@@ -241,9 +236,7 @@ class Loop:
 
 
 # -----------------------------------------------------------------------------
-# The training run, from a config to a summary; read `train` and `Run.go` as tables of contents.
-
-logger = logging.getLogger(__name__)
+# The run.
 
 
 @dataclass(frozen=True)
@@ -400,7 +393,8 @@ class Run:
             try:
                 return self.walk(loop)
             except (DataError, StepTooLargeError, PeerError):
-                self.rescue(outcome)
+                if outcome.state.step > start.step and self.mode.errors_are_common():
+                    self.rescue(outcome)
                 raise
 
     def walk(self, loop: Loop) -> Outcome:
@@ -413,9 +407,7 @@ class Run:
         return outcome
 
     def rescue(self, outcome: Outcome) -> None:
-        """Save the steps before one that could not be planned, where all ranks stand after them."""
-        if outcome.state.step == outcome.start_step or not self.mode.errors_are_common():
-            return
+        """Save the steps before one that could not be planned; all ranks stand after them."""
         try:
             self.mode.flush()
             self.write(outcome.state)
@@ -481,17 +473,19 @@ class Run:
             "samples_per_second": outcome.times.samples_per_second(),
             "step_ms": outcome.times.step_ms(),
             "table_rows": sum(table.rows for table in self.tables),
-            **batching_summary(self.source, outcome.state.phase),
             "loss_digest": outcome.state.loss_digest.hex() or None,
             "state_digest": digest,
         }
+        if isinstance(self.source, HotColdSource):
+            values["hot_samples"] = self.source.epoch(0).share
+            values["phase_rate"] = outcome.state.phase and outcome.state.phase.rate
         unknown = sorted(set(values) - set(SUMMARY_KEYS))
         if unknown and self.world.is_first:
             logger.warning("left out of summary.json, which does not have them: %s", unknown)
 
         def write() -> dict[str, Any]:
             summary = plain({key: values.get(key) for key in SUMMARY_KEYS})
-            write_json(self.run_dir / "summary.json", plain(summary))
+            write_json(self.run_dir / "summary.json", summary)
             return summary
 
         return on_first(self.world, write)

@@ -6,16 +6,9 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
-import ranks
 from launching import Forked
 
 from distcache.cli import run
-
-
-@pytest.fixture
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    return ranks.free_port()
 
 
 @pytest.fixture

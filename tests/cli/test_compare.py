@@ -12,10 +12,9 @@ from fabricated import summary, write_run
 from launching import CHECKOUT, STUB
 
 from distcache import compare as entry
-from distcache.cli.compose import read_line
+from distcache.cli.compose import Line, read_line
 from distcache.compare import (
     CompareConfig,
-    Request,
     Spread,
     largest_loss_difference,
     log_tail,
@@ -29,17 +28,20 @@ from distcache.compare import (
 from distcache.errors import ConfigError
 
 
-def parse(words: list[str]) -> Request:
-    """The request of a command line."""
-    return entry.parse(read_line("compare", CompareConfig, words))
+def parse(words: list[str]) -> Line[CompareConfig]:
+    """What a command line says, checked."""
+    line = read_line("compare", CompareConfig, words)
+    entry.check_line(line)
+    return line
 
 
 def test_the_command_line():
-    request = parse(["optim=adam", "modes=data,host", "world_size=3", "repeats=2", "output=here"])
-    assert request == Request(("data", "host"), 3, 2, Path("here"), ("optim=adam",))
-    assert parse(["modes=[data,hybrid]"]).modes == ("data", "hybrid")
-    assert parse([]).modes == ("data", "hybrid")
-    assert parse([]).output.parent == Path("compare")
+    line = parse(["optim=adam", "modes=data,host", "world_size=3", "repeats=2", "output=here"])
+    own = line.values
+    assert (own.modes, own.world_size, own.repeats) == (["data", "host"], 3, 2)
+    assert own.output == "here" and line.overrides == ("optim=adam",)
+    for words in (["modes=[data,hybrid]"], []):
+        assert parse(words).values.modes == ["data", "hybrid"]
 
 
 @pytest.mark.parametrize(
@@ -66,8 +68,7 @@ def test_values_that_make_no_sense(word, named):
 
 def test_what_each_mode_is_told():
     words = ["trainer.steps=500", "optim=adam"]
-    request = parse(["modes=data,host", *words])
-    assert [job.arguments for job in prepare(request)] == [
+    assert [job.arguments for job in prepare(parse(["modes=data,host", *words]))] == [
         (f"parallel={mode}", *words, "run.save=false", "trainer.log_every=10")
         for mode in ("data", "host")
     ]
@@ -112,8 +113,7 @@ def test_keys_of_one_layout_are_not_for_those_beside_it(words, shares, clusters,
 
 
 def test_a_mode_that_is_refused_does_not_stop_the_others():
-    request = parse(["modes=data,hybrid", "optim=adam", "trainer.device=cpu"])
-    data, hybrid = prepare(request)
+    data, hybrid = prepare(parse(["modes=data,hybrid", "optim=adam", "trainer.device=cpu"]))
     assert data.refusal is None
     assert "fbgemm has no Adam" in hybrid.refusal
 

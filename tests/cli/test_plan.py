@@ -19,7 +19,7 @@ from distcache.cli.compose import checked_config, compose_overrides, read_line
 from distcache.cli.plan_run import Options, Request, default_parameters, make_plan
 from distcache.cli.plan_run import parse_request as parse_line
 from distcache.comm.rendezvous import Place
-from distcache.comm.world import World, close_world, open_world
+from distcache.comm.world import close_world
 from distcache.cost.cluster import PRESETS
 from distcache.cost.traffic import CACHED, HYBRID
 from distcache.models import build_model
@@ -40,12 +40,6 @@ def run(folder: Path, *arguments: str, code: int = 0) -> list[dict]:
 def parse_request(words: list[str]) -> Request:
     """The request of a command line."""
     return parse_line(read_line("plan", Options, words))
-
-
-def refused(capsys: pytest.CaptureFixture, *arguments: str) -> str:
-    """What is said of a command line that does not work."""
-    assert main(list(arguments)) == 1
-    return capsys.readouterr().err
 
 
 def asked(records: list[dict]) -> dict[str, dict]:
@@ -131,55 +125,54 @@ def test_statistics_are_as_good_as_the_law(tmp_path: Path, capsys: pytest.Captur
     assert law < counted < law + 0.05  # sorting a sample's counts makes them look steeper
     for line in (tmp_path / "b/overrides.txt").read_text().splitlines():
         assert line.split("=")[0].split(".")[0] in ("parallel", "cache")
-    capsys.readouterr()
-    said = refused(capsys, known, "table_rows=[20000,3000,41]")
+    assert main([known, "table_rows=[20000,3000,41]"]) == main([known, "zipf=1.0"]) == 1
+    said = capsys.readouterr().err
     assert "[20000, 3000, 40] rows (fingerprint " in said and "[20000, 3000, 41] are asked" in said
-    assert "leave zipf out" in refused(capsys, known, "zipf=1.0")
+    assert "leave zipf out" in said
     few = run(tmp_path / "c", known, "width=8", "batch=4096", "world_size=2", "most_ranks=64")
     assert few and "a lower bound there" in (tmp_path / "c/report.md").read_text()
+
+
+TABLE = " ".join(SMALL)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "no tables: give statistics=<folder>, preset=criteo_kaggle, or table_rows"),
-        (("preset=criteo_mars",), "preset=criteo_mars is unknown: choose criteo_kaggle"),
-        (("preset=criteo_kaggle", "table_rows=[5]"), "give one of them"),
-        ((*SMALL, "statistics=nowhere"), "statistics=nowhere holds neither"),
-        ((*SMALL, "inside={bandwidth: 0}"), "inside.bandwidth=0.0: it must be above 0"),
-        ((*SMALL, "between={latency: 1}"), "the bandwidth is missing: give a preset"),
-        ((*SMALL, "host=floppy"), "host=floppy: the link is not known: give a preset"),
-        ((*SMALL, "nodes=3"), "nodes=3 does not divide world_size=4"),
-        ((*SMALL, "replicated_rows={t_cat_2: 41}"), "t_cat_2=41, but the table has 40 rows"),
-        ((*SMALL, "replicated_rows={t_dog: 1}"), "t_dog=1 names no table"),
-        ((*SMALL, "replicated_rows=many"), "replicated_rows=many: give the rows of each table"),
-        ((*SMALL, "objective=money"), "objective=money: choose time or bytes"),
-        ((*SMALL, "device=abacus"), "device=abacus is unknown: choose a100"),
-        ((*SMALL, "device_memory=infg"), "device_memory=infg: give a number of bytes"),
-        ((*SMALL, "device_memory=lots"), "device_memory=lots: give a number of bytes"),
-        ((*SMALL, "device_memory=80"), "device_memory=80: give bytes, at least 1,000, such as 80g"),
-        ((*SMALL, "measure=true", "inside=pcie4"), "inside=pcie4 and measure=true, which times"),
-        ((*SMALL, "measure=true", "host=pcie4"), "host=pcie4 and measure=true, which times"),
-        ((*SMALL, "optim.name=sgdd"), "optim='sgdd' is not"),
-        ((*SMALL, "width=[8,16]"), "width has 2 entries for 3 tables"),
-        ((*SMALL, "bag_size=-1"), "bag_size=-1.0: give at least 0"),
-        ((*SMALL, "table_rows=[5,0,1]"), "a table has at least 1 row"),
-        ((*SMALL, "batch=0"), "batch=0 is out of range"),
-        ((*SMALL, "cache.ratio=0.1"), "cache.ratio: no such key: did you mean cache_ratio"),
-        ((*SMALL, "cache_ratio=2"), "cache.ratio=2.0 is not in (0, 1]"),
-        ((*SMALL, "state=away"), "state=away is unknown: choose auto, replicated, home"),
-        (
-            (*SMALL, "cache_rows=4", "cache_ratio=0.1"),
-            "cache_rows=4 and cache_ratio=0.1 contradict",
-        ),
-        ((*SMALL, "cache.rows=4"), "cache.rows: no such key"),
-        ((*SMALL, "bacth=4"), "did you mean batch"),
+        ("", "no tables: give statistics=<folder>, preset=criteo_kaggle, or table_rows"),
+        ("preset=criteo_mars", "preset=criteo_mars is unknown: choose criteo_kaggle or criteo"),
+        ("preset=criteo_kaggle table_rows=[5]", "give one of them"),
+        ("cache.ratio=0.1", "cache.ratio: no such key: did you mean cache_ratio"),
+        ("bacth=4", "did you mean batch"),
+        (f"{TABLE} statistics=nowhere", "statistics=nowhere holds neither"),
+        (f"{TABLE} inside={{bandwidth:0}}", "inside.bandwidth=0.0: it must be above 0"),
+        (f"{TABLE} between={{latency:1}}", "the bandwidth is missing: give a preset"),
+        (f"{TABLE} host=floppy", "host=floppy: the link is not known: give a preset"),
+        (f"{TABLE} nodes=3", "nodes=3 does not divide world_size=4"),
+        (f"{TABLE} replicated_rows={{t_cat_2:41}}", "t_cat_2=41, but the table has 40 rows"),
+        (f"{TABLE} replicated_rows={{t_dog:1}}", "t_dog=1 names no table"),
+        (f"{TABLE} replicated_rows=many", "replicated_rows=many: give the rows of each table"),
+        (f"{TABLE} objective=money", "objective=money is unknown: choose time or bytes"),
+        (f"{TABLE} device=abacus", "device=abacus is unknown: choose a100"),
+        (f"{TABLE} device_memory=lots", "device_memory=lots: give a number of bytes"),
+        (f"{TABLE} device_memory=80", "device_memory=80: give bytes, at least 1,000, such as 80g"),
+        (f"{TABLE} measure=true inside=pcie4", "inside=pcie4 and measure=true, which times"),
+        (f"{TABLE} measure=true host=pcie4", "host=pcie4 and measure=true, which times"),
+        (f"{TABLE} optim.name=sgdd", "optim='sgdd' is not"),
+        (f"{TABLE} width=[8,16]", "width has 2 entries for 3 tables"),
+        (f"{TABLE} bag_size=-1", "bag_size=-1.0: give at least 0"),
+        (f"{TABLE} table_rows=[5,0,1]", "a table has at least 1 row"),
+        (f"{TABLE} batch=0", "batch=0 is out of range"),
+        (f"{TABLE} cache_ratio=2", "cache.ratio=2.0 is not in (0, 1]"),
+        (f"{TABLE} state=away", "state=away is unknown: choose auto or replicated or home"),
+        (f"{TABLE} cache_rows=4 cache_ratio=0.1", "cache_rows=4 and cache_ratio=0.1 contradict"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture, arguments: tuple[str, ...], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture, arguments: str, said: str
 ) -> None:
-    assert said in refused(capsys, *arguments, f"output={tmp_path / 'new'}")
+    assert main([*arguments.split(), f"output={tmp_path / 'new'}"]) == 1
+    assert said in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
@@ -203,19 +196,23 @@ def test_widths_that_fbgemm_has_not_are_not_for_hybrid(tmp_path: Path) -> None:
         assert odd == (layout in ("table_wise", "row_wise")), layout
 
 
-def test_help_names_every_preset(capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (main, "criteo_kaggle criteo_terabyte h100 measure= most_ranks=1024"),
+        (analyze, "analyze.target_hit_rate=0.95 analyze.sample=auto simulate=false trace="),
+    ],
+)
+def test_help_names_every_key(main, words: str, capsys: pytest.CaptureFixture) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    for word in ("criteo_kaggle", "criteo_terabyte", "h100", "measure=", "most_ranks=1024"):
-        assert word in shown
+    assert all(word in shown for word in words.split())
 
 
 def test_cards_are_shared_by_the_ranks_of_a_node() -> None:
-    one = make_plan(parse_request([*SMALL, "nodes=1", "cards=1"]))
-    assert one.here.cluster.between is not None
-    assert one.here.cluster.between.bandwidth == PRESETS["400gbe"].bandwidth / 4
-    each = make_plan(parse_request([*SMALL, "nodes=1"]))
-    assert each.here.cluster.between == PRESETS["400gbe"]
+    for words, ranks in ((["cards=1"], 4), ([], 1)):
+        _, there, _ = parse_request([*SMALL, *words]).on(4, 1)
+        assert there.between.bandwidth == PRESETS["400gbe"].bandwidth / ranks
 
 
 def test_the_default_dense_part_is_that_of_the_experiment() -> None:
@@ -223,11 +220,8 @@ def test_the_default_dense_part_is_that_of_the_experiment() -> None:
     assert default_parameters([16] * 26) == sum(p.numel() for p in model.parameters())
 
 
-def measured(rank: int, size: int) -> tuple:
-    return timed(open_world("cpu"))
-
-
-def timed(world: World) -> tuple:
+def measured(rank: int, size: int, sizes: tuple[int, ...]) -> tuple:
+    world = open_nodes(rank, sizes)
     model = build_model("dlrm", 13, [8] * 3, [16, 8], [8, 1])
     found = measure(world, 8, row_update("adagrad", 0.1), DensePart(model, 13, 24, 16))
     cluster = found.cluster(world)
@@ -235,37 +229,26 @@ def timed(world: World) -> tuple:
     return found, cluster
 
 
-def measured_on_nodes(rank: int, size: int, sizes: tuple[int, ...]) -> tuple:
-    return timed(open_nodes(rank, sizes))
-
-
-def test_ranks_measure_the_same_machine() -> None:
-    (first, cluster), (second, _) = run_ranks(measured, 2)
-    assert first == second  # to the bit, or ranks would choose differently
-    assert first.inside is not None and first.inside > 1e6 and first.host > 1e6
-    compute = first.compute
-    assert min(compute.lookup_s, compute.update_s, compute.copy_s, compute.sample_s) > 0
-    assert cluster.ranks == 2 and cluster.overlap == 0.0 and cluster.collective_s == 0.0
-    assert cluster.inside.latency == first.latency_s > 0
-
-
-@pytest.mark.parametrize("sizes", [(2, 2), (1, 1), (1, 2)])
-def test_nodes_measure_what_is_between_them(sizes: tuple[int, ...]) -> None:
-    found = run_ranks(measured_on_nodes, sum(sizes), sizes)
-    assert len({repr(own) for own in found}) == 1
-    measured, cluster = found[0]
+@pytest.mark.parametrize("sizes", [(2,), (2, 2), (1, 1), (1, 2)])
+def test_ranks_measure_the_same_machine(sizes: tuple[int, ...]) -> None:
+    """And what is between nodes of equal size."""
+    found = run_ranks(measured, sum(sizes), sizes)
+    assert len({repr(own) for own in found}) == 1  # or ranks would choose differently
+    first, cluster = found[0]
+    assert first.host > 1e6 and min(vars(first.compute).values()) > 0
+    assert cluster.ranks == sum(sizes) and cluster.overlap == cluster.collective_s == 0.0
     alike = len(set(sizes)) == 1
     assert cluster.nodes == (len(sizes) if alike else 1)
-    assert cluster.local_ranks == (sizes[0] if alike else sum(sizes))
-    assert (cluster.between == measured.between) and (measured.between is not None) == alike
-    assert (measured.inside is None) == (sizes == (1, 1))
-    for link in filter(None, (cluster.between, cluster.inside if measured.inside else None)):
+    assert cluster.between == first.between
+    assert (first.between is not None) == (alike and len(sizes) > 1)
+    assert (first.inside is None) == (sizes == (1, 1))
+    for link in filter(None, (cluster.between, cluster.inside if first.inside else None)):
         assert link.bandwidth > 1e5 and link.latency > 0 and link.name == "measured"
 
 
 def test_one_rank_measures_alone(tmp_path: Path, forked_jobs: None) -> None:
-    records = run(tmp_path, *TABLES, "measure=true", "measure_ranks=1", "world_size=1",
-                  "most_ranks=2")  # fmt: skip
+    small = ("world_size=1", "most_ranks=2")
+    records = run(tmp_path, *TABLES, "measure=true", "measure_ranks=1", *small)
     assert asked(records)["sharded"]["seconds"]["total"] > 0
     assert "(measured)" in (tmp_path / "report.md").read_text()
 

@@ -1,7 +1,8 @@
-"""Jobs in processes of their own: their environment, output, end and interruption."""
+"""Jobs in processes of their own, what a run records of its machine, and how ranks speak."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -10,9 +11,19 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import environment
+from launching import environment, run
 
-from distcache.cli.run import descendants, job_environment, run_job, stop_job, train_command
+from distcache.cli import run as module
+from distcache.cli.run import (
+    commit,
+    descendants,
+    describe_environment,
+    job_environment,
+    run_job,
+    set_up_logging,
+    stop_job,
+    train_command,
+)
 
 
 def test_commands():
@@ -23,32 +34,23 @@ def test_commands():
 
 
 def test_a_job_is_no_rank_of_its_parent(monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK"):
+    names = {"RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK"}
+    for name in names:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("KEPT", "yes")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     here = job_environment(2)
-    assert here["KEPT"] == "yes"
-    assert here["OMP_NUM_THREADS"] == "4"
-    assert not {"RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK"} & set(
-        here
-    )
+    assert (here["KEPT"], here["OMP_NUM_THREADS"]) == ("yes", "4") and not names & set(here)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert job_environment(2)["OMP_NUM_THREADS"] == "3"
 
 
-def test_output_and_exit_code(tmp_path):
-    program = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
-    assert run_job([sys.executable, "-c", program], 1, tmp_path / "log") == 3
-    assert sorted((tmp_path / "log").read_text().split()) == ["err", "out"]
-
-
-def test_waiting_is_told(tmp_path):
-    told = []
-    program = "import time; time.sleep(0.5)"
-    run_job([sys.executable, "-c", program], 1, None, 0.05, lambda: told.append(1))
-    assert told
+def test_output_waiting_and_exit_code(tmp_path):
+    program = "import sys, time; print('out'); print('err', file=sys.stderr); time.sleep(0.5)"
+    command, told = [sys.executable, "-c", f"{program}; sys.exit(3)"], []
+    assert run_job(command, 1, tmp_path / "log", 0.05, lambda: told.append(1)) == 3
+    assert sorted((tmp_path / "log").read_text().split()) == ["err", "out"] and told
 
 
 FAMILY = """
@@ -102,3 +104,84 @@ def test_an_interrupted_parent_stops_its_job_first(tmp_path, number):
     parent.send_signal(number)
     assert parent.wait(60) == 130
     assert log.read_text().split() == ["up", "stopped"]
+
+
+def git(folder: Path, *arguments: str) -> None:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True)
+
+
+def test_the_commit_of_a_checkout(tmp_path, monkeypatch):
+    assert commit(tmp_path) is None
+    git(tmp_path, "init")
+    (tmp_path / "file").write_text("a")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-m", "first")
+    clean = commit(tmp_path)
+    assert len(clean["commit"]) == 40 and clean["dirty"] is False
+    (tmp_path / "file").write_text("b")
+    assert commit(tmp_path) == {"commit": clean["commit"], "dirty": True}
+    inside = tmp_path / "installed"
+    inside.mkdir()
+    assert commit(inside) is None  # a package inside somebody else's checkout
+
+    def missing(*arguments: object, **options: object) -> None:
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(module.subprocess, "run", missing)
+    assert commit(tmp_path) is None
+
+
+def test_hardware_and_versions():
+    found = describe_environment(3)
+    hardware, versions = found["hardware"], found["versions"]
+    assert hardware["cpu"] and hardware["cores"] >= 1 and hardware["memory_bytes"] > 2**20
+    assert versions["torch"] and versions["numpy"] and versions["python"] and found["command"]
+
+
+@pytest.fixture
+def speak(capsys):
+    """Set up logging for a rank, say something at each level; (stdout, stderr)."""
+    logger = logging.getLogger("distcache")
+    before, level, passes = list(logger.handlers), logger.level, logger.propagate
+
+    def spoken(*setting: object) -> tuple[list[str], list[str]]:
+        set_up_logging(*setting)
+        for word in ("debug", "info", "warning", "error"):
+            getattr(logging.getLogger("distcache.some.module"), word)("a %s", word)
+        said = capsys.readouterr()
+        return said.out.splitlines(), said.err.splitlines()
+
+    yield spoken
+    logger.handlers[:], logger.propagate = before, passes
+    logger.setLevel(level)
+
+
+def test_rank_0_speaks_and_others_warn_and_name_themselves(speak):
+    out, err = speak("info", 0, 1)
+    assert [line.split(" ", 1)[1] for line in out] == ["a info"]
+    assert err == ["warning: a warning", "error: a error"]
+    assert speak("INFO", 2, 4) == ([], ["rank 2: warning: a warning", "rank 2: error: a error"])
+    assert speak("ERROR", 2, 4) == ([], ["rank 2: error: a error"])
+    out, _ = speak("DEBUG", 2, 4)
+    assert len(out) == 2
+
+
+DRAW = """
+import os, sys
+from pathlib import Path
+from distcache.cli.run import draw
+draw(Path(sys.argv[1]), (1, 1), lambda figure: None)
+print(os.environ["MPLBACKEND"])
+"""
+
+
+def test_a_backend_that_is_not_there_does_not_matter(tmp_path):
+    """A notebook's kernel names its own to every command that it starts."""
+    pytest.importorskip("matplotlib")
+    path, backend = tmp_path / "figure.png", "module://not_there.backend"
+    command = [sys.executable, "-c", DRAW, str(path)]
+    here = environment(MPLBACKEND=backend)
+    done = run(command, env=here, capture_output=True, timeout=100, check=True)
+    assert done.stdout.strip() == backend
+    assert path.read_bytes().startswith(b"\x89PNG")

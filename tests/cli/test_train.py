@@ -1,4 +1,4 @@
-"""One rank: how a run ends, and what its folder holds."""
+"""The main command with a stand-in for the trainer: one rank, several, and the jobs of a sweep."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launching import STUB, Forked, environment, train
+from launching import CHECKOUT, STUB, Forked, environment, train
+from omegaconf import OmegaConf
+from ranks import free_port
 
 from distcache import train as entry
-from distcache.cli.compose import compose_overrides, to_config
+from distcache.cli import compose
+from distcache.cli.compose import asks_for_sweep, compose_overrides, to_config
 from distcache.comm.rendezvous import Place
 from distcache.errors import ConfigError, DataError
 
-
-def test_a_bug_shows_its_traceback_and_a_user_error_does_not(tmp_path):
-    done = train(["trainer.seed=1", "run.dir=run"], tmp_path)
-    assert done.returncode == 1
-    assert done.stderr == "error: feature f3, table t_3: id 99 is beyond its 10 rows\n"
-    done = train(["trainer.seed=3", "run.dir=run"], tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ZeroDivisionError: a bug\nTraceback")
+TRAIN = ("-m", "distcache.train")
+WRONG = "error: feature f3, table t_3: id 99 is beyond its 10 rows\n"
 
 
-def test_an_orderly_stop_ends_like_its_signal(tmp_path):
-    assert train(["trainer.seed=4", "run.dir=run"], tmp_path).returncode == 130
+@pytest.mark.parametrize(
+    ("seed", "code", "said"),
+    [(1, 1, WRONG), (3, 1, "error: ZeroDivisionError: a bug\nTraceback"), (4, 130, "")],
+)
+def test_how_a_run_ends(tmp_path, seed, code, said):
+    """A user's error shows no traceback, a bug does; a stop ends like its signal."""
+    done = train([f"trainer.seed={seed}", "run.dir=run"], tmp_path)
+    assert done.returncode == code and done.stderr.startswith(said)
+    assert done.stderr == said or seed == 3
 
 
 def test_ctrl_c_in_the_middle(tmp_path):
-    rank = Forked(
-        [sys.executable, STUB, "trainer.seed=5", "run.dir=run"],
-        cwd=tmp_path,
-        env=environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, STUB, "trainer.seed=5", "run.dir=run"]
+    how = {"env": environment(), "stderr": subprocess.PIPE, "text": True}
+    rank = Forked(command, cwd=tmp_path, **how)
     deadline = time.monotonic() + 60
     while not (tmp_path / "run" / "asleep").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -48,50 +48,39 @@ def test_ctrl_c_in_the_middle(tmp_path):
     assert (rank.communicate(timeout=60)[1], rank.returncode) == ("", 130)
 
 
-@pytest.fixture
-def world():
-    return SimpleNamespace(size=1, device=SimpleNamespace(type="cpu"), backend="gloo")
-
-
-def opened(folder: Path, world: SimpleNamespace, *overrides: str) -> None:
+def opened(folder: Path, *overrides: str) -> None:
     config = to_config(compose_overrides([f"run.dir={folder}", *overrides]))
+    world = SimpleNamespace(size=1, device=SimpleNamespace(type="cpu"), backend="gloo")
     entry.open_run_folder(folder, config, world)
 
 
-def test_a_folder_that_cannot_be_made(world):
-    with pytest.raises(ConfigError, match=r"run\.dir=/proc/none .*name another"):
-        opened(Path("/proc/none"), world)
-
-
-def test_another_run_is_overwritten_only_where_that_is_meant(tmp_path, world):
-    opened(tmp_path, world)
-    opened(tmp_path, world)  # a run that failed before its first step
+def test_another_run_is_overwritten_only_where_that_is_meant(tmp_path):
+    opened(tmp_path)
+    opened(tmp_path)  # a run that failed before its first step
     (tmp_path / "summary.json").write_text("{}")
     (tmp_path / "model").mkdir()
     with pytest.raises(ConfigError, match=r"\(summary.json, model\).*run.overwrite=true"):
-        opened(tmp_path, world)
+        opened(tmp_path)
     assert (tmp_path / "summary.json").exists()
     for resume in (tmp_path, tmp_path / "model"):
         (tmp_path / "summary.json").write_text("{}")
-        opened(tmp_path, world, f"trainer.resume={resume}")
+        opened(tmp_path, f"trainer.resume={resume}")
         assert not (tmp_path / "summary.json").exists(), "until the new run has one of its own"
         assert (tmp_path / "model").exists()
     (tmp_path / "metrics.jsonl").write_text("{}")
-    opened(tmp_path, world, "run.overwrite=true")
+    opened(tmp_path, "run.overwrite=true")
     assert not (tmp_path / "model").exists() and not (tmp_path / "metrics.jsonl").exists()
     assert json.loads((tmp_path / "environment.json").read_text())["world_size"] == 1
-
-
-@pytest.mark.parametrize(
-    ("code", "number"), [(None, 0), (0, 0), (3, 3), ("some words", 1), (True, 1)]
-)
-def test_exit_codes(code, number):
-    assert entry.exit_code(SystemExit(code)) == number
+    with pytest.raises(ConfigError, match=r"run\.dir=/proc/none .*name another"):
+        opened(Path("/proc/none"))
 
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(SystemExit(4), 4), (KeyboardInterrupt(), 130), (DataError("x"), 1), (ValueError("bug"), 1)],
+    [
+        *((SystemExit(code), number) for code, number in ((None, 0), (0, 0), (4, 4), ("words", 1))),
+        *((KeyboardInterrupt(), 130), (DataError("x"), 1), (ValueError("bug"), 1)),
+    ],
 )
 def test_whatever_happens_to_rank_0_is_published(monkeypatch, error, code):
     published = []
@@ -104,3 +93,142 @@ def test_whatever_happens_to_rank_0_is_published(monkeypatch, error, code):
     with contextlib.suppress(ValueError):
         entry.agree(Place(), None)
     assert published == [{"text": None, "exit_code": code}]
+
+
+def test_ranks_have_one_folder_and_one_configuration(tmp_path):
+    done = train(["optim=adam", "optim.eps=1e-7", "run.digest=true"], tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.endswith("-data")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
+    seen = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert seen[0] == seen[1]
+    assert (seen[0]["optim"]["eps"], seen[0]["run"]["digest"]) == (1e-7, "true")
+    assert OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")) == seen[0]
+    written = json.loads((folder / "environment.json").read_text())
+    assert written["world_size"] == 2 and "optim.eps=1e-7" in written["command"]
+    assert done.stdout.count("run folder") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        pytest.param("--help", 0, "global_batch_size", marks=pytest.mark.slow),
+        ("--cfg job cache.rows=77", 0, "rows: 77"),
+        ("cache.row=5", 1, "cache.row"),
+        pytest.param("cache.ratio=7", 1, "cache.ratio=7", marks=pytest.mark.slow),
+        pytest.param("--multirun optim=sgd,adam", 1, "sweep_ranks=2", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_without_a_run_end_at_once(tmp_path, arguments, code, said):
+    """Questions are answered once; a wrong command line ends all ranks."""
+    done = train(arguments.split(), tmp_path, ranks=2, program=TRAIN)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.count(said) == 1 if code == 0 else said in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cause_is_told_before_its_consequences(tmp_path):
+    done = train(["trainer.seed=2", "run.dir=run"], tmp_path, ranks=2, fresh=True)
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if line.startswith("rank ")] == [
+        "rank 1: error: the cause",
+        "rank 0: error: stopped because rank 1 failed: the cause",
+    ]
+    assert done.stderr.index("the cause") < done.stderr.index("Traceback")  # torchrun's own
+
+
+SEEDS = "command lines differ: trainer.seed is '5' on rank 0 and '6' on rank 1"
+SIZES = "the ranks differ: WORLD_SIZE is '2' on rank 0 and '3' on rank 1"
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes", "said"),
+    [
+        (("trainer.seed=5", "trainer.seed=6"), (2, 2), (SEEDS, SEEDS)),
+        (("trainer.seed=5", "trainer.seed=5"), (2, 3), (SIZES, SIZES)),
+        (("cache.ratio=7", "cache.ratio=7"), (2, 2), ("cache.ratio=7", "")),
+        pytest.param(("optim=sgd", "optim=sgd"), (2, 2), (None, ""), marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_only_their_environment_brings_together(tmp_path, words, sizes, said):
+    """Rank 0 serves the store itself, and stays until the others have read from it; every rank
+    hears why they do not go together."""
+    ranks, port = [], free_port()
+    for rank, (word, size) in enumerate(zip(words, sizes, strict=True)):
+        here = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+        here |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own = environment(**{name: str(value) for name, value in here.items()})
+        command = [sys.executable, STUB, "run.dir=run", word]
+        how = {"cwd": tmp_path, "env": own, "stderr": subprocess.PIPE, "text": True}
+        ranks.append(Forked(command, **how))
+    texts = [rank.communicate(timeout=100)[1] for rank in ranks]
+    runs = said[0] is None
+    assert [rank.returncode for rank in ranks] == [int(not runs)] * 2, texts
+    for text, told in zip(texts, said, strict=True):
+        assert "Traceback" not in text
+        assert told is None or (told in text if told else text == "")
+    assert (tmp_path / "run" / "rank1.json").exists() is runs
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    """Run `--multirun` with jobs that use the stand-in trainer; (exit code, commands)."""
+    commands = []
+
+    def command(ranks, arguments):
+        commands.append((ranks, list(arguments)))
+        return [sys.executable, STUB, *arguments]
+
+    monkeypatch.setattr(compose, "train_command", command)
+    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, list]:
+        monkeypatch.setattr(sys, "argv", ["train", "--multirun", *arguments])
+        return entry.main(), commands
+
+    return run
+
+
+def test_each_job_has_its_folder_and_processes(sweep, tmp_path):
+    code, commands = sweep("trainer.seed=0,1", "optim=adam", "hydra.sweep.dir=all")
+    assert code == 1  # one of them fails
+    folder = tmp_path / "all"
+    assert commands == [
+        (1, [f"trainer.seed={seed}", "optim=adam", f"run.dir='{folder / str(seed)}'"])
+        for seed in (0, 1)
+    ]
+    assert [(folder / str(seed) / "summary.json").exists() for seed in (0, 1)] == [True, False]
+    assert "name: adam" in (folder / "0" / "config.yaml").read_text()
+
+
+def test_jobs_of_several_ranks(sweep, monkeypatch):
+    monkeypatch.setattr(compose, "run_job", lambda command, ranks: 0)
+    code, commands = sweep("optim=sgd,adam", "run.sweep_ranks=3", "hydra.sweep.dir=all")
+    assert code == 0
+    assert [ranks for ranks, _ in commands] == [3, 3]
+
+
+def test_one_folder_for_all_jobs_is_refused(sweep, capsys, tmp_path):
+    code, commands = sweep("optim=sgd,adam", "run.dir=same")
+    assert (code, commands) == (1, [])
+    assert "hydra.sweep.dir=<folder>" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sweeps_are_recognised():
+    sweeps = ("--multirun a=1,2", "-m a=1,2", "--multi a=1,2", "a=1 hydra.mode=MULTIRUN")
+    assert all(asks_for_sweep(line.split()) for line in sweeps)
+    assert not any(asks_for_sweep(line.split()) for line in ("a=-m b=1", "--cfg job", ""))
+
+
+@pytest.mark.parametrize("line", ["--multirun optim=sgd,adam", "-m a=1"])
+def test_sweeps_under_torchrun_are_refused(monkeypatch, tmp_path, line):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train", *line.split()])
+    with pytest.raises(ConfigError, match=r"run\.sweep_ranks=4"):
+        compose.compose_command_line(Place(0, 4, 0, 4))
+    assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,5 @@
 """Bytes of collectives: known payloads give known numbers, and the wrapper leaves no trace; copies
-for all ranks in two levels bring what one all-to-all brings, with less between nodes.
+for all ranks in two levels bring what one all-to-all brings, once to every node.
 """
 
 from __future__ import annotations
@@ -105,44 +105,28 @@ def test_known_payloads_are_counted() -> None:
         assert hooked == {ROWS: 0, PLANNING: 0, DENSE: 8 * 4 * 2 * 2 // 3}
 
 
-def spread_flat(link: Link, rows: torch.Tensor, counts: list[int], *about: str) -> torch.Tensor:
-    """`spread` in one all-to-all: a copy for every rank."""
-    size = link.world.size
-    return link.start_all_to_all(rows.repeat(size, 1), [len(rows)] * size, counts, *about)()
-
-
-def both(rank: int, size: int, layouts: list[tuple[int, ...]]) -> list[dict]:
-    """Bytes of both ways, for rows of several sizes, where they bring the same."""
+def spread_on_nodes(rank: int, size: int, layouts: list[tuple[int, ...]]) -> list[tuple[int, int]]:
+    """Bytes sent, and between nodes, where rows of several sizes come as one all-to-all's do."""
     found = []
     for sizes in layouts:
         world = open_nodes(rank, sizes)
-        bytes_of = {}
-        for way in (spread, spread_flat):
-            counters = CollectiveCounters(world.nodes, rank)
-            link = Link(world, world.device_group, counters, "a test")
-            for step in range(3):
-                counts = [(3 * other + step) % 4 for other in range(size)]  # none, for some
-                rows = torch.full((counts[rank], 2), float(rank)) + step
-                brought = way(link, rows, counts, ROWS, "rows")
-                want = torch.cat([torch.full((c, 2), r + step) for r, c in enumerate(counts)])
-                assert torch.equal(brought, want.float()), (sizes, way, step)
-            bytes_of[way.__name__] = counters.collective_bytes, counters.inter_node_bytes
-        found.append(bytes_of)
+        counters = CollectiveCounters(world.nodes, rank)
+        link = Link(world, world.device_group, counters, "a test")
+        for step in range(3):
+            counts = [(3 * other + step) % 4 for other in range(size)]  # none, for some
+            rows = torch.full((counts[rank], 2), float(rank)) + step
+            brought = spread(link, rows, counts, ROWS, "rows")
+            want = torch.cat([torch.full((c, 2), r + step) for r, c in enumerate(counts)])
+            assert torch.equal(brought, want.float()), (sizes, step)
+        found.append((counters.collective_bytes, counters.inter_node_bytes))
         close_world(world)
     return found
 
 
-def test_spread_brings_what_one_all_to_all_brings() -> None:
+def test_spread_sends_rows_to_every_rank_and_once_to_every_node() -> None:
     layouts = [(4,), (2, 2), (1, 3), (2, 1, 1), (1, 1, 1, 1)]
-    by_rank = run_ranks(both, 4, layouts)
-    rows = [sum((3 * rank + step) % 4 for step in range(3)) for rank in range(4)]
-    for at, sizes in enumerate(layouts):
-        node_sizes = [size for size in sizes for _ in range(size)]  # of each rank's node
-        others = {"spread": [len(sizes) - 1] * 4, "spread_flat": [4 - own for own in node_sizes]}
-        for way, copies in others.items():
-            sent, between = (sum(found[at][way][i] for found in by_rank) for i in (0, 1))
-            assert sent == 8 * 3 * sum(rows)  # every rank gets every row once, either way
-            assert between == 8 * sum(n * c for n, c in zip(rows, copies, strict=True)), (
-                sizes,
-                way,
-            )
+    by_rank = run_ranks(spread_on_nodes, 4, layouts)
+    rows = sum((3 * rank + step) % 4 for rank in range(4) for step in range(3))
+    for sizes, *of_ranks in zip(layouts, *by_rank, strict=True):
+        sent, between = map(sum, zip(*of_ranks, strict=True))
+        assert (sent, between) == (8 * 3 * rows, 8 * (len(sizes) - 1) * rows), sizes

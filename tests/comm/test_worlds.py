@@ -1,22 +1,33 @@
-"""Worlds of one job after each other; work of all ranks in one: values by rank, or every rank
-raises; how far each rank's clock is from rank 0's.
-"""
+"""Worlds of one job after each other; nodes, agreed before any group is made; work of all ranks in
+one: values by rank, or every rank raises; how far each rank's clock is from rank 0's."""
 
 from __future__ import annotations
 
 import os
+import socket
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from node_cases import open_nodes
 from ranks import free_port, run_ranks
 
 from distcache.comm.agreement import agree_on, on_first, together
 from distcache.comm.rendezvous import differences, is_secondary
-from distcache.comm.world import close_world, open_world
+from distcache.comm.world import (
+    Claim,
+    Nodes,
+    World,
+    agree_on_claims,
+    close_world,
+    current_world,
+    nodes_of_names,
+    open_world,
+)
 from distcache.engine.tracing import SharedClock, machine, share_clock
-from distcache.errors import ConfigError, PeerError
+from distcache.errors import ConfigError, DistcacheError, PeerError
 
 
 def many_worlds(rank: int, size: int, port: int) -> tuple[float, int]:
@@ -54,6 +65,106 @@ def many_worlds(rank: int, size: int, port: int) -> tuple[float, int]:
 
 def test_one_world_after_the_other_and_after_one_that_was_joined_in_part():
     assert run_ranks(many_worlds, 2, free_port(), timeout=100) == [(2 * 5 * 4 * 2, 2)] * 2
+
+
+COMMAND = (["a=1", "b=2"], {"distcache": "1", "numpy": "5"})
+
+
+def claims(*sizes: int) -> list[Claim]:
+    """What ranks on nodes of `sizes` ranks say."""
+    return [
+        Claim(local, size, f"host{node}", str(node), "cpu", "gloo", None, sum(sizes), *COMMAND)
+        for node, size in enumerate(sizes)
+        for local in range(size)
+    ]
+
+
+def test_places() -> None:
+    nodes = agree_on_claims(claims(2, 1, 3))
+    assert nodes == Nodes((2, 1, 3))
+    assert [nodes.of(rank) for rank in range(6)] == [0, 0, 1, 2, 2, 2]
+    assert [list(nodes.ranks(node)) for node in range(3)] == [[0, 1], [2], [3, 4, 5]]
+    assert [nodes.peer(rank, 0) for rank in range(6)] == [0, 1, 0, 0, 1, 0]
+    assert [nodes.peer(rank, 2) for rank in range(6)] == [3, 4, 3, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("rank", "change", "message"),
+    [
+        (1, {"local_rank": 0}, "rank 0 .* the first of 2 ranks on one node: .* rank 1 .*_RANK=0,"),
+        (3, {"local_size": 1}, "rank 2 .*; but rank 2 .*; rank 3 on host1 .*LOCAL_WORLD_SIZE=1"),
+        (2, {"local_size": 0}, r"rank 2 \(host1\) says that it is the first of 0 ranks"),
+        (0, {"local_size": -1}, r"rank 0 \(host0\) says that it is the first of -1 ranks"),
+        (1, {"host": "other"}, "on one machine .*; but rank 0 on host0 .*; rank 1 on other has"),
+        (3, {"group": "0"}, "under one agent, .* GROUP_RANK=1; .* GROUP_RANK=0"),
+        (2, {"backend": "nccl"}, "nodes differ: trainer.backend is 'gloo' on .*; set these keys"),
+        (2, {"device": "cuda"}, "trainer.device is 'cpu' on ranks 0, 1, 3 and 'cuda' on rank 2;"),
+        (3, {"error": "no GPU here"}, "rank 3 .host1.: no GPU here"),
+        (3, {"size": 5}, "WORLD_SIZE is '4' on ranks 0-2 and '5' on rank 3; start all with one"),
+        (3, {"arguments": ["a=1"]}, "command lines differ: b is '2' on ranks 0-2 .* on rank 3;"),
+        (3, {"versions": {"distcache": "2", "numpy": "5"}}, "and '2' on rank 3; install the same"),
+    ],
+)
+def test_what_cannot_work_is_refused(rank: int, change: dict, message: str) -> None:
+    found = claims(2, 2)
+    found[rank] = replace(found[rank], **change)
+    with pytest.raises(ConfigError, match=message):
+        agree_on_claims(found)
+
+
+def test_what_need_not_be_the_same(caplog) -> None:
+    found = claims(2)
+    found[1] = replace(found[1], arguments=["b=2", "a=1"], versions=COMMAND[1] | {"numba": "7"})
+    assert agree_on_claims(found, rank=0) == agree_on_claims(found, rank=1) == Nodes((2,))
+    assert caplog.text.count("the ranks' versions differ: numba is") == 1
+    two_agents = [replace(claim, host="here") for claim in claims(2, 2)]
+    assert agree_on_claims(two_agents) == Nodes((2, 2))
+
+
+def test_ranks_that_go_round_the_nodes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the ranks on a are \[0, 2\]: number the ranks"):
+        nodes_of_names(["a", "b", "a", "b"])
+    assert nodes_of_names(["a", "a", "b"]) == Nodes((2, 1))
+
+
+def nodes_of(world: World) -> tuple:
+    """What this rank knows of its node, before it leaves."""
+    group = world.node_group and dist.get_process_group_ranks(world.node_group)
+    close_world(world)
+    return world.rank, world.nodes.sizes, world.first_local, world.local_rank, group
+
+
+def nodes_of_ranks(rank: int, size: int) -> tuple:
+    """Ranks dealt out to the nodes in turn are refused; the next jobs have nodes."""
+    os.environ |= {"LOCAL_RANK": str(rank // 2), "LOCAL_WORLD_SIZE": "2"}
+    with pytest.raises(DistcacheError) as caught:
+        open_world("cpu", "gloo", 30)
+    assert not dist.is_initialized()
+    return str(caught.value), [nodes_of(open_nodes(rank, sizes)) for sizes in ((4,), (1, 3))]
+
+
+def test_every_rank_knows_the_nodes_or_says_why() -> None:
+    messages, found = zip(*run_ranks(nodes_of_ranks, 4), strict=True)
+    assert len(set(messages)) == 1 and "as torchrun does" in messages[0]
+    assert found[0] == [(0, (4,), 0, 0, None), (0, (1, 3), 0, 0, [0])]
+    assert found[2] == [(2, (4,), 0, 2, None), (2, (1, 3), 1, 1, [1, 2, 3])]
+
+
+def in_a_part(rank: int, size: int) -> list[tuple]:
+    """Nodes among the ranks of a process group that is not all."""
+    dist.init_process_group("gloo")
+    socket.gethostname = lambda: ("a", "b", "b", "c")[rank]
+    members = dist.new_group([1, 2, 3])
+    worlds = [current_world(torch.device("cpu"), members, 60) for _ in range(2 if rank else 0)]
+    found = [nodes_of(world) for world in worlds]
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_nodes_of_a_process_group() -> None:
+    parts = [(0, (2, 1), 0, 0, [1, 2]), (1, (2, 1), 0, 1, [1, 2]), (2, (2, 1), 2, 0, [3])]
+    assert run_ranks(in_a_part, 4) == [[], *([part] * 2 for part in parts)]
 
 
 def outcomes(rank: int, size: int) -> list[str]:

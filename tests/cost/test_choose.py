@@ -22,15 +22,7 @@ from distcache.cost.predict import (
     ranks_per_node,
     winner,
 )
-from distcache.cost.traffic import (
-    CACHED,
-    HYBRID,
-    MIXED,
-    REPLICATED,
-    SHARDED,
-    TABLE_WISE,
-    YARDSTICKS,
-)
+from distcache.cost.traffic import MIXED, REPLICATED, SHARDED, TABLE_WISE
 from distcache.errors import ConfigError
 
 ALL = {f"t_cat_{index}": rows for index, rows in enumerate(ROWS)}
@@ -135,15 +127,6 @@ def test_prefixes_hold_the_likeliest_rows_and_half_the_slots() -> None:
     assert best is not None and best.replicated_rows in [
         {name: k for name, k in rows.items() if k} for rows in found
     ]
-
-
-def test_yardsticks_never_win() -> None:
-    point = compare(demand(4), cluster(4), settings(4000), "bytes")
-    cheapest = min(point.predictions, key=lambda p: (p.collective_bytes, p.placement))
-    assert point.best is not None and point.best.placement not in YARDSTICKS
-    assert cheapest.collective_bytes == pytest.approx(point.best.collective_bytes)
-    assert winner([p for p in point.predictions if p.placement in YARDSTICKS], "time") is None
-    assert {p.placement for p in point.predictions} == {*CACHED, *HYBRID}
 
 
 def test_mixed_wins_only_where_it_saves_one_per_cent() -> None:

@@ -20,8 +20,6 @@ from distcache.cost.traffic import (
     MIXED,
     REPLICATED,
     ROW_WISE,
-    ROW_WISE_DEDUP,
-    ROW_WISE_IDS,
     SHARDED,
     SHARED,
     SPREAD,
@@ -42,18 +40,14 @@ SHAPES = [(4, 2), (6, 2), (6, 3), (3, 3), (5, 1)]
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_hybrid_bytes_are_those_of_the_collectives(world: int) -> None:
-    found, tables, k = demand(world), len(ROWS), (world - 1) / world
+    found, tables = demand(world), len(ROWS)
     buffer = world * BATCH * ROW
     whole = [tables // world + (rank < tables % world) for rank in range(world)]
     pooled = np.mean([count * gather_bytes(buffer, world) for count in whole])
     summed = tables * gather_bytes(buffer, world)  # of the whole buffer, [W b, D]
-    lookups, unique = (k * rows * ROW for rows in (found.groups[0].lookups, found.rank_rows))
-    rows = ("rows", "row_gradients")
     for kind, stages, nbytes in (
         (TABLE_WISE, ("pooled", "pooled_gradients"), pooled),
         (ROW_WISE, ("partial_sums", "partial_gradients"), summed),
-        (ROW_WISE_IDS, rows, lookups),
-        (ROW_WISE_DEDUP, rows, unique),
     ):
         exchanges = hybrid_exchanges(found, kind, ITEM)
         for stage in stages:

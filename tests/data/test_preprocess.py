@@ -1,12 +1,21 @@
-"""Whole preprocessing jobs: what the arrays say, lines that are bad, refusals, the command."""
+"""Preprocessing jobs: what the arrays say, refusals, the command; stopped, killed or started again:
+on to the same bytes; parts, runs and workers."""
 
 from __future__ import annotations
 
 import gzip
+import json
 import logging
+import os
+import random
 import shutil
+import signal
 import subprocess
+import sys
+import time
+import tracemalloc
 from collections import Counter
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +25,7 @@ from criteo_lines import (
     command,
     in_parts,
     make_lines,
+    parsed,
     read_plainly,
     same_files,
     with_fields,
@@ -25,15 +35,18 @@ from criteo_lines import (
 from distcache import preprocess as entry
 from distcache.cli.compose import read_line
 from distcache.data.raw import job, tables
+from distcache.data.raw.job import Pool
+from distcache.data.raw.parts import CriteoRows
 from distcache.data.raw.settings import MLPERF_BAGS, PreprocessSettings, read_manifest, verify
-from distcache.errors import ConfigError, DataError
+from distcache.data.raw.tables import ENTRY_BYTES, Run, merge_runs, write_runs
+from distcache.errors import ConfigError, DataError, MemoryTooSmallError
 
 
 def arrays(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return tuple(np.load(folder / f"{name}.npy") for name in ("labels", "dense", "ids"))
 
 
-@pytest.mark.parametrize("part", [3_000, 20_000, 10**9])
+@pytest.mark.parametrize("part", [3_000, 10**9])
 def test_hashed_arrays_are_the_lines(text, tmp_path, part):
     manifest = in_parts(text, tmp_path / "out", part=part)
     labels, dense, ids, bad = read_plainly(text.read_bytes(), ROWS)
@@ -52,14 +65,16 @@ def test_hashed_arrays_are_the_lines(text, tmp_path, part):
     assert manifest.inputs == [about]
 
 
-@pytest.mark.parametrize("min_count", [1, 4, 10**6])
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(
+    ("min_count", "wide"), [(1, None), (4, 0), (4, 300), (1, 699), (10**6, 300)]
+)
 def test_a_vocabulary_of_training_samples(tmp_path, monkeypatch, min_count, wide):
-    monkeypatch.setattr(tables, "_CHUNK", 17)
-    monkeypatch.setattr(tables, "FAN_IN", 3)  # of about ten parts
+    """`wide`: the line of an id of more than 32 bits, in the first, a middle or the last piece."""
+    for name, value in (("_CHUNK", 17), ("FAN_IN", 3), ("BLOCK_BYTES", 1000), ("PIECE", 37)):
+        monkeypatch.setattr(tables, name, value)  # of about ten parts
     lines = make_lines(700)
-    if wide:  # an id of more than 32 bits, in a part of its own
-        lines[300] = with_fields(lines[300], {39: b"123456789abcdef0"})
+    if wide is not None:
+        lines[wide] = with_fields(lines[wide], {39: b"123456789abcdef0"})
     path = write_lines(tmp_path / "a.txt", lines)
     manifest = in_parts(path, tmp_path / "out", mode="vocabulary", min_count=min_count)
     labels, dense, values, _ = read_plainly(path.read_bytes(), None)
@@ -140,7 +155,7 @@ def test_bad_lines_are_named_or_skipped(tmp_path, caplog):
     first = manifest.skipped["first"]
     assert manifest.skipped["count"] == 16 and first[0].startswith(f"{path}:151: 1 tab-separated")
     assert [int(line.split(":")[1]) for line in first[1:]] == [201 + 2 * i for i in range(9)]
-    assert "left out 16 malformed lines" in caplog.text and "bad.txt:151" in caplog.text
+    assert "skipped 16 malformed lines" in caplog.text and "bad.txt:151" in caplog.text
     assert (manifest.samples, manifest.inputs[0]["lines"]) == (280, 296)
     packed = tmp_path / "cut.gz"
     packed.write_bytes(gzip.compress(good.read_bytes())[:-2000])
@@ -183,17 +198,9 @@ def test_refusals(text, tmp_path):
 
 
 def test_workers_fit_into_memory():
-    def workers(memory: int) -> int:
-        return PreprocessSettings(["a"], "b", workers=99, memory=memory).workers_for()
-
-    assert workers(2 << 30) * 208 + 200 <= 2048 and workers(2 << 30) == 8
-    assert workers(500 << 20) == 1
-    assert PreprocessSettings(["a"], "b").workers_for(3 << 30) == 1
-
-
-def test_amounts_have_three_digits():
-    shown = [job.amount(n) for n in (0, 812, 1000, 41_234, 181_300, 12.3e6, 2_004e6)]
-    assert shown == ["0 B", "812 B", "1.00 kB", "41.2 kB", "181 kB", "12.3 MB", "2,004 MB"]
+    many, few = (PreprocessSettings(["a"], "b", workers=99, memory=m << 20) for m in (2048, 500))
+    assert many.workers_for() == 8 and 8 * 208 + 200 <= 2048
+    assert few.workers_for() == many.workers_for(3 << 30) == 1
 
 
 def test_the_command_line(capsys):
@@ -233,7 +240,7 @@ def test_command_says_what_went_wrong_and_verifies(text, tmp_path):
     assert wrong.returncode == 1 and "nowhere" in wrong.stderr and "Traceback" not in wrong.stderr
     right = ran(f"input={text}", "min_count=2")
     assert right.returncode == 0 and "parse" in right.stderr and "700 samples" in right.stdout
-    assert " kB of text in" in right.stdout and "kB/s per core" in right.stdout
+    assert " MB of text in" in right.stdout
     assert ran("verify=true").returncode == 0
     with (tmp_path / "out/dense.npy").open("r+b") as file:
         file.seek(500)
@@ -241,3 +248,317 @@ def test_command_says_what_went_wrong_and_verifies(text, tmp_path):
     bad = ran("verify=true")
     assert bad.returncode == 1 and "dense.npy has checksum" in bad.stderr
     assert bad.stderr.startswith(f"error: output: {tmp_path / 'out'}")
+
+
+class StoppedError(Exception):
+    pass
+
+
+class Stopping:
+    """Bars that stop the job after some updates, that is after some finished tasks."""
+
+    def __init__(self, updates: int, stage: str | None = None) -> None:
+        self.left, self.stage = updates, stage
+        self.starts: dict[str, tuple[int, int]] = {}
+        self.ends: dict[str, int] = {}
+
+    def __call__(self, stage: str, total: int, unit: str, done: int):
+        self.starts[stage], self.ends[stage], self.at = (done, total), done, stage
+        return nullcontext(self)
+
+    def update(self, n: int = 1) -> None:
+        self.ends[self.at] += n
+        self.left -= self.stage in (None, self.at)
+        if self.left < 0:
+            raise StoppedError
+
+
+def run_in_pieces(text: Path, out: Path, every: int, **settings) -> list[Stopping]:
+    """Stop after each number of updates; no manifest is there until the job is through."""
+    runs: list[Stopping] = []
+    while True:
+        runs.append(Stopping(every * len(runs)))
+        try:
+            in_parts(text, out, runs[-1], **settings)
+        except StoppedError:
+            assert not (out / "manifest.json").exists()
+        else:
+            return runs
+
+
+@pytest.mark.parametrize("mode", ["hash", "vocabulary"])
+def test_stopped_anywhere_it_goes_on_without_redoing(text, tmp_path, monkeypatch, mode):
+    whole, out, done = tmp_path / "whole", tmp_path / "out", {}
+    settings = {"mode": mode, "part": 40_000}
+    in_parts(text, whole, **settings)
+    real = job.parse_part
+    monkeypatch.setattr(
+        job,
+        "parse_part",
+        lambda task: done.update({task.name: done.get(task.name, 0) + 1}) or real(task),
+    )
+    assert len(run_in_pieces(text, out, 3, **settings)) > 2
+    assert len(done) > 3 and set(done.values()) == {1}, "a finished part was parsed again"
+    assert same_files(whole, out) and read_manifest(whole) == read_manifest(out)
+    in_parts(text, out, **settings)
+    assert set(done.values()) == {1}
+    os.truncate(out / "labels.npy", 200)  # until it is whole again nobody takes it for whole
+    runs = run_in_pieces(text, out, 5, **settings)
+    assert len(runs) > 4 and same_files(whole, out) and verify(out) == read_manifest(whole)
+    assert runs[0].starts["parse"] == (0, text.stat().st_size)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_bars_begin_where_the_last_run_was_stopped(text, tmp_path, packed):
+    path, runs = tmp_path / "a.txt", {}
+    path.write_bytes(gzip.compress(text.read_bytes()) if packed else text.read_bytes())
+    for stage in ("parse", "count", "write"):  # stopped in each of them, but for the first task
+        runs[stage] = Stopping(0, stage)
+        with pytest.raises(StoppedError):
+            in_parts(path, tmp_path / "out", runs[stage], mode="vocabulary")
+    size = path.stat().st_size
+    assert 0 < runs["count"].starts["parse"][0] < size == runs["count"].starts["parse"][1]
+    assert packed or runs["count"].starts["parse"][0] == 20_000
+    assert runs["write"].starts["parse"] == (size, size)
+    assert runs["write"].starts["count"] == (1, 26)
+    last = Stopping(10**9)
+    in_parts(path, tmp_path / "out", last, mode="vocabulary")
+    assert last.starts["parse"] == (size, size) and last.starts["count"] == (26, 26)
+    assert last.starts["write"][0] > 0 and last.starts["write"][1] == 700
+    assert all(last.ends[stage] == total for stage, (_, total) in last.starts.items())
+
+
+def finished(out: Path) -> dict[str, tuple[int, int]]:
+    """What is complete of an unfinished job: reports of parts and tables, with inode and time."""
+    reports = [*out.glob("work/parts/????-???????.json"), *out.glob("work/tables/??/report.json")]
+    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in reports}
+
+
+def kill_at_random(arguments: tuple[str, ...], out: Path, seconds: float, dice) -> bool:
+    """Start a job, or go on with it, and kill it after some of `seconds`; whether it was alive.
+
+    Its workers are left to notice by themselves. What was complete before stays what it was.
+    """
+    before, quiet = finished(out), subprocess.DEVNULL
+    process = subprocess.Popen(command(*arguments, f"output={out}"), stderr=quiet, stdout=quiet)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(dice.uniform(0.0, seconds))
+    process.send_signal(signal.SIGKILL)
+    if process.wait() == 0:
+        return False
+    after = finished(out)
+    if not (out / "manifest.json").exists():  # else the work is on its way out
+        assert {name: after[name] for name in before} == before, "a finished part was done again"
+    return True
+
+
+@pytest.mark.parametrize(
+    ("kills", "settings"),
+    [
+        (3, ("mode=vocabulary", "min_count=2")),
+        pytest.param(12, ("mode=vocabulary", "min_count=2"), marks=pytest.mark.slow),
+        pytest.param(12, ("mode=hash", f"rows={list(ROWS)}"), marks=pytest.mark.slow),
+        pytest.param(12, ("mode=vocabulary", "gzip"), marks=pytest.mark.slow),
+    ],
+)
+def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kills, settings):
+    """A job is killed again and again, until it gets through; then the next one begins."""
+    path = write_lines(tmp_path / "a.txt", make_lines(3000) * 12)
+    if "gzip" in settings:
+        path.write_bytes(gzip.compress(path.read_bytes(), 1))
+    arguments = (f"input={path}", "workers=2", "part=300k", *settings)
+    arguments = tuple(word for word in arguments if word != "gzip")
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    began = time.monotonic()
+    subprocess.run(command(*arguments, f"output={whole}"), check=True)
+    seconds, dice, done = time.monotonic() - began, random.Random(kills), 0
+    most = 0  # parts and tables that were complete when a job was killed
+    while done < kills or not most:
+        if kill_at_random(arguments, out, seconds, dice):
+            done, most = done + 1, max(most, len(finished(out)))
+            assert not (out / "manifest.json").exists() or same_files(whole, out)
+        else:
+            assert same_files(whole, out)
+            shutil.rmtree(out)
+    last = subprocess.run(command(*arguments, f"output={out}"), capture_output=True, text=True)
+    assert last.returncode == 0, last.stderr
+    assert same_files(whole, out) and not (out / "work").exists()
+    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (whole, out)]
+    assert manifests[0] == manifests[1] and not list(out.glob("*.partial"))
+
+
+def test_what_does_not_go_on(text, tmp_path):
+    """A changed input; and while a job is at it a second start, which leaves the first alone."""
+    out, seen = tmp_path / "out", []
+    words = [f"input={text}", f"output={out}", "mode=hash", f"rows={list(ROWS)}", "part=20000"]
+
+    class SecondStart(Stopping):
+        def update(self, n=1):
+            if not seen:
+                second = subprocess.run(command(*words), capture_output=True, text=True)
+                seen.append(second.stderr)
+
+    path = shutil.copy(text, tmp_path / "a.txt")
+    with pytest.raises(StoppedError):
+        in_parts(path, tmp_path / "changed", Stopping(0))
+    os.utime(path, ns=(5, 5))
+    with pytest.raises(ConfigError, match="unfinished work of another job, or the input has chang"):
+        in_parts(path, tmp_path / "changed")
+    manifest = in_parts(text, out, SecondStart(0))
+    assert "another process is working on it" in seen[0]
+    assert manifest == in_parts(text, tmp_path / "alone")
+
+
+def test_a_result_with_a_cut_or_missing_file_is_made_again(text, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="distcache")
+    out, settings = tmp_path / "out", {"mode": "vocabulary", "min_count": 2}
+    manifest = in_parts(text, tmp_path / "whole", **settings)
+    for _ in range(2):
+        in_parts(text, out, **settings)
+    assert f"{out} is complete already" in caplog.text and "made again" not in caplog.text
+    damages = {
+        "ids.npy has 1,000 bytes, not ": lambda: os.truncate(out / "ids.npy", 1000),
+        "dense.npy cannot be read (": (out / "dense.npy").unlink,
+        "counts/cat_3.npy has": lambda: os.truncate(out / "counts/cat_3.npy", 0),
+        "cat_25.npy has": lambda: (out / "vocabulary/cat_25.npy").open("ab").write(b"more"),
+    }
+    for said, damage in damages.items():
+        damage()
+        with pytest.raises(DataError):
+            verify(out)
+        caplog.clear()
+        assert in_parts(text, out, **settings) == manifest == verify(out)
+        assert f"output={out} is damaged, so all of it is made again: {out}" in caplog.text
+        assert said in caplog.text and "complete already" not in caplog.text
+        assert same_files(tmp_path / "whole", out) and not (out / "work").exists()
+    os.truncate(out / "ids.npy", 1000)
+    with pytest.raises(ConfigError, match="result of another job"):
+        in_parts(text, out, mode="vocabulary")
+    os.truncate(out / "manifest.json", 1000)
+    with pytest.raises(ConfigError, match=r"output=.*manifest\.json cannot be .*remove the folder"):
+        in_parts(text, out, **settings)
+
+
+def run_code(code: str, **more) -> subprocess.CompletedProcess:
+    """A process of its own, which finds what the tests import."""
+    words = [sys.executable, "-c", code]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    return subprocess.run(words, capture_output=True, text=True, env=env, **more)
+
+
+def test_a_part_takes_the_memory_of_its_blocks(tmp_path):
+    """Lines of nothing but tabs are the most samples that a part may have: 26 ids for 41 bytes."""
+    text = b"0" + b"\t" * 39 + b"\n"
+    path = tmp_path / "a.txt"
+    path.write_bytes(text * ((32 << 20) // len(text)))
+    (tmp_path / "few.txt").write_bytes(text * ((4 << 20) // len(text)))
+    done = run_code(f"""
+import resource
+from pathlib import Path
+from criteo_lines import parsed
+parsed(Path({str(tmp_path / "few.txt")!r}), None)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+report, _ = parsed(Path({str(path)!r}), None, read=False)
+print(report.samples, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+""")
+    samples, grown = map(int, done.stdout.split())
+    assert samples == (32 << 20) // len(text)
+    # A few pieces of its arrays, which all together are more.
+    assert grown * 1024 < 1.5 * samples * 26 * 4
+
+
+def test_rows_are_as_wide_as_the_largest_table_needs(tmp_path):
+    line = with_fields(make_lines(1, missing=0)[0], {14: b"ffffffff", 15: b"fffffffe"})
+    path = write_lines(tmp_path / "a.txt", [line] * 7)
+    report, rows = parsed(path, ROWS)
+    assert report.id_dtype == "<i4" and rows.ids.dtype == np.int32 and rows.missing is None
+    report, rows = parsed(path, (2**32, *ROWS[1:]))
+    assert report.id_dtype == "<i8" and rows.ids.dtype == np.int64
+    assert rows.ids[6, :2].tolist() == [2**32 - 1, 0xFFFFFFFE % ROWS[1]]
+
+
+def die(task: str) -> None:
+    os.kill(os.getpid(), 9)
+
+
+def test_a_worker_that_died_between_tasks_is_explained():
+    """The pool is broken when the next task comes, as when unpacking took long."""
+
+    def tasks():
+        yield "first"
+        time.sleep(2)
+        yield "second"
+
+    with Pool(2) as pool, pytest.raises(MemoryTooSmallError, match="a worker process was killed"):
+        list(pool.run(die, tasks()))
+
+
+def test_workers_end_with_a_parent_that_is_killed():
+    found = run_code("""
+import os, time
+from distcache.data.raw.job import Pool
+with Pool(2) as pool:
+    next(pool.run(time.sleep, [0, 99, 99, 99]))
+    print(*pool._executor._processes, flush=True)
+    os.kill(os.getpid(), 9)
+""")
+    workers, deadline = [Path(f"/proc/{pid}/cmdline") for pid in found.stdout.split()], 10
+    assert len(workers) == 2
+    while any(path.exists() and path.read_bytes() for path in workers):  # none: not reaped yet
+        time.sleep(0.1)
+        deadline -= 0.1
+        assert deadline > 0
+
+
+def make_runs(tmp_path: Path, columns: list[np.ndarray]) -> list[Run]:
+    """A run for each column of ids, as parts leave them (with another table before)."""
+    runs, none = [], np.empty(0)
+    for number, column in enumerate(columns):
+        path, halves = tmp_path / f"run{number}", np.array_split(column, 2)
+        ids = [np.stack([half[::-1] // 2, *[half] * 25], axis=1) for half in halves]
+        pieces = [CriteoRows(none, none, one) for one in ids]
+        lengths, _, dtype = write_runs(pieces, path, column.dtype)
+        runs.append(Run(str(path), dtype.str, lengths[0], lengths[1]))
+    return runs
+
+
+def draw(dtype: str, seed: int = 0, parts: int = 5) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    top = 40 if dtype == "<u8" else 30
+    return [
+        np.floor(2 ** (random.random(random.integers(1, 400)) * top)).astype(dtype)
+        for _ in range(parts)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["<u4", "<u8", "<i4", "mixed"])
+@pytest.mark.parametrize("most", [1, 10, 100, 10**6])
+def test_merged_runs_are_the_counts_of_all(tmp_path, dtype, most):
+    columns = draw("<u4") + draw("<u8", 1) if dtype == "mixed" else draw(dtype)
+    expected = np.unique(np.concatenate(columns), return_counts=True)
+    chunks = list(merge_runs(make_runs(tmp_path, columns), most))
+    assert np.array_equal(np.concatenate([v for v, _ in chunks]), expected[0])
+    assert np.array_equal(np.concatenate([c for _, c in chunks]), expected[1])
+    if most <= 100:
+        assert len(chunks) > 3
+        assert max(len(values) for values, _ in chunks) <= max(2 * most, len(columns))
+
+
+def test_long_runs_are_merged_in_the_memory_of_a_range(tmp_path):
+    """Runs are searched and sampled by memory map: what is held is one range, never a run."""
+    runs, length = [], 1_000_000
+    for number in range(3):
+        path = tmp_path / str(number)
+        np.arange(number, 3 * length, 3, dtype=np.uint32).tofile(f"{path}.values")
+        np.ones(length, dtype=np.int64).tofile(f"{path}.counts")
+        runs.append(Run(str(path), "<u4", 0, length))
+    most, total = 1 << 14, 0
+    tracemalloc.start()
+    try:
+        for values, counts in merge_runs(runs, most):
+            total += int(counts.sum())
+            assert len(values) <= 2 * most
+        assert total == 3 * length
+        assert tracemalloc.get_traced_memory()[1] < 2 * most * ENTRY_BYTES < 4 * length
+    finally:
+        tracemalloc.stop()

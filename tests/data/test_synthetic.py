@@ -64,21 +64,6 @@ def test_ids_of_a_bag_are_independent_draws():
     assert torch.corrcoef(ids.T).fill_diagonal_(0).abs().max() < 0.06
 
 
-def test_expected_distinct_is_what_a_batch_holds():
-    stream = source(batch=4096, table_rows=[300, 1_000_000], bag_size=[1, 3.0])
-    found = [[], []]
-    for step in range(5):
-        ids = stream.train_batch(step, 0, 1).ids
-        middle = int(ids.offsets[4096])
-        found[0].append(len(ids.values[:middle].unique()))
-        found[1].append(len(ids.values[middle:].unique()))
-    for table in range(2):
-        lookups = round(4096 * stream.lookups_per_sample(table))
-        assert stream.expected_distinct(table, lookups) == pytest.approx(
-            np.mean(found[table]), rel=0.02
-        )
-
-
 @pytest.mark.parametrize(
     "spec",
     [
@@ -107,32 +92,28 @@ def test_popular_ids_are_learnt_in_two_hundred_steps():
     """A logistic regression on one-hot ids and dense features, Adagrad, against dense alone."""
     rows = [1000, 50, 20_000, 100_000, 300, 7]
     stream = source(batch=1024, table_rows=rows)
-    offsets = np.cumsum([0, *rows])[:-1]
-    ids_weight, ids_square = np.zeros(sum(rows)), np.full(sum(rows), 1e-8)
-    dense_weight, dense_square = np.zeros(14), np.full(14, 1e-8)
+    offsets = torch.tensor([0, *rows]).cumsum(0)[:-1]
+    ids_weight, line = torch.zeros(sum(rows), requires_grad=True), torch.nn.Linear(13, 1)
+    optimizer = torch.optim.Adagrad([ids_weight, *line.parameters()], 0.05)
 
-    def inputs(batch):
-        ids = batch.ids.values.numpy().reshape(len(rows), -1) + offsets[:, None]
-        return ids, np.c_[batch.dense.numpy(), np.ones(ids.shape[1])], batch.labels.numpy()
+    def logits(batch) -> tuple[torch.Tensor, torch.Tensor]:
+        dense = line(batch.dense)[:, 0]
+        ids = batch.ids.values.reshape(len(rows), -1).T + offsets
+        return dense, dense + ids_weight[ids].sum(1)
 
     for step in range(200):
-        ids, dense, labels = inputs(stream.train_batch(step, 0, 1))
-        logits = ids_weight[ids].sum(axis=0) + dense @ dense_weight
-        error = (1 / (1 + np.exp(-logits)) - labels) / len(labels)
-        gradient = np.bincount(ids.ravel(), np.tile(error, len(rows)), sum(rows))
-        ids_square += gradient**2
-        ids_weight -= 0.05 * gradient / np.sqrt(ids_square)
-        gradient = dense.T @ error
-        dense_square += gradient**2
-        dense_weight -= 0.05 * gradient / np.sqrt(dense_square)
-    both, dense_only = [], []
-    held_out = [inputs(stream.eval_batch(index, 0, 1)) for index in range(12)]
-    for ids, dense, _ in held_out:
-        dense_only.append(dense @ dense_weight)
-        both.append(dense_only[-1] + ids_weight[ids].sum(axis=0))
-    labels = np.concatenate([y for _, _, y in held_out])
-    assert auc(np.concatenate(both), labels) > 0.74
-    assert auc(np.concatenate(both), labels) > auc(np.concatenate(dense_only), labels) + 0.04
+        batch = stream.train_batch(step, 0, 1)
+        optimizer.zero_grad()
+        torch.nn.functional.binary_cross_entropy_with_logits(
+            logits(batch)[1], batch.labels
+        ).backward()
+        optimizer.step()
+    held_out = [stream.eval_batch(index, 0, 1) for index in range(12)]
+    labels = torch.cat([batch.labels for batch in held_out]).numpy()
+    with torch.no_grad():
+        found = zip(*map(logits, held_out), strict=True)
+        dense_only, both = (auc(torch.cat(part).double().numpy(), labels) for part in found)
+    assert both > 0.74 and both > dense_only + 0.04
 
 
 EXPONENTS = [0.0, 0.5, 0.999999, 1.0, 1.05, 2.0]
@@ -181,11 +162,7 @@ def test_inverse_meets_every_boundary_of_a_large_table(exponent):
     middle = tables.mass_below(0, ranks + 0.5)
     ids = tables.draw_ids(middle, np.array([len(ranks)]))
     assert np.array_equal(ids, tables.ids_of_ranks(0, ranks))
-
-
-@pytest.mark.parametrize("exponent", EXPONENTS)
-def test_the_ends_of_the_unit_interval_stay_inside(exponent):
-    for rows in (1, 2, 3, 4096, 10_131_227, 3_000_000_000):
+    for rows in (1, 2, 3, 4096, 10_131_227, 3_000_000_000):  # and the ends stay inside
         tables = ZipfTables([rows], exponent, seed=1)
         ids = tables.draw_ids(np.array([0.0, 1 - 2.0**-53]), np.array([2]))
         assert ids[0] == tables.ids_of_ranks(0, np.array([0]))[0]

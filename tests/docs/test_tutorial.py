@@ -22,6 +22,7 @@ SPEC.loader.exec_module(tutorial)
 
 TEXT = tutorial.SOURCE.read_text()
 PARTS = tutorial.parts(TEXT)
+PROSE = "\n".join(part.body for part in PARTS if part.kind == "text")
 SMALLER = {
     "DATA": " data.table_rows=[100000,30000,15000,10000,2000,1000,100,10] data.samples=12800"
     " data.global_batch_size=256",
@@ -47,14 +48,9 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Future, Path, 
     and what it comes to."""
     pytest.importorskip("matplotlib")
     folder, own = tmp_path_factory.mktemp("tutorial"), tmp_path_factory.mktemp("own")
-    with ThreadPoolExecutor(1) as beside:
-        theirs = beside.submit(run_own, own)
-        mine: Future = Future()
-        try:
-            mine.set_result(run_tutorial(folder))
-        except tutorial.TutorialError as error:
-            mine.set_exception(error)
-    return folder, mine, own, theirs
+    with ThreadPoolExecutor(2) as beside:
+        runs = beside.submit(run_tutorial, folder), beside.submit(run_own, own)
+    return folder, runs[0], own, runs[1]
 
 
 def run_tutorial(folder: Path) -> dict[int, str]:
@@ -71,18 +67,10 @@ def run_own(folder: Path) -> str:
         if tutorial.exports(part) is not None:
             opened.run(smaller(part))
     (own,) = [part for part in PARTS if part.kind == "bash own data"]
-    small_sample = " cache.ratio=1 data.global_batch_size=256"
     path = 'data.path=kaggle"'
     assert path in own.body
-    body = own.body.replace(path, f'{path[:-1]}{small_sample}"')
+    body = own.body.replace(path, f'{path[:-1]} cache.ratio=1 data.global_batch_size=256"')
     return opened.run(replace(own, kind="bash", body=body))
-
-
-@pytest.fixture
-def ran(both) -> tuple[Path, dict[int, str]]:
-    """The folder of a small run of all blocks, and what each of them said, by its place."""
-    folder, mine, _, _ = both
-    return folder, mine.result()
 
 
 def test_the_first_blocks_run(tmp_path: Path) -> None:
@@ -96,30 +84,18 @@ def test_the_first_blocks_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_blocks_run_and_say_something_where_the_text_shows_it(ran) -> None:
-    _, said = ran
+def test_all_blocks_run_and_what_the_text_claims_holds(both) -> None:
+    """They say something where the text shows it, and leave the files that it names."""
+    folder, mine, _, _ = both
+    said = mine.result()
     assert len(said) >= 15
     for place, words in said.items():
         assert bool(words) == (PARTS[place].output is not None), PARTS[place].body
-
-
-@pytest.mark.slow
-def test_the_files_that_the_text_names_are_there(ran) -> None:
-    folder, _ = ran
-    prose = "\n".join(part.body for part in PARTS if part.kind == "text")
-    named = set(re.findall(r"`(runs/[\w./-]+)`", prose))
+    named = set(re.findall(r"`(runs/[\w./-]+)`", PROSE))
     named |= {part.made for part in PARTS if part.kind == "picture"}
     assert {"runs/default/trace.json", "runs/compare/table.md"} <= named
-    missing = [name for name in sorted(named) if not (folder / name).exists()]
-    if "runs/compare/data-1.log" in missing:  # with repeats=1 it has no number
-        missing.remove("runs/compare/data-1.log")
-        assert (folder / "runs/compare/data.log").exists()
-    assert not missing
-
-
-@pytest.mark.slow
-def test_what_the_text_claims_of_every_run_holds_for_a_small_one(ran) -> None:
-    folder, _ = ran
+    # With repeats=1 a log has no number.
+    assert not [n for n in named if not (folder / n.replace("data-1.log", "data.log")).exists()]
     left = folder.glob("runs/*/summary.json")
     runs = {path.parent.name: json.loads(path.read_text()) for path in left}
     for key in ("loss_digest", "state_digest", "eval_auc"):
@@ -143,17 +119,14 @@ def test_the_lines_for_criteo_run(both) -> None:
     assert (folder / "runs/compare/table.md").exists()
 
 
-def test_numbers_in_the_text_are_of_the_outputs() -> None:
-    prose = "\n".join(part.body for part in PARTS if part.kind == "text")
+def test_numbers_links_and_pictures_of_the_text() -> None:
+    """Numbers in it are of the outputs; links and pictures are there."""
     shown = "\n".join(f"{part.body}\n{part.output or ''}" for part in PARTS if part.kind != "text")
     known = {number.replace(",", "") for number in re.findall(r"\d[\d.,]*\d|\d", shown)}
-    plain = re.sub(r"`[^`\n]*`|\([^)\s]*\)", "", prose)  # keys and links
+    plain = re.sub(r"`[^`\n]*`|\([^)\s]*\)", "", PROSE)  # keys and links
     found = set(re.findall(r"\d[\d,]*[.,]\d+(?:\.\d+)?", plain)) - NOT_MEASURED
     assert len(found) >= 8
     assert not {number for number in found if number.replace(",", "") not in known}
-
-
-def test_links_and_pictures_are_there() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
         assert target.startswith("https://") or (DOCS / target).exists(), target
     pictures = [part for part in PARTS if part.kind == "picture"]
@@ -166,39 +139,37 @@ def test_links_and_pictures_are_there() -> None:
 def test_the_notebook_is_that_of_the_text() -> None:
     made = tutorial.as_file(tutorial.notebook(TEXT))
     assert tutorial.NOTEBOOK.read_text() == made, "run python docs/make_tutorial.py"
-
-
-def test_the_notebook_is_valid() -> None:
-    book = json.loads(tutorial.NOTEBOOK.read_text())
+    book = json.loads(made)
     assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
     ids = [cell["id"] for cell in book["cells"]]
     assert len(set(ids)) == len(ids) and all(re.fullmatch(r"[\w-]{1,64}", name) for name in ids)
-    kinds = {"markdown": {"cell_type", "id", "metadata", "source"}}
-    kinds["code"] = kinds["markdown"] | {"execution_count", "outputs"}
+    keys = {"cell_type", "id", "metadata", "source"}
     for cell in book["cells"]:
-        assert set(cell) == kinds[cell["cell_type"]]
-        code = "".join(cell["source"])
-        if cell["cell_type"] == "code" and not code.startswith("%%bash"):
-            compile(code, cell["id"], "exec")
+        is_code, source = cell["cell_type"] == "code", "".join(cell["source"])
+        assert set(cell) == keys | ({"execution_count", "outputs"} if is_code else set())
+        if is_code and not source.startswith("%%bash"):
+            compile(source, cell["id"], "exec")
 
 
 def test_parts_and_outputs_of_a_text() -> None:
     text = "One.\n\n```bash\necho a\n```\n\n```text\nold\n```\n\nTwo.\n\n```python\nx = 1\n```\n"
-    found = tutorial.parts(text)
-    assert [(part.kind, part.output) for part in found] == [
-        ("text", None), ("bash", "old\n"), ("text", None), ("python", None),
-    ]  # fmt: skip
-    assert tutorial.with_outputs(text, ["new\n", ""]) == text.replace("old", "new")
-    bare = text.replace("```text\nold\n```\n\n", "")
-    assert tutorial.with_outputs(bare, ["new\n", ""]) == text.replace("old", "new")
+    found = [(part.kind, part.output) for part in tutorial.parts(text)]
+    assert found == [("text", None), ("bash", "old\n"), ("text", None), ("python", None)]
+    bare, new = text.replace("```text\nold\n```\n\n", ""), text.replace("old", "new")
+    assert tutorial.with_outputs(text, ["new\n", ""]) == new
+    assert tutorial.with_outputs(bare, ["new\n", ""]) == new
     assert tutorial.as_seen("a:  0%\ra: 100%\nb\n\nc") == "a: 100%\nb\n\nc\n"
     assert tutorial.with_outputs(text, ["", "1\n"]) == f"{bare[:-1]}\n\n```text\n1\n```\n"
 
 
-def test_a_block_that_fails_is_an_error(tmp_path: Path) -> None:
-    opened = tutorial.new_session(tmp_path)
-    for body in ("false\ntrue\n", "false | true\n", "echo $NOT_SET_ANYWHERE\n"):
-        with pytest.raises(tutorial.TutorialError, match="exit code 1"):
-            opened.run(tutorial.Part("bash", body))
-    with pytest.raises(tutorial.TutorialError, match="ZeroDivisionError"):
-        opened.run(tutorial.Part("python", "1 / 0\n"))
+@pytest.mark.parametrize(
+    ("kind", "body", "said"),
+    [
+        *(("bash", body, "exit code 1") for body in ("false\ntrue\n", "false | true\n")),
+        ("bash", "echo $NOT_SET_ANYWHERE\n", "exit code 1"),
+        ("python", "1 / 0\n", "ZeroDivisionError"),
+    ],
+)
+def test_a_block_that_fails_is_an_error(tmp_path: Path, kind: str, body: str, said: str) -> None:
+    with pytest.raises(tutorial.TutorialError, match=said):
+        tutorial.new_session(tmp_path).run(tutorial.Part(kind, body))

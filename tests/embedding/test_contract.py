@@ -145,7 +145,7 @@ def outcome(model: OfBatches, losses: list[float]) -> Outcome:
     state = model.ebc.state_dict()
     tables = {name.split(".")[1]: value.clone().numpy() for name, value in state.items()}
     dense = {name: value.detach().clone().numpy() for name, value in model.net.named_parameters()}
-    return Outcome(losses, "", "", tables, dense, model.ebc.summary())
+    return Outcome(losses, tables, dense, model.ebc.summary())
 
 
 def through_both_doors(rank: int, size: int, jobs: list[Job]) -> None:

@@ -1,37 +1,34 @@
-"""The main command as a user gives it: processes, run folders, digests, resume, Ctrl-C, errors."""
+"""The main command as a user gives it: processes, run folders, digests, resume, Ctrl-C, errors; two
+nodes with the digests of one, as two torchrun agents, and as ranks that are told so."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from agents import agents
 from launching import environment, train
 
 SMALL = (
-    "data.table_rows=[4000,300,50,3]",
-    "data.global_batch_size=64",
-    "model.embedding_dim=8",
-    "model.dense_arch=[16,8]",
-    "model.over_arch=[16,1]",
-    "cache.rows=400",
-    "trainer.log_every=5",
-    "trainer.device=cpu",
-    "trainer.timeout_s=60",
+    *("data.table_rows=[4000,300,50,3]", "data.global_batch_size=64", "model.embedding_dim=8"),
+    *("model.dense_arch=[16,8]", "model.over_arch=[16,1]", "cache.rows=400"),
+    *("trainer.log_every=5", "trainer.device=cpu", "trainer.timeout_s=60"),
 )
-
-
 PROGRAM = ("-m", "distcache.train")
 
 
-def run(folder: Path, ranks: int, *overrides: str, code: int = 0, fresh: bool = False) -> str:
-    """A run in `folder`: what it said."""
+def run(folder: Path, ranks: int, *overrides: str, code: int = 0, **how) -> str:
+    """A run in `folder`: what it said. `how`: see `launching.train`."""
     words = [*SMALL, f"run.dir={folder}", *overrides]
-    done = train(words, folder.parent, ranks, PROGRAM, fresh)
+    done = train(words, folder.parent, ranks, PROGRAM, **how)
     output = done.stdout + done.stderr
     assert done.returncode == code, output
     return output
@@ -63,29 +60,26 @@ def test_modes_and_resume_have_the_same_digests(tmp_path: Path, ranks) -> None:
     evaluated = ("trainer.eval_every=7", "trainer.eval_steps=2")
     run(tmp_path / "data", ranks, *adam)
     run(tmp_path / "resident", ranks, *adam, "parallel=resident", *evaluated)
-    expected = digests(tmp_path / "data")
-    assert digests(tmp_path / "resident") == expected
     assert summary(tmp_path / "resident")["eval_auc"] > 0.4
     run(tmp_path / "first", ranks, *adam, "trainer.steps=10")
     resume = f"trainer.resume={tmp_path / 'first'}"
     run(tmp_path / "second", ranks, *adam, resume, "cache.rows=500")
-    assert digests(tmp_path / "second") == expected
+    assert len({digests(tmp_path / name) for name in ("data", "resident", "second")}) == 1
     found = summary(tmp_path / "second")
     assert (found["first_step"], found["steps"]) == (10, 14)
 
 
 def test_hybrid_agrees_and_resumes(tmp_path: Path) -> None:
     settings = ("optim=adagrad", "optim.initial_accumulator=0.1", "trainer.steps=16")
-    rows = ("parallel=hybrid", "parallel.sharding=row_wise")
+    rows = (*settings, "parallel=hybrid", "parallel.sharding=row_wise")
     run(tmp_path / "data", 2, *settings)
-    run(tmp_path / "hybrid", 2, *settings, *rows, "trainer.trace=true")
+    run(tmp_path / "hybrid", 2, *rows, "trainer.trace=true")
     assert traced(tmp_path / "hybrid") == {key: {"wait", "step", "forward"} for key in (1, 2)}
     one, other = summary(tmp_path / "data"), summary(tmp_path / "hybrid")
     assert one["final_loss"] == pytest.approx(other["final_loss"], rel=1e-5)
     assert set(one) == set(other)
-    run(tmp_path / "first", 2, *settings, *rows, "trainer.steps=9")
-    resume = f"trainer.resume={tmp_path / 'first'}"
-    run(tmp_path / "second", 2, *settings, *rows, resume)
+    run(tmp_path / "first", 2, *rows, "trainer.steps=9")
+    run(tmp_path / "second", 2, *rows, f"trainer.resume={tmp_path / 'first'}")
     assert digests(tmp_path / "second") == digests(tmp_path / "hybrid")
 
 
@@ -108,9 +102,8 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 130, output
-    stopped = summary(folder)["steps"]
     assert {"plan", "gather", "forward_backward", "wait"} <= traced(folder)[1]
-    total = f"trainer.steps={stopped + 5}"
+    total = f"trainer.steps={summary(folder)['steps'] + 5}"
     run(tmp_path / "second", 1, total, f"trainer.resume={folder}")
     run(tmp_path / "whole", 1, total)
     assert digests(tmp_path / "second") == digests(tmp_path / "whole")
@@ -125,18 +118,9 @@ def test_errors_name_the_way_out_on_two_ranks(tmp_path: Path) -> None:
 
 def test_models_widths_and_bags_from_the_command_line(tmp_path: Path) -> None:
     shape = (
-        "model=dcn_v2",
-        "model.table_dims=[8,4,8,4]",
-        "model.dense_arch=[16,8]",
-        "model.over_arch=[16,1]",
-        "model.cross_rank=4",
-        "data.bag_size=[1,2.5,3,1]",
-        "data.weighted=true",
-        "data.samples=640",
-        "trainer.steps=12",
-        "optim=rowwise_adagrad",
-        "cache.rows=1800",
-        "trainer.amp=bf16",
+        *("model=dcn_v2", "model.table_dims=[8,4,8,4]", "model.cross_rank=4"),
+        *("data.bag_size=[1,2.5,3,1]", "data.weighted=true", "data.samples=640"),
+        *("trainer.steps=12", "optim=rowwise_adagrad", "cache.rows=1800", "trainer.amp=bf16"),
     )
     for mode in ("data", "resident"):
         output = run(tmp_path / mode, 2, *shape, f"parallel={mode}", "trainer.trace=true")
@@ -145,3 +129,99 @@ def test_models_widths_and_bags_from_the_command_line(tmp_path: Path) -> None:
     assert digests(tmp_path / "data") == digests(tmp_path / "resident")
     found = summary(tmp_path / "data")
     assert 0 < found["hit_rate"] < 1 and found["collective_bytes"] > 0
+
+
+ADAM = ("optim=adam", "cache.rows=800")
+SHARDED = "cache.placement=sharded"
+PLACEMENTS = (
+    (),
+    (SHARDED,),
+    ("cache.placement=mixed", "cache.replicated_share=0.02"),
+    ("cache.placement=replicated", "cache.state=home"),
+    ("cache.placement=auto",),
+)
+
+
+def two_agents(folder: Path, ranks: tuple[int, int], *more: str, **how) -> None:
+    ends = agents(folder.parent, ranks, [*SMALL, *ADAM, f"run.dir={folder}", *more], **how)
+    assert [code for code, _ in ends] == [0, 0], ends
+    # The agents number the nodes as they come: one of them has rank 0.
+    assert sum("run folder" in text for _, text in ends) == 1, ends
+
+
+@pytest.mark.parametrize(
+    "placement", [pytest.param((), marks=pytest.mark.slow, id="default"), (SHARDED,)]
+)
+def test_two_nodes_have_the_digests_of_one(tmp_path: Path, placement: tuple[str, ...]) -> None:
+    nodes, resume = {"nodes": (1, 1)}, f"trainer.resume={tmp_path / 'two'}"
+    whole = (*ADAM, *placement, "trainer.steps=8")
+    run(tmp_path / "one", 2, *whole)
+    run(tmp_path / "two", 2, *whole, "trainer.steps=4", **nodes)
+    one, two = summary(tmp_path / "one"), summary(tmp_path / "two")
+    assert one["world_size"] == two["world_size"] == 2
+    assert one["inter_node_bytes"] is None and two["inter_node_bytes"] > 0
+    run(tmp_path / "again", 2, *whole, "trainer.trace=true", resume, **nodes)
+    assert (tmp_path / "again" / "trace.json").exists()
+    run(tmp_path / "back", 2, *whole, resume)
+    assert len({digests(tmp_path / name) for name in ("one", "again", "back")}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(2, 2), (1, 3)])
+def test_agents_with_several_ranks(tmp_path: Path, ranks: tuple[int, int]) -> None:
+    run(tmp_path / "one", 4, *ADAM, "trainer.steps=6")
+    for number, placement in enumerate(PLACEMENTS):
+        two_agents(tmp_path / f"two{number}", ranks, "trainer.steps=6", *placement)
+        assert digests(tmp_path / f"two{number}") == digests(tmp_path / "one"), placement
+
+
+def test_two_agents_have_the_digests_of_one(tmp_path: Path, **how) -> None:
+    run(tmp_path / "one", 2, *ADAM, "trainer.steps=4")
+    two_agents(tmp_path / "two", (1, 1), SHARDED, "trainer.steps=4", **how)
+    assert digests(tmp_path / "two") == digests(tmp_path / "one")
+
+
+def test_an_error_on_the_command_line_ends_both_agents(tmp_path: Path) -> None:
+    ends = agents(tmp_path, (1, 1), [*SMALL, "cache.ratio=7"])
+    assert [code for code, _ in ends] == [1, 1]
+    assert sum("cache.ratio=7" in text for _, text in ends) >= 1, ends
+    assert list(tmp_path.iterdir()) == []
+
+
+NODES = (
+    (f"distcache-{os.getpid()}-a", "dc-a", "10.213.7.1"),
+    (f"distcache-{os.getpid()}-b", "dc-b", "10.213.7.2"),
+)
+"""Name, cable and address of two network namespaces."""
+
+
+@pytest.fixture
+def two_networks() -> Iterator[None]:
+    """Two network namespaces, joined by a cable; skips where that is not permitted."""
+    if shutil.which("ip") is None:
+        pytest.skip("needs the command ip (iproute2)")
+    if os.geteuid():
+        pytest.skip("needs root: only root makes network namespaces")
+    (a, cable_a, _), (b, cable_b, _) = NODES
+    steps = [f"netns add {a}", f"netns add {b}"]
+    steps += [f"link add {cable_a} netns {a} type veth peer {cable_b} netns {b}"]
+    for name, cable, address in NODES:
+        steps.append(f"-n {name} address add {address}/24 dev {cable}")
+        steps += [f"-n {name} link set {device} up" for device in ("lo", cable)]
+    try:
+        for step in steps:
+            done = subprocess.run(["ip", *step.split()], capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"ip {step} is not permitted here: {done.stderr.strip()}")
+        yield
+    finally:
+        for name, _, _ in NODES:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+@pytest.mark.slow
+def test_agents_in_two_networks(tmp_path: Path, two_networks: None) -> None:
+    """Nothing but the cable joins the two nodes; each has a loopback of its own."""
+    prefixes = [f"ip netns exec {n} env GLOO_SOCKET_IFNAME={c}".split() for n, c, _ in NODES]
+    addresses = [address for _, _, address in NODES]
+    test_two_agents_have_the_digests_of_one(tmp_path, prefixes=prefixes, addresses=addresses)

@@ -73,7 +73,7 @@ def operate(func: Any, args: tuple, kwargs: dict) -> Any:
     if func is aten._to_copy.default and (kwargs.get("device") or CUDA).type == "cpu":
         return to_host(*args, **kwargs)
     if func.is_view:
-        memory = _first(args).memory
+        memory = next(t.memory for t in _tensors(args) if isinstance(t, FakeTensor))
         return _map(lambda host: FakeTensor(host, memory), func(*_hosts(args), **_hosts(kwargs)))
     if torch.Tag.inplace_view in func.tags:
         raise NotImplementedError(f"the fake device lacks {func}")
@@ -81,7 +81,10 @@ def operate(func: Any, args: tuple, kwargs: dict) -> Any:
         if torch.device(kwargs["device"]).type == "cpu":  # torch.zeros_like(there, device="cpu")
             return func(*_hosts(args), **_hosts(kwargs))
         kwargs = kwargs | {"device": CPU}
-    _map(lambda tensor: _check_device(func, tensor), (args, tuple(kwargs.values())))
+    # As torch does: single numbers may lie on the CPU, whose value an operation takes along.
+    on_cpu = [t for t in _tensors((args, kwargs)) if not isinstance(t, FakeTensor) and t.dim()]
+    if on_cpu and func not in INDEXING:
+        raise RuntimeError(f"{func}: Expected all tensors to be on the same device, cuda:0")
     own, named = _hosts(args), _hosts(kwargs)
     if any(tag in func.tags for tag in ON_HOST):
         stream = DEVICE.current()
@@ -93,22 +96,19 @@ def operate(func: Any, args: tuple, kwargs: dict) -> Any:
     there = {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
     shapes = func(*_map(_meta, args), **_map(_meta, kwargs | there))
     out = _map(lambda like: empty(like.shape, like.stride(), like.dtype), shapes)
-    launch(_Into(func, out), *own, **named)
+    launch(_into(out, func), *own, **named)
     return out
 
 
-class _Into:
+def _into(out: Any, func: Callable) -> Callable:
     """`func`, whose results go into the tensors `out`, as far as it has tensors for results."""
+    targets = [tensor.host for tensor in _tensors(out)]
 
-    def __init__(self, func: Callable, out: Any) -> None:
-        self.func, self.targets = func, []
-        _map(lambda tensor: self.targets.append(tensor.host), out)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        found: list[Tensor] = []
-        _map(found.append, self.func(*args, **kwargs))
-        for target, value in zip(self.targets, found, strict=True):
+    def work(*args: Any, **kwargs: Any) -> None:
+        for target, value in zip(targets, _tensors(func(*args, **kwargs)), strict=True):
             target.copy_(value)
+
+    return work
 
 
 def launch(func: Callable, *args: Any, **kwargs: Any) -> None:
@@ -170,31 +170,20 @@ def _map(function: Callable[[Any], Any], value: Any) -> Any:
     return value
 
 
-def _host(tensor: Tensor) -> Tensor:
-    return tensor.host if isinstance(tensor, FakeTensor) else tensor.clone()
-
-
 def _hosts(value: Any) -> Any:
     """The tensors where they lie; those of the host as they are now."""
-    return _map(_host, value)
+    return _map(lambda part: part.host if isinstance(part, FakeTensor) else part.clone(), value)
 
 
 def _meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _first(args: tuple) -> FakeTensor:
+def _tensors(value: Any) -> list[Any]:
+    """All tensors in a value."""
     found: list[Any] = []
-    _map(found.append, args)
-    return next(tensor for tensor in found if isinstance(tensor, FakeTensor))
-
-
-def _check_device(func: Any, tensor: Tensor) -> None:
-    """As torch does: single numbers may lie on the CPU, whose value an operation takes along."""
-    if not isinstance(tensor, FakeTensor) and tensor.dim() and func not in INDEXING:
-        raise RuntimeError(
-            f"{func}: Expected all tensors to be on the same device, but found cuda:0 and cpu"
-        )
+    _map(found.append, value)
+    return found
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -211,39 +200,25 @@ def _written(func: Any, args: tuple, kwargs: dict) -> Any:
     return found[0] if len(found) == 1 else tuple(found)
 
 
-class Runtime:
-    """What is used of `torch.cuda.cudart()`: host memory that kernels may read and write."""
+_REGISTERED: dict[int, int] = {}
+"""Bytes by address: host memory that kernels may read and write."""
 
-    def __init__(self) -> None:
-        self.registered: dict[int, int] = {}
-
-    def cudaHostRegister(self, start: int, nbytes: int, flags: int) -> int:  # noqa: N802
-        self.registered[start] = nbytes
-        return 0
-
-    def cudaHostUnregister(self, start: int) -> int:  # noqa: N802
-        return 0 if self.registered.pop(start, 0) else 1
-
-    def cudaGetErrorString(self, error: int) -> str:  # noqa: N802
-        return f"error {error} of the fake device"
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor of the host lies in memory that is registered."""
-        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        return any(at <= start and end <= at + n for at, n in self.registered.items())
-
-
-RUNTIME = Runtime()
+_RUNTIME = SimpleNamespace(
+    cudaHostRegister=lambda start, nbytes, flags: _REGISTERED.update({start: nbytes}) or 0,
+    cudaHostUnregister=lambda start: int(_REGISTERED.pop(start, None) is None),
+    cudaGetErrorString=lambda error: f"error {error} of the fake device",
+)
 
 
 def launch_kernel(body: Callable, *args: Any) -> None:
     """Queue a kernel: `body` on its arguments where they lie. RuntimeError for a tensor that a
     kernel cannot reach."""
-    at = [tensor.host if isinstance(tensor, FakeTensor) else tensor for tensor in args]
-    for tensor, there in zip(args, at, strict=True):
-        if isinstance(tensor, Tensor) and tensor is there and not RUNTIME.holds(tensor):
-            raise RuntimeError("an illegal memory access was encountered: memory of the host")
-    launch(body, *at)
+    for tensor in _tensors(args):
+        if not isinstance(tensor, FakeTensor):
+            start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+            if not any(at <= start and end <= at + n for at, n in _REGISTERED.items()):
+                raise RuntimeError("an illegal memory access was encountered: memory of the host")
+    launch(body, *(part.host if isinstance(part, FakeTensor) else part for part in args))
 
 
 @contextlib.contextmanager
@@ -268,7 +243,7 @@ _PROPERTIES = SimpleNamespace(
 _CUDA: dict[str, Any] = {
     "Event": Event,
     "Stream": Stream,
-    "cudart": lambda: RUNTIME,
+    "cudart": lambda: _RUNTIME,
     "current_stream": lambda device=None: DEVICE.current(),
     "default_stream": lambda device=None: DEVICE.streams[0],
     "device": lambda device: contextlib.nullcontext(),

@@ -1,10 +1,15 @@
-"""What is installed where: the torch that is there and the GPU decide."""
+"""What is installed where: the torch that is there and the GPU decide. The lock files are complete:
+every requirement is pinned, and so is whatever it requires."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from launch import pick
 from launch.pick import InstallError, State, Target, Torch
@@ -30,20 +35,16 @@ def everything(torch: Torch, *extra: str) -> State:
         (Torch("2.11.0", None), "cpu", ["torchrec==1.6.1", "fbgemm-gpu-cpu==1.6.0"], "torch 2.11"),
     ],
 )
-def test_pair_follows_torch_and_gpu(
-    torch: Torch, accelerator: str, pair: list[str], reason: str
-) -> None:
+def test_pair_follows_torch_and_gpu(torch, accelerator, pair, reason) -> None:
     picked, why = pick.pick_pair(torch, accelerator)
-    assert picked == pair
-    assert reason in why
+    assert picked == pair and reason in why
 
 
-def test_a_torch_that_no_fbgemm_fits_is_refused() -> None:
+def test_what_no_pair_fits_is_refused() -> None:
     with pytest.raises(InstallError, match=r"torch 2\.14\.1 is there.*2\.13.*pip install torch=="):
         pick.pick_pair(Torch("2.14.1", None), "cpu")
-
-
-def test_torch_of_the_table_is_the_pinned_one() -> None:
+    with pytest.raises(InstallError, match="DISTCACHE_ACCELERATOR=tpu: use cpu, cuda or auto"):
+        pick.find_accelerator({"DISTCACHE_ACCELERATOR": "tpu"})
     assert Torch(pick.TORCH, None).minor in pick.FITS
     assert pick.pinned(State((3, 11), torch=CPU))
     assert not pick.pinned(State((3, 11), torch=Torch("2.12.0", None)))
@@ -60,14 +61,7 @@ def test_torch_of_the_table_is_the_pinned_one() -> None:
         (None, False, None, "cpu"),
     ],
 )
-def test_accelerator(
-    given: str | None,
-    nodes: bool,
-    listed: str | None,
-    found: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+def test_accelerator(given, nodes, listed, found, monkeypatch, tmp_path: Path) -> None:
     tool = tmp_path / "nvidia-smi"
     if listed is not None:
         tool.write_text(f"#!/bin/sh\nprintf '{listed.strip()}'\n")
@@ -76,11 +70,6 @@ def test_accelerator(
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self] if nodes else []))
     env = {"DISTCACHE_ACCELERATOR": given} if given else {}
     assert pick.find_accelerator(env) == found
-
-
-def test_a_wrong_accelerator_is_named() -> None:
-    with pytest.raises(InstallError, match="DISTCACHE_ACCELERATOR=tpu: use cpu, cuda or auto"):
-        pick.find_accelerator({"DISTCACHE_ACCELERATOR": "tpu"})
 
 
 def test_environment_is_ours_unless_an_activated_one_has_a_suitable_torch() -> None:
@@ -108,10 +97,7 @@ def test_own_environment_gets_torch_before_the_rest() -> None:
     assert lock[-4:] == ["-r", str(pick.LOCK), "-r", str(pick.TEST)]
     assert pair[-4:] == ["torchrec==1.8.0", "fbgemm-gpu-cpu==1.8.0", *index]
     assert checkout[-2:] == ["-e", str(pick.CHECKOUT)]
-
-
-def test_a_changed_fbgemm_build_replaces_the_other() -> None:
-    state = everything(CUDA, "torchrec==1.8.0", "fbgemm_gpu-cpu==1.8.0")
+    state = everything(CUDA, "torchrec==1.8.0", "fbgemm_gpu-cpu==1.8.0")  # one replaces the other
     _, gone, came, _ = pick.rest_commands(OWN, state, "cuda", [])[0]
     assert gone[3:] == ["uninstall", "-y", "fbgemm-gpu-cpu"]
     assert came[-1] == "fbgemm-gpu==1.8.0"
@@ -142,3 +128,37 @@ def test_fingerprint_changes_with_what_decides() -> None:
         pick.fingerprint(THEIRS, state, env),
     ]
     assert base not in others
+
+
+OUTSIDE = {"torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"}
+
+
+def required(name: str) -> set[str]:
+    """Names that an installed distribution requires here, without its extras."""
+    wanted = map(Requirement, importlib.metadata.requires(name) or [])
+    here = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return {canonicalize_name(one.name) for one in here}
+
+
+def test_every_line_is_pinned_once() -> None:
+    wanted = pick.lines(pick.BUILD, pick.LOCK, pick.TEST)
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in wanted)
+    names = [pick.normalised(line)[0] for line in wanted]
+    assert len(names) == len(set(names))
+
+
+def test_requirements_of_the_locked_are_locked() -> None:
+    names = {pick.normalised(line)[0] for line in pick.lines(pick.BUILD, pick.LOCK, pick.TEST)}
+    for name in sorted(names | {"torchrec"}):
+        assert required(name) <= names | OUTSIDE, name
+
+
+def test_triton_is_the_one_that_torch_wants() -> None:
+    wanted = [Requirement(one) for one in importlib.metadata.requires("torch") or []]
+    named = [one for one in wanted if canonicalize_name(one.name) == "triton"]
+    if not named:
+        pytest.skip("a CPU build of torch names no triton")
+    if importlib.metadata.version("torch").split("+")[0] != pick.TORCH:
+        pytest.skip("another torch than the pinned one brings its own triton")
+    (ours,) = (v for n, v in map(pick.normalised, pick.lines(pick.TEST)) if n == "triton")
+    assert all(ours in one.specifier for one in named)

@@ -30,34 +30,48 @@ def bash(script: str, *arguments: str, **env: str) -> subprocess.CompletedProces
     return subprocess.run(command, env=clean, capture_output=True, text=True, cwd="/")
 
 
+def refused(script: str, says: str, *arguments: str, **env: str) -> None:
+    """A script ends with an error that says so."""
+    run = bash(script, *arguments, **env)
+    assert run.returncode == 1 and says in run.stderr, run.stderr
+
+
+def program(path: Path, text: str) -> Path:
+    """A stand-in for another program."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> dict[str, str]:
+    """Variables of a set-up that makes an environment for the CPU, where there is none yet."""
+    return {"DISTCACHE_VENV": str(tmp_path / "new"), "DISTCACHE_ACCELERATOR": "cpu"}
+
+
 @pytest.mark.parametrize(
     ("accelerator", "fbgemm"), [("cpu", "fbgemm-gpu-cpu==1.8.0"), ("cuda", "fbgemm-gpu==1.8.0")]
 )
-def test_dry_run_says_what_it_would_install(accelerator: str, fbgemm: str, tmp_path: Path) -> None:
-    run = bash(
-        "quickstart.sh",
-        "--dry-run",
-        "trainer.steps=3",
-        DISTCACHE_VENV=str(tmp_path / "new"),
-        DISTCACHE_ACCELERATOR=accelerator,
-        DISTCACHE_TORCH_INDEX="https://index.example/simple",
-    )
+def test_dry_run_says_what_it_would_install(accelerator: str, fbgemm: str, venv: dict) -> None:
+    index = "https://index.example/simple"
+    venv |= {"DISTCACHE_ACCELERATOR": accelerator, "DISTCACHE_TORCH_INDEX": index}
+    run = bash("quickstart.sh", "--dry-run", "trainer.steps=3", **venv)
     assert run.returncode == 0, run.stderr
     said = run.stdout.splitlines()
     locked = [line.strip() for line in said if line.startswith("      ")]
     assert locked == pick.lines(pick.LOCK, pick.TEST)
     (torch,) = [line for line in said if f"torch=={pick.TORCH}" in line]
-    assert torch.endswith("--extra-index-url https://index.example/simple")
+    assert torch.endswith(f"--extra-index-url {index}")
     (pair,) = [line for line in said if "torchrec==" in line]
-    assert fbgemm in pair.split()
-    assert "--no-deps" in pair
+    assert {fbgemm, "--no-deps"} <= set(pair.split())
     assert said[-1].endswith("'trainer.steps=3'")
     assert "'modes=data,hybrid' 'world_size=2'" in said[-1]
-    assert not (tmp_path / "new").exists()
+    assert not Path(venv["DISTCACHE_VENV"]).exists()
 
 
-def test_torchrun_on_one_node_and_on_several(tmp_path: Path) -> None:
-    venv = {"DISTCACHE_VENV": str(tmp_path / "new"), "DISTCACHE_ACCELERATOR": "cpu", "RANKS": "3"}
+def test_torchrun_on_one_node_and_on_several(venv: dict) -> None:
+    venv |= {"RANKS": "3"}
     run = bash("torchrun.sh", "--dry-run", "trainer.steps=3", **venv)
     assert run.returncode == 0, run.stderr
     job = run.stdout.splitlines()[-1]
@@ -70,39 +84,28 @@ def test_torchrun_on_one_node_and_on_several(tmp_path: Path) -> None:
         assert f"'--rdzv-endpoint' 'node7:29400' '--rdzv-conf' '{host}'" in job
         assert "--standalone" not in job and job.endswith("'a=b c'")
     for name, value in (("RANKS", "0"), ("RANKS", "two"), ("NODES", "-1"), ("NODE_RANK", "x")):
-        run = bash("torchrun.sh", "--dry-run", **{**venv, name: value})
-        assert run.returncode == 1 and f"{name}={value} is no whole number" in run.stderr
-    run = bash("torchrun.sh", "--dry-run", NODES="2", MASTER_ADDR="", **venv)
-    assert run.returncode == 1 and "NODES=2 needs MASTER_ADDR" in run.stderr
+        says = f"{name}={value} is no whole number"
+        refused("torchrun.sh", says, "--dry-run", **venv | {name: value})
+    alone = {"NODES": "2", "MASTER_ADDR": ""} | venv
+    refused("torchrun.sh", "NODES=2 needs MASTER_ADDR", "--dry-run", **alone)
 
 
-def test_slurm_starts_torchrun_on_every_node(tmp_path: Path) -> None:
+def test_slurm_starts_torchrun_on_every_node(tmp_path: Path, venv: dict) -> None:
     """With stand-ins for Slurm's programs; srun runs the command for each of two nodes."""
-    programs = {
-        "scontrol": '[[ "$*" == "show hostnames n[3-4]" ]] && printf "n3\\nn4\\n"',
-        "srun": f'echo "$1 $2 $3" >{tmp_path}/how; shift 3; for SLURM_NODEID in 0 1; do '
-        'export SLURM_NODEID; "$@"; done',
-    }
-    for name, text in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+    hosts = '[[ "$*" == "show hostnames n[3-4]" ]] && printf "n3\\nn4\\n"'
+    program(tmp_path / "scontrol", hosts)
+    nodes = 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done'
+    program(tmp_path / "srun", f'echo "$1 $2 $3" >{tmp_path}/how; shift 3; {nodes}')
     slurm = {
-        "CPUS_ON_NODE": "96",
-        "JOB_NUM_NODES": "2",
-        "JOB_NODELIST": "n[3-4]",
-        "JOB_ID": "71234",
+        "SLURM_CPUS_ON_NODE": "96",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "n[3-4]",
+        "SLURM_JOB_ID": "71234",
+        "SLURM_SUBMIT_DIR": str(pick.CHECKOUT),
     }
-    slurm["SUBMIT_DIR"] = str(pick.CHECKOUT)
-    run = bash(
-        "slurm.sbatch",
-        "--dry-run",
-        "trainer.steps=3",
-        PATH=f"{tmp_path}:{os.environ['PATH']}",
-        DISTCACHE_VENV=str(tmp_path / "new"),
-        DISTCACHE_ACCELERATOR="cpu",
-        RANKS="8",
-        **{f"SLURM_{name}": value for name, value in slurm.items()},
-    )
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    given = venv | slurm | {"PATH": path, "RANKS": "8"}
+    run = bash("slurm.sbatch", "--dry-run", "trainer.steps=3", **given)
     assert run.returncode == 0, run.stderr
     jobs = [line for line in run.stdout.splitlines() if "distcache.train" in line]
     assert len(jobs) == 2
@@ -112,44 +115,27 @@ def test_slurm_starts_torchrun_on_every_node(tmp_path: Path) -> None:
         assert "'--nnodes' '2'" in job and "'--rdzv-id' '71234'" in job
         assert f"'--rdzv-endpoint' 'n3:21234' '--rdzv-conf' 'is_host={1 - number}'" in job
         assert job.endswith("'--nproc-per-node' '8' '-m' 'distcache.train' 'trainer.steps=3'")
-    alone = bash("slurm.sbatch")
-    assert alone.returncode != 0 and "submit this with sbatch" in alone.stderr
+    refused("slurm.sbatch", "submit this with sbatch")
 
 
-def test_errors_name_the_variable(tmp_path: Path) -> None:
-    run = bash("test.sh", DISTCACHE_ACCELERATOR="tpu", DISTCACHE_VENV=str(tmp_path / "new"))
-    assert run.returncode == 1
-    assert "DISTCACHE_ACCELERATOR=tpu: use cpu, cuda or auto" in run.stderr
-    run = bash("test.sh", DISTCACHE_PYTHON="/no/python")
-    assert run.returncode == 1
-    assert "DISTCACHE_PYTHON=/no/python is no Python 3.11 or 3.12" in run.stderr
-
-
-def test_no_python_is_explained(tmp_path: Path) -> None:
+def test_errors_of_the_set_up_name_the_way_out(tmp_path: Path, venv: dict) -> None:
+    says = "DISTCACHE_ACCELERATOR=tpu: use cpu, cuda or auto"
+    refused("test.sh", says, **venv | {"DISTCACHE_ACCELERATOR": "tpu"})
+    says = "DISTCACHE_PYTHON=/no/python is no Python 3.11 or 3.12"
+    refused("test.sh", says, DISTCACHE_PYTHON="/no/python")
     (tmp_path / "dirname").symlink_to("/usr/bin/dirname")
-    setup = pick.CHECKOUT / "launch" / "setup.sh"
+    command = ["/bin/bash", str(pick.CHECKOUT / "launch" / "setup.sh")]
     env = {"PATH": str(tmp_path)}
-    run = subprocess.run(["/bin/bash", str(setup)], env=env, capture_output=True, text=True)
-    assert run.returncode == 1
-    assert "no Python 3.11 or 3.12" in run.stderr
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run.returncode == 1 and "no Python 3.11 or 3.12" in run.stderr
     assert "name it in DISTCACHE_PYTHON" in run.stderr
-
-
-def test_a_failed_import_is_explained(tmp_path: Path) -> None:
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text("#!/bin/sh\necho 'OSError: undefined symbol: _ZN' >&2\nexit 1\n")
-    python.chmod(0o755)
+    failing = "echo 'OSError: undefined symbol: _ZN' >&2\nexit 1"
+    python = program(tmp_path / "bin" / "python", failing)
     code = "import install, sys; print(install.explain(sys.argv[1], None))"
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(python)],
-        cwd=pick.CHECKOUT / "launch",
-        capture_output=True,
-        text=True,
-    )
-    assert "undefined symbol: _ZN" in run.stdout
-    assert "way out: DISTCACHE_ACCELERATOR=cpu" in run.stdout
-    assert str(tmp_path) in run.stdout
+    command, folder = [sys.executable, "-c", code, str(python)], pick.CHECKOUT / "launch"
+    said = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
+    assert "undefined symbol: _ZN" in said and str(tmp_path) in said
+    assert "way out: DISTCACHE_ACCELERATOR=cpu" in said
 
 
 @pytest.mark.parametrize(("seconds", "outcome"), [("0", "1 skipped"), ("60", "1 passed")])
@@ -157,16 +143,12 @@ def test_slow_tests_stop_when_their_time_is_over(
     seconds: str, outcome: str, tmp_path: Path
 ) -> None:
     (tmp_path / "conftest.py").write_text((pick.CHECKOUT / "tests" / "conftest.py").read_text())
-    (tmp_path / "test_one.py").write_text(
-        "import pytest\n@pytest.mark.slow\ndef test_one(): pass\n"
-    )
+    text = "import pytest\n@pytest.mark.slow\ndef test_one(): pass\n"
+    (tmp_path / "test_one.py").write_text(text)
     config = str(pick.CHECKOUT / "pyproject.toml")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-c", config, "--rootdir", str(tmp_path), str(tmp_path)],
-        env={**os.environ, "DISTCACHE_SLOW_S": seconds},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "pytest", "-c", config, "--rootdir", str(tmp_path)]
+    env = {**os.environ, "DISTCACHE_SLOW_S": seconds}
+    run = subprocess.run([*command, str(tmp_path)], env=env, capture_output=True, text=True)
     assert outcome in run.stdout, run.stdout + run.stderr
 
 
@@ -182,29 +164,24 @@ def test_the_parts_of_the_gpu_run_are_commands_that_parse(tmp_path: Path) -> Non
         given, more = parse(options[name], arguments)
         assert given.device == "cuda" and given.out == f"{tmp_path}/{part}.md"
         if name == "step":
-            overrides = ["trainer.device=cpu", *more]
-            config = compose(given, overrides, Place(0, 1, 0, 1))
+            config = compose(given, ["trainer.device=cpu", *more], Place())
             assert config.data.global_batch_size == given.batch
     assert len(parts) > 5
-    wrong = bash("gpu.sh", "kernels", "steps", PYTHON="py")
-    assert wrong.returncode == 1 and "steps is no part: choose among tests kernels" in wrong.stderr
+    says = "steps is no part: choose among tests kernels"
+    refused("gpu.sh", says, "kernels", "steps", PYTHON="py")
 
 
-PYTHON_OF_PARTS = """#!/usr/bin/env bash
-case "$*" in
+PYTHON_OF_PARTS = """case "$*" in
     *is_available*) exit "${NO_GPU:-0}" ;;
     *benchmarks.rows*) echo "no room"; exit 3 ;;
     *benchmarks.kernels*) echo "up"; exec sleep 30 ;;
     *modes=data,resident,fused*model=embeddings*) kill -KILL $$ ;;
     *) echo "all is well" ;;
-esac
-"""
+esac"""
 
 
 def test_a_part_of_the_gpu_run_that_fails_stops_no_other(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text(PYTHON_OF_PARTS)
-    python.chmod(0o755)
+    python = program(tmp_path / "python", PYTHON_OF_PARTS)
     given = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "PART_S": "3"}
     run = bash("gpu.sh", "kernels", "access", "embeddings_64", "step_64", **given)
     said = [re.sub(r"after \d+ s", "after", line) for line in run.stdout.splitlines()]
@@ -223,15 +200,11 @@ def test_a_part_of_the_gpu_run_that_fails_stops_no_other(tmp_path: Path) -> None
 
 
 def test_ctrl_c_ends_the_gpu_run_and_its_part(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text(PYTHON_OF_PARTS)
-    python.chmod(0o755)
+    program(tmp_path / "python", PYTHON_OF_PARTS)
     command = ["bash", str(pick.CHECKOUT / "launch" / "gpu.sh"), "kernels", "step_64"]
-    given = {"PYTHON": "./python", "OUT": "out"}  # from where it was started
-    run = subprocess.Popen(
-        command, env=os.environ | given, cwd=tmp_path, stdout=subprocess.PIPE, text=True,
-        stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+    env = os.environ | {"PYTHON": "./python", "OUT": "out"}  # from where it was started
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    run = subprocess.Popen(command, env=env, cwd=tmp_path, start_new_session=True, **pipes)
     log, deadline = tmp_path / "out" / "kernels.log", time.monotonic() + 30
     while not (log.exists() and "up" in log.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -36,14 +36,19 @@ def auc_by_pairs(scores, labels):
     return sum((p > n) + 0.5 * (p == n) for p, n in pairs) / len(pairs)
 
 
-def test_auc_by_hand():
-    labels = np.array([0, 0, 1, 1])
-    assert auc(np.array([0.1, 0.4, 0.35, 0.8]), labels) == 0.75
-    assert auc(np.array([-9.0, -1.0, 2.0, 3.0]), labels) == 1.0
-    assert auc(np.array([3.0, 2.0, 1.0, 0.0]), labels) == 0.0
-    assert auc(np.zeros(4), labels) == 0.5
-    assert auc(np.array([40.0, 41.0, 42.0, 43.0]), labels) == 1.0  # a sigmoid would merge them
-    assert auc(np.array([-np.inf, 0.0, 1.0, np.inf]), labels) == 1.0
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        ([0.1, 0.4, 0.35, 0.8], 0.75),
+        ([3, 2, 1, 0], 0.0),
+        ([0, 0, 0, 0], 0.5),
+        ([40, 41, 42, 43], 1.0),  # a sigmoid would merge them
+        ([-np.inf, 0, 1, np.inf], 1.0),
+        ([0, 0, 1, np.nan], None),
+    ],
+)
+def test_auc_by_hand(scores, expected):
+    assert auc(np.array(scores, dtype=float), np.array([0, 0, 1, 1])) == expected
 
 
 @pytest.mark.parametrize("levels", [2, 5, 1000])
@@ -55,14 +60,13 @@ def test_auc_equals_its_definition_with_ties(levels):
 
 
 def test_undefined_is_none():
+    both = np.array([0.0, 1.0])
     for labels in (np.zeros(3), np.ones(3), np.zeros(0)):
-        scores = np.arange(float(len(labels)))
-        assert auc(scores, labels) is None
+        assert auc(np.arange(float(len(labels))), labels) is None
         assert normalized_entropy(0.3, labels) is None
-    assert auc(np.array([0.0, np.nan]), np.array([0.0, 1.0])) is None
-    assert log_loss(np.array([0.0, np.nan]), np.array([0.0, 1.0])) is None
+    assert log_loss(np.array([0.0, np.nan]), both) is None
     assert log_loss(np.zeros(0), np.zeros(0)) is None
-    assert normalized_entropy(None, np.array([0.0, 1.0])) is None
+    assert normalized_entropy(None, both) is None
 
 
 def test_log_loss_by_hand_and_at_extremes():
@@ -94,19 +98,16 @@ def data(rank: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     return logits, (torch.rand(count, generator=generator) < 0.4).float()
 
 
-def evaluate(rank: int, world_size: int) -> tuple:
+def evaluate(rank: int, world_size: int) -> list[EvalResult]:
     """One evaluation of three batches, one of none, one with a NaN."""
     world, results = open_world("cpu", timeout_s=60), []
-    for batches, poison in ((range(3), False), ((), False), (range(3), True)):
+    for batches, factor in ((range(3), 1), ((), 1), (range(3), torch.nan if rank == 2 else 1)):
         evaluation = Evaluation()
-        for batch in batches:
-            logits, labels = data(rank, batch)
-            if poison and rank == 2:
-                logits = logits * torch.nan
-            evaluation.add(logits, labels)
+        for logits, labels in (data(rank, batch) for batch in batches):
+            evaluation.add(logits * factor, labels)
         results.append(evaluation.finish(world))
     close_world(world)
-    return tuple(results)
+    return results
 
 
 def test_three_ranks_equal_one():
@@ -115,10 +116,9 @@ def test_three_ranks_equal_one():
     pairs = [data(rank, batch) for rank in range(3) for batch in range(3)]
     logits, labels = (np.concatenate([p[i].double().numpy() for p in pairs]) for i in (0, 1))
     whole, nothing, poisoned = ranks[0]
-    assert whole == measure(logits, labels)
-    assert whole.samples == 22
-    assert (nothing.auc, nothing.logloss, nothing.ne, nothing.samples) == (None, None, None, 0)
-    assert (poisoned.auc, poisoned.logloss, poisoned.ne) == (None, None, None)
+    assert whole == measure(logits, labels) and whole.samples == 22
+    assert nothing == EvalResult(None, None, None, 0)
+    assert poisoned == EvalResult(None, None, None, 22)
 
 
 def test_json_is_strict_and_whole(tmp_path):

@@ -103,9 +103,7 @@ def test_all_ranks_stages_are_on_one_clock(tmp_path, schedule) -> None:
             "training": {step: own + (["forward"] if step % 2 else LOOP) for step in steps},
         }
         assert by_step(events) == expected[lane]
-    syncs = [
-        [e for e in spans[f"rank {rank}", "training"] if e["cat"] == "sync"] for rank in range(2)
-    ]
+    syncs = ([e for e in spans[f"rank {r}", "training"] if e["cat"] == "sync"] for r in range(2))
     for one, other in zip(*syncs, strict=True):  # sums are done once both have come
         assert one["ts"] + one["dur"] > other["ts"] and other["ts"] + other["dur"] > one["ts"]
     waits = [e for e in spans["rank 0", "training"] if e["cat"] == WAIT]
@@ -143,7 +141,7 @@ def test_a_folder_that_cannot_be_written_is_refused(world, tmp_path) -> None:
     mode.close()
 
 
-def part(folder: Path, rank: int, steps: int = 3, **clock: float) -> TracePart:
+def part(folder: Path, rank: int = 0, steps: int = 3, **clock: float) -> TracePart:
     """A part with steps of 1 s each, of which the first 0.25 s were waited."""
     made = TracePart(folder, rank, SharedClock(start_s=100.0, **clock))
     for step in range(steps):
@@ -154,11 +152,15 @@ def part(folder: Path, rank: int, steps: int = 3, **clock: float) -> TracePart:
 
 
 def test_times_are_microseconds_of_rank_0_s_clock(tmp_path) -> None:
-    part(tmp_path, 0).close()
+    made = part(tmp_path)
+    lanes = ("copy-in", "copy-out", "movement", "planner")
+    made(3, "train", [Span("fill", lane, 3, 0.0, 1.0) for lane in lanes])
+    made.close()
     part(tmp_path, 1, offset_s=-7.5).close()
     collect(tmp_path, 2, {"by": "hand"}, 0.0)
     found = read(tmp_path)
-    spans = spans_of(found)
+    spans = spans_of(found)  # lanes of any name have threads of their own
+    assert {lane for rank, lane in spans if rank == "rank 0"} == {*lanes, "training"}
     for rank, shift in ((0, 0.0), (1, -7.5e6)):
         events = spans[f"rank {rank}", "training"]
         applies = [(e["ts"] - shift, e["dur"]) for e in events if e["cat"] == "apply"]
@@ -167,20 +169,11 @@ def test_times_are_microseconds_of_rank_0_s_clock(tmp_path) -> None:
     assert found["otherData"] == {"by": "hand"} and found["displayTimeUnit"] == "ms"
     threads = [e["tid"] for e in found["traceEvents"] if e["name"] == "thread_name"]
     processes = [e["pid"] for e in found["traceEvents"] if e["name"] == "process_name"]
-    assert len(set(threads)) == 2 and len(set(processes)) == 2 and 0 not in processes
-
-
-def test_lanes_of_any_name_have_threads_of_their_own(tmp_path) -> None:
-    made = TracePart(tmp_path, 0, SharedClock(0.0))
-    lanes = ("copy-in", "training", "copy-out", "movement", "planner")
-    made(0, "train", [Span("fill", lane, 0, 0.0, 1.0) for lane in lanes])
-    made.close()
-    collect(tmp_path, 1, {}, 0.0)
-    assert {lane for _, lane in spans_of(read(tmp_path))} == set(lanes)
+    assert len(set(threads)) == 6 and len(set(processes)) == 2 and 0 not in processes
 
 
 def test_what_a_killed_rank_wrote_is_kept_and_said(tmp_path, caplog) -> None:
-    part(tmp_path, 0).close()
+    part(tmp_path).close()
     killed = part(tmp_path, 1)
     killed._file.flush()
     with part_of(tmp_path, 1, "open").open("a") as file:
@@ -195,13 +188,13 @@ def test_what_a_killed_rank_wrote_is_kept_and_said(tmp_path, caplog) -> None:
 
 def test_large_traces_are_packed(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(trace, "LARGE_BYTES", 1_000)
-    part(tmp_path, 0, steps=20).close()
+    part(tmp_path, steps=20).close()
     assert collect(tmp_path, 1, {}, 0.0) == tmp_path / "trace.json.gz"
     assert len(spans_of(read(tmp_path))["rank 0", "training"]) == 40
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, caplog, monkeypatch) -> None:
-    made = part(tmp_path, 0)
+    made = part(tmp_path)
     made._file.flush()
     with Path("/dev/full").open("w") as full, made._file:
         made._file = full
@@ -220,16 +213,11 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, caplog, monkeypatc
 
 
 def test_memory_does_not_grow_with_the_steps(tmp_path) -> None:
-    made = TracePart(tmp_path, 0, SharedClock(0.0))
-
-    def steps(count: int) -> None:
-        for step in range(count):
-            made(step, "train", [Span("apply", "training", step, 0.0, 1.0)] * 10)
-
-    steps(10)
+    made = part(tmp_path)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    steps(2_000)
+    for step in range(2_000):
+        made(step, "train", [Span("apply", "training", step, 0.0, 1.0)] * 10)
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     made.close()

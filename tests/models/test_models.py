@@ -23,52 +23,38 @@ def inputs(batch=BATCH, dtype=torch.float64):
     return dense, torch.randn(batch, FEATURES * DIM, generator=generator, dtype=dtype)
 
 
-def torchrec_collection():
-    """One table per feature; row i of every table becomes sample i's pooled vector."""
-    modules = pytest.importorskip("torchrec.modules.embedding_modules")
-    configs = pytest.importorskip("torchrec.modules.embedding_configs")
-    tables = [
-        configs.EmbeddingBagConfig(
-            name=f"t{f}", embedding_dim=DIM, num_embeddings=BATCH, feature_names=[f"f{f}"]
-        )
-        for f in range(FEATURES)
-    ]
-    return modules.EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
-
-
-def set_parameters(target: nn.Module, source: nn.Module, prefix: str) -> None:
-    """Copy the linear layers of `source` into those of `target`, in order."""
-    ours = [m for m in source.modules() if isinstance(m, nn.Linear)]
-    theirs = [m for m in target.modules() if isinstance(m, nn.Linear)]
-    assert len(ours) == len(theirs), prefix
-    for one, other in zip(ours, theirs, strict=True):
-        other.load_state_dict(one.state_dict())
+def linear_layers(*parts: nn.Module) -> list[nn.Linear]:
+    return [layer for part in parts for layer in part.modules() if isinstance(layer, nn.Linear)]
 
 
 @pytest.mark.parametrize("name", ["dlrm", "dcn_v2"])
 def test_equal_to_torchrec(name):
+    """One table per feature; row i of every table becomes sample i's pooled vector."""
+    torchrec = pytest.importorskip("torchrec")
     dlrm = pytest.importorskip("torchrec.models.dlrm")
-    sparse = pytest.importorskip("torchrec.sparse.jagged_tensor")
-    model, collection = make(name), torchrec_collection()
+    model, keys = make(name), [f"f{f}" for f in range(FEATURES)]
+    shape = {"embedding_dim": DIM, "num_embeddings": BATCH}
+    tables = [torchrec.EmbeddingBagConfig(name=k, feature_names=[k], **shape) for k in keys]
+    collection = torchrec.EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
+    sizes = (DENSE, [16, DIM], [20, 10, 1])
     if name == "dlrm":
-        theirs = dlrm.DLRM(collection, DENSE, [16, DIM], [20, 10, 1])
+        theirs = dlrm.DLRM(collection, *sizes).double()
     else:
-        theirs = dlrm.DLRM_DCN(collection, DENSE, [16, DIM], [20, 10, 1], 2, 6)
-    theirs = theirs.double()
-    set_parameters(theirs.dense_arch, model.dense_arch, "dense")
-    set_parameters(theirs.over_arch, model.over_arch, "over")
-    if name == "dcn_v2":
+        theirs = dlrm.DLRM_DCN(collection, *sizes, 2, 6).double()
         cross = theirs.inter_arch.crossnet
-        for layer in range(2):
-            cross.V_kernels[layer].data.copy_(model.cross.down[layer].weight)
-            cross.W_kernels[layer].data.copy_(model.cross.up[layer].weight)
-            cross.bias[layer].data.copy_(model.cross.up[layer].bias)
+        for layer, (down, up) in enumerate(zip(model.cross.down, model.cross.up, strict=True)):
+            cross.V_kernels[layer].data.copy_(down.weight)
+            cross.W_kernels[layer].data.copy_(up.weight)
+            cross.bias[layer].data.copy_(up.bias)
+    ours = linear_layers(model.dense_arch, model.over_arch)
+    for mine, other in zip(ours, linear_layers(theirs.dense_arch, theirs.over_arch), strict=True):
+        other.load_state_dict(mine.state_dict())
     dense, pooled = inputs()
     pooled = pooled.float().double()  # TorchRec's collection pools in float32
     for feature, bag in enumerate(collection.embedding_bags.values()):
         bag.weight.data = pooled[:, feature * DIM : (feature + 1) * DIM].contiguous()
-    ids = sparse.KeyedJaggedTensor.from_lengths_sync(
-        keys=[f"f{f}" for f in range(FEATURES)],
+    ids = torchrec.KeyedJaggedTensor.from_lengths_sync(
+        keys=keys,
         values=torch.arange(BATCH).repeat(FEATURES),
         lengths=torch.ones(FEATURES * BATCH, dtype=torch.int32),
     )
@@ -129,7 +115,7 @@ def test_empty_slice_gives_zero_gradients(name):
         assert parameter.grad is not None and not parameter.grad.any(), key
 
 
-def test_initialise_is_a_function_of_the_seed():
+def test_initialise_is_a_function_of_the_seed_with_the_spread_of_dlrm():
     first, again, other = make("dlrm"), make("dlrm"), make("dlrm", seed=4)
     torch.randn(3)  # the global generator plays no part
     single = make("dlrm", torch.float32)
@@ -138,11 +124,7 @@ def test_initialise_is_a_function_of_the_seed():
         assert torch.equal(value, again.state_dict()[key])
         assert torch.equal(value, single.state_dict()[key].double())
         assert not torch.equal(value, other.state_dict()[key])
-
-
-def test_initialise_has_the_spread_of_dlrm():
-    model = initialise(DLRM(400, 3, 300, [300], [8, 1]), 1)
-    layer = model.dense_arch[0]
+    layer = initialise(DLRM(400, 3, 300, [300], [8, 1]), 1).dense_arch[0]
     assert abs(layer.weight.std().item() / (2 / 700) ** 0.5 - 1) < 0.02
     assert abs(layer.bias.std().item() / (1 / 300) ** 0.5 - 1) < 0.15
 

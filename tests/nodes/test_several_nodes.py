@@ -40,7 +40,7 @@ from toy_parallel import ToyParallel
 
 from distcache import lookahead
 from distcache.comm.world import Nodes, World, close_world
-from distcache.engine import views, whole
+from distcache.engine import whole
 from distcache.engine.groups import Placement, TableGroup, group_bags, make_groups
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError
 from distcache.parallel.base import OptimizerSpec
@@ -71,9 +71,9 @@ RUNS = {name: replace(SHARING, placement=own) for name, own in PLACEMENTS.items(
 
 @dataclass(frozen=True)
 class Run:
-    """A run's digests, what this rank has cached, and what it sent, bytes by counter."""
+    """A run's losses and digest, what this rank has cached, and what it sent, bytes by counter."""
 
-    losses: str
+    losses: list[float]
     state: str
     cached: np.ndarray
     sent: dict[str, int]
@@ -100,7 +100,7 @@ def run_one(world: World, settings: CachedSettings) -> Run:
     losses = [mode.train_step(step).loss for step in mode.stream(batches)]
     outcome, counters = finish(mode, CASE, losses), mode.counters
     sent = counters.values() | {"inter_node_bytes": counters.inter_node_bytes}
-    return Run(outcome.loss_digest, outcome.state_digest, outcome.cached, sent)
+    return Run(outcome.losses, outcome.state_digest, outcome.cached, sent)
 
 
 def named_rows(placement: Placement) -> Iterator[tuple[TableGroup, list[np.ndarray]]]:
@@ -297,7 +297,7 @@ def too_large(rank: int, size: int) -> str:
 
 def test_copies_of_whole_tables_must_fit_a_node() -> None:
     for message in run_ranks(too_large, 2):
-        assert "a copy of table 't0'" in message and views._WAY_OUT in message
+        assert "a copy of table 't0'" in message and whole._WAY_OUT in message
 
 
 MANY = (*TABLES, table("d", 1))

@@ -210,15 +210,11 @@ def test_a_disabled_update_writes_nothing(rule, kind):
 
 
 def test_nothing_to_do():
-    none = torch.zeros(0, dtype=torch.int64)
-    empty = lookup(torch.zeros(0, 4), none, torch.zeros(4, dtype=torch.int64))
-    assert torch.equal(empty, torch.zeros(3, 4))
-    assert lookup(torch.ones(2, 4), none, torch.zeros(1, dtype=torch.int64)).shape == (0, 4)
-    some = lookup(torch.ones(2, 4), none, torch.zeros(3, dtype=torch.int64))
-    assert torch.equal(some, torch.zeros(2, 4))
-    zero = torch.zeros(1, dtype=torch.int64)
-    assert gradients(torch.zeros(0, 4), none, none, zero, torch.zeros(0)).shape == (0, 4)
-    assert gradients(torch.ones(3, 4), none, none, zero).shape == (0, 4)
+    none, zero = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    for rows, bags in ((torch.zeros(0, 4), 3), (torch.ones(2, 4), 0), (torch.ones(2, 4), 2)):
+        found = lookup(rows, none, torch.zeros(bags + 1, dtype=torch.int64), None)
+        assert torch.equal(found, torch.zeros(bags, 4))
+        assert gradients(rows, none, none, zero).shape == (0, 4)
     weight, _ = updated(RULES[0], torch.ones(3, 4), None, none, torch.zeros(0, 4))
     assert (weight == 1).all()
 

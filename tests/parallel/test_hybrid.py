@@ -92,7 +92,7 @@ def ended(hybrid: HybridParallel, case: Scenario, losses: list[float]) -> Outcom
         if parts[0] is not None:
             tables[spec.name] = torch.cat(parts).numpy()
     dense = {name: value.numpy().copy() for name, value in hybrid.dense_state().items()}
-    return Outcome(losses, "", "", tables, dense, {})
+    return Outcome(losses, tables, dense, {})
 
 
 def copy_state(hybrid: HybridParallel) -> dict[str, torch.Tensor]:

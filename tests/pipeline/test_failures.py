@@ -28,16 +28,19 @@ LONG_S, TIMEOUT_S = 60.0, 6.0
 LAST_WORD = 77
 """Exit code of the rank that vanishes in an exchange of rows."""
 
-LONE = {
-    "model": "ValueError: the model fails in step 2",
-    "apply": "MemoryError: no room",
-    "gather": "MemoryError: no room",
-    "no data": "MemoryError: no room",
-    "warm start": "MemoryError: no room",
-    "warm start, serial": "MemoryError: no room",
-    "plan": "MemoryError: no room",
-    "plan, serial": "MemoryError: no room",
-}
+NO_ROOM = "MemoryError: no room"
+LONE = dict.fromkeys(
+    (
+        "apply",
+        "gather",
+        "no data",
+        "warm start",
+        "warm start, serial",
+        "plan",
+        "plan, serial",
+    ),
+    NO_ROOM,
+) | {"model": "ValueError: the model fails in step 2"}
 """What fails on rank 1 alone, and its error."""
 
 EXCHANGES = {
@@ -337,12 +340,9 @@ def test_a_rank_that_dies_is_named(all_ends, where: str) -> None:
 def test_the_rank_that_serves_the_store_is_named_too(all_ends) -> None:
     error = all_ends["kill host"][1].value["error"]
     assert error.startswith("PeerError: rank 1 waited in the host group: int; rank 0 ended, and")
-
-
-def test_a_rank_that_dies_while_the_job_starts(all_ends) -> None:
-    error = all_ends["kill host early"][1].value
-    assert error.startswith("PeerError: rank 1 of 2 could not join the others (")
-    assert "ended while the job started" in error
+    early = all_ends["kill host early"][1].value
+    assert early.startswith("PeerError: rank 1 of 2 could not join the others (")
+    assert "ended while the job started" in early
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "hangs" in name])

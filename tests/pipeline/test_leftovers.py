@@ -13,7 +13,12 @@ from launching import run
 TESTS = Path(__file__).resolve().parent.parent
 
 
-def check(repetitions: int, *arguments: str, code: int = 0) -> None:
+@pytest.mark.parametrize(
+    "repetitions",
+    [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+)
+@pytest.mark.parametrize(("arguments", "code"), [((), 0), (("fails",), 1)])
+def test_nothing_is_left(arguments: tuple, code: int, repetitions: int) -> None:
     """Two ranks' short runs: every exit code is `code`, and no file stays."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
     before = set(os.listdir("/dev/shm"))
@@ -24,22 +29,6 @@ def check(repetitions: int, *arguments: str, code: int = 0) -> None:
         timeout=30 + 20 * repetitions,
     )
     assert done.returncode == 0, done.stderr
-    mine = {name for name in set(os.listdir("/dev/shm")) - before if "distcache" in name}
-    assert not mine
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "distcache" in name}
     codes = [json.loads(line) for line in done.stdout.splitlines()]
     assert codes == [[code, code]] * repetitions, (codes, done.stderr)
-
-
-def test_nothing_is_left() -> None:
-    check(3)
-
-
-def test_a_failed_run_ends_in_order_too() -> None:
-    check(2, "fails", code=1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_nothing_is_left_twenty_times() -> None:
-    check(20)
-    check(20, "fails", code=1)

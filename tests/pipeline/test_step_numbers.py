@@ -30,7 +30,8 @@ def step(clock: StageClock, number: int, gather_lane: str, waited: float, kind="
 
 
 def test_a_lap_holds_the_steps_since_the_one_before() -> None:
-    clock = StageClock()
+    clock, seen = StageClock(), []
+    clock.watchers.append(lambda number, kind, spans: seen.append((number, kind, len(spans))))
     step(clock, 0, "movement", 2)  # all of the gather was waited for
     step(clock, 1, "movement", 1)
     took, hidden = clock.lap()
@@ -46,6 +47,8 @@ def test_a_lap_holds_the_steps_since_the_one_before() -> None:
         {"plan": 4000, "gather": 2000, "forward_backward": 3000, WAIT: 1000}
     )
     assert clock.hidden_ms() == pytest.approx({"plan": 4000, "gather": 1000})
+    assert clock.steps == 3
+    assert seen == [(0, "train", 4), (1, "train", 4), (2, "train", 4), (3, "eval", 4)]
 
 
 def test_the_hidden_share_counts_movement_in_the_loop_as_waited_for() -> None:
@@ -57,15 +60,6 @@ def test_the_hidden_share_counts_movement_in_the_loop_as_waited_for() -> None:
     found = stage_values(serial)
     assert (found["hidden_share"], found["stage_hidden_ms"]) == (4 / 6, {"plan": 4000})
     assert stage_values(StageClock())["hidden_share"] is None
-
-
-def test_watchers_see_every_step_with_its_waits() -> None:
-    clock, seen = StageClock(), []
-    clock.watchers.append(lambda number, kind, spans: seen.append((number, kind, len(spans))))
-    step(clock, 0, "movement", 1)
-    step(clock, 1, "movement", 1, kind="eval")
-    assert seen == [(0, "train", 4), (1, "eval", 4)]
-    assert clock.steps == 1
 
 
 class Event:
@@ -126,31 +120,27 @@ def test_beyond_that_a_uniform_sample() -> None:
         assert np.abs(eighths - keep / 8).max() < 4 * (keep / 8 * 7 / 8) ** 0.5
 
 
-def said(*parts: tuple[float, bool]) -> torch.Tensor:
-    """The words of ranks with these losses and wishes."""
-    return torch.stack([words(torch.tensor([loss]), stop) for loss, stop in parts])
+TENTHS = [float(torch.tensor(share)) for share in (0.1, 0.2, 0.7)]  # float32, as a model's
 
 
-def test_losses_add_up_in_rank_order_and_in_float64() -> None:
-    shares = (0.1, 0.2, 0.7)
-    exact = [float(torch.tensor(share)) for share in shares]  # float32, as the model gave them
-    found = agreement(said(*((share, False) for share in shares)))
-    assert found == StepResult((exact[0] + exact[1]) + exact[2], (), False)
+@pytest.mark.parametrize(
+    ("losses", "stops", "expected"),
+    [
+        (TENTHS, (), StepResult((TENTHS[0] + TENTHS[1]) + TENTHS[2], (), False)),
+        ((1.0, 1.0, 0.0), (1,), StepResult(2.0, (), True)),
+        ((math.inf, 1.0), (0,), StepResult(math.inf, (0,), True)),
+        ((1.0, -math.inf, 2.0, -math.inf), (), StepResult(-math.inf, (1, 3), False)),
+        ((1e308, 1e308), (), StepResult(math.inf, (0, 1), False)),
+    ],
+)
+def test_what_follows_from_what_the_ranks_say(losses, stops, expected) -> None:
+    """Losses add up in rank order and in float64; a sum that overflows is everybody's."""
+    said = [words(torch.tensor(loss, dtype=torch.float64), rank in stops)
+            for rank, loss in enumerate(losses)]  # fmt: skip
+    assert agreement(torch.stack(said)) == expected
     assert words(torch.tensor(0.5), False).dtype is torch.float64
 
 
-def test_one_rank_that_wants_to_stop_stops_all() -> None:
-    assert agreement(said((1.0, False), (1.0, True), (0.0, False))).stop is True
-    assert agreement(said((1.0, False), (1.0, False))).stop is False
-
-
-def test_who_has_a_loss_that_is_not_finite() -> None:
-    found = agreement(said((1.0, False), (math.nan, False), (2.0, False), (-math.inf, False)))
-    assert found.bad_ranks == (1, 3) and math.isnan(found.loss)
-    assert agreement(said((math.inf, True), (1.0, False))) == StepResult(math.inf, (0,), True)
-
-
-def test_a_sum_that_overflows_is_nobodys_or_everybodys() -> None:
-    large = torch.full((2, 2), 1e308, dtype=torch.float64)
-    large[:, 1] = 0
-    assert agreement(large) == StepResult(math.inf, (0, 1), False)
+def test_who_has_a_loss_that_is_no_number() -> None:
+    found = agreement(torch.tensor([[1.0, 0], [math.nan, 0], [2.0, 0]], dtype=torch.float64))
+    assert found.bad_ranks == (1,) and math.isnan(found.loss)

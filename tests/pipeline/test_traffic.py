@@ -22,7 +22,7 @@ SYNTHETIC = (
 )
 
 
-def synthetic() -> Run:
+def synthetic(folder: Path) -> Run:
     return Run(SYNTHETIC, (500, 200), Placement(), prefetch=2, evals=5)
 
 
@@ -45,14 +45,8 @@ def criteo(folder: Path) -> Run:
     return Run((*data, "model.embedding_dim=4"), (2400,), Placement(), "sgd", steps=10)
 
 
-def check(runs: list[Run], world: int) -> None:
-    """Each rank's counters of all runs are those of their replays."""
-    for run, ranks in zip(runs, counted(runs, world), strict=True):
-        compare(run, ranks, world)
-
-
 def compare(run: Run, ranks: list[dict], world: int) -> None:
-    """What ranks counted in one run, and its replay."""
+    """Each rank's counters of a run are those of its replay; rows leave the cache."""
     steps = [step for step in replayed(run, world) if step.kind == "train"]
     assert len(steps) == run.steps
     total = {
@@ -62,50 +56,36 @@ def compare(run: Run, ranks: list[dict], world: int) -> None:
         "host_written": sum(step.host_written for step in steps),
     }
     for key, expected in total.items():
-        found = [rank[key] for rank in ranks]
-        assert found == expected.tolist(), f"{key} of {run.placement}"
+        assert [rank[key] for rank in ranks] == expected.tolist(), f"{key} of {run.placement}"
     assert ranks[0]["summary"]["collective_bytes"] == total["collective_bytes"].sum() // world
     assert total["collective_bytes"].all(), "nothing was sent"
 
 
-def test_synthetic() -> None:
-    runs = placements(synthetic())
-    check(runs, 2)
-    for run in runs:
-        written = sum(step.host_written.sum() for step in replayed(run, 2))
-        assert written > 0, f"nothing leaves the cache of {run.placement}"
+def check(runs: list[Run], world: int) -> None:
+    for run, ranks in zip(runs, counted(runs, world), strict=True):
+        compare(run, ranks, world)
 
 
-def test_interactions(tmp_path: Path) -> None:
-    check(placements(interactions(tmp_path)), 2)
-
-
-def test_criteo(tmp_path: Path) -> None:
-    check(placements(criteo(tmp_path)), 2)
-
-
-def test_without_a_window(tmp_path: Path) -> None:
-    check([replace(synthetic(), lookahead=0, steps=6)], 2)
+@pytest.mark.parametrize("make", [synthetic, interactions, criteo])
+def test_two_ranks_in_every_placement(make, tmp_path: Path) -> None:
+    runs = placements(make(tmp_path))
+    check([*runs, replace(runs[0], lookahead=0, steps=6)], 2)
+    written = [sum(step.host_written.sum() for step in replayed(run, 2)) for run in runs]
+    assert all(written) or make is not synthetic, "nothing leaves the cache"
 
 
 @pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
-    cases = [synthetic(), criteo(tmp_path)]
+    cases = [synthetic(tmp_path), criteo(tmp_path)]
     check([replace(run, steps=8) for case in cases for run in placements(case)[2:4]], 4)
 
 
-def test_a_byte_off_is_seen() -> None:
-    run = replace(synthetic(), placement=Placement("sharded"), steps=6, evals=0)
+def test_a_byte_off_is_seen(tmp_path: Path) -> None:
+    run = replace(synthetic(tmp_path), placement=Placement("sharded"), steps=6, evals=0)
     (ranks,) = counted([run], 2)
     compare(run, ranks, 2)
+    with pytest.raises(AssertionError, match="host_read"):
+        compare(replace(run, optimizer="adam"), ranks, 2)
     ranks[1]["planning_bytes"] += 1
     with pytest.raises(AssertionError, match="planning_bytes"):
         compare(run, ranks, 2)
-    with pytest.raises(AssertionError, match="host_read"):
-        compare(replace(run, optimizer="adam"), counted([run], 2)[0], 2)
-
-
-@pytest.mark.parametrize("placement", [Placement(), Placement("sharded")])
-def test_one_rank_sends_nothing(placement: Placement) -> None:
-    steps = replayed(replace(synthetic(), placement=placement), 1)
-    assert not any(step.sent.any() or step.planning.any() for step in steps)

@@ -8,8 +8,7 @@ import pytest
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_streams import make_layout, sharded_streams, streams
-from planner_bodies import BODIES, using
+from plan_streams import BODIES, make_layout, sharded_streams, streams, using
 from shard_model import replay
 from simulator import PlannerSettings, simulate
 
@@ -87,27 +86,9 @@ def test_a_step_out_of_order_is_refused() -> None:
         home.ingest(0, "train", [np.array([2, 3])])
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_restore_goes_on_from_what_the_device_holds(world: int) -> None:
-    layout = make_layout(30, world)
-    home = HomePlanner(layout, world - 1, 8, 1)
-    rows = layout.row(world - 1, np.arange(9, dtype=np.int64))
-    held = np.full(8, -1, np.int64)
-    held[2:7] = rows[:5]
-    home.restore(held, 17)
-    home.ingest(18, "train", [rows[3:9]] + [np.empty(0, np.int64)] * (world - 1))
-    decision = home.plan()
-    assert decision.fetch_rows.tolist() == rows[5:9].tolist()
-    assert decision.slots[:2].tolist() == [5 + 8 * (world - 1), 6 + 8 * (world - 1)]
-    assert set(decision.evict_rows.tolist()) <= set(rows[:3].tolist())
-    assert len(decision.evict_rows) == 1
-
-
-POLICIES_TO_RESTORE = [Policy(name) for name in POLICIES]
-POLICIES_TO_RESTORE += [Policy(tail=tail) for tail in ("lru", "frequency")]
-
-
-@pytest.mark.parametrize("policy", POLICIES_TO_RESTORE, ids=str)
+@pytest.mark.parametrize(
+    "policy", [*map(Policy, POLICIES), Policy(tail="lru"), Policy(tail="frequency")], ids=str
+)
 def test_restore_forgets_how_far_planning_was_ahead(policy: Policy) -> None:
     rng = np.random.default_rng(5)
     stream = [rng.integers(0, 40, 6) for _ in range(60)]

@@ -1,9 +1,11 @@
-"""Replaying a trace counts what whole plans count, and refuses what training refuses."""
+"""Replaying a trace counts what whole plans count, and refuses what training refuses; MIN."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,7 @@ import torch
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_streams import make_layout, streams
-from planner_bodies import BODIES, using
+from plan_streams import BODIES, make_layout, streams, using
 from protocol_cases import CASE, SLOTS, make, train
 from ranks import run_ranks
 from simulator import PlannerSettings, simulate
@@ -22,14 +23,14 @@ from simulator import PlannerSettings, simulate
 from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.planner.victims import PINNED, POLICIES, TAILS, Policy
-from distcache.replay import Case, GroupCounts, Outcome, replay
+from distcache.replay import Case, GroupCounts, Outcome, belady, replay
 from distcache.trace import Recorder, Trace, record_ids, record_source
 
 
 def recorded(steps: Sequence[Sequence[np.ndarray]], rows: int, world: int) -> Trace:
     recorder = Recorder(rows, [world])
     for parts in steps:
-        recorder.add({world: parts})
+        recorder.add(lambda rank, _, parts=parts: parts[rank])
     return recorder.finish()
 
 
@@ -99,6 +100,67 @@ def test_every_policy_counts_the_same_over_a_long_stream(world: int) -> None:
     assert len(fetched) > len(policies) // 2, "the policies decide alike"
 
 
+# MIN is minimal: against every possible choice on tiny traces, and against the planner.
+
+
+@st.composite
+def traces(draw: st.DrawFn, rows: int, steps: int, most: int) -> tuple[list[np.ndarray], Trace]:
+    seed, skew = draw(st.integers(0, 2**32 - 1)), draw(st.sampled_from([1.0, 2.5]))
+    rng = np.random.default_rng(seed)
+    stream = [
+        (rng.random(rng.integers(1, most + 1)) ** skew * rows).astype(np.int64)
+        for _ in range(draw(st.integers(1, steps)))
+    ]
+    return stream, record_ids(stream, rows, worlds=(1, 3))
+
+
+def fewest(steps: Sequence[set[int]], slots: int) -> int:
+    """The least rows fetched over all choices of what stays after each step."""
+    costs = {frozenset[int](): 0}
+    for named in steps:
+        after: dict[frozenset[int], int] = {}
+        for cached, cost in costs.items():
+            spent = cost + len(named - cached)
+            others = sorted(cached - named)
+            kept = min(len(others), slots - len(named))
+            for stays in combinations(others, kept):
+                state = frozenset(named) | frozenset(stays)
+                after[state] = min(after.get(state, spent), spent)
+        costs = after
+    return min(costs.values())
+
+
+@examples(150)
+@given(case=traces(rows=7, steps=9, most=5), spare=st.integers(0, 3))
+def test_no_choice_fetches_fewer(case: tuple, spare: int) -> None:
+    stream, trace = case
+    home = trace.homes[1][0]
+    slots = int(home.distinct.max()) + spare
+    sets = [set(step.tolist()) for step in stream]
+    assert belady(home, slots).fetched.sum() == fewest(sets, slots)
+
+
+@examples(200)
+@given(case=traces(rows=60, steps=25, most=20), spare=st.integers(0, 20))
+def test_a_window_over_everything_is_the_optimum(case: tuple, spare: int) -> None:
+    stream, trace = case
+    home = trace.homes[1][0]
+    slots = int(home.distinct.max()) + spare
+    one = belady(home, slots)
+    assert (one.fetched - one.evicted).cumsum().max() <= slots
+    ahead = Case(Policy(), (slots,), lookahead=len(stream), prefetch=0)
+    cases = [Case(None, (slots,)), ahead, Case(Policy("lru"), (slots,), prefetch=0)]
+    least, ahead, lru = replay(trace, cases)
+    assert ahead.fetched == least.fetched == one.fetched.sum()
+    assert ahead.written_back == least.written_back
+    assert lru.fetched >= least.fetched
+    assert least.lookups_hit == one.hits.sum()
+    many = 3 * max(int(part.distinct.max()) for part in trace.homes[3]) + slots
+    (three,) = replay(trace, [Case(None, (many,), world_size=3)])
+    parts = [belady(part, -(-many // 3)).fetched.sum() for part in trace.homes[3]]
+    assert (three.fetched, three.ids) == (sum(parts), least.ids)
+
+
 def test_rates_and_bytes_are_those_of_the_counts() -> None:
     groups = (GroupCounts(10, 6, 8, 2, 1, 1), GroupCounts(30, 3, 12, 9, 4, 5))
     outcome = Outcome(Case(Policy(), (4, 4)), 3, groups)
@@ -129,26 +191,18 @@ def test_a_step_that_does_not_fit_is_said_for_that_case_alone() -> None:
     assert least.refused is not None and "step 2" in least.refused
 
 
-def test_groups_are_summed_and_refused_by_name() -> None:
-    rng = np.random.default_rng(0)
+def test_groups_are_summed_told_one_by_one_and_refused_by_name() -> None:
+    rng, told = np.random.default_rng(0), []
     traces = [record_ids(list(rng.integers(0, rows, (9, 6))), rows) for rows in (20, 7)]
-    case = Case(Policy(), (12, 6), 2, 1)
-    (both,) = replay(traces, [case])
+    cases = [Case(Policy(), slots, 2, 1) for slots in ((12, 6), (12, 1))]
+    both, refused = replay(traces, cases, progress=told.append)
     parts = zip(traces, (12, 6), strict=True)
     alone = [replay(trace, [Case(Policy(), (slots,), 2, 1)])[0] for trace, slots in parts]
     assert both.groups == (alone[0].groups[0], alone[1].groups[0])
     assert both.tight_steps <= alone[0].tight_steps + alone[1].tight_steps
-    (refused,) = replay(traces, [Case(Policy(), (12, 1))])
     assert refused.refused is not None and "of group 1" in refused.refused
-
-
-def test_outcomes_are_told_one_by_one() -> None:
-    trace = record_ids([np.arange(4), np.arange(2, 6)])
-    told: list[Outcome] = []
-    cases = [Case(Policy(), (5,)), Case(None, (5,))]
-    assert replay(trace, cases, progress=told.append) == told
-    assert [outcome.case for outcome in told] == cases
-    assert [outcome.case.label for outcome in told] == ["lookahead 8, lfu", "MIN"]
+    assert told == [both, refused] and [outcome.case for outcome in told] == cases
+    assert [Case(policy, (1,)).label for policy in (Policy(), None)] == ["lookahead 8, lfu", "MIN"]
 
 
 def test_cases_that_cannot_be_served_are_refused() -> None:
@@ -174,39 +228,14 @@ def test_an_index_takes_memory_for_the_rows_that_are_named_alone() -> None:
         assert replay(trace, [Case(policy, (2,))])[0].fetched == 2
 
 
-# What training counts.
-
-
-def check(found: dict[str, Any], expected: Outcome, row_bytes: list[int]) -> None:
-    assert expected.refused is None
-    assert 0 < expected.fetched < expected.distinct, "nothing is fetched, or nothing found"
-    assert expected.written_back > 0
-    assert (
-        found
-        | {
-            "rows_fetched": expected.fetched,
-            "rows_written_back": expected.written_back,
-            "hit_rate": expected.hit_rate,
-            "hit_rate_lookups": expected.hit_rate_lookups,
-            "host_to_device_bytes": expected.host_to_device_bytes(row_bytes),
-            "device_to_host_bytes": expected.device_to_host_bytes(row_bytes),
-        }
-        == found
-    )
-
-
 STEPS = 24
 
 
 class _Source:
     """`CASE` as a batch source."""
 
-    features = CASE.features
-    train_batch = staticmethod(CASE.batch)
-
-    @staticmethod
-    def eval_batch(index: int, rank: int, world: int) -> Any:
-        return CASE.batch(index, rank, world, "eval")
+    features, train_batch = CASE.features, staticmethod(CASE.batch)
+    eval_batch = staticmethod(partial(CASE.batch, kind="eval"))
 
 
 def _train(rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -239,8 +268,19 @@ def test_two_groups_bags_and_the_rows_that_are_left(world: int) -> None:
         traces = record_source(_Source(), CASE.tables, (world,), _order(evals))
         case = Case(Policy(), SLOTS, lookahead=2, prefetch=1, world_size=world)
         (expected,) = replay(traces, [case])
-        check(found, expected, [(8 + 8) * 4, (4 + 4) * 4])
-        assert found["left_dirty"] == expected.left_dirty > 0
+        assert expected.refused is None and expected.written_back > 0
+        assert 0 < expected.fetched < expected.distinct, "nothing is fetched, or nothing found"
+        row_bytes = [(8 + 8) * 4, (4 + 4) * 4]
+        counts = {
+            "rows_fetched": expected.fetched,
+            "rows_written_back": expected.written_back,
+            "hit_rate": expected.hit_rate,
+            "hit_rate_lookups": expected.hit_rate_lookups,
+            "host_to_device_bytes": expected.host_to_device_bytes(row_bytes),
+            "device_to_host_bytes": expected.device_to_host_bytes(row_bytes),
+            "left_dirty": expected.left_dirty,
+        }
+        assert {key: found[key] for key in counts} == counts and expected.left_dirty > 0
         (other,) = replay(traces, [replace(case, lookahead=0)])
         assert other.fetched != expected.fetched, "the window decides nothing here"
 

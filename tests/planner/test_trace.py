@@ -39,9 +39,8 @@ def check_trace(trace: Trace, world: int, steps: list[list[np.ndarray]], rows: i
             assert (layout.home(named) == home).all()
             assert len(named) == plan.home_counts[home]
             assert recorded.counts[span].tolist() == [(everything == r).sum() for r in named]
-        named = [
-            h.names[h.numbers[h.starts[step] : h.starts[step + 1]]] for h in homes
-        ]  # fmt: skip
+        spans = [slice(home.starts[step], home.starts[step + 1]) for home in homes]
+        named = [home.names[home.numbers[span]] for home, span in zip(homes, spans, strict=True)]
         canonical = np.concatenate(named)
         for plan, own in zip(ranks, steps[step], strict=True):
             assert canonical[plan.positions].tolist() == own.tolist()
@@ -65,7 +64,7 @@ def test_a_source_is_recorded_as_ranks_read_it(dims: tuple[int, ...]) -> None:
                 ]
                 for step in range(4)  # the last one has 2 samples: rank 0 of 3 has none
             ]
-            assert trace.rows == group.layout.rows and trace.steps == 4 and trace.complete
+            assert trace.rows == group.layout.rows and trace.steps == 4
             check_trace(trace, world, steps, trace.rows)
 
 
@@ -113,10 +112,10 @@ def test_memory_is_bounded_and_the_cut_is_told(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING):
         trace = record_ids(steps, most_bytes=1000)
     # A step has 10 distinct rows, of 12 bytes while they are recorded.
-    assert trace.steps == 9 and not trace.complete
+    assert trace.steps == 9
     assert "ends after 9 steps" in caplog.text and "1000 bytes" in caplog.text
-    assert trace.nbytes < 1200
-    assert record_ids(steps, most_bytes=10**6).complete
+    assert sum(array.nbytes for array in vars(trace.homes[1][0]).values()) < 1200
+    assert record_ids(steps, most_bytes=10**6).steps == len(steps)
 
 
 def test_ids_of_unknown_tables_are_recorded_and_bounded() -> None:
@@ -124,38 +123,48 @@ def test_ids_of_unknown_tables_are_recorded_and_bounded() -> None:
     trace = record_ids(steps, worlds=(2,))
     assert trace.rows == 2**31 - 1
     assert sorted(np.concatenate([h.names for h in trace.homes[2]])) == [5, 70_000, 2**31 - 2]
-    with pytest.raises(DataError, match="id 2147483647: a trace takes ids up to 2147483646"):
-        record_ids([np.array([2**31 - 1])])
-    with pytest.raises(DataError, match="step 1 of the trace has the id -3: ids are not negative"):
-        record_ids([np.array([5]), np.array([5, -3])])
-    with pytest.raises(DataError, match="step 0 of the trace has the id 9: the table has 9 rows"):
-        record_ids([np.array([9])], 9)
-    with pytest.raises(DataError, match="nothing to replay"):
-        record_ids([np.empty(0, np.int64)])
+    for ids, rows, problem in (
+        ([[2**31 - 1]], None, "id 2147483647: a trace takes ids up to 2147483646"),
+        ([[5], [5, -3]], None, "step 1 of the trace has the id -3: ids are not negative"),
+        ([[9]], 9, "step 0 of the trace has the id 9: the table has 9 rows"),
+        ([[]], None, "nothing to replay"),
+    ):
+        with pytest.raises(DataError, match=problem):
+            record_ids([np.array(step, np.int64) for step in ids], rows)
     with pytest.raises(ConfigError, match=r"world sizes \[\]"):
         Recorder(9, [])
     with pytest.raises(ConfigError, match="3000000000 rows"):
         Recorder(3 * 10**9)
 
 
-def test_text_is_a_step_to_a_line_or_so_many_ids(tmp_path: Path) -> None:
-    file = tmp_path / "ids.txt"
-    file.write_text("1 2\t3\n\n4\n5 6 7 8\n")
-    assert [s.tolist() for s in read_steps(file)] == [[1, 2, 3], [], [4], [5, 6, 7, 8]]
-    assert [s.tolist() for s in read_steps(file, 3)] == [[1, 2, 3], [4, 5, 6], [7, 8]]
-    assert [s.tolist() for s in read_steps(file, 8)] == [[1, 2, 3, 4, 5, 6, 7, 8]]
-    assert [s.tolist() for s in read_steps(file, 9)] == [[1, 2, 3, 4, 5, 6, 7, 8]]
+@pytest.mark.parametrize(
+    ("held", "per_step", "steps"),
+    [
+        ("1 2\t3\n\n4\n5 6 7 8\n", None, [[1, 2, 3], [], [4], [5, 6, 7, 8]]),
+        ("1 2\t3\n\n4\n5 6 7 8\n", 3, [[1, 2, 3], [4, 5, 6], [7, 8]]),
+        ("1 2\t3\n\n4\n5 6 7 8\n", 8, [[1, 2, 3, 4, 5, 6, 7, 8]]),
+        ("1 2\t3\n\n4\n5 6 7 8\n", 9, [[1, 2, 3, 4, 5, 6, 7, 8]]),
+        (np.arange(6, dtype=np.int32).reshape(2, 3), None, [[0, 1, 2], [3, 4, 5]]),
+        (np.arange(6, dtype=np.uint64).reshape(2, 3), 4, [[0, 1, 2, 3], [4, 5]]),
+        (np.arange(5), 2, [[0, 1], [2, 3], [4]]),
+    ],
+)
+def test_a_file_is_a_step_to_a_line_or_row_or_so_many_ids(
+    tmp_path: Path, held: object, per_step: int | None, steps: list
+) -> None:
+    found = list(read_steps(*[written(tmp_path, held), *([per_step] if per_step else [])]))
+    assert [step.tolist() for step in found] == steps
+    assert all(step.dtype == np.int64 for step in found)
 
 
-def test_arrays_are_a_step_to_a_row_or_so_many_ids(tmp_path: Path) -> None:
-    for dtype in (np.int64, np.int32, np.uint64):
-        np.save(tmp_path / "two.npy", np.arange(6, dtype=dtype).reshape(2, 3))
-        np.save(tmp_path / "one.npy", np.arange(5, dtype=dtype))
-        steps = list(read_steps(tmp_path / "two.npy"))
-        assert [s.tolist() for s in steps] == [[0, 1, 2], [3, 4, 5]]
-        assert all(s.dtype == np.int64 for s in steps)
-        assert [s.tolist() for s in read_steps(tmp_path / "two.npy", 4)] == [[0, 1, 2, 3], [4, 5]]
-        assert [s.tolist() for s in read_steps(tmp_path / "one.npy", 2)] == [[0, 1], [2, 3], [4]]
+def written(folder: Path, held: object) -> Path:
+    """A file of ids that holds this; None: no file."""
+    file = folder / ("ids.txt" if held is None or isinstance(held, str) else "ids.npy")
+    if isinstance(held, np.ndarray):
+        np.save(file, held)
+    elif held is not None:
+        file.write_bytes(held.encode() if isinstance(held, str) else held)
+    return file
 
 
 @pytest.mark.parametrize(
@@ -179,11 +188,7 @@ def test_arrays_are_a_step_to_a_row_or_so_many_ids(tmp_path: Path) -> None:
     ],
 )
 def test_files_that_hold_no_ids(tmp_path: Path, held: object, problem: str) -> None:
-    file = tmp_path / ("ids.txt" if held is None or isinstance(held, str) else "ids.npy")
-    if isinstance(held, np.ndarray):
-        np.save(file, held)
-    elif held is not None:
-        file.write_bytes(held.encode() if isinstance(held, str) else held)
+    file = written(tmp_path, held)
     with pytest.raises(DataError, match=problem):
         list(read_steps(file))
     with pytest.raises(ConfigError, match="0 ids per step"):

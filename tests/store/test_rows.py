@@ -1,11 +1,16 @@
-"""The row store in shared memory: what it holds and refuses, and what several ranks see."""
+"""The row store in shared memory: what it holds and refuses, what several ranks see, and rows that
+a device reads and writes where they lie: on the CPU, on a GPU where there is one."""
 
 from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,11 +20,16 @@ from node_cases import open_nodes
 from ranks import run_ranks
 from torch import Tensor
 
+from distcache import ops
 from distcache.comm.world import World, close_world, open_world
+from distcache.engine.groups import make_groups
+from distcache.engine.whole import make_stores
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
 from distcache.layout import RowLayout, TableSpec
+from distcache.optim import row_update
 from distcache.store import memory as available
-from distcache.store.rows import RowStore, create_stores, initial_rows, store_bytes
+from distcache.store import rows as direct
+from distcache.store.rows import DirectRows, RowStore, create_stores, initial_rows, store_bytes
 
 # Width 100,000: a block is 2 rows, so that these tables span many blocks, the last one ragged.
 WIDE = [TableSpec("a", 7, 100_000, ("a",)), TableSpec("b", 2, 100_000, ("b",))]
@@ -247,3 +257,181 @@ def test_each_node_has_the_rows_at_home_there(sizes: tuple[int, int]) -> None:
     assert sorted(results[0][0] + results[-1][0]) == list(range(60))
     for _, message in results:
         assert str(251 * sizes[1] * 64 * 4) in message and "more nodes" in message
+
+
+DIRECT = RowLayout([TableSpec("a", 50, 8, ("a",)), TableSpec("b", 7, 8, ("b",))], 1)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_read_and_written_in_place_are_those_of_the_store(world, device, width, dtype) -> None:
+    store = RowStore(DIRECT, width, dtype, world)
+    store.initialise(3, (0, 1), 0.5)
+    assert store.direct is None
+    store.open_to(torch.device(device))
+    rows_here = store.direct
+    rows = torch.tensor([56, 0, 13, 50])
+    weight, state = rows_here.read(rows)
+    expected = store.gather(rows)
+    assert torch.equal(weight.cpu(), expected[0]) and weight.device.type == device
+    assert state is None if width == 0 else torch.equal(state.cpu(), expected[1])
+    before = store.weight.clone()
+    rows_here.write(rows, weight + 1, None if state is None else state * 2)
+    for mark in rows_here.marks():
+        mark.event.synchronize()
+    before[rows] += 1
+    assert torch.equal(store.weight, before)
+    assert width == 0 or store.state.sum() == 0.5 * 3 * (57 + 4)
+    empty = rows_here.read(rows[:0])
+    assert empty[0].shape == (0, 8)
+    rows_here.write(rows[:0], *empty)
+    for bad in ([57], [-1]):
+        for use in (rows_here.read, lambda rows: rows_here.write(rows, weight[:1], state)):
+            with pytest.raises(PlanError, match=rf"row {bad[0]} is outside \[0, 57\)"):
+                use(torch.tensor(bad))
+    assert torch.equal(store.weight, before)
+    store.close()
+    store.close()
+    assert store.direct is None
+    with pytest.raises(DistcacheError, match="the row store is closed"):
+        rows_here.read(rows)
+
+
+def on_gpu(weight: Tensor, state: Tensor | None = None) -> DirectRows:
+    """Rows that lie at their own numbers."""
+    return DirectRows(weight, state, lambda rows: rows, torch.device("cuda"))
+
+
+class FakeEvent:
+    """The end of work on a stream, reached after so many looks at it."""
+
+    def __init__(self, looks: float = 0) -> None:
+        self.looks = looks
+
+    def query(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+def fake_gpu(monkeypatch, refused: tuple[int, ...] = ()) -> list[tuple]:
+    """Calls of the CUDA runtime; those with the numbers `refused` fail."""
+    calls: list[tuple] = []
+
+    def call(name: str):
+        def note(*arguments: int) -> int:
+            calls.append((name, *arguments))
+            return 2 if len(calls) - 1 in refused else 0
+
+        return note
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=call("register"),
+        cudaHostUnregister=call("unregister"),
+        cudaGetErrorString=lambda error: f"error {error}",
+    )
+    monkeypatch.setattr(ops, "triton_bodies", lambda: ops)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return calls
+
+
+def tables() -> tuple[Tensor, Tensor]:
+    return torch.zeros(10, 4), torch.zeros(10, 2)
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_memory_is_unlocked_when_the_device_is_through_and_before_it_goes(monkeypatch, how) -> None:
+    calls = fake_gpu(monkeypatch)
+    weight, state = tables()
+    first, second, alive = weight.data_ptr(), state.data_ptr(), weakref.ref(weight)
+    rows = on_gpu(weight, state)
+    event = rows._events[7] = FakeEvent(looks=3)
+    del weight, state
+    assert calls == [("register", first, 160, 3), ("register", second, 80, 3)]
+    assert alive() is not None
+    if how == "closed":
+        rows.close()
+        rows.close()
+    else:
+        del rows
+    assert calls[2:] == [("unregister", second), ("unregister", first)]
+    assert event.looks == -1 and alive() is None, "the tables are still held"
+
+
+def test_memory_that_cannot_be_locked_is_told_with_a_way_out(monkeypatch) -> None:
+    calls = fake_gpu(monkeypatch, refused=(1,))
+    weight, state = tables()
+    with pytest.raises(MemoryTooSmallError, match=r"lock 80 bytes .*\(error 2\): set store.access"):
+        on_gpu(weight, state)
+    assert calls[2:] == [("unregister", weight.data_ptr())], "the first stays locked"
+
+
+@pytest.mark.parametrize(
+    ("looks", "refused", "said"), [(math.inf, (), "still used them"), (0, (2,), "error 2")]
+)
+def test_memory_that_cannot_be_let_go_of_stays_mapped(
+    monkeypatch, caplog, looks, refused, said
+) -> None:
+    """A device that hangs, or a driver in error: closing says so, and takes nobody's error away."""
+    kept: list[Tensor] = []
+    monkeypatch.setattr(direct, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(direct, "_kept", kept)
+    calls, (weight, state) = fake_gpu(monkeypatch, refused), tables()
+    rows = on_gpu(weight, state)
+    rows._events[0] = FakeEvent(looks)
+    rows.close()
+    assert len(calls) == 2 + len(refused)
+    assert [table.data_ptr() for table in kept] == [weight.data_ptr(), state.data_ptr()]
+    assert "rows stay locked in host memory" in caplog.text and said in caplog.text
+
+
+@pytest.mark.parametrize("what", ["reads", "writes"])
+def test_what_does_not_work_is_found_at_once(monkeypatch, what) -> None:
+    table, copy = torch.ones(3, 4), ops.copy_rows
+    rows = DirectRows(table, None, lambda rows: rows, torch.device("cpu"))
+    rows.try_out()
+    assert table.eq(1).all()
+
+    def wrong(source, at, target, to) -> None:
+        copy(source, at, target, to)
+        if (to is None) == (what == "reads"):
+            target.fill_(7)
+
+    monkeypatch.setattr(ops, "copy_rows", wrong)
+    with pytest.raises(ConfigError, match=rf"cpu cannot read rows .*it {what} .*set store.acc"):
+        rows.try_out()
+    assert table.eq(1).all() == (what == "reads")
+
+
+def refused_on_one(rank: int, size: int) -> str:
+    """What ranks say if the second one's host locks no memory."""
+    world = open_world("cpu", "gloo", 60)
+    groups = make_groups(DIRECT.tables, ("a", "b"), size)
+
+    def refuse(self, device) -> None:
+        raise MemoryTooSmallError("no lock here")
+
+    if rank == 1:
+        RowStore.open_to = refuse  # type: ignore[method-assign]
+    with pytest.raises(DistcacheError) as caught:
+        make_stores(world, groups, row_update("sgd", 0.0), torch.float32, 0, "zero_copy")
+    close_world(world)
+    return str(caught.value)
+
+
+def test_one_rank_that_is_refused_ends_all() -> None:
+    assert all("no lock here" in text for text in run_ranks(refused_on_one, 2))
+
+
+def test_a_host_table_and_a_gpu_take_a_kernel(monkeypatch) -> None:
+    host, device = torch.zeros(3, 4), torch.zeros(2, 4, device="meta")
+    monkeypatch.setattr(ops, "triton_bodies", lambda: None)
+    with pytest.raises(ConfigError, match=r"Triton, which is not installed: set store\.access=st"):
+        ops.copy_rows(host, torch.tensor([0, 1]), device, None)
+    with pytest.raises(ConfigError, match="not installed"):
+        on_gpu(host)
+    monkeypatch.setattr(ops, "choice", lambda: "reference")
+    with pytest.raises(ConfigError, match=r"ruled out by DISTCACHE_OPS: set store\.access=staged"):
+        ops.copy_kernel()

@@ -1,4 +1,5 @@
-"""From the config to parts: sources, tables, model, rates, threads, the schedule."""
+"""From the config to parts: sources, tables, model, rates, threads; how far ahead `auto` goes, and
+what a number that memory cannot hold gets to hear."""
 
 from __future__ import annotations
 
@@ -6,27 +7,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from toy_parallel import ToySource, toy_config
+from toy_parallel import TABLES, toy_config
 
 from distcache.data.batch import BatchCheck
-from distcache.errors import ConfigError, DataError
+from distcache.errors import ConfigError, DataError, MemoryTooSmallError
+from distcache.layout import TableSpec
 from distcache.parallel.base import OptimizerSpec
-from distcache.trainer import build
-from distcache.trainer.schedule import Schedule, make_schedule
+from distcache.planner.victims import WINDOW_BYTES, auto_lookahead
+from distcache.trainer import build, plan_cache
+from distcache.trainer.plan_cache import resolve_ahead, resolve_prefetch, step_bytes
+
+SHAPE = {"data__table_rows": [50, 20], "data__samples": 100, "data__dense_features": 3}
 
 
 def test_synthetic_data_tables_and_dense_model_fit_together():
-    config = toy_config(
-        data__table_rows=[50, 20],
-        data__samples=100,
-        data__dense_features=3,
-        model__over_arch=[4, 1],
-    )
+    config = toy_config(**SHAPE, model__over_arch=[4, 1])
     source = build.build_source(config)
     tables = build.build_tables(config, source)
-    assert [(t.name, t.rows, t.dim, t.features) for t in tables] == [
-        ("t_cat_0", 50, 4, ("cat_0",)),
-        ("t_cat_1", 20, 4, ("cat_1",)),
+    assert tables == [
+        TableSpec("t_cat_0", 50, 4, ("cat_0",)),
+        TableSpec("t_cat_1", 20, 4, ("cat_1",)),
     ]
     model = build.build_dense(config, tables, source.dense_features)
     batch = source.train_batch(0, 0, 1)
@@ -58,15 +58,9 @@ def test_widths_of_tables():
 
 
 def test_optimizer_and_rates():
-    config = toy_config(
-        optim__name="adam",
-        optim__betas=[0.8, 0.9],
-        optim__dense_lr=0.4,
-        optim__embedding_lr=0.2,
-        optim__warmup_steps=4,
-        optim__decay_start=10,
-        optim__decay_steps=10,
-    )
+    rates = {"dense_lr": 0.4, "embedding_lr": 0.2, "warmup_steps": 4}
+    given = {"name": "adam", "betas": [0.8, 0.9], "decay_start": 10, "decay_steps": 10, **rates}
+    config = toy_config(**{f"optim__{key}": value for key, value in given.items()})
     assert build.optimizer_spec(config) == OptimizerSpec("adam", betas=(0.8, 0.9))
     rates = build.build_rates(config)
     assert rates(1) == pytest.approx((0.2, 0.1))
@@ -75,68 +69,13 @@ def test_optimizer_and_rates():
 
 
 def test_ids_outside_a_table_are_named_or_hashed():
-    config = toy_config(data__table_rows=[50, 20], data__samples=100)
-    source = build.build_source(config)
-    small = build.build_tables(toy_config(data__table_rows=[50, 3]), source)
-    small[1] = type(small[1])("t_cat_1", 3, 4, ("cat_1",))
-    schedule = make_schedule(source, 0, 3, None, 0)
+    source = build.build_source(toy_config(**SHAPE))
+    small = [TableSpec("t_cat_0", 50, 4, ("cat_0",)), TableSpec("t_cat_1", 3, 4, ("cat_1",))]
+    batches = [source.train_batch(step, 0, 1) for step in range(3)]
     with pytest.raises(DataError, match=r"cat_1.*t_cat_1"):
-        list(map(BatchCheck(small, source.features, "error"), schedule.batches(source, 0, 1)))
-    hashed = BatchCheck(small, source.features, "hash")
-    for batch in map(hashed, schedule.batches(source, 0, 1)):
+        list(map(BatchCheck(small, source.features, "error"), batches))
+    for batch in map(BatchCheck(small, source.features, "hash"), batches):
         assert int(batch.ids.values[16:].max()) < 3
-
-
-def names(schedule: Schedule) -> str:
-    """`t3` for training step 3, `e0` for evaluation batch 0."""
-    return " ".join(f"{kind[0]}{index}" for kind, index in schedule.order())
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        (Schedule(0, 3, None, 0), "t0 t1 t2"),
-        (Schedule(0, 3, None, 2), "t0 t1 t2 e0 e1"),
-        (Schedule(0, 5, 2, 1), "t0 t1 e0 t2 t3 e0 t4 e0"),
-        (Schedule(0, 4, 2, 1), "t0 t1 e0 t2 t3 e0"),
-        (Schedule(3, 5, 2, 1), "t3 e0 t4 e0"),
-        (Schedule(5, 5, 2, 1), "e0"),
-        (Schedule(7, 5, None, 0), ""),
-        (Schedule(0, 0, None, 1), "e0"),
-        (Schedule(0, 4, 2, 0), "t0 t1 t2 t3"),
-    ],
-)
-def test_order(schedule, expected):
-    assert names(schedule) == expected
-
-
-def test_steps_null_is_one_epoch_and_more_repeats_it_with_ragged_batches():
-    source = ToySource()
-    assert make_schedule(source, 0, None, None, 0).steps == 6
-    batches = list(make_schedule(source, 0, 13, None, 0).batches(source, 0, 1))
-    assert [batch.epoch for batch in batches] == [0] * 6 + [1] * 6 + [2]
-    assert [batch.global_size for batch in batches] == ([16] * 5 + [10]) * 2 + [16]
-
-
-def test_held_out_batches_bound_an_evaluation():
-    assert make_schedule(ToySource(), 0, 1, None, 9).eval_batches == 5
-    assert make_schedule(ToySource(), 0, 1, None, 3).eval_batches == 3
-
-
-def test_unlimited_data_wants_steps():
-    source = ToySource()
-    source.steps_per_epoch = source.eval_batches = None
-    assert make_schedule(source, 0, 100, None, 8).eval_batches == 8
-    with pytest.raises(ConfigError, match=r"trainer\.steps"):
-        make_schedule(source, 0, None, None, 0)
-
-
-def test_batches_are_drawn_when_asked_for():
-    source = ToySource()
-    stream = make_schedule(source, 0, 4, 1, 1).batches(source, 0, 1)
-    assert source.drawn == []
-    next(stream), next(stream)
-    assert source.drawn == [("train", 0), ("eval", 0)]
 
 
 @pytest.mark.parametrize(
@@ -152,6 +91,7 @@ def test_batches_are_drawn_when_asked_for():
         ("auto", "many", 4, 2),
         (5, "3", 2, 5),
         (1, None, 1, 1),
+        (9, None, 1, None),
     ],
 )
 def test_threads(monkeypatch, given, outside, local_size, expected) -> None:
@@ -159,11 +99,105 @@ def test_threads(monkeypatch, given, outside, local_size, expected) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if outside is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", outside)
-    config = toy_config(trainer__threads=given)
-    assert build.compute_threads(config, SimpleNamespace(local_size=local_size)) == expected
+    config, world = toy_config(trainer__threads=given), SimpleNamespace(local_size=local_size)
+    if expected is None:
+        with pytest.raises(ConfigError, match=r"trainer\.threads=9 .* 8 core\(s\)"):
+            build.compute_threads(config, world)
+    else:
+        assert build.compute_threads(config, world) == expected
 
 
-def test_more_threads_than_cores_are_refused(monkeypatch) -> None:
-    monkeypatch.setattr(build.os, "sched_getaffinity", lambda _: set(range(8)))
-    with pytest.raises(ConfigError, match=r"trainer\.threads=9 .* 8 core\(s\)"):
-        build.compute_threads(toy_config(trainer__threads=9), SimpleNamespace(local_size=1))
+class Known:
+    """A source whose steps have 10 ids per sample and table, and 12 distinct rows per table."""
+
+    dense_features = 3
+
+    def lookups_per_sample(self, table: int) -> float:
+        return 10.0
+
+    def expected_distinct(self, table: int, lookups: int) -> float:
+        return 12.0
+
+
+def ahead_of(world, slots=(1000,), source=None, **changes) -> tuple[int, int]:
+    source = source or Known()
+    given = {key.replace("_", "__", 1): value for key, value in changes.items()}
+    found = resolve_ahead(toy_config(**given), world, source, TABLES)
+    return found.cache.lookahead, resolve_prefetch(found, source, TABLES, slots)
+
+
+FIRST = SimpleNamespace(ids_per_step=400_000)
+"""What is known of a user's loader."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (64, 1)),
+        ({"cache_lookahead": 3, "cache_prefetch": 5}, (3, 5)),
+        ({"cache_lookahead": 0}, (0, 1)),
+        ({"source": object()}, (64, 1)),
+        ({"source": FIRST}, (16, 1)),
+        ({"source": FIRST, "cache_prefetch": 5}, (8, 5)),
+        ({"parallel_mode": "resident"}, (8, 1)),  # no window decides which rows leave
+        ({"cache_policy": "lru"}, (8, 1)),
+        ({"slots": (24,)}, (64, 0)),  # rows move ahead where slots hold those of two steps
+        ({"slots": (47,)}, (64, 0)),
+        ({"slots": (48,)}, (64, 1)),
+    ],
+)
+def test_auto_and_numbers_where_memory_holds_all(world, changes, expected) -> None:
+    assert ahead_of(world, **changes) == expected
+
+
+def test_auto_is_the_largest_window_whose_ids_stay_small() -> None:
+    least = {8: 10, 16: 18, 32: 34, 64: 66}  # L + P + 1
+    for window, steps in least.items():
+        ids = WINDOW_BYTES // 8 // steps
+        assert auto_lookahead(ids, 1) == window
+        assert auto_lookahead(ids + 1, 1) == max(8, window // 2)
+    assert auto_lookahead(WINDOW_BYTES, 0) == 8
+
+
+BETWEEN = 5
+"""Steps beside L and P: one trains, two have plans and have not moved, one waits for its place in
+their queue, and one beyond the window has been read."""
+
+
+@pytest.mark.parametrize(
+    ("steps", "lookahead", "prefetch", "expected"),
+    [
+        (20, "auto", "auto", (16, 1)),
+        (8, "auto", "auto", (7, 1)),
+        (1, "auto", "auto", (0, 1)),
+        (0, "auto", "auto", (0, 0)),
+        (6, 5, 1, (5, 1)),
+        (6, "auto", 4, (2, 4)),
+        (6, 30, "auto", r"cache\.lookahead=30: 31 steps ahead.* 6 do: lower cache\.lookahead"),
+        (6, 6, 3, r"cache\.lookahead=6, cache\.prefetch=3: 9 steps"),
+    ],
+)
+def test_memory_bounds_auto_and_refuses_a_number(
+    world, monkeypatch, steps, lookahead, prefetch, expected
+) -> None:
+    each = step_bytes(Known(), TABLES, 16, world)
+    assert each == 16 * (2 * 10 * 64 + 4 * 4)
+    monkeypatch.setattr(plan_cache, "available_memory", lambda: 2 * (steps + BETWEEN) * each)
+    given = {"cache_lookahead": lookahead, "cache_prefetch": prefetch}
+    if isinstance(expected, tuple):
+        assert ahead_of(world, **given) == expected
+    else:
+        with pytest.raises(MemoryTooSmallError, match=expected):
+            ahead_of(world, **given)
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpus", "steps"),
+    [("gloo", 1, 20), ("gloo", 2, 45), ("gloo", 4, 95), ("nccl", 1, 95)],
+)
+def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch, backend, gpus, steps) -> None:
+    monkeypatch.setattr(plan_cache, "available_memory", lambda: 1 << 50)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200_000, 1 << 40))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    world = SimpleNamespace(device=torch.device("cuda", 0), local_size=4, backend=backend)
+    assert plan_cache._room(1000, world) == steps

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,13 +36,6 @@ IDENTITY = RunIdentity(
 STATE = TrainerState(8, b"\1" * 32)
 
 
-def resumed(path, mode, identity, world, same_data=True):
-    """Compare, then load, as a run does; the state of training."""
-    state = checkpoint.compare(path, identity, world, same_data)
-    checkpoint.load(path, mode, identity, world, state)
-    return state
-
-
 class Plain(ToyParallel):
     """Gives any values as its state."""
 
@@ -60,36 +52,56 @@ class Plain(ToyParallel):
         self.values = state
 
 
-def test_round_trip_without_a_warning(world, tmp_path, caplog):
-    caplog.set_level(logging.WARNING)
-    values = {"t": torch.arange(12.0).view(4, 3), "scalar": torch.tensor(3), "c": {"n": 4}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        checkpoint.save(tmp_path / "model", Plain(world, values), IDENTITY, STATE, world)
-        empty = {"t": torch.zeros(4, 3), "scalar": torch.tensor(0), "c": {"n": 0}}
-        mode = Plain(world, empty)
-        assert resumed(tmp_path, mode, IDENTITY, world) == STATE
-    assert torch.equal(mode.values["t"], values["t"])
-    assert mode.values["scalar"] == 3
-    assert mode.values["c"] == {"n": 4}
-    assert caplog.text == ""
+def save(path: Path, mode, step: int = 8, world_size: int = 1) -> None:
+    identity, state = replace(IDENTITY, world_size=world_size), replace(STATE, step=step)
+    checkpoint.save(path, mode, identity, state, mode.world)
 
 
-@pytest.mark.parametrize("block_bytes", [1, 24, 40, 1 << 20])
-def test_blocks_give_the_same_values(world, tmp_path, monkeypatch, block_bytes):
+def resumed(path: Path, mode, /, same_data=True, **changes) -> TrainerState:
+    """Compare, then load, as a run does; the state of training."""
+    identity = replace(IDENTITY, **changes)
+    state = checkpoint.compare(path, identity, mode.world, same_data)
+    checkpoint.load(path, mode, identity, mode.world, state)
+    return state
+
+
+@pytest.fixture
+def saved(world, tmp_path) -> Path:
+    """A checkpoint of the toy mode."""
+    save(tmp_path / "model", ToyParallel(world))
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def fives(world) -> ToyParallel:
+    """A mode whose first table holds fives alone, until something is loaded."""
+    mode = ToyParallel(world)
+    with torch.no_grad():
+        mode.bags[0].weight.fill_(5.0)
+    return mode
+
+
+@pytest.mark.parametrize(("block_bytes", "blocks"), [(1, 7), (24, None), (40, 3), (1 << 20, 1)])
+def test_blocks_give_the_same_values_without_a_warning(
+    world, tmp_path, monkeypatch, caplog, block_bytes, blocks
+):
     monkeypatch.setattr(
         checkpoint, "BlockSavePlanner", lambda: BlockSavePlanner(block_bytes=block_bytes)
     )
-    big = torch.arange(70.0).view(7, 10)
-    values = {"view": big[:, 2:5], "vector": torch.arange(5), "none": torch.zeros(1, 0)}
-    checkpoint.save(tmp_path / "model", Plain(world, values), IDENTITY, STATE, world)
-    empty = {name: torch.zeros_like(value) for name, value in values.items()}
-    mode = Plain(world, empty)
-    resumed(tmp_path / "model", mode, IDENTITY, world)
-    for name, value in values.items():
+    caplog.set_level(logging.WARNING)
+    tensors = {"view": torch.arange(70.0).view(7, 10)[:, 2:5], "vector": torch.arange(5)}
+    tensors |= {"none": torch.zeros(1, 0), "scalar": torch.tensor(3)}
+    empty = {name: torch.zeros_like(value) for name, value in tensors.items()}
+    mode = Plain(world, empty | {"c": {"n": 0}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(tmp_path / "model", Plain(world, tensors | {"c": {"n": 4}}))
+        assert resumed(tmp_path, mode) == STATE
+    for name, value in tensors.items():
         assert torch.equal(mode.values[name], value), name
+    assert mode.values["c"] == {"n": 4} and caplog.text == ""
     stored = FileSystemReader(tmp_path / "model").read_metadata().state_dict_metadata["view"]
-    assert len(stored.chunks) == {1: 7, 24: 4, 40: 3, 1 << 20: 1}[block_bytes] or block_bytes == 24
+    assert blocks in (None, len(stored.chunks))
 
 
 @pytest.mark.parametrize(
@@ -101,18 +113,14 @@ def test_blocks_give_the_same_values(world, tmp_path, monkeypatch, block_bytes):
         ({"steps_per_epoch": None}, r"steps of an epoch \(.*\) was 6, is None"),
     ],
 )
-def test_other_data_are_refused_unless_they_are_meant(world, tmp_path, caplog, change, message):
-    checkpoint.save(tmp_path / "model", ToyParallel(world), IDENTITY, STATE, world)
-    mode, other = ToyParallel(world), replace(IDENTITY, **change)
-    with torch.no_grad():
-        mode.bags[0].weight.fill_(5.0)
+def test_other_data_are_refused_unless_they_are_meant(saved, fives, caplog, change, message):
     with pytest.raises(ConfigError, match=f"other data: {message}.*set trainer.resume_data=any"):
-        resumed(tmp_path, mode, other, world)
-    assert (mode.bags[0].weight == 5.0).all()
+        resumed(saved, fives, **change)
+    assert (fives.bags[0].weight == 5.0).all()
     with caplog.at_level(logging.WARNING, logger="distcache"):
-        assert resumed(tmp_path, mode, other, world, same_data=False) == STATE
+        assert resumed(saved, fives, same_data=False, **change) == STATE
     assert re.search(f"resuming on other data .*: {message}", caplog.text)
-    assert not (mode.bags[0].weight == 5.0).all()
+    assert not (fives.bags[0].weight == 5.0).all()
 
 
 @pytest.mark.parametrize(
@@ -129,69 +137,57 @@ def test_other_data_are_refused_unless_they_are_meant(world, tmp_path, caplog, c
             {"tables": (IDENTITY.tables[0], ("t_cat_1", 8, 4))},
             "t_cat_1 with 7 rows x 4, is t_cat_1 with 8 rows x 4",
         ),
+        ({"mode": "resident"}, None),  # modes of one format read one another's
+        ({"mode": "host"}, None),
     ],
 )
-def test_another_run_is_refused_before_anything_changes(world, tmp_path, change, message):
-    checkpoint.save(tmp_path / "model", ToyParallel(world), IDENTITY, STATE, world)
-    mode = ToyParallel(world)
-    with torch.no_grad():
-        mode.bags[0].weight.fill_(5.0)
+def test_another_run_is_refused_before_anything_changes(saved, fives, change, message):
+    if message is None:
+        assert resumed(saved, fives, **change) == STATE
+        return
     with pytest.raises(ConfigError, match=message):
-        resumed(tmp_path, mode, replace(IDENTITY, **change), world)
-    assert (mode.bags[0].weight == 5.0).all()
-
-
-@pytest.mark.parametrize("mode", ["resident", "host"])
-def test_modes_of_one_format_read_one_another(world, tmp_path, mode):
-    checkpoint.save(tmp_path / "model", ToyParallel(world), IDENTITY, STATE, world)
-    other = replace(IDENTITY, mode=mode)
-    assert resumed(tmp_path, ToyParallel(world), other, world) == STATE
+        resumed(saved, fives, **change)
+    assert (fives.bags[0].weight == 5.0).all()
 
 
 @pytest.mark.parametrize(
-    ("saved", "asked", "message"),
-    [
-        ({"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.ones(2)}, "b"),
-        ({"a": torch.ones(2), "b": torch.ones(2)}, {"a": torch.ones(2)}, "does not have: b"),
-        ({"a": torch.ones(2)}, {"a": torch.ones(3)}, "[Ss]ize"),
-    ],
-)
-def test_other_values_are_refused(world, tmp_path, saved, asked, message):
-    checkpoint.save(tmp_path / "model", Plain(world, saved), IDENTITY, STATE, world)
+    ("given", "asked", "message"),
+    [({"a": 2}, {"a": 2, "b": 2}, "b"), ({"a": 2, "b": 2}, {"a": 2}, "does not have: b"),
+     ({"a": 2}, {"a": 3}, "[Ss]ize")],
+)  # fmt: skip
+def test_other_values_are_refused(world, tmp_path, given, asked, message):
+    save(tmp_path / "model", Plain(world, {name: torch.ones(n) for name, n in given.items()}))
     with pytest.raises(DistcacheError, match=message):
-        resumed(tmp_path, Plain(world, asked), IDENTITY, world)
+        resumed(tmp_path, Plain(world, {name: torch.ones(n) for name, n in asked.items()}))
 
 
 def test_no_checkpoint_says_what_is_there(world, tmp_path):
     (tmp_path / "model.partial").mkdir()
     (tmp_path / "summary.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"found: model\.partial, summary\.json"):
-        resumed(tmp_path, ToyParallel(world), IDENTITY, world)
+        resumed(tmp_path, ToyParallel(world))
     with pytest.raises(ConfigError, match="no such folder"):
-        resumed(tmp_path / "other", ToyParallel(world), IDENTITY, world)
+        resumed(tmp_path / "other", ToyParallel(world))
 
 
 def test_a_failed_save_keeps_the_older_one(world, tmp_path):
     folder = tmp_path / "model"
-    checkpoint.save(folder, Plain(world, {"a": torch.ones(2)}), IDENTITY, STATE, world)
+    save(folder, Plain(world, {"a": torch.ones(2)}))
     broken = Plain(world, {"a": torch.zeros(2), "b": lambda: None})  # cannot be pickled
     with pytest.raises(DistcacheError, match="could not be written: rank 0"):
-        checkpoint.save(folder, broken, IDENTITY, replace(STATE, step=9), world)
+        save(folder, broken, step=9)
     mode = Plain(world, {"a": torch.zeros(2)})
-    assert resumed(tmp_path, mode, IDENTITY, world).step == 8
+    assert resumed(tmp_path, mode).step == 8
     assert mode.values["a"].tolist() == [1, 1]
-    checkpoint.save(folder, mode, IDENTITY, replace(STATE, step=9), world)
+    save(folder, mode, step=9)
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
-    assert resumed(tmp_path, mode, IDENTITY, world).step == 9
+    assert resumed(tmp_path, mode).step == 9
 
 
-def test_a_swap_cut_short_is_found_and_mended(world, tmp_path):
-    folder, mode = tmp_path / "model", Plain(world, {"a": torch.ones(2)})
-    checkpoint.save(folder, mode, IDENTITY, STATE, world)
-    folder.rename(tmp_path / "model.old")
-    assert resumed(tmp_path, mode, IDENTITY, world) == STATE
-    assert resumed(folder, mode, IDENTITY, world) == STATE
-    checkpoint.make_room(folder, tmp_path / "model.partial")
+def test_a_swap_cut_short_is_found_and_mended(saved, fives, tmp_path):
+    saved.rename(tmp_path / "model.old")
+    assert resumed(tmp_path, fives) == resumed(saved, fives) == STATE
+    checkpoint.make_room(saved, tmp_path / "model.partial")
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
@@ -201,81 +197,66 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def _damages(path: Path) -> dict[str, Callable[[], object]]:
-    cut = path.read_bytes()[:-1]
-    return {
-        "flipped": lambda: _flip(path),
-        "cut": lambda: path.write_bytes(cut),
-        "missing": lambda: path.unlink(),
-    }
-
-
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
 def test_a_damaged_file_is_refused_by_name_before_anything_changes(world, tmp_path, damage):
     folder, values = tmp_path / "model", {"t": torch.arange(500.0), "n": {"text": "abc"}}
-    checkpoint.save(folder, Plain(world, values), IDENTITY, STATE, world)
+    save(folder, Plain(world, values))
     for name in checkpoint.files_of(folder):
         copy = tmp_path / damage / name
         shutil.copytree(folder, copy)
-        _damages(copy / name)[damage]()
+        if damage == "flipped":
+            _flip(copy / name)
+        elif damage == "cut":
+            os.truncate(copy / name, (copy / name).stat().st_size - 1)
+        else:
+            (copy / name).unlink()
         mode = Plain(world, {"t": torch.zeros(500), "n": {"text": ""}})
         kind = ConfigError if (name, damage) == (".metadata", "missing") else DataError
         with pytest.raises(kind, match=re.escape(str(copy))) as caught:
-            resumed(copy, mode, IDENTITY, world)
+            resumed(copy, mode)
         assert kind is ConfigError or name in str(caught.value)
         assert not mode.values["t"].any()
 
 
-def test_checksums_themselves_may_be_damaged_or_not_there(world, tmp_path, caplog):
-    folder = tmp_path / "model"
-    checkpoint.save(folder, ToyParallel(world), IDENTITY, STATE, world)
-    text = (folder / checkpoint.CHECKSUMS).read_text()
+def test_checksums_themselves_may_be_damaged_or_not_there(saved, fives, caplog):
+    path = saved / checkpoint.CHECKSUMS
+    text = path.read_text()
     for damaged in ("", "{}x", "[1]", text[:-9], text.replace("a", "b"), '{".metadata": 3}'):
-        (folder / checkpoint.CHECKSUMS).write_text(damaged)
-        with pytest.raises(DataError, match=re.escape(checkpoint.CHECKSUMS)):
-            resumed(folder, ToyParallel(world), IDENTITY, world)
-    (folder / checkpoint.CHECKSUMS).unlink()
-    assert resumed(folder, ToyParallel(world), IDENTITY, world) == STATE
+        path.write_text(damaged)
+        with pytest.raises(DataError, match=re.escape(path.name)):
+            resumed(saved, fives)
+    path.unlink()
+    assert resumed(saved, fives) == STATE
     assert caplog.text.count("its files are taken as they are") == 1
 
 
 def save_and_load_apart(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """Save what all ranks hold; load where only rank 0 asks for the table; a lone failure."""
     world, home, seen = open_world("cpu", timeout_s=60), Path(folder), {}
-    identity = replace(IDENTITY, world_size=world_size)
     table, mine = torch.arange(40_000.0).view(10_000, 4), torch.ones(3)
     checkpoint.BlockSavePlanner = lambda: BlockSavePlanner(block_bytes=20_000)
-    mode = Plain(world, {"table": table, "dense": mine})
-    checkpoint.save(home / "model", mode, identity, STATE, world)
+    save(home / "model", Plain(world, {"table": table, "dense": mine}), world_size=2)
     asked = {"dense": torch.zeros(3)} | ({"table": torch.zeros(10_000, 4)} if rank == 0 else {})
     mode = Plain(world, asked)
-    resumed(home, mode, identity, world)
+    resumed(home, mode, world_size=2)
     seen["dense"] = mode.values["dense"].tolist()
     seen["equal"] = "table" not in mode.values or torch.equal(mode.values["table"], table)
     if rank == 0:
         for file in (home / "model").glob("*.distcp"):
             _flip(file)
-    try:
-        resumed(home, mode, identity, world)
-    except DataError as error:
-        seen["damaged"] = str(error)
+        (home / "file").write_text("")
     mode.values = {"dense": mine} | ({"broken": lambda: None} if rank == 1 else {})
-    try:
-        checkpoint.save(home / "model", mode, identity, STATE, world)
-    except DistcacheError as error:
-        seen["error"] = str(error)
-    seen["first"] = _refused_by_rank_0(world, home)
+    for name, call in {
+        "damaged": lambda: resumed(home, mode, world_size=2),
+        "error": lambda: save(home / "model", mode, world_size=2),
+        "first": lambda: save(home / "file" / "model", Plain(world, {})),
+    }.items():
+        try:
+            call()
+        except (OSError, DistcacheError) as error:
+            seen[name] = f"{type(error).__name__}: {error}"
     close_world(world)
     return seen
-
-
-def _refused_by_rank_0(world, home: Path) -> str:
-    (home / "file").write_text("")
-    try:
-        checkpoint.save(home / "file" / "model", Plain(world, {}), IDENTITY, STATE, world)
-    except (OSError, DistcacheError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def test_two_ranks_share_the_writing_and_need_not_all_read(tmp_path):

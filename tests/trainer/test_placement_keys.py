@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,64 +12,51 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from scenarios import count_steps
 from source_runs import configured, digests, summaries
 from torch import nn
 
 from distcache.comm.world import close_world, open_world
 from distcache.cost.cluster import Cluster, Compute, Link, read_cluster, write_cluster
 from distcache.engine.groups import Placement
-from distcache.engine.placing import Known, replicated_counts
+from distcache.engine.placing import Known
 from distcache.errors import ConfigError, DataError
 from distcache.fitting import OwnSource
-from distcache.layout import TableSpec
 from distcache.trainer.build import build_source, build_tables
 from distcache.trainer.plan_cache import read_window, request_of, resolve_placement
 
 BASE = (
-    "data=synthetic",
-    "data.table_rows=[700,90,30]",
-    "data.bag_size=[2.0,1,3]",
-    "data.global_batch_size=32",
-    "data.zipf=1.2",
-    "model=dcn_v2",
-    "model.table_dims=[8,4,8]",
-    "model.dense_arch=[8]",
-    "model.over_arch=[8,1]",
-    "model.cross_layers=1",
-    "model.cross_rank=4",
-    "optim=adagrad",
-    "cache.rows=400",
-    "cache.lookahead=8",
-    "cache.prefetch=1",
-    "trainer.device=cpu",
-    "trainer.log_level=WARNING",
-    "trainer.steps=12",
+    *("data=synthetic", "data.table_rows=[700,90,30]", "data.bag_size=[2.0,1,3]"),
+    *("data.global_batch_size=32", "data.zipf=1.2", "model=dcn_v2", "model.table_dims=[8,4,8]"),
+    *("model.dense_arch=[8]", "model.over_arch=[8,1]", "model.cross_layers=1"),
+    *("model.cross_rank=4", "optim=adagrad", "cache.rows=400", "cache.lookahead=8"),
+    *("cache.prefetch=1", "trainer.device=cpu", "trainer.log_level=WARNING", "trainer.steps=12"),
     "run.digest=true",
 )
 CLUSTER = Cluster(2, Link(1e9, 1e-6), Link(1e8, 1e-5), compute=Compute(1e-8, 1e-8, 1e-8, 1e-6))
 
 
-def config_of(*overrides: str):
-    return configured(*BASE, *overrides)
+def parts(*overrides: str):
+    """Config, source and tables."""
+    config = configured(*BASE, *overrides)
+    source = build_source(config)
+    return config, source, build_tables(config, source)
 
 
 def test_every_placement_trains_to_the_same_bits(tmp_path) -> None:
     write_cluster(CLUSTER, tmp_path)
+    rows = "cache.replicated_rows={t_cat_0:40,t_cat_2:3}"
     ways = (
-        ("parallel=resident",),
-        ("cache.placement=replicated", "cache.state=home", "store.access=zero_copy"),
-        ("cache.placement=sharded",),
-        (
-            "cache.placement=mixed",
-            "cache.replicated_rows={t_cat_0:40,t_cat_2:3}",
-            "cache.state=replicated",
-        ),
-        ("cache.placement=mixed", "cache.replicated_share=0.05", "cache.state=home"),
-        ("cache.placement=auto",),
-        ("cache.placement=auto", "cache.objective=bytes"),
-        ("cache.placement=auto", f"cache.cluster={tmp_path}"),
+        "parallel=resident",
+        "cache.placement=replicated cache.state=home store.access=zero_copy",
+        "cache.placement=sharded",
+        f"cache.placement=mixed {rows} cache.state=replicated",
+        "cache.placement=mixed cache.replicated_share=0.05 cache.state=home",
+        "cache.placement=auto",
+        "cache.placement=auto cache.objective=bytes",
+        f"cache.placement=auto cache.cluster={tmp_path}",
     )
-    found = summaries([(*BASE, *way) for way in ways], tmp_path, 2, timeout=240)
+    found = summaries([(*BASE, *way.split()) for way in ways], tmp_path, 2, timeout=240)
     assert len({digests(summary) for summary in found}) == 1
     placed = [summary["placement"] for summary in found]
     assert placed[1:6] == ["replicated", "sharded", "mixed", "mixed", placed[5]]
@@ -85,34 +73,17 @@ def test_every_placement_trains_to_the_same_bits(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "state"),
     [
-        (("optim=sgd",), "replicated"),
-        (("optim=rowwise_adagrad",), "replicated"),
-        (("optim=adagrad",), "home"),
-        (("optim=adam",), "home"),
-        (("optim=adam", "cache.reduction=native"), "replicated"),
-        (("optim=adam", "cache.state=replicated"), "replicated"),
-        (("optim=sgd", "cache.state=home"), "home"),
+        ("optim=sgd", "replicated"),
+        ("optim=rowwise_adagrad", "replicated"),
+        ("optim=adagrad", "home"),
+        ("optim=adam", "home"),
+        ("optim=adam cache.reduction=native", "replicated"),
+        ("optim=adam cache.state=replicated", "replicated"),
+        ("optim=sgd cache.state=home", "home"),
     ],
 )
 def test_where_the_state_lies_follows_the_optimizer(overrides, state) -> None:
-    assert request_of(config_of(*overrides)).state == state
-
-
-def test_the_window_knows_how_often_rows_are_named() -> None:
-    config = config_of()
-    source = build_source(config)
-    tables = build_tables(config, source)
-    statistics = read_window(source, tables, 5)
-    counts = [np.zeros(table.rows, np.int64) for table in tables]
-    for step in range(5):
-        ids = source.train_batch(step, 0, 1).ids
-        cuts = ids.offsets.numpy()[:: ids.batch_size][1:-1]
-        for count, values in zip(counts, np.split(ids.values.numpy(), cuts), strict=True):
-            count += np.bincount(values, minlength=len(count))
-    for count, found in zip(counts, statistics.tables, strict=True):
-        assert np.array_equal(found.dense(), count)
-        assert (np.diff(count[found.order]) <= 0).all() and found.lookups == count.sum()
-    assert statistics.samples == 5 * 32
+    assert request_of(configured(*BASE, *overrides.split())).state == state
 
 
 class Shifted:
@@ -131,26 +102,28 @@ class Shifted:
         return replace(batch, ids=replace(ids, values=ids.values + away * rows))
 
 
-def test_the_window_takes_ids_as_training_does() -> None:
-    source = build_source(config_of())
-    tables = build_tables(config_of(), source)
-    want = read_window(source, tables, 3)
-    found = read_window(Shifted(source), tables, 3, "hash")
+def test_the_window_counts_the_ids_that_training_takes() -> None:
+    _, source, tables = parts()
+    found, want = read_window(source, tables, 5), count_steps(source, range(5))
     for mine, other in zip(found.tables, want.tables, strict=True):
+        assert np.array_equal(mine.dense(), other.dense())
+        assert (np.diff(other.dense()[mine.order]) <= 0).all() and mine.lookups == other.lookups
+    assert found.samples == 5 * 32
+    shifted = read_window(Shifted(source), tables, 5, "hash")
+    for mine, other in zip(shifted.tables, found.tables, strict=True):
         assert np.array_equal(mine.dense(), other.dense())
     with pytest.raises(DataError, match=r"train batch 0: .* -"):
         read_window(Shifted(source), tables, 3)
 
 
-def resolved(rank: int, size: int, cases: list[tuple[str, ...]], own: bool = False) -> list[object]:
+def resolved(rank: int, size: int, cases: list[str], own: bool = False) -> list[object]:
     """What each case comes to: a placement's kind and hot rows, or its error."""
     world, found = open_world("cpu", "gloo", 60), []
     for overrides in cases:
-        config = config_of(*overrides)
-        source = build_source(config)
-        known = (build_tables(config, source), (174, 86), None)
+        config, source, tables = parts(*overrides.split())
         if own:  # batches of a loader, which `fit` reads once
             source = OwnSource(tuple(source.features), tuple(source.table_rows))
+        known = tables, (174, 86), None
         try:
             placement = resolve_placement(config, world, known, source, torch.nn.Linear(1, 1))
             found.append((placement.kind, [ids.tolist() for ids in placement.hot]))
@@ -161,18 +134,13 @@ def resolved(rank: int, size: int, cases: list[tuple[str, ...]], own: bool = Fal
 
 
 def test_mixed_takes_the_hottest_rows_of_the_first_batches_on_every_rank() -> None:
-    cases = [
-        ("cache.placement=mixed", "cache.replicated_rows={t_cat_0:6}"),
-        ("cache.placement=mixed", "cache.replicated_share=0.01"),
-        ("cache.placement=mixed", "cache.replicated_rows={t_cat_2:30}"),
-        ("cache.placement=mixed", "cache.replicated_rows={t_cat_9:6}"),
-        ("cache.placement=mixed", "cache.replicated_rows={t_cat_1:91}"),
+    keys = [
+        *("replicated_rows={t_cat_0:6}", "replicated_share=0.01", "replicated_rows={t_cat_2:30}"),
+        *("replicated_rows={t_cat_9:6}", "replicated_rows={t_cat_1:91}"),
     ]
-    first, second = run_ranks(resolved, 2, cases)
-    config = config_of()
-    source = build_source(config)
-    window = read_window(source, build_tables(config, source), 10)
-    hottest = window.tables[0].hottest(6).tolist()
+    first, second = run_ranks(resolved, 2, [f"cache.placement=mixed cache.{key}" for key in keys])
+    _, source, tables = parts()
+    hottest = read_window(source, tables, 10).tables[0].hottest(6).tolist()
     assert first[0] == second[0] == ("mixed", [sorted(hottest), [], []])
     assert first[1] == second[1] and sum(map(len, first[1][1])) == 8
     assert first[2][1] == [[], [], list(range(30))]  # all rows, whether they were seen or not
@@ -183,9 +151,7 @@ def test_mixed_takes_the_hottest_rows_of_the_first_batches_on_every_rank() -> No
 
 @pytest.mark.parametrize(("slots", "warned"), [((174, 86), False), ((12, 6), True)])
 def test_mixed_that_will_not_hold_a_step_is_said_before_training(slots, warned, caplog) -> None:
-    config = config_of("cache.placement=mixed", "cache.state=home")
-    source = build_source(config)
-    tables = build_tables(config, source)
+    config, source, tables = parts("cache.placement=mixed", "cache.state=home")
     facts = Known(tables, slots, read_window(source, tables, 4))
     choice = request_of(config).choose(facts, Cluster(2, Link(1e9), Link(1e9)))
     assert choice.placement == "mixed"
@@ -194,55 +160,45 @@ def test_mixed_that_will_not_hold_a_step_is_said_before_training(slots, warned, 
 
 
 def test_a_cluster_that_is_not_the_running_world_is_refused(tmp_path) -> None:
+    two = asdict(Cluster(2, Link(1e9), Link(1e9), Link(1e9), nodes=2))
+    files = {
+        "nodes": two,
+        "broken": two | {"inside": {"bandwidth": 0.0, "name": "measured"}},
+        "words": two | {"host": {"bandwidth": "fast"}},
+        "less": {key: value for key, value in two.items() if key != "inside"},
+    }
+    for name, values in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(values))
     other = write_cluster(Cluster(8, Link(1e9), Link(1e9)), tmp_path)
-    nodes = tmp_path / "nodes.json"
-    two = Cluster(2, Link(1e9), Link(1e9), Link(1e9), nodes=2)
-    nodes.write_text(json.dumps(asdict(two)))
-    broken = tmp_path / "broken.json"
-    broken.write_text(json.dumps(asdict(two) | {"inside": {"bandwidth": 0.0, "name": "measured"}}))
-    words, less = tmp_path / "words.json", tmp_path / "less.json"
-    words.write_text(json.dumps(asdict(two) | {"host": {"bandwidth": "fast"}}))
-    less.write_text(json.dumps({k: v for k, v in asdict(two).items() if k != "inside"}))
-    cases = [
-        ("cache.placement=auto", f"cache.cluster={path}")
-        for path in (other, nodes, broken, tmp_path / "none.json", words, less)
+    paths = [other, *(tmp_path / f"{name}.json" for name in (*files, "none"))]
+    said = [
+        "has world_size=8, but 2 ranks run",
+        "nodes=2 of 1 ranks, but 2 ranks run on each node: describe nodes=1",
+        r"cache\.cluster.*inside.bandwidth=0.0: it must be above 0",
+        "words.json: host.bandwidth=fast is no number",
+        "less.json: inside is missing: give the cluster.json",
+        "none.json: cannot be read",
     ]
+    cases = [f"cache.placement=auto cache.cluster={path}" for path in paths]
     for errors in run_ranks(resolved, 2, cases):
-        assert "has world_size=8, but 2 ranks run" in errors[0]
-        assert "nodes=2 of 1 ranks, but 2 ranks run on each node: describe nodes=1" in errors[1]
-        assert (
-            "inside.bandwidth=0.0: it must be above 0" in errors[2] and "cache.cluster" in errors[2]
-        )
-        assert "none.json: cannot be read" in errors[3]
-        assert "words.json: host.bandwidth=fast is no number" in errors[4]
-        assert "less.json: inside is missing: give the cluster.json" in errors[5]
+        for error, words in zip(errors, said, strict=True):
+            assert re.search(words, error), error
     assert read_cluster(tmp_path) == Cluster(8, Link(1e9), Link(1e9))
 
 
 def test_rows_beyond_a_table_are_refused_at_one_rank_too() -> None:
-    config = config_of("cache.placement=mixed", "cache.replicated_rows={t_cat_1:91}")
-    source = build_source(config)
-    known = build_tables(config, source), [10, 10], None
     one: Any = SimpleNamespace(size=1)
+    config, source, tables = parts("cache.placement=mixed", "cache.replicated_rows={t_cat_1:91}")
     with pytest.raises(ConfigError, match="t_cat_1=91, but the table has 90 rows"):
-        resolve_placement(config, one, known, source, nn.Module())
-    fits = config_of("cache.placement=mixed", "cache.replicated_rows={t_cat_1:90}")
-    assert resolve_placement(fits, one, known, source, nn.Module()) == Placement()
-
-
-def test_batches_that_are_read_once_need_statistics() -> None:
-    tables = [TableSpec("t", 10, 4, ("f",))]
-    with pytest.raises(ConfigError, match=r"cache.statistics=<folder"):
-        read_window(SimpleNamespace(dense_features=1), tables, 3)
-    assert replicated_counts({"t": 10}, tables) == [10]
+        resolve_placement(config, one, (tables, [10, 10], None), source, nn.Module())
+    config.cache.replicated_rows = {"t_cat_1": 90}
+    known = tables, [10, 10], None
+    assert resolve_placement(config, one, known, source, nn.Module()) == Placement()
 
 
 def test_what_is_not_known_of_a_loader_of_ones_own_is_said() -> None:
-    cases = [
-        ("cache.placement=auto",),
-        ("cache.placement=mixed",),
-        ("cache.placement=auto", "cache.objective=bytes"),
-    ]
+    kinds = ("auto", "mixed", "auto cache.objective=bytes")
+    cases = [f"cache.placement={kind}" for kind in kinds]
     for timed, mixed, by_bytes in run_ranks(resolved, 2, cases, True):
         assert "cache.placement=auto with cache.objective=time" in timed
         assert "ConfigError" in mixed and "cache.placement=mixed" in mixed

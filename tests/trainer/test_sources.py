@@ -1,9 +1,12 @@
-"""Every source trains in every mode, on one rank and on two, in the same order; dense features and
-labels of coming batches are loaded beside the steps."""
+"""Every source trains in every mode, on one rank and on two, in the same order; the data are part
+of a run, the same on all ranks and when it is resumed; dense features and labels of coming batches
+are loaded beside the steps."""
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -11,26 +14,24 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import source_runs
 import torch
 from criteo_lines import ROWS, make_lines, preprocessed, write_lines
-from parquet_files import write
+from parquet_files import columns, write
+from parquet_files import source as parquet
 from ranks import run_ranks
-from source_runs import NET, configured, digests, run, summaries
-from source_runs import SMALL as QUIET
+from source_runs import NET, configured, digests, summaries
 
 from distcache.comm.world import close_world, open_world
-from distcache.data.criteo import CriteoArrays
+from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
+from distcache.data.interactions import InteractionsSource, InteractionsSpec
 from distcache.errors import DataError
 from distcache.trainer import build
 from distcache.trainer.trainer import Run
 
-SMALL = (
-    *NET,
-    "cache.ratio=0.5",
-    "optim=adagrad",
-    "run.digest=true",
-)
+SMALL = (*NET, "cache.ratio=0.5", "optim=adagrad", "run.digest=true")
 CRITEO = (f"data.table_rows={list(ROWS)}", "data.global_batch_size=64", "trainer.eval_steps=2")
 
 
@@ -111,7 +112,10 @@ def modes_of(source: str, world: int) -> list[str]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_mode_trains_on_every_source(found, world):
+    """Of text, arrays and Parquet the bits are the same, too: hexadecimal ids modulo the tables'
+    rows, missing ones in row 0, whatever holds them."""
     runs = found[world]
+    assert len({digests(runs[name, "data"]) for name in ("text", "arrays", "parquet")}) == 1
     for (source, mode), summary in runs.items():
         data = runs[source, "data"]
         assert None not in digests(data) and 0 < data["eval_auc"] < 1
@@ -122,13 +126,6 @@ def test_every_mode_trains_on_every_source(found, world):
         else:
             assert digests(summary) == digests(data), (source, mode)
         assert summary["stage_ms"]["load"] >= 0 and summary["stage_ms"]["wait"] >= 0, (source, mode)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_text_arrays_and_parquet_are_the_same_bits(found, world):
-    """Hexadecimal ids modulo the tables' rows, missing ones in row 0, whatever holds them."""
-    text, *others = (found[world][source, "data"] for source in ("text", "arrays", "parquet"))
-    assert [digests(other) for other in others] == [digests(text)] * 2
 
 
 def test_the_order_is_that_of_one_rank(found):
@@ -153,14 +150,114 @@ def test_what_was_skipped_is_in_the_run_folder(tmp_path, world_size):
         ["data=synthetic", *SMALL, "trainer.steps=2", "data.table_rows=[50,60]", "cache.ratio=1"],
     ]
     summaries(runs, tmp_path, world_size)
-    found = [tmp_path / f"w{world_size}-{number}" / "bad_lines.json" for number in range(4)]
-    reports = [json.loads(path.read_text()) for path in found[:3]]
-    assert reports[0]["count"] == 12 and len(reports[0]["first"]) == 10
-    assert reports[0]["first"][0].startswith(f"{text}:201: 1 tab-separated")
-    for report in reports[1:]:
+    *found, none = [tmp_path / f"w{world_size}-{number}" / "bad_lines.json" for number in range(4)]
+    first, *others = [json.loads(path.read_text()) for path in found]
+    assert first["count"] == 12 and len(first["first"]) == 10
+    assert first["first"][0].startswith(f"{text}:201: 1 tab-separated")
+    for report in others:
         (line,) = report["first"]
         assert report["count"] == 1 and line.startswith(f"{clicks}:31: item 'x' is not a whole")
-    assert not found[3].exists()
+    assert not none.exists()
+
+
+def run(world, folder: Path, path: str, *more: str) -> dict[str, Any] | str:
+    """The summary of a run over the Criteo folder at `path`, or what it raises."""
+    given = ("data=criteo", f"data.path={path}", "data.table_rows=[]", "data.global_batch_size=32")
+    quiet = (*source_runs.SMALL, "trainer.eval_steps=0", "run.save=true")
+    try:
+        return source_runs.run(world, folder, *quiet, *SMALL, *given, *more)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def resume(rank: int, size: int, folder: str) -> dict[str, Any]:
+    """Runs that go on with the same data, with other ones, and ones whose ranks differ."""
+    torch.set_num_threads(1)
+    home, world, seen = Path(folder), open_world("cpu", timeout_s=60), {}
+    one, copy, other = (str(home / name) for name in ("one", "copy", "other"))
+    for mode in ("data", "hybrid") if size == 1 else ("data",):  # hybrid has its own checkpoints
+        mine, half = f"parallel={mode}", home / f"half-{mode}"
+        run(world, half, one, "trainer.steps=5", mine)
+        rest = (mine, "trainer.steps=12", f"trainer.resume={half}")
+        seen[mode] = {
+            "whole": run(world, home / "whole", one, "trainer.steps=12", mine),
+            "copy": run(world, home / "rest", copy, *rest),  # elsewhere, but the same
+            "other": run(world, home / "other", other, *rest),
+            "meant": run(world, home / "meant", other, *rest, "trainer.resume_data=any"),
+            "mixed": run(world, home / "mixed", other if rank else one, mine),
+        }
+    close_world(world)
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_keeps_to_its_data(tmp_path, size):
+    preprocessed(write_lines(tmp_path / "a.txt", make_lines(400)), tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    preprocessed(write_lines(tmp_path / "b.txt", make_lines(400, seed=8)), tmp_path / "other")
+    for seen in run_ranks(resume, size, str(tmp_path), timeout=200):
+        for found in seen.values():
+            assert found["copy"]["state_digest"] == found["whole"]["state_digest"]
+            assert re.search("other data: data.path was .{64}, is .{64}", found["other"])
+            assert (found["meant"]["first_step"], found["meant"]["steps"]) == (5, 7)
+            differ = "the ranks differ: data.path is '.*' on rank 0 and '.*' on"
+            assert size == 1 or re.search(differ, found["mixed"])
+
+
+def changed(plain: dict[str, str], other: dict[str, str]) -> set[str]:
+    """The keys in which two identities differ."""
+    return {key for key in plain | other if plain.get(key) != other.get(key)}
+
+
+def test_what_criteo_depends_on(tmp_path):
+    """Content, what is made of it and its order; not names, nor what no batch can show."""
+    text = write_lines(tmp_path / "a.txt", make_lines(70))
+    preprocessed(text, tmp_path / "one")
+
+    def arrays(**more):
+        return CriteoArrays(CriteoSpec(tmp_path / "one", (), 16, **more)).identity
+
+    plain = arrays()
+    assert set(plain) == {"data.path", "data.shuffle", "data.shuffle_block"}
+    assert arrays(shuffle=False) == {"data.path": plain["data.path"], "data.shuffle": "False"}
+    assert changed(plain, arrays(shuffle_block=8)) == {"data.shuffle_block"}
+    lines = CriteoSource(CriteoSpec(text, ROWS)).identity
+    assert "data.path" in changed(plain, lines)
+    shutil.copy(text, tmp_path / "c.txt")
+    assert CriteoSource(CriteoSpec(tmp_path / "c.txt", ROWS)).identity == lines
+    other = make_lines(70)
+    other[33] = b"\t".join([*other[33].split(b"\t")[:-1], b"1"])
+    other = CriteoSource(CriteoSpec(write_lines(tmp_path / "d.txt", other), ROWS)).identity
+    assert "data.path" in changed(lines, other)
+
+
+def test_what_parquet_depends_on(tmp_path):
+    path, data = write(tmp_path / "a.parquet", columns(40)), columns(40)
+    plain = parquet(path).identity
+    shutil.copy(path, tmp_path / "b.parquet")
+    assert parquet(tmp_path / "b.parquet").identity == plain
+    data["x"] = data["x"] + np.eye(40)[11]  # one value, in no way the largest
+    pq.write_table(pq.read_table(write(tmp_path / "c.parquet", data)), tmp_path / "c.parquet")
+    assert "data.path" in changed(plain, parquet(tmp_path / "c.parquet").identity)
+    changes = {"dense_transform": "log1p", "string_ids": "hex", "shuffle_rows": 7}
+    changes |= {"dense_columns": ("z", "x")}
+    for name, value in changes.items():
+        assert changed(plain, parquet(path, **{name: value}).identity) == {f"data.{name}"}
+    assert changed(plain, parquet(path, held_out=0.5).identity) == {"data.path"}
+
+
+def test_what_interactions_depend_on(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("0 1 2 3\n1 2 5\n2 0 1 4\n")
+
+    def identity(**changes):
+        return InteractionsSource(InteractionsSpec(path, **changes)).identity
+
+    plain = identity()
+    assert identity(negatives=3) == plain | {"data.negatives": "3"}
+    assert identity(sampling="popularity") == plain | {"data.negative_sampling": "popularity"}
+    path.write_text("0 1 2 3\n1 2 5\n2 0 3 4\n")
+    assert changed(plain, identity()) == {"data.path"}
 
 
 def fail_to_load(rank: int, world_size: int, folder: str, runs: str) -> str:
@@ -175,14 +272,9 @@ def fail_to_load(rank: int, world_size: int, folder: str, runs: str) -> str:
         return real(self, lines)
 
     CriteoArrays.read_rest = read_rest
-    given = ("data=criteo", f"data.path={folder}", "data.table_rows=[]")
-    try:
-        run(world, Path(runs), *QUIET, *SMALL, *given, "data.global_batch_size=32")
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        close_world(world, orderly=False)
-    return "nothing"
+    said = run(world, Path(runs), folder)
+    close_world(world, orderly=False)
+    return said
 
 
 def test_a_rank_that_cannot_load_is_named(tmp_path):
@@ -200,11 +292,16 @@ class Meeting:
     """The training step s and the load of batch s + 1 wait for each other: neither can end before
     the other one began. `met`: (`step` or `load`, number) of those that found the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, source) -> None:
+        """`source`: whose batches wait for the meeting when they are loaded."""
+        self._source = source
         self.steps = [threading.Event() for _ in range(STEPS + 1)]
         self.loads = [threading.Event() for _ in range(STEPS + 1)]
         self.met: list[tuple[str, int]] = []
         self.threads: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
 
     def load(self, number: int) -> None:
         """Batch `number` is being loaded."""
@@ -219,27 +316,16 @@ class Meeting:
         if number + 1 < STEPS and self.loads[number + 1].wait(PATIENCE_S):
             self.met.append(("step", number))
 
-
-class Waiting:
-    """A source whose batches wait for the meeting when they are loaded."""
-
-    def __init__(self, source, meeting: Meeting) -> None:
-        self._source, self._meeting = source, meeting
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
     def train_batch(self, step: int, rank: int, world_size: int):
         """A batch that is loaded late."""
         batch = self._source.train_batch(step, rank, world_size).loaded()
 
         def load():
-            self._meeting.load(step)
+            self.load(step)
             return batch.dense, batch.labels
 
-        return replace(
-            batch, dense=batch.dense.to("meta"), labels=batch.labels.to("meta"), load=load
-        )
+        dense, labels = batch.dense.to("meta"), batch.labels.to("meta")
+        return replace(batch, dense=dense, labels=labels, load=load)
 
 
 def load_late(rank: int, size: int, folder: str) -> dict[str, Any]:
@@ -252,11 +338,11 @@ def load_late(rank: int, size: int, folder: str) -> dict[str, Any]:
             *("data.table_rows=[500,60]", "data.bag_size=1", "data.global_batch_size=16"),
             *("cache.ratio=null", "cache.rows=200"),
         ]
-        config, meeting = configured(*NET, *overrides), Meeting()
-        source = Waiting(build.build_source(config), meeting)
-        tables = build.build_tables(config, source)
-        model = build.build_dense(config, tables, source.dense_features)
-        mode = build.build_parallel(config, world, tables, model, source)
+        config = configured(*NET, *overrides)
+        meeting = Meeting(build.build_source(config))
+        tables = build.build_tables(config, meeting)
+        model = build.build_dense(config, tables, meeting.dense_features)
+        mode = build.build_parallel(config, world, tables, model, meeting)
         train = mode.train_step
 
         def train_step(step, stop=False, train=train, meeting=meeting):
@@ -266,10 +352,8 @@ def load_late(rank: int, size: int, folder: str) -> dict[str, Any]:
         mode.train_step = train_step
         home = Path(folder, mode_name)
         home.mkdir(exist_ok=True)
-        summary = (
-            Run(config, world, home, source, tables, mode).go(build.build_rates(config)).summary
-        )
-        seen[mode_name] = sorted(meeting.met), meeting.threads, summary["stage_ms"]
+        result = Run(config, world, home, meeting, tables, mode).go(build.build_rates(config))
+        seen[mode_name] = sorted(meeting.met), meeting.threads, result.summary["stage_ms"]
     close_world(world)
     return seen
 

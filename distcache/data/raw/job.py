@@ -16,7 +16,6 @@ import itertools
 import logging
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import time
@@ -26,11 +25,19 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from distcache.data.files import InputFile, find_files, read_json, unpack, write_json
+from distcache.data.files import (
+    SHOWN,
+    BadLines,
+    InputFile,
+    find_files,
+    read_json,
+    unpack,
+    write_json,
+)
 from distcache.data.raw.parts import MAX_LINE, id_dtype
 from distcache.data.raw.settings import (
     HASHED_BYTES,
@@ -46,7 +53,6 @@ from distcache.data.raw.settings import (
     read_manifest,
 )
 from distcache.data.raw.tables import (
-    SHOWN,
     AssembleTask,
     PartReport,
     PartTask,
@@ -67,22 +73,12 @@ from distcache.versions import installed
 
 logger = logging.getLogger(__name__)
 
-_VERSIONS = ("distcache", "numpy", "pyarrow")
-"""Distributions that the manifest names."""
-
 _WORK_FORMAT = 2
 """Of the unfinished work, which another version does not take up."""
 
 
-class Bar(Protocol):
-    """What a progress bar offers."""
-
-    def update(self, n: float = 1) -> object:
-        """Go `n` units on."""
-
-
-Progress = Callable[[str, int, str, int], AbstractContextManager[Bar]]
-"""A progress bar for (stage, total, unit, what of the total was done before)."""
+Progress = Callable[[str, int, str, int], AbstractContextManager[Any]]
+"""A progress bar, with `update(n)`, for (stage, total, unit, what of it was done before)."""
 
 
 @dataclass
@@ -119,10 +115,12 @@ class Work:
             before[part.file] = first + part.lines
         return found
 
-    def skipped(self) -> dict[str, Any]:
-        """How many malformed lines were left out, and the first ten."""
-        count = sum(part.bad_lines for part in self.parts.values())
-        return {"count": count, "first": self.bad_lines()[:SHOWN]}
+    def skipped(self) -> BadLines:
+        """The malformed lines that were left out."""
+        bad = BadLines("skip")
+        bad.count = sum(part.bad_lines for part in self.parts.values())
+        bad.first = self.bad_lines()[:SHOWN]
+        return bad
 
 
 def part_name(file: int, index: int) -> str:
@@ -136,7 +134,7 @@ def preprocess(settings: PreprocessSettings, progress: Progress) -> Manifest:
     One with files that are missing or cut is made again. Raises DataError for malformed input,
     ConfigError for an output folder that holds something else or cannot be written.
     """
-    began, cpu_s = time.perf_counter(), core_seconds()
+    began = time.perf_counter()
     files = find_files("input", settings.input, "a file of Criteo lines")
     if settings.split == "last_file" and len(files) == 1:
         raise DataError(
@@ -154,7 +152,10 @@ def preprocess(settings: PreprocessSettings, progress: Progress) -> Manifest:
         with alone(work), work.pool:
             # By a process that was at it until now, or now by this one.
             manifest = finished_work(work) or finish_work(work)
-        _say_rate(work, time.perf_counter() - began, core_seconds() - cpu_s)
+        seconds, megabytes = time.perf_counter() - began, work.text_bytes / 1e6
+        if megabytes:
+            rate = megabytes / seconds
+            logger.info("%.1f MB of text in %.1f s: %.1f MB/s", megabytes, seconds, rate)
     shutil.rmtree(work.folder, ignore_errors=True)
     return manifest
 
@@ -281,35 +282,6 @@ def _unparsed(work: Work) -> Iterator[PartTask]:
             write_json(count, found)
 
 
-def core_seconds() -> float:
-    """Processor seconds of this process and of its children that have ended."""
-    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in usage)
-
-
-def _say_rate(work: Work, seconds: float, cpu_s: float) -> None:
-    """Log the rate of the whole job: text by time, and by processor time of all its processes."""
-    if not work.text_bytes:
-        return
-    logger.info(
-        "%s of text in %.1f s: %s/s; %s/s per core (%.1f core seconds)",
-        amount(work.text_bytes),
-        seconds,
-        amount(work.text_bytes / seconds),
-        amount(work.text_bytes / max(cpu_s, 1e-9)),
-        cpu_s,
-    )
-
-
-def amount(count: float) -> str:
-    """A number of bytes with three digits or more, in B, kB or MB (powers of 1,000)."""
-    for unit, size in (("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            value = count / size
-            return f"{value:,.{max(0, 3 - len(str(int(value))))}f} {unit}"
-    return f"{count:.0f} B"
-
-
 @dataclass(frozen=True)
 class SamplePlan:
     """Where the samples go: the place of each part's first one, in order of time."""
@@ -330,12 +302,10 @@ def split_samples(work: Work) -> SamplePlan:
     train = {"seventh": samples * 6 // 7, "last_file": before_last, "none": samples}
     count = train[work.settings.split]
     if count == 0:
-        skipped = work.skipped()
-        first = f", the first {skipped['first'][0]}" if skipped["count"] else ""
         raise DataError(
             f"input: {samples} good lines in {len(work.files)} file(s), none of them before the "
-            f"held-out ones of split={work.settings.split} ({skipped['count']} malformed lines"
-            f"{first}): give more data, or split=none"
+            f"held-out ones of split={work.settings.split} ({work.skipped().example()}): give more "
+            "data, or split=none"
         )
     logger.info("%s samples, of which %s train", f"{samples:,}", f"{count:,}")
     return SamplePlan(firsts, samples, count)
@@ -433,10 +403,7 @@ def settle_arrays(work: Work, plan: SamplePlan, tables: list[TableReport]) -> Ma
         for name in names
     }
     skipped = work.skipped()
-    if skipped["count"]:
-        logger.warning("left out %s malformed lines; the first:", skipped["count"])
-        for line in skipped["first"]:
-            logger.warning("  %s", line)
+    skipped.report()
     settings = work.settings
     lines, samples = [0] * len(work.files), [0] * len(work.files)
     for part in work.parts.values():
@@ -453,9 +420,9 @@ def settle_arrays(work: Work, plan: SamplePlan, tables: list[TableReport]) -> Ma
             {"name": file.path.name, "bytes": file.bytes, "lines": n, "samples": good}
             for file, n, good in zip(work.files, lines, samples, strict=True)
         ],
-        skipped=skipped,
+        skipped=skipped.summary(),
         settings=settings.identity(),
-        versions={name: installed(name) or "unknown" for name in _VERSIONS},
+        versions={n: installed(n) or "unknown" for n in ("distcache", "numpy", "pyarrow")},
     ).with_fingerprint()
 
 

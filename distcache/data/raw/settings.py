@@ -227,13 +227,10 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise DataError(f"data.path: {path} is not a manifest of format {FORMAT}")
     try:
-        arrays = {
-            name: ArrayFile(**file | {"shape": tuple(file["shape"])})
-            for name, file in values["arrays"].items()
-        }
-        values["table_rows"] = tuple(values["table_rows"])
-        values["multi_hot"] = values["multi_hot"] and tuple(values["multi_hot"])
-        values["arrays"] = arrays
+        for key in ("table_rows", "multi_hot"):
+            values[key] = values[key] and tuple(values[key])
+        for name, file in values["arrays"].items():
+            values["arrays"][name] = ArrayFile(**file | {"shape": tuple(file["shape"])})
         manifest = Manifest(**values)
         intact = manifest.with_fingerprint() == manifest
     except (KeyError, TypeError, AttributeError) as error:
@@ -248,13 +245,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 def describe_array(path: Path, digests: Sequence[bytes]) -> ArrayFile:
     """An array file's entry; `digests`: the hashes of its blocks, in order."""
-    array = np.load(path, mmap_mode="r")
-    return ArrayFile(
-        dtype=array.dtype.str,
-        shape=tuple(array.shape),
-        bytes=path.stat().st_size,
-        checksum=hashlib.sha256(b"".join(digests)).hexdigest(),
-    )
+    array, checksum = np.load(path, mmap_mode="r"), hashlib.sha256(b"".join(digests)).hexdigest()
+    return ArrayFile(array.dtype.str, tuple(array.shape), path.stat().st_size, checksum)
 
 
 def open_array(folder: Path, manifest: Manifest, name: str) -> np.ndarray:

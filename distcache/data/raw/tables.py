@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from distcache.data.files import InputFile, read_json, read_range, whole_lines, write_json
+from distcache.data.files import SHOWN, InputFile, read_json, read_range, whole_lines, write_json
 from distcache.data.raw.parts import MAX_LINE, CriteoRows, id_dtype, parse_blocks
 from distcache.data.raw.settings import (
     FIRST,
@@ -36,8 +36,6 @@ BLOCK_BYTES = 4 << 20
 """Bytes of text that are parsed at once."""
 PIECE = 1 << 17
 """Samples that are written, and read back, at once; a block more at the most."""
-SHOWN = 10
-"""Malformed lines that a report quotes."""
 
 
 @dataclass(frozen=True)

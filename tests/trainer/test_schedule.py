@@ -1,4 +1,5 @@
-"""Hot and cold phases as pure functions: every batch once, and what the held-out loss does."""
+"""Which batches a run trains and evaluates on, as pure functions: schedules, and hot and cold
+phases with what the held-out loss does to them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from toy_parallel import ToySource
 
+from distcache.errors import ConfigError
 from distcache.popularity.hot_cold import COLD, HOT, BatchPlace
 from distcache.trainer.schedule import (
     STEADY_FALLS,
@@ -16,19 +19,45 @@ from distcache.trainer.schedule import (
     PhaseClock,
     PhasedSchedule,
     Schedule,
+    make_schedule,
 )
 
 
-def play(sizes, rate, steps, loss=None):
-    """(kind, batches, rate) of each phase until `steps` are done; `loss(step)` after each."""
-    clock, done, seen = PhaseClock(Phase(rate), 0, sizes), 0, []
-    while done < steps:
-        phase = clock.begin(done)
-        seen.append((phase.kind, phase.left, phase.rate))
-        done += phase.left
-        if loss is not None:
-            clock.learn(done, loss(done))
-    return seen
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (Schedule(0, 3, None, 0), "t0 t1 t2"),
+        (Schedule(0, 3, None, 2), "t0 t1 t2 e0 e1"),
+        (Schedule(0, 5, 2, 1), "t0 t1 e0 t2 t3 e0 t4 e0"),
+        (Schedule(0, 4, 2, 1), "t0 t1 e0 t2 t3 e0"),
+        (Schedule(3, 5, 2, 1), "t3 e0 t4 e0"),
+        (Schedule(5, 5, 2, 1), "e0"),
+        (Schedule(7, 5, None, 0), ""),
+        (Schedule(0, 0, None, 1), "e0"),
+        (Schedule(0, 4, 2, 0), "t0 t1 t2 t3"),
+    ],
+)
+def test_order(schedule, expected):
+    assert " ".join(f"{kind[0]}{index}" for kind, index in schedule.order()) == expected
+
+
+def test_a_schedule_over_a_source():
+    source = ToySource()
+    assert make_schedule(source, 0, None, None, 0).steps == 6  # an epoch; more repeats it
+    batches = list(make_schedule(source, 0, 13, None, 0).batches(source, 0, 1))
+    assert [batch.epoch for batch in batches] == [0] * 6 + [1] * 6 + [2]
+    assert [batch.global_size for batch in batches] == ([16] * 5 + [10]) * 2 + [16]
+    for wanted, held_out in ((9, 5), (3, 3)):
+        assert make_schedule(source, 0, 1, None, wanted).eval_batches == held_out
+    source.drawn.clear()
+    stream = make_schedule(source, 0, 4, 1, 1).batches(source, 0, 1)
+    assert source.drawn == []
+    next(stream), next(stream)
+    assert source.drawn == [("train", 0), ("eval", 0)]
+    source.steps_per_epoch = source.eval_batches = None
+    assert make_schedule(source, 0, 100, None, 8).eval_batches == 8
+    with pytest.raises(ConfigError, match=r"trainer\.steps"):
+        make_schedule(source, 0, None, None, 0)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +73,12 @@ def play(sizes, rate, steps, loss=None):
     ],
 )
 def test_phases_of_an_epoch(sizes, rate, expected):
-    seen = play(lambda epoch: sizes, rate, sum(sizes))
-    assert " ".join(f"{kind}{left}" for kind, left, _ in seen) == expected
+    clock, done, seen = PhaseClock(Phase(rate), 0, lambda epoch: sizes), 0, []
+    while done < sum(sizes):
+        phase = clock.begin(done)
+        seen.append(f"{phase.kind}{phase.left}")
+        done += phase.left
+    assert " ".join(seen) == expected
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -66,13 +99,9 @@ def test_every_batch_once_whatever_the_losses(seed):
             clock.at(done).rate == phase.rate
         )
     assert done == total
-    expected = {
-        (epoch, kind, number)
-        for epoch in range(3)
-        for kind, count in zip((HOT, COLD), each[epoch].tolist(), strict=True)
-        for number in range(count)
-    }
-    assert seen == Counter(expected)
+    kinds = [(epoch, kind) for epoch in range(3) for kind in (HOT, COLD)]
+    expected = zip(kinds, each.reshape(-1).tolist(), strict=True)
+    assert seen == Counter((*kind, number) for kind, count in expected for number in range(count))
 
 
 def test_the_rate_halves_at_a_rise_and_doubles_after_steady_falls():
@@ -90,27 +119,14 @@ def test_the_rate_halves_at_a_rise_and_doubles_after_steady_falls():
     assert Phase(0.05, loss=1.0).learn(1.1, 1 / 8).rate == 0.05  # a low rate that was given stays
 
 
-def test_no_phase_becomes_shorter_than_an_evaluation():
-    plain, losses = Schedule(0, 170, None, 3), iter(range(1000))
-    schedule = PhasedSchedule.of(plain, Source(), None, 1.0)
-    lengths = []
-    for stream in schedule.streams(Source(), 0, 1):
-        batches = list(stream)
-        assert batches[-3:] == ["eval 0", "eval 1", "eval 2"]
-        lengths.append(len(batches) - 3)
-        schedule.learn(sum(lengths), next(losses))
-    assert lengths[:4] == [11, 6, 6, 3]
-    assert lengths[-8:] == lengths[-16:-8] == [3, 2, 3, 2, 3, 1, 2, 1]
-
-
 class Source:
     """11 hot and 6 cold batches an epoch, as labels."""
+
+    sizes = (11, 6)
 
     def epoch(self, number):
         """See `HotColdSource.epoch`."""
         return self
-
-    sizes = (11, 6)
 
     def batch(self, place: BatchPlace, step: int, rank: int, world_size: int) -> str:
         """See `HotColdSource.batch`."""
@@ -121,9 +137,19 @@ class Source:
         return f"eval {index}"
 
 
-def loss_after(step: int) -> float:
-    """Any loss that rises and falls."""
-    return math.sin(step / 3)
+def phased(first: int, steps: int, every, batches: int, phase=None, rate=0.3) -> PhasedSchedule:
+    return PhasedSchedule.of(Schedule(first, steps, every, batches), Source(), phase, rate)
+
+
+def test_no_phase_becomes_shorter_than_an_evaluation():
+    schedule, losses, lengths = phased(0, 170, None, 3, rate=1.0), iter(range(1000)), []
+    for stream in schedule.streams(Source(), 0, 1):
+        batches = list(stream)
+        assert batches[-3:] == ["eval 0", "eval 1", "eval 2"]
+        lengths.append(len(batches) - 3)
+        schedule.learn(sum(lengths), next(losses))
+    assert lengths[:4] == [11, 6, 6, 3]
+    assert lengths[-8:] == lengths[-16:-8] == [3, 2, 3, 2, 3, 1, 2, 1]
 
 
 def trained(schedule: PhasedSchedule, stop_at: int | None, after_eval: bool = True):
@@ -132,9 +158,9 @@ def trained(schedule: PhasedSchedule, stop_at: int | None, after_eval: bool = Tr
     seen, positions, done, evaluated = [], {}, schedule.first_step, 0
     for stream in schedule.streams(Source(), 0, 1):
         for batch in stream:
-            if done == stop_at and not batch.startswith("eval"):
-                return seen, positions
             if not batch.startswith("eval"):
+                if done == stop_at:
+                    return seen, positions
                 seen.append(batch)
                 done += 1
                 assert batch.endswith(f" {done - 1}")
@@ -144,7 +170,7 @@ def trained(schedule: PhasedSchedule, stop_at: int | None, after_eval: bool = Tr
                 continue
             evaluated += 1
             if evaluated % schedule.eval_batches == 0:
-                positions[done] = schedule.learn(done, loss_after(done))
+                positions[done] = schedule.learn(done, math.sin(done / 3))  # rises and falls
                 if done == stop_at:
                     return seen, positions
         if done == stop_at:
@@ -154,51 +180,20 @@ def trained(schedule: PhasedSchedule, stop_at: int | None, after_eval: bool = Tr
 
 @pytest.mark.parametrize("evaluation", [(None, 2), (5, 1), (None, 0)])
 def test_stopped_anywhere_it_goes_on_the_same(evaluation):
-    every, batches = evaluation
     steps = 40  # two epochs and a part
-
-    def schedule(first: int, phase: Phase | None) -> PhasedSchedule:
-        return PhasedSchedule.of(Schedule(first, steps, every, batches), Source(), phase, 0.3)
-
-    whole, positions = trained(schedule(0, None), None)
+    whole, positions = trained(phased(0, steps, *evaluation), None)
     assert len(whole) == steps
     assert len({text.rsplit(" ", 1)[0] for text in whole}) == steps  # no batch twice
-    assert (len({position.rate for position in positions.values()}) > 1) == (batches > 0)
+    assert (len({position.rate for position in positions.values()}) > 1) == (evaluation[1] > 0)
     for stop_at in range(1, steps):
         for after_eval in (True, False):
-            before, seen = trained(schedule(0, None), stop_at, after_eval)
-            phase = Phase(**json.loads(json.dumps(seen[stop_at].values())))
-            after, rest = trained(schedule(stop_at, phase), None)
+            before, seen = trained(phased(0, steps, *evaluation), stop_at, after_eval)
+            phase = Phase(**json.loads(json.dumps(vars(seen[stop_at]))))
+            after, rest = trained(phased(stop_at, steps, *evaluation, phase), None)
             assert before + after == whole
             assert rest[steps] == positions[steps]
 
 
 def test_nothing_left_to_train_is_evaluated_once():
-    schedule = PhasedSchedule.of(Schedule(40, 40, None, 2), Source(), None, 0.3)
-    streams = [list(stream) for stream in schedule.streams(Source(), 0, 1)]
+    streams = [list(stream) for stream in phased(40, 40, None, 2).streams(Source(), 0, 1)]
     assert streams == [["eval 0", "eval 1"]]
-
-
-@pytest.mark.parametrize(
-    ("phase", "expected"),
-    [
-        (Phase(0.5, 0, 40, 3, HOT, 0, 0.5), "cold0.3 hot1.0"),
-        (Phase(0.5, 0, 2, 40, COLD, 0, 0.5), "hot0.2 hot1.0"),
-        (Phase(0.5, 0, 9, 3, HOT, 20, 0.5), "hot0.9 hot0.10 cold0.3"),
-        (Phase(1.0, 0, 5, 40, COLD, 7, 1.0), "hot0.5 hot1.0"),
-        (Phase(0.5, 0, 2, 2, COLD, 2, 0.5), "cold0.2 cold0.3 hot0.2"),
-    ],
-)
-def test_other_batches_than_it_began_with(phase: Phase, expected: str):
-    """11 hot and 6 cold batches now: the epoch goes on with those that are left, and ends."""
-    schedule = PhasedSchedule.of(Schedule(43, 90, None, 0), Source(), phase, 0.3)
-    seen = [batch.split() for stream in schedule.streams(Source(), 0, 1) for batch in stream]
-    assert len(seen) == 47
-    names = [f"{kind}{epoch}.{number}" for kind, epoch, number, _ in seen]
-    places = iter(names)
-    assert all(name in places for name in expected.split())  # in this order
-    last = int(seen[-1][1])
-    numbers = [(kind, int(epoch), int(number)) for kind, epoch, number, _ in seen]
-    assert all(number < {HOT: 11, COLD: 6}[kind] for kind, _, number in numbers)
-    for epoch in range(1, last):
-        assert len({one for one in numbers if one[1] == epoch}) == 17

@@ -1,0 +1,124 @@
+"""The code in docs/drop_in.md runs as it stands, and docs/plan.md shows what the program says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ebc_cases import DENSE, batches, configs, part, using
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torchrec import EmbeddingBagCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+
+import distcache
+from distcache.embedding.settings import CacheSettings
+from distcache.plan import main
+
+DOCS = Path(__file__).parents[2] / "docs"
+DROP_IN = (DOCS / "drop_in.md").read_text()
+
+
+def ran(heading: str, changes: dict[str, str], loss: Callable, **names: Any) -> list[float]:
+    """Run the first block of Python under a heading, with small numbers; its losses."""
+    under = DROP_IN.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    code = re.findall(r"```python\n(.*?)```", under, re.DOTALL)[0]
+    losses: list[float] = []
+
+    def noted(*values: Tensor) -> Tensor:
+        found = loss(*values)
+        losses.append(found.item())
+        return found
+
+    for before, after in changes.items():
+        code = code.replace(before, after)
+    names |= {"distcache": distcache, "device": torch.device("cpu"), "loss": noted}
+    exec(code, names)
+    names["ebc" if "ebc" in names else "ec"].close()
+    return losses
+
+
+class Model(nn.Module):
+    """Linear over the features of a sharded and a cached collection, by name."""
+
+    def __init__(self, small: nn.Module, ebc: nn.Module) -> None:
+        super().__init__()
+        self.small, self.ebc = small, ebc
+        self.over = nn.Linear(DENSE + 5 * 8, 1)
+
+    def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
+        found = self.small(ids).to_dict() | self.ebc(ids).to_dict()
+        return self.over(torch.cat([dense, *(found[name] for name in sorted(found))], dim=1))
+
+
+def beside(rank: int, size: int) -> list[float]:
+    dist.init_process_group("gloo")
+    using("bags")
+    losses = ran(
+        "Beside TorchRec's sharded tables",
+        {"ratio=0.05": "ratio=0.5"},
+        nn.functional.binary_cross_entropy_with_logits,
+        torch=torch,
+        EmbeddingBagCollection=EmbeddingBagCollection,
+        DistributedModelParallel=DistributedModelParallel,
+        apply_optimizer_in_backward=_apply_optimizer_in_backward,
+        Model=Model,
+        small_tables=configs()[1:],
+        big_tables=configs()[:1],
+        batches=[part(batch, rank, size) for batch in batches(60, 48)],
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+    return losses
+
+
+def test_beside_torchrec() -> None:
+    for losses in run_ranks(beside, 2):
+        assert len(losses) == 60 and sum(losses[40:]) < sum(losses[:20])
+
+
+def test_sequences() -> None:
+    draw, data = torch.Generator().manual_seed(0), []
+    for _ in range(40):
+        ids = torch.randint(0, 40, (4 * 3 + 4,), generator=draw)
+        lengths = torch.tensor([3, 2, 4, 3, 1, 1, 1, 1])
+        jagged = KeyedJaggedTensor(["history", "next"], ids, lengths=lengths)
+        data.append(type("Batch", (), {"ids": jagged, "sparse_features": jagged})())
+    losses = ran(
+        "Sequences",
+        {"10_000_000": "400", "rows=100_000": "rows=100", "lr=0.01": "lr=0.003"},
+        lambda history, following: (history.mean(1) - following).square().sum(),
+        EmbeddingConfig=EmbeddingConfig,
+        batches=data,
+    )
+    assert len(losses) == 40 and sum(losses[30:]) < sum(losses[:10])
+
+
+def test_the_table_of_settings_is_complete() -> None:
+    told = re.findall(r"^\| `(\w+)` \| `(.*?)` \|", DROP_IN, re.MULTILINE)
+    usual = CacheSettings()
+    shown = {f.name: getattr(usual, f.name) for f in fields(CacheSettings)}
+    del shown["objective"]  # of the command line alone
+    assert {name: eval(value, {"torch": torch}) for name, value in told} == shown
+
+
+def test_the_example_of_a_plan_is_what_the_program_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    text = (DOCS / "plan.md").read_text()
+    shown = text.partition("<!-- plan -->")[2].partition("<!-- /plan -->")[0]
+    lines = text.split("```")[1].replace("\\\n", " ").strip().splitlines()
+    command = shlex.split(lines[1])  # "the second command above says"
+    assert command[:3] == ["python", "-m", "distcache.plan"]
+    # The sweep, which the page does not show, is as long as another key says.
+    assert main([*command[3:], "most_ranks=1", f"output={tmp_path}"]) == 0
+    said = capsys.readouterr().out.partition("By number of ranks")[0]
+    assert said.strip() and shown.strip().strip("`").strip() == said.strip()

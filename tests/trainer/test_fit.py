@@ -1,0 +1,648 @@
+"""distcache.fit: items of a user's loaders as batches; runs over every kind of iterable, resumed,
+with ranks that differ or fail, beside groups of the caller's own; wrong settings."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launching import TORCHRUN, environment
+from launching import run as launch
+from ranks import run_ranks
+from scenarios import Scenario, SmallNet, run_mode, table
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import distcache
+from distcache.comm.world import close_world, open_world
+from distcache.config.keys import flat_settings
+from distcache.data.batch import JaggedIds
+from distcache.data.own import OwnBatches, as_batch
+from distcache.errors import ConfigError, DataError, StepTooLargeError
+from distcache.fitting import own_config, table_specs
+from distcache.parallel.base import OptimizerSpec
+from distcache.parallel.cached import CachedSettings
+
+SCENARIO = Scenario((table("t", 300, 8, 3),), OptimizerSpec("adagrad"), steps=12, weighted=False)
+"""Three features on one table; a rank's slice of step s is `SCENARIO.batch(s, rank, world)`."""
+ROWS = {"cache.rows": 160, "cache.lookahead": 3, "optim.dense_lr": 0.1, "optim.embedding_lr": 0.1}
+AUTO = {"cache__lookahead": "auto"}
+"""The window by the ids of the first item, read before the run, and trained in its turn."""
+MODES = ("data", "resident", "host", "hybrid")
+
+
+def item(step: int, rank: int = 0, world: int = 1, form: str = "tuple") -> Any:
+    """One item of a loader."""
+    batch = SCENARIO.batch(step, rank, world)
+    ids = batch.ids
+    if form == "kjt":
+        from torchrec import KeyedJaggedTensor
+
+        keys = list(reversed(ids.features))  # in another order than the tables read
+        b = ids.batch_size
+        parts = [ids.values[ids.offsets[f * b] : ids.offsets[(f + 1) * b]] for f in (2, 1, 0)]
+        lengths = ids.offsets.diff().view(3, b).flip(0).reshape(-1)
+        jagged = KeyedJaggedTensor.from_lengths_sync(keys, torch.cat(parts), lengths)
+        return batch.dense, jagged, batch.labels
+    if form == "jagged":
+        return batch.dense, ids, batch.labels.long().unsqueeze(1)
+    return batch.dense, (ids.values, ids.offsets), batch.labels
+
+
+def slices(rank: int = 0, world: int = 1, count: int = 12, form: str = "tuple") -> list:
+    """A rank's items of the first steps."""
+    return [item(step, rank, world, form) for step in range(count)]
+
+
+class Resumable:
+    """Re-iterable, with a state inside a pass; `drawn` lists the items that were read."""
+
+    def __init__(self, rank: int = 0, world: int = 1, count: int = 12) -> None:
+        self.place, self.count, self.at = (rank, world), count, 0
+        self.drawn: list[int] = []
+
+    def __iter__(self):
+        while self.at < self.count:
+            self.drawn.append(self.at)
+            self.at += 1
+            yield item(self.at - 1, *self.place)
+        self.at = 0
+
+    def state_dict(self) -> dict:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.at = state["at"]
+
+
+class Items(Dataset):
+    """A map-style data set whose samples are whole slices."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.place = rank, world
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int):
+        return item(index, *self.place)
+
+
+class Endless(IterableDataset):
+    """Items without a length, of which the fifth may be bad, or raise."""
+
+    def __init__(self, rank: int, world: int, count: int, bad: str | None = None) -> None:
+        self.place, self.count, self.bad = (rank, world), count, bad
+
+    def __iter__(self):
+        for step in range(self.count):
+            if step == 4 and self.bad == "raises":
+                raise ValueError("disk on fire")
+            yield (1,) if step == 4 and self.bad else item(step, *self.place)
+
+
+def fit(world, folder: Path, loader, parallel="data", **settings):
+    """One run in `folder`: its summary. A checkpoint is left where `trainer.steps` ends it."""
+    save = "trainer__steps" in settings or "run__save" in settings
+    own = {key.replace("__", "."): value for key, value in settings.items() if "__" in key}
+    rest = {key: value for key, value in settings.items() if "__" not in key}
+    keys = ROWS | {"run.dir": str(folder), "run.save": save, "run.overwrite": True} | own
+    model, tables = SCENARIO.model(), SCENARIO.tables
+    return distcache.fit(
+        loader, tables, model, parallel=parallel, settings=keys, world=world, **rest
+    ).summary
+
+
+def digests(summary) -> tuple[str, str]:
+    """What says the bits of a run: of its losses and of its state."""
+    return summary["loss_digest"], summary["state_digest"]
+
+
+def error_of(function, *arguments, **settings) -> str | None:
+    """What a call raises, in a line; None where it returns."""
+    try:
+        function(*arguments, **settings)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+# Runs on one rank and on two, all of a scene in one set of processes.
+
+
+def forms(world, home: Path) -> dict[str, Any]:
+    """The same data as every kind of iterable, and as a source."""
+    place = world.rank, world.size
+    loaders = {
+        "generator": (item(step, *place) for step in range(12)),
+        "kjt": slices(*place, form="kjt"),
+        "jagged": slices(*place, form="jagged"),
+        "workers": DataLoader(Items(*place), batch_size=None, num_workers=2, pin_memory=True),
+        "no length": DataLoader(Endless(*place, 12), batch_size=None),
+    }
+    found = {name: fit(world, home / name, loader, **AUTO) for name, loader in loaders.items()}
+    source = run_mode(world, SCENARIO, CachedSettings("data", (160,), lookahead=3))
+    return found | {"source": source.losses[-1]}
+
+
+def resuming(world, home: Path) -> dict[str, Any]:
+    """Half of the steps, then the rest from the checkpoint; also in the second pass."""
+    place, seen = (world.rank, world.size), {}
+    makers = {
+        "replayed": lambda: slices(*place),
+        "state": lambda: Resumable(*place),
+        "workers": lambda: DataLoader(Items(*place), batch_size=None, num_workers=1),
+    }
+    for name, make in makers.items():
+        first = fit(world, home / name, make(), trainer__steps=5, **AUTO)
+        loader = make()
+        rest = fit(world, home / f"{name}2", loader, trainer__resume=str(home / name), **AUTO)
+        seen[name] = (first["steps"], rest["first_step"], rest["steps"], digests(rest))
+        if name == "state":
+            seen["drawn again"] = loader.drawn
+    passes = {"epochs": 2, "loader": slices(*place, count=5)}
+    once = fit(world, home / "passes", **passes)
+    fit(world, home / "half", trainer__steps=7, **passes)
+    again = fit(world, home / "rest", trainer__resume=str(home / "half"), **passes, **AUTO)
+    seen["passes"] = digests(again) == digests(once), again["first_step"], again["steps"]
+    return seen
+
+
+def reused(world, home: Path) -> dict[str, Any]:
+    """A loader that fills the same buffers for every item."""
+    whole = slices(world.rank, world.size)
+
+    def same_buffers():
+        values = torch.empty(max(len(ids[0]) for _, ids, _ in whole), dtype=torch.int64)
+        dense, (_, offsets), labels = whole[0]
+        dense, offsets, labels = (torch.empty_like(x) for x in (dense, offsets, labels))
+        for step in whole:
+            dense.copy_(step[0]), offsets.copy_(step[1][1]), labels.copy_(step[2])
+            own = values[: len(step[1][0])]
+            own.copy_(step[1][0])
+            yield dense, (own, offsets), labels
+
+    runs = {mode: fit(world, home / mode, same_buffers(), mode, **AUTO) for mode in MODES}
+    runs["kept"] = fit(world, home / "kept", whole, "hybrid")
+    return {name: digests(summary) for name, summary in runs.items()}
+
+
+def workers_end(world, home: Path) -> dict[str, Any]:
+    """Worker processes left after runs that stop early, or fail in the loader or after it."""
+    seen = {}
+    for bad in (None, "raises", "shape"):
+        data = Endless(world.rank, world.size, 400, bad)
+        loader = DataLoader(data, batch_size=None, num_workers=1)
+        try:
+            fit(world, home / f"workers-{bad}", loader, trainer__steps=6)
+        except Exception as error:  # held, with its traceback
+            seen[bad] = str(error), len(multiprocessing.active_children())
+        else:
+            seen[bad] = "", len(multiprocessing.active_children())
+    return seen
+
+
+def uneven(world, home: Path) -> dict[str, Any]:
+    """Sizes, lengths and evaluations that differ between ranks, in every mode."""
+    rank, third = world.rank, SCENARIO.global_batch // 3
+
+    def part(step: int):
+        if world.size == 1:
+            return as_tuple(SCENARIO.batch(step))
+        return as_tuple(SCENARIO.batch(step, 0, 3) if rank == 0 else cut(step, third))
+
+    def lopsided():
+        return [part(step) for step in range(12 - 2 * rank)]
+
+    evals = [as_tuple(SCENARIO.batch(50 + n, rank, world.size)) for n in range(3 + 2 * rank)]
+    more = {"eval_loader": evals, "trainer__eval_every": 4}
+    seen = {mode: fit(world, home / f"uneven-{mode}", lopsided(), mode, **more) for mode in MODES}
+    return seen | {"no eval": fit(world, home / "none", lopsided())}
+
+
+def as_tuple(batch):
+    return batch.dense, batch.ids, batch.labels
+
+
+def cut(step: int, first: int):
+    """The samples of a batch from `first` on."""
+    batch = SCENARIO.batch(step)
+    ids, b = batch.ids, batch.ids.batch_size
+    lengths = ids.offsets.diff().view(len(ids.features), b)[:, first:]
+    values = [
+        ids.values[ids.offsets[f * b + first] : ids.offsets[(f + 1) * b]]
+        for f in range(len(ids.features))
+    ]
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.reshape(-1).cumsum(0)])
+    jagged = JaggedIds(ids.features, torch.cat(values), offsets)
+    return replace(batch, dense=batch.dense[first:], labels=batch.labels[first:], ids=jagged)
+
+
+def nothing_to_train(world, home: Path) -> dict[str, Any]:
+    """The last rank has no data at all, neither to train nor to evaluate on; or all is done."""
+    rank, last = world.rank, world.rank == world.size - 1 and world.size > 1
+    evals = [] if last else slices(rank, world.size, 3)
+    loader, seen = [] if last or world.size == 1 else slices(rank, world.size), {}
+    for mode in ("data", "hybrid"):
+        seen[mode] = error_of(fit, world, home / f"nothing-{mode}", loader, mode, eval_loader=evals)
+    used = iter(slices(rank, world.size, 3))
+    whole = fit(world, home / "read", used, run__save=True)["steps"]
+    seen["again"] = whole, error_of(fit, world, home / "used", used)
+    done = {"eval_loader": evals, "trainer__resume": str(home / "read")}
+    return seen | {"resumed": fit(world, home / "done", slices(rank, world.size, 3), **done)}
+
+
+BAD = {
+    "raises": (("data", "hybrid"), "train batch 7 of your loader: ValueError: disk on fire"),
+    "shape": (("data", "hybrid"), r"train batch 4 of your loader: dense is \[\d+, 2\], labels \["),
+    "label": (MODES, "train batch 6 of your loader: sample 3 has the label 2; 1 of its"),
+    "nan": (("data",), "train batch 0 of your loader: sample 3 has the label nan; 1 of its labels"),
+    "width": (("data",), "train batch 4 of your loader: dense has 1 features, those before it 5"),
+    "id": (("data",), r"train batch 5: feature 't_0', sample \d+ of this .*: id 300 is not in"),
+    "eval label": (("data",), "eval batch 6 of your loader: sample 3 has the label 2"),
+    "eval width": (("data",), "eval batch 4 of your loader: dense has 1 features, those before"),
+}
+"""What is wrong with an item of the last rank: the modes it is tried in, what that rank says."""
+
+
+def raising(items: list):
+    yield from items
+    raise ValueError("disk on fire")
+
+
+def broken(name: str, rank: int, world: int):
+    """The items with the one that is wrong."""
+    items = slices(rank, world)
+    step = int(re.search(r"batch (\d+)", BAD[name][1])[1])
+    dense, (values, offsets), labels = items[step]
+    if name == "raises":
+        return raising(items[:step])
+    if "label" in name or name == "nan":
+        labels = labels.clone()
+        labels[3] = torch.nan if name == "nan" else 2
+    if "width" in name or name == "shape":
+        dense = dense[:, :1] if "width" in name else dense[:, :2]
+    if name == "shape":
+        labels = labels[:-1]
+    if name == "id":
+        values = values.clone()
+        values[0] = 300
+    items[step] = dense, (values, offsets), labels
+    return items
+
+
+def refused(world, home: Path) -> dict[str, Any]:
+    """What goes wrong on the last rank, as every rank hears of it, and the steps before it."""
+    last, place, seen = world.rank == world.size - 1, (world.rank, world.size), {}
+    for name, (modes, _) in BAD.items():
+        for mode in modes:
+            bad = broken(name, *place) if last else slices(*place)
+            evals = {"eval_loader": bad, "trainer__eval_every": 4} if "eval" in name else {}
+            loader = slices(*place) if evals else bad
+            seen[name, mode] = error_of(fit, world, home / f"{name}-{mode}", loader, mode, **evals)
+    for name in ("raises", "label"):
+        resume = str(home / f"{name}-data")
+        rest = fit(world, home / f"{name}-rest", slices(*place), trainer__resume=resume)
+        seen[name] = rest["first_step"], digests(rest)
+    return seen
+
+
+SCENES = (forms, resuming, reused, workers_end, uneven, nothing_to_train, refused)
+
+
+def play(rank: int, size: int, folder: str) -> dict[str, Any]:
+    """What each of the scenes finds on a rank, and the numbers of the whole run beside them."""
+    torch.set_num_threads(1)
+    multiprocessing.current_process()._config["daemon"] = False  # a daemon may have no workers
+    world = open_world("cpu", timeout_s=60)
+    whole = fit(world, Path(folder) / "whole", slices(rank, size))
+    seen: dict[str, Any] = {"whole": digests(whole), "last loss": whole["final_loss"]}
+    seen |= {scene.__name__: scene(world, Path(folder)) for scene in SCENES}
+    close_world(world)
+    return seen
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def seen(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(f"own{request.param}")
+    return run_ranks(play, request.param, str(folder), timeout=400), request.param, folder
+
+
+def test_every_kind_of_iterable_trains_alike(seen):
+    ranks, _, folder = seen
+    for found in ranks:
+        assert found["forms"].pop("source") == ranks[0]["last loss"]
+        for name, summary in found["forms"].items():
+            assert digests(summary) == ranks[0]["whole"], name
+            assert summary["steps"] == 12 and summary["global_batch_size"] is None
+            assert summary["lookahead"] == 64
+        kept = found["reused"].pop("kept")
+        assert found["reused"] == dict.fromkeys(MODES, found["whole"]) | {"hybrid": kept}
+    assert json.loads((folder / "whole" / "summary.json").read_text())["steps"] == 12
+
+
+def test_resuming_is_exact(seen):
+    for found in seen[0]:
+        for name in ("replayed", "state", "workers"):
+            assert found["resuming"][name] == (5, 5, 7, found["whole"]), name
+        assert found["resuming"]["drawn again"] == [0, *range(5, 12)]
+        assert found["resuming"]["passes"] == (True, 7, 3)
+
+
+def test_no_worker_process_is_left(seen):
+    for found in seen[0]:
+        pairs = [found["workers_end"][bad] for bad in (None, "raises", "shape")]
+        said = [text for text, _ in pairs]
+        assert [left for _, left in pairs] == [0, 0, 0]
+        assert said[0] == "" and "disk on fire" in said[1] and "batch 4" in said[2]
+
+
+def test_a_rank_without_any_data(seen):
+    for found in seen[0]:
+        nothing = found["nothing_to_train"]
+        for mode in ("data", "hybrid"):
+            expected = f"DataError: nothing was trained: the loader of rank {len(seen[0]) - 1} has"
+            assert nothing[mode].startswith(expected)
+        steps, error = nothing["again"]
+        assert steps == 3 and "an iterator that was read before" in error
+        done = nothing["resumed"]  # not empty: all of it was trained before
+        assert (done["first_step"], done["steps"]) == (3, 0) and 0 < done["eval_auc"] < 1
+
+
+def test_uneven_sizes_and_lengths(seen):
+    ranks, world, folder = seen
+    for found in ranks:
+        runs = found["uneven"]
+        alike = {digests(runs[name]) for name in ("data", "resident", "host", "no eval")}
+        assert len(alike) == 1
+        for summary in runs.values():
+            assert summary["steps"] == 12 - 2 * (world - 1)  # the first rank's end
+        assert runs["hybrid"]["final_loss"] == pytest.approx(runs["data"]["final_loss"], rel=1e-5)
+        assert runs["hybrid"]["eval_auc"] == pytest.approx(runs["data"]["eval_auc"], abs=1e-3)
+        assert 0 < runs["data"]["eval_auc"] < 1
+    if world == 2:
+        lines = (folder / "uneven-data" / "metrics.jsonl").read_text().splitlines()
+        evaluated = [json.loads(line) for line in lines if "eval_auc" in line]
+        assert [line["step"] for line in evaluated] == [4, 8, 10]
+
+
+def test_what_is_wrong_is_heard_by_all_ranks_before_its_step(seen):
+    ranks = seen[0]
+    for rank, found in enumerate(ranks):
+        heard = found["refused"]
+        assert heard.pop("raises") == (7, found["whole"])  # the steps before the error are saved
+        assert heard.pop("label") == (6, found["whole"])
+        assert heard.keys() == {(name, mode) for name, (modes, _) in BAD.items() for mode in modes}
+        for (name, mode), message in heard.items():
+            expected = f"DataError: {BAD[name][1]}"
+            if rank < len(ranks) - 1:
+                expected = "PeerError: stopped because rank 1 failed"
+                if mode == "hybrid":  # agrees on each batch, so others hear of it as it is
+                    expected = f"DataError: rank 1: {BAD[name][1]}"
+            assert re.match(expected, message), (name, mode, message)
+
+
+# In a process that has initialised torch.distributed itself.
+
+OWN_WORLD = ("data", "hybrid")
+
+
+def alone(rank: int, size: int, folder: str) -> dict[str, Any]:
+    """Runs in fit's own world, which it leaves."""
+    torch.set_num_threads(1)
+    runs = {
+        mode: fit(None, Path(folder, mode), slices(rank, size, 8), mode, trainer__device="cpu")
+        for mode in OWN_WORLD
+    }
+    assert not dist.is_initialized()
+    return {mode: digests(summary) for mode, summary in runs.items()}
+
+
+def beside(rank: int, size: int, folder: str, launched: bool) -> dict[str, Any]:
+    """Runs in the caller's world, before and after some that fail."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    if not launched:  # by mp.spawn, say
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name)
+    groups, seen = len(dist.distributed_c10d._world.pg_map), {}
+
+    def run(mode: str, bad: bool = False):
+        items = broken("raises", rank, size) if bad else slices(rank, size, 8)
+        return fit(None, Path(folder, "beside"), items, mode, trainer__device="cpu")
+
+    for mode in OWN_WORLD:
+        seen[mode] = digests(run(mode))
+        seen[f"bad {mode}"] = error_of(run, mode, rank == size - 1)
+    seen["again"] = digests(run("data"))
+    seen["groups"] = len(dist.distributed_c10d._world.pg_map) - groups
+    number = torch.tensor([rank + 1.0])
+    dist.all_reduce(number)
+    dist.barrier()
+    dist.destroy_process_group()
+    return seen | {"sum": number.item()}
+
+
+@pytest.mark.parametrize(("size", "launched"), [(1, True), (2, False)])
+def test_the_callers_groups_are_used_and_stay(tmp_path, size, launched):
+    own = run_ranks(alone, size, str(tmp_path), timeout=200)[0]
+    ranks = run_ranks(beside, size, str(tmp_path), launched, timeout=200)
+    for found in ranks:
+        for mode in OWN_WORLD:
+            assert found[mode] == own[mode]
+            said = f"rank {size - 1}{':' if mode == 'hybrid' else ' failed'}"
+            assert said in found[f"bad {mode}"] or found is ranks[-1]
+            assert "disk on fire" in ranks[-1][f"bad {mode}"]
+        assert found["again"] == own["data"]
+        assert found["groups"] == 0 and found["sum"] == size * (size + 1) / 2
+
+
+# Items as batches, without ranks.
+
+
+def test_global_batch_is_the_concatenation():
+    whole = as_batch(item(3), SCENARIO.features, 3, 0)
+    batch = whole.among([24, 0, 5], 2)
+    assert (batch.global_size, batch.first_sample, batch.largest) == (29, 24, 24)
+    assert whole.among([0, 0], 0).global_size == 1
+
+
+BAD_ITEMS = {
+    "two": (lambda d, i, y: (d, i), "is a tuple of 2; give"),
+    "dict": (lambda d, i, y: {"dense": d}, "is a dict; give"),
+    "dense": (lambda d, i, y: (d[0], i, y), r"dense is \[5\]"),
+    "labels": (lambda d, i, y: (d, i, y[1:]), r"labels \[23\], ids have 24"),
+    "ids": (lambda d, i, y: (d, 7, y), "ids are a int; give a KeyedJaggedTensor"),
+    "offsets": (lambda d, i, y: (d, (i[0], i[1][:-6]), y), "ids have 22 samples"),
+    "text": (lambda d, i, y: ("abc", i, y), "dense is a str, no tensor"),
+    "2": (lambda d, i, y: (d, i, 2 * torch.ones(24)), "sample 0 .*label 2; 24 of its labels"),
+    "-1": (lambda d, i, y: (d, i, y.index_fill(0, torch.tensor(4), -1)), "sample 4 .*label -1"),
+    "inf": (lambda d, i, y: (d, i, y[:, None] + torch.inf), "sample 0 .*label inf"),
+    "features": (lambda d, i, y: (d, JaggedIds(("a", "b", "t_2"), *i), y),
+                 r"has the features \['a', 'b', 't_2'\]; the tables read \['t_0', 't_1', 't_2'\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_ITEMS.values(), ids=BAD_ITEMS)
+def test_bad_items_are_named(change, message):
+    with pytest.raises(DataError, match=rf"train batch 3 of your loader.*{message}"):
+        as_batch(change(*item(3)), SCENARIO.features, 3, 0)
+
+
+def test_probabilities_and_bools_are_labels():
+    dense, ids, labels = item(3)
+    for good in (labels / 2, labels.bool(), labels * 0 + 0.25, (labels[:0])):
+        size = len(good)
+        bags = ids if size else (ids[0][:0], ids[1][:1])
+        batch = as_batch((dense[:size], bags, good), SCENARIO.features, 3, 0)
+        assert batch.labels.tolist() == good.float().tolist()
+
+
+def opened(loader, position: bytes | None = None, at: int = 0, **more):
+    """A loader's batches from step `at` on, at a position."""
+    own = OwnBatches(loader, SCENARIO.features, **more)
+    if position is not None:
+        own.resume(position)
+    own.open()
+    return own, own.batches(at)
+
+
+@pytest.mark.parametrize("make", [Resumable, slices])
+def test_stopped_anywhere_a_loader_goes_on_the_same(make):
+    for stop in range(15):
+        own, batches = opened(make(count=7), epochs=2)
+        seen = [next(batches) for _ in range(stop)]
+        _, rest = opened(make(count=7), own.position(stop), stop, epochs=2)
+        whole = seen + list(rest)
+        assert [(b.index, b.epoch) for b in whole] == [(step, step // 7) for step in range(14)]
+        for batch in whole:
+            assert torch.equal(batch.dense, item(batch.index % 7)[0])
+
+
+def test_positions_are_few_and_a_passed_one_is_not_known():
+    own, batches = opened(Resumable(), keep=4)
+    for _ in range(9):
+        next(batches)
+    assert len(own._positions) == 4
+    with pytest.raises(DataError, match="after 2 steps is not known, only those after 6 to 9"):
+        own.position(2)
+
+
+def test_an_iterator_has_one_epoch():
+    with pytest.raises(ConfigError, match="epochs=2, but the loader is an iterator"):
+        list(opened(iter(slices(count=2)), epochs=2)[1])
+
+
+def test_a_sampler_hears_of_its_epoch():
+    class Loader(list):
+        epochs: list[int] = []  # noqa: RUF012
+        set_epoch = epochs.append
+        sampler = property(lambda self: self)
+
+    loader = Loader(slices(count=2))
+    assert len(list(opened(loader, epochs=3)[1])) == 6 and loader.epochs == [0, 1, 2]
+
+
+# Settings.
+
+OF_OWN = "means nothing to batches of your own"
+WRONG = [
+    ({"parallel": "fast"}, "parallel.mode=fast"),
+    ({"optimizer": "lion"}, "optim.name=lion"),
+    ({"epochs": 0}, "epochs=0"),
+    ({"tables": []}, "tables is empty"),
+    ({"settings": ["cache.rows"]}, r"settings=\['cache.rows'\] is no mapping"),
+    ({"cache.row": 3}, "cache.row: no such key: did you mean cache.rows"),
+    ({"cache": 3}, "cache=3: cache is a section"),
+    ({"cache": {"row": 3}}, "cache.row: no such key: did you mean cache.rows"),
+    ({5: 3}, "5: no such key"),
+    ({"model.pooling": "mean"}, r"settings\['model.pooling'\] means nothing"),
+    ({"model": {"embedding_dim": 4}}, r"\['model.embedding_dim'\] means nothing"),
+    ({"data.zipf": 2.0}, rf"\['data.zipf'\] {OF_OWN}"),
+    ({"parallel.mode": "host"}, r"\['parallel.mode'\]: .* argument parallel="),
+    ({"optim": {"name": "sgd"}}, r"\['optim.name'\]: .* argument optimizer="),
+    ({"run.sweep_ranks": 2}, r"\['run.sweep_ranks'\] means nothing"),
+    ({"cache.rows": "many"}, "cache.rows=many: give a whole number or null"),
+    ({"cache.rows": 3, "cache.ratio": 0.1}, "contradict each other"),
+    ({"cache.placement": "auto"}, r"auto .* settings\['data.global_batch_size'\]"),
+    ({"cache.placement": "mixed"}, r"mixed .* give settings\['data.global_b"),
+    ({"cache.split": "by_curve"}, r"cache.split=by_curve .* give settings"),
+    ({"cache.policy": "static"}, r"cache.policy=static .* give settings"),
+    ({"trainer.eval_every": 3}, "there is no eval_loader"),
+    ({"data.batching": "hot_cold", "cache.statistics": "x"}, OF_OWN),
+    ({"trainer.resume": "/no/such/run"}, "is no folder"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG)
+def test_wrong_settings_are_named(given, message):
+    if not given.keys() & {"parallel", "optimizer", "epochs", "tables", "settings"}:
+        given = {"settings": given}
+    with pytest.raises(ConfigError, match=message):
+        distcache.fit(**{"loader": [], "tables": SCENARIO.tables, "model": SmallNet(5, 24)} | given)
+
+
+@pytest.mark.parametrize("settings", [{"run.digest": False}, {"run": {"digest": "false"}}])
+def test_words_that_python_has_as_booleans_and_sections(settings):
+    batch = {"cache.placement": "auto", "data": {"global_batch_size": 64}}
+    config = own_config("data", "sgd", flat_settings(settings | batch), 1)
+    assert (config.run.digest, config.data.global_batch_size) == ("false", 64)
+
+
+def test_keys_without_use_are_told_by_fit_too(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("distcache"), "propagate", True)
+    caplog.set_level(logging.INFO)
+    own = {"optim.betas": [0.5, 0.6], "cache": {"placement": "sharded"}, "run.save": False}
+    keys = ROWS | own | {"run.dir": str(tmp_path)}
+    distcache.fit(slices(count=2), SCENARIO.tables, SCENARIO.model(), settings=keys)
+    # A set, for pytest may listen to a logger that did not propagate besides.
+    assert {line for line in caplog.messages if "without use" in line} == {
+        "without use in this mode, on 1 rank(s): cache.placement=sharded, optim.betas=[0.5, 0.6]"
+    }
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    class Column(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = SCENARIO.model()
+
+        def forward(self, dense, pooled):
+            return self.net(dense, pooled).unsqueeze(1)
+
+    settings = ROWS | {"run.dir": str(tmp_path), "run.save": False}
+    (tmp_path / "bad_lines.json").touch()  # of an earlier run in this folder
+    for mode in ("data", "hybrid"):
+        with pytest.raises(ConfigError, match=r"returned \[\d+, 1\] for \d+ samples.*squeeze"):
+            distcache.fit(slices(), SCENARIO.tables, Column(), parallel=mode, settings=settings)
+    assert not (tmp_path / "bad_lines.json").exists()
+    few = settings | {"cache.rows": 20}
+    with pytest.raises(StepTooLargeError, match="or lower the batch size of your loaders"):
+        distcache.fit(slices(), SCENARIO.tables, SCENARIO.model(), settings=few)
+
+
+def test_torchrec_configs_are_tables():
+    from torchrec import EmbeddingBagConfig, PoolingType
+
+    config = EmbeddingBagConfig(
+        name="t", embedding_dim=8, num_embeddings=50, feature_names=["a"], pooling=PoolingType.MEAN
+    )
+    assert table_specs([config]) == [distcache.TableSpec("t", 50, 8, ("a",), "mean")]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_example_runs(checkout, tmp_path, ranks):
+    launcher = [*TORCHRUN, "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
+    words = [*(launcher if ranks > 1 else [sys.executable]), f"{checkout}/examples/own_data.py"]
+    done = launch(words, cwd=tmp_path, env=environment(), capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "20 steps, final loss 0." in done.stdout
