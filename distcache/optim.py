@@ -19,17 +19,13 @@ from distcache.ops.reference import Rule
 # The dense optimizer's state as named tensors, for checkpoints that are filled in place.
 
 
-def state_tensors(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
-) -> dict[str, Tensor]:
-    """`<parameter name>.<state name>` -> tensor, for every parameter; made first if need be.
-
-    An optimizer that has not stepped yet may have no state to fill.
-    """
-    parameters = ensure_state(optimizer)
+def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """`<parameter name>.<state name>` -> tensor, for every parameter of `model` that the optimizer
+    has; made first if need be: an optimizer that has not stepped yet may have no state to fill."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"{names[parameter]}.{key}": value
-        for parameter in parameters
+        for parameter in ensure_state(optimizer)
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     }
@@ -49,12 +45,10 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def load_state(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[nn.Parameter, str],
-    saved: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Tensor]
 ) -> None:
     """Copy tensors named as by `state_tensors` into the optimizer; KeyError for a missing one."""
-    for name, value in state_tensors(optimizer, names).items():
+    for name, value in state_tensors(optimizer, model).items():
         value.copy_(saved[name])
 
 

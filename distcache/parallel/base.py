@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -311,14 +311,6 @@ COLLECTIVE = ("fill", "share_early", "share_late", "sync", "return_rows")
 """Stages of several ranks that exchange."""
 
 
-@dataclass
-class PhaseCounts:
-    """Training steps of hot or of cold batches, and the rows that moved for them."""
-
-    steps: int = 0
-    moved: MoveCounts = field(default_factory=MoveCounts)
-
-
 class StepStatistics:
     """Counts over all training steps of this process on `tables`, and the `clock` of their stages.
 
@@ -331,7 +323,8 @@ class StepStatistics:
         self.steps = self.home_rows = self.received = self.early = 0
         self._tables, self._own_bytes, self._early_bytes = tables, 0, 0
         self.clock = StageClock()
-        self.phases = {"hot": PhaseCounts(), "cold": PhaseCounts()}
+        self._phases = {"hot": MoveCounts(), "cold": MoveCounts()}
+        self._phase_steps = dict.fromkeys(self._phases, 0)
 
     def add(self, flight: Flight) -> None:
         """Count one training step.
@@ -342,11 +335,10 @@ class StepStatistics:
         """
         self.steps += 1
         buffers = early = 0
-        phase = self.phases.get(flight.batch.phase)
-        if phase is not None:
-            phase.steps += 1
+        if phase := flight.batch.phase:
+            self._phase_steps[phase] += 1
             for counts in flight.counts:
-                phase.moved.add(counts)
+                self._phases[phase].add(counts)
         for plan, group in zip(flight.plans, self._tables.rows, strict=True):
             item, dim = group.cache.dtype.itemsize, group.cache.dim
             distinct, misses, shard = plan.distinct, plan.misses, plan.shard
@@ -396,8 +388,7 @@ class StepStatistics:
         own = {name: sum(counts[name] for counts in moved) for name in vars(MoveCounts())}
         own |= {"lookups": self.lookups, "hits": self.lookup_hits} | dict(counters.values())
         own |= {"home": self.home_rows, "received": self.received, "early": self.early}
-        for name, phase in self.phases.items():
-            counts = phase.moved
+        for name, counts in self._phases.items():
             own[f"{name}_rows_fetched"] = counts.rows_fetched
             own[f"{name}_host_bytes"] = counts.host_to_device_bytes + counts.device_to_host_bytes
         total = over_ranks(world, own)
@@ -413,10 +404,9 @@ class StepStatistics:
             "stage_ms": took,
             "stage_hidden_ms": hidden,
         }
-        if any(phase.steps for phase in self.phases.values()):
-            for name, phase in self.phases.items():
-                keys = (f"{name}_rows_fetched", f"{name}_host_bytes")
-                values |= {f"{name}_steps": phase.steps} | {key: total[key] for key in keys}
+        for name, steps in self._phase_steps.items() if any(self._phase_steps.values()) else ():
+            keys = (f"{name}_rows_fetched", f"{name}_host_bytes")
+            values |= {f"{name}_steps": steps} | {key: total[key] for key in keys}
         if world.size > 1:
             steps, received = max(self.steps, 1), total["received"]
             exchange = sum(took.get(name, 0.0) for name in COLLECTIVE)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -351,7 +351,7 @@ class CachedParallel(Parallel):
             self.scratch, filled
         )
         state |= {f"{_MODEL}{name}": value for name, value in self.model.state_dict().items()}
-        optimized = state_tensors(self.dense_optimizer, self._names())
+        optimized = state_tensors(self.dense_optimizer, self.model)
         return state | {f"{_OPTIMIZER}{name}": value for name, value in optimized.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -361,15 +361,13 @@ class CachedParallel(Parallel):
         """
         self.tables.require_unused()
         self.applied.copy_(state["applied_steps"])
-        for prefix, load in ((_MODEL, self.model.load_state_dict), (_OPTIMIZER, self._load_dense)):
-            load({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+        model, optimizer = (
+            {k.removeprefix(own): v for k, v in state.items() if k.startswith(own)}
+            for own in (_MODEL, _OPTIMIZER)
+        )
+        self.model.load_state_dict(model)
+        load_state(self.dense_optimizer, self.model, optimizer)
         self.tables.load(state)
-
-    def _load_dense(self, state: Mapping[str, Any]) -> None:
-        load_state(self.dense_optimizer, self._names(), state)
-
-    def _names(self) -> dict[nn.Parameter, str]:
-        return {parameter: name for name, parameter in self.model.named_parameters()}
 
     def summary(self) -> dict[str, Any]:
         """See `Parallel.summary`; called by all ranks."""

@@ -644,8 +644,7 @@ class HybridParallel(Parallel):
             for key, value in self._row_states[name].items():
                 state[f"tables.{name}.{key}"] = value
         state |= {f"dense.{name}": value for name, value in self.dense_state().items()}
-        names = {parameter: name for name, parameter in self._model.named_parameters()}
-        optimized = state_tensors(self._dense, names)
+        optimized = state_tensors(self._dense, self._model)
         return state | {f"dense_optim.{name}": value for name, value in optimized.items()}
 
     @torch.no_grad()

@@ -1,0 +1,419 @@
+"""Several nodes, each with its part of the rows: the bits of one node with the same ranks, and of
+sharded rows, which ranks of a node share, the bytes that ids say; the drop-in (by host name);
+checkpoints: the files of one node's, whatever wrote them, and the same trajectory.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ebc_cases import Clicks, Pooled, batches, cached, loss_of, part
+from node_cases import open_nodes, place_of
+from ranks import run_ranks
+from scenarios import (
+    OPTIMIZERS,
+    Outcome,
+    Scenario,
+    finish,
+    make_mode,
+    popularity_of,
+    run_mode,
+    table,
+)
+from torch.distributed.checkpoint import FileSystemReader
+from torch.nn.parallel import DistributedDataParallel
+from torchrec import EmbeddingBagConfig
+from toy_parallel import ToyParallel
+
+from distcache import lookahead
+from distcache.comm.world import Nodes, World, close_world
+from distcache.engine import whole
+from distcache.engine.groups import Placement, TableGroup, group_bags, make_groups
+from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError
+from distcache.parallel.base import OptimizerSpec
+from distcache.parallel.cached import CachedSettings
+from distcache.planner import shard as relays
+from distcache.store import memory as available
+from distcache.trainer import checkpoint
+from distcache.trainer.checkpoint import RunIdentity, TrainerState
+
+TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4))
+CASE = Scenario(TABLES, OptimizerSpec("adagrad"), steps=10, global_batch=48, last_batch=3)
+SLOTS = (160, 16)
+WORLD = 4
+PLACEMENTS = {
+    "sharded": Placement("sharded"),
+    "mixed": Placement("mixed", "home", hot=tuple(np.arange(count) for count in (20, 5, 1))),
+    "all late": Placement("sharded", early=False),
+}
+SHARING = CachedSettings("data", SLOTS, 3, 2, validate=True)
+ROOMY = CachedSettings("data", (280, 16), 6, 2, validate=True)
+RUNS = {name: replace(SHARING, placement=own) for name, own in PLACEMENTS.items()} | {
+    "replicated": ROOMY,
+    "state at home": replace(ROOMY, placement=Placement(state="home"), schedule="serial"),
+    "host": CachedSettings("host"),
+    "resident": CachedSettings("resident"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's losses and digest, what this rank has cached, and what it sent, bytes by counter."""
+
+    losses: list[float]
+    state: str
+    cached: np.ndarray
+    sent: dict[str, int]
+
+
+def run_all(
+    rank: int, size: int, ways: Sequence[tuple[tuple[int, ...], bool]]
+) -> list[dict[str, Run]]:
+    """Every run on nodes of each shape of `ways`; whether they hand rows on."""
+    found = []
+    for sizes, hand_on in ways:
+        world = open_nodes(rank, sizes)
+        with patch.object(relays, "MOST_RANKS", relays.MOST_RANKS if hand_on else 1):
+            names = RUNS if hand_on else PLACEMENTS
+            found.append({name: run_one(world, RUNS[name]) for name in names})
+        close_world(world)
+    return found
+
+
+def run_one(world: World, settings: CachedSettings) -> Run:
+    """A run whose counters are read when it is over."""
+    mode = make_mode(world, CASE, settings)
+    batches = (CASE.batch(step, world.rank, world.size) for step in range(CASE.steps))
+    losses = [mode.train_step(step).loss for step in mode.stream(batches)]
+    outcome, counters = finish(mode, CASE, losses), mode.counters
+    sent = counters.values() | {"inter_node_bytes": counters.inter_node_bytes}
+    return Run(outcome.losses, outcome.state_digest, outcome.cached, sent)
+
+
+def named_rows(placement: Placement) -> Iterator[tuple[TableGroup, list[np.ndarray]]]:
+    """For each step and group: the distinct sharded rows that each rank names."""
+    groups = placement.groups(make_groups(CASE.tables, CASE.features, WORLD))
+    for step in range(CASE.steps):
+        ids = [CASE.batch(step, rank, WORLD).ids for rank in range(WORLD)]
+        for group in groups:
+            rows = [np.unique(group_bags(group, part, CASE.dtype).rows) for part in ids]
+            yield group, [part[~np.isin(part, group.hot)] for part in rows]
+
+
+def by_hand(placement: Placement, sizes: tuple[int, ...]) -> Counter:
+    """Bytes between nodes of sharded rows, of those that ranks of a node share, and of masks.
+
+    `direct`, `once`: rows to who named them, from their homes alone or once to each node;
+    `gradients`: of rows, to their homes; `masks`: what homes tell, between nodes and in all.
+    """
+    nodes, found = Nodes(sizes), Counter()
+    for group, named in named_rows(placement):
+        homes = [group.layout.home(rows) for rows in named]
+        for node, home in np.ndindex(len(sizes), WORLD):
+            if home in nodes.ranks(node):
+                continue
+            parts = [named[rank][homes[rank] == home] for rank in nodes.ranks(node)]
+            asked, row = sum(map(len, parts)), 4 * group.dim
+            found["direct"] += row * asked
+            found["gradients"] += row * asked
+            found["once"] += row * len(np.unique(np.concatenate(parts)))
+            if len(parts) > 1:  # a byte for each row, in whole int32 numbers
+                found["masks"] += sum(4 * -(-len(part) // 4) for part in parts)
+    return found
+
+
+WAYS = [((4,), True), ((2, 2), True), ((1, 3), True), ((2, 2), False), ((1, 3), False)]
+
+
+@pytest.fixture(scope="module")
+def by_way() -> dict[tuple, dict[str, list[Run]]]:
+    """The runs of every rank, by way and name."""
+    by_rank = run_ranks(run_all, WORLD, WAYS, timeout=200)
+    return {
+        way: {name: [of_rank[at][name] for of_rank in by_rank] for name in by_rank[0][at]}
+        for at, way in enumerate(WAYS)
+    }
+
+
+def total(runs: list[Run], counter: str) -> int:
+    return sum(run.sent[counter] for run in runs)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_nodes_have_the_bits_of_one(by_way: dict, name: str) -> None:
+    one = by_way[(4,), True][name]
+    for way in WAYS:
+        for rank, run in enumerate(by_way[way].get(name, ())):
+            assert run.losses == one[rank].losses
+            assert rank or run.state == one[0].state, "rank 0 has the whole tables"
+            assert np.array_equal(run.cached, one[rank].cached), (way, rank)
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_bytes_of_shared_rows(by_way: dict, name: str) -> None:
+    one = by_way[(4,), True][name]
+    for sizes in ((2, 2), (1, 3)):
+        on, off, want = (
+            *(by_way[sizes, way][name] for way in (True, False)),
+            by_hand(PLACEMENTS[name], sizes),
+        )
+        for runs in (on, off):
+            for counter in ("collective_bytes", "dense_collective_bytes"):
+                assert total(runs, counter) == total(one, counter), (sizes, counter)
+        saved = total(off, "inter_node_bytes") - total(on, "inter_node_bytes")
+        assert 0 < saved == want["direct"] - want["once"]
+        told = total(on, "planning_bytes") - total(off, "planning_bytes")
+        assert 0 < told == want["masks"]
+        assert total(off, "planning_bytes") == total(one, "planning_bytes")
+        if name == "mixed":
+            continue
+        last = (np.cumsum(sizes) - 1).tolist()
+        dense = sum(on[rank].sent["dense_collective_bytes"] for rank in last)
+        between = want["once"] + want["gradients"] + dense
+        assert total(on, "inter_node_bytes") == between
+
+
+def run_with_evaluations(rank: int, size: int) -> dict:
+    world = open_nodes(rank, (1,) * size)
+    found = run_mode(world, CASE, RUNS["sharded"], evals=3).summary
+    close_world(world)
+    return found
+
+
+def test_what_evaluation_sends_between_nodes_is_not_counted() -> None:
+    """Of a rank alone on its node all bytes leave the node: both counters are of training alone."""
+    for summary in run_ranks(run_with_evaluations, 2, timeout=60):
+        sent = summary["collective_bytes"] + summary["dense_collective_bytes"]
+        assert 0 <= summary["inter_node_bytes"] - sent <= 1  # means over ranks, rounded down
+
+
+LAYOUTS = [(3,), (1, 2), (1, 1, 1)]
+
+
+def tables() -> list[EmbeddingBagConfig]:
+    """Initial rows of three kinds: as they are, in a range, and by a function."""
+    told = ({}, {"weight_init_min": 1.0, "weight_init_max": 2.0},
+            {"init_fn": partial(torch.nn.init.normal_, std=0.1)})  # fmt: skip
+    return [
+        EmbeddingBagConfig(
+            name=f"t{i}", num_embeddings=90 - i, embedding_dim=8, feature_names=[f"f{i}"], **how
+        )
+        for i, how in enumerate(told)
+    ]
+
+
+def steps(ebc, data: list[Clicks]) -> None:
+    """The dense part stays as it is: this is about rows."""
+    model = DistributedDataParallel(Pooled(ebc))
+    for batch in lookahead(data, ebc):
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        ebc.step()
+
+
+def everything(ebc) -> dict:
+    """Weights and optimizer state of all tables."""
+    found = {f"weight {name}": value.clone() for name, value in ebc.state_dict().items()}
+    for owner, values in ebc.optimizer.state_dict()["state"].items():
+        found |= {f"{owner} {name}": value.clone() for name, value in values.items()}
+    return {name: value.numpy() for name, value in found.items()}
+
+
+def walk(rank: int, size: int, settings: dict) -> list[dict]:
+    """Initial rows, and those after a run that goes on in a new collection, on each layout."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    own, found = socket.gethostname, []
+    data = [part(batch, rank, size) for batch in batches(10, tables=tables())]
+    for sizes in LAYOUTS:
+        node = place_of(rank, sizes)["GROUP_RANK"]
+        socket.gethostname = lambda node=node: f"node{node}"
+        first, second = (
+            cached("adam", tables=tables(), rows=r, timeout_s=60, **settings) for r in (270, 240)
+        )
+        assert first.tables.world.nodes.sizes == sizes
+        bytes_here = sum(rows.store.nbytes for rows in first.tables.rows)
+        start = everything(first)
+        steps(first, data[:5])
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+        steps(second, data[5:])
+        found.append({"start": start, "end": everything(second), "bytes": bytes_here})
+        first.close()
+        second.close()
+    socket.gethostname = own
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"placement": "sharded"}, {"state": "home"}], ids=str)
+def test_nodes_have_the_bits_and_the_state_of_one(settings: dict) -> None:
+    by_rank = run_ranks(walk, 3, settings, timeout=200)
+    want = by_rank[0][0]
+    assert {float(v) for k, v in want["end"].items() if k.endswith(" step")} == {10.0}
+    assert want["start"]["weight embedding_bags.t1.weight"].min() >= 1
+    for found in by_rank:
+        for layout in found:
+            for when in ("start", "end"):
+                assert layout[when].keys() == want[when].keys()
+                for name, value in want[when].items():
+                    assert (layout[when][name] == value).all(), (when, name)
+    # 90 + 89 + 88 rows are 89 blocks of 3, a row of each home; weight and two moments of float32.
+    for at, sizes in enumerate(LAYOUTS):
+        for rank, found in enumerate(by_rank):
+            own = sizes[0] if rank < sizes[0] else sizes[-1]
+            rows = 89 * own
+            page = -(-rows * 8 * 4 // 4096) * 4096
+            assert found[at]["bytes"] == page + rows * 16 * 4
+
+
+def too_large(rank: int, size: int) -> str:
+    """A node without the memory for whole tables says so; training could go on."""
+    dist.init_process_group("gloo")
+    socket.gethostname = lambda: f"node{rank}"
+    ebc = cached("sgd", tables=tables(), rows=240, timeout_s=60)
+    available.available_memory = lambda: 100
+    with pytest.raises(MemoryTooSmallError) as caught:
+        ebc.state_dict()
+    ebc.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_copies_of_whole_tables_must_fit_a_node() -> None:
+    for message in run_ranks(too_large, 2):
+        assert "a copy of table 't0'" in message and whole._WAY_OUT in message
+
+
+MANY = (*TABLES, table("d", 1))
+SAVED = Scenario(MANY, *OPTIMIZERS["adam"], steps=12, weighted=True)
+SAVING = CachedSettings("data", (236, 68), 6, 2)
+
+
+def identity(size: int) -> RunIdentity:
+    tables = tuple((spec.name, spec.rows, spec.dim) for spec in SAVED.tables)
+    return RunIdentity("data", size, "float32", "adam", 0, SAVED.global_batch, None, tables)
+
+
+def part_of_run(
+    world: World, steps: range, source: Path | None, target: Path, popular: bool
+) -> Outcome:
+    """Some steps of the scenario, from the checkpoint `source` on; ends with one in `target`."""
+    popularity = popularity_of(SAVED, SAVING.slots) if popular else None
+    mode = make_mode(world, SAVED, SAVING, popularity)
+    mode.scratch = target.parent
+    if source is not None:
+        state = checkpoint.compare(source, identity(world.size), world, True)
+        checkpoint.load(source, mode, identity(world.size), world, state)
+        assert state.step == steps.start
+    batches = [SAVED.batch(step, world.rank, world.size) for step in steps]
+    losses = [mode.train_step(step).loss for step in mode.stream(batches)]
+    mode.flush()
+    checkpoint.save(target, mode, identity(world.size), TrainerState(steps.stop), world)
+    return finish(mode, SAVED, losses)
+
+
+def wander(rank: int, size: int, home: str, way: list[tuple[int, ...]], popular: bool) -> list:
+    """The scenario in as many parts as `way` has nodes, each on other nodes than the one before."""
+    whole.BLOCK_BYTES = 3 << 10  # several blocks of each table
+    found, source = [], None
+    cuts = np.linspace(0, SAVED.steps, len(way) + 1, dtype=int)
+    for at, sizes in enumerate(way):
+        world = open_nodes(rank, sizes)
+        target = Path(home, f"part{at}", "model")
+        steps = range(int(cuts[at]), int(cuts[at + 1]))
+        found.append(part_of_run(world, steps, source, target, popular and at % 2 == 0))
+        assert list(target.parent.iterdir()) == [target]
+        source = target
+        close_world(world)
+    return found
+
+
+def stored(folder: Path) -> dict:
+    """Every tensor of a checkpoint, read by one process."""
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    names = [name for name, value in metadata.items() if hasattr(value, "size")]
+    state = {n: torch.zeros(metadata[n].size, dtype=metadata[n].properties.dtype) for n in names}
+    torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+    return state
+
+
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_from_one_node_to_several_and_back(tmp_path: Path, size: int) -> None:
+    several = (1,) * size if size == 2 else (1, 2)
+    straight = run_ranks(wander, size, str(tmp_path / "straight"), [(size,)], False)[0][0]
+    files = [tmp_path / "straight" / "part0"]
+    for name, way in (("there", [(size,), several, (size,)]), ("back", [several, several])):
+        found = run_ranks(wander, size, str(tmp_path / name), way, True)[0]
+        assert [loss for part in found for loss in part.losses] == straight.losses
+        assert found[-1].state_digest == straight.state_digest
+        files.append(tmp_path / name / f"part{len(way) - 1}")
+    first, *others = (stored(folder / "model") for folder in files)
+    assert first["tables.a.exp_avg"].shape == (300, 8) and first["tables.a.exp_avg"].any()
+    for other in others:
+        assert first.keys() == other.keys()
+        for name, value in first.items():
+            assert torch.equal(value, other[name]), name
+
+
+def own_folders(rank: int, size: int, home: str) -> tuple[str, str, list[str]]:
+    """Save into folders that the two nodes do not share; what `check_run_folder` says of them."""
+    checkpoint.PATIENCE_S = 0.2
+    world = open_nodes(rank, (1, 1))
+    folder, messages = Path(home, f"node{rank}"), []
+    folder.mkdir()
+    toy = ToyParallel(world)
+    for action in (
+        lambda: checkpoint.save(folder / "model", toy, identity(2), TrainerState(1), world),
+        lambda: checkpoint.check_run_folder(world, folder, "run.save=true"),
+    ):
+        with pytest.raises(DistcacheError) as caught:
+            action()
+        assert isinstance(caught.value, ConfigError) is bool(messages)
+        messages.append(str(caught.value))
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    checkpoint.logger.addHandler(handler)
+    checkpoint.check_run_folder(world, folder, None)
+    checkpoint.check_run_folder(world, Path(home), "run.save=true")
+    close_world(world)
+    return (*messages, logged)
+
+
+def test_folders_that_nodes_do_not_share_are_refused(tmp_path: Path) -> None:
+    for rank, (saving, starting, logged) in enumerate(run_ranks(own_folders, 2, str(tmp_path))):
+        assert "not saved" in saving and "ranks [1]" in saving and "run.dir" in saving
+        assert "run.save=true" in starting and "ranks [1]" in starting
+        assert len(logged) == (rank == 0)
+    assert [list(Path(tmp_path, f"node{rank}").iterdir()) for rank in range(2)] == [[], []]
+
+
+def test_temporary_files_are_unnamed_and_a_full_disk_says_so(tmp_path, monkeypatch) -> None:
+    part = whole.disk_zeros((1000, 4), torch.float64, tmp_path)
+    assert part.shape == (1000, 4) and part.dtype == torch.float64 and not part.any()
+    part[999, 3] = 1
+    assert list(tmp_path.iterdir()) == [] and part.sum() == 1
+    assert whole.disk_zeros((0, 4), torch.float32, tmp_path).shape == (0, 4)
+
+    def full(fd: int, start: int, size: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(DistcacheError, match=r"No space left.*run\.dir"):
+        whole.disk_zeros((1000, 4), torch.float64, tmp_path)
