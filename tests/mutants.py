@@ -34,7 +34,7 @@ holds-end-early: a slot used by step s is held until step s + P has been planned
   + got, latest = loops.leave(step, step, nodes, True, self._table, taken[found:])
   tests/planner/test_victims.py -k slow_twin
 hits-not-held: a row of the step itself is held: it does not leave for another row of that step
-  - table[slot, LAST] = step  # held: not a victim of its own step
+  - table[slot, LAST], table[slot, NEXT] = step, NEVER  # held: not a victim of its own step
   + pass
   tests/planner/test_laws.py -k no_stale
 victims-in-use: movement waits for the last uses of the rows that leave
