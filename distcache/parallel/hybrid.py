@@ -41,8 +41,14 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim import optimizers, rowwise_adagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distcache.comm.agreement import together
-from distcache.comm.link import PLANNING, CollectiveCounters, Link, count_collectives, summing_hook
+from distcache.comm.link import (
+    PLANNING,
+    CollectiveCounters,
+    Link,
+    count_collectives,
+    summing_hook,
+    together,
+)
 from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchCheck, JaggedIds, Prefetch
 from distcache.engine.gradients import agreement, words
