@@ -352,7 +352,7 @@ def _check_keys(overrides: Sequence[str], own_groups: bool = False, schema: type
         hydras = "/" in key or key.partition(".")[0] == "hydra"
         if given.type != OverrideType.CHANGE or given.package or hydras:
             continue
-        if not (is_known(key, schema) or groups_of(key) or (own_groups and "." not in key)):
+        if not (is_known(key, schema) or groups_of(key, schema) or (own_groups and "." not in key)):
             raise no_such_key([key], schema)
         if not given.is_sweep_override():
             _check_given(given, own_groups, schema)
@@ -360,7 +360,8 @@ def _check_keys(overrides: Sequence[str], own_groups: bool = False, schema: type
 
 def _check_given(given: Override, own_groups: bool, schema: type) -> None:
     """Raise ConfigError for the value of a key, section or group that the tree does not take."""
-    key, value, groups = given.key_or_group, given.value(), groups_of(given.key_or_group)
+    key, value = given.key_or_group, given.value()
+    groups = groups_of(key, schema)
     if groups and isinstance(value, str):
         if value not in groups and not own_groups:
             raise not_in_group(key, value, groups)
@@ -371,7 +372,9 @@ def _check_given(given: Override, own_groups: bool, schema: type) -> None:
         check_value(key, value, schema)
 
 
-def groups_of(section: str) -> list[str]:
-    """The names that `section=<name>` may take: the files of conf/<section>/, ascending; none
-    where it is no group."""
-    return sorted(file.stem for file in (conf_dir() / section).glob("*.yaml"))
+def groups_of(key: str, schema: type) -> list[str]:
+    """The names that `key=<name>` may take: the files of conf/<key>/, ascending; none where it is
+    no group of the command whose tree is `schema`."""
+    if not (is_section(key, schema) or issubclass(schema, Config)):
+        return []
+    return sorted(file.stem for file in (conf_dir() / key).glob("*.yaml"))

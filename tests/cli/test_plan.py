@@ -147,6 +147,8 @@ TABLE = " ".join(SMALL)
         (f"{TABLE} measure=true inside=pcie4", "inside=pcie4 and measure=true, which times"),
         (f"{TABLE} measure=true host=pcie4", "host=pcie4 and measure=true, which times"),
         (f"{TABLE} optim.name=sgdd", "optim='sgdd' is not"),
+        (f"{TABLE} optim=adamm", "no such optim: did you mean optim=adam?"),
+        (f"{TABLE} experiment=criteo_kaggle", "experiment: no such key"),
         (f"{TABLE} width=[8,16]", "width has 2 entries for 3 tables"),
         (f"{TABLE} bag_size=-1", "bag_size=-1.0: give at least 0"),
         (f"{TABLE} table_rows=[5,0,1]", "a table has at least 1 row"),
