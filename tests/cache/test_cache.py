@@ -213,29 +213,6 @@ def test_state_comes_with_own_and_sharded_rows_alone(width: int) -> None:
     assert torch.equal(weight, want) and (width == 0 or torch.equal(state, want_state))
 
 
-@pytest.mark.parametrize("width", [0, WIDTH])
-def test_parts_are_views_whose_changes_are_those_of_the_slots(width: int) -> None:
-    cache = DeviceCache(13, DIM, width, torch.float64, "cpu", state_slots=SLOTS)
-    fill(cache, ints(6, 8), ints(60, 80))
-    fill(cache, ints(10), ints(100))
-    for part, slot in ((slice(6, 9), 8), (slice(9, 13), 10)):
-        weight, state = cache.part(part)
-        assert len(weight) == part.stop - part.start
-        weight[slot - part.start] += 10  # as if of the next version
-        if state is not None:
-            assert len(state) == len(weight)
-            state[slot - part.start] -= 1
-    assert_rows(cache, ints(6), ints(60), 0)
-    assert_rows(cache, ints(8, 10), ints(80, 100), 1)
-
-
-def test_a_cache_of_sharded_slots_alone_or_of_one_home() -> None:
-    none_here = StateSlots(first=2, count=2, tail=4)
-    assert none_here.rows(4) == 2 and none_here.of(np.array([2, 3])).tolist() == [0, 1]
-    every = StateSlots(first=0, count=4, tail=4)
-    assert every.rows(4) == 4 and every.of(np.arange(4)).tolist() == [0, 1, 2, 3]
-
-
 ONE = [(1000, 16, 0)]
 TWO = [(3000, 16, 16), (1000, 4, 1)]  # 128 and 20 bytes a row in float32
 MIB = 1 << 20

@@ -187,7 +187,7 @@ def beside(rank: int, size: int, name: str) -> dict:
     return found
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", [pytest.param("sgd", marks=pytest.mark.slow), "adagrad"])
 def test_cached_tables_train_beside_sharded_ones(name) -> None:
     first, second = ranks(beside, name)
     losses, final = reference(name, first["start"])

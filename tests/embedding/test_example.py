@@ -49,7 +49,7 @@ def test_the_example_learns(checkout, ranks, name) -> None:
     assert EXAMPLES[name][0] in done.stdout
 
 
-@pytest.mark.parametrize("error", [False, True])
+@pytest.mark.parametrize("error", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_script_may_end_in_the_middle_of_a_look_ahead(checkout, error) -> None:
     done = run(checkout, "-c", LEFT, *(["error"] if error else []))
     assert done.returncode == int(error), done.stderr

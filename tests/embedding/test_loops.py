@@ -271,15 +271,6 @@ def test_copies_and_batches_built_anew_are_recognised() -> None:
         assert ebc.tables.engine.planner.ingested == len(batches())  # none was planned twice
 
 
-def test_the_same_batch_again_and_again() -> None:
-    again = [draw(3)] * 6
-    ebc, model = made()
-    train(model, ebc, lookahead(again, ebc))
-    assert_same(weights_of(model), by_hand(again))
-    start = weights_of(dlrm(cached()))
-    assert_close(weights_of(model), train_plain("adagrad", configs(), start, dlrm, again)[1])
-
-
 def test_batches_of_many_forms() -> None:
     one = draw(3)
     forms = [

@@ -30,7 +30,6 @@ from scenarios import (
     finish,
     make_mode,
     popularity_of,
-    run_mode,
     table,
 )
 from torch.distributed.checkpoint import FileSystemReader
@@ -94,10 +93,15 @@ def run_all(
 
 
 def run_one(world: World, settings: CachedSettings) -> Run:
-    """A run whose counters are read when it is over."""
-    mode = make_mode(world, CASE, settings)
-    batches = (CASE.batch(step, world.rank, world.size) for step in range(CASE.steps))
-    losses = [mode.train_step(step).loss for step in mode.stream(batches)]
+    """A run with evaluations, which are not counted; its counters are read when it is over."""
+    mode, losses = make_mode(world, CASE, settings), []
+    order = [(step, "train") for step in range(CASE.steps)] + [(2, "eval"), (5, "eval")]
+    batches = (CASE.batch(step, world.rank, world.size, kind) for step, kind in sorted(order))
+    for step in mode.stream(batches):
+        if step.batch.kind == "eval":
+            mode.eval_step(step)
+        else:
+            losses.append(mode.train_step(step).loss)
     outcome, counters = finish(mode, CASE, losses), mode.counters
     sent = counters.values() | {"inter_node_bytes": counters.inter_node_bytes}
     return Run(outcome.losses, outcome.state_digest, outcome.cached, sent)
@@ -186,20 +190,6 @@ def test_bytes_of_shared_rows(by_way: dict, name: str) -> None:
         assert total(on, "inter_node_bytes") == between
 
 
-def run_with_evaluations(rank: int, size: int) -> dict:
-    world = open_nodes(rank, (1,) * size)
-    found = run_mode(world, CASE, RUNS["sharded"], evals=3).summary
-    close_world(world)
-    return found
-
-
-def test_what_evaluation_sends_between_nodes_is_not_counted() -> None:
-    """Of a rank alone on its node all bytes leave the node: both counters are of training alone."""
-    for summary in run_ranks(run_with_evaluations, 2, timeout=60):
-        sent = summary["collective_bytes"] + summary["dense_collective_bytes"]
-        assert 0 <= summary["inter_node_bytes"] - sent <= 1  # means over ranks, rounded down
-
-
 LAYOUTS = [(3,), (1, 2), (1, 1, 1)]
 
 
@@ -232,10 +222,19 @@ def everything(ebc) -> dict:
     return {name: value.numpy() for name, value in found.items()}
 
 
+WALKS = ({}, {"placement": "sharded"}, {"state": "home"})
+
+
+def walks(rank: int, size: int) -> list[list[dict]]:
+    dist.init_process_group("gloo")
+    found = [walk(rank, size, settings) for settings in WALKS]
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
 def walk(rank: int, size: int, settings: dict) -> list[dict]:
     """Initial rows, and those after a run that goes on in a new collection, on each layout."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     own, found = socket.gethostname, []
     data = [part(batch, rank, size) for batch in batches(10, tables=tables())]
     for sizes in LAYOUTS:
@@ -255,14 +254,15 @@ def walk(rank: int, size: int, settings: dict) -> list[dict]:
         first.close()
         second.close()
     socket.gethostname = own
-    dist.barrier()
-    dist.destroy_process_group()
     return found
 
 
-@pytest.mark.parametrize("settings", [{}, {"placement": "sharded"}, {"state": "home"}], ids=str)
-def test_nodes_have_the_bits_and_the_state_of_one(settings: dict) -> None:
-    by_rank = run_ranks(walk, 3, settings, timeout=200)
+def test_nodes_have_the_bits_and_the_state_of_one() -> None:
+    for by_rank in zip(*run_ranks(walks, 3, timeout=200), strict=True):
+        check_walk(by_rank)
+
+
+def check_walk(by_rank: Sequence[list[dict]]) -> None:
     want = by_rank[0][0]
     assert {float(v) for k, v in want["end"].items() if k.endswith(" step")} == {10.0}
     assert want["start"]["weight embedding_bags.t1.weight"].min() >= 1

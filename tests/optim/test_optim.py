@@ -94,31 +94,6 @@ def test_equal_to_torch_over_random_rows(name, seed, count, dim):
         torch.testing.assert_close(state[:, columns], expected, rtol=1e-14, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad"])
-def test_equal_to_fbgemm(name):
-    tbe = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
-    common = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_common")
-    kinds = pytest.importorskip("fbgemm_gpu.split_embedding_configs").EmbOptimType
-    count, dim = 10, 8
-    tables = tbe.SplitTableBatchedEmbeddingBagsCodegen(
-        [(count, dim, common.EmbeddingLocation.HOST, tbe.ComputeDevice.CPU)],
-        optimizer=kinds[f"EXACT_{name.upper()}"],
-        learning_rate=LR,
-        eps=EPS,
-    )
-    weight = tables.split_embedding_weights()[0]
-    weight.data.copy_(torch.randn(count, dim, generator=torch.Generator().manual_seed(1)))
-    ours, optimizer = weight.detach().clone(), row_update(name, LR, EPS)
-    state = new_state(optimizer, count, dim, torch.float32)
-    generator = torch.Generator().manual_seed(2)
-    for step in range(1, 6):
-        ids = torch.randperm(count, generator=generator)[:6]
-        gradient = torch.randn(6, dim, generator=generator)
-        tables(ids, torch.arange(7)).backward(gradient)
-        apply_rows(optimizer, ours, state, ids, gradient, LR, step)
-    torch.testing.assert_close(ours, weight.detach(), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", WIDTHS)
 @pytest.mark.parametrize("dim", [1, 3, 5, 16, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -167,21 +142,6 @@ def test_blocks_and_slots_change_no_bit(name, monkeypatch):
         assert (cache[others] == 7.0).all()
         if cache_state is not None:
             assert (cache_state[others] == optimizer.initial_state(dim)).all()
-
-
-@pytest.mark.parametrize("name", WIDTHS)
-def test_no_rows_and_state_shapes(name):
-    optimizer = spec(name)
-    assert optimizer.state_width(6) == WIDTHS[name]
-    columns = list(optimizer.state_columns(6).values())
-    assert [c.start for c in columns] == [0, 6][: len(columns)]
-    assert (columns[-1].stop if columns else 0) == optimizer.state_width(6)
-    assert optimizer.name == name and tuple(optimizer.state_columns(6)) == optimizer.state_names
-    empty = torch.zeros(0, dtype=torch.int64)
-    weight, state = torch.ones(3, 6), new_state(optimizer, 3, 6, torch.float32)
-    apply_rows(optimizer, weight, state, empty, torch.zeros(0, 6), LR, 1)
-    update(optimizer, torch.zeros(0, 6), None if state is None else state[:0], weight[:0], LR, 1)
-    assert (weight == 1).all()
 
 
 @pytest.mark.parametrize(

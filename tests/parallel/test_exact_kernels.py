@@ -30,7 +30,9 @@ def world():
     close_world(world)
 
 
-@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
+@pytest.mark.parametrize(
+    "optimizer", ["adam", pytest.param("rowwise_adagrad", marks=pytest.mark.slow)]
+)
 def test_a_cache_has_the_bits_of_resident(world, optimizer, monkeypatch):
     spec, lr = OPTIMIZERS[optimizer]
     case = Scenario(TABLES, spec, lr, steps=5, bag=4, weighted=True, global_batch=40)

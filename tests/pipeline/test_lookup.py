@@ -1,14 +1,13 @@
-"""Bags of a batch from its row leaf where the shape is special; others are those of the trainer."""
+"""Bags of one id each from the row leaf of a batch; others are those of the trainer."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from jagged import segments_of
 
-from distcache.engine.gradients import DeviceBags, PooledLookup, join_pooled
+from distcache.engine.gradients import DeviceBags, PooledLookup
 from distcache.engine.groups import GroupBags
 
 
@@ -40,19 +39,3 @@ def test_single_ids_and_the_same_as_jagged_bags_have_the_same_bits() -> None:
         found.append((pooled[:, :4], own.grad))
         assert not pooled[:, 4:].any()
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize(("samples", "features"), [(0, 3), (0, 0), (4, 0)])
-def test_nothing_to_look_up(samples: int, features: int) -> None:
-    leaf = torch.randn(2, 4, requires_grad=True)
-    pooled = PooledLookup.apply(leaf, on_device(torch.zeros(0).long(), [], features, 2))
-    assert pooled.shape == (0, features * 4)
-    pooled.sum().backward()
-    assert torch.equal(leaf.grad, torch.zeros(2, 4))
-
-
-def test_groups_of_two_widths_are_joined_by_feature() -> None:
-    narrow, wide = torch.randn(3, 2 * 4), torch.randn(3, 8)
-    groups = [SimpleNamespace(features=(0, 2), dim=4), SimpleNamespace(features=(1,), dim=8)]
-    joined = join_pooled(groups, [narrow, wide])
-    assert torch.equal(joined, torch.cat((narrow[:, :4], wide, narrow[:, 4:]), dim=1))

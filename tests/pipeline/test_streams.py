@@ -333,15 +333,6 @@ def test_many_random_streams(world: int) -> None:
     check(world, range(100, 180))
 
 
-def test_the_plans_are_of_all_kinds() -> None:
-    plans = [Plan(seed, 3) for seed in range(8)]
-    assert any(plan.raises for plan in plans) and any(plan.stop < NEVER for plan in plans)
-    assert len({plan.steps for plan in plans}) >= 3
-    assert len({plan.kind for plan in plans}) == len(KINDS) + 1
-    assert any(plan.warning(rank) for plan in plans for rank in range(3))
-    assert len({plan.mode for plan in plans}) == 3
-
-
 SHAKE_MS = 3.0
 
 
