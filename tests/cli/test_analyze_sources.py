@@ -60,19 +60,6 @@ def check(overrides: tuple[str, ...], folder: Path, *more: str, within: float = 
 TWO = "analyze.world_sizes=1,2"
 
 
-@pytest.mark.parametrize(
-    ("more", "ranks"),
-    [
-        ((), 2),
-        (("cache.policy=lru",), 1),
-        (("cache.tail=lfu", "cache.lookahead=3", "optim=adam"), 1),
-    ],
-)
-def test_policies_and_ranks(tmp_path: Path, more: tuple[str, ...], ranks: int) -> None:
-    found = check((*SYNTHETIC, *more), tmp_path, *[TWO] * (ranks - 1))
-    assert [case["world_size"] for case in found["cases"]] == [1, 2][:ranks]
-
-
 def test_bytes_of_rows_whose_state_lies_at_home(tmp_path: Path) -> None:
     """With a share of the state on each of two ranks, the same bytes hold more rows."""
     run = (*SYNTHETIC, "cache.ratio=null", "cache.bytes=96000", "optim=adam")
@@ -115,6 +102,7 @@ def criteo(folder: Path, shared: Path) -> tuple[str, ...]:
     return (
         *("data=criteo", f"data.path={text}", f"data.table_rows={list(ROWS)}", "cache.ratio=0.17"),
         *("data.global_batch_size=128", "trainer.eval_every=7", "trainer.eval_steps=2"),
+        "cache.policy=lru",
     )
 
 
@@ -130,6 +118,7 @@ def parquet(folder: Path, shared: Path) -> tuple[str, ...]:
     return (
         *("data=parquet", f"data.path='{folder}/*.parquet'", "data.id_columns=[user,items]"),
         *("data.table_rows=[3000,800]", "data.global_batch_size=200", "cache.ratio=0.3"),
+        *("cache.tail=lfu", "cache.lookahead=3", "optim=adam"),
     )
 
 
@@ -143,7 +132,7 @@ def interactions(folder: Path, shared: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("make", [criteo, parquet, interactions])
-def test_kinds_of_data(tmp_path: Path, shared_data: Path, make: Callable) -> None:
+def test_kinds_of_data_and_policies(tmp_path: Path, shared_data: Path, make: Callable) -> None:
     check(make(tmp_path, shared_data), tmp_path)
 
 
@@ -189,17 +178,3 @@ def test_the_same_vocabulary_and_others(tmp_path: Path) -> None:
 
     assert name() == name(samples=100) == name(bag_size=3)
     assert len({name(), name(seed=1), name(zipf=0.8)}) == 3
-
-
-def test_file_order_has_the_same_samples(tmp_path: Path) -> None:
-    text = write_lines(tmp_path / "a.txt", make_lines(300))
-    preprocessed(text, tmp_path / "made")
-    source = CriteoArrays(CriteoSpec(tmp_path / "made", (), 40, shuffle_block=8))
-    plain = CriteoArrays(CriteoSpec(tmp_path / "made", (), 40, shuffle=False))
-    ordered = source.in_file_order()
-    for step in range(7):
-        batch, wanted = ordered.train_batch(step, 0, 1), plain.train_batch(step, 0, 1)
-        assert batch.ids.values.tolist() == wanted.ids.values.tolist()
-        assert batch.loaded().labels.tolist() == wanted.loaded().labels.tolist()
-    shuffled = source.train_batch(0, 0, 1).ids.values.tolist()
-    assert shuffled != plain.train_batch(0, 0, 1).ids.values.tolist()

@@ -158,19 +158,6 @@ def test_a_window_over_everything_is_the_optimum(case: tuple, spare: int) -> Non
     assert (three.fetched, three.ids) == (sum(parts), least.ids)
 
 
-def test_rates_and_bytes_are_those_of_the_counts() -> None:
-    groups = (GroupCounts(10, 6, 8, 2, 1, 1), GroupCounts(30, 3, 12, 9, 4, 5))
-    outcome = Outcome(Case(Policy(), (4, 4)), 3, groups)
-    assert (outcome.ids, outcome.lookups_hit, outcome.distinct) == (40, 9, 20)
-    assert (outcome.fetched, outcome.written_back, outcome.left_dirty) == (11, 5, 6)
-    assert outcome.hit_rate == 1 - 11 / 20
-    assert outcome.hit_rate_lookups == 9 / 40
-    assert outcome.host_to_device_bytes([16, 100]) == 2 * 16 + 9 * 100
-    assert outcome.device_to_host_bytes([16, 100]) == 16 + 400
-    nothing = Outcome(Case(Policy(), (4,)), 0, (GroupCounts(),), refused="because")
-    assert nothing.hit_rate is None and nothing.hit_rate_lookups is None
-
-
 def test_a_step_that_does_not_fit_is_said_for_that_case_alone() -> None:
     steps = [[np.arange(5)], [np.arange(11)], [np.arange(12)]]
     trace = recorded(steps, 100, 1)
@@ -182,6 +169,7 @@ def test_a_step_that_does_not_fit_is_said_for_that_case_alone() -> None:
         "slots per rank"
     )
     assert small.groups == (GroupCounts(),)
+    assert small.hit_rate is None and small.hit_rate_lookups is None
     assert enough.refused is None and enough.fetched == 12
     assert least.refused is not None and "step 2" in least.refused
 

@@ -78,14 +78,6 @@ def chance(counts: np.ndarray, drawn: int, of: int = 0) -> np.ndarray:
     return np.array([1 - math.comb(total - int(count), drawn) / ways for count in counts])
 
 
-@pytest.mark.parametrize("lookups", [1, 3, 12, 40])
-def test_distinct_rows_of_a_part_of_the_lookups(lookups: int) -> None:
-    counts = np.array([20, 9, 5, 5, 1, 1, 1, 1, 0])
-    found = curve_of(counts)
-    assert found.expected(lookups) == pytest.approx(chance(counts, lookups).sum(), rel=0.003)
-    assert found.expected(10 * int(counts.sum())) == pytest.approx(8)
-
-
 @pytest.mark.parametrize("n", [1, 7, 60])
 def test_use_is_the_chance_that_some_lookup_names_the_row(n: int) -> None:
     counts = np.array([100.0, 30, 9, 2, 1])
