@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cost_cases import BATCH, DIM, ROWS, STATE, cluster, demand, draw, layout, settings, total
+from cost_cases import BATCH, DIM, STATE, cluster, demand, draw, layout, settings, total
 
-from distcache.comm.link import gather_bytes
 from distcache.comm.world import Nodes
 from distcache.cost.cluster import Cluster, Link
 from distcache.cost.predict import exchange_seconds, predict
@@ -20,7 +19,6 @@ from distcache.cost.traffic import (
     ROW_WISE,
     SHARED,
     SPREAD,
-    TABLE_WISE,
     Exchange,
     Traffic,
     hybrid_exchanges,
@@ -33,22 +31,6 @@ ITEM, STEPS = 4, 120
 ROW = DIM * ITEM
 SHAPES = [(4, 2), (6, 2), (6, 3), (3, 3), (5, 1)]
 """Ranks and nodes."""
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_hybrid_bytes_are_those_of_the_collectives(world: int) -> None:
-    found, tables = demand(world), len(ROWS)
-    buffer = world * BATCH * ROW
-    whole = [tables // world + (rank < tables % world) for rank in range(world)]
-    pooled = np.mean([count * gather_bytes(buffer, world) for count in whole])
-    summed = tables * gather_bytes(buffer, world)  # of the whole buffer, [W b, D]
-    for kind, stages, nbytes in (
-        (TABLE_WISE, ("pooled", "pooled_gradients"), pooled),
-        (ROW_WISE, ("partial_sums", "partial_gradients"), summed),
-    ):
-        exchanges = hybrid_exchanges(found, kind, ITEM)
-        for stage in stages:
-            assert total(exchanges, stage) == pytest.approx(nbytes), kind
 
 
 def test_tables_too_small_for_row_shards_stay_whole() -> None:

@@ -301,9 +301,6 @@ def test_damaged_files_are_read_as_line_by_line(tmp_path, monkeypatch, seeds):
             assert [int(line.split(":")[1]) for line in lines.first[:5]] == numbers, seed
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def amazon(shared_data: Path, *more: str) -> list[str]:
     path = shared_data / "amazon_book_interactions.txt"
     return ["experiment=interactions", f"data.path={path}", *more]

@@ -38,9 +38,14 @@ from distcache.data import criteo_job as job
 from distcache.data import criteo_tables as tables
 from distcache.data.criteo_folder import MLPERF_BAGS, PreprocessSettings, read_manifest, verify
 from distcache.data.criteo_job import Pool
-from distcache.data.criteo_tables import ENTRY_BYTES, Run, merge_runs, write_runs
-from distcache.data.criteo_text import CriteoRows
+from distcache.data.criteo_tables import ENTRY_BYTES, Run, merge_runs
 from distcache.errors import ConfigError, DataError, MemoryTooSmallError
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """700 Criteo lines."""
+    return write_lines(tmp_path_factory.mktemp("text") / "train.txt", make_lines(700))
 
 
 def arrays(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -70,8 +75,9 @@ def test_hashed_arrays_are_the_lines(text, tmp_path, part, multi_hot):
 )
 def test_a_vocabulary_of_training_samples(tmp_path, monkeypatch, min_count, wide):
     """`wide`: the line of an id of more than 32 bits, in the first, a middle or the last piece."""
-    for name, value in (("_CHUNK", 17), ("FAN_IN", 3), ("BLOCK_BYTES", 1000), ("PIECE", 37)):
-        monkeypatch.setattr(tables, name, value)  # of about ten parts
+    sizes = {"_CHUNK": 17, "FAN_IN": 3, "BLOCK_BYTES": 1000, "PIECE": 37, "MOST": 10}
+    for name, value in sizes.items():
+        monkeypatch.setattr(tables, name, value)  # of about ten parts, merged in many ranges
     lines = make_lines(700)
     if wide is not None:
         lines[wide] = with_fields(lines[wide], {39: b"123456789abcdef0"})
@@ -496,40 +502,6 @@ with Pool(2) as pool:
         time.sleep(0.1)
         deadline -= 0.1
         assert deadline > 0
-
-
-def make_runs(tmp_path: Path, columns: list[np.ndarray]) -> list[Run]:
-    """A run for each column of ids, as parts leave them (with another table before)."""
-    runs, none = [], np.empty(0)
-    for number, column in enumerate(columns):
-        path, halves = tmp_path / f"run{number}", np.array_split(column, 2)
-        ids = [np.stack([half[::-1] // 2, *[half] * 25], axis=1) for half in halves]
-        pieces = [CriteoRows(none, none, one) for one in ids]
-        lengths, _, dtype = write_runs(pieces, path, column.dtype)
-        runs.append(Run(str(path), dtype.str, lengths[0], lengths[1]))
-    return runs
-
-
-def draw(dtype: str, seed: int = 0, parts: int = 5) -> list[np.ndarray]:
-    random = np.random.default_rng(seed)
-    top = 40 if dtype == "<u8" else 30
-    return [
-        np.floor(2 ** (random.random(random.integers(1, 400)) * top)).astype(dtype)
-        for _ in range(parts)
-    ]
-
-
-@pytest.mark.parametrize("dtype", ["<u4", "<u8", "<i4", "mixed"])
-@pytest.mark.parametrize("most", [1, 10, 100, 10**6])
-def test_merged_runs_are_the_counts_of_all(tmp_path, dtype, most):
-    columns = draw("<u4") + draw("<u8", 1) if dtype == "mixed" else draw(dtype)
-    expected = np.unique(np.concatenate(columns), return_counts=True)
-    chunks = list(merge_runs(make_runs(tmp_path, columns), most))
-    assert np.array_equal(np.concatenate([v for v, _ in chunks]), expected[0])
-    assert np.array_equal(np.concatenate([c for _, c in chunks]), expected[1])
-    if most <= 100:
-        assert len(chunks) > 3
-        assert max(len(values) for values, _ in chunks) <= max(2 * most, len(columns))
 
 
 def test_long_runs_are_merged_in_the_memory_of_a_range(tmp_path):

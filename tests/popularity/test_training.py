@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from ranks import run_ranks
 from scenarios import count_steps
 from source_runs import digests
@@ -80,7 +79,6 @@ RUNS = {
 
 
 def several(rank: int, size: int, folders: dict[str, str], home: str) -> dict[str, Any]:
-    torch.set_num_threads(1)
     world = open_world("cpu", timeout_s=60)
     counts = f"cache.statistics={folders['one']}"
     runs = {"plain": (), "given": GIVEN, "sharded_given": ("cache.placement=sharded", *GIVEN)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import source_runs
-import torch
 from batch_sources import RUN, SYNTHETIC, counted
 from ranks import run_ranks
 
@@ -26,7 +24,7 @@ QUIET = ("trainer.device=cpu", "trainer.log_level=ERROR", "trainer.log_every=1")
 LONG = ("trainer.steps=60", "data.phase_rate=0.25", "optim.dense_lr=0.3", "run.save=false")
 """An epoch and a part, with a held-out loss that rises and falls."""
 
-SAVED, AS_IS = "run.save=true", "data.batching=as_is"
+SAVED = "run.save=true"
 
 
 def run(world, home: Path, *overrides: str) -> dict[str, Any]:
@@ -58,7 +56,6 @@ def stopped(world, home: Path, at: int, *overrides: str) -> dict[str, Any]:
 
 def play(rank: int, size: int, folder: str) -> dict[str, Any]:
     """All runs of one world size in one set of processes."""
-    torch.set_num_threads(1)
     home, seen = Path(folder), {}
     world = open_world("cpu", timeout_s=60)
     known = f"cache.statistics={home / 'counted'}"
@@ -82,24 +79,14 @@ def play(rank: int, size: int, folder: str) -> dict[str, Any]:
         assert first["steps"] + resumed["steps"] == 60
         assert 0 < first["steps"] < 60
     if size == 1:
-        seen["other"] = other_batches(world, home, known)
+        # From as_is, where that is meant: the phases begin.
+        run(world, home / "as-is", "data.batching=as_is", SAVED, "trainer.steps=9")
+        meant = (f"trainer.resume={home / 'as-is'}", "trainer.resume_data=any")
+        run(world, home / "meant", known, *LONG, *meant, "trainer.steps=14")
+        phases = [line["phase"] for line in lines_of(home / "meant") if "loss" in line]
+        seen["from as_is"] = " ".join(phases)
     close_world(world)
     return seen
-
-
-def other_batches(world, home: Path, known: str) -> list[str]:
-    """What is said of a checkpoint whose batches were other ones: hot rows, batching."""
-    seen = []
-    for change in ([known, *LONG, "data.hot_rows=100"], [LONG[0], *LONG[2:], AS_IS]):
-        with pytest.raises(ConfigError) as caught:
-            run(world, home / "other", *change, f"trainer.resume={home / 'half'}")
-        seen.append(str(caught.value))
-    # From as_is, where that is meant: the phases begin.
-    run(world, home / "as-is", AS_IS, "trainer.steps=9")
-    meant = (f"trainer.resume={home / 'as-is'}", "trainer.resume_data=any")
-    run(world, home / "meant", known, *LONG, *meant, "trainer.steps=14")
-    phases = [line["phase"] for line in lines_of(home / "meant") if "loss" in line]
-    return [*seen, " ".join(phases)]
 
 
 @pytest.fixture(scope="module")
@@ -126,11 +113,7 @@ def test_modes_and_stops_give_the_same_bits(tmp_path, size):
         assert found == whole["digests"], name
     reported(whole, lines_of(tmp_path / "data"))
     if size == 1:
-        hot_rows, batching, meant = first["other"]
-        named = r"\d+ \(\w{12}\)"
-        assert re.search(rf"other data: data.hot_rows was {named}, is {named}", hot_rows)
-        assert "data.batching was hot_cold, is not set" in batching
-        assert meant == "hot hot hot hot hot"
+        assert first["from as_is"] == "hot hot hot hot hot"
 
 
 def reported(summary: dict[str, Any], lines: list[dict[str, Any]]) -> None:

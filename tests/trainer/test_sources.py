@@ -14,19 +14,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import source_runs
-import torch
-from batch_sources import columns, write
-from batch_sources import parquet_source as parquet
+from batch_sources import write
 from criteo_lines import ROWS, make_lines, preprocessed, write_lines
 from ranks import run_ranks
 from source_runs import NET, configured, digests, summaries
 
 from distcache.comm.world import close_world, open_world
-from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
-from distcache.data.interactions import InteractionsSource, InteractionsSpec
+from distcache.data.criteo import CriteoArrays
 from distcache.errors import DataError
 from distcache.trainer import build
 from distcache.trainer.trainer import Run
@@ -103,10 +99,14 @@ def found(tmp_path_factory):
 
 
 def modes_of(source: str, world: int) -> list[str]:
-    """A mode sees batches and no source: each is tried, on two ranks those that divide batches in
-    ways of their own."""
-    cached = ["data", "resident", "host"] if world == 1 else ["data"]
-    return cached + ["hybrid"] * (source in ("text", "interactions"))
+    """A mode sees batches and no source: each is tried with single ids and with bags, on two ranks
+    those that divide batches in ways of their own."""
+    tried = world == 1 and source in ("text", "vocabulary and bags")
+    return [
+        "data",
+        *["resident", "host"] * tried,
+        *["hybrid"] * (source in ("text", "interactions")),
+    ]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -142,7 +142,6 @@ def run(world, folder: Path, path: str, *more: str) -> dict[str, Any] | str:
 
 def resume(rank: int, size: int, folder: str) -> dict[str, Any]:
     """Runs that go on with the same data, with other ones, and ones whose ranks differ."""
-    torch.set_num_threads(1)
     home, world, seen = Path(folder), open_world("cpu", timeout_s=60), {}
     one, copy, other = (str(home / name) for name in ("one", "copy", "other"))
     for mode in ("data", "hybrid"):  # which has checkpoints of its own
@@ -171,61 +170,6 @@ def test_a_run_keeps_to_its_data(tmp_path):
             assert (found["meant"]["first_step"], found["meant"]["steps"]) == (5, 7)
             differ = "the ranks differ: data.path is '.*' on rank 0 and '.*' on"
             assert re.search(differ, found["mixed"])
-
-
-def changed(plain: dict[str, str], other: dict[str, str]) -> set[str]:
-    return {key for key in plain | other if plain.get(key) != other.get(key)}
-
-
-def test_what_criteo_depends_on(tmp_path):
-    """Content, what is made of it and its order; not names, nor what no batch can show."""
-    text = write_lines(tmp_path / "a.txt", make_lines(70))
-    preprocessed(text, tmp_path / "one")
-
-    def arrays(**more):
-        return CriteoArrays(CriteoSpec(tmp_path / "one", (), 16, **more)).identity
-
-    plain = arrays()
-    assert set(plain) == {"data.path", "data.shuffle", "data.shuffle_block"}
-    assert arrays(shuffle=False) == {"data.path": plain["data.path"], "data.shuffle": "False"}
-    assert changed(plain, arrays(shuffle_block=8)) == {"data.shuffle_block"}
-    lines = CriteoSource(CriteoSpec(text, ROWS)).identity
-    assert "data.path" in changed(plain, lines)
-    shutil.copy(text, tmp_path / "c.txt")
-    assert CriteoSource(CriteoSpec(tmp_path / "c.txt", ROWS)).identity == lines
-    other = make_lines(70)
-    other[33] = b"\t".join([*other[33].split(b"\t")[:-1], b"1"])
-    other = CriteoSource(CriteoSpec(write_lines(tmp_path / "d.txt", other), ROWS)).identity
-    assert "data.path" in changed(lines, other)
-
-
-def test_what_parquet_depends_on(tmp_path):
-    path, data = write(tmp_path / "a.parquet", columns(40)), columns(40)
-    plain = parquet(path).identity
-    shutil.copy(path, tmp_path / "b.parquet")
-    assert parquet(tmp_path / "b.parquet").identity == plain
-    data["x"] = data["x"] + np.eye(40)[11]  # one value, in no way the largest
-    pq.write_table(pq.read_table(write(tmp_path / "c.parquet", data)), tmp_path / "c.parquet")
-    assert "data.path" in changed(plain, parquet(tmp_path / "c.parquet").identity)
-    changes = {"dense_transform": "log1p", "string_ids": "hex", "shuffle_rows": 7}
-    changes |= {"dense_columns": ("z", "x")}
-    for name, value in changes.items():
-        assert changed(plain, parquet(path, **{name: value}).identity) == {f"data.{name}"}
-    assert changed(plain, parquet(path, held_out=0.5).identity) == {"data.path"}
-
-
-def test_what_interactions_depend_on(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("0 1 2 3\n1 2 5\n2 0 1 4\n")
-
-    def identity(**changes):
-        return InteractionsSource(InteractionsSpec(path, **changes)).identity
-
-    plain = identity()
-    assert identity(negatives=3) == plain | {"data.negatives": "3"}
-    assert identity(sampling="popularity") == plain | {"data.negative_sampling": "popularity"}
-    path.write_text("0 1 2 3\n1 2 5\n2 0 3 4\n")
-    assert changed(plain, identity()) == {"data.path"}
 
 
 def fail_to_load(rank: int, world_size: int, folder: str, runs: str) -> str:
@@ -286,7 +230,6 @@ class Meeting:
 
 
 def load_late(rank: int, size: int, folder: str) -> dict[str, Any]:
-    torch.set_num_threads(1)
     world, seen = open_world("cpu", timeout_s=100), {}
     for mode_name in MODES:
         overrides = [
