@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
+from batch_sources import columns, write
 from criteo_lines import ROWS, make_lines, preprocessed, write_lines
 from source_runs import NET, configured, summaries
 
@@ -107,18 +107,13 @@ def criteo(folder: Path, shared: Path) -> tuple[str, ...]:
 
 
 def parquet(folder: Path, shared: Path) -> tuple[str, ...]:
-    arrow, files = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    rng = np.random.default_rng(0)
-    users = (3000 * rng.random(6000) ** 3).astype(np.int64)
-    items = [(800 * rng.random(n) ** 2).astype(np.int64) for n in rng.integers(0, 4, 6000)]
-    columns = {"label": rng.integers(0, 2, 6000), "user": users, "items": items}
-    for part, span in enumerate(np.array_split(np.arange(6000), 3)):
-        table = arrow.table({k: [v[i] for i in span] for k, v in columns.items()})
-        files.write_table(table, folder / f"{part}.parquet", row_group_size=500)
+    for part in range(3):
+        write(folder / f"{part}.parquet", columns(700, seed=part), 200)
     return (
-        *("data=parquet", f"data.path='{folder}/*.parquet'", "data.id_columns=[user,items]"),
-        *("data.table_rows=[3000,800]", "data.global_batch_size=200", "cache.ratio=0.3"),
-        *("cache.tail=lfu", "cache.lookahead=3", "optim=adam"),
+        *("data=parquet", f"data.path='{folder}/*.parquet'", "data.id_columns=[a,b,c]"),
+        *("data.label_column=y", "data.dense_columns=[z]", "data.table_rows=[50,1000,7]"),
+        *("data.global_batch_size=50", "cache.ratio=0.13", "optim=adam"),
+        *("cache.tail=lfu", "cache.lookahead=3"),
     )
 
 

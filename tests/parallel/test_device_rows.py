@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from placement_cases import KINDS, TABLES, fitting_slots, placement_of
 from protocol_cases import CASE
 from ranks import run_ranks
@@ -92,23 +91,6 @@ def test_state_lies_once_and_the_summary_bounds_what_a_rank_holds(world: int) ->
 
 SLOTS = (240, 12)
 WARM = Scenario(TABLES, *OPTIMIZERS["sgd"], steps=20, weighted=True)
-
-
-def test_slots_hold_the_most_frequent_rows(world: World) -> None:
-    popularity = popularity_of(WARM, SLOTS, warm_start=1.0)
-    mode = make_mode(world, WARM, CachedSettings("data", SLOTS), popularity)
-    next(mode.stream([WARM.batch(0)]))
-    rows, start = mode.rows[0], 0
-    held = rows.cache.slot_row
-    used = np.flatnonzero(held >= 0)
-    assert torch.equal(rows.cache.weight[used], rows.store.weight[torch.from_numpy(held[used])])
-    for index, place in ((0, 0), (1, 1)):  # tables a and b, and d after them, have width 8
-        own = held[(held >= start) & (held < start + TABLES[index].rows)] - start
-        counts = popularity.statistics.tables[index].dense()
-        cold = np.setdiff1d(np.arange(TABLES[index].rows), own)
-        assert len(own) and (place or counts[cold].max(initial=0) <= counts[own].min() + 1)
-        start += TABLES[index].rows
-    mode.close()
 
 
 def test_a_checkpoint_is_loaded_before_rows_are_cached(world: World) -> None:
