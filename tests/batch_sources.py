@@ -136,7 +136,7 @@ def make_source(name: str, folder: Path, **changes: Any) -> SlicedSource:
         if not path.exists():
             write(path, data, 17)
         weights = {"b": "w"} if "window" in name else {}
-        changes |= {"shuffle_rows": window, "weight_columns": weights}
+        changes = {"shuffle_rows": window, "weight_columns": weights} | changes
         return parquet_source(path, make=ParquetSource, **changes)
     text = folder / "a.txt"
     if not text.exists():
@@ -145,7 +145,7 @@ def make_source(name: str, folder: Path, **changes: Any) -> SlicedSource:
         return CriteoSource(CriteoSpec(text, ROWS, **changes))
     words = {"mode": "vocabulary", "min_count": 2, "multi_hot": (1, 3) * 13}
     preprocessed(text, folder / name, **(words if "bags" in name else {}))
-    changes |= {"shuffle": "file order" not in name, "shuffle_block": 1}
+    changes = {"shuffle": "file order" not in name, "shuffle_block": 1} | changes
     return CriteoArrays(CriteoSpec(folder / name, **changes))
 
 

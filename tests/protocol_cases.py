@@ -39,12 +39,18 @@ def make(world: World, lookahead: int = 2, prefetch: int = 1, **changes: object)
 def batches(
     world: World, steps: range, fail_at: int | None = None, evals: bool = False, pause: float = 0.0
 ) -> Iterator[Batch]:
-    """This rank's slices of training `steps`; an error in the place of step `fail_at`."""
+    """This rank's slices of training `steps`; an error in the place of step `fail_at`, of an odd
+    one when its dense features are to be loaded."""
+
+    def fail() -> None:
+        raise OSError(f"no batch {fail_at} for rank {world.rank}")
+
     for step in steps:
         time.sleep(pause)
-        if step == fail_at:
-            raise OSError(f"no batch {step} for rank {world.rank}")
-        yield CASE.batch(step, world.rank, world.size)
+        if step == fail_at and step % 2 == 0:
+            fail()
+        batch = CASE.batch(step, world.rank, world.size)
+        yield replace(batch, load=fail) if step == fail_at else batch
         if evals:
             yield CASE.batch(step, world.rank, world.size, "eval")
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from node_cases import open_nodes
 from ranks import run_ranks
 
@@ -34,7 +33,6 @@ def run(world: World, home: Path, *overrides: str) -> dict[str, Any]:
 def _runs(
     rank: int, world_size: int, runs: Sequence[Sequence[str]], folder: str, nodes: Sequence[int]
 ) -> list[dict]:
-    torch.set_num_threads(1)
     world = open_nodes(rank, nodes)
     summaries = []
     for number, overrides in enumerate(runs):

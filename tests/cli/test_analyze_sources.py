@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
+from batch_sources import columns, write
 from criteo_lines import ROWS, make_lines, preprocessed, write_lines
 from source_runs import NET, configured, summaries
 
@@ -60,19 +60,6 @@ def check(overrides: tuple[str, ...], folder: Path, *more: str, within: float = 
 TWO = "analyze.world_sizes=1,2"
 
 
-@pytest.mark.parametrize(
-    ("more", "ranks"),
-    [
-        ((), 2),
-        (("cache.policy=lru",), 1),
-        (("cache.tail=lfu", "cache.lookahead=3", "optim=adam"), 1),
-    ],
-)
-def test_policies_and_ranks(tmp_path: Path, more: tuple[str, ...], ranks: int) -> None:
-    found = check((*SYNTHETIC, *more), tmp_path, *[TWO] * (ranks - 1))
-    assert [case["world_size"] for case in found["cases"]] == [1, 2][:ranks]
-
-
 def test_bytes_of_rows_whose_state_lies_at_home(tmp_path: Path) -> None:
     """With a share of the state on each of two ranks, the same bytes hold more rows."""
     run = (*SYNTHETIC, "cache.ratio=null", "cache.bytes=96000", "optim=adam")
@@ -115,21 +102,18 @@ def criteo(folder: Path, shared: Path) -> tuple[str, ...]:
     return (
         *("data=criteo", f"data.path={text}", f"data.table_rows={list(ROWS)}", "cache.ratio=0.17"),
         *("data.global_batch_size=128", "trainer.eval_every=7", "trainer.eval_steps=2"),
+        "cache.policy=lru",
     )
 
 
 def parquet(folder: Path, shared: Path) -> tuple[str, ...]:
-    arrow, files = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    rng = np.random.default_rng(0)
-    users = (3000 * rng.random(6000) ** 3).astype(np.int64)
-    items = [(800 * rng.random(n) ** 2).astype(np.int64) for n in rng.integers(0, 4, 6000)]
-    columns = {"label": rng.integers(0, 2, 6000), "user": users, "items": items}
-    for part, span in enumerate(np.array_split(np.arange(6000), 3)):
-        table = arrow.table({k: [v[i] for i in span] for k, v in columns.items()})
-        files.write_table(table, folder / f"{part}.parquet", row_group_size=500)
+    for part in range(3):
+        write(folder / f"{part}.parquet", columns(700, seed=part), 200)
     return (
-        *("data=parquet", f"data.path='{folder}/*.parquet'", "data.id_columns=[user,items]"),
-        *("data.table_rows=[3000,800]", "data.global_batch_size=200", "cache.ratio=0.3"),
+        *("data=parquet", f"data.path='{folder}/*.parquet'", "data.id_columns=[a,b,c]"),
+        *("data.label_column=y", "data.dense_columns=[z]", "data.table_rows=[50,1000,7]"),
+        *("data.global_batch_size=50", "cache.ratio=0.13", "optim=adam"),
+        *("cache.tail=lfu", "cache.lookahead=3"),
     )
 
 
@@ -143,7 +127,7 @@ def interactions(folder: Path, shared: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("make", [criteo, parquet, interactions])
-def test_kinds_of_data(tmp_path: Path, shared_data: Path, make: Callable) -> None:
+def test_kinds_of_data_and_policies(tmp_path: Path, shared_data: Path, make: Callable) -> None:
     check(make(tmp_path, shared_data), tmp_path)
 
 
@@ -189,17 +173,3 @@ def test_the_same_vocabulary_and_others(tmp_path: Path) -> None:
 
     assert name() == name(samples=100) == name(bag_size=3)
     assert len({name(), name(seed=1), name(zipf=0.8)}) == 3
-
-
-def test_file_order_has_the_same_samples(tmp_path: Path) -> None:
-    text = write_lines(tmp_path / "a.txt", make_lines(300))
-    preprocessed(text, tmp_path / "made")
-    source = CriteoArrays(CriteoSpec(tmp_path / "made", (), 40, shuffle_block=8))
-    plain = CriteoArrays(CriteoSpec(tmp_path / "made", (), 40, shuffle=False))
-    ordered = source.in_file_order()
-    for step in range(7):
-        batch, wanted = ordered.train_batch(step, 0, 1), plain.train_batch(step, 0, 1)
-        assert batch.ids.values.tolist() == wanted.ids.values.tolist()
-        assert batch.loaded().labels.tolist() == wanted.loaded().labels.tolist()
-    shuffled = source.train_batch(0, 0, 1).ids.values.tolist()
-    assert shuffled != plain.train_batch(0, 0, 1).ids.values.tolist()

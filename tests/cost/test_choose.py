@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from cost_cases import DIM, ROWS, STATE, cluster, demand, settings
@@ -151,45 +153,37 @@ def test_a_sweep_finds_where_the_winner_changes() -> None:
     assert [ranks_per_node(world, 6) for world in (1, 4, 8, 48, 64)] == [1, 4, 4, 6, 4]
 
 
-@pytest.mark.parametrize(
-    ("placement", "of", "there", "said"),
-    [
-        ("nowhere", demand(2), cluster(2), "placement nowhere is unknown: choose replicated"),
-        (SHARDED, demand(2), cluster(4), "demand is of 2 ranks, 2 on a node, the cluster has 4"),
-        (
-            SHARDED,
-            demand(4, nodes=4),
-            cluster(4, 2),
-            "of 4 ranks, 1 on a node, .* 4 on 2",
-        ),
-    ],
+WRONG_LINKS = (
+    ("nvlink9", r"inside=nvlink9: the link is not known: give a preset \(pcie4, .*400gbe\)"),
+    (None, r"inside=None"),
+    ({"latency": 1e-6}, r"inside=.*the bandwidth is missing: give a preset"),
+    ({"bandwidth": 0}, r"inside.bandwidth=0.0: it must be above 0: give bytes per"),
+    ({"bandwidth": -1}, r"inside.bandwidth=-1.0: it must be above 0"),
+    ({"bandwidth": math.nan}, r"inside.bandwidth=nan: it must be above 0"),
+    ({"bandwidth": "inf"}, r"inside.bandwidth=inf: it must be above 0"),
+    ({"bandwidth": "fast"}, r"inside.bandwidth=fast is not a number"),
+    ({"bandwidth": 1, "latency": -1}, r"inside.latency=-1.0: it must be at least 0"),
+    ({"bandwidth": 1, "speed": 2}, r"inside.speed: no such key"),
 )
-def test_what_makes_no_sense_is_refused(placement, of, there, said) -> None:
-    with pytest.raises(ConfigError, match=said):
-        predict(placement, of, there, settings())
-
-
-@pytest.mark.parametrize("bandwidth", [0.0, -1.0, math.nan, math.inf])
-def test_bandwidth_is_above_zero(bandwidth: float) -> None:
-    with pytest.raises(ConfigError, match=r"given.bandwidth=.*must be above 0: give bytes per"):
-        Link(bandwidth)
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        ("nvlink9", r"inside=nvlink9: the link is not known: give a preset \(pcie4, .*400gbe\)"),
-        (None, r"inside=None"),
-        ({"latency": 1e-6}, r"inside=.*the bandwidth is missing: give a preset"),
-        ({"bandwidth": 0}, r"inside.bandwidth=0.0: it must be above 0"),
-        ({"bandwidth": "fast"}, r"inside.bandwidth=fast is not a number"),
-        ({"bandwidth": 1, "latency": -1}, r"inside.latency=-1.0: it must be at least 0"),
-        ({"bandwidth": 1, "speed": 2}, r"inside.speed: no such key"),
-    ],
+WRONG = (
+    (predict, ("nowhere", demand(2), cluster(2)), "nowhere is unknown: choose replicated"),
+    (predict, (SHARDED, demand(2), cluster(4)), "of 2 ranks, 2 on a node, the cluster has 4"),
+    (predict, (SHARDED, demand(4, nodes=4), cluster(4, 2)), "4 ranks, 1 on a node, .* 4 on 2"),
+    (Cluster, (8, LINK, LINK, LINK, 3), "nodes=3 does not divide world_size=8"),
+    (Cluster, (8, LINK, LINK, None, 2), "nodes=2, and the bandwidth between them is missing"),
+    (Cluster, (0, LINK, LINK), "world_size=0"),
+    (partial(Cluster, overlap=2), (1, LINK, LINK), "overlap=2"),
+    (partial(Cluster, device_memory=0), (1, LINK, LINK), "device_memory=0"),
+    (Link, (0.0,), r"given.bandwidth=0.0: it must be above 0"),
+    (partial(Compute, update_s=-1), (), r"compute.update_s=-1"),
+    *((parse_link, ("inside", value), said) for value, said in WRONG_LINKS),
 )
-def test_links_that_are_none(value, said: str) -> None:
+
+
+@pytest.mark.parametrize(("make", "given", "said"), WRONG)
+def test_what_makes_no_sense_is_refused(make: Callable, given: tuple, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        parse_link("inside", value)
+        make(*given, *[settings()] * (make is predict))
 
 
 def test_links_are_named_or_described() -> None:
@@ -210,29 +204,9 @@ def test_links_are_named_or_described() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: Cluster(8, LINK, LINK, LINK, nodes=3), "nodes=3 does not divide world_size=8"),
-        (lambda: Cluster(8, LINK, LINK, nodes=2), "nodes=2, and the bandwidth between them is mis"),
-        (lambda: Cluster(0, LINK, LINK), "world_size=0"),
-        (lambda: Cluster(1, LINK, LINK, overlap=2), "overlap=2"),
-        (lambda: Cluster(1, LINK, LINK, device_memory=0), "device_memory=0"),
-        (lambda: Compute(update_s=-1), r"compute.update_s=-1"),
-    ],
-)
-def test_clusters_that_are_none(make, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        make()
-
-
-@pytest.mark.parametrize(
     ("nodes", "sizes", "said"),
     [
-        (
-            2,
-            (4,),
-            r"world_size=8 on nodes=2, but 4 ranks run .*: describe world_size=4 and",
-        ),
+        (2, (4,), r"world_size=8 on nodes=2, but 4 ranks run .*: describe world_size=4 and"),
         (2, (8,), r"nodes=2, but 8 ranks run on the nodes: describe world_size=8 and nodes=1"),
         (2, (5, 3), r"5, 3 ranks run .* which count as one: describe world_size=8 and nodes=1"),
         (2, (4, 2, 2), r"4, 2, 2 ranks run .* which count as one: describe .* nodes=1"),

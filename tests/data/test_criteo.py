@@ -30,7 +30,6 @@ from criteo_lines import (
     write_lines,
 )
 
-from distcache.data import criteo
 from distcache.data import criteo_text as parts
 from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.criteo_folder import MLPERF_BAGS, bags
@@ -141,15 +140,6 @@ def test_a_malformed_line_is_named_or_skipped(tmp_path, caplog, changes, line, m
     assert stream.identity == source(write_lines(tmp_path / "b.txt", good)).identity
 
 
-def test_blocks_of_a_file_join(tmp_path, monkeypatch):
-    text, path = make_lines(50), tmp_path / "a.txt"
-    path.write_bytes(b"\n".join(text))  # no line end at the end
-    whole = source(path)
-    for size in (1, 100, 1000, 4096):
-        monkeypatch.setattr(criteo, "_BLOCK_BYTES", size)
-        assert source(path).identity == whole.identity
-
-
 def test_values_of_fields(tmp_path):
     integers = [b"", b"-3", b"0", b"7", b"-0", b"9" * 18]
     ids = [b"", b"0", b"FFFFFFFF", b"ffffffff", b"0" * 26 + b"ff", b"1" * 20]
@@ -211,7 +201,7 @@ def check_packed(path: Path, text: bytes) -> None:
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(300), *(pytest.param(range(n, n + 1000), marks=pytest.mark.slow) for n in THOUSANDS)],
+    [range(100), *(pytest.param(range(n, n + 1000), marks=pytest.mark.slow) for n in THOUSANDS)],
     ids=str,
 )
 def test_damaged_files(tmp_path, seeds):

@@ -21,8 +21,6 @@ from criteo_lines import damage
 from distcache.data.parquet import ParquetSource
 from distcache.errors import ConfigError, DataError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WHOLE = {"shuffle_rows": 0, "held_out": 0}
 
 

@@ -26,7 +26,6 @@ from distcache.data.files import (
     inspect,
     read_range,
     read_text,
-    unpack,
     whole_lines,
 )
 from distcache.data.parquet import hashed, hexadecimal
@@ -120,32 +119,6 @@ def test_a_file_that_vanishes_shrinks_or_changes(tmp_path, packed):
         change()
         with pytest.raises(DataError, match=rf"a\.txt {message}"):
             list(blocks)
-
-
-@pytest.mark.parametrize("size", [1, 50, 333, 100_000])
-def test_unpacked_pieces_are_whole_lines_cut_the_same_again(tmp_path, size):
-    lines = [os.urandom(9).hex().encode()[: i % 18] for i in range(60)]
-    text = b"\n".join(lines) + b"\n"
-    (tmp_path / "a.gz").write_bytes(gzip.compress(text))
-
-    def pieces(done: set[int]) -> dict[int, bytes]:
-        found, read = {}, 0
-        file = inspect(tmp_path / "a.gz")
-        unpacked = unpack(file, tmp_path / "a", size, 100, done.__contains__)
-        for number, (piece, packed) in enumerate(unpacked):
-            assert (piece is None) == (number in done)
-            if piece is not None:
-                found[number] = piece.path.read_bytes()
-                piece.path.unlink()
-            read += packed
-        assert read == file.bytes and not list(tmp_path.glob("a.[0-9]*"))
-        return found
-
-    first = pieces(set())
-    assert b"".join(first.values()) == text
-    assert all(body.endswith(b"\n") for body in first.values())
-    some = set(list(first)[::2])
-    assert pieces(some) == {key: body for key, body in first.items() if key not in some}
 
 
 @pytest.fixture(autouse=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 from collections import Counter
 from itertools import pairwise
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
-from batch_sources import NAMES, SYNTHETIC, count, make_source, samples_of
+from batch_sources import NAMES, SYNTHETIC, count, make_source, samples_of, write
 from criteo_lines import make_lines, preprocessed, write_lines
 
 from distcache.data.batch import Batch, SlicedSource, slice_bounds
@@ -93,6 +95,52 @@ def test_a_stream_is_a_function_of_its_seed(source, name, folder):
     assert again.identity == source.identity and other.table_rows == source.table_rows
     assert all(isinstance(value, str) for value in source.identity.values())
     assert (epoch(other, 0) == epoch(source, 0)) == ("file order" in name)
+
+
+CHANGES = [
+    ("arrays", {"shuffle": False}, {"data.shuffle", "data.shuffle_block"}),
+    ("arrays", {"shuffle_block": 8}, {"data.shuffle_block"}),
+    ("parquet", {"dense_transform": "log1p"}, {"data.dense_transform"}),
+    ("parquet", {"string_ids": "hex"}, {"data.string_ids"}),
+    ("parquet", {"shuffle_rows": 7}, {"data.shuffle_rows"}),
+    ("parquet", {"dense_columns": ("z", "x")}, {"data.dense_columns"}),
+    ("parquet", {"held_out": 0.5}, {"data.path"}),
+    ("interactions", {"negatives": 3}, {"data.negatives"}),
+    ("interactions", {"sampling": "popularity"}, {"data.negative_sampling"}),
+]
+"""Changes of sources, and the keys of their identity that they change."""
+
+
+@pytest.mark.parametrize(("name", "changes", "keys"), CHANGES)
+def test_what_is_made_of_the_data_is_part_of_a_stream(folder, name, changes, keys):
+    plain, other = (make_source(name, folder, **more).identity for more in ({}, changes))
+    assert {key for key in plain | other if plain.get(key) != other.get(key)} == keys
+
+
+FILES = [
+    ("text", "a.txt", b"\t"),
+    ("parquet", "a.parquet", b""),
+    ("interactions", "users.txt", b" "),
+]
+
+
+@pytest.mark.parametrize(("name", "file", "between"), FILES)
+def test_content_is_part_of_a_stream_and_its_place_is_not(folder, tmp_path, name, file, between):
+    plain, path = make_source(name, folder), tmp_path / "other" / file
+    path.parent.mkdir()
+    (tmp_path / "copy").mkdir()
+    shutil.copy(folder / file, tmp_path / "copy")
+    assert make_source(name, tmp_path / "copy").identity == plain.identity
+    if between:
+        lines = (folder / file).read_bytes().split(b"\n")
+        lines[20] = lines[20].rpartition(between)[0] + between + b"1"
+        path.write_bytes(b"\n".join(lines))
+    else:
+        table = pq.read_table(folder / file)
+        numbers = table["x"].to_numpy() + np.eye(300)[11]  # one value, in no way the largest
+        write(path, table.set_column(table.column_names.index("x"), "x", [numbers]), 17)
+    for other in (make_source(name, path.parent), make_source("arrays", folder)):
+        assert other.identity["data.path"] != plain.identity["data.path"]
 
 
 def test_float64_has_the_same_numbers(source, name, folder):

@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 import torch
 from plan_streams import make_layout
-from simulator import PlannerSettings, simulate
 
 from distcache.data.batch import JaggedIds
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
-from distcache.engine.groups import group_bags, make_groups
 from distcache.errors import ConfigError, DataError
-from distcache.layout import TableSpec, group_tables
-from distcache.trace import Recorder, Trace, read_steps, record_ids, record_source
+from distcache.layout import TableSpec
+from distcache.trace import Recorder, read_steps, record_ids, record_source
 
 SPEC = SyntheticSpec([300, 40, 7], bag_size=[2, 1.5, 1], samples=50, global_batch_size=16)
 
@@ -24,48 +22,6 @@ SPEC = SyntheticSpec([300, 40, 7], bag_size=[2, 1.5, 1], samples=50, global_batc
 def tables_of(source: SyntheticSource, dims: tuple[int, ...]) -> list[TableSpec]:
     parts = zip(source.features, source.table_rows, dims, strict=True)
     return [TableSpec(name, rows, dim, (name,)) for name, rows, dim in parts]
-
-
-def check_trace(trace: Trace, world: int, steps: list[list[np.ndarray]], rows: int) -> None:
-    """Every step of a trace is what the planner's plans of these rows (by rank) say."""
-    layout = make_layout(rows, world)
-    homes = trace.of_world(world)
-    plans = list(simulate(layout, PlannerSettings(rows + world, 0, 0), steps))
-    for step, ranks in enumerate(plans):
-        everything = np.concatenate(steps[step])
-        for home, (recorded, plan) in enumerate(zip(homes, ranks, strict=True)):
-            span = slice(recorded.starts[step], recorded.starts[step + 1])
-            named = recorded.names[recorded.numbers[span]]
-            assert (layout.home(named) == home).all()
-            assert len(named) == plan.home_counts[home]
-            assert recorded.counts[span].tolist() == [(everything == r).sum() for r in named]
-        spans = [slice(home.starts[step], home.starts[step + 1]) for home in homes]
-        named = [home.names[home.numbers[span]] for home, span in zip(homes, spans, strict=True)]
-        canonical = np.concatenate(named)
-        for plan, own in zip(ranks, steps[step], strict=True):
-            assert canonical[plan.positions].tolist() == own.tolist()
-
-
-@pytest.mark.parametrize("dims", [(4, 4, 4), (4, 8, 4)])
-def test_a_source_is_recorded_as_ranks_read_it(dims: tuple[int, ...]) -> None:
-    source = SyntheticSource(SPEC)
-    tables = tables_of(source, dims)
-    traces = record_source(source, tables, worlds=(1, 2, 3))
-    assert len(traces) == len(group_tables(tables))
-    assert sum(trace.ids for trace in traces) == sum(
-        len(source.train_batch(step, 0, 1).ids.values) for step in range(4)
-    )
-    for world in (1, 2, 3):
-        for group, trace in zip(make_groups(tables, source.features, world), traces, strict=True):
-            steps = [
-                [
-                    group_bags(group, source.train_batch(step, r, world).ids, torch.float32).rows
-                    for r in range(world)
-                ]
-                for step in range(4)  # the last one has 2 samples: rank 0 of 3 has none
-            ]
-            assert trace.rows == group.layout.rows and trace.steps == 4
-            check_trace(trace, world, steps, trace.rows)
 
 
 def test_counts_are_of_training_steps() -> None:

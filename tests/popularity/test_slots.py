@@ -93,21 +93,6 @@ def test_lookups_of_the_hottest(statistics: Statistics) -> None:
     assert [statistics.tables[1].lookups_of_hottest(rows) for rows in (0, 1, 3)] == [0, 5, 10]
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.int64])
-def test_histogram_of_counts(dtype: type) -> None:
-    rng = np.random.default_rng(0)
-    most = min(int(np.iinfo(dtype).max), 2**33)
-    counts = np.minimum(rng.zipf(1.2, 20_000) - 1, most).astype(dtype)
-    table = TableCounts("a", len(counts), int(counts.sum(dtype=np.int64)), 0, counts)
-    values, rows = np.unique(counts[counts > 0], return_counts=True)
-    found = table.histogram()
-    assert found[0].tolist() == values[::-1].tolist()
-    assert found[1].tolist() == rows[::-1].tolist()
-    assert found[0].dtype == found[1].dtype == np.int64
-    none = TableCounts("a", 3, 0, 0, np.zeros(3, dtype)).histogram()
-    assert [len(part) for part in none] == [0, 0]
-
-
 def test_classes_rise_with_counts(statistics: Statistics) -> None:
     classes = row_classes(statistics, [0, 1], [1, 0])
     assert classes.dtype == np.uint8 and len(classes) == 14

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 from itertools import pairwise
 from pathlib import Path
@@ -13,21 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import source_runs
-import torch
-from batch_sources import RUN, SYNTHETIC, count, counted
+from batch_sources import RUN, SYNTHETIC, counted
 from ranks import run_ranks
 
 from distcache.comm.world import close_world, open_world
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError
 from distcache.parallel.cached import CachedParallel
-from distcache.popularity.statistics import write_statistics
 
 QUIET = ("trainer.device=cpu", "trainer.log_level=ERROR", "trainer.log_every=1")
 LONG = ("trainer.steps=60", "data.phase_rate=0.25", "optim.dense_lr=0.3", "run.save=false")
 """An epoch and a part, with a held-out loss that rises and falls."""
 
-SAVED, AS_IS = "run.save=true", "data.batching=as_is"
+SAVED = "run.save=true"
 
 
 def run(world, home: Path, *overrides: str) -> dict[str, Any]:
@@ -59,7 +56,6 @@ def stopped(world, home: Path, at: int, *overrides: str) -> dict[str, Any]:
 
 def play(rank: int, size: int, folder: str) -> dict[str, Any]:
     """All runs of one world size in one set of processes."""
-    torch.set_num_threads(1)
     home, seen = Path(folder), {}
     world = open_world("cpu", timeout_s=60)
     known = f"cache.statistics={home / 'counted'}"
@@ -70,39 +66,27 @@ def play(rank: int, size: int, folder: str) -> dict[str, Any]:
         seen["cold start"] = (cold_start["digests"], cold_start["hot_rows_fetched"])
     seen["rows"] = sum(seen["data"]["hot_rows_by_table"].values())
     seen["resumed"] = {}
-    for steps in {1: (7, 23, 45), 2: (23,)}.get(size, ()):
-        half, rest = home / f"half-{steps}", home / f"rest-{steps}"
-        run(world, half, known, *LONG, SAVED, f"trainer.steps={steps}")
-        mode = "parallel=resident" if steps == 23 else "parallel=data"
-        resumed = run(world, rest, known, *LONG, mode, f"trainer.resume={half}")
-        seen["resumed"][f"step {steps}"] = resumed["digests"]
-    for at in {1: (2, 9), 2: (9,)}.get(size, ()):
-        half, rest = home / f"stopped-{at}", home / f"went-on-{at}"
-        first = stopped(world, half, at, known, *LONG)
+    half, rest = home / "half", home / "rest"
+    if size == 1:
+        run(world, half, known, *LONG, SAVED, "trainer.steps=23")
+        resumed = run(world, rest, known, *LONG, "parallel=resident", f"trainer.resume={half}")
+        seen["resumed"]["step 23"] = resumed["digests"]
+    if size == 2:
+        first = stopped(world, half, 9, known, *LONG)
         resumed = run(world, rest, known, *LONG, f"trainer.resume={half}")
-        seen["resumed"][f"evaluation {at}"] = resumed["digests"]
+        seen["resumed"]["evaluation 9"] = resumed["digests"]
         assert first["hot_rows_fetched"] == resumed["hot_rows_fetched"] == 0
         assert first["steps"] + resumed["steps"] == 60
         assert 0 < first["steps"] < 60
     if size == 1:
-        seen["other"] = other_batches(world, home, known)
+        # From as_is, where that is meant: the phases begin.
+        run(world, home / "as-is", "data.batching=as_is", SAVED, "trainer.steps=9")
+        meant = (f"trainer.resume={home / 'as-is'}", "trainer.resume_data=any")
+        run(world, home / "meant", known, *LONG, *meant, "trainer.steps=14")
+        phases = [line["phase"] for line in lines_of(home / "meant") if "loss" in line]
+        seen["from as_is"] = " ".join(phases)
     close_world(world)
     return seen
-
-
-def other_batches(world, home: Path, known: str) -> list[str]:
-    """What is said of a checkpoint whose batches were other ones: hot rows, batching."""
-    seen = []
-    for change in ([known, *LONG, "data.hot_rows=100"], [LONG[0], *LONG[2:], AS_IS]):
-        with pytest.raises(ConfigError) as caught:
-            run(world, home / "other", *change, f"trainer.resume={home / 'half-23'}")
-        seen.append(str(caught.value))
-    # From as_is, where that is meant: the phases begin.
-    run(world, home / "as-is", AS_IS, "trainer.steps=9")
-    meant = (f"trainer.resume={home / 'as-is'}", "trainer.resume_data=any")
-    run(world, home / "meant", known, *LONG, *meant, "trainer.steps=14")
-    phases = [line["phase"] for line in lines_of(home / "meant") if "loss" in line]
-    return [*seen, " ".join(phases)]
 
 
 @pytest.fixture(scope="module")
@@ -129,11 +113,7 @@ def test_modes_and_stops_give_the_same_bits(tmp_path, size):
         assert found == whole["digests"], name
     reported(whole, lines_of(tmp_path / "data"))
     if size == 1:
-        hot_rows, batching, meant = first["other"]
-        named = r"\d+ \(\w{12}\)"
-        assert re.search(rf"other data: data.hot_rows was {named}, is {named}", hot_rows)
-        assert "data.batching was hot_cold, is not set" in batching
-        assert meant == "hot hot hot hot hot"
+        assert first["from as_is"] == "hot hot hot hot hot"
 
 
 def reported(summary: dict[str, Any], lines: list[dict[str, Any]]) -> None:
@@ -169,9 +149,7 @@ def reported(summary: dict[str, Any], lines: list[dict[str, Any]]) -> None:
     [
         (["data.hot_rows=0"], 0.0),
         (["cache.ratio=1", "cache.rows=null"], 1.0),
-        (["cache.statistics=nowhere"], "holds neither statistics.json nor"),
         (["data.hot_rows=300"], "300 hot rows of the tables of width 4 leave no room"),
-        (["data.table_rows=[300,40,500,4]"], "fingerprint"),
     ],
 )
 def test_all_of_one_kind_and_what_is_refused(world, tmp_path, counts, overrides, found):
@@ -183,11 +161,3 @@ def test_all_of_one_kind_and_what_is_refused(world, tmp_path, counts, overrides,
     summary = run(world, tmp_path, *words)
     assert (summary["hot_samples"], summary["steps"]) == (found, 44)
     assert summary["hot_steps"] == (44 if found else 0)
-
-
-def test_statistics_of_a_sample_do(world, tmp_path):
-    """Rows that were not counted are cold."""
-    source = SyntheticSource(SyntheticSpec(**SYNTHETIC | {"samples": 100}))
-    write_statistics(tmp_path / "some", count(source))
-    found = run(world, tmp_path / "run", f"cache.statistics={tmp_path / 'some'}")
-    assert 0 < found["hot_samples"] < 1
