@@ -334,6 +334,7 @@ def two_ranks(rank, world_size, out):
     return planner.main([*PLANNER, *words])
 
 
+@pytest.mark.slow
 def test_two_ranks_plan_every_placement(tmp_path) -> None:
     out = tmp_path / "two.md"
     assert run_ranks(two_ranks, 2, str(out)) == [0, 0]
