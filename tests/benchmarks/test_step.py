@@ -102,7 +102,7 @@ def slow(*values: object) -> object:
         slow(FUSED, ("optimizer=adagrad", *RATES)),
         pytest.param(FUSED, ("optimizer=adam", "device=cuda"), marks=pytest.mark.gpu),
         (BAGS, ("optimizer=adagrad",)),
-        (BAGS, ("optimizer=adam",)),
+        slow(BAGS, ("optimizer=adam",)),
         ("modes=data,resident,bag", ("model=embeddings",)),  # without a dense part
     ],
 )
@@ -126,13 +126,10 @@ def two_ranks(rank, world_size, modes, out):
     return main([*ARGUMENTS, *arguments])
 
 
-@pytest.mark.parametrize(
-    "modes", ["data,resident", pytest.param("data,hybrid,resident,host", marks=pytest.mark.slow)]
-)
-def test_two_ranks(tmp_path, modes):
-    out = tmp_path / "two.md"
-    if "hybrid" in modes:
-        pytest.importorskip("torchrec")
+@pytest.mark.slow
+def test_two_ranks(tmp_path):
+    pytest.importorskip("torchrec")
+    out, modes = tmp_path / "two.md", "data,hybrid,resident,host"
     assert run_ranks(two_ranks, 2, modes, str(out)) == [0, 0]
     head, records = read_report(out, step.BENCH)
     assert head["command"][:4] == ["torchrun", "--standalone", "--nproc-per-node", "2"]

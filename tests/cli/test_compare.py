@@ -68,6 +68,9 @@ def test_what_each_mode_is_told():
         ("parallel=hybrid", "parallel.sharding=row_wise", *words),
         ("parallel=host", *words),
     ]
+    # A mode that is refused does not stop the others.
+    data, hybrid = prepare(parse(["modes=data,hybrid", "optim=adam", "trainer.device=cpu"]))
+    assert data.refusal is None and "fbgemm has no Adam" in hybrid.refusal
 
 
 @pytest.mark.parametrize(
@@ -98,9 +101,6 @@ def test_keys_of_one_layout_are_not_for_those_beside_it(words, shares, clusters,
     assert [at for at, own in enumerate(given) if "cache.replicated_share=0.1" in own] == shares
     assert [at for at, own in enumerate(given) if link in own] == clusters
     assert [job.refusal for job in jobs[1:]] == [None] * (len(jobs) - 1)
-    # A mode that is refused does not stop the others.
-    data, hybrid = prepare(parse(["modes=data,hybrid", "optim=adam", "trainer.device=cpu"]))
-    assert data.refusal is None and "fbgemm has no Adam" in hybrid.refusal
 
 
 @pytest.mark.parametrize("repeats", [1, pytest.param(2, marks=pytest.mark.slow)])

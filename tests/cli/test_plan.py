@@ -219,7 +219,9 @@ def measured(rank: int, size: int, sizes: tuple[int, ...]) -> tuple:
     return found, cluster
 
 
-@pytest.mark.parametrize("sizes", [(2,), (2, 2), (1, 1), (1, 2)])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param((2,), marks=pytest.mark.slow), (2, 2), (1, 1), (1, 2)]
+)
 def test_ranks_measure_the_same_machine(sizes: tuple[int, ...]) -> None:
     """And what is between nodes of equal size."""
     found = run_ranks(measured, sum(sizes), sizes)

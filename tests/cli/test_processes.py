@@ -94,7 +94,9 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_an_interrupted_parent_stops_its_job_first(tmp_path, number):
     parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=tmp_path, env=environment())
     log = tmp_path / "log"

@@ -21,17 +21,10 @@ from distcache.cli.compose import (
 )
 from distcache.comm.rendezvous import Place
 from distcache.config.tree import Config
+from distcache.data.criteo_folder import KAGGLE_ROWS, TERABYTE_ROWS
 from distcache.errors import ConfigError
 
 GROUPS = ("model", "data", "cache", "store", "parallel", "optim", "trainer")
-KAGGLE_ROWS = [
-    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
-    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
-]
-TERABYTE_ROWS = [
-    *(40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282, 10),
-    *(2209, 11938, 155, 4, 976, 14, 40000000, 40000000, 40000000, 590152, 12973, 108, 36),
-]
 
 
 def options(group: str) -> list[str]:
@@ -77,7 +70,7 @@ def test_every_experiment_composes_and_passes(name, data, lines):
         overrides.append(lines)
     config = compose(*overrides)
     kaggle = name in ("quickstart", "criteo_kaggle")
-    assert config.data.table_rows == (KAGGLE_ROWS if kaggle else TERABYTE_ROWS)
+    assert config.data.table_rows == list(KAGGLE_ROWS if kaggle else TERABYTE_ROWS)
 
 
 MADE = {
@@ -132,6 +125,8 @@ def test_the_text_that_ranks_share_has_all_values_in_it():
         ("trainer.max_steps=5", "did you mean trainer.eval_steps or trainer.steps or "),
         ("batch_size=5", "did you mean data.global_batch_size or data.bag_size"),
         ("lr=5", "did you mean optim.dense_lr or optim.embedding_lr?"),
+        ("cache.order=popularity", "cache.order: this key went, for "),
+        ("cache.admission=true", "cache.admission: this key went, for "),
         ("zzz=5", "zzz: no such key: `--cfg job` shows all keys"),
         ("cache=1", "cache=1: cache is a section of "),
         ("cache=wide", "cache=wide: no such cache: there is default"),

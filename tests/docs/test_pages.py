@@ -72,7 +72,7 @@ def beside(rank: int, size: int) -> list[float]:
         Model=Model,
         small_tables=configs()[1:],
         big_tables=configs()[:1],
-        batches=[part(batch, rank, size) for batch in batches(60, 48)],
+        batches=[part(batch, rank, size) for batch in batches(30, 48)],
     )
     dist.barrier()
     dist.destroy_process_group()
@@ -81,7 +81,7 @@ def beside(rank: int, size: int) -> list[float]:
 
 def test_beside_torchrec() -> None:
     for losses in run_ranks(beside, 2):
-        assert len(losses) == 60 and sum(losses[40:]) < sum(losses[:20])
+        assert len(losses) == 30 and sum(losses[20:]) < sum(losses[:10])
 
 
 def test_sequences() -> None:

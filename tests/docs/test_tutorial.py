@@ -73,16 +73,6 @@ def run_own(folder: Path) -> str:
     return opened.run(replace(own, kind="bash", body=body))
 
 
-def test_the_first_blocks_run(tmp_path: Path) -> None:
-    """Up to the first training run and what Python reads of it; all of them are slow tests."""
-    opened = tutorial.new_session(tmp_path)
-    code = [part for part in PARTS if part.runs]
-    trained = next(at for at, part in enumerate(code) if "distcache.train" in part.body)
-    read = next(at for at in range(trained, len(code)) if code[at].kind == "python")
-    for part in code[: read + 1]:
-        assert bool(opened.run(smaller(part))) == (part.output is not None), part.body
-
-
 @pytest.mark.slow
 def test_all_blocks_run_and_what_the_text_claims_holds(both) -> None:
     """They say something where the text shows it, and leave the files that it names."""

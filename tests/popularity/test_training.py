@@ -146,19 +146,3 @@ def test_every_use_of_statistics_trains_the_same_model(world, folders, tmp_path)
     assert list(hot) == ["t_cat_0", "t_cat_1", "t_cat_2"]
     assert found["given"]["cache_rows"] == 250 + 30 + 60
     assert found["by_curve"]["hot_rows_by_table"] != hot
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["cache.warm_start=0.5"], r"cache\.warm_start=0\.5 fills slots .* give cache\.statistics"),
-        (["cache.order=popularity"], r"cache\.order: this key went, for .* leave it out"),
-        (["cache.split=by_curve"], r"cache\.split=by_curve needs .* give cache\.statistics"),
-        (["cache.split=fair"], r"cache\.split=fair is unknown"),
-        (["cache.split={t_cat_0:-3}"], r"cache\.split: t_cat_0=-3"),
-        (["cache.split=3"], r"cache\.split=3 is unknown"),
-    ],
-)
-def test_values_that_contradict_each_other_are_refused_before_any_rank(overrides, message) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check(config_of(*overrides), 1, 1)

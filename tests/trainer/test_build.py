@@ -9,8 +9,7 @@ import pytest
 import torch
 from toy_parallel import TABLES, toy_config
 
-from distcache.data.batch import BatchCheck
-from distcache.errors import ConfigError, DataError, MemoryTooSmallError
+from distcache.errors import ConfigError, MemoryTooSmallError
 from distcache.layout import TableSpec
 from distcache.parallel.base import OptimizerSpec
 from distcache.planner.victims import WINDOW_BYTES, auto_lookahead
@@ -61,16 +60,6 @@ def test_optimizer_and_rates():
     assert rates(1) == pytest.approx((0.2, 0.1))
     assert rates(7) == pytest.approx((0.4, 0.2))
     assert rates(15) == pytest.approx((0.1, 0.05))
-
-
-def test_ids_outside_a_table_are_named_or_hashed():
-    source = build.build_source(toy_config(**SHAPE))
-    small = [TableSpec("t_cat_0", 50, 4, ("cat_0",)), TableSpec("t_cat_1", 3, 4, ("cat_1",))]
-    batches = [source.train_batch(step, 0, 1) for step in range(3)]
-    with pytest.raises(DataError, match=r"cat_1.*t_cat_1"):
-        list(map(BatchCheck(small, source.features, "error"), batches))
-    for batch in map(BatchCheck(small, source.features, "hash"), batches):
-        assert int(batch.ids.values[16:].max()) < 3
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def scenario(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return seen
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def seen(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(f"world{request.param}")
     return run_ranks(scenario, request.param, str(folder)), folder
@@ -244,7 +244,7 @@ def late_cases(rank: int, size: int, folder: str) -> dict:
     return seen
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_same_run_same_stop_and_the_state_before_a_bad_step(tmp_path, size) -> None:
     ranks = run_ranks(late_cases, size, str(tmp_path), timeout=300)
     for rank in ranks:
