@@ -15,8 +15,6 @@ from distcache import lookahead
 from distcache.embedding import stream as ahead
 from distcache.errors import PeerError, PlanError
 
-pytestmark = pytest.mark.usefixtures("kind")
-
 
 def broken(monkeypatch, epoch):
     """The threads of an epoch of which that which moves rows has failed.

@@ -47,14 +47,10 @@ from distcache.embedding import stream as ahead
 from distcache.engine.queue import StepStream
 from distcache.errors import (
     ConfigError,
-    DataError,
-    DistcacheError,
     NonFiniteLossError,
     PeerError,
     PlanError,
 )
-
-pytestmark = pytest.mark.usefixtures("kind")
 
 
 def accumulated(rank: int, size: int, ebc, model, dense) -> list[float]:
@@ -154,6 +150,7 @@ def loops(rank: int, size: int) -> dict:
     return found
 
 
+@pytest.mark.usefixtures("kind")
 def test_loops_on_two_ranks_are_those_of_one_process() -> None:
     first, second = ranks(loops)
     for loop, (name, settings) in LOOPS.items():
@@ -264,37 +261,6 @@ def test_a_group_of_some_ranks() -> None:
     assert_close(found[1], weights_of(alone))
 
 
-@job
-def failures(rank: int, size: int) -> dict:
-    """Errors on one rank reach the other."""
-    found = {}
-    with pytest.raises(
-        ConfigError, match=r"^the ranks differ: seed is 0 on rank 0 and 1 on rank 1;"
-    ):
-        cached("sgd", seed=rank)
-    ebc, ddp, dense = wrapped("sgd", rows=400)
-    data = mine(rank, size, 6)
-    if rank == 1:
-        data[3].sparse_features.values()[0] = 10**6
-    try:
-        train(ddp, ebc, lookahead(data, ebc), dense)
-    except DistcacheError as error:
-        found["error"] = (type(error), str(error))
-    found["steps"] = ebc.tables.steps
-    train(ddp, ebc, lookahead(mine(rank, size, 3), ebc), dense)
-    found["after"] = unwrapped(ddp)
-    return found
-
-
-def test_failures_of_one_rank_reach_the_other() -> None:
-    first, second = ranks(failures)
-    assert_same(first["after"], second["after"])
-    kinds, texts = zip(*(found["error"] for found in (first, second)), strict=True)
-    assert kinds == (PeerError, DataError)
-    assert "rank 1 failed" in texts[0] and "id 1000000" in texts[0] and "id 1000000" in texts[1]
-    assert first["steps"] == second["steps"] == 3
-
-
 STEPS = 8
 
 
@@ -369,6 +335,7 @@ def in_placements(rank: int, size: int, name: str) -> dict:
     return runs["all"]
 
 
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("name", ["adagrad", "adam"])
 def test_all_placements_have_the_same_bits(name: str) -> None:
     assert_same(*ranks(in_placements, name))
@@ -408,6 +375,7 @@ def non_finite(rank: int, size: int) -> dict:
     return found
 
 
+@pytest.mark.usefixtures("kind")
 def test_a_sum_that_is_not_finite_at_one_home_is_left_out_by_all() -> None:
     assert_same(*ranks(non_finite))
 
@@ -444,6 +412,7 @@ def scaled_at_one_home(rank: int, size: int) -> dict:
     return found
 
 
+@pytest.mark.usefixtures("kind")
 def test_grad_scalers_agree_and_torchs_clipping_is_refused() -> None:
     found = ranks(scaled_at_one_home)
     assert [float(own["scale"]) for own in found] == [512.0, 512.0]

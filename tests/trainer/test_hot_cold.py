@@ -70,20 +70,15 @@ def play(rank: int, size: int, folder: str) -> dict[str, Any]:
         seen["cold start"] = (cold_start["digests"], cold_start["hot_rows_fetched"])
     seen["rows"] = sum(seen["data"]["hot_rows_by_table"].values())
     seen["resumed"] = {}
-    for steps in {1: (7, 23, 45), 2: (23,)}.get(size, ()):
-        half, rest = home / f"half-{steps}", home / f"rest-{steps}"
-        run(world, half, known, *LONG, SAVED, f"trainer.steps={steps}")
-        mode = "parallel=resident" if steps == 23 else "parallel=data"
-        resumed = run(world, rest, known, *LONG, mode, f"trainer.resume={half}")
-        seen["resumed"][f"step {steps}"] = resumed["digests"]
-    for at in {1: (2, 9), 2: (9,)}.get(size, ()):
-        half, rest = home / f"stopped-{at}", home / f"went-on-{at}"
-        first = stopped(world, half, at, known, *LONG)
-        resumed = run(world, rest, known, *LONG, f"trainer.resume={half}")
-        seen["resumed"][f"evaluation {at}"] = resumed["digests"]
-        assert first["hot_rows_fetched"] == resumed["hot_rows_fetched"] == 0
-        assert first["steps"] + resumed["steps"] == 60
-        assert 0 < first["steps"] < 60
+    half = home / "half"
+    run(world, half, known, *LONG, SAVED, "trainer.steps=23")
+    rest = (known, *LONG, f"trainer.resume={half}")
+    seen["resumed"]["step 23"] = run(world, home / "rest", *rest, "parallel=resident")["digests"]
+    first = stopped(world, home / "stopped", 9, known, *LONG)
+    resumed = run(world, home / "went-on", known, *LONG, f"trainer.resume={home / 'stopped'}")
+    seen["resumed"]["evaluation 9"] = resumed["digests"]
+    assert first["hot_rows_fetched"] == resumed["hot_rows_fetched"] == 0
+    assert first["steps"] + resumed["steps"] == 60 and 0 < first["steps"] < 60
     if size == 1:
         seen["other"] = other_batches(world, home, known)
     close_world(world)
@@ -95,7 +90,7 @@ def other_batches(world, home: Path, known: str) -> list[str]:
     seen = []
     for change in ([known, *LONG, "data.hot_rows=100"], [LONG[0], *LONG[2:], AS_IS]):
         with pytest.raises(ConfigError) as caught:
-            run(world, home / "other", *change, f"trainer.resume={home / 'half-23'}")
+            run(world, home / "other", *change, f"trainer.resume={home / 'half'}")
         seen.append(str(caught.value))
     # From as_is, where that is meant: the phases begin.
     run(world, home / "as-is", AS_IS, "trainer.steps=9")
