@@ -99,6 +99,17 @@ def uneven(rank: int, size: int, ebc, model, dense) -> None:
     train(model, ebc, lookahead(data[13 : 20 if rank else 17], ebc), dense)
 
 
+def epochs(rank: int, size: int, ebc, model, dense) -> None:
+    """One look-ahead read three times, the second time not to its end: ranks begin together."""
+    stream = lookahead(mine(rank, size, 6), ebc)
+    for epoch in range(3):
+        for at, batch in enumerate(stream):
+            train(model, ebc, [batch], dense)
+            if epoch == 1 and at == 3:
+                break
+    assert ebc.tables.steps == 6 + 4 + 6
+
+
 def emptied(rank: int, size: int, ebc, model, dense) -> None:
     """A rank without a single id in every second step."""
 
@@ -132,6 +143,7 @@ LOOPS = {
     accumulated: ("sgd", {}),
     scaled: ("sgd", {}),
     uneven: ("adagrad", {}),
+    epochs: ("adagrad", {"rows": 260}),
     emptied: ("adagrad", {}),
     one_loss: ("sgd", {"gradient_reduction": "sum"}),
 }
@@ -143,7 +155,7 @@ def loops(rank: int, size: int) -> dict:
     """What comes of every loop, under DDP."""
     found = {}
     for loop, (name, settings) in LOOPS.items():
-        ebc, ddp, dense = wrapped(name, rows=400, **settings)
+        ebc, ddp, dense = wrapped(name, **{"rows": 400, **settings})
         told = loop(rank, size, ebc, ddp, dense)
         found[loop.__name__] = told, as_arrays(unwrapped(ddp))
         ebc.close()
@@ -157,7 +169,7 @@ def test_loops_on_two_ranks_are_those_of_one_process() -> None:
         (told, one), (also, other) = first[loop.__name__], second[loop.__name__]
         one = as_arrays(one, back=True)
         assert_same(one, as_arrays(other, back=True))
-        ebc = cached(name, rows=400, **settings)
+        ebc = cached(name, **{"rows": 400, **settings})
         model = dlrm(ebc)
         expected = loop(0, 1, ebc, model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert told == also and (told is None or told == pytest.approx(expected, rel=1e-5))
@@ -190,9 +202,7 @@ def evaluated_and_trained(rank: int, size: int) -> dict:
             loss_of(model, batch)
             if at == 3:
                 break
-    for batch in lookahead(mine(rank, size, 16)[12:], ebc):
-        loss_of(model, batch).backward()
-        ebc.step()
+    train(model, ebc, lookahead(mine(rank, size, 16)[12:], ebc))
     found = weights_of(ebc)
     ebc.close()
     return as_arrays(found)

@@ -58,12 +58,7 @@ def misuse(world: World) -> dict:
         seen[name] = caught(lambda mode=mode, source=source: train(mode, source))
         mode.close()
     wider = tuple(replace(t, rows=t.rows + (world.rank == 2)) for t in CASE.tables)
-    for changes in (
-        {"lookahead": 5 if world.rank == 2 else 4},
-        {"slots": (51, 6) if world.rank == 2 else (48, 6)},
-        {"fingerprint": int(world.rank == 2)},
-        {"tables": wider},
-    ):
+    for changes in ({"lookahead": 5 if world.rank == 2 else 4}, {"tables": wider}):
         seen[next(iter(changes))] = caught(lambda changes=changes: make(world, **changes))
     return seen
 
@@ -88,8 +83,6 @@ def test_misuse_and_ranks_that_differ_are_refused() -> None:
         assert found["features"].startswith(who) and "has the features" in found["features"]
         assert found["lookahead"].startswith("ConfigError: the ranks differ")
         assert "'lookahead' is 4 on ranks 0, 1 and 5 on rank 2" in found["lookahead"]
-        assert "(48, 6) on ranks 0, 1 and (51, 6) on rank 2" in found["slots"]
-        assert "'fingerprint' is 0 on ranks 0, 1 and 1 on rank 2" in found["fingerprint"]
         assert "rows=60" in found["tables"] and "rows=61" in found["tables"]
 
 

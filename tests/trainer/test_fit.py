@@ -166,7 +166,8 @@ def reused(world, home: Path) -> dict[str, Any]:
             own.copy_(step[1][0])
             yield dense, (own, offsets), labels
 
-    runs = {mode: fit(world, home / mode, same_buffers(), mode, **AUTO) for mode in MODES}
+    both = ("data", "hybrid")  # the other modes take their batches as `data` does
+    runs = {mode: fit(world, home / mode, same_buffers(), mode, **AUTO) for mode in both}
     runs["kept"] = fit(world, home / "kept", whole, "hybrid")
     return {name: digests(summary) for name, summary in runs.items()}
 
@@ -229,8 +230,11 @@ def nothing_to_train(world, home: Path) -> dict[str, Any]:
 
 BAD = {
     "raises": (("data", "hybrid"), "train batch 7 of your loader: ValueError: disk on fire"),
-    "shape": (("data", "hybrid"), r"train batch 4 of your loader: dense is \[\d+, 2\], labels \["),
-    "label": (MODES, "train batch 6 of your loader: sample 3 has the label 2; 1 of its"),
+    "shape": (("data",), r"train batch 4 of your loader: dense is \[\d+, 2\], labels \["),
+    "label": (
+        ("data", "hybrid"),
+        "train batch 6 of your loader: sample 3 has the label 2; 1 of its",
+    ),
     "nan": (("data",), "train batch 0 of your loader: sample 3 has the label nan; 1 of its labels"),
     "width": (("data",), "train batch 4 of your loader: dense has 1 features, those before it 5"),
     "id": (("data",), r"train batch 5: feature 't_0', sample \d+ of this .*: id 300 is not in"),
@@ -313,8 +317,7 @@ def test_every_kind_of_iterable_trains_alike(seen):
             assert summary["steps"] == 12 and summary["global_batch_size"] is None
             assert summary["lookahead"] == 64
         kept = found["reused"]["kept"]
-        expected = dict.fromkeys(MODES, found["whole"]) | {"hybrid": kept, "kept": kept}
-        assert found["reused"] == expected
+        assert found["reused"] == {"data": found["whole"], "hybrid": kept, "kept": kept}
     assert json.loads((folder / "whole" / "summary.json").read_text())["steps"] == 12
 
 

@@ -27,7 +27,6 @@ from source_runs import NET, configured, digests, summaries
 from distcache.comm.world import close_world, open_world
 from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.interactions import InteractionsSource, InteractionsSpec
-from distcache.errors import DataError
 from distcache.trainer import build
 from distcache.trainer.trainer import Run
 
@@ -238,30 +237,6 @@ def test_what_interactions_depend_on(tmp_path):
     assert identity(sampling="popularity") == plain | {"data.negative_sampling": "popularity"}
     path.write_text("0 1 2 3\n1 2 5\n2 0 3 4\n")
     assert changed(plain, identity()) == {"data.path"}
-
-
-def fail_to_load(rank: int, world_size: int, folder: str, runs: str) -> str:
-    """What this rank raises when rank 1 cannot read the dense features of its fourth batch."""
-    world, reads = open_world("cpu", "gloo", 60.0), []
-    real = CriteoArrays.read_rest
-
-    def read_rest(self, lines):
-        reads.append(len(lines))
-        if rank == 1 and len(reads) == 4:
-            raise DataError("dense.npy is gone")
-        return real(self, lines)
-
-    CriteoArrays.read_rest = read_rest
-    said = run(world, Path(runs), folder)
-    close_world(world, orderly=False)
-    return said
-
-
-def test_a_rank_that_cannot_load_is_named(tmp_path):
-    preprocessed(write_lines(tmp_path / "a.txt", make_lines(400)), tmp_path / "out")
-    first, second = run_ranks(fail_to_load, 2, str(tmp_path / "out"), str(tmp_path))
-    assert second == "DataError: dense.npy is gone"
-    assert first.startswith("PeerError") and "rank 1" in first and "dense.npy is gone" in first
 
 
 STEPS, PATIENCE_S = 12, 30.0
