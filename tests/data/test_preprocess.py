@@ -31,6 +31,7 @@ from criteo_lines import (
     with_fields,
     write_lines,
 )
+from launching import Forked, run
 
 from distcache import preprocess as entry
 from distcache.cli.compose import read_line
@@ -233,8 +234,7 @@ def test_the_command_line(capsys):
 
 def test_command_says_what_went_wrong_and_verifies(text, tmp_path):
     def ran(*words: str) -> subprocess.CompletedProcess:
-        words = command(*words, f"output={tmp_path / 'out'}")
-        return subprocess.run(words, capture_output=True, text=True)
+        return run(command(*words, f"output={tmp_path / 'out'}"), capture_output=True)
 
     wrong = ran("input=nowhere")
     assert wrong.returncode == 1 and "nowhere" in wrong.stderr and "Traceback" not in wrong.stderr
@@ -339,8 +339,8 @@ def kill_at_random(arguments: tuple[str, ...], out: Path, seconds: float, dice) 
 
     Its workers are left to notice by themselves. What was complete before stays what it was.
     """
-    before, quiet = finished(out), subprocess.DEVNULL
-    process = subprocess.Popen(command(*arguments, f"output={out}"), stderr=quiet, stdout=quiet)
+    before, quiet = finished(out), subprocess.PIPE
+    process = Forked(command(*arguments, f"output={out}"), stderr=quiet, stdout=quiet)
     with suppress(subprocess.TimeoutExpired):
         process.wait(dice.uniform(0.0, seconds))
     process.send_signal(signal.SIGKILL)
@@ -370,7 +370,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kills, sett
     arguments = tuple(word for word in arguments if word != "gzip")
     whole, out = tmp_path / "whole", tmp_path / "out"
     began = time.monotonic()
-    subprocess.run(command(*arguments, f"output={whole}"), check=True)
+    assert run(command(*arguments, f"output={whole}"), capture_output=True).returncode == 0
     seconds, dice, done = time.monotonic() - began, random.Random(kills), 0
     most = 0  # parts and tables that were complete when a job was killed
     while done < kills or not most:
@@ -380,7 +380,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kills, sett
         else:
             assert same_files(whole, out)
             shutil.rmtree(out)
-    last = subprocess.run(command(*arguments, f"output={out}"), capture_output=True, text=True)
+    last = run(command(*arguments, f"output={out}"), capture_output=True)
     assert last.returncode == 0, last.stderr
     assert same_files(whole, out) and not (out / "work").exists()
     manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (whole, out)]
@@ -395,7 +395,7 @@ def test_what_does_not_go_on(text, tmp_path):
     class SecondStart(Stopping):
         def update(self, n=1):
             if not seen:
-                second = subprocess.run(command(*words), capture_output=True, text=True)
+                second = run(command(*words), capture_output=True)
                 seen.append(second.stderr)
 
     path = shutil.copy(text, tmp_path / "a.txt")
