@@ -80,7 +80,7 @@ PARTS = (
 """The functions that a plan is made of: where they are called from, and what the report says."""
 
 LOOPS = {name for name, loop in vars(loops).items() if hasattr(loop, "py_func")}
-LOOPS -= {"unlink", "append"}
+LOOPS -= {"unlink", "append", "hold"}
 """The planner's compiled loops, but for those that others of them call."""
 
 Seconds = dict[str, list[float]]

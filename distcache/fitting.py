@@ -13,7 +13,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import nn
 
-from distcache.comm.agreement import agree_on, agree_on_versions, on_first, together
+from distcache.comm.link import agree_on, agree_on_versions, on_first, together
 from distcache.comm.world import World, close_world, current_world, open_world
 from distcache.config.checks import as_words, check_own, refuse_if
 from distcache.config.keys import flat_settings

@@ -266,9 +266,11 @@ def row_update(
 ) -> RowUpdate:
     """The row optimizer of a name: `sgd`, `adagrad`, `rowwise_adagrad` or `adam`.
 
-    Settings that it does not have are ignored.
+    Settings that it does not have are ignored. Raises ConfigError for an unknown name.
     """
-    kind = _ROW_UPDATES[name]
+    kind = _ROW_UPDATES.get(name)
+    if kind is None:
+        raise ConfigError(f"optim={name!r} is not {', '.join(_ROW_UPDATES)}")
     given = {"eps": eps, "betas": tuple(betas), "initial_accumulator": initial_accumulator}
     own = {field.name for field in fields(kind)}
     return kind(lr, **{key: value for key, value in given.items() if key in own})

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from distcache.comm.agreement import agree_on, agree_on_versions, together
-from distcache.comm.link import PLANNING, host_link
+from distcache.comm.link import PLANNING, agree_on, agree_on_versions, host_link, together
 from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distcache import ops
-from distcache.comm.agreement import agree_on
-from distcache.comm.link import DENSE, PLANNING, ROWS, CollectiveCounters, Link, spread
+from distcache.comm.link import DENSE, PLANNING, ROWS, CollectiveCounters, Link, agree_on, spread
 from distcache.comm.world import close_world, current_world, require_group
 from distcache.engine.groups import GroupBags, TableGroup
 from distcache.errors import ConfigError, PlanError

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from distcache.comm.agreement import on_first
+from distcache.comm.link import on_first
 from distcache.comm.world import World
 from distcache.cost.cluster import Cluster, Link, check_world, read_cluster
 from distcache.cost.demand import Demand, counted_sources, demand_at

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distcache.comm.agreement import together
-from distcache.comm.link import PLANNING, ROWS, CollectiveCounters, Link
+from distcache.comm.link import PLANNING, ROWS, CollectiveCounters, Link, together
 from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch

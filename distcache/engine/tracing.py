@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distcache.comm.agreement import on_first, together
+from distcache.comm.link import on_first, together
 from distcache.comm.world import World
 from distcache.engine.step import WAIT, Span, Watcher
 from distcache.errors import ConfigError

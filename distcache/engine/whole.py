@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
 
 from distcache.cache import DeviceCache
-from distcache.comm.agreement import together
-from distcache.comm.link import ROWS, CollectiveCounters, Link, host_link
+from distcache.comm.link import ROWS, CollectiveCounters, Link, host_link, together
 from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distcache.comm.agreement import agree_on, together
-from distcache.comm.link import CollectiveCounters
+from distcache.comm.link import CollectiveCounters, agree_on, together
 from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.engine.gradients import StepResult

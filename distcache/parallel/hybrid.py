@@ -36,13 +36,19 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim import optimizers, rowwise_adagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distcache.comm.agreement import together
-from distcache.comm.link import PLANNING, CollectiveCounters, Link, count_collectives, summing_hook
+from distcache.comm.link import (
+    PLANNING,
+    CollectiveCounters,
+    Link,
+    count_collectives,
+    summing_hook,
+    together,
+)
 from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchCheck, JaggedIds, Prefetch
 from distcache.engine.gradients import agreement, words
@@ -276,13 +282,19 @@ _OPTIMIZERS = {
 
 
 class HybridModel(nn.Module):
-    """Sharded tables in front of the dense part; pooled vectors in the order of `features`."""
+    """Sharded tables in front of the dense part; pooled vectors in the order of `features`.
 
-    def __init__(
-        self, ebc: EmbeddingBagCollection, dense: nn.Module, features: tuple[str, ...], amp: str
-    ) -> None:
+    The tables pool by sum, and means are made here: TorchRec, where one table of means is sharded
+    by rows, divides those that are not by the sizes of their bags as well (1.8.0).
+    """
+
+    def __init__(self, ebc: EmbeddingBagCollection, dense: nn.Module, spec: HybridSpec) -> None:
         super().__init__()
-        self.ebc, self.dense, self.features, self.amp = ebc, dense, features, amp
+        self.ebc, self.dense, self.features, self.amp = ebc, dense, spec.features, spec.amp
+        reader = {feature: table for table in spec.tables for feature in table.features}
+        readers = [reader[feature] for feature in spec.features]
+        self._dims = [table.dim for table in readers]
+        self._means = [place for place, table in enumerate(readers) if table.pooling == "mean"]
 
     def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
         """Logits `[b]` of `dense` `[b, F]` and bags of ids."""
@@ -292,6 +304,12 @@ class HybridModel(nn.Module):
         else:
             by_feature = pooled.to_dict()
             vectors = torch.cat([by_feature[key] for key in self.features], dim=1)
+        if self._means:
+            parts = list(vectors.split(self._dims, dim=1))
+            for place in self._means:
+                sizes = ids[self.features[place]].lengths().clamp(min=1)
+                parts[place] = parts[place] / sizes.unsqueeze(1)
+            vectors = torch.cat(parts, dim=1)
         return predict(self.dense, dense, vectors, self.amp)
 
 
@@ -307,7 +325,6 @@ def build(world: World, spec: HybridSpec, dense: nn.Module) -> DistributedModelP
             num_embeddings=table.rows,
             embedding_dim=table.dim,
             feature_names=list(table.features),
-            pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM,
         )
         for table in spec.tables
     ]
@@ -323,7 +340,7 @@ def build(world: World, spec: HybridSpec, dense: nn.Module) -> DistributedModelP
     if own.name == "adam":
         options["beta1"], options["beta2"] = own.betas
     _apply_optimizer_in_backward(_OPTIMIZERS[own.name], ebc.parameters(), options)
-    model = HybridModel(ebc, dense.to(world.device), spec.features, spec.amp)
+    model = HybridModel(ebc, dense.to(world.device), spec)
     plan = shared_plan(world, spec, ebc)
     dmp = DistributedModelParallel(
         model,

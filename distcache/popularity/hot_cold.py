@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from distcache.comm.agreement import together
+from distcache.comm.link import together
 from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource, slice_bounds
 from distcache.data.files import digest_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from distcache.comm.agreement import on_first, together
+from distcache.comm.link import on_first, together
 from distcache.comm.world import World
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distcache.comm.agreement import agree_on, together
+from distcache.comm.link import agree_on, together
 from distcache.comm.world import World
 from distcache.data.criteo_folder import NAME as MANIFEST
 from distcache.data.files import write_json

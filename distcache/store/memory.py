@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 import torch
 from torch import Tensor
 
-from distcache.comm.agreement import together
+from distcache.comm.link import together
 from distcache.comm.world import World
 from distcache.errors import MemoryTooSmallError, PeerError
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from distcache import ops
-from distcache.comm.agreement import together
+from distcache.comm.link import together
 from distcache.comm.rendezvous import first_line
 from distcache.comm.world import World
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError

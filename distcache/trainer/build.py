@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distcache.comm.agreement import agree_on
+from distcache.comm.link import agree_on
 from distcache.comm.world import World
 from distcache.config.tree import Config
 from distcache.data.batch import BatchSource

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from distcache.comm.agreement import on_first, together
+from distcache.comm.link import on_first, together
 from distcache.comm.world import World
 from distcache.errors import ConfigError, DataError, DistcacheError
 from distcache.layout import TableSpec

@@ -20,8 +20,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from distcache import ops
 from distcache.comm import link as comm
-from distcache.comm.agreement import together
-from distcache.comm.link import ROWS, CollectiveCounters
+from distcache.comm.link import ROWS, CollectiveCounters, together
 from distcache.comm.world import World
 from distcache.config.tree import CacheConfig, Config
 from distcache.cost.cluster import Cluster, Compute, Link

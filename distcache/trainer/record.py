@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distcache.comm.agreement import on_first
+from distcache.comm.link import on_first
 from distcache.comm.world import World
 from distcache.engine.step import WAIT
 from distcache.parallel.base import Durations, Parallel, StepResult

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distcache.comm.agreement import on_first
+from distcache.comm.link import on_first
 from distcache.comm.world import World
 from distcache.config.tree import Config
 from distcache.data.batch import Batch, BatchSource

@@ -121,7 +121,7 @@ def test_sizes_are_settings_of_the_package() -> None:
     assert (small.cache.lookahead, small.optim.name) == (3, "adam")
     for overrides, says in (
         (("data.none=1",), "data.none"),
-        (("optim=magic",), "optim/magic"),
+        (("optim=magic",), "optim=magic: no such optim"),
         (("cache.ratio=7",), "cache.ratio"),
     ):
         with pytest.raises(ConfigError, match=says):

@@ -16,7 +16,6 @@ from node_cases import open_nodes
 from ranks import free_port, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
-from distcache.comm.agreement import agree_on, on_first, together
 from distcache.comm.link import (
     COUNTED,
     DENSE,
@@ -24,12 +23,15 @@ from distcache.comm.link import (
     ROWS,
     CollectiveCounters,
     Link,
+    agree_on,
     all_reduce_bytes,
     all_to_all_bytes,
     count_collectives,
     gather_bytes,
+    on_first,
     spread,
     summing_hook,
+    together,
 )
 from distcache.comm.rendezvous import differences, is_secondary
 from distcache.comm.world import (

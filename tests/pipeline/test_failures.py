@@ -18,8 +18,7 @@ from protocol_cases import CASE, SLOTS, Raises, batches, caught, make, state, tr
 from ranks import End, Job
 from scenarios import popularity_of
 
-from distcache.comm.agreement import together
-from distcache.comm.link import Link
+from distcache.comm.link import Link, together
 from distcache.comm.rendezvous import cause_of
 from distcache.comm.world import World, close_world, open_world
 from distcache.parallel.cached import CachedParallel

@@ -181,6 +181,27 @@ def test_nothing_is_delivered_once_a_rank_stops_and_ranks_that_differ_are_told_w
         assert found["other digests"].count("the decisions of step 0 with digest") == 2
 
 
+def left(world: World) -> str:
+    """How planning ends where rank 0 leaves its stream after a step, and rank 1 does not."""
+    mode, made = make(world), []
+
+    def go() -> None:
+        planned = mode.tables.planner.planned
+        for step in planned(batches(world, range(STEPS)), lambda: bool(made) and world.rank == 0):
+            made.append(step)
+
+    said = caught(go)
+    mode.close()
+    return said
+
+
+def test_a_stream_that_one_rank_has_left_is_refused_on_the_others() -> None:
+    first, other = run_ranks(alone, 2, left)
+    assert first == ""
+    assert other.startswith("PeerError: rank 0 stopped reading its stream after ")
+    assert "but rank 1 goes on: stop all ranks after the same step" in other
+
+
 NEVER = 99
 
 
