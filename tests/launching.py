@@ -88,9 +88,8 @@ def run(
 class Forked:
     """A command that runs: as much of `subprocess.Popen` as is used here.
 
-    With torchrun in front it is that many ranks, on one node or as `nodes` says (ranks of each);
-    signals go to all of them, `pid` is the first's, and the code is 1 where a rank failed. Their
-    store lives in this process.
+    With torchrun in front it is that many ranks; signals go to all of them, `pid` is the first's,
+    and the code is 1 where a rank failed. Their store lives in this process.
     """
 
     def __init__(
@@ -102,10 +101,8 @@ class Forked:
         stderr: Any = None,
         text: bool = True,
         start_new_session: bool = False,
-        nodes: Sequence[int] | None = None,
     ) -> None:
         ranks, program = _ranks_of(list(command))
-        nodes = nodes or (ranks or 1,)
         self.args, self.returncode, self._failed_at = list(command), None, None
         self._job, self._store = ranks is not None, agent_store() if ranks is not None else None
         self._pipes = [
@@ -121,7 +118,7 @@ class Forked:
         for rank in range(ranks or 1):
             own = dict(os.environ if env is None else env)
             if self._job:
-                here = {"RANK": rank, "WORLD_SIZE": ranks} | place_of(rank, nodes)
+                here = {"RANK": rank, "WORLD_SIZE": ranks} | place_of(rank, (ranks,))
                 set_variables(own, here, self._store.port, agent=True)
             place = str(Path.cwd() if cwd is None else cwd)
             args = (program, self.args, place, own, files, start_new_session)

@@ -59,7 +59,6 @@ def train(
     mode: CachedParallel,
     source: Iterator[Batch],
     stop_at: int | None = None,
-    pause: float = 0.0,
     at_step: Callable[[int], None] = lambda step: None,
 ) -> list[float]:
     """Train until the stream ends or all ranks agree to stop; the losses."""
@@ -71,7 +70,6 @@ def train(
         at_step(step.batch.index)
         result = mode.train_step(step, stop=step.batch.index == stop_at)
         losses.append(result.loss)
-        time.sleep(pause)
         if result.stop:
             break
     return losses

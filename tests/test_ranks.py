@@ -42,10 +42,10 @@ def test_ranks_start_with_everything_imported_and_their_values_come_back() -> No
     [
         ("fail", RuntimeError, r"(?s)rank 1 failed:.*_misbehave.*the reason"),
         ("die", RuntimeError, "rank 0 died: exit code 7"),
-        ("sleep", TimeoutError, r"ranks \[0.*not done within 5 s"),
+        ("sleep", TimeoutError, r"ranks \[0.*not done within 2 s"),
     ],
 )
 def test_the_first_rank_that_fails_dies_or_hangs_is_named(how, error, says) -> None:
     with pytest.raises(error, match=says):
-        run_ranks(_misbehave, 2, how, timeout=5 if how == "sleep" else 120)
+        run_ranks(_misbehave, 2, how, timeout=2 if how == "sleep" else 120)
     assert not multiprocessing.active_children()

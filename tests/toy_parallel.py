@@ -1,17 +1,15 @@
-"""The smallest model, data and parallel mode that the trainer's own tests can run."""
+"""The smallest model, data and run that the trainer's own tests can have."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from scenarios import SmallNet
 
 from distcache.comm.world import World
 from distcache.config.tree import (
@@ -26,11 +24,13 @@ from distcache.config.tree import (
 )
 from distcache.data.batch import Batch, JaggedIds, slice_bounds
 from distcache.layout import TableSpec
-from distcache.parallel.base import Parallel, Step, StepResult
+from distcache.models import initialise
+from distcache.parallel.base import OptimizerSpec, Parallel, Step, StepResult
+from distcache.parallel.cached import CachedParallel, CachedSettings
 from distcache.trainer.trainer import Run, TrainResult
 
 TABLES = (TableSpec("t_cat_0", 31, 4, ("cat_0",)), TableSpec("t_cat_1", 7, 4, ("cat_1",)))
-BATCH, SAMPLES, READ_AHEAD = 16, 90, 3
+BATCH, SAMPLES = 16, 90
 
 
 def toy_config(**changes: Any) -> Config:
@@ -90,98 +90,32 @@ class ToySource:
         return Batch(dense, ids, labels[low:high], size, index, epoch, low, kind)
 
 
-class ToyParallel(Parallel):
-    """Every rank holds everything; whole gradients are all-reduced; batches are read ahead."""
+class ToyParallel(CachedParallel):
+    """Mode `data` in a cache that its steps just fit."""
 
     def __init__(
-        self, world: World, stop_after: int | None = None, number: int = signal.SIGINT
+        self,
+        world: World,
+        delay: int = 0,
+        stop_after: int | None = None,
+        number: int = signal.SIGINT,
     ) -> None:
-        """`stop_after`: the last rank sends itself signal `number` when it has done this step."""
-        torch.manual_seed(3)
-        self.world, self.stop_after, self.number = world, stop_after, number
-        self.bags = nn.ModuleList(nn.EmbeddingBag(t.rows, t.dim, mode="sum") for t in TABLES)
-        self.dense = nn.Sequential(nn.Linear(3 + 8, 5), nn.Tanh(), nn.Linear(5, 1))
-        self.bags.double(), self.dense.double()
-        self.parameters = [*self.bags.parameters(), *self.dense.parameters()]
-        self.optimizer = torch.optim.Adagrad(self.parameters, lr=0.1)
-        self.steps = self.closed = self.abandoned = self.flushed = 0
-
-    def stream(self, batches: Iterable[Batch]) -> Iterator[Step]:
-        ahead: deque[Step] = deque()
-        try:
-            for batch in batches:
-                ahead.append(Step(batch))
-                if len(ahead) > READ_AHEAD:
-                    yield ahead.popleft()
-            yield from iter(lambda: ahead.popleft() if ahead else None, None)
-        except GeneratorExit:
-            self.abandoned += 1
-            raise
-
-    def logits(self, batch: Batch) -> Tensor:
-        """The model's output `[b]`."""
-        ids = batch.ids.values.view(2, -1)
-        pooled = [bag(column[:, None]) for bag, column in zip(self.bags, ids, strict=True)]
-        return self.dense(torch.cat([batch.dense, *pooled], dim=1)).squeeze(1)
+        """`delay`: steps after which a loss is read, as on a GPU; `stop_after`: the last rank sends
+        itself signal `number` when it has done this step."""
+        settings = CachedSettings("data", (28,), 3, 2, dtype=torch.float64, result_delay=delay)
+        model = initialise(SmallNet(3, 8), 0, torch.float64)
+        super().__init__(world, TABLES, ToySource.features, model, OptimizerSpec("adam"), settings)
+        self.stop_after, self.number, self.closed = stop_after, number, 0
 
     def train_step(self, step: Step, stop: bool = False) -> StepResult:
-        batch, world = step.batch, self.world
-        self.optimizer.zero_grad(set_to_none=False)
-        labels, logits = batch.labels, self.logits(batch)
-        total = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-        loss = total / batch.global_size
-        flags = torch.zeros(2 + world.size, dtype=torch.float64)
-        flags[0], flags[1], flags[2 + world.rank] = loss.detach(), stop, not loss.isfinite()
-        dist.all_reduce(flags, group=world.device_group)
-        bad = tuple(flags[2:].nonzero().flatten().tolist())
-        result = StepResult(float(flags[0]), bad, bool(flags[1]))
-        if bad:
-            return result
-        loss.backward()
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=world.device_group)
-        self.optimizer.step()
-        self.steps += 1
-        if step.batch.index == self.stop_after and world.rank == world.size - 1:
+        result = super().train_step(step, stop)
+        if step.batch.index == self.stop_after and self.world.rank == self.world.size - 1:
             os.kill(os.getpid(), self.number)
         return result
 
-    def eval_step(self, step: Step) -> Tensor:
-        with torch.no_grad():
-            return self.logits(step.batch)
-
-    def set_lr(self, dense_lr: float, embedding_lr: float) -> None:
-        self.optimizer.param_groups[0]["lr"] = dense_lr
-
-    def flush(self) -> None:
-        self.flushed += 1
-
-    def table_block(self, table: int, start: int, stop: int) -> Tensor | None:
-        return self.bags[table].weight.detach()[start:stop] if self.world.is_first else None
-
-    def dense_state(self) -> dict[str, Tensor]:
-        return dict(self.dense.named_parameters())
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"counters": {"steps": self.steps}}
-        names = [f"tables.{table.name}.weight" for table in TABLES]
-        names += [f"dense.{name}" for name in self.dense_state()]
-        for name, parameter in zip(names, self.parameters, strict=True):
-            state[name] = parameter.detach()
-            for key, value in self.optimizer.state[parameter].items():
-                state[f"{name}.{key}"] = value
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = state["counters"]["steps"]
-
-    def summary(self) -> dict[str, Any]:
-        return {"stage_ms": {"sync": 1.0}, "collective_bytes": 8, "hit_rate": float("nan")}
-
     def close(self) -> None:
         self.closed += 1
+        super().close()
 
 
 def toy_run(
@@ -189,9 +123,9 @@ def toy_run(
     folder: Path,
     mode: Parallel,
     source: ToySource | None = None,
-    rates: Callable[[int], tuple[float, float]] = lambda step: (0.1, 0.1),
+    rates: Callable[[int], tuple[float, float]] = lambda step: (0.05, 0.05),
     **changes: Any,
 ) -> TrainResult:
     """A whole run of `mode` in `folder`; `changes` of `toy_config`."""
-    run = Run(toy_config(**changes), world, folder, source or ToySource(), TABLES, mode)
-    return run.go(rates)
+    config = toy_config(**{"optim__name": "adam"} | changes)
+    return Run(config, world, folder, source or ToySource(), TABLES, mode).go(rates)

@@ -135,9 +135,9 @@ class Parallel(ABC):
     def summary(self) -> dict[str, Any]:
         """This mode's values of `summary.json`; None where a value does not exist here."""
 
+    @abstractmethod
     def errors_are_common(self) -> bool:
         """Whether what the stream raised was raised on all ranks, after the same whole step."""
-        return False
 
     def progress(self) -> dict[str, Any]:
         """This rank's numbers for a log line; no wait. None that this mode does not have.
@@ -148,9 +148,9 @@ class Parallel(ABC):
         """
         return {}
 
+    @abstractmethod
     def watch(self, watcher: Watcher) -> None:
-        """Call `watcher` with the spans of each step once it has ended, if the mode has any."""
-        return None
+        """Call `watcher` with the spans of each step once it has ended."""
 
     @abstractmethod
     def close(self) -> None:

@@ -116,8 +116,6 @@ def test_ranks_have_one_folder_and_one_configuration(tmp_path):
         pytest.param("--help", 0, "global_batch_size", marks=pytest.mark.slow),
         ("--cfg job cache.rows=77", 0, "rows: 77"),
         ("cache.row=5", 1, "cache.row"),
-        pytest.param("cache.ratio=7", 1, "cache.ratio=7", marks=pytest.mark.slow),
-        pytest.param("--multirun optim=sgd,adam", 1, "sweep_ranks=2", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_without_a_run_end_at_once(tmp_path, arguments, code, said):
@@ -193,7 +191,7 @@ def sweep(tmp_path, monkeypatch):
     return run
 
 
-def test_each_job_has_its_folder_and_processes(sweep, tmp_path):
+def test_each_job_has_its_folder_and_processes(sweep, forked_jobs, tmp_path):
     code, commands = sweep("trainer.seed=0,1", "optim=adam", "hydra.sweep.dir=all")
     assert code == 1  # one of them fails
     folder = tmp_path / "all"

@@ -31,6 +31,7 @@ from criteo_lines import (
     with_fields,
     write_lines,
 )
+from launching import Forked, run
 
 from distcache import preprocess as entry
 from distcache.cli.compose import read_line
@@ -333,8 +334,8 @@ def kill_at_random(arguments: tuple[str, ...], out: Path, seconds: float, dice) 
 
     Its workers are left to notice by themselves. What was complete before stays what it was.
     """
-    before, quiet = finished(out), subprocess.DEVNULL
-    process = subprocess.Popen(command(*arguments, f"output={out}"), stderr=quiet, stdout=quiet)
+    before, quiet = finished(out), subprocess.PIPE
+    process = Forked(command(*arguments, f"output={out}"), stderr=quiet, stdout=quiet)
     with suppress(subprocess.TimeoutExpired):
         process.wait(dice.uniform(0.0, seconds))
     process.send_signal(signal.SIGKILL)
@@ -374,7 +375,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, settings):
         else:
             assert same_files(whole, out)
             shutil.rmtree(out)
-    last = subprocess.run(command(*arguments, f"output={out}"), capture_output=True, text=True)
+    last = run(command(*arguments, f"output={out}"), capture_output=True)
     assert last.returncode == 0, last.stderr
     assert same_files(whole, out) and not (out / "work").exists()
     manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (whole, out)]
@@ -389,7 +390,7 @@ def test_what_does_not_go_on(text, tmp_path):
     class SecondStart(Stopping):
         def update(self, n=1):
             if not seen:
-                second = subprocess.run(command(*words), capture_output=True, text=True)
+                second = run(command(*words), capture_output=True)
                 seen.append(second.stderr)
 
     path = shutil.copy(text, tmp_path / "a.txt")

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import sys
 import threading
 
 import pytest
 import torch
-from ebc_cases import assert_same, batches, cached, dlrm, draw, loss_of, weights_of
+from ebc_cases import assert_same, batches, cached, dlrm, draw, loss_of, train, weights_of
 
 from distcache import lookahead
 from distcache.embedding import stream as ahead
 from distcache.errors import PeerError, PlanError
-
-pytestmark = pytest.mark.usefixtures("kind")
 
 
 def broken(monkeypatch, epoch):
@@ -31,16 +28,6 @@ def broken(monkeypatch, epoch):
     return stream
 
 
-def steps(ebc, model, stream, count: int = 1 << 30) -> list:
-    """Steps on batches without a dense optimizer; the batches."""
-    seen = []
-    for batch in itertools.islice(stream, count):
-        loss_of(model, batch).backward()
-        ebc.step()
-        seen.append(batch)
-    return seen
-
-
 ROOMY = {"ratio": 1.0, "rows": None, "prefetch": 5, "timeout_s": 20}
 
 
@@ -48,7 +35,7 @@ ROOMY = {"ratio": 1.0, "rows": None, "prefetch": 5, "timeout_s": 20}
 def test_threads_end_when_moving_has_failed_and_nothing_follows(monkeypatch, how: str) -> None:
     ebc = cached("sgd", **ROOMY)
     stream = iter(lookahead(batches(50), ebc))
-    steps(ebc, dlrm(ebc), stream, 1)
+    train(dlrm(ebc), ebc, [next(stream)])
     pipeline = broken(monkeypatch, stream)
     if how == "halt":
         with pytest.raises(ValueError, match="no memory to pin"):
@@ -81,19 +68,18 @@ def test_a_halt_that_came_too_late_is_made_again(monkeypatch) -> None:
 
     ebc = cached("sgd", **{**ROOMY, "lookahead": 2, "prefetch": 1})
     model, stream = dlrm(ebc), iter(lookahead(slowly(), ebc))
-    seen = steps(ebc, model, stream, 1)
+    train(model, ebc, [next(stream)])
     stream._source.timeout_s = 0.2
     with torch.no_grad(), pytest.raises(Exception, match="did not halt within"):
         loss_of(model, draw(900))
     go.set()
     stream._source.timeout_s = 20.0
-    seen += steps(ebc, model, stream)
-    assert [id(batch) for batch in seen] == [id(batch) for batch in data]
+    train(model, ebc, stream)
     assert ebc.tables.steps == len(data)
     found = weights_of(ebc)
     ebc.close()
     other = cached("sgd", **ROOMY)
-    steps(other, dlrm(other), data)
+    train(dlrm(other), other, data)
     assert_same(found, weights_of(other))
     other.close()
 
@@ -121,7 +107,7 @@ def test_a_look_ahead_that_was_left_ends_before_the_next_use(monkeypatch) -> Non
     for thread in threading.enumerate():
         if thread.name.startswith("distcache-"):
             thread.join(30)
-    steps(ebc, model, lookahead(data[1:], ebc))
+    train(model, ebc, lookahead(data[1:], ebc))
     assert ebc.tables.steps == len(data) and not ebc.tables.leaving
     ebc.close()
 
@@ -171,6 +157,6 @@ def test_a_start_that_is_interrupted_leaves_no_thread(monkeypatch, name: str) ->
         next(lookahead(batches(), ebc))
     monkeypatch.undo()
     assert not [t.name for t in threading.enumerate() if t.name.startswith("distcache-")]
-    steps(ebc, model, lookahead(batches(3), ebc))
+    train(model, ebc, lookahead(batches(3), ebc))
     assert ebc.tables.steps == 3
     ebc.close()

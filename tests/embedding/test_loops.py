@@ -370,30 +370,6 @@ def test_batches_that_are_read_once_have_one_epoch() -> None:
 
 
 @job
-def epochs(rank: int, size: int) -> dict:
-    found = {}
-    for name, settings in (("whole", {"ratio": 1.0, "rows": None}), ("few", {"rows": 260})):
-        ebc, ddp, dense = wrapped("adagrad", **settings)
-        stream = lookahead(mine(rank, size, 6), ebc)
-        for epoch in range(EPOCHS):
-            for at, batch in enumerate(stream):
-                train(ddp, ebc, [batch], dense)
-                if epoch == 1 and at == 3:
-                    break
-        assert ebc.tables.steps == 6 + 4 + 6
-        found[name] = unwrapped(ddp)
-        ebc.close()
-    assert_same(found["whole"], found["few"])
-    return found["few"]
-
-
-def test_ranks_start_epochs_together() -> None:
-    first, second = ranks(epochs)
-    assert_same(first, second)
-    assert set(weights_of(dlrm(cached("adagrad")))) == set(first)
-
-
-@job
 def windows(rank: int, size: int) -> dict:
     """`lookahead="auto"` by the first batch of the rank that has most."""
     found = {}

@@ -10,12 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from agents import agents
 from launching import environment, train
+from ranks import free_port
 
 SMALL = (
     *("data.table_rows=[4000,300,50,3]", "data.global_batch_size=64", "model.embedding_dim=8"),
@@ -52,22 +52,6 @@ def traced(folder: Path) -> dict[int, set[str]]:
         if event["ph"] == "X":
             stages.setdefault(event["pid"], set()).add(event["cat"])
     return stages
-
-
-def test_hybrid_agrees_and_resumes(tmp_path: Path) -> None:
-    settings = ("optim=adagrad", "optim.initial_accumulator=0.1", "trainer.steps=16")
-    evaluated = ("trainer.eval_every=7", "trainer.eval_steps=2")
-    rows = (*settings, "parallel=hybrid", "parallel.sharding=row_wise")
-    run(tmp_path / "data", 2, *settings, *evaluated)
-    assert summary(tmp_path / "data")["eval_auc"] > 0.4
-    run(tmp_path / "hybrid", 2, *rows, "trainer.trace=true")
-    assert traced(tmp_path / "hybrid") == {key: {"wait", "step", "forward"} for key in (1, 2)}
-    one, other = summary(tmp_path / "data"), summary(tmp_path / "hybrid")
-    assert one["final_loss"] == pytest.approx(other["final_loss"], rel=1e-5)
-    assert set(one) == set(other)
-    run(tmp_path / "first", 2, *rows, "trainer.steps=9")
-    run(tmp_path / "second", 2, *rows, f"trainer.resume={tmp_path / 'first'}")
-    assert digests(tmp_path / "second") == digests(tmp_path / "hybrid")
 
 
 def test_ctrl_c_leaves_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
@@ -120,6 +104,48 @@ PLACEMENTS = (
     ("cache.placement=replicated", "cache.state=home"),
     ("cache.placement=auto",),
 )
+
+
+def agents(
+    folder: Path,
+    ranks: Sequence[int],
+    arguments: Sequence[str],
+    prefixes: Sequence[Sequence[str]] = (),
+    addresses: Sequence[str] = (),
+    timeout: float = 150,
+) -> list[tuple[int, str]]:
+    """Run `distcache.train` under one agent for each of `ranks` (its number of ranks).
+
+    `prefixes`: commands to start each agent with, such as `ip netns exec ...`; `addresses`: the
+    agents' own, 127.0.0.1 where there are none. Returns exit code and output of each. Nothing of
+    them runs on afterwards.
+    """
+    addresses = addresses or ["127.0.0.1"] * len(ranks)
+    port, started = free_port(), []
+    try:
+        for number, count in enumerate(ranks):
+            command = [
+                *(prefixes[number] if prefixes else ()),
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(ranks))),
+                *("--nproc-per-node", str(count), "--rdzv-backend", "c10d"),
+                *("--rdzv-endpoint", f"{addresses[0]}:{port}", "--rdzv-id", "a-test"),
+                *("--rdzv-conf", f"is_host={int(number == 0)}"),
+                *("--local-addr", addresses[number], "-m", "distcache.train", *arguments),
+            ]
+            how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            how |= {"cwd": folder, "env": environment(), "start_new_session": True}
+            started.append(subprocess.Popen(command, **how))
+        texts = [one.communicate(timeout=timeout)[0] for one in started]
+        return [(one.returncode, text) for one, text in zip(started, texts, strict=True)]
+    finally:
+        for one in started:
+            if one.poll() is None:
+                os.killpg(one.pid, signal.SIGTERM)  # the agent ends its ranks, then itself
+                try:
+                    one.communicate(timeout=40)
+                except subprocess.TimeoutExpired:
+                    os.killpg(one.pid, signal.SIGKILL)
+                    one.wait()
 
 
 def two_agents(folder: Path, ranks: tuple[int, int], *more: str, **how) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -35,7 +36,6 @@ from scenarios import (
 from torch.distributed.checkpoint import FileSystemReader
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagConfig
-from toy_parallel import ToyParallel
 
 from distcache import lookahead
 from distcache.comm.world import Nodes, World, close_world
@@ -353,13 +353,12 @@ def stored(folder: Path) -> dict:
     return state
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_from_one_node_to_several_and_back(tmp_path: Path, size: int) -> None:
-    several = (1,) * size if size == 2 else (1, 2)
-    straight = run_ranks(wander, size, str(tmp_path / "straight"), [(size,)], False)[0][0]
+def test_from_one_node_to_several_and_back(tmp_path: Path) -> None:
+    one, several = (3,), (1, 2)
+    straight = run_ranks(wander, 3, str(tmp_path / "straight"), [one], False)[0][0]
     files = [tmp_path / "straight" / "part0"]
-    for name, way in (("there", [(size,), several, (size,)]), ("back", [several, several])):
-        found = run_ranks(wander, size, str(tmp_path / name), way, True)[0]
+    for name, way in (("there", [one, several, one]), ("back", [several, several])):
+        found = run_ranks(wander, 3, str(tmp_path / name), way, True)[0]
         assert [loss for part in found for loss in part.losses] == straight.losses
         assert found[-1].state_digest == straight.state_digest
         files.append(tmp_path / name / f"part{len(way) - 1}")
@@ -377,9 +376,9 @@ def own_folders(rank: int, size: int, home: str) -> tuple[str, str, list[str]]:
     world = open_nodes(rank, (1, 1))
     folder, messages = Path(home, f"node{rank}"), []
     folder.mkdir()
-    toy = ToyParallel(world)
+    mode = SimpleNamespace(state_dict=lambda: {"rows": torch.ones(3)})
     for action in (
-        lambda: checkpoint.save(folder / "model", toy, identity(2), TrainerState(1), world),
+        lambda: checkpoint.save(folder / "model", mode, identity(2), TrainerState(1), world),
         lambda: checkpoint.check_run_folder(world, folder, "run.save=true"),
     ):
         with pytest.raises(DistcacheError) as caught:

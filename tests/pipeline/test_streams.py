@@ -58,12 +58,7 @@ def misuse(world: World) -> dict:
         seen[name] = caught(lambda mode=mode, source=source: train(mode, source))
         mode.close()
     wider = tuple(replace(t, rows=t.rows + (world.rank == 2)) for t in CASE.tables)
-    for changes in (
-        {"lookahead": 5 if world.rank == 2 else 4},
-        {"slots": (51, 6) if world.rank == 2 else (48, 6)},
-        {"fingerprint": int(world.rank == 2)},
-        {"tables": wider},
-    ):
+    for changes in ({"lookahead": 5 if world.rank == 2 else 4}, {"tables": wider}):
         seen[next(iter(changes))] = caught(lambda changes=changes: make(world, **changes))
     return seen
 
@@ -88,39 +83,38 @@ def test_misuse_and_ranks_that_differ_are_refused() -> None:
         assert found["features"].startswith(who) and "has the features" in found["features"]
         assert found["lookahead"].startswith("ConfigError: the ranks differ")
         assert "'lookahead' is 4 on ranks 0, 1 and 5 on rank 2" in found["lookahead"]
-        assert "(48, 6) on ranks 0, 1 and (51, 6) on rank 2" in found["slots"]
-        assert "'fingerprint' is 0 on ranks 0, 1 and 1 on rank 2" in found["fingerprint"]
         assert "rows=60" in found["tables"] and "rows=61" in found["tables"]
 
 
-def spoken(world: World, lookahead: int) -> list[str]:
-    """What the planners' collectives of a short run were for."""
-    mode = make(world, lookahead=lookahead)
-    link, said = mode.tables.planner.link, []
-    start = link.start_all_to_all
+def spoken(world: World) -> list[list[str]]:
+    """What the planners' collectives of short runs were for, with a window and without."""
+    runs = []
+    for lookahead in (2, 0):
+        mode, said = make(world, lookahead=lookahead), []
+        link = mode.tables.planner.link
 
-    def counted(tensor, send, receive, category, what):
-        said.append(what)
-        return start(tensor, send, receive, category, what)
+        def counted(tensor, send, receive, category, what, said=said, start=link.start_all_to_all):
+            said.append(what)
+            return start(tensor, send, receive, category, what)
 
-    link.start_all_to_all = counted
-    train(mode, batches(world, range(STEPS)))
-    mode.close()
-    return said
+        link.start_all_to_all = counted
+        train(mode, batches(world, range(STEPS)))
+        mode.close()
+        runs.append(said)
+    return runs
 
 
 def test_rows_and_decisions_travel_together() -> None:
-    both = [f"{what} of step {step}" for step in range(STEPS) for what in ("header", "plans")]
+    """Without a window each step is decided before the next one is asked for."""
+
+    def both(steps: range, times: int = 1) -> list[str]:
+        return [f"{what} of step {step}" for step in steps for what in ("header", "plans") * times]
+
     # Step 3 is decided with the word that there is no step 6; the last two when that is known.
     end = ["header of step 6", "plans of step 3"]
-    rest = [f"{what} of step {step}" for step in (4, 5) for what in ("header", "plans")]
-    assert run_ranks(alone, 2, spoken, 2) == [both + end + rest] * 2
-
-
-def test_without_a_window_each_step_is_decided_before_the_next_is_asked_for() -> None:
-    words = ("header", "plans") * 2
-    own = [f"{what} of step {step}" for step in range(STEPS) for what in words]
-    assert run_ranks(alone, 2, spoken, 0) == [[*own, f"header of step {STEPS}"]] * 2
+    window = both(range(STEPS)) + end + both(range(4, 6))
+    none = [*both(range(STEPS), 2), f"header of step {STEPS}"]
+    assert run_ranks(alone, 2, spoken) == [[window, none]] * 2
 
 
 @pytest.mark.parametrize(("lookahead", "beyond"), [(0, 0), (1, 2), (3, 4)])
@@ -140,20 +134,22 @@ def test_how_far_the_batches_are_read(world: World, lookahead: int, beyond: int)
     mode.close()
 
 
-def talks(world: World, case: str) -> tuple[str, bool, bool]:
-    """One exchange in which ranks say different things: the error, if the ranks are not at the
-    same point; else the verdict on what is asked, and whether anything is decided."""
-    mode = make(world)
-    exchange = mode.tables.planner._exchange
-    if case == "other digests":
-        exchange._digest += world.rank
-    try:
-        told = exchange.exchange(*SAID[case](world.rank))
-    except PeerError as error:
-        return str(error), False, False
-    finally:
+def talks(world: World) -> dict[str, str | tuple]:
+    """Exchanges in which ranks say different things: the error, if the ranks are not at the same
+    point; else the verdict on what is asked, and whether anything is decided."""
+    found = {}
+    for case, parts in SAID.items():
+        mode = make(world)
+        exchange = mode.tables.planner._exchange
+        exchange._digest += world.rank if case == "other digests" else 0
+        try:
+            told = exchange.exchange(*parts(world.rank))
+            asked = f"{told.asked.status.name}: {told.asked.message}"
+            found[case] = asked, bool(told.named), bool(told.decided)
+        except PeerError as error:
+            found[case] = str(error)
         mode.close()
-    return f"{told.asked.status.name}: {told.asked.message}", bool(told.named), bool(told.decided)
+    return found
 
 
 def failed(rank: int, step: int = 3) -> Part:
@@ -174,27 +170,15 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "expected"),
-    [
-        ("one fails, one stops", ("ERROR: OSError: no batch", False, False)),
-        ("all stop", ("STOP: ", False, False)),
-    ],
-)
-def test_nothing_is_delivered_once_a_rank_stops(case: str, expected: tuple) -> None:
-    assert run_ranks(alone, 2, talks, case) == [expected] * 2
-
-
-def test_what_went_wrong_is_told_where_the_ranks_differ_too() -> None:
-    for error, *_ in run_ranks(alone, 2, talks, "at different steps"):
+def test_nothing_is_delivered_once_a_rank_stops_and_ranks_that_differ_are_told_why() -> None:
+    for found in run_ranks(alone, 2, talks):
+        assert found["one fails, one stops"] == ("ERROR: OSError: no batch", False, False)
+        assert found["all stop"] == ("STOP: ", False, False)
+        error = found["at different steps"]
         assert "plans step 4 (error)" in error or "plans step 3 (error)" in error
         assert error.endswith("; rank 0 failed: OSError: no batch")
-
-
-def test_decisions_that_differ_are_noticed() -> None:
-    for error, *_ in run_ranks(alone, 2, talks, "other digests"):
-        assert "the ranks run different configurations" in error
-        assert error.count("the decisions of step 0 with digest") == 2
+        assert "the ranks run different configurations" in found["other digests"]
+        assert found["other digests"].count("the decisions of step 0 with digest") == 2
 
 
 def left(world: World) -> str:

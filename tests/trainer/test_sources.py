@@ -142,17 +142,17 @@ def resume(rank: int, size: int, folder: str) -> dict[str, Any]:
     """Runs that go on with the same data, with other ones, and ones whose ranks differ."""
     home, world, seen = Path(folder), open_world("cpu", timeout_s=60), {}
     one, copy, other = (str(home / name) for name in ("one", "copy", "other"))
-    for mode in ("hybrid", "data"):  # which have checkpoints of their own
+    for mode in ("data", "hybrid"):  # which has its own checkpoints
         mine, half = f"parallel={mode}", home / f"half-{mode}"
         run(world, half, one, "trainer.steps=5", mine)
         rest = (mine, "trainer.steps=12", f"trainer.resume={half}")
-        seen[f"other {mode}"] = run(world, home / "other", other, *rest)
-    seen |= {
-        "whole": run(world, home / "whole", one, "trainer.steps=12", mine),
-        "copy": run(world, home / "rest", copy, *rest),  # elsewhere, but the same
-        "meant": run(world, home / "meant", other, *rest, "trainer.resume_data=any"),
-        "mixed": run(world, home / "mixed", other if rank else one, mine),
-    }
+        seen[mode] = {
+            "whole": run(world, home / "whole", one, "trainer.steps=12", mine),
+            "copy": run(world, home / "rest", copy, *rest),  # elsewhere, but the same
+            "other": run(world, home / "other", other, *rest),
+            "meant": run(world, home / "meant", other, *rest, "trainer.resume_data=any"),
+            "mixed": run(world, home / "mixed", other if rank else one, mine),
+        }
     close_world(world)
     return seen
 
@@ -161,13 +161,14 @@ def test_a_run_keeps_to_its_data(tmp_path):
     preprocessed(write_lines(tmp_path / "a.txt", make_lines(400)), tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
     preprocessed(write_lines(tmp_path / "b.txt", make_lines(400, seed=8)), tmp_path / "other")
-    for found in run_ranks(resume, 2, str(tmp_path), timeout=200):
-        assert found["copy"]["state_digest"] == found["whole"]["state_digest"]
-        for mode in ("hybrid", "data"):
-            assert re.search("other data: data.path was .{64}, is .{64}", found[f"other {mode}"])
-        assert (found["meant"]["first_step"], found["meant"]["steps"]) == (5, 7)
-        differ = "the ranks differ: data.path is '.*' on rank 0 and '.*' on"
-        assert re.search(differ, found["mixed"])
+    for seen in run_ranks(resume, 2, str(tmp_path), timeout=200):
+        for found in seen.values():
+            assert found["copy"]["state_digest"] == found["whole"]["state_digest"]
+            assert found["copy"]["final_loss"] == found["whole"]["final_loss"]
+            assert re.search("other data: data.path was .{64}, is .{64}", found["other"])
+            assert (found["meant"]["first_step"], found["meant"]["steps"]) == (5, 7)
+            differ = "the ranks differ: data.path is '.*' on rank 0 and '.*' on"
+            assert re.search(differ, found["mixed"])
 
 
 STEPS, PATIENCE_S = 12, 30.0
