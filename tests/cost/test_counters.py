@@ -35,7 +35,8 @@ DENSE = (13 * 8 + 8) + (8 * 4 + 4) + (4 + 6) * 8 + 8 + (8 + 1)
 
 
 @pytest.mark.parametrize(
-    ("world", "nodes"), [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), (4, 2)]
+    ("world", "nodes"),
+    [*(pytest.param(size, 1, marks=pytest.mark.slow) for size in (2, 3)), (4, 2)],
 )
 def test_bytes_are_those_of_runs(world: int, nodes: int, tmp_path: Path) -> None:
     """By the law and by counts of the lookups that are trained; between nodes, where the counter

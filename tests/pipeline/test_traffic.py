@@ -48,7 +48,10 @@ def run_of(optimizer: str) -> Run:
 AHEAD = {"adagrad": 3, "adam": 5, "sgd": 3}
 
 
-@pytest.mark.parametrize("optimizer", AHEAD)
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adagrad", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adam", "sgd"))],
+)
 def test_two_ranks_in_every_placement(optimizer: str) -> None:
     runs = placements(run_of(optimizer))
     check([*runs, replace(runs[0], lookahead=0, steps=6)], 2)
