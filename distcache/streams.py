@@ -68,9 +68,10 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._beside: dict[str, torch.cuda.Stream] = {}
-        self.asynchronous = device.type == "cuda"
-        """Whether work runs on after the call that issues it, so that marks tell something."""
-        if not self.asynchronous:
+        self.ordered = self.asynchronous = device.type == "cuda"
+        """`ordered`: whether marks tell anything; `asynchronous`: whether work runs on after the
+        call that issues it."""
+        if not self.ordered:
             return
         self._beside = {name: torch.cuda.Stream(device) for name in NAMES if name != COMPUTE}
         # Device times are told on the host's clock, from one moment that both know.
@@ -87,12 +88,14 @@ class Streams:
 
     def on(self, name: str) -> Context[object]:
         """Issue what is done inside on a stream."""
+        if not self.ordered:
+            return _NOWHERE
         stream = self._stream(name)
         return _NOWHERE if stream is None else torch.cuda.stream(stream)
 
     def mark(self, name: str) -> Mark:
         """What has been issued on a stream so far."""
-        stream = self._stream(name)
+        stream = self._stream(name) if self.ordered else None
         if stream is None:
             return LONG_OVER
         event = torch.cuda.Event(enable_timing=True)
@@ -101,10 +104,11 @@ class Streams:
 
     def after(self, name: str, marks: Iterable[Mark]) -> None:
         """What a stream is given from now on comes after `marks`; the host does not wait."""
-        stream = self._stream(name)
-        for mark in marks:
-            if stream is not None and mark.event is not None:
-                stream.wait_event(mark.event)
+        stream = self._stream(name) if self.ordered else None
+        if stream is not None:
+            for mark in marks:
+                if mark.event is not None:
+                    stream.wait_event(mark.event)
 
     def hand_over(self, tensors: Iterable[Tensor | None], name: str) -> None:
         """`tensors`, made on the current stream, will be read on stream `name`."""

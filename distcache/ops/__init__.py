@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import os
 from collections.abc import Callable
 from types import ModuleType
@@ -69,11 +70,11 @@ def chunks_for(segments: Tensor, device: torch.device) -> SegmentChunks | None:
 
 def _dispatched(operation: Callable[P, R], *floats: int) -> Callable[P, R]:
     """`operation` of the reference, by the body that takes these of its arguments, by position."""
+    pick = operator.itemgetter(*floats, floats[0])  # of two and more it gives a tuple
 
     @functools.wraps(operation)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        chosen = body(*(args[at] for at in floats))
-        return getattr(chosen, operation.__name__)(*args, **kwargs)
+        return getattr(body(*pick(args)), operation.__name__)(*args, **kwargs)
 
     return call
 

@@ -40,6 +40,7 @@ class Clocks(Streams):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self.ordered = True
         self.clocks: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         self.lock, self.here = threading.Lock(), threading.local()
 
