@@ -369,7 +369,10 @@ def _training_runs(work: Work, plan: SamplePlan) -> tuple[list[list[Run]], list[
 
 def assemble(work: Work, plan: SamplePlan, tables: list[TableReport]) -> None:
     """Write every part's samples to their place in the arrays."""
-    make_arrays(work.output, plan.samples, id_dtype([report.rows for report in tables]))
+    made = work.folder / "arrays.json"
+    if read_json(made) is None:  # none that an older result or a run killed meanwhile has left
+        make_arrays(work.output, plan.samples, id_dtype([report.rows for report in tables]))
+        write_json(made, plan.samples)
     words = [] if work.settings.table_rows else [(table_folder(work, r.table), r) for r in tables]
     files = {name: work.part_file(name, ".rows") for name in plan.firsts}
     tasks = [

@@ -427,16 +427,14 @@ class AssembleTask:
 
 
 def make_arrays(folder: Path, samples: int, id_dtype: np.dtype) -> None:
-    """Files of the final shape for labels uint8, dense float32 and ids, without their values; what
-    a run that was stopped has made stays."""
+    """Files of the final shape for labels uint8, dense float32 and ids, without their values."""
     shapes: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
         "labels": (np.dtype(np.uint8), (samples,)),
         "dense": (np.dtype(np.float32), (samples, INTEGERS)),
         "ids": (id_dtype, (samples, IDS)),
     }
     for name, (dtype, shape) in shapes.items():
-        if not (folder / f"{name}.npy").exists():
-            np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, shape)
+        np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, shape)
 
 
 def assemble_part(task: AssembleTask) -> None:

@@ -299,6 +299,12 @@ def test_stopped_anywhere_it_goes_on_without_redoing(text, tmp_path, monkeypatch
     runs = run_in_pieces(text, out, 5, **settings)
     assert len(runs) > 4 and same_files(whole, out) and verify(out) == read_manifest(whole)
     assert runs[0].starts["parse"] == (0, text.stat().st_size)
+    killed = tmp_path / "killed"
+    with pytest.raises(StoppedError):
+        in_parts(text, killed, Stopping(1), **settings)
+    (killed / "ids.npy").touch()  # by a run that was killed while it made its arrays
+    in_parts(text, killed, **settings)
+    assert same_files(whole, killed)
 
 
 @pytest.mark.parametrize("packed", [False, True])
