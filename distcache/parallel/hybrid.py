@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import statistics
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,15 +51,15 @@ from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchCheck, JaggedIds, Prefetch
 from distcache.engine.gradients import agreement, words
 from distcache.engine.movement import MoveCounts
-from distcache.engine.step import TRAINING_LANE, WAIT, Span, StageClock, Watcher
+from distcache.engine.step import Watcher
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
 from distcache.optim import dense_optimizer, state_tensors
 from distcache.parallel.base import (
-    Durations,
     OptimizerSpec,
     Parallel,
     Step,
+    StepClock,
     StepResult,
     agreed_batches,
     held_bytes,
@@ -423,71 +421,6 @@ def jagged(ids: JaggedIds, size: int, device: torch.device) -> KeyedJaggedTensor
     return KeyedJaggedTensor(
         keys=list(ids.features), values=ids.values, lengths=padded.view(-1), weights=ids.weights
     ).to(device)
-
-
-# -----------------------------------------------------------------------------
-# What a hybrid step costs: its time, and the device bytes of what stays between steps.
-
-
-class StepClock:
-    """Times steps: on the CPU by the clock, on CUDA by events read one step later.
-
-    `watchers` see each step's span, host time, and its wait for a batch; `stages` are the loading
-    of batches beside the steps, and that wait.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._times_ms = Durations()
-        self._pending: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self._load, self._wait, self._seen = list[Span](), list[Span](), 0
-        self.stages = StageClock()
-        self.watchers: list[Watcher] = []
-
-    def batch(self, load_s: float, asked: float) -> None:
-        """Note a batch that took `load_s` seconds to load beside the steps and that the loop,
-        which `asked` for it at that time, has now."""
-        got, number = time.perf_counter(), self._seen
-        self._wait = [Span(WAIT, TRAINING_LANE, number, asked, got)]
-        self._load = [Span("load", "loader", number, got - load_s, got)]
-
-    @contextmanager
-    def step(self, name: str, kind: str) -> Iterator[None]:
-        """Time the step of the last batch, which runs inside, if it ends well."""
-        events = None
-        if self._cuda and kind == "train":
-            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            events[0].record()
-        began = time.perf_counter()
-        yield
-        now = time.perf_counter()
-        if events is not None:
-            events[1].record()
-            self._harvest()
-            self._pending = events
-        elif kind == "train":
-            self._times_ms.add((now - began) * 1e3)
-        for watcher in self.watchers:
-            own = Span(name, TRAINING_LANE, self._seen, began, now)
-            watcher(self._seen, kind, [*self._wait, own])
-        self.stages.add(self._seen, kind, self._load, self._wait)
-        self._seen, self._load, self._wait = self._seen + 1, [], []
-
-    def _harvest(self) -> None:
-        if self._pending is not None:
-            # Long done: the loss of the step after it has been read since.
-            self._pending[1].synchronize()
-            self._times_ms.add(self._pending[0].elapsed_time(self._pending[1]))
-            self._pending = None
-
-    def median_ms(self) -> float | None:
-        """Median milliseconds of a step without the first ten, or of all where there are no more;
-        None before any."""
-        self._harvest()
-        found = self._times_ms.percentiles((50,))
-        if found is not None:
-            return found[0]
-        return statistics.median(self._times_ms.skipped) if self._times_ms.skipped else None
 
 
 # -----------------------------------------------------------------------------
