@@ -292,7 +292,7 @@ class DeviceCache:
     def _slots(self, slots: Index) -> np.ndarray:
         """`slots` as NumPy int64; PlanError for one outside [0, C)."""
         at = _numpy(slots)
-        check_rows(at, self.slots, "slot")
+        check_rows(at, len(self.slot_row), "slot")
         return at
 
     def _held(self, slots: Index, verb: str) -> np.ndarray:

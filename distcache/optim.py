@@ -75,9 +75,9 @@ def masked_step(optimizer: torch.optim.Optimizer, enabled: Tensor) -> None:
     put_back(kept, enabled)
 
 
-@torch.no_grad()
 def put_back(kept: Sequence[tuple[Tensor, Tensor]], enabled: Tensor) -> None:
-    """Give each value of `kept` what it was before, its pair, unless `enabled`, bool `[1]`."""
+    """Give each value of `kept` what it was before, its pair, unless `enabled`, bool `[1]`; where
+    autograd records nothing."""
     flag = enabled.reshape(())  # which takes the shape of any value, a single number's too
     for value, before in kept:
         torch.where(flag, value, before, out=value)

@@ -36,7 +36,7 @@ class JaggedIds:
     @property
     def batch_size(self) -> int:
         """b: samples of this slice (may be 0)."""
-        return (len(self.offsets) - 1) // max(len(self.features), 1)
+        return (self.offsets.shape[0] - 1) // max(len(self.features), 1)
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ def check_ids(
 def _is_any_beyond(values: np.ndarray, edges: np.ndarray, table_rows: Sequence[int]) -> bool:
     """Whether an id is outside its table; the ids of feature f are `edges[f : f + 2]`."""
     unsigned = values.view(np.uint64)  # so that negative ids are beyond every table too
-    named = np.flatnonzero(edges[1:] > edges[:-1])  # features without an id have no largest
+    (named,) = (edges[1:] > edges[:-1]).nonzero()  # features without an id have no largest
     if not len(named):
         return False
     largest = np.maximum.reduceat(unsigned, edges[named])
@@ -316,7 +316,7 @@ def _checked_offsets(ids: JaggedIds) -> np.ndarray:
         raise DataError(
             f"ids are {ids.values.dtype} of shape {list(ids.values.shape)}; give int64 of shape [n]"
         )
-    if ids.offsets.dtype not in _ID_DTYPES or ids.offsets.dim() != 1 or not len(ids.offsets):
+    if ids.offsets.dtype not in _ID_DTYPES or ids.offsets.dim() != 1 or not ids.offsets.shape[0]:
         raise DataError(
             f"offsets are {ids.offsets.dtype} of shape {list(ids.offsets.shape)}; give int64 of "
             "shape [features * samples + 1]"
@@ -326,7 +326,7 @@ def _checked_offsets(ids: JaggedIds) -> np.ndarray:
         raise DataError(
             f"{len(offsets)} offsets do not fit {features} features: give features * samples + 1"
         )
-    if offsets[0] != 0 or offsets[-1] != len(ids.values):
+    if offsets[0] != 0 or offsets[-1] != ids.values.shape[0]:
         raise DataError(
             f"offsets go from {offsets[0]} to {offsets[-1]}; they must go from 0 to the number of "
             f"ids, {len(ids.values)}"

@@ -30,6 +30,7 @@ from distcache.embedding.settings import Recipe, library_words
 from distcache.engine.groups import TableSettings
 from distcache.engine.movement import GroupRows, RowChoice
 from distcache.engine.step import (
+    APPLY,
     FORWARD,
     FORWARD_BACKWARD,
     TRAINING_LANE,
@@ -124,7 +125,9 @@ class OpenStep:
     def _current_leaves(self) -> list[Tensor]:
         """The leaves; read again once a step has changed its rows, by all ranks."""
         if self.leaves is None:
-            self._take(self._tables.engine.leaves(self.flight))
+            with torch.inference_mode(False), torch.no_grad():
+                leaves = self._tables.engine.leaves(self.flight)
+            self._take(leaves)
         return self.leaves or []
 
     def _take(self, leaves: Sequence[Tensor]) -> None:
@@ -411,7 +414,8 @@ class CollectionTables:
         where they are not.
         """
         self.end_current()
-        leaves = self.engine.open(flight)
+        with torch.inference_mode(False), torch.no_grad():
+            leaves = self.engine.open(flight)
         self.engine.count(flight)
         self.current = OpenStep(self, flight, reads, leaves, frozen)
         if self.world.size > 1:  # `_check_frozen` listens; meanwhile nobody waits
@@ -508,8 +512,9 @@ class CollectionTables:
             self._judged.append((flight.step, counted, there, streams.mark(COMPUTE)))
         flight.after = streams.mark(COMPUTE)
         with engine.whole():
-            with engine.applying(flight):
+            with engine.stage(APPLY, flight):
                 engine.apply(flight, step.view.sums(), lr, step.choices, enabled)
+            engine.return_rows(flight)
             streams.after(COMPUTE, (flight.after,))
         for table in counted:
             self.counts[table] += 1

@@ -207,8 +207,9 @@ class PlanExchange:
         """The strongest status of what all ranks have a `part` in, and who said it."""
         if part is None:
             return None
-        status = Status(int(table[:, what].max()))
-        ranks = tuple(np.flatnonzero(table[:, what] == status).tolist())
+        said = table[:, what].tolist()
+        status = Status(max(said))
+        ranks = tuple([rank for rank, own in enumerate(said) if own == status])
         if status is not Status.ERROR:
             return Verdict(status, ranks)
         text = None if part.error is None else describe(part.error)

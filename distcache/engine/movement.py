@@ -26,7 +26,7 @@ from distcache.engine.step import (
     SHARE_EARLY,
     WRITE_BACK,
     Flight,
-    Shaker,
+    Shake,
     Stage,
     running,
 )
@@ -414,7 +414,7 @@ class Mover:
         if early:
             self.stages += ((SHARE_EARLY, self._share_early),)
 
-    def move(self, flight: Flight, lane: str, shake: Shaker) -> None:
+    def move(self, flight: Flight, lane: str, shake: Shake) -> None:
         """Take a step through the stages; its rows, indices and batch are then on the device.
 
         Where autograd records nothing (`torch.no_grad`, no inference mode).

@@ -14,7 +14,7 @@ from distcache.comm.rendezvous import failure_of_others
 from distcache.data.batch import Batch
 from distcache.engine.movement import Mover
 from distcache.engine.planning import StreamPlanner
-from distcache.engine.step import MOVEMENT_LANE, Flight, Shaker
+from distcache.engine.step import MOVEMENT_LANE, Flight, Shake
 from distcache.errors import DistcacheError, PeerError, PlanError
 from distcache.streams import LONG_OVER, Mark, Streams
 
@@ -54,7 +54,7 @@ class StepStream:
         depth: int,
         streams: Streams,
         mover: Mover | None,
-        shake: Shaker,
+        shake: Shake,
     ) -> None:
         self._planner, self._batches, self._streams = planner, batches, streams
         self._world = planner.link.world

@@ -94,6 +94,10 @@ class Span(NamedTuple):
     end: float
 
 
+_span = tuple.__new__
+"""Makes a `Span` of its fields without a call of Python's: there are a dozen in a step."""
+
+
 class DeviceSpan(NamedTuple):
     """Where the device work of a stage began and ended, on its stream."""
 
@@ -168,11 +172,12 @@ class Flight:
 
     def note(self, name: str, lane: str, began: float) -> None:
         """A stage that began then, on the host alone, is over."""
-        self.spans.append(Span(name, lane, self.step, began, time.perf_counter()))
+        self.spans.append(_span(Span, (name, lane, self.step, began, time.perf_counter())))
 
     def waited(self, began: float) -> None:
         """Training has stood still for this step since `began`."""
-        self.waits.append(Span(WAIT, TRAINING_LANE, self.step, began, time.perf_counter()))
+        now = time.perf_counter()
+        self.waits.append(_span(Span, (WAIT, TRAINING_LANE, self.step, began, now)))
 
 
 class running:  # noqa: N801 - reads as `with running(stage, flight, ...):`
@@ -183,7 +188,7 @@ class running:  # noqa: N801 - reads as `with running(stage, flight, ...):`
     """
 
     def __init__(
-        self, stage: Stage, flight: Flight, lane: str, streams: Streams, shake: Callable[[], None]
+        self, stage: Stage, flight: Flight, lane: str, streams: Streams, shake: Shake
     ) -> None:
         self._stage, self._flight, self._lane, self._streams = stage, flight, lane, streams
         shake()
@@ -296,9 +301,12 @@ def record(clock: StageClock, flight: Flight, streams: Streams) -> None:
     clock.add(flight.step, flight.batch.kind, spans, waits)
 
 
+Shake = Callable[[], object]
+"""Called before every stage and hand-over, in every thread: a `Shaker`, or what does nothing."""
+
+
 class Shaker:
-    """Called before every stage and hand-over, in every thread: sleeps up to `most_ms`, or not; a
-    debugging mode that shakes out races. With 0 it does nothing.
+    """Sleeps up to `most_ms`, or not; a debugging mode that shakes out races.
 
     Two calls in three return at once, so that threads run in bursts as well as one by one. The
     delays of a thread depend on `seed` and the thread's name; results must depend on none.
@@ -309,8 +317,6 @@ class Shaker:
         self._local = threading.local()
 
     def __call__(self) -> None:
-        if not self._most_s:
-            return
         draw = getattr(self._local, "draw", None)
         if draw is None:
             name = f"{self._seed} {threading.current_thread().name}"

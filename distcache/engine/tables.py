@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager as Context
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,12 +30,12 @@ from distcache.engine.groups import TableSettings, make_groups
 from distcache.engine.movement import Mover, RowChoice
 from distcache.engine.queue import StepStream
 from distcache.engine.step import (
-    APPLY,
     RETURN_ROWS,
     SHARE_LATE,
     SYNC,
     TRAINING_LANE,
     Flight,
+    Shake,
     Shaker,
     Stage,
     running,
@@ -116,7 +115,7 @@ class CachedTables:
         """Whether a step begins with an exchange of rows."""
         self.home_state = self.placement.state == "home"
         self._returns = self.home_state and any(rows.slots.replicated for rows in self.rows)
-        self._shake = Shaker(settings.shake_ms, world.rank)
+        self._shake: Shake = Shaker(settings.shake_ms, world.rank) if settings.shake_ms else bool
         how = (settings.dtype, settings.pooled, settings.shares_early(world))
         self._mover = Mover(self.rows, self.link, self.streams, *how)
         self.overlapped = settings.schedule == "overlapped"
@@ -124,6 +123,7 @@ class CachedTables:
         self.stream: StepStream | None = None
         """The last that was begun, whose threads may have ended."""
         self.last_step, self.failed, self._stale = -1, False, False
+        self._whole_or_failed = _WholeOrFailed(self)
 
     # --- plans ------------------------------------------------------------------------------
 
@@ -196,14 +196,13 @@ class CachedTables:
         """The time in which the training thread runs `stage` of a step, on the stage's stream."""
         return running(stage, flight, TRAINING_LANE, self.streams, self._shake)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def open(self, flight: Flight) -> list[Tensor]:
         """Begin a step: its leaves by group, `[U + N, D]`, once its rows are on the device.
 
         A leaf's first U rows are the replicated ones in canonical order, the other N those sharded
         rows that this rank's ids name. Later steps' rows may move from now on. Each step of a
-        stream is opened once, in order.
+        stream is opened once, in order; where autograd records nothing (`torch.no_grad`, no
+        inference mode), as all of a step but its forward and backward.
         """
         stream, streams = flight.stream, self.streams
         flight.free = streams.mark(COMPUTE)
@@ -226,11 +225,10 @@ class CachedTables:
         self.last_step = flight.step
         return self._leaves(flight)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def leaves(self, flight: Flight) -> list[Tensor]:
         """The leaves of the step that was opened last, read anew: as `open` gave them, or, once the
-        step was applied, with the new rows (then all ranks call it, for sharded rows travel)."""
+        step was applied, with the new rows (then all ranks call it, for sharded rows travel); see
+        `open`."""
         if flight.applied and self.shares:
             with self.stage(SHARE_LATE, flight):
                 self._share(flight)
@@ -336,7 +334,7 @@ class CachedTables:
         enabled: Tensor | None = None,
     ) -> None:
         """Update the step's rows and state in place, where autograd records nothing, inside stage
-        `apply`; see `applying`.
+        `apply`; then `return_rows`.
 
         `count`: number of the optimizer step, from 1, of all rows, or the choices of each group,
         whose other rows are left as they are; `enabled`: as in `optim.apply_rows`.
@@ -369,18 +367,16 @@ class CachedTables:
                 replicated = found.cpu().flatten()
         return replicated, None if plan.shard is None else named(plan.shard.slots)
 
-    @contextmanager
-    def applying(self, flight: Flight) -> Iterator[None]:
-        """The update of rows and dense part; then homes that alone have the state send their new
-        rows to all ranks, if they were applied."""
-        with self.stage(APPLY, flight):
-            yield
-        if self._returns and flight.applied:
-            with self.stage(RETURN_ROWS, flight), torch.no_grad():
-                for rows, plan, where in zip(self.rows, flight.plans, flight.where, strict=True):
-                    if rows.slots.replicated:
-                        rows.return_rows(plan, self.link, where.slots)
-            self.streams.after(COMPUTE, (flight.after,))
+    def return_rows(self, flight: Flight) -> None:
+        """Once rows and dense part are updated: homes that alone have the state send their new rows
+        to all ranks, if they were applied."""
+        if not (self._returns and flight.applied):
+            return
+        with self.stage(RETURN_ROWS, flight), torch.no_grad():
+            for rows, plan, where in zip(self.rows, flight.plans, flight.where, strict=True):
+                if rows.slots.replicated:
+                    rows.return_rows(plan, self.link, where.slots)
+        self.streams.after(COMPUTE, (flight.after,))
 
     def count(self, flight: Flight) -> None:
         """Count what moved for a step, and the bytes of its planning and moving."""
@@ -389,14 +385,9 @@ class CachedTables:
         self.counters.count(ROWS, flight.fill_bytes, flight.fill_between_nodes)
         self.counters.count(PLANNING, flight.planning_bytes)
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
+    def whole(self) -> Context[None]:
         """What fails inside leaves the rows of no step; the other ranks hear of it."""
-        try:
-            yield
-        except BaseException as error:
-            self.fail(error)
-            raise
+        return self._whole_or_failed
 
     def fail(self, error: BaseException) -> None:
         """This rank's rows are those of no step, because of `error`: the other ranks hear of it."""
@@ -453,6 +444,20 @@ class CachedTables:
         for rows in self.rows:
             if rows.store is not None:
                 rows.store.close()
+
+
+class _WholeOrFailed:
+    """See `CachedTables.whole`."""
+
+    def __init__(self, tables: CachedTables) -> None:
+        self._tables = tables
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self._tables.fail(error)
 
 
 # -----------------------------------------------------------------------------

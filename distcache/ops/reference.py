@@ -205,7 +205,7 @@ def update_rows(
         enabled = None
     elements = BLOCK_ELEMENTS.get(weight.device.type, BLOCK_ELEMENTS["cuda"])
     block = max(1, elements // weight.shape[1])
-    for start in range(0, len(slots), block):
+    for start in range(0, slots.shape[0], block):
         at = slots[start : start + block]
         rows = weight.index_select(0, at)
         row_state = None if state is None else state.index_select(0, at)

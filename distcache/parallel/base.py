@@ -284,7 +284,7 @@ def predict(model: nn.Module, dense: Tensor, pooled: Tensor, amp: str) -> Tensor
     """
     with torch.autocast(pooled.device.type, torch.bfloat16, enabled=amp == "bf16"):
         logits = model(dense, pooled)
-    if tuple(logits.shape) != (len(dense),):
+    if logits.shape != dense.shape[:1]:
         raise ConfigError(
             f"the model returned {list(logits.shape)} for {len(dense)} samples: return logits [b], "
             "such as x.squeeze(-1) of [b, 1]"

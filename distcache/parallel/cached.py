@@ -24,7 +24,7 @@ from distcache.data.batch import Batch, BatchCheck
 from distcache.engine.gradients import Control, ControlRing, DenseGradients
 from distcache.engine.groups import TableSettings
 from distcache.engine.movement import MoveCounts
-from distcache.engine.step import FORWARD, FORWARD_BACKWARD, Flight, Watcher, record
+from distcache.engine.step import APPLY, FORWARD, FORWARD_BACKWARD, Flight, Watcher, record
 from distcache.engine.tables import CachedTables, RowSums
 from distcache.errors import PlanError
 from distcache.layout import TableSpec
@@ -210,8 +210,9 @@ class CachedParallel(Parallel):
                 self._forward_backward(flight, leaves)
             with tables.syncing(flight):
                 self._sync(flight, leaves)
-            with tables.applying(flight):
+            with tables.stage(APPLY, flight):
                 self._apply(flight)
+            tables.return_rows(flight)
         tables.count(flight)
         self.statistics.add(flight)
         self._unread.append(flight)

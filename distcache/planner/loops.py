@@ -221,29 +221,88 @@ def fill(
     return leaving
 
 
-@compiled(types.void(in4, in4, i8, in4, in1, i8, out44))
+@compiled(types.void(i8, i8, i8, in4, in1, i8, out44))
 def tell(
-    rows: np.ndarray,
-    uses: np.ndarray,
+    row: int,
+    step: int,
     filed: int,
     slot_of: np.ndarray,
     classes: np.ndarray,
     lists: int,
     table: np.ndarray,
 ) -> None:
-    """Tell those of `rows` that are cached of the steps in the window that use them next.
+    """Tell a row, if it is cached, that `step` in the window uses it next.
 
-    `rows` and `uses`: int32; `filed`: whether their slots are in lists of keys; `lists`: n. Pinned
-    rows (`classes`, or none) are not told.
+    `filed`: whether its slot is in a list; `lists`: n. Pinned rows (`classes`, or none) are not
+    told.
     """
-    first = len(table) - 2 * lists
+    slot = slot_of[row]
+    if slot >= 0 and not (len(classes) and classes[row] == PINNED):
+        if filed:
+            unlink(table, slot)
+        table[slot, NEXT] = step
+        append(table, len(table) - 2 * lists + (step & (lists - 1)), slot)
+
+
+@compiled(i8(in4, in4, i8, i8, in4, in1, i8, out44, out4, out4))
+def refer(
+    rows: np.ndarray,
+    previous: np.ndarray,
+    planned: int,
+    step: int,
+    slot_of: np.ndarray,
+    classes: np.ndarray,
+    lists: int,
+    table: np.ndarray,
+    later: np.ndarray,
+    ends: np.ndarray,
+) -> int:
+    """Tell those of `rows` (int32 `[U]`) that `previous` named by step `planned` or before that
+    `step` uses them next.
+
+    The others, in the order of the steps that named them, go to `later` (int32 `[U]`); those of
+    step `planned` + 1 + g end at `ends[g]` (int32 `[step - planned - 1]`, zeros). Returns -1; or,
+    having done nothing, a step in `previous` that does not come before `step`.
+    """
+    for i in range(len(previous)):
+        if previous[i] >= step:
+            return previous[i]
     for i in range(len(rows)):
-        slot = slot_of[rows[i]]
-        if slot >= 0 and not (len(classes) and classes[rows[i]] == PINNED):
-            if filed:
-                unlink(table, slot)
-            table[slot, NEXT] = uses[i]
-            append(table, first + (uses[i] & (lists - 1)), slot)
+        if previous[i] > planned:
+            ends[previous[i] - planned - 1] += 1
+        else:
+            tell(rows[i], step, True, slot_of, classes, lists, table)
+    before = 0
+    for g in range(len(ends)):
+        count, ends[g] = ends[g], before
+        before += count
+    for i in range(len(rows)):
+        if previous[i] > planned:
+            g = previous[i] - planned - 1
+            later[ends[g]] = rows[i]
+            ends[g] += 1
+    return -1
+
+
+@compiled(types.void(in4, in4, in4, in4, in1, i8, out44))
+def tell_parts(
+    rows: np.ndarray,
+    steps: np.ndarray,
+    ends: np.ndarray,
+    slot_of: np.ndarray,
+    classes: np.ndarray,
+    lists: int,
+    table: np.ndarray,
+) -> None:
+    """Tell `rows`, whose slots are in no list, of the steps that use them next.
+
+    Those up to `ends[0]` of `steps[0]`, from there up to `ends[1]` of `steps[1]`, ...; all int32.
+    """
+    i = 0
+    for part in range(len(steps)):
+        while i < ends[part]:
+            tell(rows[i], steps[part], False, slot_of, classes, lists, table)
+            i += 1
 
 
 @compiled(types.void(in4, in1, in4, out44))

@@ -323,7 +323,7 @@ def divided(
     `items` = (index int32 `[n]`, of int32 `[U]`), `of[index]` of `values[index]`.
     """
     above = (values if items is None else values[items[0]]) > bound
-    high, low = np.flatnonzero(above), np.flatnonzero(~above)
+    high, low = above.nonzero()[0], (~above).nonzero()[0]
     counts = np.diff(np.searchsorted(high, np.cumsum(lengths)), prepend=0)
     rest = (np.asarray(lengths, np.int64) - counts).tolist()
     if items is not None:
@@ -465,10 +465,11 @@ def assemble(
 
     `sharded`: what the homes said of the sharded rows, if the group has any.
     """
-    home_counts = [len(part.slots) for part in parts]
+    slots, fetches, replies = zip(*((p.slots, p.fetch, p.reply) for p in parts), strict=True)
+    home_counts = tuple(map(len, slots))
     base = list(accumulate(home_counts, initial=0))
     total = base[-1]
-    asked, shard, leaf_rows = _joined([part.reply for part in parts], base), None, total
+    asked, shard, leaf_rows = _joined(replies, base), None, total
     if sharded is not None:
         shard = shard_plan(sharded, request.sharded, move_after)
         leaf_rows = total + shard.rows
@@ -478,15 +479,16 @@ def assemble(
     else:
         ids = occurrences(request.labels, asked[request.places], leaf_rows)
     positions, order, touched, segments, starts = ids
-    fetch = _joined([part.fetch for part in parts], base)
+    fetch = _joined(fetches, base)
     missing = fetch
     if sharded is not None:
         missing = np.concatenate((fetch, total + np.flatnonzero(sharded.joined & FETCHED)))
     missed = int((starts[missing + 1] - starts[missing]).sum())
     if len(parts) == 1 and sharded is None:  # the only rank names every row
-        sources = [np.arange(total)]
+        source_rows, source_counts = np.arange(total), home_counts
     else:
         sources = [_ascending(reply, len(own.slots)) for reply in own.replies]
+        source_rows, source_counts = np.concatenate(sources), tuple(map(len, sources))
     ends = touched.searchsorted(base).tolist()
     return StepPlan(
         step=own.step,
@@ -496,12 +498,12 @@ def assemble(
         touched=torch.from_numpy(touched),
         segments=torch.from_numpy(segments),
         touched_counts=tuple([stop - start for start, stop in pairwise(ends)]),
-        slots=as_tensor(np.concatenate([part.slots for part in parts])),
-        home_counts=tuple(home_counts),
-        source_rows=torch.from_numpy(np.concatenate(sources)),
-        source_counts=tuple([len(source) for source in sources]),
+        slots=as_tensor(slots[0] if len(slots) == 1 else np.concatenate(slots)),
+        home_counts=home_counts,
+        source_rows=torch.from_numpy(source_rows),
+        source_counts=source_counts,
         fetch=as_tensor(fetch),
-        fetch_counts=tuple([len(part.fetch) for part in parts]),
+        fetch_counts=tuple(map(len, fetches)),
         fetch_rows=as_tensor(own.fetch_rows),
         evict_slots=as_tensor(own.evict_slots),
         evict_rows=as_tensor(own.evict_rows),
@@ -541,6 +543,8 @@ def next_move_after(step: int, prefetch: int, latest_uses: Sequence[int], before
 
 def _joined(parts: Sequence[np.ndarray], base: Sequence[int]) -> np.ndarray:
     """The indices (int32) that each home counts from 0, counted from its `base`."""
+    if len(parts) == 1:
+        return parts[0]
     pairs = zip(parts, base, strict=False)
     return np.concatenate([part + np.int32(start) for part, start in pairs])
 
@@ -549,4 +553,4 @@ def _ascending(reply: np.ndarray, total: int) -> np.ndarray:
     """The distinct indices, below `total`, of one rank's reply, ascending."""
     seen = np.zeros(total, dtype=bool)
     seen[reply] = True
-    return np.flatnonzero(seen)
+    return seen.nonzero()[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -284,29 +284,27 @@ class SlotTable:
         now, if they are cached; the others when the step that names them before is planned. Raises
         PlanError where steps do not come in order.
         """
-        latest = int(previous.max(initial=-1))
-        if latest >= step:
-            raise PlanError(f"{latest} is not below {step}: steps come in order")
         self._cover(_STEPS, range(planned + 1, step + 1))
         self._newest = step
-        order, starts = grouped(np.maximum(previous - planned, 0), step - planned)
-        known, *later = pairwise(starts.tolist())
-        self._tell([(step, local[order[slice(*known)]])], filed=True)
-        for before, (start, stop) in enumerate(later, planned + 1):
+        later, ends = np.empty_like(local), np.zeros(max(0, step - planned - 1), np.int32)
+        known = (self.slot_of, self._classes, self._lists, self._table)
+        latest = loops.refer(local, previous, planned, step, *known, later, ends)
+        if latest >= 0:
+            raise PlanError(f"{latest} is not below {step}: steps come in order")
+        start = 0
+        for before, stop in enumerate(ends.tolist(), planned + 1):
             if start < stop:
-                self._again.setdefault(before, []).append((step, local[order[start:stop]]))
+                self._again.setdefault(before, []).append((step, later[start:stop]))
+            start = stop
 
     def look_ahead(self, step: int) -> None:
         """Tell which rows of `step`, whose slots are filled by now, are used again, and when."""
-        if step in self._again:
-            self._tell(self._again.pop(step), filed=False)
-
-    def _tell(self, parts: list[tuple[int, np.ndarray]], filed: bool) -> None:
-        """Tell rows of the steps that use them next; see `loops.tell`."""
-        rows = np.concatenate([rows for _, rows in parts])
-        uses = np.repeat([use for use, _ in parts], [len(rows) for _, rows in parts])
-        told = (self.slot_of, self._classes, self._lists, self._table)
-        loops.tell(rows, uses.astype(np.int32), filed, *told)
+        if step not in self._again:
+            return
+        uses, rows = zip(*self._again.pop(step), strict=True)
+        parts = np.array(uses, np.int32), np.array(list(accumulate(map(len, rows))), np.int32)
+        known = (self.slot_of, self._classes, self._lists, self._table)
+        loops.tell_parts(np.concatenate(rows), *parts, *known)
 
     # --- a step is planned --------------------------------------------------------------------
 
@@ -342,9 +340,9 @@ class SlotTable:
             node = np.array([self.slots], np.int32)
             loops.file_slots(slots[pinned], _NO_LEVELS, node, self._table)
             slots, levels = slots[~pinned], levels[~pinned] if len(levels) else levels
-        ranking = self.ranking
-        self._cover(_KEYS, range(ranking.base, ranking.base + ranking.span))
-        nodes = self._nodes(_KEYS, ranking.base + ranking.ranks)
+        ranking, base = self.ranking, self.ranking.base
+        self._cover(_KEYS, range(base, base + ranking.span))
+        nodes = self._nodes(_KEYS, base + ranking.ranks)
         loops.file_slots(slots, levels, nodes, self._table)
         self._used.append((step, slots))
         while self._used[0][0] < step - self.prefetch:
