@@ -119,3 +119,12 @@ def test_the_example_of_a_plan_is_what_the_program_says(tmp_path, capsys) -> Non
     assert main([*command[3:], "most_ranks=1", f"output={tmp_path}"]) == 0
     said = capsys.readouterr().out.partition("By number of ranks")[0]
     assert said.strip() and shown.strip().strip("`").strip() == said.strip()
+
+
+def test_every_optimizer_is_named() -> None:
+    kinds = vars(distcache.optim).values()
+    update = distcache.optim.RowUpdate
+    names = [k.__name__ for k in kinds if isinstance(k, type) and issubclass(k, update)]
+    names.remove("RowUpdate")
+    missing = [name for name in names if f"{name}`" not in DROP_IN]
+    assert len(names) == 4 and not missing, (names, missing)
