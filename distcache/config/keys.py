@@ -36,11 +36,12 @@ _WENT = {
 
 MOVED = {
     "out": "output",
+    "output": "run.dir",
     "analyze.output": "output",
     "analyze.simulate": "simulate",
     "analyze.trace": "trace",
 }
-"""Keys that have another name now."""
+"""Keys that have another name now, or in another command."""
 
 
 def is_known(key: str, schema: type = Config) -> bool:

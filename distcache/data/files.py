@@ -55,7 +55,7 @@ class InputFile:
         except OSError as error:
             raise self._gone(error) from error
         if (now.st_size, now.st_mtime_ns) != (self.bytes, self.mtime_ns):
-            how = "shrank" if now.st_size < self.bytes else "changed"
+            how = "shrank" if now.st_size < self.bytes else "was written to"
             raise DataError(
                 f"{self.path} {how} while it was read: {self.bytes:,} bytes at the start, "
                 f"{now.st_size:,} now; start again when it is at rest, and leave it in place"

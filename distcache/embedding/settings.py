@@ -54,7 +54,10 @@ class CacheSettings(CacheConfig):
             if bound is None or (value == own.default and not isinstance(value, bool)):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < bound:
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least {bound}")
+                auto = "'auto' or " if "counted" in rule else ""
+                raise ConfigError(
+                    f"{name}={value!r} must be {auto}a whole number of at least {bound}"
+                )
         if self.dtype not in (torch.float32, torch.float64):
             raise ConfigError(f"dtype={self.dtype} is not torch.float32 or torch.float64")
         given = self.statistics

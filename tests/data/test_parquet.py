@@ -266,7 +266,7 @@ def test_damaged_pages_vanished_and_changed_files(tmp_path):
         (lambda: None, False, "is no Parquet file that can be read"),
         (path.unlink, False, "cannot be read any more"),
         (lambda: path.write_bytes(whole[:-1]), False, "shrank while it was read"),
-        (lambda: os.utime(path, ns=(1, 1)), True, "changed while it was read"),
+        (lambda: os.utime(path, ns=(1, 1)), True, "was written to while it was read"),
     ):
         path.write_bytes(content if "Parquet" in message else whole)
         stream = source(path, 60, held_out=0)
