@@ -196,11 +196,11 @@ class RowOptimizer(torch.optim.Optimizer):
         parts: list[Part] = []
         for index, table in enumerate(tables.tables):
             columns = self._update.state_columns(table.dim)
-            found = {key for key in state[table.name] if key != "step"}
-            if found != set(columns):
+            found, keeps = sorted(state[table.name]), sorted({"step", *columns})
+            if found != keeps:
                 raise ConfigError(
-                    f"table {table.name!r}: optimizer state {sorted(found)}, but "
-                    f"{type(self._update).__name__} keeps {sorted(columns)}"
+                    f"table {table.name!r}: optimizer state {found}, but "
+                    f"{type(self._update).__name__} keeps {keeps}"
                 )
             for name, at in columns.items():
                 want, got = (table.rows, at.stop - at.start), tuple(state[table.name][name].shape)
@@ -227,6 +227,9 @@ def clip_grad_norm_(
     number in every placement. Call it after the last backward pass (and after
     `GradScaler.unscale_`), on all ranks.
     """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ConfigError(f"norm_type={norm_type:g}: give a number above 0, or inf")
     ebc.reduce()
     tables, step = ebc.tables, ebc.tables.current
     dense = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -331,13 +334,14 @@ class CachedCollection(nn.Module):
         if not isinstance(features, KeyedJaggedTensor):
             raise DataError(f"{type(features).__name__} is no KeyedJaggedTensor")
         trains = self.training and torch.is_grad_enabled()
-        for stream in tables.streams:
-            if stream.claims(features, by_content=trains):
-                return stream.open_next(self._frozen_now())
         current = tables.current
-        for micro, read in enumerate(current.reads if current is not None else []):
-            if read.is_of(features) and read.is_unchanged(features, self.reader.read):
-                return current, micro
+        for by_content in (False, trains):  # another batch may have the same ids
+            for stream in tables.streams:
+                if stream.claims(features, by_content):
+                    return stream.open_next(self._frozen_now())
+            for micro, read in enumerate(current.reads if current is not None else []):
+                if read.is_of(features) and read.is_unchanged(features, self.reader.read):
+                    return current, micro
         for stream in tables.streams:
             if trains and stream.awaits:
                 raise stream.altered()

@@ -200,6 +200,9 @@ class OpenStep:
         """Forget the gradients so far (`zero_grad`)."""
         for tensor in (*(self.leaves or []), *self.view.params):
             tensor.grad = None
+        if self.reduced:  # all of them are gone: what comes now begins the step anew
+            self._forwarded.clear()
+            self._backed.clear()
         self.reduced = False
 
     def ready(self, without_backward: bool = False) -> bool:
@@ -208,15 +211,16 @@ class OpenStep:
         Raises PlanError where a step would lose part, and, unless `without_backward`, where no
         backward pass has come here.
         """
-        if self.leaves is None or not self._forwarded or not any(self.trains):
+        seen = self._forwarded | self._backed
+        if self.leaves is None or not seen or not any(self.trains):
             return False
         if (self._backed or self.reduced) and not self.pending:
             return False  # dropped by zero_grad
         total, number = len(self.reads), self.flight.step
-        if len(self._forwarded) < total:
+        if len(seen) < total:
             raise PlanError(
                 f"step {number} was read as {total} micro-batches (accumulate={total}), of which "
-                f"{len(self._forwarded)} have gone through the model: call step() after the last"
+                f"{len(seen)} have gone through the model: call step() after the last"
             )
         if not (self._backed or self.reduced or without_backward):
             raise PlanError(

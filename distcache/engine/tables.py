@@ -599,6 +599,8 @@ class StepRows:
                     own = rows.pow(norm_type).sum(1)
                 powers[part.at_home].append(own)
         none = torch.zeros(0, dtype=torch.float64, device=self._tables.world.device)
+        if not any(powers.values()):  # no sums: then moves may be under way, on the same group
+            return none.sum()
         shared, own = (torch.cat([none, *powers[home]]) for home in (False, True))
         most = _most(torch.cat((shared, own)))
         if self.guard is not None:

@@ -479,11 +479,14 @@ def test_optimizer_state_that_does_not_fit_is_refused() -> None:
     state = adam.optimizer.state_dict()
     assert set(state["state"]["t0"]) == {"step", "exp_avg", "exp_avg_sq"}
     assert state["param_groups"][0]["params"] == ["t0", "t1", "t2", "t3"]
-    with pytest.raises(ConfigError, match=r"t0.*exp_avg.*Adagrad keeps \['sum'\]"):
+    with pytest.raises(ConfigError, match=r"t0.*exp_avg.*Adagrad keeps \['step', 'sum'\]"):
         adagrad.optimizer.load_state_dict(state)
     own = saved(adagrad.optimizer.state_dict())
     own["state"]["t1"]["sum"] = torch.zeros(3, 8)
     with pytest.raises(ConfigError, match=r"t1\.sum: shape \(3, 8\), must be \(60, 8\)"):
+        adagrad.optimizer.load_state_dict(own)
+    with pytest.raises(ConfigError, match=r"\['sum'\], but Adagrad keeps \['step', 'sum'\]"):
+        del own["state"]["t0"]["step"]
         adagrad.optimizer.load_state_dict(own)
     del own["state"]["t1"]
     with pytest.raises(ConfigError, match="optimizer state of tables"):

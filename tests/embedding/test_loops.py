@@ -93,6 +93,18 @@ def test_two_forwards_of_one_batch_add_up() -> None:
     assert_close(run(True), run(False))
 
 
+def test_a_second_forward_is_not_taken_for_another_batch_of_the_same_ids() -> None:
+    ebc, model = made()
+    stream = lookahead([draw(1), draw(1)], ebc, accumulate=2)
+    both = list(stream)
+    with torch.no_grad():
+        loss_of(model, both[0])
+    for batch in both:
+        loss_of(model, batch).backward()
+    ebc.step()
+    assert ebc.tables.steps == 1
+
+
 def test_two_steps_on_one_batch() -> None:
     data = batches(6)
     ebc, model = made("adam")
@@ -147,6 +159,24 @@ def test_a_step_in_the_middle_of_its_micro_batches_is_an_error() -> None:
         loss_of(model, next(stream)).backward()
     ebc.step()
     assert ebc.tables.steps == 1
+
+
+def test_micro_batches_may_be_gone_through_again() -> None:
+    def run(times: int) -> dict:
+        ebc, model = made()
+        stream = iter(lookahead(batches(4), ebc, accumulate=2))
+        for pair in zip(stream, stream, strict=True):
+            for _ in range(times):
+                ebc.optimizer.zero_grad()
+                for batch in pair:
+                    loss_of(model, batch).backward()
+            ebc.step()
+        ebc.optimizer.zero_grad()
+        ebc.step()
+        assert ebc.tables.steps == 2
+        return weights_of(model)
+
+    assert_same(run(2), run(1))
 
 
 def clipped_and_scheduled(model, data, rows, clip) -> list[float]:
@@ -536,6 +566,14 @@ def frozen_ddp(rank: int, size: int) -> dict:
                 train(model, ebc, [batch])
         ebc.optimizer.zero_grad()
         ebc.close()
+    ebc = cached("sgd", timeout_s=60, placement="sharded", rows=200)
+    ebc.requires_grad_(False)
+    for batch in lookahead(data, ebc):  # rows move meanwhile, on the group that a norm would use
+        ebc(batch.sparse_features)
+        sent = ebc.tables.engine.counters.planning_bytes
+        assert float(distcache.clip_grad_norm_([], ebc, 1.0)) == 0.0
+        assert ebc.tables.engine.counters.planning_bytes == sent
+    ebc.close()
     return found["260"]
 
 
