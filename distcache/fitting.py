@@ -326,9 +326,10 @@ def fit(
         source: Any = OwnSource(tuple(features), tuple(spec.rows for spec in specs))
         identity = identity_of(config, own_world, source, specs)
         start = resumed_state(config, own_world, replace(identity, global_batch_size=0))
-        if opens_window(config):
-            ids = max(together(own_world, train.first_ids))
-            source = replace(source, ids_per_step=ids)
+        if opens_window(config) or parallel == "hybrid":  # whose kernels are made for weights
+            ids, weighted = zip(*together(own_world, train.first_look), strict=True)
+            source = replace(source, ids_per_step=max(ids))
+            config.data.weighted = any(weighted)
         mode = build.build_parallel(config, own_world, specs, model, source)
         run = OwnRun(
             config, own_world, run_dir, source, specs, mode, start,

@@ -64,17 +64,21 @@ class OwnBatches:
             self._set_epoch(self._start["epoch"])
             self._items = iter(self._loader)
 
-    def first_ids(self) -> int:
-        """Ids of the first item, which is still the first that `batches` gives; from the main
-        thread. 0 where there is none, or it is no batch, which `batches` will tell."""
+    def first_look(self) -> tuple[int, bool]:
+        """Ids of the first item, which is still the first that `batches` gives, and whether they
+        have weights; from the main thread. 0 where there is none, or it is no batch, which
+        `batches` will tell."""
         self.open()
         try:
             item = self._draw(0)
             self._looked_at = [item]
-            return 0 if item is _END else len(as_batch(item, self.features, 0, 0).ids.values)
+            if item is _END:
+                return 0, False
+            ids = as_batch(item, self.features, 0, 0).ids
+            return len(ids.values), ids.weights is not None
         except DataError as error:
             self._looked_at = self._looked_at or [error]
-            return 0
+            return 0, False
 
     def position(self, step: int) -> bytes:
         """Where the iterable stood after the batch of training step `step - 1`.

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -418,8 +418,9 @@ def jagged(ids: JaggedIds, size: int, device: torch.device) -> KeyedJaggedTensor
     lengths = ids.offsets.diff().to(torch.int32).view(len(ids.features), -1)
     padded = torch.zeros(len(ids.features), size, dtype=torch.int32)
     padded[:, : lengths.size(1)] = lengths
+    weights = None if ids.weights is None else ids.weights.float()
     return KeyedJaggedTensor(
-        keys=list(ids.features), values=ids.values, lengths=padded.view(-1), weights=ids.weights
+        keys=list(ids.features), values=ids.values, lengths=padded.view(-1), weights=weights
     ).to(device)
 
 
@@ -469,13 +470,26 @@ class HybridParallel(Parallel):
     def stream(self, batches: Iterable[Batch]) -> Iterator[Step]:
         """The batches as they come, drawn just ahead of the step: TorchRec plans nothing."""
         check = BatchCheck(self._spec.tables, self._spec.features, self._spec.on_bad_id)
-        with Prefetch(map(check, batches)) as ahead:
+        with Prefetch(map(self._weighted, map(check, batches))) as ahead:
             sized = agreed_batches(ahead, self._world) if self._spec.agree_on_sizes else ahead
             asked = time.perf_counter()
             for batch in sized:
                 self._clock.batch(ahead.load_s, asked)
                 yield Step(batch)
                 asked = time.perf_counter()
+
+    def _weighted(self, batch: Batch) -> Batch:
+        """`batch` with weights, or without, as the kernels were made; DataError if it differs."""
+        ids, want = batch.ids, self._spec.weighted
+        if want and not len(ids.values):  # of a rank that has no more batches
+            return replace(batch, ids=replace(ids, weights=torch.empty(0)))
+        if (ids.weights is not None) != want:
+            found, first = ("no weights", "some") if want else ("weights", "none")
+            raise DataError(
+                f"the ids of {batch.kind} batch {batch.index} have {found}, and those of the first "
+                f"batch have {first}: give all batches weights, or none"
+            )
+        return batch
 
     def train_step(self, step: Step, stop: bool = False) -> StepResult:
         """Forward, agreement on the loss, backward with the rows' update, dense update."""
@@ -530,11 +544,6 @@ class HybridParallel(Parallel):
     def _logits(self, batch: Batch) -> Tensor:
         """Logits `[b]` of this rank's slice, run at the size that all ranks share."""
         ids, count = batch.ids, batch.dense.size(0)
-        if (ids.weights is not None) != self._spec.weighted:
-            raise DataError(
-                f"batch {batch.index} has {'no ' if ids.weights is None else ''}weights, but the "
-                f"model was built with weighted={self._spec.weighted}"
-            )
         size = batch.largest or -(-batch.global_size // self._world.size)
         dense = batch.dense.new_zeros(size, batch.dense.size(1))
         dense[:count] = batch.dense

@@ -51,6 +51,8 @@ def item(step: int, rank: int = 0, world: int = 1, form: str = "tuple") -> Any:
         return batch.dense, jagged, batch.labels
     if form == "jagged":
         return batch.dense, ids, batch.labels.long().unsqueeze(1)
+    if form == "weighted":
+        return batch.dense, (ids.values, ids.offsets, 0.5 + ids.values % 3), batch.labels
     return batch.dense, (ids.values, ids.offsets), batch.labels
 
 
@@ -185,13 +187,13 @@ def workers_end(world, home: Path) -> dict[str, Any]:
 
 
 def uneven(world, home: Path) -> dict[str, Any]:
-    """Sizes, lengths and evaluations that differ between ranks, in every mode."""
+    """Sizes, lengths and evaluations that differ between ranks, with weights, in every mode."""
     rank, shares = world.rank, [1] if world.size == 1 else [1 / 3, 2 / 3]
 
     def lopsided():
         return [cut(step, sum(shares[:rank]), shares[rank]) for step in range(12 - 2 * rank)]
 
-    evals = [item(50 + n, rank, world.size) for n in range(3 + 2 * rank)]
+    evals = [item(50 + n, rank, world.size, "weighted") for n in range(3 + 2 * rank)]
     more = {"eval_loader": evals, "trainer__eval_every": 4}
     seen = {mode: fit(world, home / f"uneven-{mode}", lopsided(), mode, **more) for mode in MODES}
     return seen | {"no eval": fit(world, home / "none", lopsided())}
@@ -208,7 +210,7 @@ def cut(step: int, first: float, share: float):
     kept = lengths[:, mine].reshape(-1)
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), kept.cumsum(0)])
     ids = values[picked.reshape(-1).repeat_interleave(lengths.reshape(-1))]
-    return dense[mine], (ids, ends), labels[mine]
+    return dense[mine], (ids, ends, 0.5 + ids % 3), labels[mine]
 
 
 def nothing_to_train(world, home: Path) -> dict[str, Any]:
@@ -234,6 +236,7 @@ BAD = {
     ),
     "width": (("data",), "train batch 4 of your loader: dense has 1 features, those before it 5"),
     "id": (("data",), r"train batch 5: feature 't_0', sample \d+ of this .*: id 300 is not in"),
+    "weights": (("hybrid",), "the ids of train batch 5 have weights, and those of the first batch"),
     "eval width": (("data",), "eval batch 4 of your loader: dense has 1 features, those before"),
 }
 """What is wrong with an item of the last rank: the modes it is tried in, what that rank says."""
@@ -260,7 +263,8 @@ def broken(name: str, rank: int, world: int):
     if name == "id":
         values = values.clone()
         values[0] = 300
-    items[step] = dense, (values, offsets), labels
+    weights = [torch.ones(len(values))] if name == "weights" else []
+    items[step] = dense, (values, offsets, *weights), labels
     return items
 
 
