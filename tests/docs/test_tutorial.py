@@ -69,7 +69,9 @@ def run_own(folder: Path) -> str:
     (own,) = [part for part in PARTS if part.kind == "bash own data"]
     path = 'data.path=kaggle"'
     assert path in own.body
-    body = own.body.replace(path, f'{path[:-1]} cache.ratio=1 data.global_batch_size=256"')
+    assert " cache.ratio=0.015" in own.body
+    body = own.body.replace(" cache.ratio=0.015", "")
+    body = body.replace(path, f'{path[:-1]} cache.ratio=1 data.global_batch_size=256"')
     return opened.run(replace(own, kind="bash", body=body))
 
 
