@@ -312,6 +312,7 @@ GROUPS = st.lists(
 )
 
 
+@examples(100)
 @given(GROUPS, st.integers(1, 9), st.sampled_from(["rows", "ratio", "bytes"]), st.data())
 def test_properties(groups, world_size, key, data) -> None:
     """Multiples of W, between W and all rows; enough for what was asked; bytes are a bound."""

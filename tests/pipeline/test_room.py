@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from placement_cases import placement_of
@@ -201,6 +202,7 @@ def test_rows_that_no_cache_holds_beside_the_replicated_ones_are_told() -> None:
             assert region_slots(mixed, enough[0]).sharded >= 25
 
 
+@examples(100)
 @given(
     st.integers(1, 5),
     st.integers(1, 200),

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from plan_streams import make_layout
@@ -102,6 +103,7 @@ def test_rows_sent_to_each_rank_that_named_them_are_refused() -> None:
 SIZES = st.sampled_from([2, 3, 7, 8, 9, 16, 17, 32, 33, 64])
 
 
+@examples(100)
 @given(SIZES, st.data())
 def test_masks_of_any_size_of_node(size: int, data: st.DataObject) -> None:
     """Packed and unpacked; who carries a row, by a plain search."""
