@@ -259,16 +259,12 @@ def record_ids(
             bad = int(ids[outside.argmax()])
             of = "ids are not negative" if rows is None else f"the table has {rows} rows"
             raise DataError(f"step {step} of the trace has the id {bad}: {of}")
-        recorder.add(partial(_part_of, ids))
+        recorder.add(lambda *place, ids=ids: ids[slice(*slice_bounds(len(ids), *place))])
         if progress is not None:
             progress(len(ids))
         if recorder.full:
             break
     return recorder.finish()
-
-
-def _part_of(ids: np.ndarray, rank: int, world: int) -> np.ndarray:
-    return ids[slice(*slice_bounds(len(ids), rank, world))]
 
 
 def read_steps(path: str | Path, ids_per_step: int | None = None) -> Iterator[np.ndarray]:

@@ -157,7 +157,9 @@ def open_run_folder(
     """
     resume = config.trainer.resume
     again = resume is not None and run_dir.resolve() in Path(resume, "model").resolve().parents
-    kept = [] if again else [name for name in _OF_A_RUN if _holds(run_dir / name)]
+    # A run that failed at its first step leaves empty files at most.
+    files = [] if again else [path for name in _OF_A_RUN if (path := run_dir / name).exists()]
+    kept = [path.name for path in files if path.stat().st_size > 0]
     if kept and not config.run.overwrite:
         raise ConfigError(
             f"run.dir={run_dir} holds another run ({', '.join(kept)}): name another folder, go on "
@@ -188,11 +190,6 @@ def open_run_folder(
     )
     if idle := without_use(config, world.size, given):
         log.info("without use in this mode, on %d rank(s): %s", world.size, ", ".join(idle))
-
-
-def _holds(path: Path) -> bool:
-    """Whether there is something at `path`: a run that failed at its first step leaves nothing."""
-    return path.exists() and path.stat().st_size > 0
 
 
 def report(error: Exception, place: Place, store: dist.Store | None) -> int:

@@ -129,7 +129,6 @@ def draw_jobs(seed: int, world: int, runs: int, steps: int) -> list[Job]:
             prefetch=int(rng.choice([0, 1, 1, 2, 3])),
             policy=policy,
             schedule="overlapped" if rng.random() < 0.75 else "serial",
-            shake_ms=float(rng.choice([0.0, 0.0, 1.5])),
             result_delay=[None, 2][rng.integers(2)],
             placement=placement,
             access=ACCESS[(seed + number) % 3 == 0],

@@ -247,8 +247,6 @@ class TrainerConfig:
     """`overlapped`: rows move beside the steps before; `serial`: one stage after the other."""
     trace: bool = False
     """Write all ranks' stages on one clock to `trace.json` in the run folder, for Perfetto."""
-    shake_ms: float = least(0, 0.0)
-    """Longest random delay at every hand-over between threads, ms (debug; slow)."""
     resume_data: str = choice("same", "any")
     """Data of a resumed run: the `same` as before, or `any` (at the same step of them)."""
     validate_plans: bool = False

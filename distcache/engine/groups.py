@@ -219,9 +219,8 @@ class TableSettings:
     device, `host` keeps none; `slots`: C of each group (only mode `data` reads it); `lookahead`: L;
     `prefetch`: P; `reduction`: `ordered` or `native`; `dtype` of rows; `validate`: check every law
     of every plan; `fingerprint`: a number that must agree over the ranks; `schedule`: `overlapped`
-    or `serial`; `shake_ms`: longest random delay at hand-overs between threads; `placement`: of
-    cached rows in mode `data`; `access`: `staged` or `zero_copy`; `pooled`: lookups give bags, else
-    the row of every id.
+    or `serial`; `placement`: of cached rows in mode `data`; `access`: `staged` or `zero_copy`;
+    `pooled`: lookups give bags, else the row of every id.
     """
 
     mode: str = "data"
@@ -235,7 +234,6 @@ class TableSettings:
     validate: bool = False
     fingerprint: int = 0
     schedule: str = "overlapped"
-    shake_ms: float = 0.0
     placement: Placement = field(default_factory=Placement)
     access: str = STAGED
     pooled: bool = True

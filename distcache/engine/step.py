@@ -31,8 +31,6 @@ the slow twin, with the same bits.
 
 from __future__ import annotations
 
-import random
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -92,10 +90,6 @@ class Span(NamedTuple):
     step: int
     start: float
     end: float
-
-
-_span = tuple.__new__
-"""Makes a `Span` of its fields without a call of Python's: there are a dozen in a step."""
 
 
 class DeviceSpan(NamedTuple):
@@ -172,12 +166,15 @@ class Flight:
 
     def note(self, name: str, lane: str, began: float) -> None:
         """A stage that began then, on the host alone, is over."""
-        self.spans.append(_span(Span, (name, lane, self.step, began, time.perf_counter())))
+        self.spans.append(Span(name, lane, self.step, began, time.perf_counter()))
 
     def waited(self, began: float) -> None:
         """Training has stood still for this step since `began`."""
-        now = time.perf_counter()
-        self.waits.append(_span(Span, (WAIT, TRAINING_LANE, self.step, began, now)))
+        self.waits.append(Span(WAIT, TRAINING_LANE, self.step, began, time.perf_counter()))
+
+
+Shake = Callable[[], object]
+"""Called before every stage and hand-over, in every thread."""
 
 
 class running:  # noqa: N801 - reads as `with running(stage, flight, ...):`
@@ -299,27 +296,3 @@ def record(clock: StageClock, flight: Flight, streams: Streams) -> None:
         if free is not None and filled is not None:
             waits = [Span(WAIT, TRAINING_LANE, flight.step, free, max(free, filled.end))]
     clock.add(flight.step, flight.batch.kind, spans, waits)
-
-
-Shake = Callable[[], object]
-"""Called before every stage and hand-over, in every thread: a `Shaker`, or what does nothing."""
-
-
-class Shaker:
-    """Sleeps up to `most_ms`, or not; a debugging mode that shakes out races.
-
-    Two calls in three return at once, so that threads run in bursts as well as one by one. The
-    delays of a thread depend on `seed` and the thread's name; results must depend on none.
-    """
-
-    def __init__(self, most_ms: float, seed: int = 0) -> None:
-        self._most_s, self._seed = most_ms / 1e3, seed
-        self._local = threading.local()
-
-    def __call__(self) -> None:
-        draw = getattr(self._local, "draw", None)
-        if draw is None:
-            name = f"{self._seed} {threading.current_thread().name}"
-            draw = self._local.draw = random.Random(name)
-        if draw.random() < 1 / 3:
-            time.sleep(draw.random() * self._most_s)

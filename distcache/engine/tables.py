@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager as Context
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +37,6 @@ from distcache.engine.step import (
     TRAINING_LANE,
     Flight,
     Shake,
-    Shaker,
     Stage,
     running,
 )
@@ -78,6 +78,9 @@ class CachedTables:
     rank's rows are those of no step; `counters`: bytes that this rank sent.
     """
 
+    shake: Shake = bool
+    """Does nothing; tests delay hand-overs with it."""
+
     def __init__(
         self,
         world: World,
@@ -115,7 +118,6 @@ class CachedTables:
         """Whether a step begins with an exchange of rows."""
         self.home_state = self.placement.state == "home"
         self._returns = self.home_state and any(rows.slots.replicated for rows in self.rows)
-        self._shake: Shake = Shaker(settings.shake_ms, world.rank) if settings.shake_ms else bool
         how = (settings.dtype, settings.pooled, settings.shares_early(world))
         self._mover = Mover(self.rows, self.link, self.streams, *how)
         self.overlapped = settings.schedule == "overlapped"
@@ -123,7 +125,6 @@ class CachedTables:
         self.stream: StepStream | None = None
         """The last that was begun, whose threads may have ended."""
         self.last_step, self.failed, self._stale = -1, False, False
-        self._whole_or_failed = _WholeOrFailed(self)
 
     # --- plans ------------------------------------------------------------------------------
 
@@ -136,7 +137,7 @@ class CachedTables:
         """
         self._begin()
         depth, mover = self.settings.prefetch + 1, self._mover if self.overlapped else None
-        self.stream = StepStream(self.planner, batches, depth, self.streams, mover, self._shake)
+        self.stream = StepStream(self.planner, batches, depth, self.streams, mover, self.shake)
         return self.stream
 
     def now(self, batch: Batch) -> Flight:
@@ -194,7 +195,7 @@ class CachedTables:
 
     def stage(self, stage: Stage, flight: Flight) -> Context[None]:
         """The time in which the training thread runs `stage` of a step, on the stage's stream."""
-        return running(stage, flight, TRAINING_LANE, self.streams, self._shake)
+        return running(stage, flight, TRAINING_LANE, self.streams, self.shake)
 
     def open(self, flight: Flight) -> list[Tensor]:
         """Begin a step: its leaves by group, `[U + N, D]`, once its rows are on the device.
@@ -208,7 +209,7 @@ class CachedTables:
         flight.free = streams.mark(COMPUTE)
         if stream is None or not self.overlapped:
             flight.after = flight.free
-            self._mover.move(flight, TRAINING_LANE, self._shake)
+            self._mover.move(flight, TRAINING_LANE, self.shake)
             flight.moved = True
         else:
             # Where a step begins with an exchange, fills come before or after it on all ranks.
@@ -385,9 +386,14 @@ class CachedTables:
         self.counters.count(ROWS, flight.fill_bytes, flight.fill_between_nodes)
         self.counters.count(PLANNING, flight.planning_bytes)
 
-    def whole(self) -> Context[None]:
+    @contextmanager
+    def whole(self) -> Iterator[None]:
         """What fails inside leaves the rows of no step; the other ranks hear of it."""
-        return self._whole_or_failed
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def fail(self, error: BaseException) -> None:
         """This rank's rows are those of no step, because of `error`: the other ranks hear of it."""
@@ -444,20 +450,6 @@ class CachedTables:
         for rows in self.rows:
             if rows.store is not None:
                 rows.store.close()
-
-
-class _WholeOrFailed:
-    """See `CachedTables.whole`."""
-
-    def __init__(self, tables: CachedTables) -> None:
-        self._tables = tables
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            self._tables.fail(error)
 
 
 # -----------------------------------------------------------------------------

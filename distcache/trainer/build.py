@@ -179,7 +179,6 @@ def build_parallel(
         validate=trainer.validate_plans,
         fingerprint=zlib.crc32(repr(sorted(source.identity.items())).encode()),
         schedule=trainer.schedule,
-        shake_ms=trainer.shake_ms,
         amp=trainer.amp,
         placement=placement,
         access=config.store.access,

@@ -278,7 +278,7 @@ def resolve_ahead(config: Config, world: World, source: Any, tables: Sequence[Ta
         wanted = auto_lookahead(ids, ahead) if opens_window(config) else WINDOWS[0]
         left = max(0, room - ahead)
         lookahead = max((w for w in WINDOWS if w <= min(wanted, left)), default=left)
-        if world.is_first:
+        if world.is_first and opens_window(config):
             said = "cache.lookahead=auto is %d: a rank looks up about %s ids a step"
             log.info(said, lookahead, f"{ids:,.0f}")
     if lookahead + ahead > max(room, 0):

@@ -13,7 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from scenarios import OPTIMIZERS, Outcome, Scenario, check_against_trainer, count, run_mode, table
+from scenarios import (
+    OPTIMIZERS,
+    Outcome,
+    Scenario,
+    Shaker,
+    check_against_trainer,
+    count,
+    run_mode,
+    table,
+)
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
@@ -22,8 +31,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 import distcache
 from distcache.comm.world import close_world, open_world
 from distcache.data.batch import Batch
-from distcache.engine import tables as engine
-from distcache.engine.step import Shaker
+from distcache.engine.tables import CachedTables
 from distcache.errors import ConfigError, PlanError
 from distcache.optim import dense_optimizer
 from distcache.parallel.cached import CachedSettings
@@ -101,7 +109,7 @@ def collection(case: Scenario, placement: str, way: str, **settings: object):
 
 def drop_in(rank: int, size: int, case: Scenario, placement: str, way: str, ddp: bool) -> Outcome:
     """A user's loop over the batches of `case`; losses are of the global batch."""
-    engine.shaker = lambda most_ms, seed: Shaker(2.0, seed)  # random delays at hand-overs
+    CachedTables.shake = Shaker(rank)  # random delays at hand-overs
     of_ranks = {} if ddp else {"gradient_reduction": "sum"}
     ebc, ahead = collection(case, placement, way, **of_ranks)
     model = OfBatches(ebc, case)

@@ -53,7 +53,7 @@ def test_every_schedule_has_the_bits_of_resident(world: World, optimizer: str) -
         (2, 0, "overlapped", "zero_copy", None),
         (8, 1, "overlapped", "staged", {"warm_start": 1.0}),
     ):
-        chosen = {"schedule": schedule, "access": access, "shake_ms": 2.0}
+        chosen = {"schedule": schedule, "access": access}
         settings = CachedSettings("data", (2000,), lookahead, prefetch, **chosen)
         jobs.append(Job(spec, settings, 7, how))
     jobs.append(Job(spec, CachedSettings("host")))
@@ -82,7 +82,7 @@ def test_every_placement_has_the_bits_of_resident(size: int, optimizer: str) -> 
     for prefetch, kind in enumerate(KINDS):
         placement = placement_of(kind, spec)
         slots = tuple(count + 60 for count in fitting_slots(spec, size, placement, 7))
-        how = {"placement": placement, "access": ACCESS[prefetch % 2], "shake_ms": 2.0, **DOUBLE}
+        how = {"placement": placement, "access": ACCESS[prefetch % 2], **DOUBLE}
         jobs.append(Job(spec, CachedSettings("data", slots, 4, prefetch, validate=True, **how), 7))
     check_groups(run_ranks(run_jobs, size, [jobs], "cuda", timeout=300), [jobs])
 

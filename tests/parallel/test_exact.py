@@ -57,8 +57,7 @@ def twins(case: Scenario, world: int, windows=WINDOWS) -> list[Job]:
     slots, jobs = fitting_slots(case, world, Placement(), 3), []
     for number, ahead in enumerate(windows):
         serial = CachedSettings("data", slots, *ahead, schedule="serial", validate=True)
-        shaken = {"schedule": "overlapped", "shake_ms": 3.0}
-        shaken["access"] = ("staged", "zero_copy")[number % 2]
+        shaken = {"schedule": "overlapped", "access": ("staged", "zero_copy")[number % 2]}
         jobs += [Job(case, serial, 3), Job(case, replace(serial, **shaken), 3)]
     return jobs
 

@@ -320,9 +320,6 @@ def test_many_random_streams(world: int) -> None:
     check(world, range(100, 180))
 
 
-SHAKE_MS = 3.0
-
-
 def case(optimizer: str = "adam", **changes: object) -> Scenario:
     """Weighted bags of four tables, a short last batch; `changes` of it."""
     spec, lr = OPTIMIZERS[optimizer]
@@ -337,7 +334,7 @@ def cached(lookahead: int, prefetch: int, **changes: object) -> CachedSettings:
 def test_a_flush_in_the_middle_of_a_stream_changes_nothing(world: World) -> None:
     run = case("adam")
     whole = run_mode(world, run, cached(2, 3, schedule="serial"))
-    mode = make_mode(world, run, cached(2, 3, shake_ms=SHAKE_MS))
+    mode = make_mode(world, run, cached(2, 3))
     losses = []
     for step in mode.stream(run.batch(s) for s in range(run.steps)):
         losses.append(mode.train_step(step).loss)
