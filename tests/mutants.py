@@ -130,8 +130,8 @@ digests-not-compared: planners that run with different configurations notice
   + pass
   tests/pipeline/test_streams.py -k differ
 first-end-unheard: the ranks end with the first of them whose data end
-  - Status(int(table[:, what].max()))
-  + Status(int(table[:, what].min()))
+  - status = Status(max(said))
+  + status = Status(min(said))
   tests/pipeline/test_streams.py -k random
 errors-end-in-silence: an error in one rank's data is raised on all ranks
   - return asking.error or _peer_error(verdict)
