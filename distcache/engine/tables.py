@@ -408,7 +408,8 @@ class CachedTables:
         Nobody writes unless all ranks have the same last step and `applied` steps: PlanError or
         PeerError, on all ranks, if a step failed half-way on one of them.
         """
-        self.quiet()
+        with self.whole():
+            self.quiet()
         steps = together(self.world, lambda: self._whole_steps(applied))
         if len(set(steps)) > 1:
             counts = ", ".join(f"rank {rank}: {run}" for rank, run in enumerate(steps))

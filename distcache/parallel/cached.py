@@ -330,8 +330,6 @@ class CachedParallel(Parallel):
         failed half-way on one of them. After an error that the stream raised they have.
         """
         self._read(0)
-        with self.tables.whole():
-            self.tables.quiet()
         self.tables.flush(int(self.applied))
 
     def table_block(self, table: int, start: int, stop: int) -> Tensor | None:

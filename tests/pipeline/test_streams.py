@@ -4,6 +4,7 @@ which all ranks do the same after the same step and can go on; rows that move be
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from protocol_cases import (
 )
 from ranks import Job, run_ranks
 from scenarios import OPTIMIZERS, Scenario, make_mode, run_mode
+from torch import Tensor
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.engine.exchange import Part, Status
@@ -335,6 +337,18 @@ def test_a_flush_in_the_middle_of_a_stream_changes_nothing(world: World) -> None
     run = case("adam")
     whole = run_mode(world, run, cached(2, 3, schedule="serial"))
     mode = make_mode(world, run, cached(2, 3))
+    cache, dirty_slots = mode.rows[0].cache, mode.rows[0].cache.dirty_slots
+
+    def behind() -> None:  # so that rows are on their way at any time
+        time.sleep(3e-3 * (threading.current_thread().name == "distcache-movement"))
+
+    def dirty() -> Tensor:
+        held = cache.slot_row.copy()
+        time.sleep(0.02)
+        assert np.array_equal(held, cache.slot_row), "rows moved during a flush"
+        return dirty_slots()
+
+    mode.tables.shake, cache.dirty_slots = behind, dirty
     losses = []
     for step in mode.stream(run.batch(s) for s in range(run.steps)):
         losses.append(mode.train_step(step).loss)
