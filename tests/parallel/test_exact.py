@@ -131,9 +131,9 @@ def test_drawn_runs_have_the_bits_of_resident(world: int, seeds: range) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("block", range(8))
-def test_many_drawn_runs_have_the_bits_of_resident(world: int, block: int) -> None:
-    groups = [draw_jobs(100 + 10 * block + at, world, runs=8, steps=40) for at in range(5)]
+@pytest.mark.parametrize("seed", range(100, 140, 2))
+def test_many_drawn_runs_have_the_bits_of_resident(world: int, seed: int) -> None:
+    groups = [draw_jobs(seed + at, world, runs=8, steps=40) for at in range(2)]
     check_groups(run_ranks(run_jobs, world, groups, timeout=280), groups)
 
 
