@@ -80,7 +80,7 @@ PARTS = (
 """The functions that a plan is made of: where they are called from, and what the report says."""
 
 LOOPS = {name for name, loop in vars(loops).items() if hasattr(loop, "py_func")}
-LOOPS -= {"unlink", "append", "hold"}
+LOOPS -= {"unlink", "append", "hold", "tell"}
 """The planner's compiled loops, but for those that others of them call."""
 
 Seconds = dict[str, list[float]]
@@ -419,9 +419,9 @@ SECTIONS = (
         (
             "Inside: the loops",
             "Mean milliseconds per step of the planner's loops, from steps of their own. "
-            "`find_rows` (several ranks) is in request, `name_rows` in ingest, `find_sorted` (hot "
-            "rows) in request and ingest, `order_ids` in assemble, `tell` in ingest and plan, the "
-            "others in plan.",
+            "`find_rows` (several ranks) is in request, `name_rows` and `refer` in ingest, "
+            "`find_sorted` (hot rows) in request and ingest, `order_ids` in assemble, the others "
+            "in plan.",
         ),
         "loops",
         lambda record: record["ms"],
