@@ -56,8 +56,8 @@ from distcache.engine.groups import (
 )
 from distcache.errors import ConfigError, DistcacheError
 from distcache.planner import loops
-from distcache.planner.home import HomePlanner, distinct_rows
-from distcache.planner.shard import hashed_rows
+from distcache.planner.home import HomePlanner
+from distcache.planner.shard import distinct_rows
 from distcache.planner.victims import DEFAULT
 from distcache.popularity.slots import cache_slots
 from distcache.trainer import build
@@ -79,8 +79,7 @@ PARTS = (
 )
 """The functions that a plan is made of: where they are called from, and what the report says."""
 
-LOOPS = {name for name, loop in vars(loops).items() if hasattr(loop, "py_func")}
-LOOPS -= {"unlink", "append", "hold", "tell"}
+LOOPS = ("name_rows", "divide_rows", "find_sorted", "ingest", "plan", "order_ids")
 """The planner's compiled loops, but for those that others of them call."""
 
 Seconds = dict[str, list[float]]
@@ -287,15 +286,13 @@ class Finding(Timed):
 
 def distinct_ways(rows: int) -> dict[str, Callable[[np.ndarray], Any]]:
     """Ways to find the distinct rows of a batch (int64 `[n]`, below `rows`), by name."""
-    position = np.full(rows, -1, dtype=np.int32)
     return {
         YARDSTICK: np.unique,
         "np.unique with inverse": lambda ids: np.unique(ids, return_inverse=True),
         "torch.unique with inverse": lambda ids: torch.unique(
             torch.from_numpy(ids), return_inverse=True
         ),
-        "distinct by index": lambda ids: distinct_rows(ids, position, 0),
-        "distinct by hash": hashed_rows,
+        "distinct by hash": distinct_rows,
     }
 
 
@@ -419,9 +416,8 @@ SECTIONS = (
         (
             "Inside: the loops",
             "Mean milliseconds per step of the planner's loops, from steps of their own. "
-            "`find_rows` (several ranks) is in request, `name_rows` and `refer` in ingest, "
-            "`find_sorted` (hot rows) in request and ingest, `order_ids` in assemble, the others "
-            "in plan.",
+            "`name_rows`, `divide_rows` and `find_sorted` (hot rows) are in request, `order_ids` in "
+            "assemble.",
         ),
         "loops",
         lambda record: record["ms"],

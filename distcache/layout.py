@@ -76,6 +76,11 @@ class RowLayout:
         """Size of a home's dense local index: ceil(V / W)."""
         return -(-self.rows // self.world_size)
 
+    @property
+    def most_rows(self) -> int:
+        """Local rows of the home that has most: of all of them."""
+        return self.local_rows
+
     def home(self, rows: np.ndarray) -> np.ndarray:
         """Home rank of each row (int64)."""
         if self.world_size == 1:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, StepTooLargeError
 from distcache.layout import RowLayout, TableSpec
-from distcache.planner.home import HomeDecision, HomePlanner
+from distcache.planner.home import HomeDecision, HomePlanner, Parts
 from distcache.planner.loops import array, compiled, i8, in4, in8, out1, out4, types
-from distcache.planner.victims import DEFAULT, PINNED, Policy
+from distcache.planner.victims import DEFAULT, PINNED, Policy, grouped
 from distcache.popularity.statistics import Statistics, TableCounts, row_classes
 from distcache.trace import HomeTrace, Trace
 
@@ -252,18 +252,18 @@ class HomeRun:
 
     def over(
         self, steps: Iterable[tuple[str, np.ndarray]], lookahead: int
-    ) -> Iterator[tuple[HomeDecision, int]]:
-        """What `decide` says of every step of a stream: its kind, and the rows that it names at
-        this home, int64 `[n]`."""
-        waiting = 0
+    ) -> Iterator[tuple[HomeDecision, int, np.ndarray]]:
+        """What `decide` says of every step of a stream: its kind, and the distinct rows that it
+        names at this home, local int64 `[n]`; and the canonical index of each of these."""
+        waiting: deque[np.ndarray] = deque()
         for step, (kind, rows) in enumerate(steps):
-            self.planner.ingest(step, kind, [rows])
-            waiting += 1
-            if waiting > lookahead:
-                yield self.decide()
-                waiting -= 1
-        for _ in range(waiting):
-            yield self.decide()
+            named, starts, places = self.planner.parts.divide(rows)
+            self.planner.ingest(step, kind, [named], np.diff(starts)[None])
+            waiting.append(places)
+            if len(waiting) > lookahead:
+                yield *self.decide(), waiting.popleft()
+        while waiting:
+            yield *self.decide(), waiting.popleft()
 
 
 # -----------------------------------------------------------------------------
@@ -301,13 +301,37 @@ def replay(
     return outcomes
 
 
+class NamedParts(Parts):
+    """The parts of a home whose rows lie where training has them, which calls local row r
+    `names[r]`."""
+
+    def __init__(self, like: Parts, names: np.ndarray) -> None:
+        super().__init__(like.slots, len(names), like.bits)
+        _, starts, places = like.divide(names)
+        part = np.searchsorted(starts, places, side="right") - 1
+        numbers = places - starts[part]
+        self.__dict__.update(_part=part, _number=numbers, _most=int(np.diff(starts).max()))
+
+    @property
+    def part_rows(self) -> int:
+        """See `Parts.part_rows`."""
+        return self._most
+
+    def divide(self, local: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See `Parts.divide`."""
+        order, starts = grouped(self._part[local], self.count)
+        places = np.empty(len(order), np.int32)
+        places[order] = np.arange(len(order))
+        return self._number[local[order]].astype(np.int32), starts, places
+
+
 def make_planner(
-    home: HomeTrace, slots: int, case: Case, classes: np.ndarray | None
+    home: HomeTrace, slots: int, case: Case, classes: np.ndarray | None, most_rows: int
 ) -> HomePlanner:
     """The planner of one home as training makes it, a world of its own, for homes decide alone.
 
     The rows that the trace names lie side by side in its index, by number; decisions are the same.
-    `classes` uint8 `[V]`: of all rows, or None.
+    `classes` uint8 `[V]`: of all rows, or None; `most_rows`: of a home in training.
     """
     rows = max(len(home.names), 1)
     layout = RowLayout([TableSpec("trace", rows, 1, ("trace",))], 1)
@@ -316,8 +340,11 @@ def make_planner(
     if classes is not None:
         own = np.zeros(rows, np.uint8)
         own[: len(home.names)] = classes[home.names]
-    policy = case.policy or DEFAULT
-    return HomePlanner(layout, 0, slots, case.prefetch, policy, own, names=names)
+    policy, parts = case.policy or DEFAULT, Parts.of(slots, most_rows)
+    how = (layout, 0, slots, case.prefetch, policy, own)
+    if not parts.bits:
+        return HomePlanner(*how, parts=replace(parts, rows=rows), names=names)
+    return HomePlanner(*how, parts=NamedParts(parts, names), names=names)
 
 
 def _check(case: Case, traces: Sequence[Trace], popularity: Popularity | None) -> None:
@@ -370,8 +397,12 @@ def _replay(traces: Sequence[Trace], case: Case, popularity: Popularity | None) 
             if case.policy is None:
                 counted.update(_least(home, training, slots))
                 continue
-            planner = make_planner(home, slots, case, classes)
-            counts, latest = _count_home(home, training, planner, case.lookahead)
+            most = -(-trace.rows // case.world_size)
+            planner = make_planner(home, slots, case, classes, most)
+            try:
+                counts, latest = _count_home(home, training, planner, case.lookahead)
+            except StepTooLargeError as error:  # of one part of the home
+                return Outcome(case, 0, tuple(GroupCounts() for _ in traces), str(error))
             counted.update(counts)
             tight |= (latest >= np.arange(trace.steps) - case.prefetch) & (latest >= 0)
         groups.append(GroupCounts(trace.ids, **counted))
@@ -393,12 +424,14 @@ def _count_home(
             rows = home.numbers[home.starts[step] : home.starts[step + 1]]
             yield "train" if training[step] else "eval", rows.astype(np.int64)
 
-    for decision, leaving in run.over(named(), window):
+    for decision, leaving, places in run.over(named(), window):
         step = decision.step
         latest[step] = decision.latest_use
         if not training[step]:
             continue
-        lookups = home.counts[home.starts[step] : home.starts[step + 1]]
+        named_by = home.counts[home.starts[step] : home.starts[step + 1]]
+        lookups = np.empty_like(named_by)
+        lookups[places] = named_by
         counts["distinct"] += len(lookups)
         counts["fetched"] += len(decision.fetch)
         counts["lookups_hit"] += int(lookups.sum()) - int(lookups[decision.fetch].sum())

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -207,9 +208,10 @@ class StepPlan:
     """`[n]`: leaf row of each id of the local batch: its canonical index, or U + its place in the
     rows of `shard`."""
     order: Tensor
-    """`[n]`: local ids, stably sorted by leaf row (occurrence order within a row)."""
+    """`[n]`: local ids, those of `touched[0]` first, then those of the next, each in order."""
     touched: Tensor
-    """`[R + N]`: leaf rows of this rank's ids, ascending: R canonical ones, then all of `shard`."""
+    """`[R + N]`: leaf rows of this rank's ids, as it asked for them: R canonical ones, by home,
+    then all of `shard`."""
     segments: Tensor
     """`[R + N + 1]`: `order[segments[i]:segments[i + 1]]` are the occurrences of `touched[i]`."""
     touched_counts: tuple[int, ...]
@@ -219,7 +221,7 @@ class StepPlan:
     home_counts: tuple[int, ...]
     """`[W]`: distinct rows of each home; sums to U."""
     source_rows: Tensor
-    """This home's rows named by rank 0, then rank 1, ...: index in its part, ascending per rank."""
+    """This home's rows as rank 0 asked for them, then rank 1, ...: index in its part."""
     source_counts: tuple[int, ...]
     """`[W]`: how many of `source_rows` come from each rank."""
     fetch: Tensor
@@ -256,8 +258,14 @@ class StepPlan:
 
     @property
     def touched_rows(self) -> Tensor:
-        """`[R]`: canonical indices of this rank's replicated rows, ascending."""
+        """`[R]`: canonical indices of this rank's replicated rows."""
         return self.touched if self.shard is None else self.touched[: sum(self.touched_counts)]
+
+    @property
+    def touches_all(self) -> bool:
+        """Whether `touched` are all leaf rows, in their order."""
+        count = self.leaf_rows
+        return len(self.touched) == count and bool((self.touched.numpy() == np.arange(count)).all())
 
     @property
     def all_distinct(self) -> int:
@@ -309,16 +317,23 @@ def check_plan_fully(plan: StepPlan, slots: int | None) -> None:
         "a position names no canonical row": not _inside(plan.positions, plan.leaf_rows),
         "a fetched row is named twice": len(plan.fetch.unique()) != plan.misses,
         "touched rows are not those of the ids": not torch.equal(
-            plan.touched, plan.positions.unique()
+            plan.touched.sort().values, plan.positions.unique()
         ),
-        "the ids are not in stable order": not torch.equal(
-            plan.order, plan.positions.argsort(stable=True)
-        ),
+        "the ids are not in the order of the touched rows": not _ordered(plan),
         "a slot of the step itself is evicted without being filled": not _filled_again(plan),
     }
     if plan.shard is not None:
         laws |= _shard_laws(plan.shard, slots)
     _refuse(plan, laws)
+
+
+def _ordered(plan: StepPlan) -> bool:
+    """Whether `order` has the ids of each touched row, ascending, one after the other."""
+    of = plan.touched.repeat_interleave(plan.segments.diff())
+    if not torch.equal(plan.positions[plan.order], of):
+        return False
+    rises = plan.order.diff() > 0
+    return bool((rises | (of.diff() != 0)).all())
 
 
 def _refuse(plan: StepPlan, laws: dict[str, bool]) -> None:

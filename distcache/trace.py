@@ -13,7 +13,7 @@ import numpy as np
 from distcache.data.batch import BatchSource, JaggedIds, check_ids, slice_bounds
 from distcache.errors import ConfigError, DataError
 from distcache.layout import RowLayout, TableSpec, group_tables
-from distcache.planner.shard import hashed_rows
+from distcache.planner.shard import distinct_rows
 from distcache.store.memory import available_memory, describe_bytes
 
 # -----------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Recorder:
             if self.rows is None and self._largest >= _MOST:
                 how = f"a trace takes ids up to {_MOST - 1}: renumber"
                 raise DataError(f"id {self._largest}: {how}")
-            distinct, labels = hashed_rows(rows)
+            distinct, labels, _ = distinct_rows(rows)
             counts = np.bincount(labels, minlength=len(distinct)).astype(np.int32)
             homes = layout.home(distinct)
             for home, steps in enumerate(self._steps[world]):
@@ -173,7 +173,7 @@ class Recorder:
 def _numbered(steps: list[tuple[np.ndarray, np.ndarray]]) -> HomeTrace:
     """The recorded rows and counts of one home."""
     rows, counts = zip(*steps, strict=True)
-    names, numbers = hashed_rows(np.concatenate(rows))
+    names, numbers, _ = distinct_rows(np.concatenate(rows))
     starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
     return HomeTrace(names, starts, numbers, np.concatenate(counts))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from simulator import PlannerSettings
 
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner import loops
+from distcache.planner.shard import HotRows
 from distcache.planner.victims import PINNED, POLICIES, TAILS, Policy
 
 
@@ -60,18 +61,34 @@ def streams(draw: st.DrawFn, longest: int = 14) -> tuple:
     """Steps by rank, at most `longest`, with a layout and settings whose slots hold every step."""
     world, rows = draw(st.sampled_from([1, 1, 2, 3, 4])), draw(st.integers(1, 60))
     stream, _ = draw(steps_of(world, rows, longest, 12))
-    layout = make_layout(rows, world)
-    need = most_rows(stream, layout, np.arange(rows))
+    layout, bits = make_layout(rows, world), draw(st.sampled_from([0, 0, 1, 2]))
+    need = most_rows(stream, layout, layout.local, np.arange(rows), bits)
     slots = world * (need + draw(st.integers(0, 12)))
     policy, popularity = draw(policies(rows))
     ahead, prefetch = draw(st.integers(0, 16)), draw(st.integers(0, 6))
-    return stream, layout, PlannerSettings(slots, ahead, prefetch, policy, popularity)
+    return stream, layout, PlannerSettings(slots, ahead, prefetch, policy, popularity, bits=bits)
 
 
-def most_rows(stream: list, layout: RowLayout, region: np.ndarray) -> int:
-    """The most rows of a region that one home has in a step, at least one."""
-    named = [np.intersect1d(np.concatenate(step), region) for step in stream]
-    return max(1, *(int(np.bincount(layout.home(rows), minlength=1).max()) for rows in named))
+def parts_of(local: np.ndarray, bits: int) -> np.ndarray:
+    """The part of each local row of a home with 2^`bits` parts."""
+    return np.array([loops.part_of(row, bits) for row in local.tolist()], np.int64)
+
+
+def most_rows(
+    stream: list,
+    layout: RowLayout,
+    local: Callable[[np.ndarray], np.ndarray],
+    region: np.ndarray,
+    bits: int,
+) -> int:
+    """The fewest slots of a home with 2^`bits` parts in which the rows of `region` that any step
+    names find room; `local`: their local numbers."""
+    most = 1
+    for step in stream:
+        rows = np.intersect1d(np.concatenate(step), region)
+        where = (layout.home(rows) << bits) + parts_of(local(rows), bits)
+        most = max(most, int(np.bincount(where, minlength=1).max()))
+    return most << bits
 
 
 NODES = [
@@ -96,11 +113,13 @@ def sharded_streams(
     share = draw(st.sampled_from([0.0, 0.0, 0.2, 0.7, 1.0]))
     hot = np.flatnonzero(rng.random(rows) < share)
     tail = np.setdiff1d(np.arange(rows), hot)
-    spare = [draw(st.integers(0, most)) for most in (4, 8)]
-    replicated = world * (most_rows(stream, layout, hot) + spare[0]) if len(hot) else 0
+    spare, bits = [draw(st.integers(0, most)) for most in (4, 8)], draw(st.sampled_from([0, 0, 1]))
+    among = HotRows(layout, hot)
+    need = most_rows(stream, layout, lambda rows: among.local[among.find(rows)], hot, bits)
+    replicated = world * (need + spare[0]) if len(hot) else 0
     policy, popularity = draw(policies(rows))
     config = PlannerSettings(
-        slots=replicated + most_rows(stream, layout, tail) + spare[1],
+        slots=replicated + most_rows(stream, layout, layout.local, tail, bits) + spare[1],
         lookahead=draw(st.integers(0, 8)),
         prefetch=draw(st.integers(0, 5)),
         policy=policy,
@@ -109,6 +128,7 @@ def sharded_streams(
         replicated=replicated,
         early=draw(st.sampled_from([True, True, True, False])),
         nodes=nodes if shapes else draw(st.sampled_from([(), nodes, nodes])),
+        bits=bits,
     )
     return stream, layout, config
 

@@ -6,6 +6,7 @@ own choice among rows that score the same, and so says of every victim whether i
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,11 +48,20 @@ class Held:
 
 
 class Reference:
-    """One home's cache. `classes`: the popularity of each of its rows (local numbers)."""
+    """One home's cache. `classes`: the popularity of each of its rows (local numbers); `part`: says
+    in which part a row is, and `sizes` how many slots each part has."""
 
     def __init__(
-        self, policy: Policy, slots: int, window: int, prefetch: int, classes: np.ndarray | None
+        self,
+        policy: Policy,
+        slots: int,
+        window: int,
+        prefetch: int,
+        classes: np.ndarray | None,
+        part: Callable[[int], int] = lambda row: 0,
+        sizes: Sequence[int] = (),
     ) -> None:
+        self.part, self.sizes = part, sizes or [slots]
         self.policy, self.slots, self.prefetch = policy, slots, prefetch
         self.window = window if policy.name == "lookahead" else 0
         self.classes = classes
@@ -94,9 +104,13 @@ class Reference:
         """Step `now` decided this; raises AssertionError where another row should have left."""
         named, mine = stream[now], set(self.cached)
         assert sorted(fetched) == sorted(named - mine)
-        assert len(evicted) == max(0, len(mine | named) - self.slots)
-        orders = sorted(self.order(row, now, stream) for row in mine - named)
-        assert sorted(self.order(row, now, stream) for row in evicted) == orders[: len(evicted)]
+        for part, slots in enumerate(self.sizes):
+            own = {row for row in mine if self.part(row) == part}
+            wanted = {row for row in named if self.part(row) == part}
+            left = [row for row in evicted if self.part(row) == part]
+            assert len(left) == max(0, len(own | wanted) - slots)
+            orders = sorted(self.order(row, now, stream) for row in own - wanted)
+            assert sorted(self.order(row, now, stream) for row in left) == orders[: len(left)]
         for row in evicted:
             del self.cached[row]
         self.learn(sorted(named), now)

@@ -6,14 +6,16 @@ updates that its row has seen, so whoever computes with an old one is found out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from plan_streams import parts_of
 from simulator import PlannerSettings, simulate
 
 from distcache.layout import RowLayout
+from distcache.planner.shard import HotRows
 from distcache.step_plan import ShardPlan, StepPlan, Transfer, check_plan_fully
 
 FREE = -1
@@ -206,22 +208,36 @@ def check_step(
     urgent = {row for s in range(after + 1, step) for part in rows_by_step[s] for row in part}
     seen = list(dict.fromkeys(row for part in rows for row in part))
     homes = dict(zip(seen, layout.home(np.array(seen, np.int64)).tolist(), strict=True))
+    among = HotRows(layout, config.hot) if sharding else None
     by_home = [[row for row in seen if homes[row] == home] for home in range(world)]
-    near = [[row for row in own if row in hot] for own in by_home]
-    tail = [[row for row in own if row not in hot] for own in by_home]
+
+    def by_part(rows: list[int], number: Callable[[np.ndarray], np.ndarray]) -> list[int]:
+        """Rows of one home by part, else as they come."""
+        parts = dict(
+            zip(rows, parts_of(number(np.array(rows, np.int64)), config.bits), strict=True)
+        )
+        return sorted(rows, key=parts.__getitem__)
+
+    def near_part(rows: list[int]) -> list[int]:
+        return by_part(rows, lambda of: among.local[among.find(of)] if among else layout.local(of))
+
+    near = [near_part([row for row in own if row in hot]) for own in by_home]
+    tail = [by_part([row for row in own if row not in hot], layout.local) for own in by_home]
     parts = [part for plan in plans for part in (plan, plan.shard) if part is not None]
     fetched = {row for part in parts for row in part.fetch_rows.tolist()}
     for rank, plan in enumerate(plans):
         check_plan_fully(plan, config.slots)
         named = set(rows[rank])
-        mine = [[row for row in dict.fromkeys(rows[rank]) if row in set(own)] for own in tail]
+        asked = list(dict.fromkeys(rows[rank]))
+        mine = [by_part([row for row in asked if row in set(own)], layout.local) for own in tail]
         leaf = [row for own in (*near, *mine) for row in own]
         assert [leaf[i] for i in plan.positions] == rows[rank]
         assert plan.lookup_hits == sum(row not in fetched for row in rows[rank])
         assert plan.move_after == after and (plan.slots == plans[0].slots).all()
         assert (plan.slots[plan.home_slice(rank)] // max(1, replicated // world) == rank).all()
         for source, part in enumerate(split(plan.source_rows, plan.source_counts)):
-            assert [near[rank][i] for i in part] == [r for r in near[rank] if r in rows[source]]
+            theirs = [row for row in dict.fromkeys(rows[source]) if row in set(near[rank])]
+            assert [near[rank][i] for i in part] == near_part(theirs)
         shard = plan.shard
         if shard is None:
             assert not sharding and named <= hot
@@ -233,6 +249,7 @@ def check_step(
         assert len(shard.slots) == len(tail[rank])
         for source, part in enumerate(split(shard.source_rows, shard.source_counts)):
             theirs = [row for row in dict.fromkeys(rows[source]) if row in set(tail[rank])]
+            theirs = by_part(theirs, layout.local)
             assert [tail[rank][i] for i in part] == theirs, "gradients of rows in another order"
         flat = [row for own in mine for row in own]
         if shard.early is None:

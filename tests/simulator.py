@@ -12,7 +12,7 @@ import numpy as np
 
 from distcache.comm.world import Nodes
 from distcache.layout import RowLayout
-from distcache.planner.home import HomePlanner
+from distcache.planner.home import HomePlanner, Parts
 from distcache.planner.shard import (
     HomePart,
     HotLayout,
@@ -39,7 +39,8 @@ class PlannerSettings:
 
     `hot`: the rows that are replicated where others are sharded, int64 `[K]`, ascending (None: all
     are); `replicated`: how many of the slots are theirs, a multiple of W, 0 where there are none;
-    `early`: sharded rows may travel before their step; `nodes`: ranks of each node, () is one.
+    `early`: sharded rows may travel before their step; `nodes`: ranks of each node, () is one;
+    homes have 2^`bits` parts.
     """
 
     slots: int
@@ -51,6 +52,7 @@ class PlannerSettings:
     replicated: int = 0
     early: bool = True
     nodes: tuple[int, ...] = ()
+    bits: int = 0
 
 
 def simulate(
@@ -96,18 +98,26 @@ class SimulatedWorld:
             classes = GroupPopularity(settings.popularity).classes_at(layout, home)
             if classes is not None and isinstance(own, HotLayout):
                 classes = own.rated(layout, classes)
-            common = (settings.prefetch, settings.policy, classes, first_slot)
+            parts = Parts(slots, own.local_rows, settings.bits)
+            common = (settings.prefetch, settings.policy, classes, first_slot, parts)
             found.append(HomeRun(HomePlanner(own, home, slots, *common)))
         return found
 
     def add(self, rows: Sequence[np.ndarray], kind: str = "train") -> list[list[StepPlan]]:
         """Bring the rows of the next step, by rank, to their homes; the step that this decides."""
-        hot = None if self._settings.hot is None else HotRows(self._settings.hot)
-        requests = [make_request(self._layout, np.asarray(r, dtype=np.int64), hot) for r in rows]
-        for runs, region in ((self.replicated, "rows"), (self.sharded, "sharded")):
+        hot, both = self._settings.hot, (self.replicated, self.sharded)
+        if hot is not None:
+            hot = HotRows(self._layout, hot)
+        bits = [runs[0].planner.parts.bits if runs else 0 for runs in both]
+        requests = [
+            make_request(self._layout, np.asarray(r, dtype=np.int64), hot, (bits[0], bits[1]))
+            for r in rows
+        ]
+        for runs, region in zip(both, ("replicated", "sharded"), strict=True):
+            asked = [getattr(request, region) for request in requests]
             for home, run in enumerate(runs):
-                named = [getattr(request, region)[home] for request in requests]
-                run.planner.ingest(self._step, kind, named)
+                counts = np.stack([of.counts[home] for of in asked])
+                run.planner.ingest(self._step, kind, [of.rows[home] for of in asked], counts)
         self._waiting.append(requests)
         self._step += 1
         due = len(self._waiting) > self._settings.lookahead

@@ -40,11 +40,11 @@ KINDS = ("train", "eval")
 ASKED, DECIDED, _ASKED_STEP, _DECIDED_STEP, _KIND, _INDEX, _DIGEST, SAMPLES, LEAD = range(9)
 """Places of a header's numbers: status of what is asked and of what is decided, their steps (-1
 where there is none), kind and index of the local batch, digest, samples of the local batch; and how
-many numbers these are. Rows asked for by group and home follow, then three numbers of each group:
-rows, rows to fetch, latest use."""
+many numbers these are. Rows asked for by group, home and part follow, then three numbers of each
+group: rows, rows to fetch, latest use."""
 
-_WIRE, _WORDS = np.int32, 2
-"""What travels, and how many of it a row (int64) is."""
+_WIRE = np.int32
+"""What travels."""
 
 _NONE = np.empty(0, dtype=_WIRE)
 
@@ -97,7 +97,8 @@ class Told:
     sharded rows of some tables.
 
     `asked`: what the ranks agree on (OK where none asked); if rows came, for every group `named`,
-    those that each rank names here, and of each rank `samples`, those of its batch. `decided`:
+    those that each rank names here, with their `counts` int64 `[W, K]` by part (`shard.Asked`), and
+    of each rank `samples`, those of its batch. `decided`:
     None where nothing was to decide, or a rank stops. Of what all homes decided: `rows` int64
     `[W, G]`, distinct rows by home and group (also if the verdict is TOO_LARGE), `fetched`, those
     of them to fetch, and, if it is OK, for every group `parts`, those of all homes, and
@@ -111,6 +112,7 @@ class Told:
     rows: np.ndarray
     fetched: np.ndarray
     named: list[list[np.ndarray]] = field(default_factory=list)
+    counts: list[np.ndarray] = field(default_factory=list)
     parts: list[list[HomePart]] = field(default_factory=list)
     latest_use: list[int] = field(default_factory=list)
     sent: int = 0
@@ -120,16 +122,17 @@ class Told:
 class PlanExchange:
     """Requests and decisions of all groups over `link`; used by one thread on every rank.
 
-    `fingerprint`: a number that must agree on all ranks (configuration). Each header carries it
-    mixed with a digest of all decisions so far. `sharded`: groups whose homes keep their slots to
-    themselves; of these a rank learns about its own rows alone (`replies_to_all`), and on a node
-    that hands rows on which of its ranks named them, `planner.shard.masks_for_all`.
+    `parts`: K of each group's homes; `fingerprint`: a number that must agree on all ranks
+    (configuration). Each header carries it mixed with a digest of all decisions so far. `sharded`:
+    groups whose homes keep their slots to themselves; of these a rank learns about its own rows
+    alone (`replies_to_all`), and on a node that hands rows on which of its ranks named them,
+    `planner.shard.masks_for_all`.
     """
 
     def __init__(
-        self, link: Link, groups: int, fingerprint: int, sharded: Sequence[int] = ()
+        self, link: Link, parts: Sequence[int], fingerprint: int, sharded: Sequence[int] = ()
     ) -> None:
-        self._link, self._groups = link, groups
+        self._link, self._groups, self._parts = link, len(parts), list(parts)
         self._size, self._rank = link.world.size, link.world.rank
         self._digest = fingerprint & 0x7FFFFFFF
         self._sharded = frozenset(sharded)
@@ -149,7 +152,7 @@ class PlanExchange:
         asked = self._verdict(table, ASKED, asking)
         decided = self._verdict(table, DECIDED, deciding)
         self._compare(table, asked, decided)
-        ends = LEAD + self._groups * size
+        ends = LEAD + sum(self._parts) * size
         numbers = table[:, ends:].reshape(size, self._groups, 3)
         if Status.STOP in (asked and asked.status, decided and decided.status):
             decided = None  # nothing is decided any more: some rank does not go on
@@ -161,11 +164,15 @@ class PlanExchange:
         request = asking.flight if asking and asked and asked.status is Status.OK else None
         decides = deciding if decided and decided.status is Status.OK else None
         if request is not None:
-            for rows in request.asked:
-                for parts, of_home in zip(outgoing, rows, strict=True):
-                    parts.append(of_home.view(_WIRE))
-            by_rank = table[:, LEAD:ends].reshape(size, self._groups, size)
-            lengths = _WORDS * by_rank[:, :, self._rank]
+            for asks in request.asked:
+                for parts, of_home in zip(outgoing, asks.rows, strict=True):
+                    parts.append(of_home)
+            start = LEAD
+            for parts in self._parts:
+                by_home = table[:, start : start + size * parts].reshape(size, size, parts)
+                told.counts.append(by_home[:, self._rank])
+                start += size * parts
+            lengths = np.stack([counts.sum(1) for counts in told.counts], axis=1)
         if decides is not None:
             told.decision_bytes = self._tell(decides, outgoing)
             lengths = np.concatenate((lengths, self._lengths(numbers, decides)), axis=1)
@@ -174,7 +181,7 @@ class PlanExchange:
             pieces = self._all_to_all(outgoing, lengths, what)
             if request is not None:
                 groups = range(self._groups)
-                told.named = [[of[group].view(np.int64) for of in pieces] for group in groups]
+                told.named = [[of[group] for of in pieces] for group in groups]
                 pieces = [of_rank[self._groups :] for of_rank in pieces]
             if decides is not None:
                 self._take(told, numbers, decides, pieces)
@@ -184,7 +191,8 @@ class PlanExchange:
     def _header(self, asking: Part | None, deciding: Part | None) -> np.ndarray:
         """This rank's header, int64 `[n]`: of one length whatever it tells of."""
         size, groups = self._size, self._groups
-        header = np.zeros(LEAD + groups * (size + 3), dtype=np.int64)
+        ends = LEAD + size * sum(self._parts)
+        header = np.zeros(ends + groups * 3, dtype=np.int64)
         header[_ASKED_STEP] = header[_DECIDED_STEP] = -1
         header[_DIGEST] = self._digest
         if asking is not None:
@@ -193,10 +201,11 @@ class PlanExchange:
                 batch = asking.flight.batch
                 header[_KIND] = KINDS.index(batch.kind) if batch.kind in KINDS else len(KINDS)
                 header[_INDEX], header[SAMPLES] = batch.index, batch.ids.batch_size
-                header[LEAD : LEAD + groups * size] = asking.flight.asked_counts.reshape(-1)
+                counts = [asks.counts.reshape(-1) for asks in asking.flight.asked]
+                header[LEAD:ends] = np.concatenate(counts)
         if deciding is not None:
             header[DECIDED], header[_DECIDED_STEP] = deciding.status, deciding.step
-            numbers = header[LEAD + groups * size :].reshape(groups, 3)
+            numbers = header[ends:].reshape(groups, 3)
             if deciding.rows:
                 numbers[:, 0] = deciding.rows
             for own, decision in zip(numbers, deciding.decisions, strict=False):
@@ -261,7 +270,7 @@ class PlanExchange:
 
     def _lengths(self, numbers: np.ndarray, deciding: Part) -> np.ndarray:
         """Of the pieces of each home's decisions, `[W, 3 G]`."""
-        asked = deciding.flight.asked_counts
+        asked = _asked(deciding)
         lengths = np.concatenate([numbers[:, :, :2], asked.T[:, :, None]], axis=2)
         if self._sharded:
             lengths[:, list(self._sharded), :2] = 0
@@ -285,7 +294,7 @@ class PlanExchange:
 
     def _take(self, told: Told, numbers: np.ndarray, deciding: Part, pieces: Pieces) -> None:
         """What all homes decided, from the `pieces` of each; mixed into the digest of them all."""
-        asked = deciding.flight.asked_counts
+        asked = _asked(deciding)
         for group in range(self._groups):
             homes = []
             for home, of_home in enumerate(pieces):
@@ -300,6 +309,11 @@ class PlanExchange:
             for part in (part for homes in told.parts for part in homes):
                 self._digest = zlib.crc32(np.ascontiguousarray(part.slots), self._digest)
         told.latest_use = numbers[:, :, 2].max(0).tolist()
+
+
+def _asked(part: Part) -> np.ndarray:
+    """How many rows this rank asked for, by group and home, `[G, W]`."""
+    return np.stack([asks.counts.sum(1) for asks in part.flight.asked])
 
 
 def _step(asking: Part | None, deciding: Part | None) -> str:

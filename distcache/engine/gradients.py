@@ -103,6 +103,7 @@ class DeviceBags:
         self.offsets, self.bag_of, self.scale = bags.offsets, bag_of, scale
         self.weights, self.positions, self.order = bags.weights, positions, plan.order
         self.touched, self.segments = plan.touched, plan.segments
+        self.whole = plan.touches_all
         if device.type == "cuda":
             for name, value in vars(self).items():
                 if isinstance(value, Tensor):
@@ -255,7 +256,7 @@ def _row_gradient(bags: DeviceBags, gradient: Tensor) -> Tensor:
     touched = ops.row_gradients(
         gradient, bags.bag_of, bags.order, bags.segments, bags.weights, bags.chunks
     )
-    if bags.touched.shape[0] == bags.leaf_rows:
+    if bags.whole:
         return touched
     out = gradient.new_zeros((bags.leaf_rows, gradient.shape[1]))
     return put(out, bags.touched, touched)

@@ -67,6 +67,8 @@ class GroupBags:
     offsets: Tensor
     weights: Tensor | None
     scale: Tensor | None
+    pieces: np.ndarray | None = None
+    """int64: where pieces of `rows` end that have no row in common; None: they are one."""
 
     @cached_property
     def single(self) -> bool:
@@ -128,13 +130,15 @@ def group_bags(group: TableGroup, ids: JaggedIds, dtype: torch.dtype) -> GroupBa
     offsets, values, weights = ids.offsets, ids.values, ids.weights
     if len(group.features) != len(ids.features):
         offsets, values, weights = _select(ids, group.features)
-    rows = _rows(group, values.numpy(), offsets.numpy()[:: max(batch, 1)])
+    edges = offsets.numpy()[:: max(batch, 1)]
+    rows = _rows(group, values.numpy(), edges)
     if weights is not None:
         weights = torch.from_numpy(weights.numpy().astype(_FLOATS[dtype], copy=False))
     scale = None
     if any(group.mean):
         scale = _scale(group, np.diff(offsets.numpy()), batch, dtype)
-    return GroupBags(len(group.features), rows, offsets, weights, scale)
+    pieces = None if len(set(group.offsets)) < len(group.offsets) else edges[1:].copy()
+    return GroupBags(len(group.features), rows, offsets, weights, scale, pieces)
 
 
 def _rows(group: TableGroup, ids: np.ndarray, edges: np.ndarray) -> np.ndarray:

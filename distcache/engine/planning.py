@@ -119,10 +119,16 @@ class StreamPlanner:
         """Steps whose ids are known to all homes; the last of them may be undecided."""
         self.alone = False  # whether planning failed where other ranks go on
         sharded = [place for place, region in enumerate(self.regions) if region.sharded]
-        self._exchange = PlanExchange(link, len(self.regions), settings.fingerprint, sharded)
+        parts = [region.planner.parts.count for region in self.regions]
+        self._exchange = PlanExchange(link, parts, settings.fingerprint, sharded)
         self._move_after = [-1] * len(self.groups)
         self._early = settings.shares_early(link.world)
-        self._hot = [None if group.hot is None else HotRows(group.hot) for group in self.groups]
+        self._hot = [
+            None if group.hot is None else HotRows(group.layout, group.hot) for group in groups
+        ]
+        self._bits = [[0, 0] for _ in groups]
+        for region in regions:
+            self._bits[region.group][region.sharded] = region.planner.parts.bits
 
     def planned(
         self, batches: Iterable[Batch], stop: Callable[[], bool], ahead: bool = True
@@ -178,8 +184,10 @@ class StreamPlanner:
             batch = self._prepare(next(iterator))
             bags = [group_bags(group, batch.ids, self.settings.dtype) for group in self.groups]
             requests = [
-                make_request(group.layout, bag.rows, hot)
-                for group, bag, hot in zip(self.groups, bags, self._hot, strict=True)
+                make_request(group.layout, bag.rows, hot, (bits[0], bits[1]), bag.pieces)
+                for group, bag, hot, bits in zip(
+                    self.groups, bags, self._hot, self._bits, strict=True
+                )
             ]
         except StopIteration:
             return Part(step, Status.END)
@@ -188,8 +196,7 @@ class StreamPlanner:
         flight = Flight(step, batch, bags, requests)
         for region in self.regions:
             request = requests[region.group]
-            flight.asked.append(request.sharded if region.sharded else request.rows)
-        flight.asked_counts = np.array([[len(rows) for rows in of] for of in flight.asked])
+            flight.asked.append(request.sharded if region.sharded else request.replicated)
         flight.note("ingest", LANE, began)
         return Part(step, flight=flight)
 
@@ -217,8 +224,8 @@ class StreamPlanner:
     def _ingest(self, flight: Flight, told: Told) -> None:
         """Take in what all ranks name of this home's rows."""
         began = time.perf_counter()
-        for region, by_rank in zip(self.regions, told.named, strict=True):
-            region.planner.ingest(flight.step, flight.batch.kind, by_rank)
+        for region, *named in zip(self.regions, told.named, told.counts, strict=True):
+            region.planner.ingest(flight.step, flight.batch.kind, *named)
         if flight.batch.global_size == UNKNOWN:
             flight.batch = flight.batch.among(told.samples, self.link.world.rank)
         flight.note("ingest", LANE, began)

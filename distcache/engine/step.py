@@ -37,11 +37,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from distcache.data.batch import Batch
-from distcache.planner.shard import RowRequest
+from distcache.planner.shard import Asked, RowRequest
 from distcache.step_plan import StepPlan
 from distcache.streams import COMMUNICATION, COMPUTE, COPY_IN, COPY_OUT, LONG_OVER, Mark, Streams
 
@@ -116,10 +115,8 @@ class Flight:
     """The local batch's ids by group, on the CPU."""
     requests: list[RowRequest] = field(default_factory=list)
     """By group, until the step is planned."""
-    asked: list[tuple[np.ndarray, ...]] = field(default_factory=list)
-    """The rows of `requests` by region, for each home, until then."""
-    asked_counts: np.ndarray | None = None
-    """How many these are, `[regions, W]`."""
+    asked: list[Asked] = field(default_factory=list)
+    """The rows of `requests` by region, until then."""
     plans: list[StepPlan] = field(default_factory=list)
     """By group."""
     move_after: int = -1

@@ -36,7 +36,8 @@ from distcache.engine.planning import Region, StreamPlanner, home_regions
 from distcache.errors import DistcacheError, PlanError
 from distcache.layout import TableSpec
 from distcache.optim import RowUpdate
-from distcache.planner.home import PassThroughPlanner, ResidentPlanner
+from distcache.planner.home import Parts, PassThroughPlanner, ResidentPlanner
+from distcache.planner.shard import HotLayout
 from distcache.popularity.statistics import GroupPopularity
 from distcache.store.memory import describe_bytes, require_memory, share_memory, tensor_in
 from distcache.store.rows import (
@@ -252,11 +253,13 @@ def _fill(rows: GroupRows, hot: np.ndarray, share: float, link: Link, counts: Mo
         replicated = (torch.from_numpy(taken), [len(part) for part in parts], own)
         gathered = rows.gather_rows(own, counts)
         rows.fill_slots(gathered, replicated, None, link, "warm start")
-    room = slots.own_sharded
-    tail = tail[group.layout.home(tail) == rank][: int(share * (room.stop - room.start))]
+    room, layout = slots.own_sharded, group.layout
+    tail = tail[layout.home(tail) == rank]
+    seats = Parts.of(room.stop - room.start, layout.local_rows).seats(layout.local(tail), share)
+    tail, seats = tail[seats >= 0], room.start + seats[seats >= 0]
     for start in range(0, len(tail), _BLOCK):
         own = torch.from_numpy(tail[start : start + _BLOCK])
-        at = torch.from_numpy(room.stop - 1 - np.arange(start, start + len(own)))
+        at = torch.from_numpy(seats[start : start + _BLOCK])
         rows.fill_slots(rows.gather_rows(own, counts), None, (at, own), link, "warm start")
 
 
@@ -266,19 +269,19 @@ def warm_blocks(
     """Block after block of replicated rows `hot` (int64, by the layout's numbers, the likeliest
     first): their slots, by home, and each home's rows.
 
-    Each home takes its first `share` * slots / W rows, the likeliest in its last slots: those of
-    equal rank leave from the first.
+    Each part of a home takes its first `share` * its slots rows (`Parts.seats`).
     """
-    world, homes = group.layout.world_size, group.layout.home(hot)
-    own, most = slots // world, int(share * (slots // world))
-    by_home = [hot[homes == home][:most] for home in range(world)]
-    for start in range(0, max(len(rows) for rows in by_home), _BLOCK):
-        parts = [rows[start : start + _BLOCK] for rows in by_home]
-        taken = [
-            (home + 1) * own - 1 - np.arange(start, start + len(part))
-            for home, part in enumerate(parts)
-        ]
-        yield np.concatenate(taken), parts
+    layout, own = group.layout, slots // group.layout.world_size
+    homes, by_home = layout.home(hot), []
+    for home in range(layout.world_size):
+        narrow = layout if group.hot is None else HotLayout(layout, home, group.hot)
+        rows = hot[homes == home]
+        seats = Parts.of(own, narrow.local_rows, narrow.most_rows).seats(narrow.local(rows), share)
+        by_home.append((home * own + seats[seats >= 0], rows[seats >= 0]))
+    for start in range(0, max(len(rows) for _, rows in by_home), _BLOCK):
+        blocks = [[of[start : start + _BLOCK] for of in both] for both in by_home]
+        taken, parts = zip(*blocks, strict=True)
+        yield np.concatenate(taken), list(parts)
 
 
 # -----------------------------------------------------------------------------

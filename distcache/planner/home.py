@@ -1,40 +1,218 @@
-"""The planner of one home: distinct rows, hits, slots for misses, victims."""
+"""The planner of one home: distinct rows, hits, slots for misses, victims.
+
+A large home is in *parts*: its rows fall into them by a mix of their local numbers, each has a
+piece of the home's slots, and nothing that one part decides depends on another. So each can be
+planned by a thread of its own, and what it reads fits a core's cache. How many there are follows
+from rows and slots alone. The home joins them: canonical order is by part, then by first occurrence
+over the ranks.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
 from distcache.errors import PlanError, StepTooLargeError
 from distcache.layout import RowLayout
 from distcache.planner import loops
-from distcache.planner.victims import DEFAULT, Forget, Policy, SlotTable, make_ranking
+from distcache.planner.victims import DEFAULT, PINNED, Policy, make_ranking
 
 _AHEAD = 24
 """Steps, beside those of 2 P, that may be planned and never run: threads are no further ahead."""
 
+MOST_PARTS, PART_SLOTS = 16, 4096
+"""Parts of a home at most, and slots of a part at least, where there are several."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How a home's local `rows` and `slots` fall into 2^`bits` parts: part p has its slots from
+    `edges[p]` to `edges[p + 1]`."""
+
+    slots: int
+    rows: int
+    bits: int = 0
+
+    @classmethod
+    def of(cls, slots: int, rows: int, most_rows: int | None = None) -> Parts:
+        """The parts of a home; all homes have so many slots, and at most `most_rows`, which are
+        this one's `rows` if it is None. One part where every row has a slot."""
+        most = rows if most_rows is None else most_rows
+        count = 1 if slots >= most else min(slots // PART_SLOTS, MOST_PARTS)
+        return cls(slots, rows, max(count, 1).bit_length() - 1)
+
+    @property
+    def count(self) -> int:
+        """K, how many."""
+        return 1 << self.bits
+
+    @property
+    def part_rows(self) -> int:
+        """R, how many rows a part has at most."""
+        return -(-self.rows >> self.bits)
+
+    @cached_property
+    def edges(self) -> np.ndarray:
+        """See the class; int64 `[K + 1]`."""
+        return np.arange(self.count + 1, dtype=np.int64) * self.slots >> self.bits
+
+    def divide(self, local: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Local rows `[n]` sorted by part, stably.
+
+        Returns the rows as their parts number them, int32; where each part begins, int64
+        `[K + 1]`; and where each of `local` is now, int32.
+        """
+        return divide_rows(local, _ONE_HOME, np.array([self.bits]), np.zeros(1, np.int64))
+
+    def spread(self, values: np.ndarray) -> np.ndarray:
+        """`values` of all local rows by part, `[K, R]`."""
+        if self.bits == 0:
+            return np.array(values).reshape(1, -1)
+        found, block = np.zeros((self.count, self.part_rows), values.dtype), 1 << 20
+        for start in range(0, self.rows, block):
+            rows, starts, places = self.divide(np.arange(start, min(start + block, self.rows)))
+            parts = np.repeat(np.arange(self.count), np.diff(starts))
+            found[parts[places], rows[places]] = values[start : start + block]
+        return found
+
+    def seats(self, local: np.ndarray, share: float) -> np.ndarray:
+        """A slot of the home, int64, for each of `local`, the likeliest row first; -1 where rows
+        before it fill `share` of its part. The likeliest have the last slots: among equals, the
+        first leave first."""
+        _, starts, places = self.divide(local)
+        part = np.searchsorted(starts, places, side="right") - 1
+        nth = places - starts[part]
+        most = (share * np.diff(self.edges)).astype(np.int64)
+        return np.where(nth < most[part], self.edges[part + 1] - 1 - nth, -1)
+
+    def enough(self, local: np.ndarray, most_rows: int) -> int:
+        """Slots of each home, few beyond what it takes, with which this one holds the rows `local`;
+        `most_rows`: see `of`."""
+        for bits in range(MOST_PARTS.bit_length()):
+            parts = Parts(0, self.rows, bits)
+            fullest = int(np.diff(parts.divide(local)[1]).max())
+            slots = max(fullest, PART_SLOTS if bits else 0) << bits
+            if Parts.of(slots, self.rows, most_rows).bits == bits:
+                return slots
+        return most_rows
+
+
+_ONE_HOME = np.empty(0, np.int32)
+
+
+def divide_rows(
+    local: np.ndarray, homes: np.ndarray, bits: np.ndarray, firsts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Local rows int64 `[R]` sorted by home and part, stably.
+
+    `homes` int32 `[R]`: of each, empty: all are of the first; home h has 2^`bits[h]` parts, which
+    are numbers `firsts[h]` and up; both int64. Returns the rows in their parts, int32 `[R]`; where
+    those of each part begin, int64 `[parts + 1]`; and where each of `local` is now, int32 `[R]`.
+    """
+    local = np.ascontiguousarray(local, dtype=np.int64)
+    starts = np.empty(int(firsts[-1]) + (1 << int(bits[-1])) + 1, np.int64)
+    divided, places = np.empty(len(local), np.int32), np.empty(len(local), np.int32)
+    loops.divide_rows(local, homes, bits, firsts, starts, divided, places)
+    return divided, starts, places
+
+
+class Threads:
+    """Runs the parts of a home on `count` threads, this one among them."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.count = count
+        self._pool = ThreadPoolExecutor(count - 1, "distcache-part") if count > 1 else None
+
+    def share(self, pieces: int, call: Callable[[int, int], object]) -> None:
+        """`call(first, last)` for ranges that make up 0 to `pieces`; returns once all are done."""
+        ends = [pieces * n // self.count for n in range(self.count + 1)]
+        ranges = [(first, last) for first, last in pairwise(ends) if first < last]
+        if self._pool is None or len(ranges) < 2:
+            call(0, pieces)
+            return
+        others = [self._pool.submit(call, *of) for of in ranges[1:]]
+        call(*ranges[0])
+        for other in others:
+            other.result()
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
 
 @dataclass(frozen=True)
 class Ingested:
-    """A step's rows at their home. `local`: distinct local rows `[U_h]` in canonical order;
-    `previous` `[U_h]`: the steps before it that named them last, -1 for none; `replies`: for each
-    rank, the canonical index within this home of every row that it asked for. All int32."""
+    """A step's rows at their home. By part, those of part p from `bases[p]` on (int64 `[K]`), its
+    `counts[p]` (int64 `[K]`) `distinct` rows, numbered in their part, by first occurrence, and the
+    steps before it that named them `previous` to it, -1 for none. `labels`: of each row that rank r
+    asked for in part p, from `starts[r, p]` to `starts[r, p + 1]` (int64 `[W, K + 1]`), its place
+    among these. int32 `[N]` all three, N rows asked for."""
 
     step: int
     kind: str
-    local: np.ndarray
+    distinct: np.ndarray
     previous: np.ndarray
-    replies: tuple[np.ndarray, ...]
+    labels: np.ndarray
+    starts: np.ndarray
+    bases: np.ndarray
+    counts: np.ndarray
+
+    @property
+    def rows(self) -> int:
+        """U_h: distinct rows of the home."""
+        return int(self.counts.sum())
+
+    @cached_property
+    def firsts(self) -> np.ndarray:
+        """The canonical index of the first row of each part, int64 `[K]`."""
+        return np.cumsum(self.counts) - self.counts
+
+    def dense(self, values: np.ndarray) -> np.ndarray:
+        """`values` `[N]`, of which each part has `counts` from `bases` on, without gaps."""
+        if self.rows == len(values):
+            return values
+        return _joined(values, self.bases, self.counts)
+
+    def by_part(self) -> Iterator[tuple[int, np.ndarray, slice]]:
+        """Each part, its `distinct` rows, and which of the home's in canonical order they are."""
+        firsts = self.firsts.tolist()
+        for part, (base, first, count) in enumerate(
+            zip(self.bases.tolist(), firsts, self.counts.tolist(), strict=True)
+        ):
+            yield part, self.distinct[base : base + count], slice(first, first + count)
+
+    def replies(self) -> tuple[np.ndarray, ...]:
+        """For each rank, int32: the canonical index of every row that it asked for."""
+        labels = [self.labels[of[0] : of[-1]] for of in self.starts]
+        if len(self.counts) == 1:
+            return tuple(labels)
+        firsts = self.firsts.astype(np.int32)
+        sizes = np.diff(self.starts, axis=1)
+        return tuple(own + np.repeat(firsts, of) for own, of in zip(labels, sizes, strict=True))
 
 
 @dataclass(frozen=True)
-class HomeDecision(Ingested):
-    """A home's part of a step. `slots` `[U_h]`: device slots (global numbers); `fetch`: indices
-    into the part of rows to fetch, ascending; rows are row numbers of the layout (int64)."""
+class HomeDecision:
+    """A home's part of a step of `kind`, whose U_h distinct rows are in canonical order.
 
+    `previous` int32 `[U_h]`: the steps before it that named them last, -1 for none; `replies`: for
+    each rank, int32, the canonical index within this home of every row that it asked for; `slots`
+    `[U_h]`: device slots (global numbers); `fetch`: indices into the part of rows to fetch,
+    ascending; rows are row numbers of the layout (int64).
+    """
+
+    step: int
+    kind: str
+    previous: np.ndarray
+    replies: tuple[np.ndarray, ...]
     slots: np.ndarray
     fetch: np.ndarray
     fetch_rows: np.ndarray
@@ -43,65 +221,101 @@ class HomeDecision(Ingested):
     latest_use: int
 
 
-def _parts(entry: Ingested) -> tuple:
-    return entry.step, entry.kind, entry.local, entry.previous, entry.replies
+class Layout(Protocol):
+    """The rows of homes, as `layout.RowLayout` and `shard.HotLayout` number them."""
 
+    @property
+    def local_rows(self) -> int:
+        """Rows of this home, by local number."""
 
-def distinct_rows(
-    local: np.ndarray, position: np.ndarray, step: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`(distinct [U], previous [U], labels [n])`, int32, of local rows (int64 `[n]`).
+    @property
+    def most_rows(self) -> int:
+        """Rows of the home that has most."""
 
-    `position` int32: the step that named each row last, -1 for none; it becomes `step` for these.
-    Raises PlanError for a row outside it, and leaves it as it was.
-    """
-    local = np.ascontiguousarray(local, dtype=np.int64)
-    count = len(local)
-    distinct, previous = np.empty(count, np.int32), np.empty(count, np.int32)
-    labels = np.empty(count, np.int32)
-    count = loops.name_rows(local, position, step, distinct, previous, labels)
-    if count < 0:
-        raise PlanError(
-            f"step {step}: id {-1 - count} is row {local[-1 - count]} of a home that has "
-            f"{len(position)}: ids must lie within their tables"
-        )
-    return distinct[:count].copy(), previous[:count].copy(), labels
+    def local(self, rows: np.ndarray) -> np.ndarray:
+        """The local numbers of rows."""
+
+    def row(self, home: int, local: np.ndarray) -> np.ndarray:
+        """The rows of local numbers of a home."""
 
 
 class Planner:
     """Plans the rows of one home: `ingest` in stream order, then `plan` in stream order.
 
-    What all kinds share: distinct rows, by an index of 4 bytes per local row.
+    What all kinds share: distinct rows, by an index of 8 bytes per local row.
     """
 
-    def __init__(self, layout: RowLayout, home: int, slots: int, own_slots: slice) -> None:
-        """`slots`: how many it has; `own_slots`: where they are among those of the device."""
-        self.layout, self.home, self.slots, self.own_slots = layout, home, slots, own_slots
-        self._last_reference = np.full(layout.local_rows, -1, dtype=np.int32)
+    def __init__(self, layout: Layout, home: int, parts: Parts, own_slots: slice) -> None:
+        """`own_slots`: where this home's slots are among those of the device."""
+        self.layout, self.home, self.parts, self.own_slots = layout, home, parts, own_slots
+        self.threads = Threads()
+        """What runs the parts."""
+        self._home = _new_home(parts, 0)
         self._window: deque[Ingested] = deque()
+        self._looks_ahead, self._planned = False, -1
+
+    @property
+    def slots(self) -> int:
+        """How many it has."""
+        return self.parts.slots
 
     @property
     def index_bytes(self) -> int:
         """Bytes of the index over this home's rows, with what the policy keeps of each."""
-        return self._last_reference.nbytes
+        return self._home.index.nbytes
 
     @property
     def due_rows(self) -> int:
-        """Distinct rows of the oldest ingested step, which `plan` would decide."""
-        return len(self._window[0].local)
+        """Distinct rows of the oldest ingested step, which `plan` would decide; if it would refuse
+        them, the slots that would be enough."""
+        return self._window[0].rows
 
-    def ingest(self, step: int, kind: str, requests: Sequence[np.ndarray]) -> Ingested:
-        """Take the rows (int64, homed here) that every rank names in `step`, in rank order.
+    def ingest(
+        self, step: int, kind: str, requests: Sequence[np.ndarray], counts: np.ndarray | None = None
+    ) -> Ingested:
+        """Take the rows, homed here, that every rank names in `step`, in rank order.
 
-        Raises PlanError for a row that the layout does not have.
+        `requests`: of each rank, int32, numbered in their parts, by part; `counts` int64 `[W, K]`:
+        how many are of each part. Raises PlanError for a row that the layout does not have, and for
+        a step that does not come after those before it.
         """
         rows = np.concatenate(requests) if len(requests) > 1 else requests[0]
-        known = self._last_reference
-        distinct, previous, labels = distinct_rows(self.layout.local(rows), known, step)
-        replies = np.split(labels, np.cumsum([len(request) for request in requests])[:-1])
-        entry = Ingested(step, kind, distinct, previous, tuple(replies))
+        rows = np.ascontiguousarray(rows, dtype=np.int32)
+        if counts is None:
+            counts = np.array([[len(request)] for request in requests])
+        bad = np.flatnonzero(rows.view(np.uint32) >= self.parts.part_rows)
+        if len(bad):
+            raise PlanError(
+                f"step {step}: id {bad[0]} is row {rows[bad[0]]} of a home that has "
+                f"{self.parts.part_rows}: ids must lie within their tables"
+            )
+        if not self._window and step > self._planned:
+            self._planned = step - 1  # all steps before are
+        last = self._window[-1].step if self._window else self._planned
+        if step != last + 1:
+            raise PlanError(f"step {step} does not follow {last}: steps come in order")
+        starts = np.zeros((len(requests), self.parts.count + 1), np.int64)
+        counts.cumsum(axis=1, out=starts[:, 1:])
+        sizes = starts[:, -1]
+        starts += (sizes.cumsum() - sizes)[:, None]
+        by_part = counts.sum(axis=0)
+        bases = by_part.cumsum() - by_part
+        entry = Ingested(
+            step, kind, *(np.empty(len(rows), np.int32) for _ in range(3)),
+            starts, bases, np.empty_like(bases),
+        )  # fmt: skip
+        if self._looks_ahead:
+            self._make_room(step, by_part)
+        named = (rows, starts, bases, self._planned, step, self._looks_ahead)
+        found = (entry.distinct, entry.previous, entry.labels, entry.counts)
+        self.threads.share(
+            self.parts.count, lambda a, b: loops.ingest(self._home, a, b, *named, *found)
+        )
         self._window.append(entry)
         return entry
+
+    def _make_room(self, step: int, rows: np.ndarray) -> None:
+        """Room for what the window knows of `step`, which names so many rows of each part."""
 
     def plan(self) -> HomeDecision:
         """Decide the oldest ingested step."""
@@ -113,111 +327,263 @@ class Planner:
         `slot_row` int64 `[slots]`: the row in each of this home's slots, -1 free.
         """
         self._window.clear()
+        self._planned = step
+        np.minimum(self._home.index[..., loops.NAMED], step, out=self._home.index[..., loops.NAMED])
+
+
+def _new_home(parts: Parts, slots: int, steps: int = 2, keys: int = 2) -> loops.Home:
+    """A home of which nothing is known; `slots`: of the largest part; see `loops.Home`."""
+    count = parts.count
+    return loops.Home(
+        index=np.full((count, parts.part_rows, 2), -1, np.int32),
+        row_of=np.full((count, slots), -1, np.int32),
+        table=np.empty((count, slots + loops.STEPS + steps + keys, 4), np.int32),
+        classes=np.empty((count, 0), np.uint8),
+        levels=np.empty((count, 0), np.uint8),
+        keys=np.zeros(count, np.int64),
+        waiting=np.empty((count, 2), np.int32),
+        begins=np.zeros((count, steps), np.int64),
+        origins=np.zeros(steps, np.int64),
+        ends=np.zeros((count, steps, steps), np.int32),
+        heads=np.zeros(count, np.int64),
+    )
+
+
+def _joined(values: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """`counts[p]` of `values` from `starts[p]` on, for each part p."""
+    if len(counts) == 1:
+        return values[: counts[0]].copy()
+    spans = zip(starts.tolist(), counts.tolist(), strict=True)
+    return np.concatenate([values[start : start + count] for start, count in spans])
 
 
 class HomePlanner(Planner):
     """Plans the rows of `home` into its own range of `slots` device slots.
 
-    `lookahead` is L, `prefetch` P. A step is decided when the ids through step + L are ingested
-    (or the stream ended). `popularity` uint8 `[local rows]`: each row's class, higher is hotter, 0
-    never seen; `PINNED` rows leave where no other can, whatever the policy. Its index is 8 bytes
-    per local row: slot and last reference; only the home has it, so it is divided over the ranks.
-    Raises ConfigError where a policy needs popularity and it is None.
+    `prefetch` is P. A step is decided when the ids through step + L are ingested (or the stream
+    ended). `popularity` uint8 `[local rows]`: each row's class, higher is hotter, 0 never seen;
+    `PINNED` rows leave where no other can, whatever the policy. Its index is 8 bytes per local row:
+    slot and last reference; only the home has it, so it is divided over the ranks. Rows of a step
+    in the window that it names again wait until that step is planned: 4 bytes each. Every slot with
+    a row lies in a list (`loops.Home`), so filing and taking cost as much as the rows filed and
+    taken, whatever the size of the cache. Raises ConfigError where a policy needs popularity and it
+    is None.
     """
 
     def __init__(
         self,
-        layout: RowLayout,
+        layout: Layout,
         home: int,
         slots: int,
         prefetch: int,
         policy: Policy = DEFAULT,
         popularity: np.ndarray | None = None,
         first_slot: int | None = None,
+        parts: Parts | None = None,
         names: np.ndarray | None = None,
     ) -> None:
-        """`first_slot`: of its range on the device; None: home h's range follows that of h - 1.
-        `names` int32 `[local rows]`: what a replay's rows are called in training, where the local
-        rows are others; None: as they are numbered."""
-        self._first_slot = home * slots if first_slot is None else first_slot
-        super().__init__(layout, home, slots, slice(self._first_slot, self._first_slot + slots))
-        self._popularity_bytes = 0 if popularity is None else popularity.nbytes
-        rows = layout.local_rows
-        named = () if names is None else (names,)
-        self._ranking = make_ranking(policy, rows, slots, popularity, *named)
-        self._table = SlotTable(rows, slots, prefetch, self._ranking, popularity)
-        self._past: deque[tuple[Ingested, Forget]] = deque(maxlen=2 * prefetch + _AHEAD)
-        self._looks_ahead, self._planned = policy.uses_window, -1
+        """`first_slot`: of its range on the device; None: home h's range follows that of h - 1;
+        `parts`: None: as all homes of this size are. `names` int32 `[local rows]`: what a replay's
+        rows are called in training, where the local rows are others; None: as they are numbered."""
+        first = home * slots if first_slot is None else first_slot
+        parts = parts or Parts.of(slots, layout.local_rows, layout.most_rows)
+        super().__init__(layout, home, parts, slice(first, first + slots))
+        self._prefetch, self._looks_ahead = prefetch, policy.uses_window
+        self._ranking, self._popularity = make_ranking(policy, slots, popularity), popularity
+        self._sizes, self._own_slots = np.diff(parts.edges), first + parts.edges[:-1]
+        known = _new_home(parts, int(self._sizes.max()), 64, 256)
+        self._names = np.empty((parts.count, 0), np.int32)
+        if names is not None:
+            self._names = parts.spread(names)
+        if popularity is not None and (popularity == PINNED).any():
+            known = known._replace(classes=parts.spread(popularity))
+        if popularity is not None and policy.ranking == "frequency":
+            known = known._replace(levels=parts.spread(popularity))
+        if policy.ranking == "lfu":
+            known = known._replace(levels=np.zeros((parts.count, parts.part_rows), np.uint8))
+        self._home, self._highest = known, 0
+        self._past: deque[tuple[Ingested, np.ndarray, tuple]] = deque(maxlen=2 * prefetch + _AHEAD)
+        self._hold(np.full(slots, -1, np.int64), -1)
 
     @property
     def index_bytes(self) -> int:
         """See `Planner.index_bytes`."""
-        index = self._table.slot_of.nbytes + self._last_reference.nbytes
-        return index + self._ranking.nbytes + self._popularity_bytes
+        counted = self._home.levels.nbytes if self._ranking.rate >= 0 else 0
+        popular = 0 if self._popularity is None else self._popularity.nbytes
+        return self._home.index.nbytes + counted + popular
 
-    def ingest(self, step: int, kind: str, requests: Sequence[np.ndarray]) -> Ingested:
-        """See `Planner.ingest`; the policy's window learns of the step's uses."""
-        entry = super().ingest(step, kind, requests)
-        if self._looks_ahead:
-            self._table.refer(entry.local, entry.previous, self._planned, step)
-        return entry
+    @property
+    def due_rows(self) -> int:
+        """See `Planner.due_rows`."""
+        entry, parts = self._window[0], self.parts
+        if not (entry.counts > self._sizes).any():
+            return entry.rows
+        part = np.repeat(np.arange(parts.count), entry.counts)
+        pairs = zip(part.tolist(), entry.dense(entry.distinct).tolist(), strict=True)
+        local = np.array([loops.local_of(*pair, parts.bits) for pair in pairs])
+        return parts.enough(local, self.layout.most_rows)
+
+    def _make_room(self, step: int, rows: np.ndarray) -> None:
+        """See `Planner._make_room`."""
+        known = self._home
+        steps = len(known.origins)
+        if step - self._planned >= steps:
+            self._widen(2 * (step - self._planned), 0)
+            known = self._home
+            steps = len(known.origins)
+        oldest = self._window[0].step if self._window else step
+        begins = known.begins[:, oldest & (steps - 1)] if self._window else known.heads
+        need, size = int((known.heads - begins + rows).max()), known.waiting.shape[1]
+        if need > size:
+            waiting = np.empty((self.parts.count, 1 << need.bit_length()), np.int32)
+            for part, (start, stop) in enumerate(zip(begins, known.heads, strict=True)):
+                at = np.arange(start, stop)
+                waiting[part, at & (waiting.shape[1] - 1)] = known.waiting[part, at & (size - 1)]
+            self._home = known._replace(waiting=waiting)
+        known.origins[step & (steps - 1)] = self._planned + 1
 
     def plan(self) -> HomeDecision:
-        """Decide the oldest ingested step. Raises StepTooLargeError and decides nothing when its
-        distinct rows exceed the slots."""
-        entry = self._window[0]
-        if len(entry.local) > self.slots:
+        """Decide the oldest ingested step. Raises StepTooLargeError and decides nothing when the
+        distinct rows of a part exceed its slots."""
+        entry, ranking, parts = self._window[0], self._ranking, self.parts
+        if (entry.counts > self._sizes).any():
+            needs = self.due_rows
             raise StepTooLargeError(
-                f"step {entry.step}: home rank {self.home} has {len(entry.local)} distinct rows "
-                f"for {self.slots} slots",
-                rows=len(entry.local),
+                f"step {entry.step}: home rank {self.home} has {entry.rows} distinct rows, which "
+                f"want {needs} slots, for {self.slots}",
+                rows=needs,
                 slots=self.slots,
             )
         self._window.popleft()
-        self._planned = entry.step
-        table, local, step = self._table, entry.local, entry.step
-        slots, fetch = table.look_up(local, step)
-        filled, latest = table.take(len(fetch), step)
-        evict_slots, leaving = table.fill(local, fetch, filled, slots)
-        if self._looks_ahead:
-            table.look_ahead(step)
-        levels, forget = self._ranking.learn(local, entry.previous, step)
-        self._past.append((entry, forget))
-        table.file(slots, levels, step)
-        if self._first_slot:
-            slots, evict_slots = slots + np.int32(self._first_slot), evict_slots + self._first_slot
-        rows = [self.layout.row(self.home, of.astype(np.int64)) for of in (local[fetch], leaving)]
-        return HomeDecision(*_parts(entry), slots, fetch, rows[0], evict_slots, rows[1], latest)
+        step = self._planned = entry.step
+        newest = self._window[-1].step if self._window and self._looks_ahead else step
+        before = ranking.learn(entry.rows, step)
+        self._highest = max(self._highest, ranking.base + int(ranking.ranks[-1]))
+        keys = self._highest - int(self._home.keys.min()) + 1
+        if keys > self._home.table.shape[1] - self._by_key:
+            self._widen(0, 2 * keys)
+        count, firsts = entry.rows, entry.firsts
+        slots, fetch, fetched, left, leaving = (np.empty(count, np.int32) for _ in range(5))
+        levels, done = np.empty(count, np.uint8), np.empty((parts.count, 3), np.int64)
+        what = (entry.distinct, entry.previous, entry.bases, entry.counts, firsts, self._own_slots)
+        when = (step, newest, self._prefetch, ranking.rate, ranking.base)
+        scale = (ranking.ranks, ranking.values, ranking.factors, self._names)
+        out = (slots, levels, fetch, fetched, left, leaving, done)
+        self.threads.share(
+            parts.count,
+            lambda a, b: loops.plan(self._home, a, b, *what, *when, *scale, *out),
+        )
+        self._past.append((entry, levels, before))
+        fetch, fetched = (_joined(of, firsts, done[:, 0]) for of in (fetch, fetched))
+        left, leaving = (_joined(of, firsts, done[:, 1]) for of in (left, leaving))
+        rows = [self.layout.row(self.home, of.astype(np.int64)) for of in (fetched, leaving)]
+        return HomeDecision(
+            step=step,
+            kind=entry.kind,
+            previous=entry.dense(entry.previous),
+            replies=entry.replies(),
+            slots=slots,
+            fetch=fetch,
+            fetch_rows=rows[0],
+            evict_slots=left,
+            evict_rows=rows[1],
+            latest_use=int(done[:, 2].max()),
+        )
 
     def restore(self, slot_row: np.ndarray, step: int) -> None:
         """See `Planner.restore`. How far planning was ahead leaves no trace: what later steps were
-        counted for is taken back."""
+        counted for is taken back. Where rows score the same, the less popular leaves first."""
         while self._window:
             self._unname(self._window.pop())
         while self._past and self._past[-1][0].step > step:
-            entry, forget = self._past.pop()
+            entry, levels, before = self._past.pop()
             self._unname(entry)
-            forget()
-        self._planned = step
-        np.minimum(self._last_reference, step, out=self._last_reference)  # beyond `_past`
+            if self._ranking.rate >= 0:
+                for part, rows, span in entry.by_part():
+                    self._home.levels[part, rows] = levels[span]
+            self._ranking.forget(before)
+        super().restore(slot_row, step)  # steps beyond `_past`
         local = np.where(slot_row >= 0, self.layout.local(np.maximum(slot_row, 0)), -1)
-        self._table.restore(local.astype(np.int32), step)
+        self._hold(local, step - self._prefetch - 1)
 
     def _unname(self, entry: Ingested) -> None:
-        self._last_reference[entry.local] = entry.previous
+        previous = entry.dense(entry.previous)
+        for part, rows, span in entry.by_part():
+            self._home.index[part, rows, loops.NAMED] = previous[span]
+
+    def _hold(self, local: np.ndarray, used_at: int) -> None:
+        """Let the slots hold these local rows (-1: free), all last used by `used_at`, and nothing
+        wait to be told."""
+        known, parts = self._home, self.parts
+        known.row_of.fill(-1)
+        known.index[..., loops.SLOT] = -1
+        slot = np.flatnonzero(local >= 0)
+        rows, _, places = parts.divide(local[slot])
+        rows = rows[places]
+        part = np.searchsorted(parts.edges, slot, side="right") - 1
+        known.row_of[part, slot - parts.edges[part]] = rows
+        known.index[part, rows, loops.SLOT] = slot - parts.edges[part]
+        known.table[:] = np.arange(known.table.shape[1])[:, None]
+        known.table[..., loops.LAST], known.table[..., loops.NEXT] = used_at, loops.NEVER
+        known.heads.fill(0)
+        known.keys.fill(self._ranking.base)
+        self._highest = self._ranking.base + int(self._ranking.ranks[-1])
+        if self._popularity is not None:
+            slot = slot[np.argsort(self._popularity[local[slot]], kind="stable")]
+        slot = np.concatenate((slot, np.flatnonzero(local < 0)))
+        part = np.searchsorted(parts.edges, slot, side="right") - 1
+        loops.file_slots(
+            known, part, slot - parts.edges[part], self._ranking.base, self._ranking.ranks
+        )
+
+    @property
+    def _by_key(self) -> int:
+        """The first node of a key."""
+        return self._home.row_of.shape[1] + loops.STEPS + len(self._home.origins)
+
+    def _widen(self, steps: int, keys: int) -> None:
+        """Room for lists of at least so many steps and keys."""
+        known, slots = self._home, self._home.row_of.shape[1]
+        old_steps, old_by_key = len(known.origins), self._by_key
+        old_keys = known.table.shape[1] - old_by_key
+        steps = max(old_steps, 1 << max(steps - 1, 0).bit_length())
+        keys = max(old_keys, 1 << max(keys - 1, 0).bit_length())
+        by_step, by_key = slots + loops.STEPS, slots + loops.STEPS + steps
+        in_use = np.arange(self._planned, self._planned + old_steps)
+        lists = int(known.keys.min()) + np.arange(old_keys)
+        here = [np.arange(by_step), by_step + (in_use & (old_steps - 1))]
+        there = [np.arange(by_step), by_step + (in_use & (steps - 1))]
+        old = np.concatenate([*here, old_by_key + (lists & (old_keys - 1))])
+        new = np.concatenate([*there, by_key + (lists & (keys - 1))])
+        table = np.empty((self.parts.count, by_key + keys, 4), np.int32)
+        table[:] = np.arange(table.shape[1])[:, None]
+        renamed = np.empty(known.table.shape[1], np.int32)
+        renamed[old] = new
+        table[:, new] = known.table[:, old]
+        table[:, new, : loops.LAST] = renamed[known.table[:, old, : loops.LAST]]
+        begins, ends = (
+            np.zeros((self.parts.count, *[steps] * of), kind)
+            for of, kind in ((1, np.int64), (2, np.int32))
+        )
+        origins, at, to = np.zeros(steps, np.int64), in_use & (old_steps - 1), in_use & (steps - 1)
+        begins[:, to], origins[to] = known.begins[:, at], known.origins[at]
+        ends[:, to, :old_steps] = known.ends[:, at]
+        self._home = known._replace(table=table, begins=begins, origins=origins, ends=ends)
 
 
 class ResidentPlanner(Planner):
     """All rows on every device: slot = row, nothing moves (mode `resident`)."""
 
-    def __init__(self, layout: RowLayout, home: int) -> None:
-        super().__init__(layout, home, layout.local_rows, slice(None))
+    def __init__(self, layout: Layout, home: int) -> None:
+        super().__init__(layout, home, Parts(layout.local_rows, layout.local_rows), slice(None))
 
     def plan(self) -> HomeDecision:
         """See `Planner.plan`: every row is a hit."""
-        entry = self._window.popleft()
-        rows = self.layout.row(self.home, entry.local.astype(np.int64))
-        return HomeDecision(*_parts(entry), rows, *(np.empty(0, np.int64),) * 4, -1)
+        entry, none = self._window.popleft(), np.empty(0, np.int64)
+        self._planned = entry.step
+        rows = self.layout.row(self.home, entry.dense(entry.distinct).astype(np.int64))
+        known = (entry.step, entry.kind, entry.dense(entry.previous), entry.replies())
+        return HomeDecision(*known, rows, none, none, none, none, -1)
 
 
 class PassThroughPlanner(ResidentPlanner):
@@ -228,13 +594,14 @@ class PassThroughPlanner(ResidentPlanner):
 
     def __init__(self, layout: RowLayout, home: int) -> None:
         super().__init__(layout, home)
+        self._world = layout.world_size
         self._leaving = (np.empty(0, np.int64), np.empty(0, np.int64), -1)
 
     def plan(self) -> HomeDecision:
         """See `Planner.plan`: the rows of the step before leave, all of this step's come in."""
         every = super().plan()
         every_row = np.arange(len(every.slots))
-        slots = every_row * self.layout.world_size + self.home
+        slots = every_row * self._world + self.home
         old_slots, old_rows, latest = self._leaving
         self._leaving = (slots, every.slots, every.step)
         return replace(

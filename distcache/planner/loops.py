@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numba
 import numpy as np
@@ -46,7 +46,8 @@ def array(dtype: Any, written: bool, dimensions: int = 1) -> Any:
 i4, i8 = types.int32, types.int64
 in4, in8, out4, out8 = array(i4, False), array(i8, False), array(i4, True), array(i8, True)
 in1, out1 = array(types.uint8, False), array(types.uint8, True)
-in44, out44 = array(i4, False, 2), array(i4, True, 2)
+in44, out44, out444 = array(i4, False, 2), array(i4, True, 2), array(i4, True, 3)
+in88, out88, out11 = array(i8, False, 2), array(i8, True, 2), array(types.uint8, True, 2)
 
 PINNED = 255
 """Popularity class of a row that leaves only where no other can."""
@@ -62,83 +63,160 @@ _OLDEST = 1 << 30
 """Steps beyond which a row's last use is no further back."""
 
 
-@compiled(i8(in8, out4, i8, out4, out4, out4))
+# -----------------------------------------------------------------------------
+# What a rank asks for: the distinct rows of its ids, by home and part.
+
+
+@compiled(i8(in8, in8, out4, out8, out4, out4))
 def name_rows(
-    local: np.ndarray,
-    position: np.ndarray,
-    step: int,
+    rows: np.ndarray,
+    edges: np.ndarray,
+    table: np.ndarray,
     distinct: np.ndarray,
-    previous: np.ndarray,
     labels: np.ndarray,
+    counts: np.ndarray,
 ) -> int:
-    """Distinct rows in first-occurrence order, by an index over all rows.
+    """Distinct rows in first-occurrence order, by a hash table for each piece of the ids.
 
-    `local` int64 `[n]`; `position` int32: the step that named each row last, -1 for none, written.
-    Writes `distinct`, `previous` (the step before) and, for each id, `labels`: its row's rank
-    among the distinct ones; int32 `[n]` each. Returns how many are distinct; or, having changed
-    nothing in `position`, -1 - i for an id i outside it.
+    `rows` int64 `[n]`; piece p ends at `edges[p]`, and no row of it is in another. `table` int32:
+    scratch, a power of two >= 2 and >= 2 x the longest piece. Writes `distinct`, int64, how often
+    each occurs to `counts`, and each id's place among them to `labels`, int32; `[n]` all three.
+    Returns how many rows are distinct.
     """
-    count, bad = 0, -1
-    for i in range(len(local)):
-        row = local[i]
-        if row < 0 or row >= len(position):
-            bad = i
-            break
-        seen = position[row]
-        if seen >= -1:
-            distinct[count] = row
-            previous[count] = seen
-            position[row] = -2 - count  # a label until the end of the loop
-            labels[i] = count
-            count += 1
-        else:
-            labels[i] = -2 - seen
-    for k in range(count):
-        position[distinct[k]] = step if bad < 0 else previous[k]
-    return count if bad < 0 else -1 - bad
-
-
-@compiled(i8(in8, out4, out8, out4))
-def find_rows(rows: np.ndarray, table: np.ndarray, distinct: np.ndarray, labels: np.ndarray) -> int:
-    """The same by a hash table, whatever the number of rows.
-
-    `rows` int64 `[n]`; `table` int32: all -1, a power of two >= 2 n and >= 2 entries; `distinct`
-    int64 `[n]` and `labels` int32 `[n]` are written. Returns how many rows are distinct.
-    """
-    mask = np.uint64(len(table) - 1)
-    one = np.uint64(1)
-    count = 0
-    for i in range(len(rows)):
-        row = rows[i]
-        key = np.uint64(row)
-        key = (key ^ (key >> _HALF)) * _FIRST
-        key = (key ^ (key >> _SOME)) * _SECOND
-        bucket = (key ^ (key >> _HALF)) & mask
-        label = table[bucket]
-        while label >= 0 and distinct[label] != row:
-            bucket = (bucket + one) & mask
-            label = table[bucket]
-        if label < 0:
-            label = count
-            table[bucket] = label
-            distinct[label] = row
-            count += 1
-        labels[i] = label
+    one, count, start = np.uint64(1), 0, 0
+    for piece in range(len(edges)):
+        stop, size = edges[piece], 2
+        while size < 2 * (stop - start):
+            size *= 2
+        mask = np.uint64(size - 1)
+        for bucket in range(size):
+            table[bucket] = -1
+        for i in range(start, stop):
+            row = rows[i]
+            key = np.uint64(row) * _FIRST
+            place = (key ^ (key >> _HALF)) & mask
+            label = table[place]
+            while label >= 0 and distinct[label] != row:
+                place = (place + one) & mask
+                label = table[place]
+            if label < 0:
+                label = count
+                table[place] = label
+                distinct[label], counts[label] = row, 0
+                count += 1
+            counts[label] += 1
+            labels[i] = label
+        start = stop
     return count
 
 
+@compiled(i8(i8, i8))
+def part_of(local: int, bits: int) -> int:
+    """Which of 2^`bits` parts of its home has a local row, which is row `local` >> `bits` there.
+
+    Every run of 2^`bits` local rows visits every part once.
+    """
+    key = np.uint64(local >> bits) * _FIRST
+    key = (key ^ (key >> _SOME)) * _SECOND
+    return (local + np.int64(key >> _TOP)) & ((1 << bits) - 1)
+
+
+@compiled(i8(i8, i8, i8))
+def local_of(part: int, row: int, bits: int) -> int:
+    """The local row that is `row` in `part`: the inverse of `part_of`."""
+    key = np.uint64(row) * _FIRST
+    key = (key ^ (key >> _SOME)) * _SECOND
+    return (row << bits) | ((part - np.int64(key >> _TOP)) & ((1 << bits) - 1))
+
+
+@compiled(types.void(in8, in4, in8, in8, out8, out4, out4))
+def divide_rows(
+    local: np.ndarray,
+    homes: np.ndarray,
+    bits: np.ndarray,
+    firsts: np.ndarray,
+    starts: np.ndarray,
+    divided: np.ndarray,
+    places: np.ndarray,
+) -> None:
+    """Sort local rows (int64 `[R]`) by home, then by part, stably.
+
+    `homes` int32 `[R]`, or none: all are of home 0. Home h has 2^`bits[h]` parts; they are numbers
+    `firsts[h]` and up. Writes `divided`, the rows sorted, as their parts number them; `places`,
+    where each of `local` is now; both int32 `[R]`; and `starts` int64 `[parts + 1]`, where those of
+    each part begin.
+    """
+    for part in range(len(starts)):
+        starts[part] = 0
+    for i in range(len(local)):
+        home = homes[i] if len(homes) else 0
+        places[i] = firsts[home] + part_of(local[i], bits[home])
+        starts[places[i]] += 1
+    before = 0
+    for part in range(len(starts)):
+        count, starts[part] = starts[part], before
+        before += count
+    for i in range(len(local)):
+        part = places[i]
+        home = homes[i] if len(homes) else 0
+        divided[starts[part]], places[i] = local[i] >> bits[home], starts[part]
+        starts[part] += 1
+    for part in range(len(starts) - 1, 0, -1):
+        starts[part] = starts[part - 1]
+    starts[0] = 0
+
+
 # -----------------------------------------------------------------------------
-# Slots and their lists, first in, first out. A slot is in one list at most.
-#
-# `table` int32 `[slots + 1 + 2 n, 4]`, n a power of two: what comes after each slot in its list and
-# what before, the step that used it last, and the step in the window that uses it next. A list has
-# a node beyond the slots, which follows its last slot and precedes its first: one for all pinned
-# rows; then one for each step in the window (at step & n - 1), whose list has the slots that it is
-# the next to use; then one for each key (at key & n - 1), with the slots that no step in the window
-# uses.
+# A home: its parts, and in each of them slots and their lists, first in, first out. A slot is in
+# one list at most.
+
+
+class Home(NamedTuple):
+    """What a home keeps of its K parts, each with R rows (numbered in the part) and S slots, some
+    of which may not be there.
+
+    `index` int32 `[K, R, 2]`: the slot of each row (-1: none), and the step that named it last;
+    `row_of` int32 `[K, S]`: the row in each slot (-1: free). `table` int32 `[K, S + 2 + m + n, 4]`:
+    what comes after each slot in its list and what before, the step that used it last, and the step
+    in the window that uses it next. A list has a node beyond the slots, which follows its last slot
+    and precedes its first: S has the free slots; S + 1 all pinned rows; then one for each of m
+    steps in the window (at step & m - 1), whose list has the slots that it is the next to use; then
+    one for each of n keys (at key & n - 1), with the slots that no step in the window uses. Both
+    are powers of two. `classes` and `levels` uint8 `[K, R]`, or `[K, 0]`: popularity and what the
+    ranking keeps of each row. `keys` int64 `[K]`: no lower key has slots.
+
+    Rows that a step names after another one that is not planned yet wait until that is: in
+    `waiting` int32 `[K, Q]`, Q a power of two, as rings. Those of step s begin at `begins[s & m -
+    1]` (int64 `[K, m]`), in the order of the steps that named them before: `origins[s & m - 1]`
+    (int64 `[m]`) and up, whose rows end `ends[s & m - 1]` (int32 `[K, m, m]`) after that.
+    `heads` int64 `[K]`: where the next begin.
+    """
+
+    index: np.ndarray
+    row_of: np.ndarray
+    table: np.ndarray
+    classes: np.ndarray
+    levels: np.ndarray
+    keys: np.ndarray
+    waiting: np.ndarray
+    begins: np.ndarray
+    origins: np.ndarray
+    ends: np.ndarray
+    heads: np.ndarray
+
+
+SLOT, NAMED = range(2)
+"""Columns of `index`."""
 
 AFTER, BEFORE, LAST, NEXT = range(4)
 """Columns of `table`."""
+
+FREE, PINS, STEPS = range(3)
+"""Where lists begin beyond the slots."""
+
+_home = types.NamedTuple(
+    [out444, out44, out444, out11, out11, out8, out44, out88, out8, out444, out8], Home
+)
 
 
 @compiled(types.void(out44, i8))
@@ -156,283 +234,405 @@ def append(table: np.ndarray, node: int, slot: int) -> None:
     table[last, AFTER], table[node, BEFORE] = slot, slot
 
 
-@compiled(types.void(out44, i8, i8))
-def hold(table: np.ndarray, slot: int, step: int) -> None:
-    """Let `step` use a slot, which leaves its list.
-
-    But for the list of those that the window said that it uses: that one goes as a whole.
-    """
-    if table[slot, NEXT] != step:
-        unlink(table, slot)
-    table[slot, LAST], table[slot, NEXT] = step, NEVER  # held: not a victim of its own step
-
-
-@compiled(i8(in4, in4, i8, out44, out4, out4))
-def look_up(
-    local: np.ndarray,
-    slot_of: np.ndarray,
-    step: int,
-    table: np.ndarray,
-    slots: np.ndarray,
-    fetch: np.ndarray,
-) -> int:
-    """Hold the slots of those rows of `step` that are cached.
-
-    `local` int32 `[U]`; writes each row's slot (-1: not cached) to `slots`, the indices of those
-    not cached to `fetch` (int32 `[U]` each), and returns their number.
-    """
-    misses = 0
-    for k in range(len(local)):
-        slot = slot_of[local[k]]
-        slots[k] = slot
-        if slot >= 0:
-            hold(table, slot, step)
-        else:
-            fetch[misses] = k
-            misses += 1
-    return misses
-
-
-@compiled(i8(in4, in4, in4, out4, out4, out4, out4, out4))
-def fill(
-    local: np.ndarray,
-    fetch: np.ndarray,
-    filled: np.ndarray,
-    slot_of: np.ndarray,
-    row_of: np.ndarray,
-    slots: np.ndarray,
-    evict_slots: np.ndarray,
-    evict_rows: np.ndarray,
-) -> int:
-    """Give the slots `filled` to the rows `local[fetch]`, all int32; `slots[fetch]` is written.
-
-    Writes which slots held a row that leaves, and that row (int32 `[len(fetch)]` each); returns
-    how many do.
-    """
-    leaving = 0
-    for i in range(len(fetch)):
-        slot, row = filled[i], local[fetch[i]]
-        old = row_of[slot]
-        if old >= 0:
-            slot_of[old] = -1
-            evict_slots[leaving], evict_rows[leaving] = slot, old
-            leaving += 1
-        slot_of[row], row_of[slot], slots[fetch[i]] = slot, row, slot
-    return leaving
-
-
-@compiled(types.void(i8, i8, i8, in4, in1, i8, out44))
-def tell(
-    row: int,
-    step: int,
-    filed: int,
-    slot_of: np.ndarray,
-    classes: np.ndarray,
-    lists: int,
-    table: np.ndarray,
-) -> None:
+@compiled(types.void(_home, i8, i8, i8, types.boolean))
+def tell(home: Home, part: int, row: int, step: int, filed: bool) -> None:
     """Tell a row, if it is cached, that `step` in the window uses it next.
 
-    `filed`: whether its slot is in a list; `lists`: n. Pinned rows (`classes`, or none) are not
-    told.
+    `filed`: whether its slot is in a list. Pinned rows are not told.
     """
-    slot = slot_of[row]
-    if slot >= 0 and not (len(classes) and classes[row] == PINNED):
+    slot = home.index[part, row, SLOT]
+    if slot >= 0 and not (home.classes.shape[1] and home.classes[part, row] == PINNED):
+        table, slots = home.table[part], home.row_of.shape[1]
         if filed:
             unlink(table, slot)
         table[slot, NEXT] = step
-        append(table, len(table) - 2 * lists + (step & (lists - 1)), slot)
+        append(table, slots + STEPS + (step & (len(home.origins) - 1)), slot)
 
 
-@compiled(i8(in4, in4, i8, i8, in4, in1, i8, out44, out4, out4))
-def refer(
+@compiled(i8(out44, in4, in88, i8, i8, i8, out4, out4, out4))
+def name_part(
+    index: np.ndarray,
     rows: np.ndarray,
+    starts: np.ndarray,
+    part: int,
+    step: int,
+    base: int,
+    distinct: np.ndarray,
     previous: np.ndarray,
+    labels: np.ndarray,
+) -> int:
+    """The rows of one part that the ranks name in `step`; how many are distinct; see `ingest`."""
+    count = 0
+    for rank in range(len(starts)):
+        for i in range(starts[rank, part], starts[rank, part + 1]):
+            row = rows[i]
+            seen = index[row, NAMED]
+            if seen >= -1:
+                distinct[base + count], previous[base + count] = row, seen
+                index[row, NAMED] = -2 - count  # a label until the end
+                labels[i] = count
+                count += 1
+            else:
+                labels[i] = -2 - seen
+    for k in range(base, base + count):
+        index[distinct[k], NAMED] = step
+    return count
+
+
+@compiled(types.void(_home, i8, i8, i8, in4, in4, i8, i8))
+def refer(
+    home: Home,
+    part: int,
     planned: int,
     step: int,
-    slot_of: np.ndarray,
-    classes: np.ndarray,
-    lists: int,
-    table: np.ndarray,
-    later: np.ndarray,
-    ends: np.ndarray,
-) -> int:
-    """Tell those of `rows` (int32 `[U]`) that `previous` named by step `planned` or before that
-    `step` uses them next.
-
-    The others, in the order of the steps that named them, go to `later` (int32 `[U]`); those of
-    step `planned` + 1 + g end at `ends[g]` (int32 `[step - planned - 1]`, zeros). Returns -1; or,
-    having done nothing, a step in `previous` that does not come before `step`.
-    """
-    for i in range(len(previous)):
-        if previous[i] >= step:
-            return previous[i]
-    for i in range(len(rows)):
-        if previous[i] > planned:
-            ends[previous[i] - planned - 1] += 1
-        else:
-            tell(rows[i], step, True, slot_of, classes, lists, table)
-    before = 0
-    for g in range(len(ends)):
-        count, ends[g] = ends[g], before
-        before += count
-    for i in range(len(rows)):
-        if previous[i] > planned:
-            g = previous[i] - planned - 1
-            later[ends[g]] = rows[i]
-            ends[g] += 1
-    return -1
-
-
-@compiled(types.void(in4, in4, in4, in4, in1, i8, out44))
-def tell_parts(
-    rows: np.ndarray,
-    steps: np.ndarray,
-    ends: np.ndarray,
-    slot_of: np.ndarray,
-    classes: np.ndarray,
-    lists: int,
-    table: np.ndarray,
+    distinct: np.ndarray,
+    previous: np.ndarray,
+    start: int,
+    stop: int,
 ) -> None:
-    """Tell `rows`, whose slots are in no list, of the steps that use them next.
+    """Tell those rows of one part whose last step is `planned`, or before that, of `step`, which
+    uses them next; the others wait for the step that named them."""
+    mask, room = len(home.origins) - 1, home.waiting.shape[1] - 1
+    ends = home.ends[part, step & mask]
+    for group in range(step - planned - 1):
+        ends[group] = 0
+    for k in range(start, stop):
+        if previous[k] > planned:
+            ends[previous[k] - planned - 1] += 1
+        else:
+            tell(home, part, distinct[k], step, True)
+    begin, before = home.heads[part], 0
+    for group in range(step - planned - 1):
+        count, ends[group] = ends[group], before
+        before += count
+    home.begins[part, step & mask], home.heads[part] = begin, begin + before
+    for k in range(start, stop):
+        group = previous[k] - planned - 1
+        if group >= 0:
+            home.waiting[part, (begin + ends[group]) & room] = distinct[k]
+            ends[group] += 1
 
-    Those up to `ends[0]` of `steps[0]`, from there up to `ends[1]` of `steps[1]`, ...; all int32.
+
+@compiled(types.void(_home, i8, i8, in4, in88, in8, i8, i8, types.boolean, out4, out4, out4, out8))
+def ingest(
+    home: Home,
+    first: int,
+    last: int,
+    rows: np.ndarray,
+    starts: np.ndarray,
+    bases: np.ndarray,
+    planned: int,
+    step: int,
+    looks_ahead: bool,
+    distinct: np.ndarray,
+    previous: np.ndarray,
+    labels: np.ndarray,
+    counts: np.ndarray,
+) -> None:
+    """Take in what all ranks name in `step` of the parts from `first` to `last` - 1.
+
+    `rows` int32 `[N]`: rows in their parts, by rank, then by part: those of rank r and part p from
+    `starts[r, p]` to `starts[r, p + 1]`. Writes, from `bases[p]` on, the `counts[p]` `distinct`
+    rows of each part by first occurrence and the steps that named them `previous` to this (-1:
+    none), int32 `[N]`, and for each of `rows` its place among these of its part, `labels`. Where
+    the policy `looks_ahead`, `refer` does its work; `planned`: the last step that is.
     """
-    i = 0
-    for part in range(len(steps)):
-        while i < ends[part]:
-            tell(rows[i], steps[part], False, slot_of, classes, lists, table)
-            i += 1
+    for part in range(first, last):
+        index, base = home.index[part], bases[part]
+        count = name_part(index, rows, starts, part, step, base, distinct, previous, labels)
+        counts[part] = count
+        if looks_ahead:
+            refer(home, part, planned, step, distinct, previous, base, base + count)
 
 
-@compiled(types.void(in4, in1, in4, out44))
-def file_slots(slots: np.ndarray, levels: np.ndarray, nodes: np.ndarray, table: np.ndarray) -> None:
-    """Put those of `slots` that no step in the window uses into the lists `nodes[levels]`, or
-    `nodes[0]` where there are no `levels` (uint8, of each)."""
-    for i in range(len(slots)):
-        if table[slots[i], NEXT] == NEVER:
-            append(table, nodes[levels[i] if len(levels) else 0], slots[i])
+@compiled(types.void(_home, i8, i8, i8))
+def look_ahead(home: Home, part: int, step: int, newest: int) -> None:
+    """Tell which rows of `step`, whose slots are filled by now, are used again, and when."""
+    mask, room = len(home.origins) - 1, home.waiting.shape[1] - 1
+    for later in range(step + 1, newest + 1):
+        group = step - home.origins[later & mask]
+        if group < 0:
+            continue
+        ends, begin = home.ends[part, later & mask], home.begins[part, later & mask]
+        start = ends[group - 1] if group else 0
+        for i in range(begin + start, begin + ends[group]):
+            tell(home, part, np.int64(home.waiting[part, i & room]), later, False)
 
 
-@compiled(types.UniTuple(i8, 2)(i8, i8, in4, i8, out44, out4))
+@compiled(types.UniTuple(i8, 2)(out44, i8, i8, i8, types.boolean, i8, out4, i8, i8))
 def leave(
-    step: int, before: int, nodes: np.ndarray, ordered: int, table: np.ndarray, out: np.ndarray
+    table: np.ndarray,
+    node: int,
+    step: int,
+    before: int,
+    ordered: bool,
+    latest: int,
+    out: np.ndarray,
+    count: int,
+    wanted: int,
 ) -> tuple[int, int]:
-    """At most `len(out)` slots of the lists of `nodes`, in this order, that were last used before
-    `before`.
+    """Take slots out of the list of `node` that were last used before `before`, for `step` to use.
 
-    They are used by `step` from now on, and leave their lists. `ordered`: slots lie in their lists
-    by their last use. Returns how many there are, and their latest last use (-1: none).
+    They go to `out` from `count` on, up to `wanted`. `ordered`: slots lie in this list by their
+    last use. Returns how many `out` has, and the latest last use among them, or `latest`.
     """
-    count, latest = 0, -1
-    for at in range(len(nodes)):
-        slot = table[nodes[at], AFTER]
-        while slot != nodes[at] and count < len(out):
-            after, used = table[slot, AFTER], table[slot, LAST]
-            if used < before:
-                latest = max(latest, used)
-                unlink(table, slot)
-                table[slot, LAST], table[slot, NEXT] = step, NEVER
-                out[count] = slot
-                count += 1
-            elif ordered:
-                break
-            slot = after
+    slot = table[node, AFTER]
+    while slot != node and count < wanted:
+        after, used = table[slot, AFTER], table[slot, LAST]
+        if used < before:
+            latest = max(latest, used)
+            unlink(table, slot)
+            table[slot, LAST], table[slot, NEXT] = step, NEVER
+            out[count] = slot
+            count += 1
+        elif ordered:
+            break
+        slot = after
     return count, latest
 
 
-# -----------------------------------------------------------------------------
-# How often rows are used, what occurs where, and what is among what.
-
-
-@compiled(types.void(in4, in4, in4, i8, i8, in8, in8, out1, out1, out1))
-def count_uses(
-    rows: np.ndarray,
-    names: np.ndarray,
-    previous: np.ndarray,
+@compiled(i8(_home, i8, i8, i8, i8, i8, out4, i8, i8))
+def take(
+    home: Home,
+    part: int,
     step: int,
+    newest: int,
+    prefetch: int,
+    highest: int,
+    out: np.ndarray,
+    first: int,
+    wanted: int,
+) -> int:
+    """Slots of `part` for the misses of `step`, to `out` from `first` up to `wanted`; they leave
+    their lists. Returns the latest last use among them, -1 for none.
+
+    Free slots; then rows without a use in the window, lowest key first, up to key `highest`; then
+    those whose next use is farthest; of both such as no step since `step` - `prefetch` used. Where
+    these are short, holds are: oldest last use first. Last, pinned rows.
+    """
+    table, slots, mask = home.table[part], home.row_of.shape[1], len(home.origins) - 1
+    by_key = slots + STEPS + mask + 1
+    keys = len(table) - by_key - 1
+    count, latest = leave(table, slots + FREE, step, step, True, -1, out, first, wanted)
+    for before in range(step - prefetch, step + 1):
+        for key in range(home.keys[part], highest + 1):
+            if count == wanted:
+                return latest
+            node = by_key + (key & keys)
+            count, latest = leave(table, node, step, before, True, latest, out, count, wanted)
+        for later in range(newest, step, -1):
+            if count == wanted:
+                return latest
+            node = slots + STEPS + (later & mask)
+            count, latest = leave(table, node, step, before, False, latest, out, count, wanted)
+    count, latest = leave(table, slots + PINS, step, step, True, latest, out, count, wanted)
+    return latest
+
+
+@compiled(types.void(_home, i8, i8, i8, in4))
+def file(home: Home, part: int, slot: int, base: int, ranks: np.ndarray) -> None:
+    """Put a slot, in no list, where it belongs if no step in the window uses it: a pinned row among
+    these, any other by its key, `base` + `ranks[level]`."""
+    table, slots, row = home.table[part], home.row_of.shape[1], home.row_of[part, slot]
+    if home.classes.shape[1] and home.classes[part, row] == PINNED:
+        append(table, slots + PINS, slot)
+    elif table[slot, NEXT] == NEVER:
+        by_key = slots + STEPS + len(home.origins)
+        key = base + ranks[home.levels[part, row] if home.levels.shape[1] else 0]
+        append(table, by_key + (key & (len(table) - by_key - 1)), slot)
+
+
+@compiled(types.void(_home, in8, in8, i8, in4))
+def file_slots(
+    home: Home, parts: np.ndarray, slots: np.ndarray, base: int, ranks: np.ndarray
+) -> None:
+    """`file` each of `slots` of its part, in this order; free ones among the free."""
+    for i in range(len(slots)):
+        if home.row_of[parts[i], slots[i]] < 0:
+            append(home.table[parts[i]], home.row_of.shape[1] + FREE, slots[i])
+        else:
+            file(home, parts[i], slots[i], base, ranks)
+
+
+@compiled(i8(i8, i8, i8, i8, in8, in8))
+def count_use(
+    level: int, age: int, name: int, step: int, values: np.ndarray, factors: np.ndarray
+) -> int:
+    """The level of a count after one more use, by `step`, of the row `name`.
+
+    `age`: how many octaves it has lost since its last use, in 1 / 2^32. `values` int64 `[256]`:
+    what a level stands for, in 1 / 256 uses, ascending from 0; `factors` int64 `[257]`: 2^28 *
+    2^(-i / 256). The sum lies between two levels, and a hash of (row, step) chooses one of them so
+    that the expected value is the sum (Morris 1978).
+    """
+    place, rest = (age >> 24) & 255, age & 0xFFFFFF
+    factor = factors[place] - (((factors[place] - factors[place + 1]) * rest) >> 24)
+    value = (((values[level] * factor) >> 28) >> min(age >> 32, 62)) + 256
+    # To the highest level whose value is not above: a few away.
+    while level < 255 and values[level + 1] <= value:
+        level += 1
+    while values[level] > value:
+        level -= 1
+    if level < 255:
+        key = (np.uint64(name) << _HALF) ^ np.uint64(step)
+        key = (key ^ (key >> _HALF)) * _FIRST
+        key = (key ^ (key >> _SOME)) * _SECOND
+        chance = np.int64((key ^ (key >> _HALF)) >> _TOP)
+        if (value - values[level]) << 24 > chance * (values[level + 1] - values[level]):
+            level += 1
+    return level
+
+
+@compiled(i8(_home, i8, i8, in4, i8, i8, i8, out4, out4))
+def look_up(
+    home: Home,
+    part: int,
+    step: int,
+    distinct: np.ndarray,
+    shift: int,
+    start: int,
+    stop: int,
+    slots: np.ndarray,
+    fetch: np.ndarray,
+) -> int:
+    """Hold the slots of those rows `distinct[shift + k]`, k from `start` to `stop` - 1, that are
+    cached. Writes each row's slot, or -1, to `slots[k]`, and the k of the others to `fetch` from
+    `start` on; returns how many they are."""
+    index, table, count = home.index[part], home.table[part], start
+    for k in range(start, stop):
+        slot = index[distinct[shift + k], SLOT]
+        slots[k] = slot
+        if slot < 0:
+            fetch[count] = k
+            count += 1
+        else:
+            if table[slot, NEXT] != step:  # those that are to be used now go as a whole list
+                unlink(table, slot)
+            table[slot, LAST], table[slot, NEXT] = step, NEVER
+    return count - start
+
+
+@compiled(types.void(_home, i8, i8))
+def raise_keys(home: Home, part: int, base: int) -> None:
+    """Raise the lowest key of a part that may have slots, to `base` at most."""
+    by_key = home.row_of.shape[1] + STEPS + len(home.origins)
+    keys = home.table.shape[1] - by_key - 1
+    while home.keys[part] < base:
+        node = by_key + (home.keys[part] & keys)
+        if home.table[part, node, AFTER] != node:
+            break
+        home.keys[part] += 1
+
+
+@compiled(
+    types.void(_home, i8, i8, in4, in4, in8, in8, in8, in8, i8, i8, i8, i8, i8, in4, in8, in8, in44,
+               out4, out1, out4, out4, out4, out4, out88)
+)  # fmt: skip
+def plan(
+    home: Home,
+    first: int,
+    last: int,
+    distinct: np.ndarray,
+    previous: np.ndarray,
+    bases: np.ndarray,
+    counts: np.ndarray,
+    dense: np.ndarray,
+    own_slots: np.ndarray,
+    step: int,
+    newest: int,
+    prefetch: int,
     rate: int,
+    base: int,
+    ranks: np.ndarray,
     values: np.ndarray,
     factors: np.ndarray,
-    counts: np.ndarray,
-    before: np.ndarray,
-    after: np.ndarray,
+    names: np.ndarray,
+    slots: np.ndarray,
+    levels: np.ndarray,
+    fetch: np.ndarray,
+    fetched: np.ndarray,
+    evict_slots: np.ndarray,
+    evicted: np.ndarray,
+    done: np.ndarray,
 ) -> None:
-    """Count one use by `step` of each of `rows` (int32, distinct), last used by `previous`.
+    """Decide `step` in the parts from `first` to `last` - 1.
 
-    `names`: what a row is called in the hash, or none: as it is numbered.
-
-    `counts` uint8: each row's level, which was `before` and is `after` (uint8, of `rows`).
-    `values` int64 `[256]`: what a level stands for, in 1 / 256 uses, ascending from 0. Counts lose
-    `rate` / 2^32 octaves a step; `factors` int64 `[257]`: 2^28 * 2^(-i / 256). The sum lies between
-    two levels, and a hash of (row, step) chooses one of them so that the expected value is the sum
-    (Morris 1978).
+    `distinct`, `previous`, `bases` and `counts` are what `ingest` wrote; part p has rows
+    `dense[p]` and up of the home's, and slots `own_slots[p]` and up of the device's. Of these rows
+    it writes there: `slots`, and the `levels` that they had (uint8; where uses are counted: at
+    `rate` >= 0). And from `dense[p]` on: `fetch`, which of the home's rows to fetch, and `fetched`,
+    their local rows; `evict_slots`, and `evicted`, the local rows that leave these. int32 `[U]`
+    each. `done` int64 `[K, 3]`: how many are fetched, how many leave, and the latest last use of a
+    slot that is filled. `newest`: the last step that the window knows. Keys are `base` + `ranks` of
+    levels; `values`, `factors`: see `count_use`; `names` int32 `[K, R]` or `[K, 0]`: what rows are
+    called there, none: by their local numbers.
     """
-    for i in range(len(rows)):
-        row = rows[i]
-        age = np.int64(min(step - previous[i], _OLDEST)) * rate
-        place, rest = (age >> 24) & 255, age & 0xFFFFFF
-        factor = factors[place] - (((factors[place] - factors[place + 1]) * rest) >> 24)
-        low = np.int64(counts[row])
-        before[i] = low
-        value = (((values[low] * factor) >> 28) >> min(age >> 32, 62)) + 256
-        # To the highest level whose value is not above: a few away.
-        while low < 255 and values[low + 1] <= value:
-            low += 1
-        while values[low] > value:
-            low -= 1
-        if low < 255:
-            name = names[row] if len(names) else row
-            key = (np.uint64(name) << _HALF) ^ np.uint64(step)
-            key = (key ^ (key >> _HALF)) * _FIRST
-            key = (key ^ (key >> _SOME)) * _SECOND
-            chance = np.int64((key ^ (key >> _HALF)) >> _TOP)
-            if (value - values[low]) << 24 > chance * (values[low + 1] - values[low]):
-                low += 1
-        counts[row] = after[i] = low
+    parts, mask = len(home.row_of), len(home.origins) - 1
+    bits = 0
+    while 1 << bits < parts:
+        bits += 1
+    for part in range(first, last):
+        table, row_of, start, base_of = (
+            home.table[part],
+            home.row_of[part],
+            dense[part],
+            bases[part],
+        )
+        stop, shift = start + counts[part], base_of - start
+        misses = look_up(home, part, step, distinct, shift, start, stop, slots, fetch)
+        node = len(row_of) + STEPS + (step & mask)
+        table[node, AFTER], table[node, BEFORE] = node, node
+        highest, end = base + ranks[len(ranks) - 1], start + misses
+        latest = take(home, part, step, newest, prefetch, highest, fetched, start, end)
+        leaving = start
+        for i in range(start, end):
+            slot, row = fetched[i], distinct[shift + fetch[i]]
+            old = row_of[slot]
+            if old >= 0:
+                home.index[part, old, SLOT] = -1
+                evict_slots[leaving] = slot + own_slots[part]
+                evicted[leaving] = local_of(part, old, bits)
+                leaving += 1
+            home.index[part, row, SLOT], row_of[slot], slots[fetch[i]] = slot, row, slot
+            fetched[i] = local_of(part, row, bits)
+        done[part, 0], done[part, 1], done[part, 2] = misses, leaving - start, latest
+        look_ahead(home, part, step, newest)
+        for k in range(start, stop):
+            row = distinct[shift + k]
+            if rate >= 0:
+                levels[k] = home.levels[part, row]
+                name = names[part, row] if names.shape[1] else local_of(part, row, bits)
+                age = min(step - np.int64(previous[shift + k]), _OLDEST) * rate
+                home.levels[part, row] = count_use(levels[k], age, name, step, values, factors)
+            file(home, part, slots[k], base, ranks)
+            slots[k] += own_slots[part]
+        raise_keys(home, part, base)
 
 
-@compiled(i8(in4, in4, out8, out4, out8, out8, out8))
+# -----------------------------------------------------------------------------
+# What occurs where, and what is among what.
+
+
+@compiled(types.void(in4, in4, in4, out4, out8, out8))
 def order_ids(
     labels: np.ndarray,
-    lookup: np.ndarray,
-    positions: np.ndarray,
+    places: np.ndarray,
+    canonical: np.ndarray,
     starts: np.ndarray,
+    positions: np.ndarray,
     order: np.ndarray,
-    touched: np.ndarray,
-    segments: np.ndarray,
-) -> int:
-    """Canonical indices of the ids, and the ids sorted by them, stably.
+) -> None:
+    """Canonical indices of the ids, and the ids sorted by the rows that were asked for, stably.
 
-    `labels` int32 `[n]`: canonical indices, or indices into `lookup` (int32) unless that is empty.
-    Writes int64 `positions` and `order` `[n]`; `starts` int32 `[U + 2]`: ids before each canonical
-    index (the last is scratch); int64 `touched` `[U]` and `segments` `[U + 1]`: the indices that
-    occur, and where each starts in `order`. Returns how many occur, or -1 - i for an id i whose
-    index is none of the U.
+    `labels` int32 `[n]`: the distinct row of each id, which is the one at `places[label]` that was
+    asked for; `canonical` int32 `[R]`: the canonical index of each that was, or none: the same.
+    `starts` int32 `[R]`: ids of rows before each; scratch. Writes int64 `positions` and `order`.
     """
-    total = len(starts) - 2
-    for k in range(len(starts)):
-        starts[k] = 0
     for i in range(len(labels)):
-        position = lookup[labels[i]] if len(lookup) else labels[i]
-        if position < 0 or position >= total:
-            return -1 - i
-        positions[i] = position
-        starts[position + 2] += 1
-    count = 0
-    for k in range(total):
-        here = starts[k + 2]
-        starts[k + 2] += starts[k + 1]
-        if here:
-            touched[count] = k
-            segments[count] = starts[k + 1]
-            count += 1
-    segments[count] = len(labels)
-    for i in range(len(labels)):
-        k = positions[i] + 1
-        order[starts[k]] = i
-        starts[k] += 1
-    return count
+        asked = places[labels[i]]
+        positions[i] = canonical[asked] if len(canonical) else asked
+        order[starts[asked]] = i
+        starts[asked] += 1
 
 
 @compiled(types.void(in8, in8, in4, i8, out4))

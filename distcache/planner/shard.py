@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from distcache.comm.world import Nodes
-from distcache.errors import PlanError
 from distcache.layout import RowLayout
 from distcache.planner import loops
-from distcache.planner.home import HomeDecision
+from distcache.planner.home import HomeDecision, divide_rows
 from distcache.planner.victims import grouped
 from distcache.step_plan import Relay, ShardPlan, StepPlan, Transfer
 
@@ -166,14 +165,21 @@ before, 0 for none."""
 
 
 class HotRows:
-    """Rows, int64 `[K]`, ascending, and where to look for one among them (16 K to 32 K bytes)."""
+    """Rows, int64 `[K]`, ascending, and where to look for one among them (20 K to 36 K bytes).
 
-    def __init__(self, rows: np.ndarray) -> None:
+    `local` int32 `[K]`: how each home numbers its own, 0, 1, ... in ascending order; `sizes`
+    int64 `[W]`: how many each has.
+    """
+
+    def __init__(self, layout: RowLayout, rows: np.ndarray) -> None:
         self.rows = np.ascontiguousarray(rows, dtype=np.int64)
         last = int(rows[-1]) if len(rows) else 0
         self._shift = max(0, last.bit_length() - len(rows).bit_length() - 2)
         edges = np.arange((last >> self._shift) + 2) << self._shift
         self._starts = np.searchsorted(self.rows, edges).astype(np.int32)
+        order, starts = grouped(layout.home(self.rows), layout.world_size)
+        self.local, self.sizes = np.empty(len(rows), np.int32), np.diff(starts)
+        self.local[order] = np.arange(len(rows)) - np.repeat(starts[:-1], self.sizes)
 
     def find(self, rows: np.ndarray) -> np.ndarray:
         """The place of each of `rows` int64 `[n]` among these, -1 where it is none; int32."""
@@ -192,20 +198,26 @@ class HotLayout:
     def __init__(self, layout: RowLayout, home: int, hot: np.ndarray) -> None:
         """`hot`: those of all homes, int64 `[K]`, ascending."""
         self.world_size, self.rows = layout.world_size, layout.rows
+        self._hot = HotRows(layout, hot)
         self._rows = hot[layout.home(hot) == home]
-        self._known = HotRows(self._rows)
 
     @property
     def local_rows(self) -> int:
         """Hot rows of this home; 1 where it has none."""
         return max(1, len(self._rows))
 
+    @property
+    def most_rows(self) -> int:
+        """Hot rows of the home that has most."""
+        return max(1, *self._hot.sizes.tolist())
+
     def local(self, rows: np.ndarray) -> np.ndarray:
-        """The number of each of `rows`, which are hot and of this home; -1 for any other."""
-        return self._known.find(rows)
+        """The number of each of `rows`, which are hot, at its home; -1 for any other."""
+        found = self._hot.find(rows)
+        return np.where(found >= 0, np.append(self._hot.local, -1)[found], -1)
 
     def row(self, home: int, local: np.ndarray) -> np.ndarray:
-        """The row of each number: the inverse of `local`."""
+        """The row of each number: the inverse of `local`, at this home."""
         return self._rows[local]
 
     def rated(self, layout: RowLayout, classes: np.ndarray) -> np.ndarray:
@@ -250,7 +262,7 @@ def replies_to_all(decision: HomeDecision) -> list[np.ndarray]:
 def nothing(label: tuple[int, str], world: int) -> HomeDecision:
     """The decision about replicated rows where a group has none; `label`: step and kind."""
     none = np.empty(0, np.int32)
-    return HomeDecision(*label, none, none, (none,) * world, *(none,) * 5, -1)
+    return HomeDecision(*label, none, (none,) * world, *(none,) * 5, -1)
 
 
 # -----------------------------------------------------------------------------
@@ -395,48 +407,85 @@ _NONE = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
-class RowRequest:
-    """The rows that one rank names in a step, by home.
+class Asked:
+    """The distinct rows of one region that a rank names in a step.
 
-    `rows[h]`: int64 rows homed at h. One rank asks for all its ids. Others ask for the R distinct
-    rows, by home, then first occurrence; then `labels`, int32 `[n]`, has the rank of each id's row
-    by first occurrence alone, and `places`, int32 `[R]`, where that row is in all of `rows`, which
-    are followed by all of `sharded`: the sharded rows homed at h.
+    `rows`: for each home, int32, as its parts number them, by part; `counts` int64 `[W, K]`: how
+    many of each part.
     """
 
     rows: tuple[np.ndarray, ...]
-    labels: np.ndarray | None = None
-    places: np.ndarray | None = None
-    sharded: tuple[np.ndarray, ...] = ()
+    counts: np.ndarray
 
 
-def hashed_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`(distinct rows int64 [U], labels int32 [n])` of rows int64 `[n]`, whatever their range."""
+@dataclass(frozen=True)
+class RowRequest:
+    """The R distinct rows that one rank names in a step, by home, then part, then first occurrence;
+    those that are `replicated` before those that are `sharded`.
+
+    `labels` int32 `[n]`: the rank of each id's row by first occurrence alone; `places` int32
+    `[R]`: where the row of each such rank is among those asked for; `occurs` int32 `[R]`: how many
+    ids have it.
+    """
+
+    replicated: Asked
+    sharded: Asked
+    labels: np.ndarray
+    places: np.ndarray
+    occurs: np.ndarray
+
+
+def distinct_rows(
+    rows: np.ndarray, edges: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`(distinct rows int64 [R], labels int32 [n], occurrences int32 [R])` of rows int64 `[n]`.
+
+    By first occurrence. `edges` int64: where pieces end that have no row in common, the last at n;
+    None: there is one.
+    """
     rows = np.ascontiguousarray(rows, dtype=np.int64)
-    table = np.full(1 << max(1, (2 * len(rows) - 1).bit_length()), -1, np.int32)
-    distinct, labels = np.empty(len(rows), np.int64), np.empty(len(rows), np.int32)
-    count = loops.find_rows(rows, table, distinct, labels)
-    return distinct[:count].copy(), labels
+    edges = np.array([len(rows)]) if edges is None else edges
+    longest = int(np.diff(edges, prepend=0).max(initial=0))
+    table = np.empty(1 << max(1, (2 * longest - 1).bit_length()), np.int32)
+    distinct, labels, occurs = (np.empty(len(rows), of) for of in (np.int64, np.int32, np.int32))
+    count = loops.name_rows(rows, edges, table, distinct, labels, occurs)
+    return distinct[:count].copy(), labels, occurs[:count].copy()
 
 
-def make_request(layout: RowLayout, rows: np.ndarray, hot: HotRows | None = None) -> RowRequest:
+def make_request(
+    layout: RowLayout,
+    rows: np.ndarray,
+    hot: HotRows | None = None,
+    bits: tuple[int, int] = (0, 0),
+    edges: np.ndarray | None = None,
+) -> RowRequest:
     """The request for the rows (int64 `[n]`) of one rank's local batch.
 
-    `hot`: the replicated rows of a group with sharded ones; None: all are replicated.
+    `hot`: the replicated rows of a group with sharded ones; None: all are replicated. Homes have
+    2^`bits` parts of replicated and of sharded rows; `edges`: see `distinct_rows`.
     """
     world = layout.world_size
-    if world == 1 and hot is None:
-        return RowRequest((rows,))
-    distinct, labels = hashed_rows(rows)
-    homes = layout.home(distinct)
+    distinct, labels, occurs = distinct_rows(rows, edges)
+    local, homes = layout.local(distinct), _NONE
+    if world > 1 or hot is not None:
+        homes = layout.home(distinct).astype(np.int32)
     if hot is not None:
-        homes = homes + world * (hot.find(distinct) < 0)
-    order, starts = grouped(homes, world if hot is None else 2 * world)
-    places = np.empty(len(order), np.int32)
-    places[order] = np.arange(len(order))
-    named = distinct[order]
-    parts = tuple(named[start:stop] for start, stop in pairwise(starts.tolist()))
-    return RowRequest(parts[:world], labels, places, parts[world:])
+        place = hot.find(distinct)
+        homes += world * (place < 0)
+        local = np.where(place < 0, local, np.append(hot.local, -1)[place])
+    of_home = np.repeat(np.array(bits), world)
+    firsts = np.cumsum(1 << of_home) - (1 << of_home)
+    divided, starts, places = divide_rows(local, homes, of_home, firsts)
+    ends = starts[np.append(firsts, len(starts) - 1)].tolist()
+    parts, counts = [divided[a:b] for a, b in pairwise(ends)], np.diff(starts)
+    split = int(firsts[world])
+    asked = [
+        Asked(tuple(own), of.reshape(world, -1))
+        for own, of in ((parts[:world], counts[:split]), (parts[world:], counts[split:]))
+    ]
+    by_place = np.empty_like(occurs)
+    by_place[places] = occurs
+    return RowRequest(*asked, labels, places, by_place)
 
 
 @dataclass(frozen=True)
@@ -471,37 +520,28 @@ def assemble(
     total = base[-1]
     asked, shard, leaf_rows = _joined(replies, base), None, total
     if sharded is not None:
-        shard = shard_plan(sharded, request.sharded, move_after)
+        shard = shard_plan(sharded, request.sharded.rows, move_after)
         leaf_rows = total + shard.rows
         asked = np.concatenate((asked, np.arange(total, leaf_rows, dtype=np.int32)))
-    if request.labels is None:
-        ids = occurrences(asked, _NONE, leaf_rows)
-    else:
-        ids = occurrences(request.labels, asked[request.places], leaf_rows)
-    positions, order, touched, segments, starts = ids
+    positions, order, segments = occurrences(request, asked)
     fetch = _joined(fetches, base)
-    missing = fetch
+    missing = np.zeros(leaf_rows, bool)
+    missing[fetch] = True
     if sharded is not None:
-        missing = np.concatenate((fetch, total + np.flatnonzero(sharded.joined & FETCHED)))
-    missed = int((starts[missing + 1] - starts[missing]).sum())
-    if len(parts) == 1 and sharded is None:  # the only rank names every row
-        source_rows, source_counts = np.arange(total), home_counts
-    else:
-        sources = [_ascending(reply, len(own.slots)) for reply in own.replies]
-        source_rows, source_counts = np.concatenate(sources), tuple(map(len, sources))
-    ends = touched.searchsorted(base).tolist()
+        missing[total:] = (sharded.joined & FETCHED) != 0
+    missed = int(request.occurs[missing[asked]].sum())
     return StepPlan(
         step=own.step,
         kind=own.kind,
         positions=torch.from_numpy(positions),
         order=torch.from_numpy(order),
-        touched=torch.from_numpy(touched),
+        touched=as_tensor(asked),
         segments=torch.from_numpy(segments),
-        touched_counts=tuple([stop - start for start, stop in pairwise(ends)]),
+        touched_counts=tuple(map(len, replies)),
         slots=as_tensor(slots[0] if len(slots) == 1 else np.concatenate(slots)),
         home_counts=home_counts,
-        source_rows=torch.from_numpy(source_rows),
-        source_counts=source_counts,
+        source_rows=as_tensor(np.concatenate(own.replies)),
+        source_counts=tuple(map(len, own.replies)),
         fetch=as_tensor(fetch),
         fetch_counts=tuple(map(len, fetches)),
         fetch_rows=as_tensor(own.fetch_rows),
@@ -513,23 +553,20 @@ def assemble(
     )
 
 
-def occurrences(labels: np.ndarray, lookup: np.ndarray, total: int) -> tuple[np.ndarray, ...]:
-    """`positions`, `order`, `touched` and `segments` of a `StepPlan`, int64, and how many ids have
-    a smaller canonical index than each, int32 `[total + 1]`.
+def occurrences(
+    request: RowRequest, canonical: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`positions`, `order` and `segments` of a `StepPlan`, int64.
 
-    `labels` int32 `[n]`: the ids' canonical indices, below `total`, or indices into `lookup` unless
-    that is empty. Raises PlanError for one outside.
+    `canonical` int32 `[R]`: the canonical index of each row that was asked for.
     """
-    labels = np.ascontiguousarray(labels, dtype=np.int32)
-    lookup = np.ascontiguousarray(lookup, dtype=np.int32)
-    positions, order = np.empty(len(labels), np.int64), np.empty(len(labels), np.int64)
-    touched, segments = np.empty(total, np.int64), np.empty(total + 1, np.int64)
-    starts = np.empty(total + 2, np.int32)
-    found = loops.order_ids(labels, lookup, positions, starts, order, touched, segments)
-    if found < 0:
-        raise PlanError(f"id {-1 - found} names none of the {total} rows of its step")
-    touched, segments = touched[:found].copy(), segments[: found + 1].copy()
-    return positions, order, touched, segments, starts[: total + 1]
+    count = len(request.labels)
+    positions, order = np.empty(count, np.int64), np.empty(count, np.int64)
+    segments = np.zeros(len(request.occurs) + 1, np.int64)
+    request.occurs.cumsum(out=segments[1:])
+    starts = segments[:-1].astype(np.int32)
+    loops.order_ids(request.labels, request.places, canonical, starts, positions, order)
+    return positions, order, segments
 
 
 def next_move_after(step: int, prefetch: int, latest_uses: Sequence[int], before: int) -> int:
@@ -547,10 +584,3 @@ def _joined(parts: Sequence[np.ndarray], base: Sequence[int]) -> np.ndarray:
         return parts[0]
     pairs = zip(parts, base, strict=False)
     return np.concatenate([part + np.int32(start) for part, start in pairs])
-
-
-def _ascending(reply: np.ndarray, total: int) -> np.ndarray:
-    """The distinct indices, below `total`, of one rank's reply, ascending."""
-    seen = np.zeros(total, dtype=bool)
-    seen[reply] = True
-    return seen.nonzero()[0]

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from plan_streams import BODIES, NAMES, make_layout, using
 from policy_reference import counted
 
-from distcache.errors import PlanError
+from distcache.errors import PlanError, StepTooLargeError
 from distcache.planner import loops
-from distcache.planner.home import HomePlanner, distinct_rows
-from distcache.planner.shard import HotRows, hashed_rows, make_request, occurrences
+from distcache.planner.home import HomePlanner, Parts
+from distcache.planner.shard import HotRows, distinct_rows, make_request, occurrences
 from distcache.planner.victims import ByCount
 
 
@@ -57,30 +57,102 @@ def as_rows(values: list[int], kind: str) -> np.ndarray:
 
 
 @examples(150)
-@given(ids, kinds, st.integers(1, 130), st.integers(0, 5), st.sampled_from([1, 3, 2**33, 2**56]))
-def test_distinct_rows(values: list[int], kind: str, size: int, step: int, stride: int) -> None:
+@given(ids, kinds, st.sampled_from([1, 3, 2**33, 2**56]))
+def test_distinct_rows(values: list[int], kind: str, stride: int) -> None:
     rows = as_rows(values, kind)
-    distinct, labels = by_all(hashed_rows, rows * stride)
+    distinct, labels, occurs = by_all(distinct_rows, rows * stride)
     assert distinct.tolist() == [stride * row for row in dict.fromkeys(rows.tolist())]
     assert (distinct[labels] == rows * stride).all()
-    position = np.random.default_rng(size).integers(-1, step, size, dtype=np.int32)
-    result = by_all(distinct_rows, rows, position, step, written=1)
-    if len(rows) and rows.max() >= size:
-        bad = int(np.argmax(rows >= size))
-        assert result == (
-            f"step {step}: id {bad} is row {rows[bad]} of a home that has {size}: "
-            "ids must lie within their tables"
-        )
-        return
-    known, previous, again = result
-    assert (known.astype(np.int64) * stride == distinct).all() and (again == labels).all()
-    assert (previous == position[known]).all()
+    assert occurs.tolist() == np.bincount(labels, minlength=len(distinct)).tolist()
+    ends, shift = np.array([len(rows), len(rows), 2 * len(rows)]), 121
+    two = by_all(distinct_rows, np.concatenate((rows, rows + shift)) * stride, ends)
+    assert two[0].tolist() == [*distinct.tolist(), *(distinct + shift * stride).tolist()]
+    assert two[1].tolist() == [*labels.tolist(), *(labels + len(distinct)).tolist()]
+    assert two[2].tolist() == occurs.tolist() * 2
 
 
-def test_an_id_of_no_row_is_told() -> None:
-    canonical = np.array([1, 2], np.int32)
-    told = by_all(occurrences, canonical, canonical[:0], 2)
-    assert told == "id 1 names none of the 2 rows of its step"
+@examples(150)
+@given(ids, st.integers(1, 130), st.integers(0, 3), st.integers(1, 3))
+def test_a_home_names_rows_by_part_then_by_first_occurrence_over_the_ranks(
+    values: list[int], size: int, bits: int, world: int
+) -> None:
+    rows, parts = np.array(values, np.int64) % size, Parts(size << bits, size, bits)
+    last = dict.fromkeys(range(size), -1)
+    home = HomePlanner(make_layout(size, 1), 0, parts.slots, 1, parts=parts)
+    for step in range(3):
+        by_rank = np.array_split(np.roll(rows, 7 * step)[: len(rows) - 9 * step], world)
+        asked = [parts.divide(own) for own in by_rank]
+        counts = np.stack([np.diff(starts) for _, starts, _ in asked])
+        home.ingest(step, "train", [own for own, _, _ in asked], counts)
+        decision = home.plan()
+        found = list(dict.fromkeys(np.concatenate(by_rank).tolist()))
+        found.sort(key=lambda row: loops.part_of(row, bits))
+        assert decision.previous.tolist() == [last[row] for row in found]
+        assert decision.fetch_rows.tolist() == [row for row in found if last[row] < 0]
+        for own, reply, (_, _, places) in zip(by_rank, decision.replies, asked, strict=True):
+            assert [found[at] for at in reply[places]] == own.tolist()
+        last |= dict.fromkeys(found, step)
+
+
+def test_a_row_that_a_home_does_not_have_is_told() -> None:
+    home = HomePlanner(make_layout(9, 1), 0, 9, 1)
+    for row in (9, -1):
+        with pytest.raises(PlanError, match=f"step 4: id 1 is row {row} of a home that has 9: ids"):
+            home.ingest(4, "train", [np.array([3, row])])
+
+
+@pytest.mark.parametrize("bits", [0, 1, 4])
+@pytest.mark.parametrize("rows", [1, 15, 16, 1000])
+def test_rows_fall_evenly_into_parts_and_out_again(bits: int, rows: int) -> None:
+    parts, local = Parts(77, rows, bits), np.arange(rows)
+    part = np.array(by_all(lambda: [loops.part_of(row, bits) for row in range(rows)]))
+    whole = part[: rows >> bits << bits].reshape(-1, 1 << bits)
+    assert (np.sort(whole, axis=1) == np.arange(1 << bits)).all(), "runs visit every part once"
+    numbers, starts, places = by_all(parts.divide, local)
+    assert numbers[places].tolist() == (local >> bits).tolist()
+    assert (np.searchsorted(starts, places, side="right") - 1 == part).all()
+    back = by_all(
+        lambda: [loops.local_of(*at, bits) for at in zip(part, local >> bits, strict=True)]
+    )
+    assert back == local.tolist()
+    spread = parts.spread(local.astype(np.int32))
+    assert spread[part, local >> bits].tolist() == local.tolist()
+    assert np.diff(parts.edges).sum() == 77 and np.ptp(np.diff(parts.edges)) <= 1
+
+
+def test_homes_are_in_parts_where_these_are_large() -> None:
+    of = [Parts.of(slots, 10**9).count for slots in (1, 8191, 8192, 65_535, 65_536, 10**8)]
+    assert of == [1, 1, 2, 8, 16, 16]
+    assert Parts.of(10**6, 10**6).count == Parts.of(10**6, 10, 10**6).count == 1
+    assert Parts.of(10**6, 10, 10**6 + 1).count == 16, "as all homes are"
+
+
+def test_the_likeliest_rows_have_the_last_slots_of_their_parts() -> None:
+    parts, local = Parts(21, 50, 1), np.arange(50)[::-1].copy()
+    seats, part = parts.seats(local, 0.5), [loops.part_of(row, 1) for row in local.tolist()]
+    for which, (start, stop) in enumerate([(0, 10), (10, 21)]):
+        own = [seat for seat, of in zip(seats.tolist(), part, strict=True) if of == which]
+        most = (stop - start) // 2
+        assert own == [*range(stop - 1, stop - 1 - most, -1), *[-1] * (len(own) - most)]
+
+
+@pytest.mark.parametrize("count", [5, 6000, 9000, 40_000])
+def test_slots_that_are_enough_for_a_step_hold_it(count: int) -> None:
+    layout, rng = make_layout(10**6, 1), np.random.default_rng(count)
+    local = rng.choice(10**6, count, replace=False)
+    small = HomePlanner(layout, 0, count - 1 - count // 8, 1)
+    small.ingest(0, "train", *asked_of(small, local))
+    with pytest.raises(StepTooLargeError) as refused:
+        small.plan()
+    enough = HomePlanner(layout, 0, refused.value.rows, 1)
+    enough.ingest(0, "train", *asked_of(enough, local))
+    assert len(enough.plan().fetch) == count <= refused.value.rows <= 1.1 * count + 300
+
+
+def asked_of(home: HomePlanner, local: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+    """These rows as one rank asks for them."""
+    rows, starts, _ = home.parts.divide(local)
+    return [rows], np.diff(starts)[None]
 
 
 @examples(200)
@@ -95,7 +167,7 @@ def test_hot_rows(hot: set[int], first: int, stride: int, values: list[int]) -> 
     known = first + stride * np.array(sorted(hot), np.int64)
     rows = np.concatenate([first + stride * np.array(values, np.int64), np.array(values, np.int64)])
     rows = np.concatenate([rows, known, known + 1, [0, first + 91 * stride, 2**62]])
-    found = by_all(lambda asked: HotRows(known).find(asked), rows)
+    found = by_all(lambda asked: HotRows(make_layout(1, 1), known).find(asked), rows)
     place = {row: index for index, row in enumerate(known.tolist())}
     assert found.dtype == np.int32
     assert found.tolist() == [place.get(row, -1) for row in rows.tolist()]
@@ -111,24 +183,13 @@ def test_hot_rows(hot: set[int], first: int, stride: int, values: list[int]) -> 
     st.integers(0, 2**32 - 1),
 )
 def test_counts(levels: list[int], step: int, rate: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    rows = rng.permutation(len(levels)).astype(np.int32)
-    names = np.arange(1, len(levels) + 1, dtype=np.int32)[: seed % 2 * len(levels)]
-    back = (step * rng.random(len(levels)) ** rng.choice([1, 9])).astype(np.int32)
-    ranking = ByCount(len(levels), 1, 5.0)
-
-    def count(counts: np.ndarray) -> np.ndarray:
-        tables = ranking._values, ranking._factors
-        both = np.empty(len(rows), np.uint8), np.empty(len(rows), np.uint8)
-        loops.count_uses(rows, names, step - back - 1, step, rate, *tables, counts, *both)
-        np.testing.assert_equal(both, (np.array(levels)[rows], counts[rows]))
-        return counts
-
-    counts = np.array(levels, np.uint8)
-    result = by_all(count, counts, written=0)
-    expected = [counted(levels[r], int(r) + seed % 2, step, min(int(b) + 1, 2**30) * rate)
-                for r, b in zip(rows, back, strict=True)]  # fmt: skip
-    assert result[rows].tolist() == expected
+    rng, ranking = np.random.default_rng(seed), ByCount(1, 5.0)
+    back = (step * rng.random(len(levels)) ** rng.choice([1, 9])).astype(int).tolist()
+    uses = [(level, min(b + 1, 2**30) * rate, row, step)
+            for row, (level, b) in enumerate(zip(levels, back, strict=True))]  # fmt: skip
+    tables = ranking.values, ranking.factors
+    result = by_all(lambda: [loops.count_use(*use, *tables) for use in uses])
+    assert result == [counted(level, row, step, age) for level, age, row, step in uses]
 
 
 def peak_bytes(rows: int, count: int, world: int) -> int:
@@ -144,10 +205,10 @@ def peak_bytes(rows: int, count: int, world: int) -> int:
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
             request = make_request(layout, ids)
-            asked = request.rows[0]
+            asked = request.replicated.rows[0]
             home.ingest(step, "train", [asked] + [asked[:0]] * (world - 1))
-            decision = home.plan()
-            occurrences(decision.replies[0], decision.replies[0][:0], len(decision.slots))
+            home.plan()
+            occurrences(request, request.places)
             peak = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()

@@ -21,6 +21,7 @@ from simulator import simulate
 
 from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError, DataError
+from distcache.planner.home import Parts
 from distcache.planner.victims import Policy
 from distcache.replay import Case, GroupCounts, Outcome, belady, replay
 from distcache.trace import Recorder, Trace, record_ids, record_source
@@ -65,7 +66,8 @@ def test_a_case_counts_what_whole_plans_count(case: tuple, body: str) -> None:
             recorded(stream, layout.rows, world)
         return
     asked = Case(config.policy, (config.slots,), config.lookahead, config.prefetch, world)
-    with using(body):
+    with using(body), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Parts, "of", lambda slots, rows, most=None: Parts(slots, rows, config.bits))
         plans = list(simulate(layout, config, stream))
         trace = recorded(stream, layout.rows, world)
         (outcome,) = replay(trace, [asked], lambda case, group: config.popularity)

@@ -10,12 +10,12 @@ import pytest
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_streams import BODIES, make_layout, streams, using
+from plan_streams import BODIES, PYTHON, make_layout, streams, using
 from policy_reference import Reference
 
 from distcache.errors import ConfigError
 from distcache.planner import loops
-from distcache.planner.home import HomePlanner
+from distcache.planner.home import HomePlanner, Parts
 from distcache.planner.victims import PINNED, POLICIES, TAILS, ByCount, Policy
 from distcache.popularity.statistics import GroupPopularity
 
@@ -32,12 +32,18 @@ def check_home(case: tuple, home: int, restore_after: int) -> None:
     if classes is not None:
         classes = GroupPopularity(classes).classes_at(layout, home)
     slots = -(-config.slots // layout.world_size)
-    planner = HomePlanner(layout, home, slots, config.prefetch, config.policy, classes)
-    twin = Reference(config.policy, slots, config.lookahead, config.prefetch, classes)
+    parts = Parts(slots, layout.local_rows, config.bits)
+    how = (config.policy, classes, home * slots, parts)
+    planner = HomePlanner(layout, home, slots, config.prefetch, *how)
+    twin = Reference(
+        config.policy, slots, config.lookahead, config.prefetch, classes,
+        lambda row: loops.part_of(row, config.bits), np.diff(parts.edges).tolist(),
+    )  # fmt: skip
     slot_row, ingested = np.full(slots, -1), 0
     for now in range(len(stream)):
         for step in range(ingested, min(now + config.lookahead + 1, len(stream))):
-            planner.ingest(step, "train", [named[step]])
+            rows, starts, _ = parts.divide(layout.local(named[step]))
+            planner.ingest(step, "train", [rows], np.diff(starts)[None])
             ingested = step + 1
         decision = planner.plan()
         evicted, fetched = (
@@ -72,7 +78,7 @@ def home_of(policy: Policy, rows: int, slots: int, pinned: int = 0) -> HomePlann
     """A planner with P = 1 that knows that lower rows are more frequent."""
     classes = np.clip(200 - 20 * np.log2(1 + np.arange(rows)), 0, 254).astype(np.uint8)
     classes[:pinned] = PINNED
-    return HomePlanner(make_layout(rows, 1), 0, slots, 1, policy, classes)
+    return HomePlanner(make_layout(rows, 1), 0, slots, 1, policy, classes, parts=Parts(slots, rows))
 
 
 def decisions(home: HomePlanner, stream: list[np.ndarray], window: int = 4) -> list:
@@ -102,15 +108,15 @@ def test_work_is_in_proportion_to_the_rows_of_the_steps(
     """Few slots are looked at beside those that leave, and lists are as many as at first."""
     plain = loops.leave.py_func
     monkeypatch.setattr(Counted, "reads", 0)
-    monkeypatch.setattr(loops, "unlink", loops.unlink.py_func)
-    monkeypatch.setattr(loops, "leave", lambda *of: plain(*of[:4], of[4].view(Counted), of[5]))
-    steps, slots = 200, 12_000
-    home = home_of(policy, 60_000, slots, pinned=500)
-    made = decisions(home, skewed(60_000, 1200, steps))
+    steps, slots = 200, 1500
+    home = home_of(policy, 7500, slots, pinned=60)
+    with using(PYTHON), monkeypatch.context() as patch:
+        patch.setattr(loops, "leave", lambda of, *more: plain(of.view(Counted), *more))
+        made = decisions(home, skewed(7500, 150, steps))
     left = sum(len(one.evict_rows) for one in made)
     assert left > slots, "the cache never turned over"
     assert left <= Counted.reads <= 4 * left
-    assert len(home._table._table) <= slots + 2000
+    assert home._home.table.shape[1] <= slots + 2000
 
 
 def test_python_calls_do_not_grow_with_the_window() -> None:
@@ -140,25 +146,23 @@ def test_counts_grow_with_uses_and_halve_with_time() -> None:
         home.ingest(step, "train", [np.arange(400) if step % 4 == 0 else np.arange(200)])
         home.plan()
     ranking = home._ranking
-    counts = ranking._values[ranking.levels] / 256
+    counts = ranking.values[home._home.levels[0]] / 256
     often, seldom = counts[:200].mean(), counts[200:].mean()
     every_step = 1 / (1 - 2 ** (-1 / 200))
     assert abs(often / every_step - 1) < 0.1 and abs(seldom / every_step * 4 - 1) < 0.1
-    home.ingest(1899, "train", [np.arange(400)])
+    home.ingest(1899, "train", [np.arange(400)])  # the steps between named no row
     home.plan()
-    aged = ranking._values[ranking.levels[:200]].mean() / 256
+    aged = ranking.values[home._home.levels[0, :200]].mean() / 256
     assert abs(aged / (often / 4 + 1) - 1) < 0.1
 
 
 def test_a_stream_that_goes_on_earlier_has_no_negative_keys() -> None:
     """Steps planned ahead and dropped have moved the clock of `lfu` on, at another rate."""
-    ranking = ByCount(400, 10, None)
-    few, many = np.zeros(1, np.int32), np.arange(10, dtype=np.int32)
+    ranking = ByCount(10, None)
     for step in range(20):
-        rows = few if step < 18 else many
-        ranking.learn(rows, np.full(len(rows), -1, np.int32), step)
+        ranking.learn(1 if step < 18 else 10, step)
     for step in range(3, 9):
-        ranking.learn(many, np.full(10, -1, np.int32), step)
+        ranking.learn(10, step)
         assert ranking.base >= 0
 
 
