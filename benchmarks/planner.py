@@ -157,7 +157,7 @@ def measure_here(options: PlannerOptions, config: Config, world: World) -> list[
         # Slots are those of training: C on each device, whatever the placement.
         held = SimpleNamespace(group=one, slots=region_slots(one, slots[0]))
         contenders.append(Planning(kind, held, config, world, bank.feed()))
-    ways = distinct_ways(group.layout.rows).items()
+    ways = distinct_ways().items()
     contenders += [Finding(name, way, group, bank.feed()) for name, way in ways]
     with watching(PARTS, SPENT), closing(Turns(contenders, world, bank)) as turns:
         turns.warm_up(1, options.warmup)
@@ -284,8 +284,8 @@ class Finding(Timed):
         return len(rows)
 
 
-def distinct_ways(rows: int) -> dict[str, Callable[[np.ndarray], Any]]:
-    """Ways to find the distinct rows of a batch (int64 `[n]`, below `rows`), by name."""
+def distinct_ways() -> dict[str, Callable[[np.ndarray], Any]]:
+    """Ways to find the distinct rows of a batch (int64 `[n]`), by name."""
     return {
         YARDSTICK: np.unique,
         "np.unique with inverse": lambda ids: np.unique(ids, return_inverse=True),
@@ -416,8 +416,8 @@ SECTIONS = (
         (
             "Inside: the loops",
             "Mean milliseconds per step of the planner's loops, from steps of their own. "
-            "`name_rows`, `divide_rows` and `find_sorted` (hot rows) are in request, `order_ids` in "
-            "assemble.",
+            "`name_rows`, `divide_rows` and `find_sorted` (hot rows) are in request, `order_ids` "
+            "in assemble.",
         ),
         "loops",
         lambda record: record["ms"],

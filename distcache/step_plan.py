@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -260,12 +259,6 @@ class StepPlan:
     def touched_rows(self) -> Tensor:
         """`[R]`: canonical indices of this rank's replicated rows."""
         return self.touched if self.shard is None else self.touched[: sum(self.touched_counts)]
-
-    @property
-    def touches_all(self) -> bool:
-        """Whether `touched` are all leaf rows, in their order."""
-        count = self.leaf_rows
-        return len(self.touched) == count and bool((self.touched.numpy() == np.arange(count)).all())
 
     @property
     def all_distinct(self) -> int:

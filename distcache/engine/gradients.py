@@ -103,7 +103,7 @@ class DeviceBags:
         self.offsets, self.bag_of, self.scale = bags.offsets, bag_of, scale
         self.weights, self.positions, self.order = bags.weights, positions, plan.order
         self.touched, self.segments = plan.touched, plan.segments
-        self.whole = plan.touches_all
+        self.whole = _all_in_order(plan.touched.numpy(), plan.leaf_rows)
         if device.type == "cuda":
             for name, value in vars(self).items():
                 if isinstance(value, Tensor):
@@ -181,6 +181,11 @@ def _ends(lengths: np.ndarray) -> Tensor:
     ends = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=ends[1:])
     return torch.from_numpy(ends)
+
+
+def _all_in_order(touched: np.ndarray, rows: int) -> bool:
+    """Whether all of so many leaf rows are touched, in their order."""
+    return len(touched) == rows and bool((touched == np.arange(rows)).all())
 
 
 @lru_cache(maxsize=2)

@@ -53,6 +53,13 @@ class TableGroup:
         """Width D."""
         return self.layout.dim
 
+    @cached_property
+    def own_rows(self) -> np.ndarray:
+        """Rows of each feature's table, int64 `[F]`; empty where features share one."""
+        rows = dict(zip(self.layout.offsets.tolist(), self.layout.tables, strict=False))
+        shared = len(set(self.offsets.tolist())) < len(self.offsets)
+        return np.array([] if shared else [rows[at].rows for at in self.offsets.tolist()], np.int64)
+
 
 @dataclass(frozen=True)
 class GroupBags:
@@ -68,7 +75,8 @@ class GroupBags:
     weights: Tensor | None
     scale: Tensor | None
     pieces: np.ndarray | None = None
-    """int64: where pieces of `rows` end that have no row in common; None: they are one."""
+    """int64 `[3, F]`: where the `rows` of each feature end, and from which row on how many it alone
+    reads; None: features share a table."""
 
     @cached_property
     def single(self) -> bool:
@@ -137,7 +145,9 @@ def group_bags(group: TableGroup, ids: JaggedIds, dtype: torch.dtype) -> GroupBa
     scale = None
     if any(group.mean):
         scale = _scale(group, np.diff(offsets.numpy()), batch, dtype)
-    pieces = None if len(set(group.offsets)) < len(group.offsets) else edges[1:].copy()
+    pieces = None
+    if len(group.own_rows):
+        pieces = np.stack((edges[1:], group.offsets, group.own_rows))
     return GroupBags(len(group.features), rows, offsets, weights, scale, pieces)
 
 

@@ -46,7 +46,8 @@ class Parts:
         this one's `rows` if it is None. One part where every row has a slot."""
         most = rows if most_rows is None else most_rows
         count = 1 if slots >= most else min(slots // PART_SLOTS, MOST_PARTS)
-        return cls(slots, rows, max(count, 1).bit_length() - 1)
+        least = slots * loops.LEVELS >> 31  # beyond which a part's slots have no number
+        return cls(slots, rows, max(max(count, 1).bit_length() - 1, least.bit_length()))
 
     @property
     def count(self) -> int:
@@ -339,7 +340,6 @@ def _new_home(parts: Parts, slots: int, steps: int = 2, keys: int = 2) -> loops.
         row_of=np.full((count, slots), -1, np.int32),
         table=np.empty((count, slots + loops.STEPS + steps + keys, 4), np.int32),
         classes=np.empty((count, 0), np.uint8),
-        levels=np.empty((count, 0), np.uint8),
         keys=np.zeros(count, np.int64),
         waiting=np.empty((count, 2), np.int32),
         begins=np.zeros((count, steps), np.int64),
@@ -397,10 +397,9 @@ class HomePlanner(Planner):
             self._names = parts.spread(names)
         if popularity is not None and (popularity == PINNED).any():
             known = known._replace(classes=parts.spread(popularity))
+        known.index[..., loops.HELD] = -loops.LEVELS
         if popularity is not None and policy.ranking == "frequency":
-            known = known._replace(levels=parts.spread(popularity))
-        if policy.ranking == "lfu":
-            known = known._replace(levels=np.zeros((parts.count, parts.part_rows), np.uint8))
+            known.index[..., loops.HELD] += parts.spread(popularity)
         self._home, self._highest = known, 0
         self._past: deque[tuple[Ingested, np.ndarray, tuple]] = deque(maxlen=2 * prefetch + _AHEAD)
         self._hold(np.full(slots, -1, np.int64), -1)
@@ -408,9 +407,8 @@ class HomePlanner(Planner):
     @property
     def index_bytes(self) -> int:
         """See `Planner.index_bytes`."""
-        counted = self._home.levels.nbytes if self._ranking.rate >= 0 else 0
         popular = 0 if self._popularity is None else self._popularity.nbytes
-        return self._home.index.nbytes + counted + popular
+        return self._home.index.nbytes + popular
 
     @property
     def due_rows(self) -> int:
@@ -500,7 +498,9 @@ class HomePlanner(Planner):
             self._unname(entry)
             if self._ranking.rate >= 0:
                 for part, rows, span in entry.by_part():
-                    self._home.levels[part, rows] = levels[span]
+                    held = self._home.index[part, rows, loops.HELD]
+                    held += levels[span] - held % loops.LEVELS
+                    self._home.index[part, rows, loops.HELD] = held
             self._ranking.forget(before)
         super().restore(slot_row, step)  # steps beyond `_past`
         local = np.where(slot_row >= 0, self.layout.local(np.maximum(slot_row, 0)), -1)
@@ -516,13 +516,14 @@ class HomePlanner(Planner):
         wait to be told."""
         known, parts = self._home, self.parts
         known.row_of.fill(-1)
-        known.index[..., loops.SLOT] = -1
+        known.index[..., loops.HELD] %= loops.LEVELS
+        known.index[..., loops.HELD] -= loops.LEVELS
         slot = np.flatnonzero(local >= 0)
         rows, _, places = parts.divide(local[slot])
         rows = rows[places]
         part = np.searchsorted(parts.edges, slot, side="right") - 1
         known.row_of[part, slot - parts.edges[part]] = rows
-        known.index[part, rows, loops.SLOT] = slot - parts.edges[part]
+        known.index[part, rows, loops.HELD] += (slot - parts.edges[part] + 1) * loops.LEVELS
         known.table[:] = np.arange(known.table.shape[1])[:, None]
         known.table[..., loops.LAST], known.table[..., loops.NEXT] = used_at, loops.NEVER
         known.heads.fill(0)

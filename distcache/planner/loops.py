@@ -15,6 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba import extending
+from numba.core import cgutils
 
 log = logging.getLogger(__name__)
 
@@ -67,38 +70,43 @@ _OLDEST = 1 << 30
 # What a rank asks for: the distinct rows of its ids, by home and part.
 
 
-@compiled(i8(in8, in8, out4, out8, out4, out4))
+@compiled(i8(in8, in88, out4, out8, out4, out4))
 def name_rows(
     rows: np.ndarray,
-    edges: np.ndarray,
+    pieces: np.ndarray,
     table: np.ndarray,
     distinct: np.ndarray,
     labels: np.ndarray,
     counts: np.ndarray,
 ) -> int:
-    """Distinct rows in first-occurrence order, by a hash table for each piece of the ids.
+    """Distinct rows in first-occurrence order, piece by piece of the ids.
 
-    `rows` int64 `[n]`; piece p ends at `edges[p]`, and no row of it is in another. `table` int32:
-    scratch, a power of two >= 2 and >= 2 x the longest piece. Writes `distinct`, int64, how often
-    each occurs to `counts`, and each id's place among them to `labels`, int32; `[n]` all three.
-    Returns how many rows are distinct.
+    `rows` int64 `[n]`; `pieces` int64 `[3, P]`: where each ends, and from which row on how many
+    only its ids name. `table` int32: scratch, a power of two >= 2 and >= 2 x the longest piece: an
+    index of the rows of a piece where they fit, else a hash table. Writes `distinct`, int64, how
+    often each occurs to `counts`, and each id's place among them to `labels`, int32; `[n]` all
+    three. Returns how many rows are distinct.
     """
     one, count, start = np.uint64(1), 0, 0
-    for piece in range(len(edges)):
-        stop, size = edges[piece], 2
+    for piece in range(pieces.shape[1]):
+        stop, first, size = pieces[0, piece], pieces[1, piece], 2
         while size < 2 * (stop - start):
             size *= 2
-        mask = np.uint64(size - 1)
-        for bucket in range(size):
-            table[bucket] = -1
+        mask, direct = np.uint64(size - 1), pieces[2, piece] <= size
+        for place in range(pieces[2, piece] if direct else size):
+            table[place] = -1
         for i in range(start, stop):
             row = rows[i]
-            key = np.uint64(row) * _FIRST
-            place = (key ^ (key >> _HALF)) & mask
-            label = table[place]
-            while label >= 0 and distinct[label] != row:
-                place = (place + one) & mask
+            if direct:
+                place = np.uint64(row - first)
                 label = table[place]
+            else:
+                key = np.uint64(row) * _FIRST
+                place = (key ^ (key >> _HALF)) & mask
+                label = table[place]
+                while label >= 0 and distinct[label] != row:
+                    place = (place + one) & mask
+                    label = table[place]
             if label < 0:
                 label = count
                 table[place] = label
@@ -175,15 +183,16 @@ class Home(NamedTuple):
     """What a home keeps of its K parts, each with R rows (numbered in the part) and S slots, some
     of which may not be there.
 
-    `index` int32 `[K, R, 2]`: the slot of each row (-1: none), and the step that named it last;
-    `row_of` int32 `[K, S]`: the row in each slot (-1: free). `table` int32 `[K, S + 2 + m + n, 4]`:
-    what comes after each slot in its list and what before, the step that used it last, and the step
-    in the window that uses it next. A list has a node beyond the slots, which follows its last slot
-    and precedes its first: S has the free slots; S + 1 all pinned rows; then one for each of m
-    steps in the window (at step & m - 1), whose list has the slots that it is the next to use; then
-    one for each of n keys (at key & n - 1), with the slots that no step in the window uses. Both
-    are powers of two. `classes` and `levels` uint8 `[K, R]`, or `[K, 0]`: popularity and what the
-    ranking keeps of each row. `keys` int64 `[K]`: no lower key has slots.
+    `index` int32 `[K, R, 2]`: of each row its slot (-1: none) and its level in the ranking, as
+    slot * 256 + level, and the step that named it last; `row_of` int32 `[K, S]`: the row in each
+    slot (-1: free). `table` int32 `[K, S + 2 + m + n, 4]`: what comes after each slot in its list
+    and what before, the step that used it last, and the step in the window that uses it next. A
+    list has a node beyond the slots, which follows its last slot and precedes its first: S has the
+    free slots; S + 1 all pinned rows; then one for each of m steps in the window (at step & m - 1),
+    whose list has the slots that it is the next to use; then one for each of n keys (at key & n -
+    1), with the slots that no step in the window uses. Both are powers of two. `classes` uint8
+    `[K, R]`: the popularity of each row; or `[K, 0]` where no row is pinned. `keys` int64 `[K]`: no
+    lower key has slots.
 
     Rows that a step names after another one that is not planned yet wait until that is: in
     `waiting` int32 `[K, Q]`, Q a power of two, as rings. Those of step s begin at `begins[s & m -
@@ -196,7 +205,6 @@ class Home(NamedTuple):
     row_of: np.ndarray
     table: np.ndarray
     classes: np.ndarray
-    levels: np.ndarray
     keys: np.ndarray
     waiting: np.ndarray
     begins: np.ndarray
@@ -205,8 +213,11 @@ class Home(NamedTuple):
     heads: np.ndarray
 
 
-SLOT, NAMED = range(2)
+HELD, NAMED = range(2)
 """Columns of `index`."""
+
+LEVELS = 256
+"""Levels there may be; a part has fewer than 2^31 / 256 slots."""
 
 AFTER, BEFORE, LAST, NEXT = range(4)
 """Columns of `table`."""
@@ -215,8 +226,42 @@ FREE, PINS, STEPS = range(3)
 """Where lists begin beyond the slots."""
 
 _home = types.NamedTuple(
-    [out444, out44, out444, out11, out11, out8, out44, out88, out8, out444, out8], Home
+    [out444, out44, out444, out11, out8, out44, out88, out8, out444, out8], Home
 )
+
+
+_EARLY = 24
+"""Rows ahead of the one that is looked at whose entries in `index` are on their way."""
+
+_SPARSE, _LINE = 16, 4
+"""A table of which a step uses more than 1 / `_SPARSE` is brought to the core as a whole, in order,
+`_LINE` of its rows at a time: a walk through a list waits for every slot that is not there."""
+
+
+def fetch_early(table: np.ndarray, row: int) -> None:
+    """Bring the row of a table, or of an index, to the core's cache; changes nothing."""
+
+
+@extending.intrinsic
+def _prefetch(typing_context: Any, table: Any, row: Any) -> tuple[Any, Any]:
+    """LLVM's instruction for that."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        own = context.make_array(table)(context, builder, arguments[0])
+        place = [arguments[1], context.get_constant(types.intp, 0)]
+        at = cgutils.get_item_pointer(context, builder, table, own, place, wraparound=False)
+        kind, number = ir.VoidType(), ir.IntType(32)
+        of = ir.FunctionType(kind, [at.type, number, number, number])
+        call = cgutils.get_or_insert_function(builder.module, of, "llvm.prefetch")
+        builder.call(call, [at, number(1), number(3), number(1)])  # to write, soon, data
+        return context.get_dummy_value()
+
+    return types.void(table, types.intp), generate
+
+
+@extending.overload(fetch_early, inline="always")
+def _fetch_early(table, row):  # type: ignore[no-untyped-def] # the types that Numba has
+    return lambda table, row: _prefetch(table, np.int64(row))
 
 
 @compiled(types.void(out44, i8))
@@ -240,7 +285,7 @@ def tell(home: Home, part: int, row: int, step: int, filed: bool) -> None:
 
     `filed`: whether its slot is in a list. Pinned rows are not told.
     """
-    slot = home.index[part, row, SLOT]
+    slot = home.index[part, row, HELD] // LEVELS
     if slot >= 0 and not (home.classes.shape[1] and home.classes[part, row] == PINNED):
         table, slots = home.table[part], home.row_of.shape[1]
         if filed:
@@ -265,6 +310,8 @@ def name_part(
     count = 0
     for rank in range(len(starts)):
         for i in range(starts[rank, part], starts[rank, part + 1]):
+            if i + _EARLY < starts[rank, part + 1]:
+                fetch_early(index, rows[i + _EARLY])
             row = rows[i]
             seen = index[row, NAMED]
             if seen >= -1:
@@ -429,16 +476,15 @@ def take(
     return latest
 
 
-@compiled(types.void(_home, i8, i8, i8, in4))
-def file(home: Home, part: int, slot: int, base: int, ranks: np.ndarray) -> None:
-    """Put a slot, in no list, where it belongs if no step in the window uses it: a pinned row among
-    these, any other by its key, `base` + `ranks[level]`."""
-    table, slots, row = home.table[part], home.row_of.shape[1], home.row_of[part, slot]
+@compiled(types.void(_home, i8, i8, i8, i8))
+def file(home: Home, part: int, slot: int, row: int, key: int) -> None:
+    """Put the slot of a row, in no list, where it belongs if no step in the window uses it: that of
+    a pinned row among these, any other by its key."""
+    table, slots = home.table[part], home.row_of.shape[1]
     if home.classes.shape[1] and home.classes[part, row] == PINNED:
         append(table, slots + PINS, slot)
     elif table[slot, NEXT] == NEVER:
         by_key = slots + STEPS + len(home.origins)
-        key = base + ranks[home.levels[part, row] if home.levels.shape[1] else 0]
         append(table, by_key + (key & (len(table) - by_key - 1)), slot)
 
 
@@ -448,10 +494,12 @@ def file_slots(
 ) -> None:
     """`file` each of `slots` of its part, in this order; free ones among the free."""
     for i in range(len(slots)):
-        if home.row_of[parts[i], slots[i]] < 0:
-            append(home.table[parts[i]], home.row_of.shape[1] + FREE, slots[i])
+        part, row = parts[i], home.row_of[parts[i], slots[i]]
+        if row < 0:
+            append(home.table[part], home.row_of.shape[1] + FREE, slots[i])
         else:
-            file(home, parts[i], slots[i], base, ranks)
+            level = home.index[part, row, HELD] & (LEVELS - 1)
+            file(home, part, slots[i], row, base + ranks[level])
 
 
 @compiled(i8(i8, i8, i8, i8, in8, in8))
@@ -500,7 +548,9 @@ def look_up(
     `start` on; returns how many they are."""
     index, table, count = home.index[part], home.table[part], start
     for k in range(start, stop):
-        slot = index[distinct[shift + k], SLOT]
+        if k + _EARLY < stop:
+            fetch_early(index, distinct[shift + k + _EARLY])
+        slot = index[distinct[shift + k], HELD] // LEVELS
         slots[k] = slot
         if slot < 0:
             fetch[count] = k
@@ -565,20 +615,19 @@ def plan(
     each. `done` int64 `[K, 3]`: how many are fetched, how many leave, and the latest last use of a
     slot that is filled. `newest`: the last step that the window knows. Keys are `base` + `ranks` of
     levels; `values`, `factors`: see `count_use`; `names` int32 `[K, R]` or `[K, 0]`: what rows are
-    called there, none: by their local numbers.
+    called there, none: as they are numbered in their part.
     """
     parts, mask = len(home.row_of), len(home.origins) - 1
     bits = 0
     while 1 << bits < parts:
         bits += 1
     for part in range(first, last):
-        table, row_of, start, base_of = (
-            home.table[part],
-            home.row_of[part],
-            dense[part],
-            bases[part],
-        )
-        stop, shift = start + counts[part], base_of - start
+        index, table, row_of = home.index[part], home.table[part], home.row_of[part]
+        start, shift = dense[part], bases[part] - dense[part]
+        stop = start + counts[part]
+        if counts[part] * _SPARSE > len(table):
+            for line in range(0, len(table), _LINE):
+                fetch_early(table, line)
         misses = look_up(home, part, step, distinct, shift, start, stop, slots, fetch)
         node = len(row_of) + STEPS + (step & mask)
         table[node, AFTER], table[node, BEFORE] = node, node
@@ -589,22 +638,25 @@ def plan(
             slot, row = fetched[i], distinct[shift + fetch[i]]
             old = row_of[slot]
             if old >= 0:
-                home.index[part, old, SLOT] = -1
+                index[old, HELD] = -LEVELS + (index[old, HELD] & (LEVELS - 1))
                 evict_slots[leaving] = slot + own_slots[part]
                 evicted[leaving] = local_of(part, old, bits)
                 leaving += 1
-            home.index[part, row, SLOT], row_of[slot], slots[fetch[i]] = slot, row, slot
+            index[row, HELD] = slot * LEVELS + (index[row, HELD] & (LEVELS - 1))
+            row_of[slot], slots[fetch[i]] = row, slot
             fetched[i] = local_of(part, row, bits)
         done[part, 0], done[part, 1], done[part, 2] = misses, leaving - start, latest
         look_ahead(home, part, step, newest)
         for k in range(start, stop):
-            row = distinct[shift + k]
+            row, slot = distinct[shift + k], slots[k]
+            level = index[row, HELD] & (LEVELS - 1)
             if rate >= 0:
-                levels[k] = home.levels[part, row]
-                name = names[part, row] if names.shape[1] else local_of(part, row, bits)
+                levels[k] = level
+                name = names[part, row] if names.shape[1] else row
                 age = min(step - np.int64(previous[shift + k]), _OLDEST) * rate
-                home.levels[part, row] = count_use(levels[k], age, name, step, values, factors)
-            file(home, part, slots[k], base, ranks)
+                level = count_use(level, age, name, step, values, factors)
+                index[row, HELD] = slot * LEVELS + level
+            file(home, part, slot, row, base + ranks[level])
             slots[k] += own_slots[part]
         raise_keys(home, part, base)
 

@@ -436,19 +436,20 @@ class RowRequest:
 
 
 def distinct_rows(
-    rows: np.ndarray, edges: np.ndarray | None = None
+    rows: np.ndarray, pieces: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`(distinct rows int64 [R], labels int32 [n], occurrences int32 [R])` of rows int64 `[n]`.
 
-    By first occurrence. `edges` int64: where pieces end that have no row in common, the last at n;
-    None: there is one.
+    By first occurrence. `pieces` int64 `[3, P]`: where each piece of `rows` ends, the last at n,
+    and from which row on how many it alone has; None: there is one, with any rows.
     """
     rows = np.ascontiguousarray(rows, dtype=np.int64)
-    edges = np.array([len(rows)]) if edges is None else edges
-    longest = int(np.diff(edges, prepend=0).max(initial=0))
+    if pieces is None:
+        pieces = np.array([[len(rows)], [0], [2**62]])
+    longest = int(np.diff(pieces[0], prepend=0).max(initial=0))
     table = np.empty(1 << max(1, (2 * longest - 1).bit_length()), np.int32)
     distinct, labels, occurs = (np.empty(len(rows), of) for of in (np.int64, np.int32, np.int32))
-    count = loops.name_rows(rows, edges, table, distinct, labels, occurs)
+    count = loops.name_rows(rows, pieces, table, distinct, labels, occurs)
     return distinct[:count].copy(), labels, occurs[:count].copy()
 
 
@@ -457,15 +458,15 @@ def make_request(
     rows: np.ndarray,
     hot: HotRows | None = None,
     bits: tuple[int, int] = (0, 0),
-    edges: np.ndarray | None = None,
+    pieces: np.ndarray | None = None,
 ) -> RowRequest:
     """The request for the rows (int64 `[n]`) of one rank's local batch.
 
     `hot`: the replicated rows of a group with sharded ones; None: all are replicated. Homes have
-    2^`bits` parts of replicated and of sharded rows; `edges`: see `distinct_rows`.
+    2^`bits` parts of replicated and of sharded rows; `pieces`: see `distinct_rows`.
     """
     world = layout.world_size
-    distinct, labels, occurs = distinct_rows(rows, edges)
+    distinct, labels, occurs = distinct_rows(rows, pieces)
     local, homes = layout.local(distinct), _NONE
     if world > 1 or hot is not None:
         homes = layout.home(distinct).astype(np.int32)

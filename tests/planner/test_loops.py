@@ -64,8 +64,9 @@ def test_distinct_rows(values: list[int], kind: str, stride: int) -> None:
     assert distinct.tolist() == [stride * row for row in dict.fromkeys(rows.tolist())]
     assert (distinct[labels] == rows * stride).all()
     assert occurs.tolist() == np.bincount(labels, minlength=len(distinct)).tolist()
-    ends, shift = np.array([len(rows), len(rows), 2 * len(rows)]), 121
-    two = by_all(distinct_rows, np.concatenate((rows, rows + shift)) * stride, ends)
+    shift, many = 121, 1 + stride * int(rows.max(initial=0))
+    pieces = np.array([[len(rows), len(rows), 2 * len(rows)], [0, 0, shift * stride], [many] * 3])
+    two = by_all(distinct_rows, np.concatenate((rows, rows + shift)) * stride, pieces)
     assert two[0].tolist() == [*distinct.tolist(), *(distinct + shift * stride).tolist()]
     assert two[1].tolist() == [*labels.tolist(), *(labels + len(distinct)).tolist()]
     assert two[2].tolist() == occurs.tolist() * 2
@@ -196,7 +197,7 @@ def peak_bytes(rows: int, count: int, world: int) -> int:
     """The most that planning one batch of `count` ids adds to a warm planner, bytes."""
     layout = make_layout(rows, world)
     home = HomePlanner(layout, 0, count, 1)
-    assert home.index_bytes == 9 * layout.local_rows
+    assert home.index_bytes == 8 * layout.local_rows
     rng = np.random.default_rng(0)
     tracemalloc.start()
     try:
