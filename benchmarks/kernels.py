@@ -114,7 +114,7 @@ def make_work(options: KernelOptions, step: int, device: torch.device) -> Work:
     source = ZipfTables([options.rows] * options.tables, options.zipf, seed)
     ids = source.draw_ids(rng.random(bags * options.pooling), per_table)
     rows = ids + np.repeat(np.arange(options.tables) * options.rows, per_table)
-    distinct, labels, _ = distinct_rows(rows)
+    distinct, _, labels, _ = distinct_rows(rows)
     positions = torch.from_numpy(labels.astype(np.int64))
     segments = torch.zeros(len(distinct) + 1, dtype=torch.int64)
     torch.cumsum(torch.bincount(positions, minlength=len(distinct)), 0, out=segments[1:])

@@ -139,7 +139,7 @@ class Recorder:
             if self.rows is None and self._largest >= _MOST:
                 how = f"a trace takes ids up to {_MOST - 1}: renumber"
                 raise DataError(f"id {self._largest}: {how}")
-            distinct, labels, _ = distinct_rows(rows)
+            distinct, _, labels, _ = distinct_rows(rows)
             counts = np.bincount(labels, minlength=len(distinct)).astype(np.int32)
             homes = layout.home(distinct)
             for home, steps in enumerate(self._steps[world]):
@@ -173,7 +173,7 @@ class Recorder:
 def _numbered(steps: list[tuple[np.ndarray, np.ndarray]]) -> HomeTrace:
     """The recorded rows and counts of one home."""
     rows, counts = zip(*steps, strict=True)
-    names, numbers, _ = distinct_rows(np.concatenate(rows))
+    names, _, numbers, _ = distinct_rows(np.concatenate(rows))
     starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
     return HomeTrace(names, starts, numbers, np.concatenate(counts))
 

@@ -30,11 +30,11 @@ from pathlib import Path
 
 MUTANTS = r"""
 holds-end-early: a slot used by step s is held until step s + P has been planned
-  - got, latest = loops.leave(step, before, nodes, True, self._table, taken[found:])
-  + got, latest = loops.leave(step, step, nodes, True, self._table, taken[found:])
+  - for before in range(step - prefetch, step + 1):
+  + for before in range(step, step + 1):
   tests/planner/test_victims.py -k slow_twin
 hits-not-held: a row of the step itself is held: it does not leave for another row of that step
-  - table[slot, LAST], table[slot, NEXT] = step, NEVER  # held: not a victim of its own step
+  - table[slot, LAST], table[slot, NEXT] = step, NEVER  # held: no victim of its own step
   + pass
   tests/planner/test_laws.py -k no_stale
 victims-in-use: movement waits for the last uses of the rows that leave

@@ -64,7 +64,7 @@ def mixed(source: BatchSource, tables: Sequence[TableSpec], share: float, **chan
     return Placement("mixed", hot=tuple(hot), **changes)
 
 
-ROW_BYTES, REPLY_BYTES, HEADER_NUMBERS, CONTROL_NUMBERS = 8, 4, 8, 2
+ROW_BYTES, REPLY_BYTES, HEADER_NUMBERS, CONTROL_NUMBERS = 4, 4, 8, 2
 """Of planning: a row asked for, an answer about it, numbers of a header besides counts, and of the
 loss and the wish to stop."""
 

@@ -239,6 +239,9 @@ class TrainerConfig:
     threads: Any = counted(1)
     """Threads of a rank's torch operations; `auto`: OMP_NUM_THREADS if set (not by torchrun, to 1),
     else the rank's share of the cores."""
+    planner_threads: Any = counted(1)
+    """Threads of a rank that plan steps, whose plans are the same for any number; `auto`: with GPUs
+    the rank's share of the cores, at most 16, else 1."""
     timeout_s: float = 300.0
     """Seconds that a wait on other ranks may last."""
     resume: str | None = None

@@ -29,6 +29,7 @@ from distcache.embedding.ids import ReadIds, as_batch, initial_change
 from distcache.embedding.settings import Recipe, library_words
 from distcache.engine.groups import TableSettings
 from distcache.engine.movement import GroupRows, RowChoice
+from distcache.engine.planning import planner_threads
 from distcache.engine.step import (
     APPLY,
     FORWARD,
@@ -302,6 +303,7 @@ class CollectionTables:
                 placement=placement,
                 access=settings.store_access,
                 pooled=recipe.pooled,
+                planner_threads=planner_threads("auto", world),
             )
             parts = (world, tables, features, update, engine)
             self.engine = CachedTables(*parts, popularity, self._checked)

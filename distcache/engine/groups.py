@@ -146,7 +146,7 @@ def group_bags(group: TableGroup, ids: JaggedIds, dtype: torch.dtype) -> GroupBa
     if any(group.mean):
         scale = _scale(group, np.diff(offsets.numpy()), batch, dtype)
     pieces = None
-    if len(group.own_rows):
+    if len(group.own_rows) and batch:
         pieces = np.stack((edges[1:], group.offsets, group.own_rows))
     return GroupBags(len(group.features), rows, offsets, weights, scale, pieces)
 
@@ -234,7 +234,8 @@ class TableSettings:
     `prefetch`: P; `reduction`: `ordered` or `native`; `dtype` of rows; `validate`: check every law
     of every plan; `fingerprint`: a number that must agree over the ranks; `schedule`: `overlapped`
     or `serial`; `placement`: of cached rows in mode `data`; `access`: `staged` or `zero_copy`;
-    `pooled`: lookups give bags, else the row of every id.
+    `pooled`: lookups give bags, else the row of every id; `planner_threads`: of this rank, which
+    alone may differ.
     """
 
     mode: str = "data"
@@ -251,6 +252,7 @@ class TableSettings:
     placement: Placement = field(default_factory=Placement)
     access: str = STAGED
     pooled: bool = True
+    planner_threads: int = 1
 
     def placed(self, world: World) -> Placement:
         """How rows lie; the modes without a cache have them on every rank."""

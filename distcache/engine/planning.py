@@ -8,6 +8,7 @@ their decisions in the exchange that brings the rows of the step after those.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,12 +18,13 @@ import numpy as np
 
 from distcache.comm.link import Link
 from distcache.comm.rendezvous import failure_of_others, record_failure
+from distcache.comm.world import World
 from distcache.data.batch import UNKNOWN, Batch
 from distcache.engine.exchange import Part, PlanExchange, Status, Told, Verdict
 from distcache.engine.groups import RegionSlots, TableGroup, TableSettings, group_bags, too_large
 from distcache.engine.step import Flight
 from distcache.errors import ConfigError, PeerError
-from distcache.planner.home import HomePlanner, Planner
+from distcache.planner.home import MOST_PARTS, HomePlanner, Planner, Threads
 from distcache.planner.shard import (
     HomePart,
     HotLayout,
@@ -91,6 +93,24 @@ def home_regions(
     return regions
 
 
+def planner_threads(given: int | str, world: World) -> int:
+    """Threads that plan on this rank: as `given`, or for `auto`, with a GPU, its share of the
+    cores, as many as a home has parts at most; without one, 1, for training wants the cores.
+
+    Raises ConfigError for more threads than cores, which only wait for one another.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if given == "auto":
+        share = cores // world.local_size if world.device.type == "cuda" else 1
+        return min(max(1, share), MOST_PARTS)
+    if int(given) > cores:
+        raise ConfigError(
+            f"trainer.planner_threads={given} is more than the {cores} core(s) that this process "
+            f"may use: give at most {cores}, or auto"
+        )
+    return int(given)
+
+
 class StreamPlanner:
     """Plans streams of batches for the groups of one model; one home per rank and region.
 
@@ -126,8 +146,10 @@ class StreamPlanner:
         self._hot = [
             None if group.hot is None else HotRows(group.layout, group.hot) for group in groups
         ]
+        self.threads = Threads(settings.planner_threads)
         self._bits = [[0, 0] for _ in groups]
         for region in regions:
+            region.planner.threads = self.threads
             self._bits[region.group][region.sharded] = region.planner.parts.bits
 
     def planned(
@@ -184,7 +206,9 @@ class StreamPlanner:
             batch = self._prepare(next(iterator))
             bags = [group_bags(group, batch.ids, self.settings.dtype) for group in self.groups]
             requests = [
-                make_request(group.layout, bag.rows, hot, (bits[0], bits[1]), bag.pieces)
+                make_request(
+                    group.layout, bag.rows, hot, (bits[0], bits[1]), bag.pieces, self.threads
+                )
                 for group, bag, hot, bits in zip(
                     self.groups, bags, self._hot, self._bits, strict=True
                 )
@@ -341,7 +365,8 @@ class StreamPlanner:
         if mine is None:  # all rows are sharded
             mine = nothing((flight.step, flight.batch.kind), size)
             parts = [HomePart(mine.slots, mine.fetch, mine.slots)] * size
-        return assemble(flight.requests[group], parts, mine, move_after, sharded)
+        request = flight.requests[group]
+        return assemble(request, parts, mine, move_after, sharded, self.threads)
 
 
 def _peer_error(verdict: Verdict) -> PeerError:

@@ -448,6 +448,7 @@ class CachedTables:
 
     def close(self) -> None:
         """Let go of the stores, once no stream is open; safe to call twice, on one rank alone."""
+        self.planner.threads.close()
         for rows in self.rows:
             if rows.store is not None:
                 rows.store.close()

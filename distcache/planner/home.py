@@ -131,22 +131,30 @@ class Threads:
         self.count = count
         self._pool = ThreadPoolExecutor(count - 1, "distcache-part") if count > 1 else None
 
-    def share(self, pieces: int, call: Callable[[int, int], object]) -> None:
-        """`call(first, last)` for ranges that make up 0 to `pieces`; returns once all are done."""
+    def ranges(self, pieces: int) -> list[tuple[int, int]]:
+        """What each thread gets of so many pieces: from which on, up to which."""
         ends = [pieces * n // self.count for n in range(self.count + 1)]
-        ranges = [(first, last) for first, last in pairwise(ends) if first < last]
-        if self._pool is None or len(ranges) < 2:
-            call(0, pieces)
-            return
-        others = [self._pool.submit(call, *of) for of in ranges[1:]]
-        call(*ranges[0])
-        for other in others:
-            other.result()
+        return [(first, last) for first, last in pairwise(ends) if first < last]
+
+    def share(self, pieces: int, call: Callable[[int, int], object]) -> None:
+        """`call(first, last)` for all `ranges` of so many pieces; returns once all are done."""
+        self.each(call, self.ranges(pieces))
+
+    def each(self, call: Callable[..., object], arguments: Sequence[tuple]) -> list:
+        """What `call` returns for each of `arguments`, all at the same time."""
+        if self._pool is None or len(arguments) < 2:
+            return [call(*of) for of in arguments]
+        others = [self._pool.submit(call, *of) for of in arguments[1:]]
+        return [call(*arguments[0]), *(other.result() for other in others)]
 
     def close(self) -> None:
         """End the threads."""
         if self._pool is not None:
             self._pool.shutdown()
+
+
+ALONE = Threads()
+"""The thread that calls."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +257,7 @@ class Planner:
     def __init__(self, layout: Layout, home: int, parts: Parts, own_slots: slice) -> None:
         """`own_slots`: where this home's slots are among those of the device."""
         self.layout, self.home, self.parts, self.own_slots = layout, home, parts, own_slots
-        self.threads = Threads()
+        self.threads = ALONE
         """What runs the parts."""
         self._home = _new_home(parts, 0)
         self._window: deque[Ingested] = deque()

@@ -558,7 +558,7 @@ def look_up(
         else:
             if table[slot, NEXT] != step:  # those that are to be used now go as a whole list
                 unlink(table, slot)
-            table[slot, LAST], table[slot, NEXT] = step, NEVER
+            table[slot, LAST], table[slot, NEXT] = step, NEVER  # held: no victim of its own step
     return count - start
 
 
@@ -665,8 +665,9 @@ def plan(
 # What occurs where, and what is among what.
 
 
-@compiled(types.void(in4, in4, in4, out4, out8, out8))
+@compiled(types.void(i8, in4, in4, in4, out4, out8, out8))
 def order_ids(
+    first: int,
     labels: np.ndarray,
     places: np.ndarray,
     canonical: np.ndarray,
@@ -676,14 +677,16 @@ def order_ids(
 ) -> None:
     """Canonical indices of the ids, and the ids sorted by the rows that were asked for, stably.
 
-    `labels` int32 `[n]`: the distinct row of each id, which is the one at `places[label]` that was
-    asked for; `canonical` int32 `[R]`: the canonical index of each that was, or none: the same.
-    `starts` int32 `[R]`: ids of rows before each; scratch. Writes int64 `positions` and `order`.
+    Of the ids from `first` on, `labels` int32 `[m]`: the distinct row of each id, which is the one
+    at `places[label]` that was asked for; `canonical` int32 `[R]`: the canonical index of each that
+    was, or none: the same.
+    `starts` int32 `[R]`: ids of rows before each; scratch. Writes int64 `positions` `[m]`, and
+    in `order` `[n]` the places of these rows.
     """
     for i in range(len(labels)):
         asked = places[labels[i]]
         positions[i] = canonical[asked] if len(canonical) else asked
-        order[starts[asked]] = i
+        order[starts[asked]] = first + i
         starts[asked] += 1
 
 

@@ -13,7 +13,7 @@ import torch
 from distcache.comm.world import Nodes
 from distcache.layout import RowLayout
 from distcache.planner import loops
-from distcache.planner.home import HomeDecision, divide_rows
+from distcache.planner.home import ALONE, HomeDecision, Threads, divide_rows
 from distcache.planner.victims import grouped
 from distcache.step_plan import Relay, ShardPlan, StepPlan, Transfer
 
@@ -423,22 +423,25 @@ class RowRequest:
     """The R distinct rows that one rank names in a step, by home, then part, then first occurrence;
     those that are `replicated` before those that are `sharded`.
 
-    `labels` int32 `[n]`: the rank of each id's row by first occurrence alone; `places` int32
-    `[R]`: where the row of each such rank is among those asked for; `occurs` int32 `[R]`: how many
-    ids have it.
+    The ids are in `spans` that share no row: from which id on, up to which, and from which rank on
+    its rows have theirs. `labels` int32 `[n]`: the rank of each id's row in its span by first
+    occurrence; `places` int32 `[R]`: where the row of each rank is among those asked for; `occurs`
+    int32 `[R]`: how many ids have it.
     """
 
     replicated: Asked
     sharded: Asked
+    spans: list[tuple[int, int, int]]
     labels: np.ndarray
     places: np.ndarray
     occurs: np.ndarray
 
 
 def distinct_rows(
-    rows: np.ndarray, pieces: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`(distinct rows int64 [R], labels int32 [n], occurrences int32 [R])` of rows int64 `[n]`.
+    rows: np.ndarray, pieces: np.ndarray | None = None, threads: Threads = ALONE
+) -> tuple[np.ndarray, list[tuple[int, int, int]], np.ndarray, np.ndarray]:
+    """`(distinct rows int64 [R], spans, labels int32 [n], occurrences int32 [R])` of rows int64
+    `[n]`; see `RowRequest`.
 
     By first occurrence. `pieces` int64 `[3, P]`: where each piece of `rows` ends, the last at n,
     and from which row on how many it alone has; None: there is one, with any rows.
@@ -447,10 +450,23 @@ def distinct_rows(
     if pieces is None:
         pieces = np.array([[len(rows)], [0], [2**62]])
     longest = int(np.diff(pieces[0], prepend=0).max(initial=0))
-    table = np.empty(1 << max(1, (2 * longest - 1).bit_length()), np.int32)
+    size = 1 << max(1, (2 * longest - 1).bit_length())
     distinct, labels, occurs = (np.empty(len(rows), of) for of in (np.int64, np.int32, np.int32))
-    count = loops.name_rows(rows, pieces, table, distinct, labels, occurs)
-    return distinct[:count].copy(), labels, occurs[:count].copy()
+
+    def name(first: int, last: int) -> tuple[int, int, int]:
+        start, own = int(pieces[0, first - 1]) if first else 0, pieces[:, first:last].copy()
+        own[0] -= start
+        ids, table = slice(start, start + int(own[0, -1])), np.empty(size, np.int32)
+        out = (distinct[ids], labels[ids], occurs[ids])
+        return ids.start, ids.stop, loops.name_rows(rows[ids], own, table, *out)
+
+    spans, kept, before = [], [], 0
+    for start, stop, count in threads.each(name, threads.ranges(pieces.shape[1])):
+        spans.append((start, stop, before))
+        kept.append(slice(start, start + count))
+        before += count
+    distinct, occurs = (np.concatenate([of[own] for own in kept]) for of in (distinct, occurs))
+    return distinct, spans, labels, occurs
 
 
 def make_request(
@@ -459,6 +475,7 @@ def make_request(
     hot: HotRows | None = None,
     bits: tuple[int, int] = (0, 0),
     pieces: np.ndarray | None = None,
+    threads: Threads = ALONE,
 ) -> RowRequest:
     """The request for the rows (int64 `[n]`) of one rank's local batch.
 
@@ -466,7 +483,7 @@ def make_request(
     2^`bits` parts of replicated and of sharded rows; `pieces`: see `distinct_rows`.
     """
     world = layout.world_size
-    distinct, labels, occurs = distinct_rows(rows, pieces)
+    distinct, spans, labels, occurs = distinct_rows(rows, pieces, threads)
     local, homes = layout.local(distinct), _NONE
     if world > 1 or hot is not None:
         homes = layout.home(distinct).astype(np.int32)
@@ -486,7 +503,7 @@ def make_request(
     ]
     by_place = np.empty_like(occurs)
     by_place[places] = occurs
-    return RowRequest(*asked, labels, places, by_place)
+    return RowRequest(*asked, spans, labels, places, by_place)
 
 
 @dataclass(frozen=True)
@@ -510,6 +527,7 @@ def assemble(
     own: HomeDecision,
     move_after: int,
     sharded: ShardParts | None = None,
+    threads: Threads = ALONE,
 ) -> StepPlan:
     """This rank's plan from its request, every home's part in rank order, and its own decision.
 
@@ -524,7 +542,7 @@ def assemble(
         shard = shard_plan(sharded, request.sharded.rows, move_after)
         leaf_rows = total + shard.rows
         asked = np.concatenate((asked, np.arange(total, leaf_rows, dtype=np.int32)))
-    positions, order, segments = occurrences(request, asked)
+    positions, order, segments = occurrences(request, asked, threads)
     fetch = _joined(fetches, base)
     missing = np.zeros(leaf_rows, bool)
     missing[fetch] = True
@@ -555,7 +573,7 @@ def assemble(
 
 
 def occurrences(
-    request: RowRequest, canonical: np.ndarray
+    request: RowRequest, canonical: np.ndarray, threads: Threads = ALONE
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`positions`, `order` and `segments` of a `StepPlan`, int64.
 
@@ -566,7 +584,12 @@ def occurrences(
     segments = np.zeros(len(request.occurs) + 1, np.int64)
     request.occurs.cumsum(out=segments[1:])
     starts = segments[:-1].astype(np.int32)
-    loops.order_ids(request.labels, request.places, canonical, starts, positions, order)
+
+    def order_span(first: int, last: int, before: int) -> None:
+        named = (request.labels[first:last], request.places[before:], canonical)
+        loops.order_ids(first, *named, starts, positions[first:last], order)
+
+    threads.each(order_span, request.spans)
     return positions, order, segments
 
 

@@ -20,6 +20,7 @@ from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.criteo_folder import KAGGLE_ROWS
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.engine.groups import SHARDED, warn_if_too_small
+from distcache.engine.planning import planner_threads
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
 from distcache.models import build_model, initialise
@@ -182,6 +183,7 @@ def build_parallel(
         amp=trainer.amp,
         placement=placement,
         access=config.store.access,
+        planner_threads=planner_threads(trainer.planner_threads, world),
     )
     features, spec = tuple(source.features), optimizer_spec(config)
     mode = CachedParallel(world, tables, features, model, spec, settings, popularity)

@@ -3,8 +3,11 @@ that are sharded come once, from their homes, over which rows and their traffic 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
+import torch
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +16,11 @@ from shard_model import replay
 from simulator import PlannerSettings
 
 from distcache.errors import PlanError
-from distcache.planner.home import HomePlanner
+from distcache.layout import RowLayout, TableSpec
+from distcache.planner.home import HomePlanner, Parts, Threads
+from distcache.planner.shard import HomePart, assemble, make_request, next_move_after
 from distcache.planner.victims import POLICIES, Policy
+from distcache.step_plan import StepPlan, check_plan_fully
 
 LAGS = st.one_of(st.just([]), st.lists(st.sampled_from([0, 0, 0, 1, 3]), min_size=14, max_size=14))
 """How many steps later than it may each step moves; none: at once."""
@@ -60,6 +66,52 @@ def test_without_prefetch_every_row_may_travel_with_movement() -> None:
     config = PlannerSettings(36, 3, 0, hot=np.empty(0, np.int64))
     counts = replay(stream_of(2, 12), make_layout(60, 2), config)
     assert counts.late == 0 < counts.early
+
+
+@pytest.mark.parametrize("bits", [0, 3])
+def test_plans_are_the_same_for_every_number_of_threads(bits: int) -> None:
+    sizes, steps, world = [3, 4000, 50, 900, 1], 12, 2
+    layout = RowLayout(
+        [TableSpec(f"t{i}", rows, 4, (f"f{i}",)) for i, rows in enumerate(sizes)], world
+    )
+    rng = np.random.default_rng(bits)
+    ids = [
+        [[(rng.random(60) ** 3 * rows).astype(np.int64) for rows in sizes] for _ in range(world)]
+        for _ in range(steps)
+    ]
+    pieces = np.stack((60 * np.arange(1, 6), layout.offsets[:-1], sizes))
+
+    def plans(count: int) -> Iterator[StepPlan]:
+        threads, parts = Threads(count), Parts(400, layout.local_rows, bits)
+        homes = [HomePlanner(layout, home, 400, 1, parts=parts) for home in range(world)]
+        after = -1
+        for home in homes:
+            home.threads = threads
+        for step, by_rank in enumerate(ids):
+            asked = [
+                make_request(
+                    layout, np.concatenate(own) + np.repeat(layout.offsets[:-1], 60), None,
+                    (bits, 0), pieces, threads,
+                )
+                for own in by_rank
+            ]  # fmt: skip
+            for home in homes:
+                named = [request.replicated for request in asked]
+                counts = np.stack([of.counts[home.home] for of in named])
+                home.ingest(step, "train", [of.rows[home.home] for of in named], counts)
+            decided = [home.plan() for home in homes]
+            after = next_move_after(step, 1, [of.latest_use for of in decided], after)
+            for rank, request in enumerate(asked):
+                told = [HomePart(of.slots, of.fetch, of.replies[rank]) for of in decided]
+                yield assemble(request, told, decided[rank], after, None, threads)
+        threads.close()
+
+    for one, *others in zip(plans(1), plans(2), plans(3), strict=True):
+        check_plan_fully(one, 800)
+        for other in others:
+            for name, value in vars(one).items():
+                again = getattr(other, name)
+                assert torch.equal(value, again) if torch.is_tensor(value) else value == again
 
 
 def test_a_step_out_of_order_is_refused() -> None:

@@ -60,7 +60,8 @@ def as_rows(values: list[int], kind: str) -> np.ndarray:
 @given(ids, kinds, st.sampled_from([1, 3, 2**33, 2**56]))
 def test_distinct_rows(values: list[int], kind: str, stride: int) -> None:
     rows = as_rows(values, kind)
-    distinct, labels, occurs = by_all(distinct_rows, rows * stride)
+    distinct, spans, labels, occurs = by_all(distinct_rows, rows * stride)
+    assert spans == [(0, len(rows), 0)]
     assert distinct.tolist() == [stride * row for row in dict.fromkeys(rows.tolist())]
     assert (distinct[labels] == rows * stride).all()
     assert occurs.tolist() == np.bincount(labels, minlength=len(distinct)).tolist()
@@ -68,8 +69,8 @@ def test_distinct_rows(values: list[int], kind: str, stride: int) -> None:
     pieces = np.array([[len(rows), len(rows), 2 * len(rows)], [0, 0, shift * stride], [many] * 3])
     two = by_all(distinct_rows, np.concatenate((rows, rows + shift)) * stride, pieces)
     assert two[0].tolist() == [*distinct.tolist(), *(distinct + shift * stride).tolist()]
-    assert two[1].tolist() == [*labels.tolist(), *(labels + len(distinct)).tolist()]
-    assert two[2].tolist() == occurs.tolist() * 2
+    assert two[2].tolist() == [*labels.tolist(), *(labels + len(distinct)).tolist()]
+    assert two[3].tolist() == occurs.tolist() * 2
 
 
 @examples(150)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from toy_parallel import TABLES, toy_config
 
+from distcache.engine import planning
 from distcache.errors import ConfigError, MemoryTooSmallError
 from distcache.layout import TableSpec
 from distcache.parallel.base import OptimizerSpec
@@ -89,6 +90,27 @@ def test_threads(monkeypatch, given, outside, local_size, expected) -> None:
             build.compute_threads(config, world)
     else:
         assert build.compute_threads(config, world) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "local_size", "expected"),
+    [
+        ("auto", "cuda", 1, 16),
+        ("auto", "cuda", 4, 5),
+        ("auto", "cuda", 99, 1),
+        ("auto", "cpu", 1, 1),
+        (7, "cpu", 4, 7),
+        (21, "cuda", 1, None),
+    ],
+)
+def test_planner_threads(monkeypatch, given, device, local_size, expected) -> None:
+    monkeypatch.setattr(planning.os, "sched_getaffinity", lambda _: set(range(20)))
+    world = SimpleNamespace(local_size=local_size, device=torch.device(device))
+    if expected is None:
+        with pytest.raises(ConfigError, match=r"trainer\.planner_threads=21 .* 20 core\(s\)"):
+            planning.planner_threads(given, world)
+    else:
+        assert planning.planner_threads(given, world) == expected
 
 
 class Known:
