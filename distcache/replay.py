@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
@@ -306,20 +306,26 @@ class NamedParts(Parts):
     `names[r]`."""
 
     def __init__(self, like: Parts, names: np.ndarray) -> None:
-        super().__init__(like.slots, len(names), like.bits)
+        super().__init__(like.slots, like.rows, like.shelves, like.bits)
         _, starts, places = like.divide(names)
-        part = np.searchsorted(starts, places, side="right") - 1
-        numbers = places - starts[part]
-        self.__dict__.update(_part=part, _number=numbers, _most=int(np.diff(starts).max()))
+        shelf = np.searchsorted(starts, places, side="right") - 1
+        first = starts[:: 1 << self.shelves - self.bits]
+        part = shelf >> self.shelves - self.bits
+        own = {"_shelf": shelf, "_number": places - first[part], "_most": np.diff(first).max()}
+        self.__dict__.update(own)
 
     @property
     def part_rows(self) -> int:
         """See `Parts.part_rows`."""
-        return self._most
+        return int(self._most)
+
+    def enough(self, local: np.ndarray) -> int:
+        """See `Parts.enough`: no more is known."""
+        return len(local)
 
     def divide(self, local: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See `Parts.divide`."""
-        order, starts = grouped(self._part[local], self.count)
+        order, starts = grouped(self._shelf[local], 1 << self.shelves)
         places = np.empty(len(order), np.int32)
         places[order] = np.arange(len(order))
         return self._number[local[order]].astype(np.int32), starts, places
@@ -342,9 +348,8 @@ def make_planner(
         own[: len(home.names)] = classes[home.names]
     policy, parts = case.policy or DEFAULT, Parts.of(slots, most_rows)
     how = (layout, 0, slots, case.prefetch, policy, own)
-    if not parts.bits:
-        return HomePlanner(*how, parts=replace(parts, rows=rows), names=names)
-    return HomePlanner(*how, parts=NamedParts(parts, names), names=names)
+    called = parts.parts_of(names)[1].astype(np.int32)
+    return HomePlanner(*how, parts=NamedParts(parts, names), names=called)
 
 
 def _check(case: Case, traces: Sequence[Trace], popularity: Popularity | None) -> None:

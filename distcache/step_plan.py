@@ -1,9 +1,10 @@
 """Plans: everything that one step of one group moves and sums, decided before it runs.
 
 A plan is a pure function of the id stream and of the decisions before it. Movers and the optimizer
-only do what it says. *Canonical order* of a step's U distinct rows: by home rank, then by first
-occurrence over the ranks in rank order. It depends on the ids alone, never on slots, hits, capacity
-or window, so sums and updates made in it have the same bits for every cache.
+only do what it says. *Canonical order* of a step's U distinct rows: by home rank, then by shelf
+(`planner.home`), then by first occurrence over the ranks in rank order. It depends on the ids and
+the tables alone, never on slots, hits, capacity or window, so sums and updates made in it have the
+same bits for every cache.
 """
 
 from __future__ import annotations

@@ -61,17 +61,28 @@ def streams(draw: st.DrawFn, longest: int = 14) -> tuple:
     """Steps by rank, at most `longest`, with a layout and settings whose slots hold every step."""
     world, rows = draw(st.sampled_from([1, 1, 2, 3, 4])), draw(st.integers(1, 60))
     stream, _ = draw(steps_of(world, rows, longest, 12))
-    layout, bits = make_layout(rows, world), draw(st.sampled_from([0, 0, 1, 2]))
-    need = most_rows(stream, layout, layout.local, np.arange(rows), bits)
+    layout, shape = make_layout(rows, world), draw(shelvings())
+    need = most_rows(stream, layout, layout.local, np.arange(rows), *shape)
     slots = world * (need + draw(st.integers(0, 12)))
     policy, popularity = draw(policies(rows))
     ahead, prefetch = draw(st.integers(0, 16)), draw(st.integers(0, 6))
-    return stream, layout, PlannerSettings(slots, ahead, prefetch, policy, popularity, bits=bits)
+    return (
+        stream,
+        layout,
+        PlannerSettings(
+            slots, ahead, prefetch, policy, popularity, shelves=shape[0], bits=shape[1]
+        ),
+    )
 
 
-def parts_of(local: np.ndarray, bits: int) -> np.ndarray:
-    """The part of each local row of a home with 2^`bits` parts."""
-    return np.array([loops.part_of(row, bits) for row in local.tolist()], np.int64)
+def shelvings() -> st.SearchStrategy[tuple[int, int]]:
+    """How many shelves and parts a home has, as powers of two."""
+    return st.sampled_from([(0, 0), (0, 0), (1, 0), (1, 1), (2, 1), (2, 2)])
+
+
+def shelves_of(local: np.ndarray, bits: int) -> np.ndarray:
+    """The shelf of each local row of a home with 2^`bits`."""
+    return np.array([loops.shelf_of(row, bits) for row in local.tolist()], np.int64)
 
 
 def most_rows(
@@ -79,14 +90,16 @@ def most_rows(
     layout: RowLayout,
     local: Callable[[np.ndarray], np.ndarray],
     region: np.ndarray,
+    shelves: int,
     bits: int,
 ) -> int:
-    """The fewest slots of a home with 2^`bits` parts in which the rows of `region` that any step
-    names find room; `local`: their local numbers."""
+    """The fewest slots of a home, of 2^`shelves` shelves in 2^`bits` parts, in which the rows of
+    `region` that any step names find room; `local`: their local numbers."""
     most = 1
     for step in stream:
         rows = np.intersect1d(np.concatenate(step), region)
-        where = (layout.home(rows) << bits) + parts_of(local(rows), bits)
+        part = shelves_of(local(rows), shelves) >> (shelves - bits)
+        where = (layout.home(rows) << bits) + part
         most = max(most, int(np.bincount(where, minlength=1).max()))
     return most << bits
 
@@ -113,13 +126,13 @@ def sharded_streams(
     share = draw(st.sampled_from([0.0, 0.0, 0.2, 0.7, 1.0]))
     hot = np.flatnonzero(rng.random(rows) < share)
     tail = np.setdiff1d(np.arange(rows), hot)
-    spare, bits = [draw(st.integers(0, most)) for most in (4, 8)], draw(st.sampled_from([0, 0, 1]))
+    spare, shape = [draw(st.integers(0, most)) for most in (4, 8)], draw(shelvings())
     among = HotRows(layout, hot)
-    need = most_rows(stream, layout, lambda rows: among.local[among.find(rows)], hot, bits)
+    need = most_rows(stream, layout, lambda rows: among.local[among.find(rows)], hot, *shape)
     replicated = world * (need + spare[0]) if len(hot) else 0
     policy, popularity = draw(policies(rows))
     config = PlannerSettings(
-        slots=replicated + most_rows(stream, layout, layout.local, tail, bits) + spare[1],
+        slots=replicated + most_rows(stream, layout, layout.local, tail, *shape) + spare[1],
         lookahead=draw(st.integers(0, 8)),
         prefetch=draw(st.integers(0, 5)),
         policy=policy,
@@ -128,7 +141,8 @@ def sharded_streams(
         replicated=replicated,
         early=draw(st.sampled_from([True, True, True, False])),
         nodes=nodes if shapes else draw(st.sampled_from([(), nodes, nodes])),
-        bits=bits,
+        shelves=shape[0],
+        bits=shape[1],
     )
     return stream, layout, config
 

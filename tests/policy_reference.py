@@ -49,7 +49,7 @@ class Held:
 
 class Reference:
     """One home's cache. `classes`: the popularity of each of its rows (local numbers); `part`: says
-    in which part a row is, and `sizes` how many slots each part has."""
+    in which part a row is, `name` its number there, and `sizes` how many slots each part has."""
 
     def __init__(
         self,
@@ -60,8 +60,9 @@ class Reference:
         classes: np.ndarray | None,
         part: Callable[[int], int] = lambda row: 0,
         sizes: Sequence[int] = (),
+        name: Callable[[int], int] = lambda row: row,
     ) -> None:
-        self.part, self.sizes = part, sizes or [slots]
+        self.part, self.sizes, self.name = part, sizes or [slots], name
         self.policy, self.slots, self.prefetch = policy, slots, prefetch
         self.window = window if policy.name == "lookahead" else 0
         self.classes = classes
@@ -127,7 +128,7 @@ class Reference:
         self.step = now
         for row in rows:
             age = (now - self.previous.get(row, -1)) * self.rate
-            self.levels[row] = counted(self.levels.get(row, 0), row, now, age)
+            self.levels[row] = counted(self.levels.get(row, 0), self.name(row), now, age)
             self.previous[row] = now
 
     def restore(self, held: set[int], now: int) -> None:

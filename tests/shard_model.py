@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from plan_streams import parts_of
+from plan_streams import shelves_of
 from simulator import PlannerSettings, simulate
 
 from distcache.layout import RowLayout
@@ -211,25 +211,25 @@ def check_step(
     among = HotRows(layout, config.hot) if sharding else None
     by_home = [[row for row in seen if homes[row] == home] for home in range(world)]
 
-    def by_part(rows: list[int], number: Callable[[np.ndarray], np.ndarray]) -> list[int]:
-        """Rows of one home by part, else as they come."""
-        parts = dict(
-            zip(rows, parts_of(number(np.array(rows, np.int64)), config.bits), strict=True)
+    def by_shelf(rows: list[int], number: Callable[[np.ndarray], np.ndarray]) -> list[int]:
+        """Rows of one home by shelf, else as they come."""
+        shelf = dict(
+            zip(rows, shelves_of(number(np.array(rows, np.int64)), config.shelves), strict=True)
         )
-        return sorted(rows, key=parts.__getitem__)
+        return sorted(rows, key=shelf.__getitem__)
 
-    def near_part(rows: list[int]) -> list[int]:
-        return by_part(rows, lambda of: among.local[among.find(of)] if among else layout.local(of))
+    def near_on_shelves(rows: list[int]) -> list[int]:
+        return by_shelf(rows, lambda of: among.local[among.find(of)] if among else layout.local(of))
 
-    near = [near_part([row for row in own if row in hot]) for own in by_home]
-    tail = [by_part([row for row in own if row not in hot], layout.local) for own in by_home]
+    near = [near_on_shelves([row for row in own if row in hot]) for own in by_home]
+    tail = [by_shelf([row for row in own if row not in hot], layout.local) for own in by_home]
     parts = [part for plan in plans for part in (plan, plan.shard) if part is not None]
     fetched = {row for part in parts for row in part.fetch_rows.tolist()}
     for rank, plan in enumerate(plans):
         check_plan_fully(plan, config.slots)
         named = set(rows[rank])
         asked = list(dict.fromkeys(rows[rank]))
-        mine = [by_part([row for row in asked if row in set(own)], layout.local) for own in tail]
+        mine = [by_shelf([row for row in asked if row in set(own)], layout.local) for own in tail]
         leaf = [row for own in (*near, *mine) for row in own]
         assert [leaf[i] for i in plan.positions] == rows[rank]
         assert plan.lookup_hits == sum(row not in fetched for row in rows[rank])
@@ -237,7 +237,7 @@ def check_step(
         assert (plan.slots[plan.home_slice(rank)] // max(1, replicated // world) == rank).all()
         for source, part in enumerate(split(plan.source_rows, plan.source_counts)):
             theirs = [row for row in dict.fromkeys(rows[source]) if row in set(near[rank])]
-            assert [near[rank][i] for i in part] == near_part(theirs)
+            assert [near[rank][i] for i in part] == near_on_shelves(theirs)
         shard = plan.shard
         if shard is None:
             assert not sharding and named <= hot
@@ -249,7 +249,7 @@ def check_step(
         assert len(shard.slots) == len(tail[rank])
         for source, part in enumerate(split(shard.source_rows, shard.source_counts)):
             theirs = [row for row in dict.fromkeys(rows[source]) if row in set(tail[rank])]
-            theirs = by_part(theirs, layout.local)
+            theirs = by_shelf(theirs, layout.local)
             assert [tail[rank][i] for i in part] == theirs, "gradients of rows in another order"
         flat = [row for own in mine for row in own]
         if shard.early is None:

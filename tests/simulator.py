@@ -40,7 +40,7 @@ class PlannerSettings:
     `hot`: the rows that are replicated where others are sharded, int64 `[K]`, ascending (None: all
     are); `replicated`: how many of the slots are theirs, a multiple of W, 0 where there are none;
     `early`: sharded rows may travel before their step; `nodes`: ranks of each node, () is one;
-    homes have 2^`bits` parts.
+    homes have 2^`shelves` shelves in 2^`bits` parts.
     """
 
     slots: int
@@ -52,6 +52,7 @@ class PlannerSettings:
     replicated: int = 0
     early: bool = True
     nodes: tuple[int, ...] = ()
+    shelves: int = 0
     bits: int = 0
 
 
@@ -98,7 +99,7 @@ class SimulatedWorld:
             classes = GroupPopularity(settings.popularity).classes_at(layout, home)
             if classes is not None and isinstance(own, HotLayout):
                 classes = own.rated(layout, classes)
-            parts = Parts(slots, own.local_rows, settings.bits)
+            parts = Parts(slots, own.most_rows, settings.shelves, settings.bits)
             common = (settings.prefetch, settings.policy, classes, first_slot, parts)
             found.append(HomeRun(HomePlanner(own, home, slots, *common)))
         return found
@@ -108,10 +109,9 @@ class SimulatedWorld:
         hot, both = self._settings.hot, (self.replicated, self.sharded)
         if hot is not None:
             hot = HotRows(self._layout, hot)
-        bits = [runs[0].planner.parts.bits if runs else 0 for runs in both]
+        parts = [runs[0].planner.parts if runs else None for runs in both]
         requests = [
-            make_request(self._layout, np.asarray(r, dtype=np.int64), hot, (bits[0], bits[1]))
-            for r in rows
+            make_request(self._layout, np.asarray(r, dtype=np.int64), hot, parts) for r in rows
         ]
         for runs, region in zip(both, ("replicated", "sharded"), strict=True):
             asked = [getattr(request, region) for request in requests]

@@ -40,7 +40,7 @@ KINDS = ("train", "eval")
 ASKED, DECIDED, _ASKED_STEP, _DECIDED_STEP, _KIND, _INDEX, _DIGEST, SAMPLES, LEAD = range(9)
 """Places of a header's numbers: status of what is asked and of what is decided, their steps (-1
 where there is none), kind and index of the local batch, digest, samples of the local batch; and how
-many numbers these are. Rows asked for by group, home and part follow, then three numbers of each
+many numbers these are. Rows asked for by group, home and shelf follow, then three numbers of each
 group: rows, rows to fetch, latest use."""
 
 _WIRE = np.int32
@@ -97,7 +97,7 @@ class Told:
     sharded rows of some tables.
 
     `asked`: what the ranks agree on (OK where none asked); if rows came, for every group `named`,
-    those that each rank names here, with their `counts` int64 `[W, K]` by part (`shard.Asked`), and
+    those that each rank names here, with their `counts` int64 `[W, shelves]` (`shard.Asked`), and
     of each rank `samples`, those of its batch. `decided`:
     None where nothing was to decide, or a rank stops. Of what all homes decided: `rows` int64
     `[W, G]`, distinct rows by home and group (also if the verdict is TOO_LARGE), `fetched`, those
@@ -122,7 +122,7 @@ class Told:
 class PlanExchange:
     """Requests and decisions of all groups over `link`; used by one thread on every rank.
 
-    `parts`: K of each group's homes; `fingerprint`: a number that must agree on all ranks
+    `shelves`: of each group's homes; `fingerprint`: a number that must agree on all ranks
     (configuration). Each header carries it mixed with a digest of all decisions so far. `sharded`:
     groups whose homes keep their slots to themselves; of these a rank learns about its own rows
     alone (`replies_to_all`), and on a node that hands rows on which of its ranks named them,
@@ -130,9 +130,9 @@ class PlanExchange:
     """
 
     def __init__(
-        self, link: Link, parts: Sequence[int], fingerprint: int, sharded: Sequence[int] = ()
+        self, link: Link, shelves: Sequence[int], fingerprint: int, sharded: Sequence[int] = ()
     ) -> None:
-        self._link, self._groups, self._parts = link, len(parts), list(parts)
+        self._link, self._groups, self._shelves = link, len(shelves), list(shelves)
         self._size, self._rank = link.world.size, link.world.rank
         self._digest = fingerprint & 0x7FFFFFFF
         self._sharded = frozenset(sharded)
@@ -152,7 +152,7 @@ class PlanExchange:
         asked = self._verdict(table, ASKED, asking)
         decided = self._verdict(table, DECIDED, deciding)
         self._compare(table, asked, decided)
-        ends = LEAD + sum(self._parts) * size
+        ends = LEAD + sum(self._shelves) * size
         numbers = table[:, ends:].reshape(size, self._groups, 3)
         if Status.STOP in (asked and asked.status, decided and decided.status):
             decided = None  # nothing is decided any more: some rank does not go on
@@ -168,10 +168,10 @@ class PlanExchange:
                 for parts, of_home in zip(outgoing, asks.rows, strict=True):
                     parts.append(of_home)
             start = LEAD
-            for parts in self._parts:
-                by_home = table[:, start : start + size * parts].reshape(size, size, parts)
+            for shelves in self._shelves:
+                by_home = table[:, start : start + size * shelves].reshape(size, size, shelves)
                 told.counts.append(by_home[:, self._rank])
-                start += size * parts
+                start += size * shelves
             lengths = np.stack([counts.sum(1) for counts in told.counts], axis=1)
         if decides is not None:
             told.decision_bytes = self._tell(decides, outgoing)
@@ -191,7 +191,7 @@ class PlanExchange:
     def _header(self, asking: Part | None, deciding: Part | None) -> np.ndarray:
         """This rank's header, int64 `[n]`: of one length whatever it tells of."""
         size, groups = self._size, self._groups
-        ends = LEAD + size * sum(self._parts)
+        ends = LEAD + size * sum(self._shelves)
         header = np.zeros(ends + groups * 3, dtype=np.int64)
         header[_ASKED_STEP] = header[_DECIDED_STEP] = -1
         header[_DIGEST] = self._digest

@@ -24,7 +24,7 @@ from distcache.engine.exchange import Part, PlanExchange, Status, Told, Verdict
 from distcache.engine.groups import RegionSlots, TableGroup, TableSettings, group_bags, too_large
 from distcache.engine.step import Flight
 from distcache.errors import ConfigError, PeerError
-from distcache.planner.home import MOST_PARTS, HomePlanner, Planner, Threads
+from distcache.planner.home import MOST_PARTS, HomePlanner, Parts, Planner, Threads
 from distcache.planner.shard import (
     HomePart,
     HotLayout,
@@ -139,18 +139,18 @@ class StreamPlanner:
         """Steps whose ids are known to all homes; the last of them may be undecided."""
         self.alone = False  # whether planning failed where other ranks go on
         sharded = [place for place, region in enumerate(self.regions) if region.sharded]
-        parts = [region.planner.parts.count for region in self.regions]
-        self._exchange = PlanExchange(link, parts, settings.fingerprint, sharded)
+        shelves = [1 << region.planner.parts.shelves for region in self.regions]
+        self._exchange = PlanExchange(link, shelves, settings.fingerprint, sharded)
         self._move_after = [-1] * len(self.groups)
         self._early = settings.shares_early(link.world)
         self._hot = [
             None if group.hot is None else HotRows(group.layout, group.hot) for group in groups
         ]
         self.threads = Threads(settings.planner_threads)
-        self._bits = [[0, 0] for _ in groups]
+        self._parts: list[list[Parts | None]] = [[None, None] for _ in groups]
         for region in regions:
             region.planner.threads = self.threads
-            self._bits[region.group][region.sharded] = region.planner.parts.bits
+            self._parts[region.group][region.sharded] = region.planner.parts
 
     def planned(
         self, batches: Iterable[Batch], stop: Callable[[], bool], ahead: bool = True
@@ -206,11 +206,9 @@ class StreamPlanner:
             batch = self._prepare(next(iterator))
             bags = [group_bags(group, batch.ids, self.settings.dtype) for group in self.groups]
             requests = [
-                make_request(
-                    group.layout, bag.rows, hot, (bits[0], bits[1]), bag.pieces, self.threads
-                )
-                for group, bag, hot, bits in zip(
-                    self.groups, bags, self._hot, self._bits, strict=True
+                make_request(group.layout, bag.rows, hot, parts, bag.pieces, self.threads)
+                for group, bag, hot, parts in zip(
+                    self.groups, bags, self._hot, self._parts, strict=True
                 )
             ]
         except StopIteration:

@@ -255,7 +255,7 @@ def _fill(rows: GroupRows, hot: np.ndarray, share: float, link: Link, counts: Mo
         rows.fill_slots(gathered, replicated, None, link, "warm start")
     room, layout = slots.own_sharded, group.layout
     tail = tail[layout.home(tail) == rank]
-    seats = Parts.of(room.stop - room.start, layout.local_rows).seats(layout.local(tail), share)
+    seats = Parts.of(room.stop - room.start, layout.most_rows).seats(layout.local(tail), share)
     tail, seats = tail[seats >= 0], room.start + seats[seats >= 0]
     for start in range(0, len(tail), _BLOCK):
         own = torch.from_numpy(tail[start : start + _BLOCK])
@@ -276,7 +276,7 @@ def warm_blocks(
     for home in range(layout.world_size):
         narrow = layout if group.hot is None else HotLayout(layout, home, group.hot)
         rows = hot[homes == home]
-        seats = Parts.of(own, narrow.local_rows, narrow.most_rows).seats(narrow.local(rows), share)
+        seats = Parts.of(own, narrow.most_rows).seats(narrow.local(rows), share)
         by_home.append((home * own + seats[seats >= 0], rows[seats >= 0]))
     for start in range(0, max(len(rows) for _, rows in by_home), _BLOCK):
         blocks = [[of[start : start + _BLOCK] for of in both] for both in by_home]

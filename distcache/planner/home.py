@@ -1,10 +1,11 @@
 """The planner of one home: distinct rows, hits, slots for misses, victims.
 
-A large home is in *parts*: its rows fall into them by a mix of their local numbers, each has a
-piece of the home's slots, and nothing that one part decides depends on another. So each can be
-planned by a thread of its own, and what it reads fits a core's cache. How many there are follows
-from rows and slots alone. The home joins them: canonical order is by part, then by first occurrence
-over the ranks.
+The rows of a large home are on *shelves*, by a mix of their local numbers; canonical order is by
+shelf, then by first occurrence over the ranks. How many there are follows from the number of rows
+alone, so canonical order depends on no slot. Consecutive shelves make up a *part*, which has a
+piece of the home's slots; nothing that one part decides depends on another, so each can be planned
+by a thread of its own, and what it reads fits a core's cache. How many parts there are follows from
+rows and slots.
 """
 
 from __future__ import annotations
@@ -22,32 +23,40 @@ import numpy as np
 from distcache.errors import PlanError, StepTooLargeError
 from distcache.layout import RowLayout
 from distcache.planner import loops
-from distcache.planner.victims import DEFAULT, PINNED, Policy, make_ranking
+from distcache.planner.victims import DEFAULT, PINNED, Policy, grouped, make_ranking
 
 _AHEAD = 24
 """Steps, beside those of 2 P, that may be planned and never run: threads are no further ahead."""
 
-MOST_PARTS, PART_SLOTS = 16, 4096
-"""Parts of a home at most, and slots of a part at least, where there are several."""
+MOST_PARTS, LEAST = 16, 4096
+"""Shelves, and parts, of a home at most; rows of a shelf, and slots of a part, at least, where
+there are several."""
+
+_MOST_SLOTS = (1 << 31) // loops.LEVELS - 1
+"""Slots of a part at most."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """How a home's local `rows` and `slots` fall into 2^`bits` parts: part p has its slots from
+    """How the local rows of homes, `rows` at most, stand on 2^`shelves` shelves, and these and the
+    `slots` of each home fall into 2^`bits` parts, no more than shelves: part p has the slots from
     `edges[p]` to `edges[p + 1]`."""
 
     slots: int
     rows: int
+    shelves: int = 0
     bits: int = 0
 
     @classmethod
-    def of(cls, slots: int, rows: int, most_rows: int | None = None) -> Parts:
-        """The parts of a home; all homes have so many slots, and at most `most_rows`, which are
-        this one's `rows` if it is None. One part where every row has a slot."""
-        most = rows if most_rows is None else most_rows
-        count = 1 if slots >= most else min(slots // PART_SLOTS, MOST_PARTS)
-        least = slots * loops.LEVELS >> 31  # beyond which a part's slots have no number
-        return cls(slots, rows, max(max(count, 1).bit_length() - 1, least.bit_length()))
+    def of(cls, slots: int, rows: int) -> Parts:
+        """Those of homes of this size. One part where every row has a slot."""
+        shelves, bits = (
+            max(_bits(min(count // LEAST, MOST_PARTS)), (count // _MOST_SLOTS).bit_length())
+            for count in (rows, slots)
+        )
+        if _MOST_SLOTS > slots >= rows:
+            bits = 0
+        return cls(slots, rows, shelves, min(bits, shelves))
 
     @property
     def count(self) -> int:
@@ -55,9 +64,14 @@ class Parts:
         return 1 << self.bits
 
     @property
+    def shape(self) -> np.ndarray:
+        """What `loops.divide_rows` knows of a home; int64 `[3]`."""
+        return np.array([self.shelves, self.shelves - self.bits, -(-self.rows >> self.shelves)])
+
+    @property
     def part_rows(self) -> int:
         """R, how many rows a part has at most."""
-        return -(-self.rows >> self.bits)
+        return -(-self.rows >> self.shelves) << self.shelves - self.bits
 
     @cached_property
     def edges(self) -> np.ndarray:
@@ -65,62 +79,73 @@ class Parts:
         return np.arange(self.count + 1, dtype=np.int64) * self.slots >> self.bits
 
     def divide(self, local: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Local rows `[n]` sorted by part, stably.
+        """Local rows `[n]` sorted by shelf, stably.
 
-        Returns the rows as their parts number them, int32; where each part begins, int64
-        `[K + 1]`; and where each of `local` is now, int32.
+        Returns the rows as their parts number them, int32; where each shelf begins, int64
+        `[shelves + 1]`; and where each of `local` is now, int32.
         """
-        return divide_rows(local, _ONE_HOME, np.array([self.bits]), np.zeros(1, np.int64))
+        return divide_rows(local, _ONE_HOME, [self])
+
+    def parts_of(self, local: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The part of each local row, and its number there."""
+        rows, starts, places = self.divide(local)
+        shelf = np.searchsorted(starts, places, side="right") - 1
+        return shelf >> self.shelves - self.bits, rows[places]
 
     def spread(self, values: np.ndarray) -> np.ndarray:
-        """`values` of all local rows by part, `[K, R]`."""
-        if self.bits == 0:
-            return np.array(values).reshape(1, -1)
-        found, block = np.zeros((self.count, self.part_rows), values.dtype), 1 << 20
-        for start in range(0, self.rows, block):
-            rows, starts, places = self.divide(np.arange(start, min(start + block, self.rows)))
-            parts = np.repeat(np.arange(self.count), np.diff(starts))
-            found[parts[places], rows[places]] = values[start : start + block]
+        """`values` of all local rows of a home by part, `[K, R]`."""
+        found = np.zeros((self.count, self.part_rows), values.dtype)
+        for start in range(0, len(values), _BLOCK):
+            block = values[start : start + _BLOCK]
+            found[self.parts_of(np.arange(start, start + len(block)))] = block
         return found
 
     def seats(self, local: np.ndarray, share: float) -> np.ndarray:
         """A slot of the home, int64, for each of `local`, the likeliest row first; -1 where rows
         before it fill `share` of its part. The likeliest have the last slots: among equals, the
         first leave first."""
-        _, starts, places = self.divide(local)
-        part = np.searchsorted(starts, places, side="right") - 1
-        nth = places - starts[part]
+        part, _ = self.parts_of(local)
+        order, starts = grouped(part, self.count)
+        nth = np.empty(len(part), np.int64)
+        nth[order] = np.arange(len(part)) - np.repeat(starts[:-1], np.diff(starts))
         most = (share * np.diff(self.edges)).astype(np.int64)
         return np.where(nth < most[part], self.edges[part + 1] - 1 - nth, -1)
 
-    def enough(self, local: np.ndarray, most_rows: int) -> int:
-        """Slots of each home, few beyond what it takes, with which this one holds the rows `local`;
-        `most_rows`: see `of`."""
-        for bits in range(MOST_PARTS.bit_length()):
-            parts = Parts(0, self.rows, bits)
-            fullest = int(np.diff(parts.divide(local)[1]).max())
-            slots = max(fullest, PART_SLOTS if bits else 0) << bits
-            if Parts.of(slots, self.rows, most_rows).bits == bits:
+    def enough(self, local: np.ndarray) -> int:
+        """Slots of each home, few beyond what it takes, with which it holds the rows `local`."""
+        for bits in range(self.shelves + 1):
+            part, _ = replace(self, bits=bits).parts_of(local)
+            fullest = int(np.bincount(part, minlength=1).max())
+            slots = max(fullest, LEAST if bits else 0) << bits
+            if Parts.of(slots, self.rows).bits == bits:
                 return slots
-        return most_rows
+        return self.rows
 
 
-_ONE_HOME = np.empty(0, np.int32)
+def _bits(count: int) -> int:
+    """The largest b with 2^b <= `count`, 0 for 0."""
+    return max(count, 1).bit_length() - 1
+
+
+_ONE_HOME, _BLOCK = np.empty(0, np.int32), 1 << 20
 
 
 def divide_rows(
-    local: np.ndarray, homes: np.ndarray, bits: np.ndarray, firsts: np.ndarray
+    local: np.ndarray, homes: np.ndarray, parts: Sequence[Parts]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Local rows int64 `[R]` sorted by home and part, stably.
+    """Local rows int64 `[R]` sorted by home and shelf, stably.
 
-    `homes` int32 `[R]`: of each, empty: all are of the first; home h has 2^`bits[h]` parts, which
-    are numbers `firsts[h]` and up; both int64. Returns the rows in their parts, int32 `[R]`; where
-    those of each part begin, int64 `[parts + 1]`; and where each of `local` is now, int32 `[R]`.
+    `homes` int32 `[R]`: of each, empty: all are of the first; `parts`: of each home. Returns the
+    rows as their parts number them, int32 `[R]`; where those of each shelf begin, int64
+    `[shelves + 1]`; and where each of `local` is now, int32 `[R]`.
     """
     local = np.ascontiguousarray(local, dtype=np.int64)
-    starts = np.empty(int(firsts[-1]) + (1 << int(bits[-1])) + 1, np.int64)
+    shapes = np.stack([of.shape for of in parts])
+    ends = (1 << shapes[:, 0]).cumsum()
+    starts = np.empty(int(ends[-1]) + 1, np.int64)
     divided, places = np.empty(len(local), np.int32), np.empty(len(local), np.int32)
-    loops.divide_rows(local, homes, bits, firsts, starts, divided, places)
+    firsts = ends - (1 << shapes[:, 0])
+    loops.divide_rows(local, homes, shapes, firsts, starts, divided, places)
     return divided, starts, places
 
 
@@ -160,10 +185,10 @@ ALONE = Threads()
 @dataclass(frozen=True)
 class Ingested:
     """A step's rows at their home. By part, those of part p from `bases[p]` on (int64 `[K]`), its
-    `counts[p]` (int64 `[K]`) `distinct` rows, numbered in their part, by first occurrence, and the
-    steps before it that named them `previous` to it, -1 for none. `labels`: of each row that rank r
-    asked for in part p, from `starts[r, p]` to `starts[r, p + 1]` (int64 `[W, K + 1]`), its place
-    among these. int32 `[N]` all three, N rows asked for."""
+    `counts[p]` (int64 `[K]`) `distinct` rows, numbered in their part, by shelf, then first
+    occurrence, and the steps that named them `previous` to it, -1 for none. `labels`: of each row
+    that rank r asked for on shelf s, from `starts[r, s]` to `starts[r, s + 1]` (int64 `[W, shelves
+    + 1]`), its place among those of its part. int32 `[N]` all three, N rows asked for."""
 
     step: int
     kind: str
@@ -198,13 +223,19 @@ class Ingested:
         ):
             yield part, self.distinct[base : base + count], slice(first, first + count)
 
+    def local(self, parts: Parts) -> np.ndarray:
+        """The home's rows in canonical order, local int64 `[U_h]`."""
+        found = np.empty(self.rows, np.int64)
+        loops.local_rows(self.distinct, self.bases, self.counts, parts.shape, found)
+        return found
+
     def replies(self) -> tuple[np.ndarray, ...]:
         """For each rank, int32: the canonical index of every row that it asked for."""
         labels = [self.labels[of[0] : of[-1]] for of in self.starts]
         if len(self.counts) == 1:
             return tuple(labels)
         firsts = self.firsts.astype(np.int32)
-        sizes = np.diff(self.starts, axis=1)
+        sizes = np.diff(self.starts[:, :: (self.starts.shape[1] - 1) // len(firsts)], axis=1)
         return tuple(own + np.repeat(firsts, of) for own, of in zip(labels, sizes, strict=True))
 
 
@@ -284,14 +315,18 @@ class Planner:
     ) -> Ingested:
         """Take the rows, homed here, that every rank names in `step`, in rank order.
 
-        `requests`: of each rank, int32, numbered in their parts, by part; `counts` int64 `[W, K]`:
-        how many are of each part. Raises PlanError for a row that the layout does not have, and for
-        a step that does not come after those before it.
+        `requests`: of each rank, int32, numbered in their parts, by shelf; `counts` int64 `[W,
+        shelves]`: how many are on each. Raises PlanError for a row that the layout does not
+        have, and for a step that does not come after those before it.
         """
         rows = np.concatenate(requests) if len(requests) > 1 else requests[0]
         rows = np.ascontiguousarray(rows, dtype=np.int32)
         if counts is None:
             counts = np.array([[len(request)] for request in requests])
+        if counts.shape != (len(requests), 1 << self.parts.shelves) or counts.sum() != len(rows):
+            raise PlanError(
+                f"step {step}: {counts.tolist()} do not count {len(rows)} rows by shelf"
+            )
         bad = np.flatnonzero(rows.view(np.uint32) >= self.parts.part_rows)
         if len(bad):
             raise PlanError(
@@ -303,11 +338,11 @@ class Planner:
         last = self._window[-1].step if self._window else self._planned
         if step != last + 1:
             raise PlanError(f"step {step} does not follow {last}: steps come in order")
-        starts = np.zeros((len(requests), self.parts.count + 1), np.int64)
+        starts = np.zeros((len(requests), counts.shape[1] + 1), np.int64)
         counts.cumsum(axis=1, out=starts[:, 1:])
         sizes = starts[:, -1]
         starts += (sizes.cumsum() - sizes)[:, None]
-        by_part = counts.sum(axis=0)
+        by_part = counts.sum(axis=0).reshape(self.parts.count, -1).sum(axis=1)
         bases = by_part.cumsum() - by_part
         entry = Ingested(
             step, kind, *(np.empty(len(rows), np.int32) for _ in range(3)),
@@ -315,7 +350,8 @@ class Planner:
         )  # fmt: skip
         if self._looks_ahead:
             self._make_room(step, by_part)
-        named = (rows, starts, bases, self._planned, step, self._looks_ahead)
+        inner = self.parts.shelves - self.parts.bits
+        named = (rows, starts, inner, bases, self._planned, step, self._looks_ahead)
         found = (entry.distinct, entry.previous, entry.labels, entry.counts)
         self.threads.share(
             self.parts.count, lambda a, b: loops.ingest(self._home, a, b, *named, *found)
@@ -391,10 +427,10 @@ class HomePlanner(Planner):
         names: np.ndarray | None = None,
     ) -> None:
         """`first_slot`: of its range on the device; None: home h's range follows that of h - 1;
-        `parts`: None: as all homes of this size are. `names` int32 `[local rows]`: what a replay's
-        rows are called in training, where the local rows are others; None: as they are numbered."""
+        `parts`: None: as all homes of this size are. `names` int32 `[local rows]`: how training's
+        parts number a replay's rows, which lie elsewhere in these; None: as these do."""
         first = home * slots if first_slot is None else first_slot
-        parts = parts or Parts.of(slots, layout.local_rows, layout.most_rows)
+        parts = parts or Parts.of(slots, layout.most_rows)
         super().__init__(layout, home, parts, slice(first, first + slots))
         self._prefetch, self._looks_ahead = prefetch, policy.uses_window
         self._ranking, self._popularity = make_ranking(policy, slots, popularity), popularity
@@ -424,10 +460,7 @@ class HomePlanner(Planner):
         entry, parts = self._window[0], self.parts
         if not (entry.counts > self._sizes).any():
             return entry.rows
-        part = np.repeat(np.arange(parts.count), entry.counts)
-        pairs = zip(part.tolist(), entry.dense(entry.distinct).tolist(), strict=True)
-        local = np.array([loops.local_of(*pair, parts.bits) for pair in pairs])
-        return parts.enough(local, self.layout.most_rows)
+        return parts.enough(entry.local(parts))
 
     def _make_room(self, step: int, rows: np.ndarray) -> None:
         """See `Planner._make_room`."""
@@ -471,7 +504,8 @@ class HomePlanner(Planner):
         count, firsts = entry.rows, entry.firsts
         slots, fetch, fetched, left, leaving = (np.empty(count, np.int32) for _ in range(5))
         levels, done = np.empty(count, np.uint8), np.empty((parts.count, 3), np.int64)
-        what = (entry.distinct, entry.previous, entry.bases, entry.counts, firsts, self._own_slots)
+        what = (entry.distinct, entry.previous, entry.bases, entry.counts, firsts)
+        what += (self._own_slots, parts.shape)
         when = (step, newest, self._prefetch, ranking.rate, ranking.base)
         scale = (ranking.ranks, ranking.values, ranking.factors, self._names)
         out = (slots, levels, fetch, fetched, left, leaving, done)
@@ -527,9 +561,7 @@ class HomePlanner(Planner):
         known.index[..., loops.HELD] %= loops.LEVELS
         known.index[..., loops.HELD] -= loops.LEVELS
         slot = np.flatnonzero(local >= 0)
-        rows, _, places = parts.divide(local[slot])
-        rows = rows[places]
-        part = np.searchsorted(parts.edges, slot, side="right") - 1
+        part, rows = parts.parts_of(local[slot])
         known.row_of[part, slot - parts.edges[part]] = rows
         known.index[part, rows, loops.HELD] += (slot - parts.edges[part] + 1) * loops.LEVELS
         known.table[:] = np.arange(known.table.shape[1])[:, None]
@@ -584,13 +616,15 @@ class ResidentPlanner(Planner):
     """All rows on every device: slot = row, nothing moves (mode `resident`)."""
 
     def __init__(self, layout: Layout, home: int) -> None:
-        super().__init__(layout, home, Parts(layout.local_rows, layout.local_rows), slice(None))
+        rows = layout.local_rows
+        parts = replace(Parts.of(rows, layout.most_rows), bits=0)
+        super().__init__(layout, home, parts, slice(None))
 
     def plan(self) -> HomeDecision:
         """See `Planner.plan`: every row is a hit."""
         entry, none = self._window.popleft(), np.empty(0, np.int64)
         self._planned = entry.step
-        rows = self.layout.row(self.home, entry.dense(entry.distinct).astype(np.int64))
+        rows = self.layout.row(self.home, entry.local(self.parts))
         known = (entry.step, entry.kind, entry.dense(entry.previous), entry.replies())
         return HomeDecision(*known, rows, none, none, none, none, -1)
 

@@ -119,10 +119,10 @@ def name_rows(
 
 
 @compiled(i8(i8, i8))
-def part_of(local: int, bits: int) -> int:
-    """Which of 2^`bits` parts of its home has a local row, which is row `local` >> `bits` there.
+def shelf_of(local: int, bits: int) -> int:
+    """On which of 2^`bits` shelves of its home a local row is, at place `local` >> `bits` there.
 
-    Every run of 2^`bits` local rows visits every part once.
+    Every run of 2^`bits` local rows visits every shelf once.
     """
     key = np.uint64(local >> bits) * _FIRST
     key = (key ^ (key >> _SOME)) * _SECOND
@@ -130,47 +130,70 @@ def part_of(local: int, bits: int) -> int:
 
 
 @compiled(i8(i8, i8, i8))
-def local_of(part: int, row: int, bits: int) -> int:
-    """The local row that is `row` in `part`: the inverse of `part_of`."""
-    key = np.uint64(row) * _FIRST
+def local_of(shelf: int, place: int, bits: int) -> int:
+    """The local row at `place` of `shelf`: the inverse of `shelf_of`."""
+    key = np.uint64(place) * _FIRST
     key = (key ^ (key >> _SOME)) * _SECOND
-    return (row << bits) | ((part - np.int64(key >> _TOP)) & ((1 << bits) - 1))
+    return (place << bits) | ((shelf - np.int64(key >> _TOP)) & ((1 << bits) - 1))
 
 
-@compiled(types.void(in8, in4, in8, in8, out8, out4, out4))
+@compiled(i8(i8, i8, in8))
+def row_in(part: int, row: int, shape: np.ndarray) -> int:
+    """The local row that is `row` of `part`, of homes of `shape`; see `divide_rows`."""
+    bits, inner = shape[0], shape[1]
+    if inner == 0:
+        return local_of(part, row, bits)
+    return local_of((part << inner) + row // shape[2], row % shape[2], bits)
+
+
+@compiled(types.void(in4, in8, in8, in8, out8))
+def local_rows(
+    rows: np.ndarray, bases: np.ndarray, counts: np.ndarray, shape: np.ndarray, local: np.ndarray
+) -> None:
+    """The local rows (int64) of `counts[p]` of `rows` from `bases[p]` on, for each part p."""
+    at = 0
+    for part in range(len(counts)):
+        for k in range(bases[part], bases[part] + counts[part]):
+            local[at] = row_in(part, rows[k], shape)
+            at += 1
+
+
+@compiled(types.void(in8, in4, in88, in8, out8, out4, out4))
 def divide_rows(
     local: np.ndarray,
     homes: np.ndarray,
-    bits: np.ndarray,
+    shapes: np.ndarray,
     firsts: np.ndarray,
     starts: np.ndarray,
     divided: np.ndarray,
     places: np.ndarray,
 ) -> None:
-    """Sort local rows (int64 `[R]`) by home, then by part, stably.
+    """Sort local rows (int64 `[R]`) by home, then by shelf, stably.
 
-    `homes` int32 `[R]`, or none: all are of home 0. Home h has 2^`bits[h]` parts; they are numbers
-    `firsts[h]` and up. Writes `divided`, the rows sorted, as their parts number them; `places`,
-    where each of `local` is now; both int32 `[R]`; and `starts` int64 `[parts + 1]`, where those of
-    each part begin.
+    `homes` int32 `[R]`, or none: all are of home 0. `shapes[h]` int64 `[3]`: home h has 2^b
+    shelves, which are numbers `firsts[h]` and up; 2^i consecutive ones are a part; a shelf has so
+    many places. Writes `divided`, the rows sorted, as their parts number them; `places`, where each
+    of `local` is now; both int32 `[R]`; and `starts` int64 `[shelves + 1]`, where those of each
+    begin.
     """
-    for part in range(len(starts)):
-        starts[part] = 0
+    for shelf in range(len(starts)):
+        starts[shelf] = 0
     for i in range(len(local)):
         home = homes[i] if len(homes) else 0
-        places[i] = firsts[home] + part_of(local[i], bits[home])
+        places[i] = firsts[home] + shelf_of(local[i], shapes[home, 0])
         starts[places[i]] += 1
     before = 0
-    for part in range(len(starts)):
-        count, starts[part] = starts[part], before
+    for shelf in range(len(starts)):
+        count, starts[shelf] = starts[shelf], before
         before += count
     for i in range(len(local)):
-        part = places[i]
-        home = homes[i] if len(homes) else 0
-        divided[starts[part]], places[i] = local[i] >> bits[home], starts[part]
-        starts[part] += 1
-    for part in range(len(starts) - 1, 0, -1):
-        starts[part] = starts[part - 1]
+        shelf, home = places[i], homes[i] if len(homes) else 0
+        inner = (shelf - firsts[home]) & ((1 << shapes[home, 1]) - 1)
+        divided[starts[shelf]] = inner * shapes[home, 2] + (local[i] >> shapes[home, 0])
+        places[i] = starts[shelf]
+        starts[shelf] += 1
+    for shelf in range(len(starts) - 1, 0, -1):
+        starts[shelf] = starts[shelf - 1]
     starts[0] = 0
 
 
@@ -294,12 +317,13 @@ def tell(home: Home, part: int, row: int, step: int, filed: bool) -> None:
         append(table, slots + STEPS + (step & (len(home.origins) - 1)), slot)
 
 
-@compiled(i8(out44, in4, in88, i8, i8, i8, out4, out4, out4))
+@compiled(i8(out44, in4, in88, i8, i8, i8, i8, out4, out4, out4))
 def name_part(
     index: np.ndarray,
     rows: np.ndarray,
     starts: np.ndarray,
     part: int,
+    inner: int,
     step: int,
     base: int,
     distinct: np.ndarray,
@@ -308,19 +332,21 @@ def name_part(
 ) -> int:
     """The rows of one part that the ranks name in `step`; how many are distinct; see `ingest`."""
     count = 0
-    for rank in range(len(starts)):
-        for i in range(starts[rank, part], starts[rank, part + 1]):
-            if i + _EARLY < starts[rank, part + 1]:
-                fetch_early(index, rows[i + _EARLY])
-            row = rows[i]
-            seen = index[row, NAMED]
-            if seen >= -1:
-                distinct[base + count], previous[base + count] = row, seen
-                index[row, NAMED] = -2 - count  # a label until the end
-                labels[i] = count
-                count += 1
-            else:
-                labels[i] = -2 - seen
+    for shelf in range(part << inner, (part + 1) << inner):
+        for rank in range(len(starts)):
+            stop = starts[rank, shelf + 1]
+            for i in range(starts[rank, shelf], stop):
+                if i + _EARLY < stop:
+                    fetch_early(index, rows[i + _EARLY])
+                row = rows[i]
+                seen = index[row, NAMED]
+                if seen >= -1:
+                    distinct[base + count], previous[base + count] = row, seen
+                    index[row, NAMED] = -2 - count  # a label until the end
+                    labels[i] = count
+                    count += 1
+                else:
+                    labels[i] = -2 - seen
     for k in range(base, base + count):
         index[distinct[k], NAMED] = step
     return count
@@ -360,13 +386,16 @@ def refer(
             ends[group] += 1
 
 
-@compiled(types.void(_home, i8, i8, in4, in88, in8, i8, i8, types.boolean, out4, out4, out4, out8))
+@compiled(
+    types.void(_home, i8, i8, in4, in88, i8, in8, i8, i8, types.boolean, out4, out4, out4, out8)
+)
 def ingest(
     home: Home,
     first: int,
     last: int,
     rows: np.ndarray,
     starts: np.ndarray,
+    inner: int,
     bases: np.ndarray,
     planned: int,
     step: int,
@@ -378,15 +407,16 @@ def ingest(
 ) -> None:
     """Take in what all ranks name in `step` of the parts from `first` to `last` - 1.
 
-    `rows` int32 `[N]`: rows in their parts, by rank, then by part: those of rank r and part p from
-    `starts[r, p]` to `starts[r, p + 1]`. Writes, from `bases[p]` on, the `counts[p]` `distinct`
-    rows of each part by first occurrence and the steps that named them `previous` to this (-1:
-    none), int32 `[N]`, and for each of `rows` its place among these of its part, `labels`. Where
-    the policy `looks_ahead`, `refer` does its work; `planned`: the last step that is.
+    `rows` int32 `[N]`: rows in their parts, by rank, then by shelf: those of rank r and shelf s
+    from `starts[r, s]` to `starts[r, s + 1]`; 2^`inner` shelves are a part. Writes, from `bases[p]`
+    on, the `counts[p]` `distinct` rows of each part, by shelf, then first occurrence, and the steps
+    that named them `previous` to this (-1: none), int32 `[N]`, and for each of `rows` its place
+    among these of its part, `labels`. Where the policy `looks_ahead`, `refer` does its work;
+    `planned`: the last step that is.
     """
     for part in range(first, last):
         index, base = home.index[part], bases[part]
-        count = name_part(index, rows, starts, part, step, base, distinct, previous, labels)
+        count = name_part(index, rows, starts, part, inner, step, base, distinct, previous, labels)
         counts[part] = count
         if looks_ahead:
             refer(home, part, planned, step, distinct, previous, base, base + count)
@@ -575,8 +605,8 @@ def raise_keys(home: Home, part: int, base: int) -> None:
 
 
 @compiled(
-    types.void(_home, i8, i8, in4, in4, in8, in8, in8, in8, i8, i8, i8, i8, i8, in4, in8, in8, in44,
-               out4, out1, out4, out4, out4, out4, out88)
+    types.void(_home, i8, i8, in4, in4, in8, in8, in8, in8, in8, i8, i8, i8, i8, i8, in4, in8, in8,
+               in44, out4, out1, out4, out4, out4, out4, out88)
 )  # fmt: skip
 def plan(
     home: Home,
@@ -588,6 +618,7 @@ def plan(
     counts: np.ndarray,
     dense: np.ndarray,
     own_slots: np.ndarray,
+    shape: np.ndarray,
     step: int,
     newest: int,
     prefetch: int,
@@ -613,14 +644,12 @@ def plan(
     `rate` >= 0). And from `dense[p]` on: `fetch`, which of the home's rows to fetch, and `fetched`,
     their local rows; `evict_slots`, and `evicted`, the local rows that leave these. int32 `[U]`
     each. `done` int64 `[K, 3]`: how many are fetched, how many leave, and the latest last use of a
-    slot that is filled. `newest`: the last step that the window knows. Keys are `base` + `ranks` of
+    slot that is filled. `shape`: of the home, see `divide_rows`; `newest`: the last step that the
+    window knows. Keys are `base` + `ranks` of
     levels; `values`, `factors`: see `count_use`; `names` int32 `[K, R]` or `[K, 0]`: what rows are
     called there, none: as they are numbered in their part.
     """
-    parts, mask = len(home.row_of), len(home.origins) - 1
-    bits = 0
-    while 1 << bits < parts:
-        bits += 1
+    mask = len(home.origins) - 1
     for part in range(first, last):
         index, table, row_of = home.index[part], home.table[part], home.row_of[part]
         start, shift = dense[part], bases[part] - dense[part]
@@ -640,11 +669,11 @@ def plan(
             if old >= 0:
                 index[old, HELD] = -LEVELS + (index[old, HELD] & (LEVELS - 1))
                 evict_slots[leaving] = slot + own_slots[part]
-                evicted[leaving] = local_of(part, old, bits)
+                evicted[leaving] = row_in(part, old, shape)
                 leaving += 1
             index[row, HELD] = slot * LEVELS + (index[row, HELD] & (LEVELS - 1))
             row_of[slot], slots[fetch[i]] = row, slot
-            fetched[i] = local_of(part, row, bits)
+            fetched[i] = row_in(part, row, shape)
         done[part, 0], done[part, 1], done[part, 2] = misses, leaving - start, latest
         look_ahead(home, part, step, newest)
         for k in range(start, stop):

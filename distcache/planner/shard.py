@@ -13,7 +13,7 @@ import torch
 from distcache.comm.world import Nodes
 from distcache.layout import RowLayout
 from distcache.planner import loops
-from distcache.planner.home import ALONE, HomeDecision, Threads, divide_rows
+from distcache.planner.home import ALONE, HomeDecision, Parts, Threads, divide_rows
 from distcache.planner.victims import grouped
 from distcache.step_plan import Relay, ShardPlan, StepPlan, Transfer
 
@@ -410,8 +410,8 @@ _NONE = np.empty(0, np.int32)
 class Asked:
     """The distinct rows of one region that a rank names in a step.
 
-    `rows`: for each home, int32, as its parts number them, by part; `counts` int64 `[W, K]`: how
-    many of each part.
+    `rows`: for each home, int32, as its parts number them, by shelf; `counts` int64 `[W, shelves]`:
+    how many are on each.
     """
 
     rows: tuple[np.ndarray, ...]
@@ -420,8 +420,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class RowRequest:
-    """The R distinct rows that one rank names in a step, by home, then part, then first occurrence;
-    those that are `replicated` before those that are `sharded`.
+    """The R distinct rows that one rank names in a step, by home, then shelf, then first
+    occurrence; those that are `replicated` before those that are `sharded`.
 
     The ids are in `spans` that share no row: from which id on, up to which, and from which rank on
     its rows have theirs. `labels` int32 `[n]`: the rank of each id's row in its span by first
@@ -473,14 +473,14 @@ def make_request(
     layout: RowLayout,
     rows: np.ndarray,
     hot: HotRows | None = None,
-    bits: tuple[int, int] = (0, 0),
+    parts: Sequence[Parts | None] = (None, None),
     pieces: np.ndarray | None = None,
     threads: Threads = ALONE,
 ) -> RowRequest:
     """The request for the rows (int64 `[n]`) of one rank's local batch.
 
-    `hot`: the replicated rows of a group with sharded ones; None: all are replicated. Homes have
-    2^`bits` parts of replicated and of sharded rows; `pieces`: see `distinct_rows`.
+    `hot`: the replicated rows of a group with sharded ones; None: all are replicated. `parts` of
+    homes, for replicated and for sharded rows; None: one; `pieces`: see `distinct_rows`.
     """
     world = layout.world_size
     distinct, spans, labels, occurs = distinct_rows(rows, pieces, threads)
@@ -491,16 +491,15 @@ def make_request(
         place = hot.find(distinct)
         homes += world * (place < 0)
         local = np.where(place < 0, local, np.append(hot.local, -1)[place])
-    of_home = np.repeat(np.array(bits), world)
-    firsts = np.cumsum(1 << of_home) - (1 << of_home)
-    divided, starts, places = divide_rows(local, homes, of_home, firsts)
-    ends = starts[np.append(firsts, len(starts) - 1)].tolist()
-    parts, counts = [divided[a:b] for a, b in pairwise(ends)], np.diff(starts)
-    split = int(firsts[world])
-    asked = [
-        Asked(tuple(own), of.reshape(world, -1))
-        for own, of in ((parts[:world], counts[:split]), (parts[world:], counts[split:]))
-    ]
+    both = [of or Parts(0, layout.most_rows) for of in parts]
+    divided, starts, places = divide_rows(local, homes, [of for of in both for _ in range(world)])
+    asked, first, counts = [], 0, np.diff(starts)
+    for of in both:
+        shelves = 1 << of.shelves
+        ends = starts[first : first + world * shelves + 1 : shelves].tolist()
+        own = counts[first : first + world * shelves].reshape(world, shelves)
+        asked.append(Asked(tuple([divided[a:b] for a, b in pairwise(ends)]), own))
+        first += world * shelves
     by_place = np.empty_like(occurs)
     by_place[places] = occurs
     return RowRequest(*asked, spans, labels, places, by_place)

@@ -68,8 +68,8 @@ def test_without_prefetch_every_row_may_travel_with_movement() -> None:
     assert counts.late == 0 < counts.early
 
 
-@pytest.mark.parametrize("bits", [0, 3])
-def test_plans_are_the_same_for_every_number_of_threads(bits: int) -> None:
+@pytest.mark.parametrize(("shelves", "bits"), [(0, 0), (4, 3)])
+def test_plans_are_the_same_for_every_number_of_threads(shelves: int, bits: int) -> None:
     sizes, steps, world = [3, 4000, 50, 900, 1], 12, 2
     layout = RowLayout(
         [TableSpec(f"t{i}", rows, 4, (f"f{i}",)) for i, rows in enumerate(sizes)], world
@@ -82,7 +82,7 @@ def test_plans_are_the_same_for_every_number_of_threads(bits: int) -> None:
     pieces = np.stack((60 * np.arange(1, 6), layout.offsets[:-1], sizes))
 
     def plans(count: int) -> Iterator[StepPlan]:
-        threads, parts = Threads(count), Parts(400, layout.local_rows, bits)
+        threads, parts = Threads(count), Parts(400, layout.local_rows, shelves, bits)
         homes = [HomePlanner(layout, home, 400, 1, parts=parts) for home in range(world)]
         after = -1
         for home in homes:
@@ -91,7 +91,7 @@ def test_plans_are_the_same_for_every_number_of_threads(bits: int) -> None:
             asked = [
                 make_request(
                     layout, np.concatenate(own) + np.repeat(layout.offsets[:-1], 60), None,
-                    (bits, 0), pieces, threads,
+                    (parts, None), pieces, threads,
                 )
                 for own in by_rank
             ]  # fmt: skip

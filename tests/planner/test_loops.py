@@ -13,7 +13,7 @@ import pytest
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_streams import BODIES, NAMES, make_layout, using
+from plan_streams import BODIES, NAMES, make_layout, shelvings, using
 from policy_reference import counted
 
 from distcache.errors import PlanError, StepTooLargeError
@@ -74,11 +74,11 @@ def test_distinct_rows(values: list[int], kind: str, stride: int) -> None:
 
 
 @examples(150)
-@given(ids, st.integers(1, 130), st.integers(0, 3), st.integers(1, 3))
-def test_a_home_names_rows_by_part_then_by_first_occurrence_over_the_ranks(
-    values: list[int], size: int, bits: int, world: int
+@given(ids, st.integers(1, 130), shelvings(), st.integers(1, 3))
+def test_a_home_names_rows_by_shelf_then_by_first_occurrence_over_the_ranks(
+    values: list[int], size: int, shape: tuple[int, int], world: int
 ) -> None:
-    rows, parts = np.array(values, np.int64) % size, Parts(size << bits, size, bits)
+    rows, parts = np.array(values, np.int64) % size, Parts(size << shape[1], size, *shape)
     last = dict.fromkeys(range(size), -1)
     home = HomePlanner(make_layout(size, 1), 0, parts.slots, 1, parts=parts)
     for step in range(3):
@@ -88,7 +88,7 @@ def test_a_home_names_rows_by_part_then_by_first_occurrence_over_the_ranks(
         home.ingest(step, "train", [own for own, _, _ in asked], counts)
         decision = home.plan()
         found = list(dict.fromkeys(np.concatenate(by_rank).tolist()))
-        found.sort(key=lambda row: loops.part_of(row, bits))
+        found.sort(key=lambda row: loops.shelf_of(row, shape[0]))
         assert decision.previous.tolist() == [last[row] for row in found]
         assert decision.fetch_rows.tolist() == [row for row in found if last[row] < 0]
         for own, reply, (_, _, places) in zip(by_rank, decision.replies, asked, strict=True):
@@ -98,42 +98,45 @@ def test_a_home_names_rows_by_part_then_by_first_occurrence_over_the_ranks(
 
 def test_a_row_that_a_home_does_not_have_is_told() -> None:
     home = HomePlanner(make_layout(9, 1), 0, 9, 1)
+    with pytest.raises(PlanError, match=r"step 4: \[\[1\]\] do not count 2 rows by shelf"):
+        home.ingest(4, "train", [np.array([3, 4])], np.array([[1]]))
     for row in (9, -1):
         with pytest.raises(PlanError, match=f"step 4: id 1 is row {row} of a home that has 9: ids"):
             home.ingest(4, "train", [np.array([3, row])])
 
 
-@pytest.mark.parametrize("bits", [0, 1, 4])
+@pytest.mark.parametrize(("shelves", "bits"), [(0, 0), (1, 0), (4, 2), (4, 4)])
 @pytest.mark.parametrize("rows", [1, 15, 16, 1000])
-def test_rows_fall_evenly_into_parts_and_out_again(bits: int, rows: int) -> None:
-    parts, local = Parts(77, rows, bits), np.arange(rows)
-    part = np.array(by_all(lambda: [loops.part_of(row, bits) for row in range(rows)]))
-    whole = part[: rows >> bits << bits].reshape(-1, 1 << bits)
-    assert (np.sort(whole, axis=1) == np.arange(1 << bits)).all(), "runs visit every part once"
-    numbers, starts, places = by_all(parts.divide, local)
-    assert numbers[places].tolist() == (local >> bits).tolist()
-    assert (np.searchsorted(starts, places, side="right") - 1 == part).all()
-    back = by_all(
-        lambda: [loops.local_of(*at, bits) for at in zip(part, local >> bits, strict=True)]
-    )
+def test_rows_fall_evenly_into_parts_and_out_again(shelves: int, bits: int, rows: int) -> None:
+    parts, local = Parts(77, rows, shelves, bits), np.arange(rows)
+    shelf = np.array(by_all(lambda: [loops.shelf_of(row, shelves) for row in range(rows)]))
+    whole = shelf[: rows >> shelves << shelves].reshape(-1, 1 << shelves)
+    assert (np.sort(whole, axis=1) == np.arange(1 << shelves)).all(), "runs visit each once"
+    _, starts, places = by_all(parts.divide, local)
+    assert (np.searchsorted(starts, places, side="right") - 1 == shelf).all()
+    part, number = by_all(parts.parts_of, local)
+    assert part.tolist() == (shelf >> (shelves - bits)).tolist()
+    assert number.max() < parts.part_rows <= (rows >> bits) + (2 << (shelves - bits))
+    back = by_all(lambda: [loops.row_in(*at, parts.shape) for at in zip(part, number, strict=True)])
     assert back == local.tolist()
-    spread = parts.spread(local.astype(np.int32))
-    assert spread[part, local >> bits].tolist() == local.tolist()
+    assert parts.spread(local.astype(np.int32))[part, number].tolist() == local.tolist()
     assert np.diff(parts.edges).sum() == 77 and np.ptp(np.diff(parts.edges)) <= 1
 
 
 def test_homes_are_in_parts_where_these_are_large() -> None:
-    of = [Parts.of(slots, 10**9).count for slots in (1, 8191, 8192, 65_535, 65_536, 10**8)]
+    of = [Parts.of(slots, 10**7).count for slots in (1, 8191, 8192, 65_535, 65_536, 10**6)]
     assert of == [1, 1, 2, 8, 16, 16]
-    assert Parts.of(10**6, 10**6).count == Parts.of(10**6, 10, 10**6).count == 1
-    assert Parts.of(10**6, 10, 10**6 + 1).count == 16, "as all homes are"
+    assert Parts.of(10**6, 10**6).count == Parts.of(8192, 8191).count == 1
+    assert Parts.of(10**9, 10**9).part_rows < 2**23 and Parts.of(10**9, 10**9).count == 128
+    shelves = {Parts.of(slots, 10**6).shelves for slots in (1, 8192, 10**6)}
+    assert shelves == {4}, "canonical order knows no slots"
 
 
 def test_the_likeliest_rows_have_the_last_slots_of_their_parts() -> None:
-    parts, local = Parts(21, 50, 1), np.arange(50)[::-1].copy()
-    seats, part = parts.seats(local, 0.5), [loops.part_of(row, 1) for row in local.tolist()]
+    parts, local = Parts(21, 50, 2, 1), np.arange(50)[::-1].copy()
+    seats, part = parts.seats(local, 0.5), parts.parts_of(local)[0]
     for which, (start, stop) in enumerate([(0, 10), (10, 21)]):
-        own = [seat for seat, of in zip(seats.tolist(), part, strict=True) if of == which]
+        own = seats[part == which].tolist()
         most = (stop - start) // 2
         assert own == [*range(stop - 1, stop - 1 - most, -1), *[-1] * (len(own) - most)]
 
@@ -206,9 +209,10 @@ def peak_bytes(rows: int, count: int, world: int) -> int:
             ids = rng.integers(0, rows, count)
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
-            request = make_request(layout, ids)
-            asked = request.replicated.rows[0]
-            home.ingest(step, "train", [asked] + [asked[:0]] * (world - 1))
+            request = make_request(layout, ids, None, (home.parts, None))
+            asked, counts = request.replicated.rows[0], request.replicated.counts[:1]
+            others = np.concatenate([counts] + [0 * counts] * (world - 1))
+            home.ingest(step, "train", [asked] + [asked[:0]] * (world - 1), others)
             home.plan()
             occurrences(request, request.places)
             peak = tracemalloc.get_traced_memory()[1] - before

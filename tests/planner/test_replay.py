@@ -67,7 +67,9 @@ def test_a_case_counts_what_whole_plans_count(case: tuple, body: str) -> None:
         return
     asked = Case(config.policy, (config.slots,), config.lookahead, config.prefetch, world)
     with using(body), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Parts, "of", lambda slots, rows, most=None: Parts(slots, rows, config.bits))
+        patch.setattr(
+            Parts, "of", lambda slots, rows: Parts(slots, rows, config.shelves, config.bits)
+        )
         plans = list(simulate(layout, config, stream))
         trace = recorded(stream, layout.rows, world)
         (outcome,) = replay(trace, [asked], lambda case, group: config.popularity)

@@ -32,13 +32,12 @@ def check_home(case: tuple, home: int, restore_after: int) -> None:
     if classes is not None:
         classes = GroupPopularity(classes).classes_at(layout, home)
     slots = -(-config.slots // layout.world_size)
-    parts = Parts(slots, layout.local_rows, config.bits)
+    parts = Parts(slots, layout.local_rows, config.shelves, config.bits)
     how = (config.policy, classes, home * slots, parts)
     planner = HomePlanner(layout, home, slots, config.prefetch, *how)
-    twin = Reference(
-        config.policy, slots, config.lookahead, config.prefetch, classes,
-        lambda row: loops.part_of(row, config.bits), np.diff(parts.edges).tolist(),
-    )  # fmt: skip
+    part, number = (of.tolist() for of in parts.parts_of(np.arange(layout.local_rows)))
+    where = (part.__getitem__, np.diff(parts.edges).tolist(), number.__getitem__)
+    twin = Reference(config.policy, slots, config.lookahead, config.prefetch, classes, *where)
     slot_row, ingested = np.full(slots, -1), 0
     for now in range(len(stream)):
         for step in range(ingested, min(now + config.lookahead + 1, len(stream))):
