@@ -206,7 +206,7 @@ class CachedTables:
         inference mode), as all of a step but its forward and backward.
         """
         stream, streams = flight.stream, self.streams
-        flight.free = streams.mark(COMPUTE)
+        flight.free = streams.mark(COMPUTE, timed=True)
         if stream is None or not self.overlapped:
             flight.after = flight.free
             self._mover.move(flight, TRAINING_LANE, self.shake)

@@ -399,7 +399,8 @@ class CachedParallel(Parallel):
         return values if rate is None else {"hit_rate": rate} | values
 
     def watch(self, watcher: Watcher) -> None:
-        """See `Parallel.watch`."""
+        """See `Parallel.watch`; every step is timed from now on."""
+        self.streams.timed_every = 1
         self.clock.watchers.append(watcher)
 
     def close(self) -> None:

@@ -1,0 +1,87 @@
+"""What a step asks of the device, and who waits for it, by thread, in steps like all others.
+
+The device does nothing before somebody waits for it, so a wait here is one that may be long.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ebc_cases import batches as clicks
+from ebc_cases import cached
+from fake_device.fake_cuda import DEVICE
+from fake_device.process import run
+from scenarios import OPTIMIZERS, Scenario, make_mode, table
+
+from distcache import lookahead
+from distcache.comm.world import close_world, open_world
+from distcache.parallel.cached import CachedSettings
+from distcache.streams import TIMED_EVERY
+
+Counts = dict[tuple[str, str], int]
+"""How often each thread did what."""
+
+STEPS = 2 * TIMED_EVERY
+STEADY = [step for step in range(TIMED_EVERY, STEPS) if step % TIMED_EVERY > 2]
+"""Steps whose training loop reads the times of none."""
+
+MOVEMENT = "distcache-movement"
+
+
+def of_training(counts: Counts) -> dict[str, int]:
+    """What the training loop's thread and autograd's did."""
+    found: Counter[str] = Counter()
+    for (what, thread), count in counts.items():
+        found[what] += count * (thread != MOVEMENT)
+    return dict(+found)
+
+
+def trainer(call: dict[str, Any]) -> list[Counts]:
+    """The counts of each step of a trainer; `optimizer`, and `access` to the store."""
+    spec, lr = OPTIMIZERS[call["optimizer"]]
+    case = Scenario((table("a", 300), table("b", 40, features=2)), spec, lr, steps=STEPS)
+    world, found = open_world("cuda", "gloo", 60), []
+    mode = make_mode(world, case, CachedSettings("data", (180,), 2, 1, access=call["access"]))
+    for step in mode.stream(case.batch(s) for s in range(case.steps)):
+        before = Counter(DEVICE.counts)
+        mode.train_step(step)
+        found.append(dict(DEVICE.counts - before))
+    assert mode.summary()["stage_ms"]["forward_backward"] > 0
+    assert mode.clock.steps == STEPS / TIMED_EVERY
+    mode.close()
+    close_world(world)
+    return found
+
+
+def drop_in(call: dict[str, Any]) -> list[Counts]:
+    """The same of a loop over a collection with a look-ahead: its forward, backward and step."""
+    ebc, found = cached(device="cuda", rows=260, prefetch=1, store_access=call["access"]), []
+    for batch in lookahead(clicks(STEPS), ebc):
+        before = Counter(DEVICE.counts)
+        pooled = ebc(batch.sparse_features).values()
+        (pooled * pooled).sum().backward()
+        ebc.step()
+        found.append(dict(DEVICE.counts - before))
+    ebc.close()
+    return found
+
+
+TRAINED = [("sgd", "staged"), ("adagrad", "zero_copy"), ("adam", "staged"), ("adam", "zero_copy")]
+
+
+def test_training_copies_nothing_to_the_device_and_waits_for_nothing(guard: Path) -> None:
+    """Movement sends indices and batch, from pinned memory, and alone waits for what leaves."""
+    of_trainer = [{"optimizer": name, "access": access} for name, access in TRAINED]
+    of_drop_in = [{"access": access} for _, access in TRAINED[:2]]
+    found = [*run(guard, trainer, of_trainer), *run(guard, drop_in, of_drop_in)]
+    for call, (steps,) in zip([*of_trainer, *of_drop_in], found, strict=True):
+        for step in STEADY:
+            own = of_training(steps[step])
+            assert own.pop("launch") > 0
+            # A trainer's loss and flags, which are read two steps later.
+            assert own == ({"to host, pinned": 1} if "optimizer" in call else {}), (call, step)
+            assert not any("pageable" in what for what, _ in steps[step]), (call, step)
+            waits = steps[step].get(("host wait", MOVEMENT), 0)
+            assert waits <= (call["access"] == "staged"), (call, step)
