@@ -5,10 +5,12 @@ The device does nothing before somebody waits for it, so a wait here is one that
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ebc_cases import batches as clicks
 from ebc_cases import cached
 from fake_device.fake_cuda import DEVICE
@@ -17,6 +19,7 @@ from scenarios import OPTIMIZERS, Scenario, make_mode, table
 
 from distcache import lookahead
 from distcache.comm.world import close_world, open_world
+from distcache.engine.queue import SWITCH_S
 from distcache.parallel.cached import CachedSettings
 from distcache.streams import TIMED_EVERY
 
@@ -48,9 +51,12 @@ def trainer(call: dict[str, Any]) -> list[Counts]:
         before = Counter(DEVICE.counts)
         mode.train_step(step)
         found.append(dict(DEVICE.counts - before))
+        if step.batch.index < STEPS / 2:  # threads end when all batches are planned and moved
+            assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
     assert mode.summary()["stage_ms"]["forward_backward"] > 0
     assert mode.clock.steps == STEPS / TIMED_EVERY
     mode.close()
+    assert sys.getswitchinterval() == pytest.approx(5e-3)  # Python's own
     close_world(world)
     return found
 
