@@ -121,6 +121,11 @@ class Streams:
                 if mark.event is not None:
                     stream.wait_event(mark.event)
 
+    def drain(self) -> None:
+        """What is issued from now on comes after the other streams' work so far, so that memory
+        which that uses may be let go of; the host does not wait."""
+        self.after(COMPUTE, [self.mark(name) for name in self._beside])
+
     def hand_over(self, tensors: Iterable[Tensor | None], name: str) -> None:
         """`tensors`, made on the current stream, will be read on stream `name`."""
         stream = self._stream(name)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager as Context
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -448,6 +448,8 @@ class CachedTables:
 
     def close(self) -> None:
         """Let go of the stores, once no stream is open; safe to call twice, on one rank alone."""
+        with suppress(RuntimeError):  # of a device that has failed, and has said so
+            self.streams.drain()  # rows of steps that nobody ran may still be on their way
         for rows in self.rows:
             if rows.store is not None:
                 rows.store.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ebc_cases import batches as clicks
 from ebc_cases import cached
 from fake_device.fake_cuda import DEVICE
@@ -18,6 +19,7 @@ from fake_device.process import run
 from scenarios import OPTIMIZERS, Scenario, make_mode, table
 
 from distcache import lookahead
+from distcache.cache import DeviceCache
 from distcache.comm.world import close_world, open_world
 from distcache.engine.queue import SWITCH_S
 from distcache.parallel.cached import CachedSettings
@@ -91,3 +93,46 @@ def test_training_copies_nothing_to_the_device_and_waits_for_nothing(guard: Path
             assert not any("pageable" in what for what, _ in steps[step]), (call, step)
             waits = steps[step].get(("host wait", MOVEMENT), 0)
             assert waits <= (call["access"] == "staged"), (call, step)
+
+
+def left_early(call: dict[str, Any]) -> list[int]:
+    """Operations of each stream that are to come once the host has waited for that of the loop,
+    after a stream of steps was left with rows on their way, and the trainer closed."""
+    spec, lr = OPTIMIZERS["adagrad"]
+    case = Scenario((table("a", 300), table("b", 40, features=2)), spec, lr, steps=STEPS)
+    world = open_world("cuda", "gloo", 60)
+    mode = make_mode(world, case, CachedSettings("data", (280,), 2, 3, access=call["access"]))
+    for step in mode.stream(case.batch(s) for s in range(case.steps)):
+        mode.train_step(step)
+        if step.batch.index == STEPS // 2:
+            break
+    mode.close()
+    torch.cuda.current_stream().synchronize()
+    close_world(world)
+    return [stream.queued - stream.done for stream in DEVICE.streams]
+
+
+def test_nothing_is_on_its_way_to_memory_that_was_let_go_of(guard: Path) -> None:
+    for (left,) in run(guard, left_early, [{"access": "staged"}, {"access": "zero_copy"}]):
+        assert len(left) > 3 and not any(left)
+
+
+def grown(call: None) -> list[list[float]]:
+    """The rows of a cache that grew on a stream beside, while the first one took its memory."""
+    cache, beside = DeviceCache(2, 4, 4, torch.float32, "cuda"), torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        rows = torch.arange(2)
+        cache.fill(rows, rows, torch.ones(2, 4), torch.full((2, 4), 2.0))
+        beside.synchronize()
+        cache.ensure(100)
+    for _ in range(2):
+        torch.zeros(2, 4, device="cuda")
+    torch.cuda.current_stream().synchronize()
+    with torch.cuda.stream(beside):
+        return [part.tolist() for part in cache.read(rows) if part is not None]
+
+
+def test_a_cache_that_grows_reads_the_memory_that_it_leaves(guard: Path) -> None:
+    ((found,),) = run(guard, grown, [None])
+    assert found == [[[1.0] * 4] * 2, [[2.0] * 4] * 2]
