@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from scenarios import OPTIMIZERS, Scenario, make_mode, table
 from distcache import lookahead
 from distcache.cache import DeviceCache
 from distcache.comm.world import close_world, open_world
+from distcache.engine.groups import Placement
 from distcache.engine.queue import SWITCH_S
 from distcache.parallel.cached import CachedSettings
 from distcache.streams import TIMED_EVERY
@@ -136,3 +138,26 @@ def grown(call: None) -> list[list[float]]:
 def test_a_cache_that_grows_reads_the_memory_that_it_leaves(guard: Path) -> None:
     ((found,),) = run(guard, grown, [None])
     assert found == [[[1.0] * 4] * 2, [[2.0] * 4] * 2]
+
+
+def first_steps(call: dict[str, Any]) -> list[float]:
+    """Seconds from the end of each of the first steps to the start of the next one's fill."""
+    spec, lr = OPTIMIZERS["adagrad"]
+    case = Scenario((table("a", 300), table("b", 40, features=2)), spec, lr, steps=12)
+    world = open_world("cuda", "gloo", 60)
+    how = CachedSettings("data", (280,), 2, 3, placement=Placement(call["placement"]))
+    mode, found = make_mode(world, case, how), []
+    for step in mode.stream(case.batch(s, world.rank, 2) for s in range(case.steps)):
+        mode.train_step(step)
+        found.append({span.name: span for span in step.flight.spans})
+    mode.close()
+    close_world(world)
+    return [after["fill"].start - step["apply"].end for step, after in pairwise(found)]
+
+
+def test_nothing_moves_beside_the_first_step_of_several_ranks(guard: Path) -> None:
+    """Its kernels are loaded while no other thread has the ranks wait for one another."""
+    given = [{"placement": "replicated"}, {"placement": "sharded"}]
+    for by_rank in run(guard, first_steps, given, ranks=2):
+        assert min(gaps[0] for gaps in by_rank) > 0
+        assert min(min(gaps) for gaps in by_rank) < 0  # and then it does
