@@ -264,7 +264,7 @@ class CachedParallel(Parallel):
         if enabled is None:
             self.dense_optimizer.step()
         else:
-            masked_step(self.dense_optimizer, enabled)
+            masked_step(self.dense_optimizer, enabled, [self.dense.flat])
 
     def _agreed(self, flight: Flight) -> StepResult:
         """What all ranks know of a step; to be asked for step after step, in order.

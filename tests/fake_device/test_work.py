@@ -5,6 +5,7 @@ The device does nothing before somebody waits for it, so a wait here is one that
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from itertools import pairwise
@@ -22,8 +23,16 @@ from scenarios import OPTIMIZERS, Scenario, make_mode, table
 from distcache import lookahead
 from distcache.cache import DeviceCache
 from distcache.comm.world import close_world, open_world
+from distcache.engine.gradients import DenseGradients
 from distcache.engine.groups import Placement
 from distcache.engine.queue import SWITCH_S
+from distcache.optim import (
+    dense_optimizer,
+    masked_step,
+    row_update,
+    state_tensors,
+    uncount,
+)
 from distcache.parallel.cached import CachedSettings
 from distcache.streams import TIMED_EVERY
 
@@ -161,3 +170,34 @@ def test_nothing_moves_beside_the_first_step_of_several_ranks(guard: Path) -> No
     for by_rank in run(guard, first_steps, given, ranks=2):
         assert min(gaps[0] for gaps in by_rank) > 0
         assert min(min(gaps) for gaps in by_rank) < 0  # and then it does
+
+
+def masked(call: dict[str, Any]) -> tuple[list[list[float]], list[list[float]], list[int], int]:
+    """Weights and state after steps of which one in two is masked, and of those that are not,
+    launches of the masked ones, and parameters. `optimizer`."""
+    gradients, ends, launches = [torch.nan, 0.5, torch.inf, -0.25], [], []
+    for given in (gradients, [0.5, -0.25]):
+        model = torch.nn.Sequential(*(torch.nn.Linear(3, 2) for _ in range(8)))
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, 1.0)
+        model = model.to("cuda")
+        optimizer = dense_optimizer(model.parameters(), row_update(call["optimizer"], 0.0), 0.1)
+        dense = DenseGradients(model)
+        for value in given:
+            dense.flat.fill_(value)
+            enabled = torch.tensor([math.isfinite(value)]).to("cuda")
+            before = DEVICE.counts["launch", "MainThread"]
+            masked_step(optimizer, enabled, [dense.flat])
+            launches.append(DEVICE.counts["launch", "MainThread"] - before)
+            if not math.isfinite(value):
+                uncount(optimizer)
+        found = [*model.parameters(), *state_tensors(optimizer, model).values()]
+        ends.append([value.detach().cpu().flatten().tolist() for value in found])
+    return *ends, launches, len(dense.parameters)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
+def test_a_masked_step_takes_few_launches_and_leaves_all_bits(guard: Path, name: str) -> None:
+    (((some, all_of_them, launches, count),),) = run(guard, masked, [{"optimizer": name}])
+    assert some == all_of_them and len(some) == count * {"sgd": 1, "adagrad": 3, "adam": 4}[name]
+    assert max(launches[1:4]) < count  # the first of all makes state
