@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from distcache.optim import (
     uncount,
 )
 from distcache.parallel.cached import CachedSettings
+from distcache.parallel.hybrid import jagged
 from distcache.streams import TIMED_EVERY
 
 Counts = dict[tuple[str, str], int]
@@ -44,6 +47,14 @@ STEADY = [step for step in range(TIMED_EVERY, STEPS) if step % TIMED_EVERY > 2]
 """Steps whose training loop reads the times of none."""
 
 MOVEMENT = "distcache-movement"
+
+SCENARIO = Scenario((table("a", 300), table("b", 40, features=2)), steps=STEPS)
+
+
+def case_of(optimizer: str) -> Scenario:
+    """A small run with it."""
+    spec, lr = OPTIMIZERS[optimizer]
+    return replace(SCENARIO, optimizer=spec, lr=lr)
 
 
 def of_training(counts: Counts) -> dict[str, int]:
@@ -56,14 +67,13 @@ def of_training(counts: Counts) -> dict[str, int]:
 
 def trainer(call: dict[str, Any]) -> list[Counts]:
     """The counts of each step of a trainer; `optimizer`, and `access` to the store."""
-    spec, lr = OPTIMIZERS[call["optimizer"]]
-    case = Scenario((table("a", 300), table("b", 40, features=2)), spec, lr, steps=STEPS)
+    case = case_of(call["optimizer"])
     world, found = open_world("cuda", "gloo", 60), []
     mode = make_mode(world, case, CachedSettings("data", (180,), 2, 1, access=call["access"]))
     for step in mode.stream(case.batch(s) for s in range(case.steps)):
         before = Counter(DEVICE.counts)
         mode.train_step(step)
-        found.append(dict(DEVICE.counts - before))
+        found.append(dict(Counter(DEVICE.counts) - before))
         if step.batch.index < STEPS / 2:  # threads end when all batches are planned and moved
             assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
     assert mode.summary()["stage_ms"]["forward_backward"] > 0
@@ -82,7 +92,7 @@ def drop_in(call: dict[str, Any]) -> list[Counts]:
         pooled = ebc(batch.sparse_features).values()
         (pooled * pooled).sum().backward()
         ebc.step()
-        found.append(dict(DEVICE.counts - before))
+        found.append(dict(Counter(DEVICE.counts) - before))
     ebc.close()
     return found
 
@@ -96,21 +106,20 @@ def test_training_copies_nothing_to_the_device_and_waits_for_nothing(guard: Path
     of_drop_in = [{"access": access} for _, access in TRAINED[:2]]
     found = [*run(guard, trainer, of_trainer), *run(guard, drop_in, of_drop_in)]
     for call, (steps,) in zip([*of_trainer, *of_drop_in], found, strict=True):
+        waits = sum(step.get(("host wait", MOVEMENT), 0) for step in steps)
+        assert waits <= STEPS * (call["access"] == "staged"), call
         for step in STEADY:
             own = of_training(steps[step])
             assert own.pop("launch") > 0
             # A trainer's loss and flags, which are read two steps later.
             assert own == ({"to host, pinned": 1} if "optimizer" in call else {}), (call, step)
             assert not any("pageable" in what for what, _ in steps[step]), (call, step)
-            waits = steps[step].get(("host wait", MOVEMENT), 0)
-            assert waits <= (call["access"] == "staged"), (call, step)
 
 
 def left_early(call: dict[str, Any]) -> list[int]:
     """Operations of each stream that are to come once the host has waited for that of the loop,
     after a stream of steps was left with rows on their way, and the trainer closed."""
-    spec, lr = OPTIMIZERS["adagrad"]
-    case = Scenario((table("a", 300), table("b", 40, features=2)), spec, lr, steps=STEPS)
+    case = case_of("adagrad")
     world = open_world("cuda", "gloo", 60)
     mode = make_mode(world, case, CachedSettings("data", (280,), 2, 3, access=call["access"]))
     for step in mode.stream(case.batch(s) for s in range(case.steps)):
@@ -128,7 +137,7 @@ def test_nothing_is_on_its_way_to_memory_that_was_let_go_of(guard: Path) -> None
         assert len(left) > 3 and not any(left)
 
 
-def grown(call: None) -> list[list[float]]:
+def grown() -> list[list[float]]:
     """The rows of a cache that grew on a stream beside, while the first one took its memory."""
     cache, beside = DeviceCache(2, 4, 4, torch.float32, "cuda"), torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
@@ -144,15 +153,9 @@ def grown(call: None) -> list[list[float]]:
         return [part.tolist() for part in cache.read(rows) if part is not None]
 
 
-def test_a_cache_that_grows_reads_the_memory_that_it_leaves(guard: Path) -> None:
-    ((found,),) = run(guard, grown, [None])
-    assert found == [[[1.0] * 4] * 2, [[2.0] * 4] * 2]
-
-
 def first_steps(call: dict[str, Any]) -> list[float]:
     """Seconds from the end of each of the first steps to the start of the next one's fill."""
-    spec, lr = OPTIMIZERS["adagrad"]
-    case = Scenario((table("a", 300), table("b", 40, features=2)), spec, lr, steps=12)
+    case = replace(case_of("adagrad"), steps=8)
     world = open_world("cuda", "gloo", 60)
     how = CachedSettings("data", (280,), 2, 3, placement=Placement(call["placement"]))
     mode, found = make_mode(world, case, how), []
@@ -196,8 +199,35 @@ def masked(call: dict[str, Any]) -> tuple[list[list[float]], list[list[float]], 
     return *ends, launches, len(dense.parameters)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
-def test_a_masked_step_takes_few_launches_and_leaves_all_bits(guard: Path, name: str) -> None:
-    (((some, all_of_them, launches, count),),) = run(guard, masked, [{"optimizer": name}])
-    assert some == all_of_them and len(some) == count * {"sgd": 1, "adagrad": 3, "adam": 4}[name]
-    assert max(launches[1:4]) < count  # the first of all makes state
+def test_a_masked_step_takes_few_launches_and_leaves_all_bits(guard: Path) -> None:
+    kept = {"sgd": 1, "adagrad": 3, "adam": 4}
+    found = run(guard, masked, [{"optimizer": name} for name in kept])
+    for ((some, all_of_them, launches, count),), of_each in zip(found, kept.values(), strict=True):
+        assert some == all_of_them and len(some) == count * of_each
+        assert max(launches[1:4]) < count  # the first of all makes state
+
+
+def bags_for_torchrec() -> tuple[list[list[float]], dict[str, int]]:
+    """Bags as `hybrid` sends them to the device, and what that took."""
+    ids, before = SCENARIO.batch(0).ids, Counter(DEVICE.counts)
+    weighted = replace(ids, weights=torch.rand(len(ids.values)))
+    given = [
+        jagged(one, SCENARIO.global_batch + 1, torch.device("cuda")) for one in (ids, weighted)
+    ]
+    took = of_training(Counter(DEVICE.counts) - before)
+    values = given[1].weights().tolist() + given[0].values().tolist()
+    return [values, [*weighted.weights.tolist(), *ids.values.tolist()]], took
+
+
+def called(work: Callable[[], Any]) -> Any:
+    """What it gives."""
+    return work()
+
+
+def test_a_cache_that_grows_reads_what_it_leaves_and_bags_for_torchrec_are_pinned(
+    guard: Path,
+) -> None:
+    (rows,), ((found, took),) = run(guard, called, [grown, bags_for_torchrec])
+    assert rows == [[[1.0] * 4] * 2, [[2.0] * 4] * 2]
+    assert found[0] == found[1]
+    assert took.pop("to device, pinned") == 5 and not any("wait" in w or "page" in w for w in took)
