@@ -60,8 +60,9 @@ class ModeContender(Contender):
         """See `Contender.meters`; the stage `wait` is that for plans and rows."""
         mode, found = self.mode, {}
         if isinstance(mode, CachedParallel):
-            found["stage_ms"] = {name: 1e3 * s for name, s in mode.clock.seconds.items()}
-            found["stage_hidden_ms"] = {name: 1e3 * s for name, s in mode.clock.hidden.items()}
+            ms = 1e3 * mode.streams.timed_every  # the timed steps stand for those between them
+            found["stage_ms"] = {name: ms * s for name, s in mode.clock.seconds.items()}
+            found["stage_hidden_ms"] = {name: ms * s for name, s in mode.clock.hidden.items()}
         if self.name in CACHED:
             found["rows_per_step"] = self._rows.sums
         if isinstance(mode, CachedParallel | HybridParallel):

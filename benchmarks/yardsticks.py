@@ -231,10 +231,7 @@ class FbgemmTables(Yardstick):
         prefetch = name == "uvm_prefetch" and self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if prefetch else None
         self._next: tuple[Tensor, Tensor] | None = None
-        settings: dict[str, Any] = {}
-        if name in UVM:
-            ratio = config.cache.ratio or 1.0
-            settings = {"cache_load_factor": ratio, "prefetch_pipeline": prefetch}
+        settings = uvm_settings(config, prefetch) if name in UVM else {}
         self.bags = fbgemm_tables(
             [(table.rows, table.dim) for table in self.tables],
             self.optim.name,
@@ -267,6 +264,20 @@ class FbgemmTables(Yardstick):
     def _arrive(self, ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         values, offsets = (tensor.to(self.device, non_blocking=True) for tensor in ids)
         return values, offsets
+
+
+def uvm_settings(config: Config, prefetch: bool) -> dict[str, Any]:
+    """What FBGEMM's cache is told beside the tables.
+
+    Their unified memory is locked host memory that is mapped for the GPU: `cudaMallocManaged`, its
+    own choice, is not to be had, or hangs, on some drivers and virtual machines.
+    """
+    ratio = config.cache.ratio or 1.0
+    return {
+        "cache_load_factor": ratio,
+        "prefetch_pipeline": prefetch,
+        "uvm_host_mapped": True,
+    }
 
 
 def fbgemm_tables(

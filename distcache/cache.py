@@ -264,9 +264,11 @@ class DeviceCache:
         if slots <= old:
             return
         weight, state = self._allocate(slots)
-        weight[:old] = self.weight
-        if state is not None and self.state is not None:
-            state[:old] = self.state
+        for new, held in ((weight, self.weight), (state, self.state)):
+            if new is not None and held is not None:
+                new[:old] = held
+                if held.is_cuda:  # it may be of another stream, which would have it back too early
+                    held.record_stream(torch.cuda.current_stream(self.device))
         self.weight, self.state = weight, state
         self.slot_row = np.concatenate((self.slot_row, np.full(slots - old, FREE, np.int64)))
         self._dirty = np.concatenate((self.dirty, np.zeros(slots - old, np.bool_)))

@@ -38,7 +38,8 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     for parameter in parameters if isinstance(optimizer, torch.optim.Adam) else ():
         state = optimizer.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            on = parameter.device if optimizer.defaults["fused"] else None
+            state["step"] = torch.tensor(0.0, device=on)
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
     return parameters
@@ -56,23 +57,46 @@ def load_state(
 # A step of a torch optimizer that a flag on the device may turn into nothing.
 
 _COUNTER = "step"
-"""torch's name for a parameter's step counter, which lies on the host."""
+"""torch's name for a parameter's step counter, which lies on the host unless Adam is fused."""
 
 
 @torch.no_grad()
-def masked_step(optimizer: torch.optim.Optimizer, enabled: Tensor) -> None:
+def masked_step(
+    optimizer: torch.optim.Optimizer, enabled: Tensor, gradients: Sequence[Tensor]
+) -> None:
     """`optimizer.step()` where `enabled`, bool `[1]` on the parameters' device, is true.
 
-    Where it is false, parameters and state keep their bits, but for step counters on the host:
-    take these back with `uncount` once the host knows. Nobody waits for the device; copies of
-    parameters and state are the price, so this is for small dense parts.
+    `optimizer`: of `dense_optimizer`; `gradients`: all memory of its parameters' gradients. Where
+    it is false, these are spoilt, and parameters and state keep their bits, but for step counters
+    on the host: take those back with `uncount` once the host knows. Nobody waits for the device.
+    Adam that is not fused copies parameters and state: the plain form, of a CPU.
     """
+    off = ~enabled.reshape(())  # which takes the shape of any value, a single number's too
+    if optimizer.defaults["fused"]:  # the kernels of Adam look at a flag themselves
+        told: Any = optimizer  # as torch's GradScaler tells it
+        told.grad_scale, told.found_inf = None, off.float()
+        optimizer.step()
+        told.found_inf = None
+        return
+    if _rests_at_zero(optimizer):
+        for gradient in gradients:
+            gradient.masked_fill_(off, 0.0)
+        optimizer.step()
+        return
     parameters = ensure_state(optimizer)
     states = (optimizer.state.get(parameter, {}).items() for parameter in parameters)
     values = [value for state in states for name, value in state if name != _COUNTER]
     kept = [(value, value.clone()) for value in (*parameters, *values)]
     optimizer.step()
     put_back(kept, enabled)
+
+
+def _rests_at_zero(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step with gradients of zero leaves all bits; Adagrad without eps may divide 0 by 0,
+    and Adam's moments decay."""
+    if isinstance(optimizer, torch.optim.Adagrad):
+        return optimizer.defaults["eps"] > torch.finfo(torch.float32).tiny
+    return isinstance(optimizer, torch.optim.SGD)
 
 
 def put_back(kept: Sequence[tuple[Tensor, Tensor]], enabled: Tensor) -> None:
@@ -84,8 +108,8 @@ def put_back(kept: Sequence[tuple[Tensor, Tensor]], enabled: Tensor) -> None:
 
 
 def uncount(optimizer: torch.optim.Optimizer) -> None:
-    """Take back one step of the step counters."""
-    for state in optimizer.state.values():
+    """Take back one step of the step counters on the host."""
+    for state in optimizer.state.values() if not optimizer.defaults["fused"] else ():
         if isinstance(state.get(_COUNTER), Tensor):
             state[_COUNTER] -= 1
 
@@ -101,16 +125,18 @@ def dense_optimizer(
 
     SGD, Adagrad (with row-wise Adagrad too) or Adam, with its settings but the rate. Set a step's
     rate by `param_groups[0]["lr"]`. The implementation is named, not left to torch's choice, so
-    that the same run gives the same bits: multi-tensor kernels on CUDA, one parameter at a time on
-    the CPU.
+    that the same run gives the same bits: multi-tensor kernels on CUDA (for Adam the fused one,
+    which takes a flag on the device), one parameter at a time on the CPU.
     """
     chosen = list(parameters)
-    how: dict[str, Any] = {"lr": lr, "foreach": bool(chosen) and all(p.is_cuda for p in chosen)}
+    on_gpu = bool(chosen) and all(p.is_cuda for p in chosen)
+    how: dict[str, Any] = {"lr": lr, "foreach": on_gpu}
     if isinstance(rows, Adagrad):
         how |= {"eps": rows.eps, "initial_accumulator_value": rows.initial_accumulator}
         return torch.optim.Adagrad(chosen, fused=False, **how)
     if isinstance(rows, Adam):
-        return torch.optim.Adam(chosen, betas=rows.betas, eps=rows.eps, fused=False, **how)
+        how |= {"foreach": False, "fused": on_gpu}
+        return torch.optim.Adam(chosen, betas=rows.betas, eps=rows.eps, **how)
     return torch.optim.SGD(chosen, fused=False, **how)
 
 

@@ -20,6 +20,10 @@ COMPUTE, COMMUNICATION, COPY_IN, COPY_OUT = "compute", "communication", "copy_in
 NAMES = (COMPUTE, COMMUNICATION, COPY_IN, COPY_OUT)
 """Streams by name; stages of any other name (`host`) issue no device work."""
 
+TIMED_EVERY = 10
+"""Of so many steps one is timed on a device where nobody asks for more: a timed step takes two
+events for each stage, which the training loop reads."""
+
 _REBASE_S = 60.0
 """Times are told from an event that is this old, or up to twice as old."""
 
@@ -71,6 +75,8 @@ class Streams:
         self.ordered = self.asynchronous = device.type == "cuda"
         """`ordered`: whether marks tell anything; `asynchronous`: whether work runs on after the
         call that issues it."""
+        self.timed_every = TIMED_EVERY if self.ordered else 1
+        """Of so many steps the stages of one are timed."""
         if not self.ordered:
             return
         self._beside = {name: torch.cuda.Stream(device) for name in NAMES if name != COMPUTE}
@@ -93,12 +99,17 @@ class Streams:
         stream = self._stream(name)
         return _NOWHERE if stream is None else torch.cuda.stream(stream)
 
-    def mark(self, name: str) -> Mark:
-        """What has been issued on a stream so far."""
+    def times(self, step: int) -> bool:
+        """Whether the stages of a step are timed."""
+        return step % self.timed_every == 0
+
+    def mark(self, name: str, timed: bool = False) -> Mark:
+        """What has been issued on a stream so far; `timed`: `seconds` will be asked when that was
+        reached."""
         stream = self._stream(name) if self.ordered else None
         if stream is None:
             return LONG_OVER
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=timed)
         event.record(stream)
         return Mark(event)
 
@@ -109,6 +120,11 @@ class Streams:
             for mark in marks:
                 if mark.event is not None:
                     stream.wait_event(mark.event)
+
+    def drain(self) -> None:
+        """What is issued from now on comes after the other streams' work so far, so that memory
+        which that uses may be let go of; the host does not wait."""
+        self.after(COMPUTE, [self.mark(name) for name in self._beside])
 
     def hand_over(self, tensors: Iterable[Tensor | None], name: str) -> None:
         """`tensors`, made on the current stream, will be read on stream `name`."""
@@ -123,7 +139,7 @@ class Streams:
             mark.event.synchronize()
 
     def seconds(self, mark: Mark) -> float | None:
-        """When `mark` was reached, on the clock of `time.perf_counter`; None on the CPU.
+        """When a timed `mark` was reached, on the clock of `time.perf_counter`; None on the CPU.
 
         Waits for the mark if it is not reached yet.
         """

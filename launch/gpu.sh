@@ -3,6 +3,7 @@
 # rows between host and device, and of whole steps. A report for each part, and a line that says how it went.
 #
 #   bash launch/gpu.sh [--dry-run] [part ...]      all parts, or those named
+#   bash launch/gpu.sh [--dry-run] quick           what says most, in eight minutes after the set-up
 #
 #   OUT=docs/results/gpu   folder of reports and logs
 #   PART_S=900             seconds after which a part is cut off
@@ -11,7 +12,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 out="${OUT:-$CHECKOUT/docs/results/gpu}"
-limit="${PART_S:-900}"
 dry=""
 if [[ "${1:-}" == --dry-run ]]; then
     dry=1
@@ -38,6 +38,9 @@ arguments_of() {
         fbgemm_adam_64)
             command=("${step[@]}" batch=16384 width=64 modes=data,uvm,uvm_prefetch optimizer=adam)
             ;;
+        quick_64 | quick_128)
+            command=("${step[@]}" batch=16384 "width=${1#quick_}" "modes=$all" repetitions=3 warmup_most=100)
+            ;;
         terabyte_64) command=("${step[@]}" batch=16384 width=64 modes=data,resident size=terabyte) ;;
         *) return 1 ;;
     esac
@@ -46,7 +49,10 @@ arguments_of() {
     fi
 }
 
-wanted=("${@:-${parts[@]}}")
+wanted=("${@:-${parts[@]}}") limit="${PART_S:-900}"
+if [[ "${wanted[*]}" == quick ]]; then
+    wanted=(kernels quick_64 quick_128) limit="${PART_S:-160}"
+fi
 for part in "${wanted[@]}"; do
     if ! arguments_of "$part"; then
         echo "gpu: $part is no part: choose among ${parts[*]}" >&2
@@ -80,8 +86,17 @@ stop() {
     exit 130
 }
 
+# Why FBGEMM's own cache does not run here; nothing where it does.
+why_no_fbgemm() {
+    "$PYTHON" -c 'import torch; from benchmarks.yardsticks import why_no_fbgemm; print(why_no_fbgemm(torch.device("cuda")))'
+}
+
 failed=0
 for part in "${wanted[@]}"; do
+    if [[ "$part" == fbgemm_* ]] && why="$(why_no_fbgemm)" && [[ -n "$why" ]]; then
+        echo "$part: left out: $why; torch's tables (modes=bag) and the bench of kernels stand for it"
+        continue
+    fi
     arguments_of "$part"
     began=$SECONDS code=0
     timeout --signal=INT --kill-after=20 "$limit" "$PYTHON" "${command[@]}" >"$out/$part.log" 2>&1 &

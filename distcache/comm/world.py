@@ -242,7 +242,8 @@ def open_world(
     if where.type == "cuda":
         torch.cuda.set_device(where)
     try:
-        dist.init_process_group(name, store=own, timeout=patience, rank=rank, world_size=size)
+        how = {"timeout": patience, "rank": rank, "world_size": size}
+        dist.init_process_group(name, store=own, device_id=bound_device(name, where, nodes), **how)
         store = store or dist.distributed_c10d._get_default_store()
         announce_process(store, rank)
         return World(
@@ -294,6 +295,20 @@ def _claim(place: Place, device: str, backend: str) -> tuple[torch.device, Claim
     agent = (socket.gethostname(), os.environ.get("GROUP_RANK"))
     own = (where.type, name, refused, place.world_size)
     return where, Claim(place.local_rank, place.local_size, *agent, *own)
+
+
+def bound_device(backend: str, where: torch.device, nodes: Nodes) -> torch.device | None:
+    """The device that the groups are bound to: NCCL makes their communicators now then, and not in
+    the midst of a step, in whichever thread comes first.
+
+    Node and device groups are used at once, in the same order on all ranks: NCCL starts their
+    kernels in that order where it is told so, since each may wait for room that another one has.
+    """
+    if backend != "nccl" or sum(nodes.sizes) == 1:
+        return None
+    if nodes.count > 1 and max(nodes.sizes) > 1:
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    return where
 
 
 def _meet(

@@ -412,13 +412,15 @@ class CachedCollection(nn.Module):
         folder cannot be written.
         """
         tables, asked = self.tables, (f"trace({str(folder)!r})", "folder")
-        watchers = tables.record_all().watchers
+        watchers, streams = tables.record_all().watchers, tables.engine.streams
+        seldom, streams.timed_every = streams.timed_every, 1
         with tracing(tables.world, Path(folder), watchers.append, asked):
             try:
                 yield
             finally:
                 tables.record_all()
                 watchers.pop()
+                streams.timed_every = seldom
 
     def summary(self) -> dict[str, Any]:
         """Hit rates, rows and bytes moved, memory and stage times so far, named as in a run's

@@ -551,7 +551,7 @@ class CollectionTables:
     def _record(self, flight: Flight) -> None:
         """Tell the clock what the stages of a step took since it was told last."""
         if flight.spans:
-            told = Flight(flight.step, flight.batch, [], free=flight.free)
+            told = Flight(flight.step, flight.batch, [], free=flight.free, timed=flight.timed)
             told.spans, told.waits, told.marks = flight.spans, flight.waits, flight.marks
             self._unrecorded.append(told)
             flight.spans, flight.waits, flight.marks = [], [], []

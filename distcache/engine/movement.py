@@ -419,6 +419,7 @@ class Mover:
 
         Where autograd records nothing (`torch.no_grad`, no inference mode).
         """
+        flight.timed = self._streams.times(flight.step)
         for stage, run in self.stages:
             with running(stage, flight, lane, self._streams, shake):
                 run(flight)

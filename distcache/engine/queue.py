@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
 import torch
 
@@ -36,6 +38,36 @@ DEPTH = 2
 
 _ABANDON_S = 1.0
 """Longest wait for threads whose start was interrupted."""
+
+SWITCH_S = 5e-5
+"""How long a thread has the interpreter while another wants it, beside a GPU: in Python's own 5 ms,
+for which the loop that launches kernels may stand still at each call, a GPU does two steps."""
+
+
+class QuickSwitches:
+    """Within it threads take turns after `SWITCH_S`, in the whole process.
+
+    Any number of threads may be within it; the last that leaves restores what the first has found.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._within, self._before = threading.Lock(), 0, 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._within == 0:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before, SWITCH_S))
+            self._within += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._within -= 1
+            if self._within == 0:
+                sys.setswitchinterval(self._before)
+
+
+_SWITCHES = QuickSwitches()
 
 
 class StepStream:
@@ -78,8 +110,8 @@ class StepStream:
         """Whether the threads were told to end."""
         self._settled, self._left_alone = True, False
         self._loop = threading.current_thread()
-        self._plans = threading.Thread(target=self._plan, name="distcache-planner", daemon=True)
-        self._movement = threading.Thread(target=self._move, name="distcache-movement", daemon=True)
+        self._plans = self._thread(self._plan, "distcache-planner")
+        self._movement = self._thread(self._move, "distcache-movement")
         try:
             self._plans.start()
             if self._moves:
@@ -87,6 +119,15 @@ class StepStream:
         except BaseException:  # Ctrl-C, or no thread to be had: nobody will know this stream
             self._abandon()
             raise
+
+    def _thread(self, work: Callable[[], None], name: str) -> threading.Thread:
+        """A thread beside training that does `work`."""
+
+        def run() -> None:
+            with _SWITCHES if self._streams.asynchronous else nullcontext():
+                work()
+
+        return threading.Thread(target=run, name=name, daemon=True)
 
     def _abandon(self) -> None:
         """End what has started, or is about to, and give it time for that."""

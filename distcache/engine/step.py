@@ -157,6 +157,8 @@ class Flight:
     """What the next stage's device work comes after."""
     free: Mark = LONG_OVER
     """Where on the device the step before it ended."""
+    timed: bool = True
+    """Whether its stages are timed (`Streams.times`)."""
     marks: list[DeviceSpan] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     waits: list[Span] = field(default_factory=list)
@@ -194,13 +196,14 @@ class running:  # noqa: N801 - reads as `with running(stage, flight, ...):`
             streams.after(stream, (self._flight.after,))
             self._on = streams.on(stream)
             self._on.__enter__()
-            self._start = streams.mark(stream)
+            self._start = streams.mark(stream, timed=True) if self._flight.timed else LONG_OVER
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         name, flight, streams = self._stage.name, self._flight, self._streams
         end = LONG_OVER
         if streams.ordered:
-            end = LONG_OVER if error is not None else streams.mark(self._stage.stream)
+            if error is None:
+                end = streams.mark(self._stage.stream, flight.timed)
             self._on.__exit__(kind, error, trace)
         if error is not None:
             if isinstance(error, Exception):
@@ -209,7 +212,8 @@ class running:  # noqa: N801 - reads as `with running(stage, flight, ...):`
         flight.note(name, self._lane, self._began)
         if end.event is not None:
             flight.after = end
-            flight.marks.append(DeviceSpan(name, self._lane, self._start, end))
+            if flight.timed:
+                flight.marks.append(DeviceSpan(name, self._lane, self._start, end))
 
 
 # -----------------------------------------------------------------------------
@@ -220,7 +224,8 @@ Watcher = Callable[[int, str, Sequence[Span]], None]
 
 
 class StageClock:
-    """Host seconds spent in each stage and hidden behind training, over `steps` training steps.
+    """Host seconds spent in each stage and hidden behind training, over `steps` training steps:
+    on a device the timed ones.
 
     Hidden is what a stage of the planner or the movement took while the loop did not stand still
     for that step: all of it when nothing waited, none when all was waited for.
@@ -258,6 +263,11 @@ class StageClock:
         """Milliseconds per step of each stage beside training that nothing waited for."""
         return _mean_ms(self.hidden, self.steps, {})
 
+    @property
+    def lap_steps(self) -> int:
+        """Steps since the last lap, or since the beginning."""
+        return self.steps - self._lap[0]
+
     def lap(self) -> tuple[dict[str, float], dict[str, float]]:
         """`mean_ms` and `hidden_ms` of the steps since the last lap, or since the beginning."""
         steps, seconds, hidden = self._lap
@@ -280,8 +290,10 @@ def record(clock: StageClock, flight: Flight, streams: Streams) -> None:
     """Let `clock` know of a step that is through all stages, on the device too.
 
     On a device a stage took what its work took there; the step stalled from the end of the step
-    before it until its rows had arrived.
+    before it until its rows had arrived. The clock does not hear of a step that is not timed.
     """
+    if not flight.timed:
+        return
     spans, waits = flight.spans, flight.waits
     if flight.marks:
         times = {}

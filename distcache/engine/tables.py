@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager as Context
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,6 +125,9 @@ class CachedTables:
         self.stream: StepStream | None = None
         """The last that was begun, whose threads may have ended."""
         self.last_step, self.failed, self._stale = -1, False, False
+        self._alone = {"train", "eval"} if world.size > 1 and self.streams.asynchronous else set()
+        """Kinds of steps whose first is yet to come, beside which nothing moves: a GPU may wait for
+        its own work when it loads a kernel for the first time, and that work for other ranks."""
 
     # --- plans ------------------------------------------------------------------------------
 
@@ -205,23 +208,26 @@ class CachedTables:
         stream is opened once, in order; where autograd records nothing (`torch.no_grad`, no
         inference mode), as all of a step but its forward and backward.
         """
-        stream, streams = flight.stream, self.streams
-        flight.free = streams.mark(COMPUTE)
+        stream, streams, alone = flight.stream, self.streams, False
+        flight.free = streams.mark(COMPUTE, timed=True)
         if stream is None or not self.overlapped:
             flight.after = flight.free
             self._mover.move(flight, TRAINING_LANE, self.shake)
             flight.moved = True
         else:
+            alone = flight.batch.kind in self._alone
+            self._alone.discard(flight.batch.kind)
             # Where a step begins with an exchange, fills come before or after it on all ranks.
             if self.shares:
                 stream.settle()
-            stream.release(self.last_step, flight.free, flight.step if self.shares else None)
+            last = flight.step if self.shares or alone else None
+            stream.release(self.last_step, flight.free, last)
             stream.arrive(flight)
         if self.shares:
             streams.after(COMMUNICATION, (flight.free,))  # it sends rows that were just changed
             with self.stage(SHARE_LATE, flight):
                 self._share(flight)
-            if stream is not None:
+            if stream is not None and not alone:
                 stream.release_rest()
         self.last_step = flight.step
         return self._leaves(flight)
@@ -449,6 +455,8 @@ class CachedTables:
     def close(self) -> None:
         """Let go of the stores, once no stream is open; safe to call twice, on one rank alone."""
         self.planner.threads.close()
+        with suppress(RuntimeError):  # of a device that has failed, and has said so
+            self.streams.drain()  # rows of steps that nobody ran may still be on their way
         for rows in self.rows:
             if rows.store is not None:
                 rows.store.close()

@@ -71,8 +71,9 @@ class SegmentChunks:
     chunk: int
 
     def to(self, device: torch.device) -> SegmentChunks:
-        """The same on a device; asynchronous where the memory is pinned."""
-        return SegmentChunks(self.table.to(device, non_blocking=True), self.sizes, self.chunk)
+        """The same on a device, for which nobody waits."""
+        table = self.table.pin_memory() if device.type == "cuda" else self.table
+        return SegmentChunks(table.to(device, non_blocking=True), self.sizes, self.chunk)
 
     def passes(self) -> list[tuple[Tensor, Tensor]]:
         """(starts, ends), int64 `[N_l]` each: places in `order` for the first pass, afterwards

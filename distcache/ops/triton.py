@@ -32,6 +32,9 @@ TILE = 1024
 MOST_ROWS = 16
 """Largest N. Up to here Triton keeps the N indices of a tile where the tile's threads are; beyond,
 it exchanges them through shared memory, or fails to compile (seen with 32 rows and two warps)."""
+LINK_PROGRAMS = 32
+"""Most programs that copy rows from or to the host: while its link answers they sit where the
+kernels of the step could run, and so many keep it busy (128 KB under way)."""
 
 
 def fits(*tensors: Tensor | None) -> bool:
@@ -147,6 +150,7 @@ def copy_rows(
         triton_kernels.copy_rows,
         (source, start, target, end, count),
         (source if source.is_cuda else target, count, dim),
+        most=None if source.is_cuda and target.is_cuda else LINK_PROGRAMS,
         FROM=source_rows is not None,
         TO=target_rows is not None,
     )
@@ -183,10 +187,14 @@ def _segment_sums(
 
 
 def _launch(
-    kernel: Any, arguments: Sequence[Any], about: tuple[Tensor, int, int], **constants: Any
+    kernel: Any,
+    arguments: Sequence[Any],
+    about: tuple[Tensor, int, int],
+    most: int | None = None,
+    **constants: Any,
 ) -> None:
     """Run a kernel over `count` rows of width D in tiles; `about`: a tensor of the device, and
-    these two numbers."""
+    these two numbers. `most`: of the programs, each of which takes several tiles then."""
     where, count, dim = about
     block = 1 << (dim - 1).bit_length()
     tile = max(1, min(MOST_ROWS, TILE // block))
@@ -197,6 +205,7 @@ def _launch(
     # take turns in it.
     with torch.cuda.device(where.device) if where.is_cuda else _INTERPRETER:
         programs = (count + tile - 1) // tile
+        programs = programs if most is None else min(programs, most)
         kernel[(programs,)](*arguments, D=dim, N=tile, BLOCK=block, **constants, **options)
 
 

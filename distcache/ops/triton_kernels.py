@@ -9,14 +9,28 @@ their order, not on tile, grid or place. Nothing is sorted, and there are no ato
 # pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import triton
 import triton.language as tl
 
 UNROLL = tl.constexpr(4)
 """Rows of a segment whose loads are under way at the same time."""
 
+_INDEX = ["starts", "ends", "outer", "inner", "to", "source_rows", "target_rows", "slots"]
 
-@triton.jit(do_not_specialize=["count"])
+
+def _jit(kernel: Callable[..., None]) -> Any:
+    """Compile once for any count of rows and any alignment of index tensors, which are pieces of
+    larger ones: machine code that is missing in the midst of training costs up to a second."""
+    index = [name for name in _INDEX if name in inspect.signature(kernel).parameters]
+    how = {"do_not_specialize": ["count"], "do_not_specialize_on_alignment": index}
+    return triton.jit(**how)(kernel)
+
+
+@_jit
 def segment_sums(
     values,  # float32 [*, D], rows STRIDE apart
     starts,  # int64 [count]: segment i is [starts[i], ends[i])
@@ -69,7 +83,7 @@ def segment_sums(
     tl.store(out + at[:, None] * D + column[None, :], total, mask=mask)
 
 
-@triton.jit(do_not_specialize=["count"])
+@_jit
 def copy_rows(
     source,  # [*, D], contiguous
     source_rows,  # int64 [count]; read where FROM
@@ -82,18 +96,19 @@ def copy_rows(
     FROM: tl.constexpr,
     TO: tl.constexpr,
 ):
-    """target[target_rows[i] or i] = source[source_rows[i] or i]."""
-    at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    """target[target_rows[i] or i] = source[source_rows[i] or i]; programs take turns at tiles."""
     column = tl.arange(0, BLOCK)
-    inside = at < count
-    mask = inside[:, None] & (column < D)[None, :]
-    start, end = at, at
-    if FROM:
-        start = tl.load(source_rows + at, mask=inside, other=0)
-    if TO:
-        end = tl.load(target_rows + at, mask=inside, other=0)
-    values = tl.load(source + start[:, None] * D + column[None, :], mask=mask)
-    tl.store(target + end[:, None] * D + column[None, :], values, mask=mask)
+    for tile in range(tl.program_id(0), tl.cdiv(count, N), tl.num_programs(0)):
+        at = (tile * N + tl.arange(0, N)).to(tl.int64)
+        inside = at < count
+        mask = inside[:, None] & (column < D)[None, :]
+        start, end = at, at
+        if FROM:
+            start = tl.load(source_rows + at, mask=inside, other=0)
+        if TO:
+            end = tl.load(target_rows + at, mask=inside, other=0)
+        values = tl.load(source + start[:, None] * D + column[None, :], mask=mask)
+        tl.store(target + end[:, None] * D + column[None, :], values, mask=mask)
 
 
 @triton.jit
@@ -119,7 +134,7 @@ def _row_sums(values, N: tl.constexpr, STEPS: tl.constexpr):
     return tl.reshape(values, [N])
 
 
-@triton.jit(do_not_specialize=["count"])
+@_jit
 def update_rows(
     weight,  # float32 [C, D], rows WEIGHT_STRIDE apart
     state,  # float32 [C, S], rows STATE_STRIDE apart; not read by sgd

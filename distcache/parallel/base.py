@@ -519,8 +519,10 @@ def stage_values(clock: StageClock) -> dict[str, Any]:
     """What stages took since the last call, for `Parallel.progress`.
 
     The hidden share counts planning and movement, wherever they ran: what ran in the loop, as
-    with the serial schedule, was waited for.
+    with the serial schedule, was waited for. Nothing where no step was timed since then.
     """
+    if not clock.lap_steps:
+        return {}
     took, hidden = clock.lap()
     own = {WAIT, *(stage.name for stage in TRAINING)}
     beside = sum(ms for name, ms in took.items() if name not in own)

@@ -264,7 +264,7 @@ class CachedParallel(Parallel):
         if enabled is None:
             self.dense_optimizer.step()
         else:
-            masked_step(self.dense_optimizer, enabled)
+            masked_step(self.dense_optimizer, enabled, [self.dense.flat])
 
     def _agreed(self, flight: Flight) -> StepResult:
         """What all ranks know of a step; to be asked for step after step, in order.
@@ -399,7 +399,8 @@ class CachedParallel(Parallel):
         return values if rate is None else {"hit_rate": rate} | values
 
     def watch(self, watcher: Watcher) -> None:
-        """See `Parallel.watch`."""
+        """See `Parallel.watch`; every step is timed from now on."""
+        self.streams.timed_every = 1
         self.clock.watchers.append(watcher)
 
     def close(self) -> None:

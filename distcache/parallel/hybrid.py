@@ -49,7 +49,7 @@ from distcache.comm.link import (
 )
 from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchCheck, JaggedIds, Prefetch
-from distcache.engine.gradients import agreement, words
+from distcache.engine.gradients import agreement, to_device, words
 from distcache.engine.movement import MoveCounts
 from distcache.engine.step import Watcher
 from distcache.errors import ConfigError, DataError
@@ -419,9 +419,12 @@ def jagged(ids: JaggedIds, size: int, device: torch.device) -> KeyedJaggedTensor
     padded = torch.zeros(len(ids.features), size, dtype=torch.int32)
     padded[:, : lengths.size(1)] = lengths
     weights = None if ids.weights is None else ids.weights.float()
-    return KeyedJaggedTensor(
+    bags = KeyedJaggedTensor(
         keys=list(ids.features), values=ids.values, lengths=padded.view(-1), weights=weights
-    ).to(device)
+    )
+    if device.type == "cuda":  # from other memory a copy waits for all work before it
+        bags = bags.pin_memory()
+    return bags.to(device, non_blocking=True)
 
 
 # -----------------------------------------------------------------------------
@@ -502,7 +505,7 @@ class HybridParallel(Parallel):
         with self._clock.step("step", "train"):
             with count_collectives(self.counters):
                 logits = self._logits(batch)
-            labels = batch.labels.to(logits)
+            labels = to_device(batch.labels, self._world.device).to(logits)
             loss_sum = binary_cross_entropy_with_logits(logits, labels, reduction="sum")
             result = self._agree(loss_sum.detach(), batch.global_size, stop)
             if result.bad_ranks:
@@ -548,7 +551,7 @@ class HybridParallel(Parallel):
         dense = batch.dense.new_zeros(size, batch.dense.size(1))
         dense[:count] = batch.dense
         device = self._world.device
-        return self._dmp(dense.to(device), jagged(ids, size, device))[:count]
+        return self._dmp(to_device(dense, device), jagged(ids, size, device))[:count]
 
     def _agree(self, loss_sum: Tensor, global_size: int, stop: bool) -> StepResult:
         """What the ranks' losses, stop requests and flags come to."""

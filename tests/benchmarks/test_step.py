@@ -3,6 +3,8 @@ links of given rates; beside another checkout, in blocks of steps that take turn
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -141,6 +143,15 @@ def test_two_ranks(tmp_path):
     for name, mode in found.items():
         close = 1e-5 if name == "hybrid" else 0.0
         assert mode["loss"] == pytest.approx(data["loss"], rel=close, abs=0.0)
+
+
+def test_fbgemms_cache_takes_what_it_is_told():
+    training = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    known = inspect.signature(training.SplitTableBatchedEmbeddingBagsCodegen).parameters
+    config = compose_setting("small", ("cache.ratio=0.25",), Place())
+    told = yardsticks.uvm_settings(config, prefetch=True)
+    assert told["cache_load_factor"] == 0.25 and told["uvm_host_mapped"]
+    assert told.keys() <= known.keys()
 
 
 def test_yardsticks_are_of_one_rank_and_bags_stand_in_for_fbgemms_kernels(monkeypatch):

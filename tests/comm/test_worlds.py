@@ -39,6 +39,7 @@ from distcache.comm.world import (
     Nodes,
     World,
     agree_on_claims,
+    bound_device,
     close_world,
     current_world,
     nodes_of_names,
@@ -128,6 +129,22 @@ def test_what_cannot_work_is_refused(rank: int, change: dict, message: str) -> N
     found[rank] = replace(found[rank], **change)
     with pytest.raises(ConfigError, match=message):
         agree_on_claims(found)
+
+
+def test_communicators_are_made_at_once_and_several_start_in_order(monkeypatch) -> None:
+    where, order = torch.device("cuda", 1), "NCCL_LAUNCH_ORDER_IMPLICIT"
+    monkeypatch.setenv(order, "0")
+    monkeypatch.delenv(order)
+    for backend, sizes, bound in (("gloo", (2, 2), None), ("nccl", (1,), None)):
+        assert bound_device(backend, where, Nodes(sizes)) is bound
+    for sizes in ((4,), (1, 1)):  # whose device group is the only one
+        assert bound_device("nccl", where, Nodes(sizes)) == where
+    assert order not in os.environ
+    assert bound_device("nccl", where, Nodes((2, 1))) == where
+    assert os.environ[order] == "1"
+    monkeypatch.setenv(order, "0")
+    bound_device("nccl", where, Nodes((2, 2)))
+    assert os.environ[order] == "0", "what somebody has set stays"
 
 
 def test_what_need_not_be_the_same(caplog) -> None:

@@ -203,6 +203,7 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, **kwargs: bool) -> None:
         self.stream: Any = None
+        self.timing = enable_timing
         self.place = self.looks = 0
         self.time: list[float] = []
 
@@ -227,7 +228,9 @@ class Event:
             DEVICE.wait(self.stream, self.place)
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds to `end`; RuntimeError where one of them is not reached."""
+        """Milliseconds to `end`; RuntimeError where one is not reached, or takes no time."""
+        if not (self.timing and end.timing):
+            raise RuntimeError("CUDA error: invalid resource handle: events without timing")
         if not (self.time and end.time):
             raise RuntimeError("CUDA error: device not ready")
         return (end.time[0] - self.time[0]) * 1e3

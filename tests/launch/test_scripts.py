@@ -158,9 +158,12 @@ def test_slow_tests_stop_when_their_time_is_over(
 
 
 def test_the_parts_of_the_gpu_run_are_commands_that_parse(tmp_path: Path) -> None:
-    run = bash("gpu.sh", "--dry-run", PYTHON="py", OUT=str(tmp_path))
-    assert run.returncode == 0, run.stderr
-    parts = dict(line.split(": py ") for line in run.stdout.splitlines())
+    parts: dict[str, str] = {}
+    for given in ((), ("quick",)):
+        run = bash("gpu.sh", "--dry-run", *given, PYTHON="py", OUT=str(tmp_path))
+        assert run.returncode == 0, run.stderr
+        parts |= dict(line.split(": py ") for line in run.stdout.splitlines())
+    assert "quick_128" in parts
     assert parts.pop("tests").startswith("-m pytest -m gpu ")
     options = {"kernels": KernelOptions, "rows": RowsOptions, "step": StepOptions}
     for part, command in parts.items():
@@ -179,6 +182,7 @@ def test_the_parts_of_the_gpu_run_are_commands_that_parse(tmp_path: Path) -> Non
 PYTHON_OF_PARTS = """case "$*" in
     *is_available*) exit "${NO_GPU:-0}" ;;
     *benchmarks.rows*) echo "no room"; exit 3 ;;
+    *why_no_fbgemm*) echo "the CPU build" ;;
     *benchmarks.kernels*) echo "up"; exec sleep 30 ;;
     *modes=data,resident,fused*model=embeddings*) kill -KILL $$ ;;
     *) echo "all is well" ;;
@@ -188,12 +192,14 @@ esac"""
 def test_a_part_of_the_gpu_run_that_fails_stops_no_other(tmp_path: Path) -> None:
     python = program(tmp_path / "python", PYTHON_OF_PARTS)
     given = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "PART_S": "3"}
-    run = bash("gpu.sh", "kernels", "access", "embeddings_64", "step_64", **given)
+    run = bash("gpu.sh", "kernels", "access", "embeddings_64", "fbgemm_64", "step_64", **given)
     said = [re.sub(r"after \d+ s", "after", line) for line in run.stdout.splitlines()]
     assert said == [
         "kernels: cut off after: up",
         "access: failed with exit code 3 after: no room",
         "embeddings_64: failed with exit code 137 after: ",
+        "fbgemm_64: left out: the CPU build; torch's tables (modes=bag) and the bench of kernels "
+        "stand for it",
         "step_64: done after: all is well",
     ]
     assert run.returncode == 1

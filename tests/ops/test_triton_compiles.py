@@ -75,18 +75,21 @@ def call_all(width):
 
 
 def compiled(kernel, arguments, constants, capability):
-    """The PTX and the machine code of one launch, its pointers aligned to 16 bytes."""
+    """The PTX and the machine code of one launch, its pointers aligned to 16 bytes, but those of
+    indices, for whose alignment there is one code."""
     options = {key: constants.pop(key) for key in ("num_warps", "enable_fp_fusion")}
     names = kernel.arg_names
     given = dict(zip(names, arguments, strict=False))
     signature = {name: "constexpr" for name in names}
     signature |= {name: TYPES[getattr(v, "dtype", type(v))] for name, v in given.items()}
     pointers = [index for index, name in enumerate(names) if signature[name].startswith("*")]
+    aligned = [at for at in pointers if not kernel.params[at].do_not_specialize_on_alignment]
+    assert not any(signature[names[at]] == "*i64" for at in aligned), "a piece may begin anywhere"
     source = triton.compiler.ASTSource(
         kernel,
         signature,
         constexprs=dict(constants),
-        attrs={(index,): [["tt.divisibility", 16]] for index in pointers},
+        attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
     )
     return triton.compile(
         source, target=triton.backends.compiler.GPUTarget("cuda", capability, 32), options=options

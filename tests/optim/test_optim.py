@@ -5,6 +5,7 @@ optimizer: its state by name, and steps that a mask turns into nothing; the sche
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -196,10 +197,10 @@ class Shapes(nn.Module):
         self.matrix = nn.Parameter(torch.randn(2, 3))
 
 
-def parts(name: str, seed: int = 0):
+def parts(name: str, seed: int = 0, eps: float = 0.0):
     """A model and its optimizer."""
     model = Shapes(seed)
-    return model, dense_optimizer(model.parameters(), row_update(name, 0.0, eps=0.0), 0.1)
+    return model, dense_optimizer(model.parameters(), row_update(name, 0.0, eps=eps), 0.1)
 
 
 def give(model: nn.Module, value: float) -> None:
@@ -218,12 +219,13 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 
 @DENSE
-def test_a_step_that_is_masked_leaves_all_bits(name: str) -> None:
-    (model, masked), (plain, other) = parts(name), parts(name)
-    for value in (0.5, torch.nan, -0.25):
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_a_step_that_is_masked_leaves_all_bits(name: str, eps: float) -> None:
+    (model, masked), (plain, other) = parts(name, eps=eps), parts(name, eps=eps)
+    for value in (torch.inf, 0.5, torch.nan, -0.25):
         give(model, value)
-        enabled = torch.tensor([value == value])
-        masked_step(masked, enabled)
+        enabled = torch.tensor([math.isfinite(value)])
+        masked_step(masked, enabled, [p.grad for p in model.parameters()])
         if enabled:
             steps(plain, other, value)
         else:

@@ -57,9 +57,10 @@ def test_the_hidden_share_counts_movement_in_the_loop_as_waited_for() -> None:
     step(serial, 0, "training", 0)
     found = stage_values(overlapped)
     assert (found["hidden_share"], found["stall_ms"]) == ((4 + 1.5) / 6, 500)
+    assert stage_values(overlapped) == {}, "no step since"
     found = stage_values(serial)
     assert (found["hidden_share"], found["stage_hidden_ms"]) == (4 / 6, {"plan": 4000})
-    assert stage_values(StageClock())["hidden_share"] is None
+    assert stage_values(StageClock()) == {}, "nor any step"
 
 
 class Event:

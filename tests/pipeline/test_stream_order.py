@@ -49,7 +49,7 @@ class Clocks(Streams):
         self.here.name = name
         yield
 
-    def mark(self, name):
+    def mark(self, name, timed=False):
         with self.lock:
             self.clocks[name][name] += 1
             return Mark(Clock(self.clocks[name]))

@@ -4,6 +4,7 @@ which all ranks do the same after the same step and can go on; rows that move be
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.engine.exchange import Part, Status
+from distcache.engine.queue import SWITCH_S, QuickSwitches
 from distcache.errors import PeerError
 from distcache.parallel.cached import CachedSettings
 from distcache.planner.victims import Policy
@@ -379,3 +381,18 @@ def test_queues_stay_short_however_slow_training_is(world: World) -> None:
         assert len(read) <= step.batch.index + 1 + 1 + 2 + 2 + 3
     assert len(read) == 20
     mode.close()
+
+
+def test_the_last_thread_to_leave_restores_how_long_a_turn_is() -> None:
+    before, quick = sys.getswitchinterval(), QuickSwitches()
+    with quick:
+        with quick:
+            assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
+    assert sys.getswitchinterval() == before
+    try:
+        sys.setswitchinterval(1e-5)  # whoever wants even shorter turns keeps them
+        with quick:
+            assert sys.getswitchinterval() == pytest.approx(1e-5)
+    finally:
+        sys.setswitchinterval(before)
