@@ -48,6 +48,9 @@ def misuse(world: World) -> dict:
     seen["skipped"] = caught(lambda: next(stream))
     seen["threads"] = planner_threads()
     seen["then"] = len(train(mode, batches(world, range(1, 6))))
+    mode.tables.last_step += world.rank == 1
+    seen["apart"] = caught(lambda: mode.tables.flush(6))
+    mode.tables.last_step -= world.rank == 1
     stream = mode.stream(batches(world, range(6)))
     next(stream)
     mode.close()
@@ -81,6 +84,10 @@ def test_misuse_and_ranks_that_differ_are_refused() -> None:
         assert "step 0 is not due" in found["twice"]
         assert "step 1 of the stream was not run" in found["skipped"]
         assert (found["threads"], found["then"]) == (0, 5)
+        assert found["apart"].startswith(
+            "PeerError: the ranks have run different steps, so nothing"
+        )
+        assert "(rank 0: (5, 6), rank 1: (6, 6), rank 2: (5, 6))" in found["apart"]
         assert found["kinds"].startswith("PeerError: rank ")
         assert "(eval batch 0)" in found["kinds"] and "(train batch 0)" in found["kinds"]
         who = "DataError" if rank == 0 else "PeerError: stopped because rank 0 failed"
