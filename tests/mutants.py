@@ -36,7 +36,7 @@ holds-end-early: a slot used by step s is held until step s + P has been planned
 hits-not-held: a row of the step itself is held: it does not leave for another row of that step
   - table[slot, LAST], table[slot, NEXT] = step, NEVER  # held: no victim of its own step
   + pass
-  tests/planner/test_laws.py -k no_stale
+  tests/planner/test_victims.py -k slow_twin
 victims-in-use: movement waits for the last uses of the rows that leave
   - max(step - prefetch - 1, before, -1, *latest_uses)
   + max(step - prefetch - 1, before, -1)

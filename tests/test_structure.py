@@ -16,7 +16,7 @@ FILES = {
     for file in sorted(PACKAGE.rglob("*.py"))
 }
 THIRD_PARTY = {"torch", "torchrec", "torchmetrics", "numpy", "hydra", "omegaconf", "tqdm"}
-THIRD_PARTY |= {"yaml", "pyarrow", "fbgemm_gpu", "matplotlib", "triton", "numba"}
+THIRD_PARTY |= {"yaml", "pyarrow", "fbgemm_gpu", "matplotlib", "triton", "numba", "llvmlite"}
 MOVES = {"engine", "parallel", "embedding", "store", "cache", "streams", "trainer"}
 """What a pure room never imports: whatever moves rows, or knows a device or a run."""
 PURE = ("layout", "step_plan", "planner", "cost", "replay", "models", "errors", "ops")

@@ -513,6 +513,10 @@ class HomePlanner(Planner):
             parts.count,
             lambda a, b: loops.plan(self._home, a, b, *what, *when, *scale, *out),
         )
+        if (done[:, 2] < -1).any():
+            raise PlanError(
+                f"step {step}: home rank {self.home} finds too few slots that may leave"
+            )
         self._past.append((entry, levels, before))
         fetch, fetched = (_joined(of, firsts, done[:, 0]) for of in (fetch, fetched))
         left, leaving = (_joined(of, firsts, done[:, 1]) for of in (left, leaving))

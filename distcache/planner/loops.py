@@ -275,7 +275,7 @@ def _prefetch(typing_context: Any, table: Any, row: Any) -> tuple[Any, Any]:
         at = cgutils.get_item_pointer(context, builder, table, own, place, wraparound=False)
         kind, number = ir.VoidType(), ir.IntType(32)
         of = ir.FunctionType(kind, [at.type, number, number, number])
-        call = cgutils.get_or_insert_function(builder.module, of, "llvm.prefetch")
+        call = builder.module.declare_intrinsic("llvm.prefetch", (at.type,), of)
         builder.call(call, [at, number(1), number(3), number(1)])  # to write, soon, data
         return context.get_dummy_value()
 
@@ -481,7 +481,7 @@ def take(
     wanted: int,
 ) -> int:
     """Slots of `part` for the misses of `step`, to `out` from `first` up to `wanted`; they leave
-    their lists. Returns the latest last use among them, -1 for none.
+    their lists. Returns the latest last use among them, -1 for none; -2 if there are too few.
 
     Free slots; then rows without a use in the window, lowest key first, up to key `highest`; then
     those whose next use is farthest; of both such as no step since `step` - `prefetch` used. Where
@@ -503,7 +503,7 @@ def take(
             node = slots + STEPS + (later & mask)
             count, latest = leave(table, node, step, before, False, latest, out, count, wanted)
     count, latest = leave(table, slots + PINS, step, step, True, latest, out, count, wanted)
-    return latest
+    return latest if count == wanted else -2
 
 
 @compiled(types.void(_home, i8, i8, i8, i8))
@@ -644,10 +644,10 @@ def plan(
     `rate` >= 0). And from `dense[p]` on: `fetch`, which of the home's rows to fetch, and `fetched`,
     their local rows; `evict_slots`, and `evicted`, the local rows that leave these. int32 `[U]`
     each. `done` int64 `[K, 3]`: how many are fetched, how many leave, and the latest last use of a
-    slot that is filled. `shape`: of the home, see `divide_rows`; `newest`: the last step that the
-    window knows. Keys are `base` + `ranks` of
-    levels; `values`, `factors`: see `count_use`; `names` int32 `[K, R]` or `[K, 0]`: what rows are
-    called there, none: as they are numbered in their part.
+    slot that is filled, -2 where slots are too few. `shape`: of the home, see `divide_rows`;
+    `newest`: the last step that the window knows. Keys are `base` + `ranks` of levels; `values`,
+    `factors`: see `count_use`; `names` int32 `[K, R]` or `[K, 0]`: what rows are called there,
+    none: as they are numbered in their part.
     """
     mask = len(home.origins) - 1
     for part in range(first, last):
@@ -662,6 +662,9 @@ def plan(
         table[node, AFTER], table[node, BEFORE] = node, node
         highest, end = base + ranks[len(ranks) - 1], start + misses
         latest = take(home, part, step, newest, prefetch, highest, fetched, start, end)
+        if latest < -1:
+            done[part, 2] = latest
+            continue
         leaving = start
         for i in range(start, end):
             slot, row = fetched[i], distinct[shift + fetch[i]]

@@ -25,8 +25,9 @@ from ranks import run_ranks
 from scenarios import OPTIMIZERS, Outcome, Scenario, check_against_trainer, table
 
 from distcache.data.batch import Batch, JaggedIds
-from distcache.engine.groups import Placement
+from distcache.engine.groups import SHARDED, Placement
 from distcache.parallel.cached import CachedSettings
+from distcache.planner.home import Parts
 from distcache.planner.victims import Policy
 
 FOUR = pytest.param(4, marks=pytest.mark.slow)
@@ -199,6 +200,19 @@ def test_awkward_shapes_train_alike_in_all_modes(world: int) -> None:
     for one, other in zip(ordered, native, strict=False):
         for outcome in other:
             assert outcome.losses == pytest.approx(one[0].losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_homes_that_are_planned_in_parts_have_the_bits_of_resident(world: int) -> None:
+    tables = (table("a", 60_000), table("b", 30_000))
+    case = Scenario(tables, OPTIMIZERS["adagrad"][0], global_batch=4000, steps=10)
+    how = CachedSettings("data", (24_000,), 3, 1, validate=True)
+    assert Parts.of(24_000 // world, 90_000 // world).count == 4 // world
+    jobs = [Job(case, how), Job(case, replace(how, planner_threads=2))]
+    if world > 1:
+        jobs.append(Job(case, replace(how, placement=Placement(SHARDED))))
+    for outcome in exact(world, jobs)[0]:
+        assert outcome.summary["rows_written_back"] > 1000
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, FOUR])
