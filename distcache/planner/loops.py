@@ -257,8 +257,9 @@ _EARLY = 24
 """Rows ahead of the one that is looked at whose entries in `index` are on their way."""
 
 _SPARSE, _LINE = 16, 4
-"""A table of which a step uses more than 1 / `_SPARSE` is brought to the core as a whole, in order,
-`_LINE` of its rows at a time: a walk through a list waits for every slot that is not there."""
+"""A table of which a step uses more than 1 / `_SPARSE` is read from end to end first, every
+`_LINE`th row, which brings it to the core's cache: a walk through a list waits for every slot that
+is not there."""
 
 
 def fetch_early(table: np.ndarray, row: int) -> None:
@@ -285,6 +286,15 @@ def _prefetch(typing_context: Any, table: Any, row: Any) -> tuple[Any, Any]:
 @extending.overload(fetch_early, inline="always")
 def _fetch_early(table, row):  # type: ignore[no-untyped-def] # the types that Numba has
     return lambda table, row: _prefetch(table, np.int64(row))
+
+
+@compiled(i8(out44))
+def read_all(table: np.ndarray) -> int:
+    """Bring a table to the core's cache; what is returned says nothing."""
+    found = 0
+    for row in range(0, len(table), _LINE):
+        found ^= table[row, 0]
+    return found
 
 
 @compiled(types.void(out44, i8))
@@ -655,8 +665,7 @@ def plan(
         start, shift = dense[part], bases[part] - dense[part]
         stop = start + counts[part]
         if counts[part] * _SPARSE > len(table):
-            for line in range(0, len(table), _LINE):
-                fetch_early(table, line)
+            done[part, 0] = read_all(table)
         misses = look_up(home, part, step, distinct, shift, start, stop, slots, fetch)
         node = len(row_of) + STEPS + (step & mask)
         table[node, AFTER], table[node, BEFORE] = node, node
@@ -667,6 +676,8 @@ def plan(
             continue
         leaving = start
         for i in range(start, end):
+            if i + _EARLY < end:
+                fetch_early(index, max(row_of[fetched[i + _EARLY]], 0))
             slot, row = fetched[i], distinct[shift + fetch[i]]
             old = row_of[slot]
             if old >= 0:
