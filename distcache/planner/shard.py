@@ -167,8 +167,8 @@ before, 0 for none."""
 class HotRows:
     """Rows, int64 `[K]`, ascending, and where to look for one among them (20 K to 36 K bytes).
 
-    `local` int32 `[K]`: how each home numbers its own, 0, 1, ... in ascending order; `sizes`
-    int64 `[W]`: how many each has.
+    `local` int32 `[K + 1]`: how each home numbers its own, 0, 1, ... in ascending order, then -1,
+    which is that of place -1; `sizes` int64 `[W]`: how many each has.
     """
 
     def __init__(self, layout: RowLayout, rows: np.ndarray) -> None:
@@ -178,7 +178,7 @@ class HotRows:
         edges = np.arange((last >> self._shift) + 2) << self._shift
         self._starts = np.searchsorted(self.rows, edges).astype(np.int32)
         order, starts = grouped(layout.home(self.rows), layout.world_size)
-        self.local, self.sizes = np.empty(len(rows), np.int32), np.diff(starts)
+        self.local, self.sizes = np.full(len(rows) + 1, -1, np.int32), np.diff(starts)
         self.local[order] = np.arange(len(rows)) - np.repeat(starts[:-1], self.sizes)
 
     def find(self, rows: np.ndarray) -> np.ndarray:
@@ -213,8 +213,7 @@ class HotLayout:
 
     def local(self, rows: np.ndarray) -> np.ndarray:
         """The number of each of `rows`, which are hot, at its home; -1 for any other."""
-        found = self._hot.find(rows)
-        return np.where(found >= 0, np.append(self._hot.local, -1)[found], -1)
+        return self._hot.local[self._hot.find(rows)]
 
     def row(self, home: int, local: np.ndarray) -> np.ndarray:
         """The row of each number: the inverse of `local`, at this home."""
@@ -490,7 +489,7 @@ def make_request(
     if hot is not None:
         place = hot.find(distinct)
         homes += world * (place < 0)
-        local = np.where(place < 0, local, np.append(hot.local, -1)[place])
+        local = np.where(place < 0, local, hot.local[place])
     both = [of or Parts(0, layout.most_rows) for of in parts]
     divided, starts, places = divide_rows(local, homes, [of for of in both for _ in range(world)])
     asked, first, counts = [], 0, np.diff(starts)
