@@ -346,7 +346,7 @@ def too_large(
 ) -> StepTooLargeError:
     """Why `step` is refused and how to avoid it.
 
-    `kind`: of its batch; `rows`: its distinct rows int64 `[W, regions]`.
+    `kind`: of its batch; `rows`: the slots that it needs, int64 `[W, regions]`.
     """
     slots = [region.planner.slots for region in regions]
     home, place = np.unravel_index(np.argmax(rows / np.asarray(slots)), rows.shape)
@@ -357,8 +357,8 @@ def too_large(
     on_device = has * (1 if region.sharded else len(rows))
     split = "" if len(groups) == 1 else "; cache.split=by_curve shares slots out by need"
     return StepTooLargeError(
-        f"step {step}{what} needs {needs} distinct {lie}rows of home rank {home}, which has {has} "
-        f"slots of {on_device} on each device (tables of width {group.dim}): set "
+        f"step {step}{what} needs {needs} slots at home rank {home} for its distinct {lie}rows, "
+        f"where {has} are, of {on_device} on each device (tables of width {group.dim}): set "
         f"{_way_out(groups, rows, regions)}, or lower data.global_batch_size{split}",
         rows=needs,
         slots=has,
@@ -375,7 +375,7 @@ def _way_out(groups: Sequence[TableGroup], rows: np.ndarray, regions: Sequence[R
     keys, later = "cache.replicated_rows, cache.replicated_share", "later ones may need more"
     enough = f"cache.rows={smallest_cache_rows(groups, slots)} or more"
     if not any(group.hot is not None and len(group.hot) for group in groups):
-        return f"{enough} (the smallest that holds this step; {later})"
+        return f"{enough} (which holds this step; {later})"
     if any(count > limit for count, limit in zip(slots, most, strict=True)):
         # A group gets no more slots than it has rows.
         return f"other rows to replicate ({keys}; no cache.rows holds this step with these)"

@@ -92,8 +92,8 @@ def test_the_number_that_is_named_holds_the_step_and_no_smaller_one(by_run, of: 
     for done, error, (rows, slots), _ in seen:
         if error:
             named = int(re.search(r"cache\.rows=(\d+) or more", error)[1])
-            assert f": step {done} needs {rows} distinct {what} of" in error and rows > slots
-            assert f"which has {slots} slots of {slots * homes} on" in error
+            assert f": step {done} needs {rows} slots at home rank " in error and rows > slots
+            assert f"distinct {what}, where {slots} are, of {slots * homes} on" in error
             assert "cache.replicated_rows" not in error
             assert ranks[0][named][0] > done, "the number that was named does not hold the step"
             assert ranks[0][named - 1][0] == done, "a smaller number holds the step as well"
@@ -190,10 +190,10 @@ def test_rows_that_no_cache_holds_beside_the_replicated_ones_are_told() -> None:
         needs = np.full((world, 2), [90 if not named else 25, 1])
         text = str(too_large(3, "eval", [mixed], needs, regions))
         assert "cache.replicated_rows, cache.replicated_share" in text
-        assert f"distinct sharded rows of home rank 0, which has {room.sharded} slots" in text
+        assert f"at home rank 0 for its distinct sharded rows, where {room.sharded} are" in text
         needs[2] = 1, 99
         other = str(too_large(4, "train", [mixed], needs, regions))
-        assert other.startswith("step 4 needs 99 distinct replicated rows of home rank 2")
+        assert other.startswith("step 4 needs 99 slots at home rank 2 for its distinct repl")
         assert ("no cache.rows holds this step" in text) != named
         found = re.search(r"cache\.rows=(\d+) or more", text)
         assert (found is not None) == named and text.startswith("step 3 (evaluation) needs")
