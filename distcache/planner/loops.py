@@ -48,7 +48,7 @@ def array(dtype: Any, written: bool, dimensions: int = 1) -> Any:
 
 i4, i8 = types.int32, types.int64
 in4, in8, out4, out8 = array(i4, False), array(i8, False), array(i4, True), array(i8, True)
-in1, out1 = array(types.uint8, False), array(types.uint8, True)
+out1 = array(types.uint8, True)
 in44, out44, out444 = array(i4, False, 2), array(i4, True, 2), array(i4, True, 3)
 in88, out88, out11 = array(i8, False, 2), array(i8, True, 2), array(types.uint8, True, 2)
 
@@ -85,7 +85,7 @@ def name_rows(
     only its ids name. `table` int32: scratch, a power of two >= 2 and >= 2 x the longest piece: an
     index of the rows of a piece where they fit, else a hash table. Writes `distinct`, int64, how
     often each occurs to `counts`, and each id's place among them to `labels`, int32; `[n]` all
-    three. Returns how many rows are distinct.
+    three. Returns how many rows are distinct; or -1 - i for an id i whose row its piece has not.
     """
     one, count, start = np.uint64(1), 0, 0
     for piece in range(pieces.shape[1]):
@@ -97,8 +97,10 @@ def name_rows(
             table[place] = -1
         for i in range(start, stop):
             row = rows[i]
+            place = np.uint64(row - first)
+            if place >= np.uint64(pieces[2, piece]):
+                return -1 - i
             if direct:
-                place = np.uint64(row - first)
                 label = table[place]
             else:
                 key = np.uint64(row) * _FIRST

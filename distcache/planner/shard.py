@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from distcache.comm.world import Nodes
+from distcache.errors import PlanError
 from distcache.layout import RowLayout
 from distcache.planner import loops
 from distcache.planner.home import ALONE, HomeDecision, Parts, Threads, divide_rows
@@ -443,7 +444,8 @@ def distinct_rows(
     `[n]`; see `RowRequest`.
 
     By first occurrence. `pieces` int64 `[3, P]`: where each piece of `rows` ends, the last at n,
-    and from which row on how many it alone has; None: there is one, with any rows.
+    and from which row on how many it alone has; None: there is one, with any rows. Raises PlanError
+    for a row that its piece has not.
     """
     rows = np.ascontiguousarray(rows, dtype=np.int64)
     if pieces is None:
@@ -457,7 +459,11 @@ def distinct_rows(
         own[0] -= start
         ids, table = slice(start, start + int(own[0, -1])), np.empty(size, np.int32)
         out = (distinct[ids], labels[ids], occurs[ids])
-        return ids.start, ids.stop, loops.name_rows(rows[ids], own, table, *out)
+        count = loops.name_rows(rows[ids], own, table, *out)
+        if count < 0:
+            at = start - 1 - count
+            raise PlanError(f"id {at} is row {rows[at]}: ids must lie within their tables")
+        return ids.start, ids.stop, count
 
     spans, kept, before = [], [], 0
     for start, stop, count in threads.each(name, threads.ranges(pieces.shape[1])):

@@ -118,10 +118,11 @@ def test_a_step_out_of_order_is_refused() -> None:
     home = HomePlanner(make_layout(10, 1), 0, 5, 1)
     home.ingest(0, "train", [np.array([1, 2])])
     home.plan()
-    for step in (0, 1):
-        home.ingest(1, "train", [np.array([2, 3])]) if step else None
-        with pytest.raises(PlanError, match="steps come in order"):
-            home.ingest(0, "train", [np.array([2, 3])])
+    with pytest.raises(PlanError, match="steps come in order"):
+        home.ingest(0, "train", [np.array([2, 3])])
+    home.ingest(1, "train", [np.array([2, 3])])
+    with pytest.raises(PlanError, match="steps come in order"):
+        home.ingest(0, "train", [np.array([2, 3])])
     with pytest.raises(PlanError, match="step 3 does not follow 1"):
         home.ingest(3, "train", [np.array([2, 3])])
 

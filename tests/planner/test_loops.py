@@ -96,6 +96,16 @@ def test_a_home_names_rows_by_shelf_then_by_first_occurrence_over_the_ranks(
         last |= dict.fromkeys(found, step)
 
 
+@pytest.mark.parametrize("size", [3, 10**6])
+def test_an_id_outside_its_table_is_told(size: int) -> None:
+    """Where rows have an index of their own, and where they are hashed."""
+    pieces = np.array([[2, 5], [0, 7], [7, size]])
+    for row in (6, 7 + size, -1):
+        rows = np.array([0, 6, 7, row, 8])
+        told = by_all(distinct_rows, rows, pieces)
+        assert told == f"id 3 is row {row}: ids must lie within their tables"
+
+
 def test_a_row_that_a_home_does_not_have_is_told() -> None:
     home = HomePlanner(make_layout(9, 1), 0, 9, 1)
     with pytest.raises(PlanError, match=r"step 4: \[\[1\]\] do not count 2 rows by shelf"):
